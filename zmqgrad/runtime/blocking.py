@@ -1,0 +1,39 @@
+"""The word by which a thread says that it is about to wait.
+
+A thread of an :class:`~zmqgrad.runtime.engine_pool.EnginePool` that waits for another call does not
+count as working; the pool may put another in its place. So nested calls of any depth cannot eat all
+threads. Every wait of ours goes through :func:`about_to_block`.
+"""
+
+from __future__ import annotations
+
+import threading
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+
+class Blockable(Protocol):
+    """A pool that wants to hear of waits in its threads."""
+
+    def blocked(self) -> Any:
+        """A context manager around the wait."""
+        ...
+
+
+class _Here(threading.local):
+    pool: Blockable | None = None
+
+
+_here = _Here()
+_nothing = nullcontext()
+
+
+def belong_to(pool: Blockable | None) -> None:
+    """The calling thread now works for ``pool``."""
+    _here.pool = pool
+
+
+def about_to_block() -> Any:
+    """A context manager for a wait in the calling thread."""
+    pool = _here.pool
+    return _nothing if pool is None else pool.blocked()

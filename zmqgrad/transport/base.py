@@ -1,0 +1,75 @@
+"""What a transport is: mailboxes that take typed messages to the mailboxes of peers.
+
+Traffic is one-way: a mailbox receives on one socket of its own and sends on one per peer, requests and
+responses alike (DESIGN section 4). Two implementations keep this contract and pass one suite:
+:class:`~zmqgrad.transport.mailbox.ZmqMailbox` and :class:`~zmqgrad.transport.memory.MemoryMailbox`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.tap import Tap
+from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.messages import Message
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Inbound(NamedTuple):
+    """A message that arrived. ``frames`` are those after the header; they are ours to keep and write to."""
+
+    envelope: Envelope
+    message: Message
+    frames: Sequence[Buffer]
+
+
+Handler = Callable[[Inbound], None]
+"""Called in the receiver's thread, one message at a time: must not block and must not run user code."""
+
+Resolver = Callable[[int], Sequence[str]]
+"""Worker id to the endpoints of its mailbox, best first. Raises ``UnknownPeerError``."""
+
+
+class Mailbox(Protocol):
+    """One worker's end of the transport."""
+
+    worker_id: int
+    incarnation: int
+    tap: Tap | None
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where peers can send to, best first."""
+        ...
+
+    def start(self, handler: Handler, resolve: Resolver) -> None:
+        """Begin to receive; look peers up by ``resolve`` at the first message to them."""
+        ...
+
+    def send(self, peer: int, message: Message, message_id: int, frames: Sequence[Buffer] = ()) -> None:
+        """Queue ``message`` for ``peer``; ``frames`` have been copied or handed over when this returns.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+            UnknownPeerError: if the resolver does not know the peer.
+        """
+        ...
+
+    def forget(self, peer: int) -> None:
+        """Drop the connection to ``peer``; the next message looks it up anew."""
+        ...
+
+    def close(self) -> None:
+        """Send and receive no more; what was queued may be lost. Idempotent."""
+        ...
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for threads and sockets to end; names those that did not."""
+        ...
+
+    def statistics(self) -> dict[str, int]:
+        """Counters: messages and bytes in and out, malformed messages."""
+        ...

@@ -1,0 +1,71 @@
+"""The envelope: fixed-size, before every header.
+
+    offset  size  field
+         0     2  magic          b"zg"
+         2     1  version        1
+         3     1  flags          0 (reserved)
+         4     2  type           MessageType
+         6     2  source         worker id of the sender
+         8     8  incarnation    of the sender: random, new at every start
+        16     8  message id     of the request; a response repeats it
+        24        header         msgpack, see messages.py
+
+All numbers are big-endian. A reader checks magic, version and size before it looks further, so that
+a stranger on the port (an HTTP client, a scanner) costs nothing but a counter (P5).
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import NamedTuple
+
+from zmqgrad.errors import ProtocolError
+
+MAGIC = b"zg"
+VERSION = 1
+ENVELOPE = struct.Struct("!2sBBHHQQ")
+ENVELOPE_SIZE = ENVELOPE.size
+MAX_HEADER = 512 << 20
+"""Bytes of envelope and header together; larger first frames are refused unread."""
+
+
+class Envelope(NamedTuple):
+    """Who says what kind of thing, in reply to what."""
+
+    type: int
+    source: int
+    incarnation: int
+    message_id: int
+
+
+def write_envelope(buffer: bytearray, envelope: Envelope) -> None:
+    """Write ``envelope`` at the start of ``buffer``, which must be at least ``ENVELOPE_SIZE`` long."""
+    ENVELOPE.pack_into(
+        buffer,
+        0,
+        MAGIC,
+        VERSION,
+        0,
+        envelope.type,
+        envelope.source,
+        envelope.incarnation,
+        envelope.message_id,
+    )
+
+
+def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
+    """The envelope at the start of ``frame``.
+
+    Raises:
+        ProtocolError: if it is none of ours, of another version, or the frame is too short or long.
+    """
+    if not ENVELOPE_SIZE <= len(frame) <= MAX_HEADER:
+        raise ProtocolError(f"first frame of {len(frame)} bytes (expected {ENVELOPE_SIZE} to {MAX_HEADER})")
+    magic, version, _flags, kind, source, incarnation, message_id = ENVELOPE.unpack_from(frame)
+    if magic != MAGIC:
+        raise ProtocolError(f"first bytes are {magic!r}, not {MAGIC!r}: the sender does not speak zmqgrad")
+    if version != VERSION:
+        raise ProtocolError(
+            f"protocol version {version}, this side speaks {VERSION}: install the same release"
+        )
+    return Envelope(kind, source, incarnation, message_id)

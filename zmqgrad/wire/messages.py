@@ -1,0 +1,635 @@
+"""Everything that can be said, on one page: one frozen struct a message, who tells whom what.
+
+A message travels as ``envelope | header`` in one frame, then the frames that its blobs name
+(:mod:`zmqgrad.wire.frames` draws the envelope, :mod:`zmqgrad.wire.codec` does the work). The structs
+here are the headers: decoding one validates every field and bound. Requests carry 0x100, responses
+0x200, and a response repeats the message id of its request. Where torch's RPC has a number for a
+message, ours is the same (DESIGN section 5).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, ClassVar
+
+import msgspec
+from msgspec import Meta
+
+REQUEST = 0x100
+RESPONSE = 0x200
+
+MAX_DIMENSIONS = 64
+MAX_TENSORS = 1 << 20
+MAX_TEXT = 1 << 20
+MAX_KEY = 64 << 10
+MAX_VALUE = 256 << 20
+MAX_KEYS = 1 << 20
+
+Id = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
+WorkerId = Annotated[int, Meta(ge=0, lt=1 << 16)]
+Size = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
+Seconds = Annotated[float, Meta(ge=0)]
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Name = Annotated[str, Meta(max_length=1024)]
+Key = Annotated[str, Meta(max_length=MAX_KEY)]
+Value = Annotated[bytes, Meta(max_length=MAX_VALUE)]
+Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
+Values = Annotated[tuple[Value, ...], Meta(max_length=MAX_KEYS)]
+
+
+class MessageType(enum.IntEnum):
+    """What an envelope announces."""
+
+    # calls
+    CALL = 0x02 | REQUEST
+    RESULT = 0x03 | RESPONSE
+    REMOTE_CALL = 0x05 | REQUEST
+    REMOTE_RESULT = 0x06 | RESPONSE
+    EXCEPTION = 0x37 | RESPONSE
+    # references
+    RREF_FETCH = 0x08 | REQUEST
+    RREF_VALUE = 0x0A | RESPONSE
+    RREF_USER_DELETE = 0x0B | REQUEST
+    RREF_FORK_REQUEST = 0x0C | REQUEST
+    RREF_CHILD_ACCEPT = 0x0D | REQUEST
+    RREF_ACK = 0x0E | RESPONSE
+    # autograd
+    FORWARD_AUTOGRAD_REQ = 0x0F | REQUEST
+    FORWARD_AUTOGRAD_RESP = 0x10 | RESPONSE
+    BACKWARD_AUTOGRAD_REQ = 0x11 | REQUEST
+    BACKWARD_AUTOGRAD_RESP = 0x12 | RESPONSE
+    CLEANUP_AUTOGRAD_CONTEXT_REQ = 0x13 | REQUEST
+    CLEANUP_AUTOGRAD_CONTEXT_RESP = 0x14 | RESPONSE
+    # store queries
+    STORE_SET = 0x40 | REQUEST
+    STORE_COMPARE_SET = 0x41 | REQUEST
+    STORE_GET = 0x42 | REQUEST
+    STORE_ADD = 0x43 | REQUEST
+    STORE_CHECK = 0x44 | REQUEST
+    STORE_WAIT = 0x45 | REQUEST
+    STORE_GETNUMKEYS = 0x46 | REQUEST
+    STORE_DELETE_KEY = 0x47 | REQUEST
+    STORE_WATCH_KEY = 0x48 | REQUEST
+    STORE_UNWATCH_KEY = 0x49 | REQUEST
+    STORE_APPEND = 0x4A | REQUEST
+    STORE_MULTI_GET = 0x4B | REQUEST
+    STORE_MULTI_SET = 0x4C | REQUEST
+    STORE_QUEUE_PUSH = 0x4D | REQUEST
+    STORE_QUEUE_POP = 0x4E | REQUEST
+    STORE_QUEUE_LEN = 0x4F | REQUEST
+    STORE_LIST_KEYS = 0x50 | REQUEST
+    STORE_PING = 0x51 | REQUEST
+    STORE_VALUE = 0x58 | RESPONSE
+    STORE_NUMBER = 0x59 | RESPONSE
+    STORE_VALUES = 0x5A | RESPONSE
+    STORE_KEYS = 0x5B | RESPONSE
+    STORE_DONE = 0x5C | RESPONSE
+    STORE_REFUSED = 0x5D | RESPONSE
+    STORE_PONG = 0x5E | RESPONSE
+    KEY_CALLBACK_REGISTERED = 0x5F | RESPONSE
+    # notices: published, neither request nor response
+    KEY_CREATED = 0x60
+    KEY_UPDATED = 0x61
+    KEY_DELETED = 0x62
+    # delivery
+    HELLO = 0x70
+    GOODBYE = 0x71
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of every header. ``TYPE`` is what the envelope says of it."""
+
+    TYPE: ClassVar[MessageType]
+
+
+class _Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of what messages are made of."""
+
+
+# ---- what calls carry -----------------------------------------------------------------------------------
+
+
+class Place(enum.IntEnum):
+    """Where the bytes of a blob are."""
+
+    INLINE = 0  # in the header itself
+    FRAME = 1  # in a frame of their own, after the header
+
+
+class Blob(_Part, frozen=True):
+    """Some bytes: inline in ``data``, or ``size`` bytes in frame number ``index`` after the header."""
+
+    place: Place
+    size: Size
+    data: bytes = b""
+    index: Size = 0
+
+
+class Layout(enum.IntEnum):
+    """How the bytes of a tensor make a tensor."""
+
+    STRIDED = 0  # a window on its blob
+    COO = 1  # parts: indices, values
+    OPAQUE = 2  # the blob is what torch.save wrote
+
+
+class TensorDescriptor(_Part, frozen=True):
+    """One tensor: ``shape`` and ``strides`` in elements, ``offset`` in bytes from the start of its blob.
+
+    Empty ``strides`` with a shape that has dimensions means contiguous.
+    """
+
+    dtype: Name
+    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)]
+    strides: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)] = ()
+    offset: Size = 0
+    blob: Size = 0
+    requires_grad: bool = False
+    device: Name = "cpu"
+    layout: Layout = Layout.STRIDED
+    coalesced: bool = False
+    parts: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=2)] = ()
+
+
+class Tensors(_Part, frozen=True):
+    """Tensors beside a message, and the blobs that hold their bytes (tensors may share one)."""
+
+    tensors: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=MAX_TENSORS)] = ()
+    blobs: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
+
+
+NO_TENSORS = Tensors()
+
+
+class Form(enum.IntEnum):
+    """How a payload's value is made from its pickle and its tensors."""
+
+    NOTHING = 0  # None, or no arguments
+    TENSOR = 1  # the one tensor itself
+    TUPLE = 2  # a tuple of the tensors, in order
+    PICKLE = 3  # a pickle in which tensors are replaced by their index
+
+
+class Payload(_Part, frozen=True):
+    """A Python value. ``pickled`` names a blob, ``buffers`` those of its out-of-band buffers."""
+
+    form: Form = Form.NOTHING
+    tensors: Tensors = NO_TENSORS
+    pickled: Blob | None = None
+    buffers: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
+
+
+NOTHING = Payload()
+
+
+# ---- calls ----------------------------------------------------------------------------------------------
+
+
+class Call(Message, frozen=True, tag=1):
+    """Caller to callee: run ``function`` (``module:qualified.name``) on the payload (args, kwargs).
+
+    An empty ``function`` means that the payload is (function, args, kwargs). ``timeout`` is the time
+    left of the caller's deadline, 0 for none.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.CALL
+    function: Text
+    payload: Payload
+    timeout: Seconds = 0.0
+
+
+class RemoteCall(Message, frozen=True, tag=2):
+    """Caller to owner: as CALL, and keep the result as ``rref_id``, of which I am fork ``fork_id``."""
+
+    TYPE: ClassVar[MessageType] = MessageType.REMOTE_CALL
+    function: Text
+    payload: Payload
+    rref_id: Id
+    fork_id: Id
+    timeout: Seconds = 0.0
+
+
+class Result(Message, frozen=True, tag=3):
+    """Callee to caller: what the function returned."""
+
+    TYPE: ClassVar[MessageType] = MessageType.RESULT
+    payload: Payload = NOTHING
+
+
+class RemoteResult(Message, frozen=True, tag=4):
+    """Owner to caller: the function has run (or failed; a fetch will tell); your fork is known."""
+
+    TYPE: ClassVar[MessageType] = MessageType.REMOTE_RESULT
+    rref_id: Id
+    fork_id: Id
+
+
+class ExceptionReply(Message, frozen=True, tag=5):
+    """Callee to caller: instead of an answer, this exception.
+
+    ``pickled`` rebuilds it; where that is empty or fails, ``kind`` (qualified name of its type) and
+    ``text`` speak. ``worker`` names where it happened.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.EXCEPTION
+    worker: Name
+    kind: Text
+    text: str
+    traceback: str
+    pickled: bytes = b""
+
+
+# ---- references -----------------------------------------------------------------------------------------
+
+
+class RRefFetch(Message, frozen=True, tag=6):
+    """User to owner: send me the value, once it is there."""
+
+    TYPE: ClassVar[MessageType] = MessageType.RREF_FETCH
+    rref_id: Id
+    timeout: Seconds = 0.0
+
+
+class RRefValue(Message, frozen=True, tag=7):
+    """Owner to user: the value."""
+
+    TYPE: ClassVar[MessageType] = MessageType.RREF_VALUE
+    payload: Payload = NOTHING
+
+
+class RRefForkRequest(Message, frozen=True):
+    """New user to owner: I hold fork ``fork_id`` of ``rref_id``; count me."""
+
+    TYPE: ClassVar[MessageType] = MessageType.RREF_FORK_REQUEST
+    rref_id: Id
+    fork_id: Id
+
+
+class RRefChildAccept(Message, frozen=True):
+    """New user (or the owner) to the parent: the owner knows of child ``fork_id``; let go if you like."""
+
+    TYPE: ClassVar[MessageType] = MessageType.RREF_CHILD_ACCEPT
+    rref_id: Id
+    fork_id: Id
+
+
+class RRefUserDelete(Message, frozen=True):
+    """User to owner: fork ``fork_id`` is gone."""
+
+    TYPE: ClassVar[MessageType] = MessageType.RREF_USER_DELETE
+    rref_id: Id
+    fork_id: Id
+
+
+class RRefAck(Message, frozen=True):
+    """Answer to the three above: heard. Hearing one twice is harmless."""
+
+    TYPE: ClassVar[MessageType] = MessageType.RREF_ACK
+
+
+# ---- autograd -------------------------------------------------------------------------------------------
+
+
+class ForwardAutogradReq(Message, frozen=True):
+    """Caller to callee: ``wrapped``, as part of a context.
+
+    ``autograd_id`` joins the *send* of the caller to the *recv* of the callee; 0 if no tensor that
+    travels requires grad.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_REQ
+    context_id: Id
+    autograd_id: Id
+    wrapped: Call | RemoteCall | RRefFetch
+
+
+class ForwardAutogradResp(Message, frozen=True):
+    """Callee to caller: ``wrapped``, as part of a context; the same the other way round."""
+
+    TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_RESP
+    context_id: Id
+    autograd_id: Id
+    wrapped: Result | RemoteResult | RRefValue
+
+
+class BackwardAutogradReq(Message, frozen=True):
+    """Worker of a *recv* to worker of its *send*: the gradients of the tensors that you sent.
+
+    ``gradients`` gives, for each tensor of the send, its index in ``tensors``, or -1 where no gradient
+    exists (which is not the same as zeros).
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_REQ
+    context_id: Id
+    pass_id: Id
+    autograd_id: Id
+    gradients: Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(max_length=MAX_TENSORS)]
+    tensors: Tensors = NO_TENSORS
+    retain_graph: bool = False
+
+
+class Waiting(_Part, frozen=True):
+    """On ``worker``, after its ``tick``-th step of the pass, these sends still waited for a gradient.
+
+    Each send is ``(autograd id, receiving worker, what was called)``.
+    """
+
+    worker: WorkerId
+    tick: Size
+    sends: Annotated[tuple[tuple[Id, WorkerId, Text], ...], Meta(max_length=MAX_TENSORS)] = ()
+
+
+class BackwardAutogradResp(Message, frozen=True):
+    """Answer to the above: all that it set off has finished, here and further down."""
+
+    TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_RESP
+    waiting: tuple[Waiting, ...] = ()
+
+
+class CleanupAutogradContextReq(Message, frozen=True):
+    """Worker that leaves a context to those it told of it: forget it, and pass it on."""
+
+    TYPE: ClassVar[MessageType] = MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ
+    context_id: Id
+
+
+class CleanupAutogradContextResp(Message, frozen=True):
+    """Answer to the above: forgotten, or never known."""
+
+    TYPE: ClassVar[MessageType] = MessageType.CLEANUP_AUTOGRAD_CONTEXT_RESP
+
+
+# ---- store: client to server ----------------------------------------------------------------------------
+# Timeouts are the time left at the client, in seconds; the server stops waiting when it is over.
+
+
+class StoreSet(Message, frozen=True):
+    """Set ``key``. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_SET
+    key: Key
+    value: Value
+
+
+class StoreCompareSet(Message, frozen=True):
+    """Set ``key`` if it holds ``expected`` (or is missing and ``expected`` is empty). Answer: STORE_VALUE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_COMPARE_SET
+    key: Key
+    expected: Value
+    desired: Value
+
+
+class StoreGet(Message, frozen=True):
+    """The value of ``key``, once it exists. Answer: STORE_VALUE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_GET
+    key: Key
+    timeout: Seconds
+
+
+class StoreAdd(Message, frozen=True):
+    """Add ``amount`` to the number at ``key`` (0 if missing). Answer: STORE_NUMBER, the sum."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_ADD
+    key: Key
+    amount: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class StoreCheck(Message, frozen=True):
+    """Do all ``keys`` exist? Answer: STORE_NUMBER, 1 or 0."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_CHECK
+    keys: Keys
+
+
+class StoreWait(Message, frozen=True):
+    """Wait until all ``keys`` exist. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_WAIT
+    keys: Keys
+    timeout: Seconds
+
+
+class StoreGetNumKeys(Message, frozen=True):
+    """How many keys are there? Answer: STORE_NUMBER."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_GETNUMKEYS
+
+
+class StoreDeleteKey(Message, frozen=True):
+    """Delete ``key``. Answer: STORE_NUMBER, 1 if it was there."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_DELETE_KEY
+    key: Key
+
+
+class StoreWatchKey(Message, frozen=True):
+    """Publish changes of ``key``; my subscription is in place once topic ``sync:<nonce>`` is seen.
+
+    Answer: KEY_CALLBACK_REGISTERED, sent only then (DESIGN 16.1).
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_WATCH_KEY
+    key: Key
+    nonce: Name
+
+
+class StoreUnwatchKey(Message, frozen=True):
+    """I no longer watch ``key``. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_UNWATCH_KEY
+    key: Key
+
+
+class StoreAppend(Message, frozen=True):
+    """Append ``value`` to ``key`` (created if missing). Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_APPEND
+    key: Key
+    value: Value
+
+
+class StoreMultiGet(Message, frozen=True):
+    """The values of ``keys``, once all exist. Answer: STORE_VALUES."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_MULTI_GET
+    keys: Keys
+    timeout: Seconds
+
+
+class StoreMultiSet(Message, frozen=True):
+    """Set ``keys`` to ``values``, one to one. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_MULTI_SET
+    keys: Keys
+    values: Values
+
+
+class StoreQueuePush(Message, frozen=True):
+    """Push ``value`` to the end of the queue ``key``. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_PUSH
+    key: Key
+    value: Value
+
+
+class StoreQueuePop(Message, frozen=True):
+    """Take the first value of the queue ``key``; with ``block``, once there is one. Answer: STORE_VALUE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_POP
+    key: Key
+    block: bool
+    timeout: Seconds
+
+
+class StoreQueueLen(Message, frozen=True):
+    """How many values are in the queue ``key``? Answer: STORE_NUMBER."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_LEN
+    key: Key
+
+
+class StoreListKeys(Message, frozen=True):
+    """All keys that start with ``prefix``. Answer: STORE_KEYS, sorted."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_LIST_KEYS
+    prefix: Key
+
+
+class StorePing(Message, frozen=True):
+    """Are you there? Answer: STORE_PONG with the same nonce."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_PING
+    nonce: Name
+
+
+# ---- store: server to client ----------------------------------------------------------------------------
+
+
+class StoreValue(Message, frozen=True):
+    """A value, and the store's revision when it was read."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_VALUE
+    value: Value
+    revision: Size = 0
+
+
+class StoreNumber(Message, frozen=True):
+    """A number."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_NUMBER
+    number: int
+
+
+class StoreValues(Message, frozen=True):
+    """Values, in the order of the keys asked for."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_VALUES
+    values: Values
+
+
+class StoreKeys(Message, frozen=True):
+    """Keys."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_KEYS
+    keys: Keys
+
+
+class StoreDone(Message, frozen=True):
+    """Done."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_DONE
+
+
+class Refusal(enum.IntEnum):
+    """Why a store query was refused."""
+
+    TIMEOUT = 0
+    MISSING = 1
+    INVALID = 2
+    LIMIT = 3
+    CLOSING = 4
+
+
+class StoreRefused(Message, frozen=True):
+    """Not done, and why."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_REFUSED
+    reason: Refusal
+    text: Text
+
+
+class StorePong(Message, frozen=True):
+    """Here I am; notices are published at ``notices``, and this is the store's revision."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_PONG
+    nonce: Name
+    notices: Name
+    revision: Size
+
+
+class KeyCallbackRegistered(Message, frozen=True):
+    """Your watch of ``key`` is live since ``revision``, when it held ``value`` (None: it did not exist)."""
+
+    TYPE: ClassVar[MessageType] = MessageType.KEY_CALLBACK_REGISTERED
+    key: Key
+    revision: Size
+    value: Value | None
+
+
+# ---- notices: store server to everybody who subscribed to the key ---------------------------------------
+
+
+class KeyCreated(Message, frozen=True):
+    """``key`` came to exist. ``previous`` is the revision of the key's notice before, 0 if none."""
+
+    TYPE: ClassVar[MessageType] = MessageType.KEY_CREATED
+    key: Key
+    revision: Size
+    previous: Size
+    new: Value | None
+
+
+class KeyUpdated(Message, frozen=True):
+    """``key`` was set. Values above a size are left out (None): read them."""
+
+    TYPE: ClassVar[MessageType] = MessageType.KEY_UPDATED
+    key: Key
+    revision: Size
+    previous: Size
+    old: Value | None
+    new: Value | None
+
+
+class KeyDeleted(Message, frozen=True):
+    """``key`` was deleted."""
+
+    TYPE: ClassVar[MessageType] = MessageType.KEY_DELETED
+    key: Key
+    revision: Size
+    previous: Size
+    old: Value | None
+
+
+# ---- delivery -------------------------------------------------------------------------------------------
+
+
+class Hello(Message, frozen=True):
+    """Worker to worker, at the first contact: who I am."""
+
+    TYPE: ClassVar[MessageType] = MessageType.HELLO
+    name: Name
+
+
+class Goodbye(Message, frozen=True):
+    """Worker to its peers: I leave in good order; nothing more will come from me."""
+
+    TYPE: ClassVar[MessageType] = MessageType.GOODBYE
+
+
+def _all_messages(base: type[Message]) -> list[type[Message]]:
+    return [c for sub in base.__subclasses__() for c in (sub, *_all_messages(sub))]
+
+
+BY_TYPE: dict[MessageType, type[Message]] = {c.TYPE: c for c in _all_messages(Message)}
