@@ -1,0 +1,12 @@
+# Shortcuts; each is a command that README.md spells out.
+.PHONY: demo test check
+
+demo:  ## the main job: a model over three processes learns to read digits
+	tools/setup
+	.venv/bin/zmqgrad run --nproc-per-node 3 examples/digits_pipeline.py
+
+test:  ## set up, then all checks and all tests
+	tools/test
+
+check:  ## format, lint, types, arrows, fast tests
+	tools/check
