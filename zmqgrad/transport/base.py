@@ -19,11 +19,15 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Inbound(NamedTuple):
-    """A message that arrived. ``frames`` are those after the header; they are ours to keep and write to."""
+    """A message that arrived. ``frames`` are those after the header; they are ours to keep and write to.
+
+    ``size`` counts the bytes of all frames, the header's included.
+    """
 
     envelope: Envelope
     message: Message
     frames: Sequence[Buffer]
+    size: int = 0
 
 
 Handler = Callable[[Inbound], None]

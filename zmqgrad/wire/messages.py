@@ -274,11 +274,10 @@ class RRefChildAccept(Message, frozen=True):
 
 
 class RRefUserDelete(Message, frozen=True):
-    """User to owner: fork ``fork_id`` is gone."""
+    """User to owner: these forks, as (rref id, fork id), are gone."""
 
     TYPE: ClassVar[MessageType] = MessageType.RREF_USER_DELETE
-    rref_id: Id
-    fork_id: Id
+    forks: Annotated[tuple[tuple[Id, Id], ...], Meta(max_length=MAX_TENSORS)]
 
 
 class RRefAck(Message, frozen=True):

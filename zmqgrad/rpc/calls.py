@@ -1,0 +1,76 @@
+"""The calls that wait for an answer. Pure bookkeeping: events and the time go in, calls come out.
+
+Every method is one dictionary operation or a walk over a copy, so threads may call them at once; what a
+method takes out, only its caller has, hence each call is settled by exactly one of answer, deadline, loss
+and shutdown (P3).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from zmqgrad.runtime.future import Outcome
+from zmqgrad.transport.base import Inbound
+
+
+@dataclass(slots=True, eq=False)
+class PendingCall:
+    """One request on its way. ``what`` says what was asked for, for people; ``keep`` stays alive as long."""
+
+    message_id: int
+    peer: int
+    deadline: float
+    timeout: float
+    what: str | Callable[..., Any]
+    keep: Any = None
+    outcome: Outcome[Inbound] = field(default_factory=Outcome)
+
+    def describe(self) -> str:
+        """What was asked for."""
+        if isinstance(self.what, str):
+            return self.what
+        return getattr(self.what, "__qualname__", None) or repr(self.what)
+
+
+class CallTable:
+    """Pending calls by message id."""
+
+    def __init__(self) -> None:
+        self._calls: dict[int, PendingCall] = {}
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def add(self, call: PendingCall) -> None:
+        """``call`` is about to be sent."""
+        self._calls[call.message_id] = call
+
+    def take(self, message_id: int) -> PendingCall | None:
+        """The call that this answers, no longer pending; None if nobody waits any more."""
+        return self._calls.pop(message_id, None)
+
+    def expire(self, now: float) -> list[PendingCall]:
+        """Those whose deadline has passed, no longer pending."""
+        return self._take_all([c for c in list(self._calls.values()) if c.deadline <= now])
+
+    def lose(self, peer: int) -> list[PendingCall]:
+        """Those that wait for ``peer``, no longer pending."""
+        return self._take_all([c for c in list(self._calls.values()) if c.peer == peer])
+
+    def drain(self) -> list[PendingCall]:
+        """All, no longer pending."""
+        return self._take_all(list(self._calls.values()))
+
+    def pending(self) -> list[PendingCall]:
+        """All, still pending."""
+        return list(self._calls.values())
+
+    def next_deadline(self) -> float:
+        """The earliest deadline; infinite if there is none."""
+        return min((c.deadline for c in list(self._calls.values())), default=math.inf)
+
+    def _take_all(self, calls: list[PendingCall]) -> list[PendingCall]:
+        return [c for c in calls if self._calls.pop(c.message_id, None) is not None]

@@ -1,0 +1,48 @@
+"""The doors through which upper floors take part in RPC without RPC knowing them.
+
+autograd answers messages of its own (``requests``), wraps outgoing calls and answers (``outgoing``), opens
+the wrapped answers (``openers``), and hears of workers that are lost and of the end. Each worker has its own
+doors; nothing here is global.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.messages import Message, MessageType
+
+
+class Opened(NamedTuple):
+    """A wrapped answer, opened: the answer inside, and its tensors as the caller shall see them."""
+
+    message: Message
+    tensors: list[torch.Tensor]
+
+
+RequestHandler = Callable[[Inbound], None]
+"""Serves a request; in an engine thread, or in the receiver's if registered as control (must be quick)."""
+
+Outgoing = Callable[[int, Message, Sequence[torch.Tensor], str], Message]
+"""(peer, message, its tensors, what it is for people) -> the message to send instead."""
+
+Opener = Callable[[Inbound], Opened]
+
+
+@dataclass
+class Doors:
+    """What upper floors have registered with one worker."""
+
+    requests: dict[MessageType, RequestHandler] = field(default_factory=dict)
+    control: dict[MessageType, RequestHandler] = field(default_factory=dict)
+    openers: dict[MessageType, Opener] = field(default_factory=dict)
+    outgoing: Outgoing | None = None
+    with_history: Callable[[], bool] = lambda: False
+    peer_lost: list[Callable[[int, BaseException], None]] = field(default_factory=list)
+    closing: list[Callable[[], None]] = field(default_factory=list)
+    extensions: dict[str, Any] = field(default_factory=dict)
+    """Where an upper floor keeps what it has for this worker, by the floor's name."""

@@ -1,0 +1,85 @@
+"""Settings of a worker, validated at birth. Names and defaults are those of ``torch.distributed.rpc``."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+from zmqgrad.errors import ConfigurationError
+
+DEFAULT_RPC_TIMEOUT_SEC = 60.0
+DEFAULT_INIT_METHOD = "env://"
+DEFAULT_NUM_WORKER_THREADS = 16
+DEFAULT_SHUTDOWN_TIMEOUT = 0.0
+UNSET_RPC_TIMEOUT = -1.0
+"""What a call is given for "the worker's default"."""
+
+
+class BackendType(enum.Enum):
+    """Transports by name. There is one; torch's name for its own is understood and means the same."""
+
+    ZMQ = "ZMQ"
+    TENSORPIPE = "TENSORPIPE"
+
+
+@dataclass
+class RpcBackendOptions:
+    """How one worker behaves.
+
+    Args:
+        rpc_timeout: seconds (or a timedelta) that a call may take by default; 0 for no limit.
+        init_method: URL where the workers meet (see :mod:`zmqgrad.rendezvous`).
+        num_worker_threads: engine threads that may work at a time.
+
+    Raises:
+        ConfigurationError: if a value cannot be right.
+    """
+
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC
+    init_method: str = DEFAULT_INIT_METHOD
+    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
+    device_maps: Mapping[str, Any] = field(default_factory=dict)
+    devices: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        self.rpc_timeout = check_timeout(self.rpc_timeout, "rpc_timeout")
+        if not isinstance(self.num_worker_threads, int) or self.num_worker_threads < 1:
+            raise ConfigurationError(
+                f"num_worker_threads must be at least 1, not {self.num_worker_threads!r}"
+            )
+        if self.device_maps or self.devices:
+            raise ConfigurationError("device_maps and devices are not supported yet: only CPU tensors travel")
+
+
+class TensorPipeRpcBackendOptions(RpcBackendOptions):
+    """The name of these settings in torch, with torch's order of arguments."""
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Any] | None = None,
+        devices: Sequence[Any] | None = None,
+        **_private: Any,  # _transports, _channels: of no meaning here
+    ) -> None:
+        super().__init__(rpc_timeout, init_method, num_worker_threads, device_maps or {}, devices or ())
+
+
+def check_timeout(value: Any, name: str = "timeout") -> float:
+    """Seconds as a float, 0 for no limit.
+
+    Raises:
+        ConfigurationError: unless ``value`` is a number of seconds or a timedelta, not below 0.
+    """
+    if isinstance(value, timedelta):
+        value = value.total_seconds()
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ConfigurationError(f"{name} must be seconds or a timedelta, not {value!r}")
+    if not value >= 0:
+        raise ConfigurationError(f"{name} must be at least 0 seconds (0: no limit), not {value!r}")
+    return float(value)

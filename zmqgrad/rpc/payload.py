@@ -1,0 +1,345 @@
+"""Python values to payloads and back: the only pickle of the package.
+
+A payload is a pickle (protocol 5) in which every tensor is replaced by its index; the tensors travel
+beside it, as do out-of-band buffers (numpy arrays). Nothing is pickled where a reference will do: a
+function that can be imported goes by name, arguments or results that are nothing but tensors go as they
+are.
+
+Lambdas, closures and whatever else cannot be imported go by value, through cloudpickle. Functions and
+classes of ``__main__`` go by reference to peers that run the same program (their globals are then the
+callee's own, as with torch), and by value to others.
+"""
+
+from __future__ import annotations
+
+import importlib
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import cloudpickle
+import torch
+
+from zmqgrad.errors import FunctionNotFoundError, PayloadError, ProtocolError
+from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place
+from zmqgrad.wire.tensors import blob_bytes, describe, rebuild
+
+Buffer = bytes | bytearray | memoryview
+
+INLINE = 64 << 10
+"""Pickles of up to so many bytes travel in the header."""
+
+_MAIN_NAMES = ("__main__", "__mp_main__")
+
+
+class References(Protocol):
+    """How RRefs enter and leave payloads; a worker does it."""
+
+    def fork(self, rref: Any) -> tuple[Any, ...]:
+        """Make a fork of ``rref`` for whoever reads the payload; gives what it is rebuilt from."""
+        ...
+
+    def adopt(self, *fork: Any) -> Any:
+        """The reader's RRef of such a fork."""
+        ...
+
+
+class Terms(NamedTuple):
+    """On which terms a value travels.
+
+    ``main_by_reference``: the peer runs the same program, so what ``__main__`` defines goes by name.
+    ``with_history``: Parameters that require grad go as tensors, so that autograd can follow them; a
+    Parameter at the other end could not have a history.
+    """
+
+    references: References | None = None
+    main_by_reference: bool = True
+    with_history: bool = False
+
+
+class Packed(NamedTuple):
+    """A value ready to send. ``tensors`` are those that travel beside it, in the order of their index."""
+
+    payload: Payload
+    frames: list[Buffer]
+    tensors: Sequence[torch.Tensor]
+
+
+PACKED_NOTHING = Packed(NOTHING, [], ())
+
+
+class TravelsAsReference:
+    """Base of classes whose instances are forked, not copied, when they travel (RRef)."""
+
+    __slots__ = ()
+
+
+def _tensor_at(index: int) -> torch.Tensor:
+    raise AssertionError("stands in pickles only; the unpickler puts the tensors of the payload here")
+
+
+def _adopt(*fork: Any) -> Any:
+    raise AssertionError("stands in pickles only; the unpickler puts the worker's own function here")
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(
+        self,
+        file: io.BytesIO,
+        terms: Terms,
+        buffer_callback: Callable[[pickle.PickleBuffer], object],
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self.tensors: list[torch.Tensor] = []
+        self._terms = terms
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor:
+            self.tensors.append(obj)
+            return _tensor_at, (len(self.tensors) - 1,)
+        if kind is torch.nn.Parameter and obj.requires_grad and self._terms.with_history:
+            self.tensors.append(obj)
+            return _tensor_at, (len(self.tensors) - 1,)
+        if isinstance(obj, TravelsAsReference):
+            if self._terms.references is None:
+                raise PayloadError("an RRef can travel only inside a remote call or its result")
+            return _adopt, self._terms.references.fork(obj)
+        if kind is types.GeneratorType or kind is types.CoroutineType:
+            raise PayloadError(f"{obj!r} cannot be sent: it runs here and cannot be copied; send a list")
+        if self._terms.main_by_reference and isinstance(obj, _NAMED) and _in_main(obj):
+            return _main_attribute, (obj.__qualname__,)
+        return super().reducer_override(obj)
+
+
+_NAMED = (types.FunctionType, type)
+
+
+def _in_main(obj: Any) -> bool:
+    """Can ``obj`` be found by name in the main module?"""
+    if getattr(obj, "__module__", None) not in _MAIN_NAMES:
+        return False
+    try:
+        return _main_attribute(obj.__qualname__) is obj
+    except AttributeError:
+        return False
+
+
+def _main_attribute(qualname: str) -> Any:
+    found: Any = sys.modules["__main__"]
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, data: Buffer, buffers: Sequence[Any], tensors: list[torch.Tensor], references: References | None
+    ) -> None:
+        super().__init__(io.BytesIO(data), buffers=buffers)
+        self._tensors = tensors
+        self._references = references
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__:
+            if name == "_tensor_at":
+                return self._tensors.__getitem__
+            if name == "_adopt" and self._references is not None:
+                return self._references.adopt
+        if module == "__mp_main__":
+            module = "__main__"
+        return super().find_class(module, name)
+
+
+# ---- packing --------------------------------------------------------------------------------------------
+
+
+_TERMS = Terms()
+
+
+def pack(value: Any, terms: Terms = _TERMS) -> Packed:
+    """``value`` ready to send.
+
+    Raises:
+        PayloadError: naming what in ``value`` cannot be pickled.
+    """
+    if value is None:
+        return PACKED_NOTHING
+    kind = type(value)
+    if kind is torch.Tensor:
+        frames: list[Buffer] = []
+        return Packed(Payload(Form.TENSOR, describe((value,), frames)), frames, (value,))
+    if kind is tuple and _only_tensors(value):
+        frames = []
+        return Packed(Payload(Form.TUPLE, describe(value, frames)), frames, value)
+    return _pickle(value, terms)
+
+
+def _only_tensors(value: tuple[Any, ...]) -> bool:
+    """Is it a tuple of tensors, and each of them another? (The pickle knows that two are the same.)"""
+    return (
+        bool(value) and all(type(v) is torch.Tensor for v in value) and len(set(map(id, value))) == len(value)
+    )
+
+
+def _pickle(value: Any, terms: Terms) -> Packed:
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    try:
+        pickler = _Pickler(file, terms, buffers.append)
+        pickler.dump(value)
+    except PayloadError:
+        raise
+    except Exception as e:
+        raise PayloadError(
+            f"cannot send {_shorten(value)}: {_name_culprit(value)}{type(e).__name__}: {e}"
+        ) from e
+    frames: list[Buffer] = []
+    tensors = describe(pickler.tensors, frames)
+    payload = Payload(
+        Form.PICKLE,
+        tensors,
+        _blob(file.getbuffer(), frames),
+        tuple(_blob(b.raw(), frames) for b in buffers),
+    )
+    return Packed(payload, frames, pickler.tensors)
+
+
+def _blob(data: memoryview, frames: list[Buffer]) -> Blob:
+    if len(data) <= INLINE:
+        return Blob(Place.INLINE, len(data), bytes(data))
+    frames.append(data)
+    return Blob(Place.FRAME, len(data), b"", len(frames) - 1)
+
+
+def _shorten(value: Any) -> str:
+    said = repr(value) if not isinstance(value, torch.Tensor) else "a tensor"
+    return said if len(said) <= 120 else said[:117] + "..."
+
+
+def _name_culprit(value: Any, path: str = "", depth: int = 4) -> str:
+    """Where inside ``value`` the thing is that cannot be pickled, as ``[0].name: `` or nothing."""
+    inner: list[tuple[str, Any]] = []
+    if isinstance(value, (tuple, list)):
+        inner = [(f"[{i}]", v) for i, v in enumerate(value)]
+    elif isinstance(value, dict):
+        inner = [(f"[{k!r}]", v) for k, v in value.items()]
+    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
+        inner = [(f".{k}", v) for k, v in vars(value).items()]
+    for step, member in inner:
+        try:
+            cloudpickle.dumps(member)
+        except Exception:
+            if depth:
+                return _name_culprit(member, path + step, depth - 1)
+            break
+    return f"its part {path} ({type(value).__name__}) cannot be pickled: " if path else ""
+
+
+# ---- unpacking ------------------------------------------------------------------------------------------
+
+
+def unpack_tensors(payload: Payload, frames: Sequence[Buffer]) -> list[torch.Tensor]:
+    """The tensors beside a payload.
+
+    Raises:
+        ProtocolError: if they do not fit their frames.
+    """
+    return rebuild(payload.tensors, frames) if payload.tensors.tensors else []
+
+
+def unpack(
+    payload: Payload,
+    frames: Sequence[Buffer],
+    tensors: list[torch.Tensor],
+    references: References | None = None,
+) -> Any:
+    """The value of a payload whose tensors are ``tensors``.
+
+    Raises:
+        ProtocolError: if payload and frames do not fit.
+        FunctionNotFoundError: if it names a function or class that cannot be imported here.
+        PayloadError: if it cannot be rebuilt here for another reason.
+    """
+    form = payload.form
+    if form is Form.NOTHING:
+        return None
+    if form is Form.TENSOR:
+        if len(tensors) != 1:
+            raise ProtocolError(f"a payload of one tensor came with {len(tensors)}")
+        return tensors[0]
+    if form is Form.TUPLE:
+        return tuple(tensors)
+    if payload.pickled is None:
+        raise ProtocolError("a pickled payload came without its pickle")
+    data = blob_bytes(payload.pickled, frames)
+    # A copy, so that arrays built on inline buffers can be written to.
+    buffers = [
+        bytearray(blob_bytes(b, frames)) if b.place is Place.INLINE else blob_bytes(b, frames)
+        for b in payload.buffers
+    ]
+    try:
+        return _Unpickler(data, buffers, tensors, references).load()
+    except (ProtocolError, PayloadError, FunctionNotFoundError):
+        raise
+    except (AttributeError, ModuleNotFoundError) as e:
+        raise FunctionNotFoundError(
+            f"{e}; what is sent by reference must be importable on both workers"
+        ) from e
+    except Exception as e:
+        raise PayloadError(f"cannot rebuild a value that was sent: {type(e).__name__}: {e}") from e
+
+
+# ---- functions ------------------------------------------------------------------------------------------
+
+_BUILTIN_HOMES = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
+
+
+def reference_to(function: Any, main_by_reference: bool = True) -> str:
+    """``module:qualified.name`` by which a peer finds ``function``, or an empty string if there is none."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    module = getattr(function, "__module__", None)
+    if not isinstance(name, str) or isinstance(function, types.MethodType):
+        return ""
+    if module in _MAIN_NAMES:
+        return f"__main__:{name}" if main_by_reference and _in_main(function) else ""
+    if isinstance(module, str) and _leads_to(module, name, function):
+        return f"{module}:{name}"
+    if isinstance(function, types.BuiltinFunctionType):
+        short = function.__name__
+        for home in _BUILTIN_HOMES:
+            if _leads_to(home, short, function):
+                return f"{home}:{short}"
+    return ""
+
+
+def _leads_to(module: str, name: str, function: Any) -> bool:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return False
+    return found is function
+
+
+def find_function(reference: str) -> Any:
+    """The function that ``reference`` names in this process.
+
+    Raises:
+        FunctionNotFoundError: saying what is missing.
+    """
+    module_name, _, qualname = reference.partition(":")
+    module = sys.modules.get(module_name)
+    try:
+        found: Any = module if module is not None else importlib.import_module(module_name)
+        for name in qualname.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError) as e:
+        raise FunctionNotFoundError(
+            f"cannot find function {qualname!r} of module {module_name!r} here ({e}); "
+            f"it must be importable on the callee as on the caller"
+        ) from e
+    return found

@@ -1,0 +1,278 @@
+"""The mailbox over ZeroMQ: ROUTER in, one DEALER a peer out, ipc on one host and tcp between hosts.
+
+A DEALER is written by whichever thread has something to say, under that peer's lock (a ZeroMQ socket
+may move between threads across a lock), so that a call costs no hop on its way out. High-water marks
+are zero: a send never blocks inside libzmq (DESIGN section 4).
+
+On Linux the ipc address lies in the abstract namespace, so a killed process leaves no file behind, and
+the kernel's word for the peer's user id is checked at connect. Elsewhere it is a socket in a private
+directory (0700).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import platform
+import secrets
+import shutil
+import socket as sockets
+import tempfile
+import threading
+from collections.abc import Sequence
+
+import zmq
+
+from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, UnknownPeerError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Resolver
+from zmqgrad.transport.receiver import Receiver
+from zmqgrad.transport.tap import Tap, Tapped
+from zmqgrad.wire.codec import encode
+from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.messages import Message
+
+logger = logging.getLogger(__name__)
+
+TAKE_OVER = 256 << 10
+"""Frames of at least so many bytes are handed to libzmq without a copy; the sender must not write to them."""
+
+
+class _Peer:
+    """The way out to one peer; ``lock`` guards everything else."""
+
+    __slots__ = ("bytes", "endpoint", "lock", "messages", "socket")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.socket: zmq.Socket[bytes] | None = None
+        self.endpoint = ""
+        self.messages = 0
+        self.bytes = 0
+
+
+class ZmqMailbox:
+    """One worker's ROUTER and DEALERs. Binds at birth; receives once started.
+
+    Args:
+        name: of the worker, for its threads.
+        worker_id: 0 to 65535.
+        tcp_host: address to listen on with tcp, at a port that the system picks; None for ipc alone.
+
+    Raises:
+        TransportError: if a socket cannot be bound.
+    """
+
+    def __init__(self, name: str, worker_id: int, *, tcp_host: str | None = "127.0.0.1") -> None:
+        self.worker_id = worker_id
+        self.incarnation = secrets.randbits(63)
+        self.tap: Tap | None = None
+        self._name = name
+        self._pid = os.getpid()
+        self._closed = False
+        self._peers: dict[int, _Peer] = {}
+        self._peers_lock = threading.Lock()  # guards _peers and _closed
+        self._resolve: Resolver = _knows_nobody
+        self._handler: Handler = _drop
+        self._directory: str | None = None
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        router = self._context.socket(zmq.ROUTER)
+        try:
+            _set_up(router)
+            self._endpoints = tuple(self._bind(router, tcp_host))
+            self._receiver = Receiver(name, self._context, router)
+        except BaseException:
+            router.close(linger=0)
+            self._context.term()
+            self._remove_directory()
+            raise
+
+    def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None) -> list[str]:
+        bound = [_bind(router, self._ipc_address(router))]
+        if tcp_host is not None:
+            shown = f"[{tcp_host}]" if ":" in tcp_host else tcp_host
+            if ":" in tcp_host:
+                router.setsockopt(zmq.IPV6, 1)
+            bound.append(_bind(router, f"tcp://{shown}:*"))
+        return bound
+
+    def _ipc_address(self, router: zmq.Socket[bytes]) -> str:
+        token = secrets.token_hex(16)
+        if platform.system() == "Linux":
+            router.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
+            return f"ipc://@zmqgrad-{token}"
+        self._directory = tempfile.mkdtemp(prefix="zmqgrad-")
+        return f"ipc://{self._directory}/{token[:8]}"
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where peers can send to: ipc, then tcp."""
+        return self._endpoints
+
+    def start(self, handler: Handler, resolve: Resolver) -> None:
+        """Begin to receive; ``handler`` is called in the receiver's thread."""
+        self._resolve = resolve
+        self._handler = handler
+        self._receiver.start(self._received)
+
+    def _received(self, inbound: Inbound) -> None:
+        if self.tap is not None:
+            envelope = inbound.envelope
+            self.tap(Tapped(False, envelope.source, envelope, inbound.message, inbound.size))
+        self._handler(inbound)
+
+    def send(self, peer: int, message: Message, message_id: int, frames: Sequence[Buffer] = ()) -> None:
+        """Queue ``message`` for ``peer``. Frames of ``TAKE_OVER`` bytes and more must not change after."""
+        first = encode(message, self.worker_id, self.incarnation, message_id)
+        size = len(first)
+        for frame in frames:
+            size += len(frame)
+        way = self._peers.get(peer) or self._way_to(peer)
+        with way.lock:
+            socket = way.socket
+            if socket is None:
+                socket = self._connect(peer, way)
+            way.messages += 1
+            way.bytes += size
+            try:
+                if not frames:
+                    socket.send(first, zmq.NOBLOCK)
+                else:
+                    _send_all(socket, first, frames)
+            except BaseException:
+                # Half a message may be in the pipe: nothing must follow it.
+                way.socket = None
+                socket.close(linger=0)
+                raise
+        if self.tap is not None:
+            envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id)
+            self.tap(Tapped(True, peer, envelope, message, size))
+
+    def _way_to(self, peer: int) -> _Peer:
+        with self._peers_lock:
+            return self._peers.setdefault(peer, _Peer())
+
+    def _connect(self, peer: int, way: _Peer) -> zmq.Socket[bytes]:
+        if self._closed:
+            raise ClosedError(f"the mailbox of {self._name} is closed")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"the mailbox of {self._name} belongs to process {self._pid}; it cannot be used in a "
+                f"fork of it: start processes by spawn or forkserver, or call init_rpc in the child"
+            )
+        endpoint = _best(self._resolve(peer))
+        socket = self._context.socket(zmq.DEALER)
+        try:
+            _set_up(socket)
+            socket.connect(endpoint)
+        except zmq.ZMQError as e:
+            socket.close(linger=0)
+            raise TransportError(f"cannot connect to worker {peer} at {endpoint}: {e}") from e
+        way.socket, way.endpoint = socket, endpoint
+        logger.debug("%s sends to worker %d at %s", self._name, peer, endpoint)
+        return socket
+
+    def forget(self, peer: int) -> None:
+        """Drop the way to ``peer``; what was queued for it is lost."""
+        with self._peers_lock:
+            way = self._peers.pop(peer, None)
+        if way is not None:
+            self._shut(way, linger=0)
+
+    def _shut(self, way: _Peer, linger: int) -> None:
+        with way.lock:
+            if way.socket is not None:
+                way.socket.close(linger=linger)
+                way.socket = None
+
+    def close(self, linger: int = 0) -> None:
+        """Stop; ``linger`` is how many ms unsent messages may take to leave. Idempotent."""
+        with self._peers_lock:
+            if self._closed:
+                return
+            self._closed = True
+            ways = list(self._peers.values())
+        for way in ways:
+            self._shut(way, linger)
+        self._receiver.close()
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for the receiver and for libzmq; names what has not ended by ``deadline``."""
+        left = self._receiver.join(deadline)
+        if left:
+            return left
+        for way in list(self._peers.values()):
+            self._shut(way, 0)  # a send that raced with close may have connected anew
+        # term() waits for sockets of ours that are still open: there are none, and lingers are bounded.
+        self._context.term()
+        self._remove_directory()
+        return []
+
+    def _remove_directory(self) -> None:
+        if self._directory is not None:
+            shutil.rmtree(self._directory, ignore_errors=True)
+            self._directory = None
+
+    def statistics(self) -> dict[str, int]:
+        """Messages and bytes in and out, peers with an open way, malformed messages."""
+        ways = list(self._peers.values())
+        return {
+            "messages_sent": sum(w.messages for w in ways),
+            "bytes_sent": sum(w.bytes for w in ways),
+            "messages_received": self._receiver.messages,
+            "bytes_received": self._receiver.bytes,
+            "malformed": self._receiver.malformed,
+            "peers": sum(w.socket is not None for w in ways),
+        }
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._peers)} peers"
+        return f"<ZmqMailbox {self._name} id={self.worker_id} at {self._endpoints[0]}: {state}>"
+
+
+def _knows_nobody(peer: int) -> Sequence[str]:
+    raise UnknownPeerError(f"no address is known for worker {peer}: the mailbox was not started")
+
+
+def _drop(inbound: Inbound) -> None:
+    logger.debug("no handler yet for %s", inbound.message)
+
+
+def _set_up(socket: zmq.Socket[bytes]) -> None:
+    socket.linger = 0
+    socket.sndhwm = 0
+    socket.rcvhwm = 0
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as e:
+        kind = AddressInUseError if e.errno == zmq.EADDRINUSE else TransportError
+        raise kind(f"cannot listen on {address}: {e}") from e
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:
+    socket.send(first, zmq.NOBLOCK | zmq.SNDMORE)
+    last = len(frames) - 1
+    for i, frame in enumerate(frames):
+        flags = zmq.NOBLOCK if i == last else zmq.NOBLOCK | zmq.SNDMORE
+        socket.send(frame, flags, copy=len(frame) < TAKE_OVER)
+
+
+def _best(endpoints: Sequence[str]) -> str:
+    """The first endpoint that can be reached from here.
+
+    An ipc address is tried for real: boot ids are equal across containers that share nothing.
+    """
+    for endpoint in endpoints:
+        if not endpoint.startswith("ipc://") or _answers(endpoint[len("ipc://") :]):
+            return endpoint
+    raise UnknownPeerError(f"none of the addresses {list(endpoints)} can be reached from this host")
+
+
+def _answers(path: str) -> bool:
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex("\0" + path[1:] if path.startswith("@") else path) == 0

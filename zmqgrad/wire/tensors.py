@@ -1,0 +1,333 @@
+"""Tensors beside a message: to descriptors and blobs, and back. The only module below rpc that knows torch.
+
+What survives: any dtype, any shape (0-dim and empty included), strides of dense tensors, storages that
+several tensors of one message share, sparse COO; the rest (quantized, CSR, ...) as ``torch.save`` writes it.
+A view of a large storage sends only what it shows. Each blob is bounded by the frame that it came in,
+and each tensor is checked against its blob before a byte is read (P5).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zmqgrad.errors import PayloadError, ProtocolError
+from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Blob, Layout, Place, TensorDescriptor, Tensors
+
+Buffer = bytes | bytearray | memoryview
+
+INLINE = 16 << 10
+"""Blobs of up to so many bytes travel in the header; larger ones in a frame of their own."""
+
+_NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+_string_at = ctypes.string_at
+_memmove = ctypes.memmove
+
+
+def describe(tensors: Sequence[torch.Tensor], frames: list[Buffer]) -> Tensors:
+    """The descriptors and blobs of ``tensors``; bytes too many for the header are appended to ``frames``.
+
+    A frame may be a window on the memory of its tensor, which it keeps alive.
+
+    Raises:
+        PayloadError: for a tensor that cannot be sent (on a device without a way to the peer).
+    """
+    if not tensors:
+        return NO_TENSORS
+    blobs: list[Blob] = []
+    if len(tensors) == 1 and _plain(tensors[0]):
+        return Tensors((_describe_plain(tensors[0], blobs, frames),), tuple(blobs))
+    shared = _Sharing(tensors)
+    out = tuple(
+        shared.describe(t, blobs, frames)
+        if shared.shares(t)
+        else (_describe_plain if _plain(t) else _describe_other)(t, blobs, frames)
+        for t in tensors
+    )
+    return Tensors(out, tuple(blobs))
+
+
+def _plain(t: torch.Tensor) -> bool:
+    return (
+        t.is_cpu
+        and t.layout is torch.strided
+        and t.is_contiguous()
+        and not (t.is_conj() or t.is_neg() or t.is_quantized)
+    )
+
+
+def _describe_plain(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
+    number = len(blobs)
+    blobs.append(_blob(t, t.data_ptr(), t.nbytes, frames))
+    return TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), (), 0, number, t.requires_grad)
+
+
+def _blob(owner: torch.Tensor, address: int, size: int, frames: list[Buffer]) -> Blob:
+    if size <= INLINE:
+        return Blob(Place.INLINE, size, _string_at(address, size) if size else b"")
+    window: Any = (ctypes.c_char * size).from_address(address)
+    window.owner = owner  # the memory lives as long as the frame
+    frames.append(memoryview(window).cast("B"))
+    return Blob(Place.FRAME, size, b"", len(frames) - 1)
+
+
+def _describe_other(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
+    """Whatever is not a contiguous tensor in main memory."""
+    if t.dim() > MAX_DIMENSIONS:
+        raise PayloadError(f"a tensor of {t.dim()} dimensions cannot be sent (at most {MAX_DIMENSIONS})")
+    if t.layout is torch.sparse_coo and t.is_cpu:
+        return _describe_coo(t, blobs, frames)
+    if t.device.type == "meta":
+        return TensorDescriptor(
+            _NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), 0, 0, t.requires_grad, "meta"
+        )
+    if not t.is_cpu:
+        raise PayloadError(
+            f"a tensor on {t.device} cannot be sent: only CPU tensors travel so far; "
+            f"move it with .cpu() before the call"
+        )
+    if t.layout is not torch.strided or t.is_quantized:
+        return _describe_opaque(t, blobs, frames)
+    plain = t.detach().resolve_conj().resolve_neg()
+    if _dense(plain):
+        size = _extent(plain) * plain.itemsize
+        blobs.append(_blob(plain, plain.data_ptr(), size, frames))
+        strides = tuple(plain.stride())
+    else:
+        plain = plain.contiguous()
+        blobs.append(_blob(plain, plain.data_ptr(), plain.nbytes, frames))
+        strides = ()
+    return TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), strides, 0, len(blobs) - 1, t.requires_grad)
+
+
+def _describe_coo(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
+    flat = t.detach()
+    parts = tuple(
+        (_describe_plain if _plain(p) else _describe_other)(p, blobs, frames)
+        for p in (flat._indices(), flat._values())
+    )
+    return TensorDescriptor(
+        _NAMES[t.dtype],
+        tuple(t.shape),
+        requires_grad=t.requires_grad,
+        layout=Layout.COO,
+        coalesced=t.is_coalesced(),
+        parts=parts,
+    )
+
+
+def _describe_opaque(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
+    file = io.BytesIO()
+    torch.save(t.detach(), file)
+    data = file.getvalue()
+    if len(data) <= INLINE:
+        blobs.append(Blob(Place.INLINE, len(data), data))
+    else:
+        frames.append(data)
+        blobs.append(Blob(Place.FRAME, len(data), b"", len(frames) - 1))
+    return TensorDescriptor(
+        _NAMES[t.dtype],
+        tuple(t.shape),
+        blob=len(blobs) - 1,
+        requires_grad=t.requires_grad,
+        layout=Layout.OPAQUE,
+    )
+
+
+def _extent(t: torch.Tensor) -> int:
+    """Elements from the first to the last that ``t`` shows, both included."""
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+def _dense(t: torch.Tensor) -> bool:
+    """Would sending the window as it lies send no more than sending it packed? (transposed, expanded)"""
+    return _extent(t) <= t.numel()
+
+
+class _Sharing:
+    """Which tensors of a message overlap in one storage; those are sent as windows on one blob.
+
+    Tensors that require grad are left out: each gets a history of its own at the other end, where a
+    write through one must not change what another has saved for backward.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        by_storage: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+        for t in tensors:
+            # A lazily conjugated or negated tensor shows other values than its bytes: it cannot share.
+            lazy = t.is_conj() or t.is_neg()
+            if t.is_cpu and t.layout is torch.strided and not (t.requires_grad or t.is_quantized or lazy):
+                pointer = t.untyped_storage().data_ptr()
+                if pointer and t.numel():
+                    start = t.data_ptr()
+                    by_storage.setdefault(pointer, []).append((start, start + _extent(t) * t.itemsize, t))
+        # id of a tensor -> the span of bytes [start, end) that it is a window on
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._blobs: dict[tuple[int, int], int] = {}
+        for windows in by_storage.values():
+            if len(windows) > 1:
+                self._merge(windows)
+
+    def _merge(self, windows: list[tuple[int, int, torch.Tensor]]) -> None:
+        """Unite windows that overlap, unless most of what they span together is shown by none."""
+        windows.sort(key=lambda w: w[:2])
+        group: list[tuple[int, int, torch.Tensor]] = []
+        end = 0
+        for window in [*windows, (math.inf, math.inf, None)]:
+            if group and window[0] >= end:
+                shown = sum(t.nbytes for _, _, t in group)
+                if len(group) > 1 and end - group[0][0] <= 2 * shown:
+                    self._spans.update({id(t): (group[0][0], end) for _, _, t in group})
+                group = []
+            if window[2] is not None:
+                group.append(window)  # type: ignore[arg-type]
+                end = window[1] if len(group) == 1 else max(end, window[1])  # type: ignore[assignment]
+
+    def shares(self, t: torch.Tensor) -> bool:
+        return id(t) in self._spans
+
+    def describe(self, t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
+        span = self._spans[id(t)]
+        number = self._blobs.get(span)
+        if number is None:
+            number = self._blobs[span] = len(blobs)
+            blobs.append(_blob(t, span[0], span[1] - span[0], frames))
+        offset = t.data_ptr() - span[0]
+        return TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), offset, number, False)
+
+
+def rebuild(described: Tensors, frames: Sequence[Buffer]) -> list[torch.Tensor]:
+    """The tensors, in order. They are the receiver's own: writing into them is safe.
+
+    A tensor that is alone in a frame is built on the frame without a copy.
+
+    Raises:
+        ProtocolError: if a descriptor does not fit its blob, or a blob its frame.
+    """
+    blobs = described.blobs
+    users: dict[int, int] = {}
+    for d in described.tensors:
+        users[d.blob] = users.get(d.blob, 0) + 1
+    bases: dict[int, torch.Tensor] = {}
+    out = []
+    for d in described.tensors:
+        if d.layout is Layout.STRIDED and users[d.blob] == 1 and d.device == "cpu":
+            t = _rebuild_alone(d, blobs, frames)
+        else:
+            t = _rebuild_other(d, blobs, frames, bases)
+        out.append(t.requires_grad_() if d.requires_grad else t)
+    return out
+
+
+def _data(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
+    """The bytes of ``blob``, checked."""
+    if blob.place is Place.INLINE:
+        data: Buffer = blob.data
+    elif blob.index < len(frames):
+        data = frames[blob.index]
+    else:
+        raise ProtocolError(f"a blob names frame {blob.index} of a message with {len(frames)}")
+    if len(data) != blob.size:
+        raise ProtocolError(f"a blob of {blob.size} bytes came with {len(data)}")
+    return data
+
+
+def blob_bytes(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
+    """The bytes of a blob that is no tensor.
+
+    Raises:
+        ProtocolError: if it does not fit its frame.
+    """
+    return _data(blob, frames)
+
+
+def _find(d: TensorDescriptor, blobs: Sequence[Blob]) -> tuple[torch.dtype, Blob]:
+    dtype = _DTYPES.get(d.dtype)
+    if dtype is None:
+        raise ProtocolError(f"this torch ({torch.__version__}) has no dtype {d.dtype!r}")
+    if d.blob >= len(blobs):
+        raise ProtocolError(f"a tensor names blob {d.blob} of {len(blobs)}")
+    if d.strides and len(d.strides) != len(d.shape):
+        raise ProtocolError(f"a tensor of shape {d.shape} came with strides {d.strides}")
+    return dtype, blobs[d.blob]
+
+
+def _needed(d: TensorDescriptor, itemsize: int) -> int:
+    """Bytes of its blob that a strided tensor reaches, from the blob's start."""
+    if 0 in d.shape:
+        return d.offset
+    if not d.strides:
+        return d.offset + math.prod(d.shape) * itemsize
+    return d.offset + (1 + sum((n - 1) * s for n, s in zip(d.shape, d.strides, strict=True))) * itemsize
+
+
+def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
+    dtype, blob = _find(d, blobs)
+    data = _data(blob, frames)
+    needed = _needed(d, dtype.itemsize)
+    if needed > len(data) or d.offset:
+        raise ProtocolError(f"a tensor of shape {d.shape} needs {needed} bytes, its blob has {len(data)}")
+    if blob.place is Place.INLINE:
+        t = (
+            torch.empty_strided(d.shape, d.strides, dtype=dtype)
+            if d.strides
+            else torch.empty(d.shape, dtype=dtype)
+        )
+        if needed:
+            _memmove(t.data_ptr(), bytes(data), needed)  # bytes: free, as inline data is bytes already
+        return t
+    if 0 in d.shape:
+        return torch.empty(d.shape, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype, count=needed // dtype.itemsize)
+    return flat.as_strided(d.shape, d.strides) if d.strides else flat.view(d.shape)
+
+
+def _rebuild_other(
+    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer], bases: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    if d.device == "meta":
+        dtype, _ = _find(d, blobs) if blobs else (_DTYPES[d.dtype], None)
+        return torch.empty_strided(d.shape, d.strides, dtype=dtype, device="meta")
+    if d.device != "cpu":
+        raise ProtocolError(f"a tensor came for device {d.device!r}, which nobody agreed on")
+    if d.layout is Layout.COO:
+        return _rebuild_coo(d, blobs, frames)
+    dtype, blob = _find(d, blobs)
+    data = _data(blob, frames)
+    if d.layout is Layout.OPAQUE:
+        loaded = torch.load(io.BytesIO(data), weights_only=True)
+        if not isinstance(loaded, torch.Tensor):
+            raise ProtocolError(f"an opaque tensor turned out to be a {type(loaded).__name__}")
+        return loaded
+    needed = _needed(d, dtype.itemsize)
+    if needed > len(data) or d.offset % dtype.itemsize:
+        raise ProtocolError(f"a tensor of shape {d.shape} at {d.offset} does not fit its blob of {len(data)}")
+    base = bases.get(d.blob)
+    if base is None:
+        base = torch.frombuffer(bytearray(data) if blob.place is Place.INLINE else data, dtype=torch.uint8)
+        bases[d.blob] = base
+    strides = d.strides or torch.empty(d.shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype).set_(
+        base.untyped_storage(), d.offset // dtype.itemsize, torch.Size(d.shape), tuple(strides)
+    )
+
+
+def _rebuild_coo(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
+    if len(d.parts) != 2 or any(p.layout is not Layout.STRIDED or p.device != "cpu" for p in d.parts):
+        raise ProtocolError("a sparse tensor came without its indices and values")
+    indices, values = (_rebuild_alone(p, blobs, frames) for p in d.parts)
+    try:
+        # check_invariants: indices out of range would write outside of memory later
+        return torch.sparse_coo_tensor(
+            indices, values, d.shape, check_invariants=True, is_coalesced=d.coalesced or None
+        )
+    except (RuntimeError, ValueError) as e:
+        raise ProtocolError(f"a sparse tensor of shape {d.shape} does not hold together: {e}") from e
