@@ -7,7 +7,9 @@ monotonic clock (DESIGN 16.9).
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 
@@ -30,18 +32,35 @@ class ManualClock:
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
+        self._lock = threading.Lock()
+        self._listeners: list[Callable[[], None]] = []
 
     def now(self) -> float:
+        """Seconds since ``start``, as far as told."""
         return self._now
 
     def advance(self, seconds: float) -> None:
         """Let ``seconds`` pass."""
         if seconds < 0:
             raise ValueError(f"time does not go back (asked to advance by {seconds})")
-        self._now += seconds
+        with self._lock:
+            self._now += seconds
+        for listener in list(self._listeners):
+            listener()
+
+    def on_advance(self, listener: Callable[[], None]) -> None:
+        """Call ``listener`` after each advance, in the thread that advances."""
+        self._listeners.append(listener)
 
 
 MONOTONIC: Clock = MonotonicClock()
+
+
+def cpu_seconds(thread: threading.Thread) -> float:
+    """Processor time that ``thread``, which must be alive, has used; 0.0 where the system does not tell."""
+    if thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
 
 
 class Deadline:
@@ -64,7 +83,7 @@ class Deadline:
 
     def left_or_none(self) -> float | None:
         """Seconds left, as ``threading`` takes them: None if there is no limit."""
-        return None if self.at == math.inf else self.left()
+        return None if self.at == math.inf else min(self.left(), threading.TIMEOUT_MAX)
 
     def passed(self) -> bool:
         """Is it over?"""

@@ -2,28 +2,33 @@
 
 Promise: a task that waits in one of our waits never keeps another from running (pytorch#26362 is the
 fault that this avoids). The pool keeps up to ``size`` threads *working*; one that says it is about to
-block no longer counts, and one too many retires when it finds nothing to do. A task that blocks
-somewhere we cannot see (a lock of the user's, a C++ wait) is noticed when tasks queue and nothing has
-finished for a while; then, too, a thread is added.
+block no longer counts. When it goes on there may be one too many for a moment: whichever finishes its
+task first retires. A task that blocks somewhere we cannot see (a lock of the user's, a C++ wait) is
+noticed when tasks queue, nothing has finished for a while, and fewer than ``size`` threads have used the
+processor meanwhile; then, too, a thread is added. Long computations add none.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 
 from zmqgrad.errors import ClosedError
 from zmqgrad.runtime.blocking import about_to_block, belong_to
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import Deadline, cpu_seconds
 
 logger = logging.getLogger(__name__)
 
 Task = Callable[[], None]
 
 STALL_SECONDS = 0.1
-"""Tasks queue and nothing finished for so long: add a thread."""
+"""Tasks queue and nothing finished for so long: see whether threads are stuck."""
+
+STUCK_SECONDS = 0.001
+"""A thread that has used less of the processor between two looks is stuck."""
 
 
 class EnginePool:
@@ -39,16 +44,19 @@ class EnginePool:
         self._call_later = call_later
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         # Guards all below. A thread is idle (waits for a task that was not promised to another),
-        # blocked, or working; a task is promised to an idle or new thread, or counts as backlog.
+        # blocked, or working; a task is promised to an idle or new thread, or counts as backlog. While
+        # there is backlog nobody is idle. Up to size + extra threads work: extra make up for stuck ones.
         self._lock = threading.Lock()
         self._idle = 0
         self._blocked = 0
         self._live = 0
+        self._extra = 0
         self._backlog = 0
         self._finished = 0
         self._watching = False
         self._closed = False
         self._threads: set[threading.Thread] = set()
+        self._leaving: list[threading.Thread] = []  # no longer counted, perhaps at their last instruction
         self._numbers = 0
 
     def submit(self, task: Task) -> None:
@@ -56,24 +64,20 @@ class EnginePool:
 
         Raises:
             ClosedError: after :meth:`close`.
+            RuntimeError: if there is no thread yet and the system refuses to start one.
         """
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the engine pool of {self._name} is closed")
-            watch = False
             if self._idle:
                 self._idle -= 1
-                spawn = False
-            elif self._live - self._blocked < self._size:
-                spawn = True
-            else:
-                spawn = False
-                self._backlog += 1
-                watch = not self._watching and self._call_later is not None
-                self._watching |= watch
-            self._tasks.put(task)
-            if spawn:
+            elif self._has_room():
                 self._spawn()
+            else:
+                self._backlog += 1
+            self._tasks.put(task)
+            watch = self._backlog > 0 and not self._watching and self._call_later is not None
+            self._watching |= watch
         if watch:
             self._watch()
 
@@ -84,7 +88,7 @@ class EnginePool:
     def _block(self) -> None:
         with self._lock:
             self._blocked += 1
-            if self._backlog and not self._closed:
+            if self._backlog and not self._closed and self._has_room():
                 self._backlog -= 1
                 self._spawn()
 
@@ -92,58 +96,84 @@ class EnginePool:
         with self._lock:
             self._blocked -= 1
 
+    def _has_room(self) -> bool:
+        """May another thread work? Called with the lock held."""
+        return self._live - self._blocked < self._size + self._extra
+
     def _spawn(self) -> None:
-        """Start a thread, to which one task in the queue is promised. Called with the lock held."""
-        self._live += 1
+        """Start a thread, to which one task is promised. Called with the lock held."""
         self._numbers += 1
         thread = threading.Thread(target=self._work, name=f"{self._name}-engine-{self._numbers}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system has no more threads for us
+            if not self._live:
+                raise
+            logger.error("%s cannot start a thread beside its %d: tasks wait", self._name, self._live)
+            self._backlog += 1
+            return
+        self._live += 1
         self._threads.add(thread)
-        thread.start()
 
     def _work(self) -> None:
         belong_to(self)
         tasks = self._tasks
-        try:
-            while True:
-                task = tasks.get()
-                if task is None:
-                    return
-                try:
-                    task()
-                except BaseException:
-                    logger.exception("a task of %s failed", self._name)
-                del task  # else an idle thread keeps the last task's tensors alive
-                if not self._goes_on():
-                    return
-        finally:
-            with self._lock:
-                self._live -= 1
-                self._threads.discard(threading.current_thread())
+        while (task := tasks.get()) is not None:
+            try:
+                task()
+            except BaseException:
+                logger.exception("a task of %s failed", self._name)
+            del task  # else an idle thread keeps the last task's tensors alive
+            if not self._goes_on():
+                return
+        with self._lock:
+            self._retire()
 
     def _goes_on(self) -> bool:
+        """After a task: will there be another for this thread? If not, it has retired."""
         with self._lock:
             self._finished += 1
-            if self._closed:
+            if self._closed or self._live - self._blocked > self._size + self._extra:
+                self._retire()
                 return False
             if self._backlog:
                 self._backlog -= 1
-            elif self._live - self._blocked > self._size:
+            elif self._idle >= self._size:  # so what was stuck is not any more
+                self._extra = max(0, self._extra - 1)
+                self._retire()
                 return False
             else:
                 self._idle += 1
             return True
 
+    def _retire(self) -> None:
+        """The calling thread takes no more tasks. Called with the lock held, and the same that decided it:
+        whoever still counted on this thread in between would leave a task to nobody.
+        """
+        me = threading.current_thread()
+        self._live -= 1
+        self._threads.discard(me)
+        self._leaving = [*(t for t in self._leaving if t.is_alive()), me]
+
     def _watch(self) -> None:
         assert self._call_later is not None
-        before = self._finished
-        self._call_later(STALL_SECONDS, lambda: self._check_stall(before))
+        with self._lock:
+            before, used = self._finished, self._processor_used()
+        self._call_later(STALL_SECONDS, lambda: self._check_stall(before, used))
 
-    def _check_stall(self, before: int) -> None:
+    def _processor_used(self) -> dict[threading.Thread, float]:
+        """Seconds by thread. Called with the lock held: so none of them can end meanwhile."""
+        return {thread: cpu_seconds(thread) for thread in self._threads}
+
+    def _check_stall(self, before: int, used: dict[threading.Thread, float]) -> None:
         with self._lock:
             if self._closed or not self._backlog:
                 self._watching = False
                 return
-            if self._finished == before:
+            now = self._processor_used()
+            at_work = sum(now[t] - used.get(t, -math.inf) >= STUCK_SECONDS for t in now)
+            if self._finished == before and at_work < self._size:
+                self._extra += 1
                 self._backlog -= 1
                 self._spawn()
         self._watch()
@@ -152,13 +182,14 @@ class EnginePool:
         """Take no more tasks; those queued are dropped, those running go on. Idempotent."""
         with self._lock:
             self._closed = True
+            self._backlog = self._idle = 0
             for _ in range(self._live):
                 self._tasks.put(None)
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the threads to end; gives the names of those that did not by ``deadline``."""
         with self._lock:
-            threads = [t for t in self._threads if t is not threading.current_thread()]
+            threads = [t for t in (*self._threads, *self._leaving) if t is not threading.current_thread()]
         with about_to_block():
             for thread in threads:
                 thread.join(deadline.left_or_none())
@@ -186,13 +217,17 @@ class EnginePool:
 
 
 class _Blocked:
+    """While it is open the thread belongs to no pool, so that a wait inside a wait counts once."""
+
     __slots__ = ("_pool",)
 
     def __init__(self, pool: EnginePool) -> None:
         self._pool = pool
 
     def __enter__(self) -> None:
+        belong_to(None)
         self._pool._block()
 
     def __exit__(self, *exc: object) -> None:
         self._pool._unblock()
+        belong_to(self._pool)

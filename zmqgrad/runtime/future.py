@@ -7,11 +7,14 @@ Lighter than :class:`concurrent.futures.Future` (one lock, no condition), interr
 from __future__ import annotations
 
 import _thread
+import logging
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
 from zmqgrad.runtime.blocking import about_to_block
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -52,18 +55,25 @@ class Outcome(Generic[T]):
             self._callbacks = None
         self._gate.release()
         for callback in callbacks:
-            callback(self)
+            self._tell(callback)
         return True
+
+    def _tell(self, callback: Callable[[Outcome[T]], None]) -> None:
+        # One bad callback must cost neither the others nor the thread that brought the news.
+        try:
+            callback(self)
+        except Exception:
+            logger.exception("a callback of %r failed", self)
 
     def wait_done(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds (None: for ever). True if the outcome is there."""
         if self._callbacks is None:
             return True
+        seconds = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
         with about_to_block():
-            got = self._gate.acquire(timeout=-1 if timeout is None else min(timeout, threading.TIMEOUT_MAX))
-        if got:
-            self._gate.release()
-        return got
+            if self._gate.acquire(timeout=seconds):
+                self._gate.release()
+        return self.done()
 
     def result(self) -> T:
         """The value.
@@ -74,7 +84,10 @@ class Outcome(Generic[T]):
         if self._callbacks is not None:
             raise RuntimeError("the outcome is not there yet; wait for it first")
         if self._error is not None:
-            raise self._error
+            try:
+                raise self._error
+            finally:
+                del self  # the error's traceback now holds this frame: make no cycle of it
         return self._value
 
     def wait(self, timeout: float | None = None) -> T:
@@ -85,19 +98,25 @@ class Outcome(Generic[T]):
         """
         if not self.wait_done(timeout):
             raise TimeoutError(f"no outcome within {timeout} s")
-        return self.result()
+        try:
+            return self.result()
+        finally:
+            del self  # as in result()
 
     def error(self) -> BaseException | None:
         """The error, if the outcome is there and is one."""
         return self._error
 
     def then(self, callback: Callable[[Outcome[T]], None]) -> None:
-        """Call ``callback(self)`` when the outcome is there (at once if it is), in the setting thread."""
+        """Call ``callback(self)`` when the outcome is there (at once if it is), in the setting thread.
+
+        An exception that it raises is logged; it reaches nobody else.
+        """
         with self._guard:
             if self._callbacks is not None:
                 self._callbacks.append(callback)
                 return
-        callback(self)
+        self._tell(callback)
 
     def __repr__(self) -> str:
         if not self.done():

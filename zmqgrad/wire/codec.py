@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
+
 import msgspec
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.wire.frames import ENVELOPE_SIZE, Envelope, read_envelope, write_envelope
+from zmqgrad.wire.frames import ENVELOPE_SIZE, MAX_HEADER, Envelope, read_envelope, write_envelope
 from zmqgrad.wire.messages import BY_TYPE, Message
 
 _encoder = msgspec.msgpack.Encoder()
@@ -16,14 +18,20 @@ def encode(message: Message, source: int, incarnation: int, message_id: int) -> 
     """The first frame of ``message``: envelope and header.
 
     Raises:
-        ProtocolError: if a field of ``message`` cannot be written (a number beyond 64 bits).
+        ProtocolError: if a field of ``message`` cannot be written (a number beyond 64 bits, a text with
+            half a surrogate pair), or if the frame is one that no reader would take (``MAX_HEADER``).
+            Bounds of single fields are the reader's to check.
     """
     frame = bytearray(ENVELOPE_SIZE)
     try:
         _encoder.encode_into(message, frame, ENVELOPE_SIZE)
-    except (msgspec.MsgspecError, OverflowError, TypeError) as e:
-        raise ProtocolError(f"cannot encode {type(message).__name__}: {e}") from e
-    write_envelope(frame, Envelope(message.TYPE, source, incarnation, message_id))
+        write_envelope(frame, Envelope(message.TYPE, source, incarnation, message_id))
+    except (msgspec.MsgspecError, OverflowError, TypeError, UnicodeError, RecursionError, struct.error) as e:
+        raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
+    if len(frame) > MAX_HEADER:
+        raise ProtocolError(
+            f"cannot encode {type(message).__name__}: {len(frame)} bytes in one frame (at most {MAX_HEADER})"
+        )
     return frame
 
 

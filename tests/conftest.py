@@ -1,0 +1,99 @@
+"""What every test gets: a check that nothing is left behind, a seed, and a temporary directory of our own.
+
+A test that starts something must end it. What is ending is waited for, up to ``PATIENCE`` seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+
+import hypothesis
+import pytest
+
+from tests.support.leaks import Bomb, Watcher
+from zmqgrad.runtime.clock import ManualClock
+
+SEED_VARIABLE = "ZMQGRAD_TEST_SEED"
+
+hypothesis.settings.register_profile(
+    "ci", derandomize=False, print_blob=True, deadline=None, database=None, max_examples=100
+)
+hypothesis.settings.register_profile("soak", parent=hypothesis.settings.get_profile("ci"), max_examples=5000)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+
+_seed = pytest.StashKey[int]()
+_temporary = pytest.StashKey[str]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Files of other test runs on this machine are none of our business, so ours get a place of their own.
+    directory = tempfile.mkdtemp(prefix="zg-tests-")
+    config.stash[_temporary] = directory
+    os.environ["TMPDIR"] = tempfile.tempdir = directory
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    shutil.rmtree(config.stash[_temporary], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """After the test: no thread, child process, ZeroMQ socket or context, or file that it started or made."""
+    watcher = Watcher()
+    yield
+    left = watcher.what_is_left()
+    if left:
+        pytest.fail("left behind: " + "; ".join(left), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def every_outcome_set(request: pytest.FixtureRequest, nothing_left_behind: None) -> Iterator[None]:
+    """Every ``Outcome`` made during the test is set at its end (P3), unless marked ``open_outcomes``."""
+    with Bomb() as bomb:
+        yield
+        if request.node.get_closest_marker("open_outcomes") is None:
+            open_ones = bomb.open_outcomes()
+            if open_ones:
+                pytest.fail("outcomes never set, made at: " + "; ".join(open_ones), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def seed(request: pytest.FixtureRequest) -> int:
+    """The seed of this test, already given to ``random`` and torch; shown where the test fails.
+
+    It follows from the test's name and from ``ZMQGRAD_TEST_SEED`` (0 if unset).
+    """
+    value = zlib.crc32(f"{os.environ.get(SEED_VARIABLE, '0')} {request.node.nodeid}".encode())
+    request.node.stash[_seed] = value
+    random.seed(value)
+    torch = sys.modules.get("torch")
+    if torch is not None:
+        torch.manual_seed(value)
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> random.Random:
+    """A source of random numbers of the test's own."""
+    return random.Random(seed)
+
+
+@pytest.fixture
+def clock() -> ManualClock:
+    """A clock that stands still until told to advance."""
+    return ManualClock()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if report.failed and _seed in item.stash:
+        run = os.environ.get(SEED_VARIABLE, "0")
+        report.sections.append(("seed", f"{item.stash[_seed]} (of {SEED_VARIABLE}={run})"))
+    return report

@@ -1,0 +1,100 @@
+"""Deadlines, and the clock that tests turn by hand."""
+
+from __future__ import annotations
+
+import math
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.runtime.clock import MONOTONIC, Deadline, ManualClock, cpu_seconds
+
+seconds = st.floats(0, 1e6)
+
+
+def test_several_waits_share_one_deadline(clock: ManualClock) -> None:
+    deadline = Deadline.after(5.0, clock)
+    assert deadline.left() == 5.0
+    clock.advance(3.0)
+    assert deadline.left() == 2.0
+    assert not deadline.passed()
+    clock.advance(2.0)
+    assert deadline.left() == 0.0
+    assert deadline.passed()
+    clock.advance(1.0)
+    assert deadline.left() == 0.0
+
+
+def test_no_limit_is_never_over(clock: ManualClock) -> None:
+    deadline = Deadline.after(None, clock)
+    clock.advance(1e12)
+    assert deadline.left() == math.inf
+    assert deadline.left_or_none() is None
+    assert not deadline.passed()
+    assert repr(deadline) == "<Deadline never>"
+
+
+def test_the_time_left_is_what_threading_takes(clock: ManualClock) -> None:
+    far = Deadline.after(1e30, clock).left_or_none()
+    assert far is not None
+    assert threading.Event().wait(0) is False
+    thread = threading.Thread(target=lambda: None)
+    thread.start()
+    thread.join(far)  # OverflowError if it were too long
+    assert not thread.is_alive()
+
+
+@given(first=seconds, second=seconds, passed=seconds)
+def test_sooner_is_the_smaller_of_the_two(first: float, second: float, passed: float) -> None:
+    clock = ManualClock()
+    deadline = Deadline.after(first, clock)
+    clock.advance(passed)
+    assert deadline.sooner(second).at == min(first, passed + second)
+    assert deadline.sooner(None) is deadline
+
+
+def test_a_deadline_of_no_time_has_passed(clock: ManualClock) -> None:
+    assert Deadline.after(0, clock).passed()
+    assert Deadline.after(-3, clock).left() == 0.0
+
+
+def test_time_does_not_go_back(clock: ManualClock) -> None:
+    with pytest.raises(ValueError, match=r"-1\.0"):
+        clock.advance(-1.0)
+    assert clock.now() == 0.0
+
+
+def test_a_listener_hears_of_each_advance_after_it(clock: ManualClock) -> None:
+    heard: list[float] = []
+    clock.on_advance(lambda: heard.append(clock.now()))
+    clock.advance(1.0)
+    clock.advance(0.5)
+    assert heard == [1.0, 1.5]
+
+
+def test_the_real_clock_goes_forward() -> None:
+    before = MONOTONIC.now()
+    assert MONOTONIC.now() >= before
+
+
+def test_processor_time_grows_with_work_and_not_with_waiting() -> None:
+    wait, waiting = threading.Event(), threading.Event()
+
+    def sleeper() -> None:
+        waiting.set()
+        wait.wait(10)
+
+    thread = threading.Thread(target=sleeper)
+    thread.start()
+    try:
+        assert waiting.wait(10)
+        before = cpu_seconds(thread)
+        mine = cpu_seconds(threading.current_thread())
+        while cpu_seconds(threading.current_thread()) < mine + 0.02:
+            pass
+        assert cpu_seconds(thread) - before < 0.01
+    finally:
+        wait.set()
+        thread.join()

@@ -1,0 +1,137 @@
+"""What a test has left behind: threads, children, ZeroMQ sockets and contexts, files, open outcomes."""
+
+from __future__ import annotations
+
+import multiprocessing.resource_tracker
+import os
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import zmq
+
+from zmqgrad.runtime.future import Outcome
+
+PATIENCE = 5.0
+"""Seconds that something which is ending may take."""
+
+PREFIX = "zmqgrad-"
+
+_contexts: weakref.WeakSet[Any] = weakref.WeakSet()
+_sockets: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _note(cls: type, into: weakref.WeakSet[Any]) -> None:
+    """Keep every ``cls`` made from now on in ``into``."""
+    born: Callable[..., None] = cls.__init__  # type: ignore[misc]
+
+    def init(self: object, *args: Any, **kwargs: Any) -> None:
+        born(self, *args, **kwargs)
+        into.add(self)
+
+    cls.__init__ = init  # type: ignore[misc]
+
+
+_note(zmq.Context, _contexts)
+_note(zmq.Socket, _sockets)
+
+
+class Watcher:
+    """Remembers what is there, and tells what has come to it since and stays."""
+
+    def __init__(self) -> None:
+        self._threads = set(threading.enumerate())
+        self._children = _children()
+        self._files = _files()
+        self._zmq = {id(z) for z in (*_contexts, *_sockets) if not z.closed}
+
+    def what_is_left(self) -> list[str]:
+        """What has not gone within ``PATIENCE`` seconds, in words."""
+        return _wait_until_empty(self._look)
+
+    def _look(self) -> list[str]:
+        threads = [
+            f"thread {t.name}"
+            for t in threading.enumerate()
+            if t not in self._threads and not _not_ours(t) and t.is_alive()
+        ]
+        children = [f"process {pid}" for pid in sorted(_children() - self._children)]
+        files = [f"file {f}" for f in sorted(_files() - self._files)]
+        open_zmq = [f"zmq {z!r}" for z in (*_contexts, *_sockets) if not z.closed and id(z) not in self._zmq]
+        return threads + children + files + open_zmq
+
+
+def _not_ours(thread: threading.Thread) -> bool:
+    # A dummy stands for a thread that Python did not start (torch's); the timeout plugin has one a test.
+    return isinstance(thread, threading._DummyThread) or thread.name.startswith("pytest_timeout")
+
+
+def _children() -> set[int]:
+    """Living child processes, less Python's own helper; zombies count, for nobody has waited for them."""
+    multiprocessing.active_children()  # waits for those of multiprocessing that have ended
+    found: set[int] = set()
+    for task in Path("/proc/self/task").glob("*/children"):
+        try:
+            found.update(map(int, task.read_text().split()))
+        except OSError:  # the thread ended while we looked
+            continue
+    tracker = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
+    return found - {tracker}
+
+
+def _files() -> set[str]:
+    try:
+        return {e.name for e in os.scandir(tempfile.gettempdir()) if e.name.startswith(PREFIX)}
+    except FileNotFoundError:
+        return set()
+
+
+def _wait_until_empty(look: Callable[[], list[str]]) -> list[str]:
+    limit = time.monotonic() + PATIENCE
+    found = look()
+    while found and time.monotonic() < limit:
+        time.sleep(0.005)  # nothing tells when a process, a file or a thread goes
+        found = look()
+    return found
+
+
+class Bomb:
+    """Inside its ``with``, notes each ``Outcome`` that is made, and where, until it is set."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, str] = {}
+        self._abandoned: list[str] = []
+
+    def __enter__(self) -> Bomb:
+        born, settle = Outcome.__init__, Outcome._settle
+        self._originals = born, settle
+        made, abandoned = self._open, self._abandoned
+
+        def init(self: Outcome[Any]) -> None:
+            born(self)
+            caller = sys._getframe(1)
+            if id(self) in made:  # its namesake died without ever being set
+                abandoned.append(made[id(self)])
+            made[id(self)] = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
+
+        def settled(self: Outcome[Any], value: Any, error: BaseException | None) -> bool:
+            made.pop(id(self), None)
+            return settle(self, value, error)
+
+        Outcome.__init__ = init  # type: ignore[method-assign]
+        Outcome._settle = settled  # type: ignore[method-assign]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        Outcome.__init__, Outcome._settle = self._originals  # type: ignore[method-assign]
+
+    def open_outcomes(self) -> list[str]:
+        """Where those were made that have not been set within ``PATIENCE`` seconds."""
+        places = _wait_until_empty(lambda: [*self._abandoned, *list(self._open.values())])
+        return [f"{place} ({n} times)" for place, n in Counter(places).items()]
