@@ -24,8 +24,9 @@ SEED_VARIABLE = "ZMQGRAD_TEST_SEED"
 hypothesis.settings.register_profile(
     "ci", derandomize=False, print_blob=True, deadline=None, database=None, max_examples=100
 )
+hypothesis.settings.register_profile("dev", parent=hypothesis.settings.get_profile("ci"), max_examples=25)
 hypothesis.settings.register_profile("soak", parent=hypothesis.settings.get_profile("ci"), max_examples=5000)
-hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 _seed = pytest.StashKey[int]()
 _temporary = pytest.StashKey[str]()

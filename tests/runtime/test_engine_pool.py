@@ -90,22 +90,23 @@ def test_threads_are_named(make: Make) -> None:
 
 def test_no_more_threads_work_than_its_size(make: Make) -> None:
     pool = make(3)
-    go = threading.Event()
+    three = threading.Barrier(4)
     lock = threading.Lock()
     now = most = 0
 
-    def task() -> None:
+    def task(first: bool) -> None:
         nonlocal now, most
         with lock:
             now += 1
             most = max(most, now)
-        go.wait(10)
+        if first:
+            three.wait(10)
         with lock:
             now -= 1
 
-    outcomes = [run(pool, task) for _ in range(30)]
+    outcomes = [run(pool, lambda i=i: task(i < 3)) for i in range(30)]  # type: ignore[misc]
     assert settled(pool, lambda s: s["threads"] == 3)["queued"] == 27
-    go.set()
+    three.wait(10)
     for outcome in outcomes:
         outcome.wait(10)
     assert most == 3
@@ -151,23 +152,24 @@ def test_a_tree_of_nested_calls_from_many_threads(make: Make, size: int) -> None
     assert pool.statistics()["queued"] == 0
 
 
-def test_threads_that_go_on_are_not_replaced_again(make: Make) -> None:
-    """With much queued, tasks that wait one after another must not add a thread each time (they did)."""
+def test_a_task_that_waits_often_is_replaced_once(make: Make) -> None:
+    """With much queued, each of its waits added another thread."""
     pool = make(1)
-    gates = [threading.Event() for _ in range(50)]
+    halt = threading.Event()
 
-    def task(i: int) -> None:
-        for gate in (gates[i], gates[i]):
+    def waits_often() -> None:
+        for _ in range(20):
             with about_to_block():
-                gate.wait(10)
+                pass
 
-    outcomes = [run(pool, lambda i=i: task(i)) for i in range(50)]  # type: ignore[misc]
-    for i, gate in enumerate(gates):
-        # All fifty wait at once, at most: what has finished is gone, and what waits has one to work beside.
-        assert pool.statistics()["threads"] <= 51 - i + 1
-        gate.set()
-        outcomes[i].wait(10)
-    settled(pool, lambda s: s["threads"] <= 1)
+    first = run(pool, lambda: (settled(pool, lambda s: s["queued"] == 9), waits_often()))
+    others = [run(pool, lambda: halt.wait(10)) for _ in range(9)]
+    first.wait(10)
+    assert settled(pool, lambda s: s["threads"] == 1)["queued"] == 8
+    assert pool._numbers == 2
+    halt.set()
+    for outcome in others:
+        outcome.wait(10)
 
 
 def test_excess_threads_retire_though_tasks_wait(make: Make) -> None:

@@ -342,7 +342,7 @@ class BackwardAutogradResp(Message, frozen=True):
     """Answer to the above: all that it set off has finished, here and further down."""
 
     TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_RESP
-    waiting: tuple[Waiting, ...] = ()
+    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
 class CleanupAutogradContextReq(Message, frozen=True):

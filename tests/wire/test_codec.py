@@ -1,0 +1,158 @@
+"""The codec: every message survives the way, and no bytes whatever can do more than be refused."""
+
+from __future__ import annotations
+
+import struct
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.messages import messages, messages_of
+from zmqgrad.errors import ProtocolError
+from zmqgrad.wire import codec
+from zmqgrad.wire import messages as m
+from zmqgrad.wire.codec import decode, encode
+from zmqgrad.wire.frames import ENVELOPE, ENVELOPE_SIZE, Envelope
+from zmqgrad.wire.messages import BY_TYPE, Message
+
+FULL = (1 << 64) - 1
+
+
+def raw(kind: int, header: bytes) -> bytes:
+    """A first frame with a good envelope and this header."""
+    return ENVELOPE.pack(b"zg", 1, 0, kind, 1, 2, 3) + header
+
+
+@pytest.mark.parametrize("cls", BY_TYPE.values(), ids=lambda c: c.__name__)
+@given(data=st.data(), source=st.integers(0, 0xFFFF), numbers=st.tuples(*[st.integers(0, FULL)] * 2))
+def test_every_message_survives_the_way(
+    cls: type[Message], data: st.DataObject, source: int, numbers: tuple[int, int]
+) -> None:
+    message = data.draw(messages_of(cls))
+    frame = encode(message, source, *numbers)
+    envelope, again = decode(frame)
+    assert envelope == Envelope(cls.TYPE, source, *numbers)
+    assert again == message
+    assert type(again) is cls
+
+
+@given(messages(), st.data())
+def test_what_is_cut_short_is_refused(message: Message, data: st.DataObject) -> None:
+    frame = encode(message, 1, 2, 3)
+    cut = data.draw(st.integers(0, len(frame) - 1))
+    with pytest.raises(ProtocolError):
+        decode(frame[:cut])
+
+
+@given(messages(), st.binary(min_size=1, max_size=20))
+def test_what_comes_after_the_end_is_refused(message: Message, more: bytes) -> None:
+    with pytest.raises(ProtocolError):
+        decode(bytes(encode(message, 1, 2, 3)) + more)
+
+
+@given(messages(), st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), min_size=1, max_size=8))
+def test_damaged_bytes_raise_nothing_else(message: Message, damage: list[tuple[int, int]]) -> None:
+    frame = encode(message, 1, 2, 3)
+    for place, value in damage:
+        frame[place % len(frame)] = value
+    try:
+        envelope, again = decode(frame)
+    except ProtocolError:
+        return
+    assert BY_TYPE[m.MessageType(envelope.type)] is type(again)  # another message, but a message
+    encode(again, envelope.source, envelope.incarnation, envelope.message_id)
+
+
+@given(st.sampled_from(list(BY_TYPE)), st.binary(max_size=200))
+def test_any_header_raises_nothing_else(kind: int, header: bytes) -> None:
+    try:
+        _, message = decode(raw(kind, header))
+    except ProtocolError:
+        return
+    assert type(message) is BY_TYPE[m.MessageType(kind)]
+
+
+@given(st.sampled_from(list(BY_TYPE)), st.recursive(
+    st.none() | st.booleans() | st.integers(-(1 << 63), FULL) | st.floats() | st.text() | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+))  # fmt: skip
+def test_any_msgpack_raises_nothing_else(kind: int, value: object) -> None:
+    try:
+        _, message = decode(raw(kind, msgspec.msgpack.encode(value)))
+    except ProtocolError:
+        return
+    assert type(message) is BY_TYPE[m.MessageType(kind)]
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        (b"", "malformed StoreMultiGet from worker 1"),
+        (b"\xdd\xff\xff\xff\xff", "malformed"),  # says four billion elements, has none
+        (b"\x92\xdd\xff\xff\xff\xff", "length <= 1048576"),
+        (b"\x92\x91\xa2\xff\xfe\xcb" + struct.pack("!d", 1.0), "utf-8"),
+        (b"\x92\x91\xdb\xff\xff\xff\xffk", "malformed"),
+        (b"\x92\x90\xcb" + struct.pack("!d", float("nan")), ">= 0"),
+        (b"\x92\x90\xcb" + struct.pack("!d", -1.0), ">= 0"),
+        (b"\x92\x90\xa11", r"Expected `float`, got `str` - at `\$\[1\]`"),
+        (b"\x93\x90\x01\x01", "at most length 2"),
+        (b"\x91\x90", "at least length 2"),
+        (b"\x80", "Expected `array`"),
+    ],
+)
+def test_what_is_wrong_is_said(header: bytes, says: str) -> None:
+    with pytest.raises(ProtocolError, match=says):
+        decode(raw(m.MessageType.STORE_MULTI_GET, header))
+
+
+def test_an_unknown_type_is_named() -> None:
+    with pytest.raises(ProtocolError, match="unknown message type 0xbeef from worker 1"):
+        decode(raw(0xBEEF, b"\x90"))
+
+
+def test_parts_within_parts_without_end_are_refused() -> None:
+    """A hundred thousand levels deep: refused before the stack ends, as is saying it ourselves."""
+    part = m.TensorDescriptor("f", ())
+    one = msgspec.msgpack.encode(part)
+    frame = bytes(encode(m.Result(m.Payload(tensors=m.Tensors((part,)))), 1, 2, 3))
+    deep = frame.replace(one, (one[:-1] + b"\x91") * 100_000 + one)
+    with pytest.raises(ProtocolError, match="recursion"):
+        decode(deep)
+    for _ in range(100_000):
+        part = m.TensorDescriptor("f", (), parts=(part,))
+    with pytest.raises(ProtocolError, match="recursion"):
+        encode(m.Result(m.Payload(tensors=m.Tensors((part,)))), 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [m.StoreNumber(1 << 64), m.StoreListKeys("\ud800"), m.StoreNumber(object())],
+    ids=repr,  # type: ignore[arg-type]
+)
+def test_what_cannot_be_said_is_refused(message: Message) -> None:
+    with pytest.raises(ProtocolError, match=f"cannot encode {type(message).__name__}"):
+        encode(message, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    "numbers", [(1 << 16, 1, 1), (-1, 1, 1), (1, 1 << 64, 1), (1, 1, 1 << 64), (1, 1, -1)]
+)
+def test_an_envelope_that_does_not_fit_is_refused(numbers: tuple[int, int, int]) -> None:
+    with pytest.raises(ProtocolError, match="cannot encode RRefAck"):
+        encode(m.RRefAck(), *numbers)
+
+
+def test_a_frame_that_no_reader_would_take_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "MAX_HEADER", 1000)
+    assert len(encode(m.StoreValue(bytes(900)), 1, 2, 3)) <= 1000
+    with pytest.raises(ProtocolError, match="at most 1000"):
+        encode(m.StoreValue(bytes(1000)), 1, 2, 3)
+
+
+def test_a_message_keeps_none_of_the_bytes_it_came_in() -> None:
+    frame = encode(m.StoreSet("key", b"value"), 1, 2, 3)
+    _, message = decode(frame)
+    frame[ENVELOPE_SIZE:] = bytes(len(frame) - ENVELOPE_SIZE)
+    assert message == m.StoreSet("key", b"value")
