@@ -1,0 +1,113 @@
+"""Arguments, messages and environments: what needs no worker."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from tests.support.interpreter import run_python
+from zmqgrad import __version__
+from zmqgrad.__main__ import main
+from zmqgrad.cli.run import labels, usable_port, wants_colour, worker_environments
+from zmqgrad.errors import ConfigurationError
+
+
+@pytest.mark.slow
+def test_the_command_starts_without_torch() -> None:
+    heavy = "[name for name in ('torch', 'zmq', 'numpy', 'msgspec', 'rich') if name in sys.modules]"
+    assert run_python(f"import sys, zmqgrad.__main__; print({heavy})") == "[]\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--version"])
+    assert capsys.readouterr().out == f"zmqgrad {__version__}\n"
+
+
+def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    assert "run" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("word", "hint"), [("rnu", "did you mean 'run'?"), ("frobnicate", "there is: run")])
+def test_an_unknown_command(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main([word])
+    assert f"there is no command '{word}'; {hint}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--nproc-per-node", "0", "x.py"], "must be at least 1, not 0"),
+        (["--nproc-per-node", "two", "x.py"], "invalid"),
+        (["--master-port", "65536", "x.py"], "must be between 0 and 65535, not 65536"),
+        (["--nproc", "2", "x.py"], "--nproc"),
+        ([], "SCRIPT"),
+    ],
+)
+def test_arguments_that_cannot_be(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["run", *arguments])
+    assert message in capsys.readouterr().err
+
+
+def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "no/such/script.py"]) == 2
+    assert "there is no file 'no/such/script.py'" in capsys.readouterr().err
+
+
+def test_an_address_of_somebody_else() -> None:
+    with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1:0: .*--master-addr must be"):
+        usable_port("192.0.2.1", 0)
+
+
+def test_a_port_in_use_and_a_free_one() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        taken = server.getsockname()[1]
+        with pytest.raises(ConfigurationError, match=f"127.0.0.1:{taken}: Address already in use"):
+            usable_port("127.0.0.1", taken)
+        free = usable_port("127.0.0.1", 0)
+    assert free != taken
+    assert usable_port("127.0.0.1", free) == free
+
+
+def test_each_worker_is_told_its_place() -> None:
+    first, second = worker_environments({"HOME": "/home/me", "RANK": "9"}, 2, "127.0.0.1", 4711)
+    assert first == {
+        "HOME": "/home/me",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": "4711",
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+        "LOCAL_WORLD_SIZE": "2",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+    }
+    assert second == first | {"RANK": "1", "LOCAL_RANK": "1"}
+
+
+def test_what_the_user_has_set_stays() -> None:
+    [alone] = worker_environments({}, 1, "127.0.0.1", 1)
+    assert "OMP_NUM_THREADS" not in alone
+    chosen = worker_environments({"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": ""}, 2, "127.0.0.1", 1)
+    assert [(e["OMP_NUM_THREADS"], e["PYTHONUNBUFFERED"]) for e in chosen] == [("4", "")] * 2
+
+
+@pytest.mark.parametrize(
+    ("environ", "wants"),
+    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
+)
+def test_colours_are_a_matter_of_taste(environ: dict[str, str], wants: bool) -> None:
+    assert wants_colour(environ) is wants
+
+
+def test_labels() -> None:
+    label = labels(frozenset({1}))
+    assert label(12, 2) == b"[worker 12] "
+    assert label(0, 1) == b"\x1b[36m[worker 0]\x1b[0m "
+    assert len({label(rank, 1).split(b"[worker")[0] for rank in range(6)}) == 6

@@ -1,0 +1,286 @@
+"""``zmqgrad run`` with real workers: what is seen, what is left, and how it ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes that are not its children"),
+]
+
+LAUNCHER = [sys.executable, "-m", "zmqgrad", "run"]
+ENDS_WITHIN = 2.0
+
+TELL = """
+import json, os, sys
+names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
+print(json.dumps([sys.argv[1:], {name: os.environ[name] for name in names}]))
+print("to stderr", file=sys.stderr)
+print("no end", end="")
+"""
+
+# Says which processes there are, and waits for a signal; with "stubborn" it does not heed any.
+WAIT = """
+import os, signal, subprocess, sys
+if "stubborn" in sys.argv:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pids = [os.getpid()]
+if "family" in sys.argv:
+    child = "import signal; print('up', flush=True); signal.pause()"
+    pids.append((p := subprocess.Popen([sys.executable, "-c", child], stdout=subprocess.PIPE)).pid)
+    p.stdout.readline()
+try:
+    print("pids", *pids)
+    if "leave" in sys.argv:
+        os._exit(0)
+    signal.pause()
+    signal.pause()
+except KeyboardInterrupt:
+    print("interrupted")
+"""
+
+FAIL = """
+import os, signal, sys
+if os.environ["RANK"] == "1":
+    def inner():
+        raise ValueError("the reason")
+    if sys.argv[1] == "raise":
+        inner()
+    if sys.argv[1] == "exit":
+        sys.exit(7)
+    os.kill(os.getpid(), signal.SIGKILL)
+signal.pause()
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    """Where a test may put its script."""
+    return tmp_path / "script.py"
+
+
+def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    command = [*LAUNCHER, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=cwd)
+
+
+class Launched:
+    """A launcher at work, and the processes that its workers have said there are."""
+
+    def __init__(self, *arguments: object, processes: int) -> None:
+        self.launcher = subprocess.Popen(
+            [*LAUNCHER, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        assert self.launcher.stdout is not None
+        self.pidfds: list[int] = []
+        told = 0
+        while told < processes:
+            line = self.launcher.stdout.readline()
+            assert line, f"the launcher ended early: {self.launcher.communicate()[1]}"
+            for pid in line.partition("pids")[2].split():
+                told += 1
+                try:
+                    self.pidfds.append(os.pidfd_open(int(pid)))
+                except ProcessLookupError:
+                    pass  # gone already
+
+    def stop(self, signum: int) -> tuple[str, str]:
+        """Signal the launcher; what it printed after that."""
+        self.launcher.send_signal(signum)
+        return self.launcher.communicate(timeout=10)
+
+    def all_gone(self, seconds: float) -> bool:
+        """Have all processes ended, at the latest in ``seconds``?"""
+        limit = time.monotonic() + seconds
+        waiting = list(self.pidfds)
+        while waiting and (left := limit - time.monotonic()) > 0:
+            for fd in select.select(waiting, [], [], left)[0]:
+                waiting.remove(fd)
+        return not waiting
+
+    def close(self) -> None:
+        """End what is left."""
+        self.launcher.kill()
+        self.launcher.communicate()
+        for fd in self.pidfds:
+            try:
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            os.close(fd)
+
+
+@pytest.fixture
+def launch(script: Path) -> Iterator[type[Launched]]:
+    """Makes launchers that end with the test."""
+    launched: list[Launched] = []
+
+    class Kept(Launched):
+        def __init__(self, *arguments: object, processes: int) -> None:
+            launched.append(self)
+            super().__init__(*arguments, processes=processes)
+
+    yield Kept
+    for one in launched:
+        one.close()
+
+
+def test_each_worker_has_its_place_and_its_prefix(script: Path) -> None:
+    script.write_text(TELL)
+    done = run("--nproc-per-node", 3, script, "--lr", "0.1", "--nproc-per-node", "5")
+    assert (done.returncode, done.stderr.count("to stderr")) == (0, 3)
+    assert sorted(done.stderr.splitlines()) == [f"[worker {rank}] to stderr" for rank in range(3)]
+    told = {}
+    for rank, line in re.findall(r"^\[worker (\d)\] (\[\[.*)$", done.stdout, re.MULTILINE):
+        arguments, told[rank] = json.loads(line)
+        assert arguments == ["--lr", "0.1", "--nproc-per-node", "5"]
+    assert {rank: (env["RANK"], env["LOCAL_RANK"]) for rank, env in told.items()} == {
+        rank: (rank, rank) for rank in "012"
+    }
+    assert {env["WORLD_SIZE"] + env["LOCAL_WORLD_SIZE"] for env in told.values()} == {"33"}
+    assert len({env["MASTER_PORT"] for env in told.values()}) == 1
+    assert {env["MASTER_ADDR"] for env in told.values()} == {"127.0.0.1"}
+    assert sorted(re.findall(r"^\[worker \d\] no end$", done.stdout, re.MULTILINE)) == [
+        f"[worker {rank}] no end" for rank in range(3)
+    ]
+
+
+def test_a_module_and_verbose(script: Path) -> None:
+    script.write_text(TELL)
+    done = run("-v", "--nproc-per-node", 2, "-m", "script", "-v", cwd=script.parent)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count('[["-v"], {') == 2
+    assert re.search(r"^zmqgrad run: 2 workers meet at 127\.0\.0\.1:\d+$", done.stderr, re.MULTILINE)
+    assert ("OMP_NUM_THREADS=1" in done.stderr) == ("OMP_NUM_THREADS" not in os.environ)
+
+
+def test_logs(script: Path, tmp_path: Path) -> None:
+    script.write_text(TELL)
+    logs = tmp_path / "new" / "logs"
+    assert run("--nproc-per-node", 2, "--log-dir", logs, script).returncode == 0
+    assert sorted(path.name for path in logs.iterdir()) == [
+        f"worker-{rank}.{stream}.log" for rank in range(2) for stream in ("stderr", "stdout")
+    ]
+    assert (logs / "worker-1.stderr.log").read_text() == "to stderr\n"
+    assert (logs / "worker-1.stdout.log").read_text().endswith("\nno end")
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [("raise", 1, "exit code 1"), ("exit", 7, "exit code 7"), ("kill", 137, "killed by SIGKILL")],
+)
+def test_the_first_failure_ends_all_and_is_reported(script: Path, how: str, code: int, said: str) -> None:
+    script.write_text(FAIL)
+    done = run("--nproc-per-node", 3, script, how)
+    assert done.returncode == code
+    report = done.stderr[done.stderr.index("zmqgrad run:") :]
+    assert report.startswith(f"zmqgrad run: worker 1 failed first: {said}")
+    assert report.endswith("zmqgrad run: workers 0 and 2 were ended by the launcher\n")
+    if how == "raise":
+        assert "    Traceback (most recent call last):" in report
+        assert ", in inner\n" in report
+        assert "    ValueError: the reason\n" in report
+
+
+@pytest.mark.parametrize("manner", ["", "stubborn"])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_everything_in_time(
+    script: Path, launch: type[Launched], signum: int, manner: str
+) -> None:
+    script.write_text(WAIT)
+    launched = launch("--nproc-per-node", 2, script, "family", manner, processes=4)
+    began = time.monotonic()
+    stdout, stderr = launched.stop(signum)
+    assert time.monotonic() - began < ENDS_WITHIN
+    assert launched.all_gone(0.1)
+    assert launched.launcher.returncode == 128 + signum
+    assert f"zmqgrad run: stopped by {signal.Signals(signum).name}\n" in stderr
+    assert stdout.count("interrupted") == (2 if signum == signal.SIGINT and not manner else 0)
+
+
+def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, launch: type[Launched]) -> None:
+    script.write_text(WAIT)
+    launched = launch("--nproc-per-node", 3, script, "stubborn", processes=3)
+    launched.launcher.kill()
+    assert launched.all_gone(ENDS_WITHIN)
+
+
+def test_what_a_worker_leaves_behind_ends_with_the_job(script: Path, launch: type[Launched]) -> None:
+    script.write_text(WAIT)
+    launched = launch("--nproc-per-node", 2, script, "family", "leave", processes=4)
+    launched.launcher.communicate(timeout=10)
+    assert launched.launcher.returncode == 0
+    assert launched.all_gone(0.1)
+
+
+def test_a_reader_that_goes_away_ends_the_job(script: Path, launch: type[Launched]) -> None:
+    script.write_text("import os\nprint('pids', os.getpid())\nwhile True: print('on and on')")
+    launched = launch("--nproc-per-node", 2, script, processes=2)
+    assert launched.launcher.stdout is not None
+    launched.launcher.stdout.close()
+    assert launched.launcher.wait(10) == 128 + signal.SIGPIPE
+    assert launched.all_gone(0.1)
+
+
+def run_in_terminal(*command: object, **environ: str) -> str:
+    """What a terminal of 100 columns gets to see."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
+    env = {
+        "TERM": "xterm",
+        **{k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "TERM")},
+        **environ,
+    }
+    process = subprocess.Popen(
+        [*LAUNCHER, *map(str, command)], stdin=theirs, stdout=theirs, stderr=theirs, env=env
+    )
+    os.close(theirs)
+    seen = b""
+    try:
+        while chunk := os.read(ours, 65536):
+            seen += chunk
+    except OSError:  # EIO: everybody has let go of it
+        pass
+    os.close(ours)
+    assert process.wait(10) == 0, seen.decode()
+    return seen.decode()
+
+
+def test_on_a_terminal_the_driver_may_draw(script: Path) -> None:
+    script.write_text(
+        "import os, sys\n"
+        "print(os.environ['RANK'], sys.stdout.isatty(), sys.stderr.isatty(), end=' ')\n"
+        "print(os.get_terminal_size(1).columns if sys.stdout.isatty() else '')\n"
+        "for step in range(3): print(end=f'\\rstep {step}')\n"
+        "print()\n"
+    )
+    seen = run_in_terminal("--nproc-per-node", 2, script)
+    first, second = "\x1b[36m[worker 0]\x1b[0m ", "\x1b[33m[worker 1]\x1b[0m "
+    assert f"{first}0 True True {100 - len('[worker 0] ')}\r\n" in seen
+    assert f"{second}1 False False" in seen
+    assert [f"\r{first}step {step}" in seen for step in range(3)] == [True] * 3
+    assert f"{second}step 2\r\n" in seen
+
+
+def test_no_color(script: Path) -> None:
+    script.write_text("print('plain')")
+    seen = run_in_terminal("--nproc-per-node", 2, script, NO_COLOR="1")
+    assert "[worker 0] plain\r\n" in seen
+    assert "m[worker" not in seen

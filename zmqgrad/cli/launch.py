@@ -1,0 +1,107 @@
+"""Runs a group of workers to its end: one thread, one loop over outputs, exits, signals and time.
+
+Carries out what :mod:`zmqgrad.cli.supervision` decides. When :func:`launch` returns or raises, no
+worker is left, nor anything that a worker has started in its session.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zmqgrad.cli.listening import Listener, write_all
+from zmqgrad.cli.output import Screen
+from zmqgrad.cli.signals import SignalInbox
+from zmqgrad.cli.supervision import (
+    Event,
+    Outcome,
+    SignalReceived,
+    SignalWorkers,
+    Supervisor,
+    TimePassed,
+    WorkerExited,
+)
+from zmqgrad.cli.workers import Window, WorkerProcess
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+
+_REMNANT_GRACE = 0.5
+_REMNANT_LOOK = 0.01
+
+
+@dataclass(frozen=True)
+class Group:
+    """What to launch: one command, and an environment for each worker.
+
+    ``label`` gives the bytes that begin each line of a worker on a descriptor. ``terminals``: those of the
+    descriptors 1 and 2 that are terminals, and their sizes; worker 0 may draw there. ``log_dir`` gets a
+    copy of all output, in a file for each worker and stream.
+    """
+
+    command: Sequence[str]
+    environments: Sequence[Mapping[str, str]]
+    label: Callable[[int, int], bytes]
+    terminals: Mapping[int, Window] = field(default_factory=dict)
+    log_dir: Path | None = None
+
+
+def launch(group: Group, clock: Clock = MONOTONIC) -> tuple[Outcome, Callable[[int], list[str]]]:
+    """Run all workers of ``group``: how it went, and a function that gives the end of a worker's stderr.
+
+    Must be called on the main thread: signals to this process are taken in until it returns.
+
+    Raises:
+        OSError: a worker could not be started.
+    """
+    with ExitStack() as cleanup:
+        signals = cleanup.enter_context(SignalInbox())
+        listener = Listener(Screen(write_all, group.terminals), signals)
+        workers: list[WorkerProcess] = []
+        cleanup.enter_context(closing(listener))
+        for rank, environ in enumerate(group.environments):
+            label = {fd: group.label(rank, fd) for fd in (1, 2)}
+            windows = group.terminals if rank == 0 else {}
+            worker = WorkerProcess(rank, group.command, environ, label, windows, group.log_dir)
+            cleanup.callback(worker.close)
+            workers.append(worker)
+            listener.add(worker)
+        outcome = _supervise(workers, listener, signals, clock)
+        _end_remnants(workers, listener, clock)
+        listener.drain()
+        return outcome, lambda rank: list(workers[rank].tail)
+
+
+def _supervise(
+    workers: Sequence[WorkerProcess], listener: Listener, signals: SignalInbox, clock: Clock
+) -> Outcome:
+    supervisor = Supervisor(range(len(workers)))
+    running = list(workers)
+    while True:
+        listener.wait(Deadline(supervisor.deadline, clock).left_or_none())
+        events: list[Event] = [SignalReceived(signum) for signum in signals.take()]
+        if listener.reader_gone and supervisor.is_running:
+            events.append(SignalReceived(signal.SIGPIPE))
+        for worker in list(running):
+            if (code := worker.poll()) is not None:
+                running.remove(worker)
+                events.append(WorkerExited(worker.rank, code))
+        for event in (*events, TimePassed()):
+            for effect in supervisor.handle(event, clock.now()):
+                match effect:
+                    case SignalWorkers(ranks, signum):
+                        for rank in ranks:
+                            workers[rank].signal(signum)
+                    case Outcome():
+                        return effect
+
+
+def _end_remnants(workers: Sequence[WorkerProcess], listener: Listener, clock: Clock) -> None:
+    """End what workers have started and left behind: asked first, as some of it tidies up (shared memory)."""
+    remnants = [worker for worker in workers if worker.signal(signal.SIGTERM)]
+    deadline = Deadline.after(_REMNANT_GRACE, clock)
+    while remnants and not deadline.passed():
+        # The kernel tells nobody when a group has become empty: this one wait has to look.
+        listener.wait(_REMNANT_LOOK)
+        remnants = [worker for worker in remnants if worker.signal(0)]

@@ -1,0 +1,95 @@
+"""Waits for what workers print, and shows it; the waiting of the launcher's one thread is all here."""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+from collections.abc import Callable
+from typing import NamedTuple
+
+from zmqgrad.cli.output import Screen
+from zmqgrad.cli.signals import SignalInbox
+from zmqgrad.cli.workers import STDERR, Stream, WorkerProcess
+
+
+class _Source(NamedTuple):
+    worker: WorkerProcess
+    stream: Stream
+
+
+class Listener:
+    """Shows the streams of all workers on ``screen``. ``reader_gone``: nobody reads what we write."""
+
+    def __init__(self, screen: Screen, signals: SignalInbox) -> None:
+        self.reader_gone = False
+        self._screen = screen
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ)
+
+    def add(self, worker: WorkerProcess) -> None:
+        """Listen to a worker's streams from now on."""
+        for stream in worker.streams:
+            self._selector.register(stream, selectors.EVENT_READ, _Source(worker, stream))
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait for anything: output, which is shown, a signal, a child's end; no longer than ``seconds``."""
+        for key, _ in self._selector.select(seconds):
+            source: _Source | None = key.data
+            if source is None:
+                continue
+            chunk = source.stream.read()
+            if chunk is None:
+                self._finish(source)
+            else:
+                self._show(source, chunk)
+
+    def drain(self) -> None:
+        """Show what is there to be read, and then lines without an end, of workers that are gone."""
+        for key in list(self._selector.get_map().values()):
+            source: _Source | None = key.data
+            if source is None:
+                continue
+            while chunk := source.stream.read():
+                self._show(source, chunk)
+            self._finish(source)
+
+    def close(self) -> None:
+        """Stop listening and tidy the terminal up."""
+        self._selector.close()
+        self._guarded(self._screen.close)
+
+    def _show(self, source: _Source, chunk: bytes) -> None:
+        stream = source.stream
+        self._take_lines(source, stream.lines.feed(chunk))
+        if stream.live:
+            self._guarded(lambda: self._screen.live(stream.fd, stream.label, chunk))
+
+    def _finish(self, source: _Source) -> None:
+        self._take_lines(source, source.stream.lines.finish())
+        self._selector.unregister(source.stream)
+
+    def _take_lines(self, source: _Source, lines: list[bytes]) -> None:
+        worker, stream = source
+        if stream.fd == STDERR:
+            worker.remember(lines)
+        if not stream.live:
+            self._guarded(lambda: self._screen.lines(stream.fd, stream.label, lines))
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        if self.reader_gone:
+            return
+        try:
+            write()
+        except BrokenPipeError:  # as in "| head"
+            self.reader_gone = True
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of ``data`` to ``fd``, waiting where somebody has made it non-blocking."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            select.select([], [fd], [])

@@ -1,0 +1,113 @@
+r"""What the workers print, on its way to the reader: split into lines, labelled, one terminal for all.
+
+Whole lines simply get a label. A driver that draws a progress bar is different: it writes ``\r`` and
+escape sequences and no newline for minutes. Its bytes pass through (:meth:`Screen.live`), with the label
+put in front of each line it begins; a line from another worker is written above the unfinished one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Sequence
+
+_MAX_LINE = 64 * 1024
+"""Bytes after which a line without an end is taken for one."""
+
+_TOKEN = re.compile(rb"\n|\r|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[]|[^\n\r\x1b]+")
+_UNFINISHED_ESCAPE = re.compile(rb"\x1b(\[[0-?]*[ -/]*)?\Z")
+_ESCAPE = re.compile(rb"\x1b\[[0-?]*[ -/]*[@-~]")
+
+_CLEAR_LINE = b"\r\x1b[2K"
+_SHOW_CURSOR = b"\x1b[0m\x1b[?25h"
+
+
+class LineSplitter:
+    r"""Bytes in, whole lines out, without their end. A line redrawn with ``\r`` counts in its last state."""
+
+    def __init__(self) -> None:
+        self._rest = b""
+
+    def feed(self, chunk: bytes) -> list[bytes]:
+        """The lines that ``chunk`` completes."""
+        *lines, self._rest = (self._rest + chunk).split(b"\n")
+        if len(self._rest) > _MAX_LINE:
+            self._rest = _as_shown(self._rest)
+        if len(self._rest) > _MAX_LINE:
+            lines.append(self._rest)
+            self._rest = b""
+        return [_as_shown(line) for line in lines]
+
+    def finish(self) -> list[bytes]:
+        """What was left without an end: no line or one."""
+        rest, self._rest = _as_shown(self._rest), b""
+        return [rest] if rest else []
+
+
+def _as_shown(line: bytes) -> bytes:
+    return line.rstrip(b"\r").rpartition(b"\r")[2]
+
+
+def without_escapes(line: bytes) -> bytes:
+    """``line`` as it would stand in a file: no colours, no cursor movements."""
+    return _ESCAPE.sub(b"", line)
+
+
+class Screen:
+    """Writes what all workers say to file descriptors 1 and 2, of which some may be one terminal.
+
+    Args:
+        write: writes all of some bytes to a descriptor.
+        terminals: the descriptors that are terminals.
+    """
+
+    def __init__(self, write: Callable[[int, bytes], None], terminals: Collection[int] = ()) -> None:
+        self._write = write
+        self._terminals = frozenset(terminals)
+        self._unfinished = b""
+        """What stands in the terminal's last row, label included, where somebody left it without an end."""
+        self._owner = 1
+        self._held: dict[int, bytes] = {}
+        self._was_live = False
+
+    def lines(self, fd: int, label: bytes, lines: Sequence[bytes]) -> None:
+        """Write whole lines."""
+        if not lines:
+            return
+        text = b"".join(label + line + b"\n" for line in lines)
+        if self._unfinished and fd in self._terminals:
+            self._write(fd, _CLEAR_LINE + text)
+            self._write(self._owner, self._unfinished)
+        else:
+            self._write(fd, text)
+
+    def live(self, fd: int, label: bytes, chunk: bytes) -> None:
+        """Pass on what a program writes that believes to own the terminal."""
+        self._was_live = True
+        chunk = self._held.pop(fd, b"") + chunk
+        if cut := _UNFINISHED_ESCAPE.search(chunk):
+            self._held[fd] = cut.group()
+            chunk = chunk[: cut.start()]
+        out = bytearray()
+        for token in _TOKEN.findall(chunk):
+            if token in (b"\n", b"\r"):
+                self._unfinished = b""
+            elif self._unfinished:
+                self._unfinished += token
+            elif not _moves(token):
+                out += label
+                self._unfinished = label + token
+            out += token
+        self._owner = fd
+        self._write(fd, bytes(out))
+
+    def close(self) -> None:
+        """Leave the terminal as one would like to find it, whatever a killed program had done to it."""
+        if self._was_live:
+            end = b"\n" if self._unfinished else b""
+            self._write(self._owner, end + _SHOW_CURSOR)
+            self._unfinished = b""
+
+
+def _moves(token: bytes) -> bool:
+    """Does this escape sequence move or erase (and not colour), so that a label has to come after it?"""
+    return token.startswith(b"\x1b") and not token.endswith(b"m")

@@ -1,0 +1,82 @@
+"""How the launcher tells what went wrong: text only, no process and no terminal. Pure."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Sequence
+
+from zmqgrad.cli.supervision import Outcome
+
+_TRACEBACK = "Traceback (most recent call last):"
+_CHAINED = (
+    "The above exception was the direct cause of the following exception:",
+    "During handling of the above exception, another exception occurred:",
+)
+_LAST_LINES = 12
+
+_HINTS = {
+    signal.SIGKILL: "nobody can catch this one; where nobody sent it, the system may have run out of memory",
+    signal.SIGSEGV: "PYTHONFAULTHANDLER=1 makes Python say where",
+    signal.SIGABRT: "PYTHONFAULTHANDLER=1 makes Python say where",
+    signal.SIGBUS: "PYTHONFAULTHANDLER=1 makes Python say where; a full /dev/shm is a common cause",
+}
+
+
+def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
+    """What to print at the end, line by line, quotes indented; nothing if all went well.
+
+    Args:
+        outcome: what the supervisor says.
+        stderr_tail: the last lines that a worker wrote to stderr.
+    """
+    lines: list[str] = []
+    if outcome.interrupted_by is not None:
+        lines.append(f"stopped by {signal_name(outcome.interrupted_by)}")
+    elif (failure := outcome.first_failure) is not None:
+        lines.append(f"worker {failure.rank} failed first: {_how(failure.code)}")
+        lines += _what_it_said(failure.rank, stderr_tail(failure.rank))
+        if outcome.ended:
+            lines.append(f"{_workers(outcome.ended)} ended by the launcher")
+    if outcome.given_up:
+        lines.append(f"{_workers(outcome.given_up)} still there: SIGKILL did not move them in time")
+    return lines
+
+
+def signal_name(signum: int) -> str:
+    """SIGTERM for 15; a number where the system has no name for it."""
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def last_traceback(lines: Sequence[str]) -> list[str]:
+    """The last traceback in ``lines``, with those it was caused by, to the end; empty if there is none."""
+    starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
+    if not starts:
+        return []
+    start = starts.pop()
+    while starts and any(line in _CHAINED for line in lines[starts[-1] : start]):
+        start = starts.pop()
+    return list(lines[start:])
+
+
+def _how(code: int) -> str:
+    if code > 0:
+        return f"exit code {code}"
+    hint = _HINTS.get(signal.Signals(-code)) if -code in set(signal.Signals) else None
+    return f"killed by {signal_name(-code)}" + (f" ({hint})" if hint else "")
+
+
+def _what_it_said(rank: int, tail: Sequence[str]) -> list[str]:
+    said = last_traceback(tail) or [line for line in tail if line.strip()][-_LAST_LINES:]
+    if not said:
+        return [f"worker {rank} wrote nothing to stderr"]
+    return [f"the end of worker {rank}'s stderr:", *(f"    {line}" for line in said)]
+
+
+def _workers(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"worker {ranks[0]} was"
+    *most, last = (str(rank) for rank in ranks)
+    return f"workers {', '.join(most)} and {last} were"

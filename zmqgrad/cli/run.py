@@ -1,0 +1,173 @@
+"""``zmqgrad run``: starts the workers of one host, shows what they print, and ends them together.
+
+Each worker finds the variables that ``init_rpc`` and ``torch.distributed`` look for: MASTER_ADDR,
+MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from zmqgrad import environment
+from zmqgrad.cli.launch import Group, launch
+from zmqgrad.cli.listening import write_all
+from zmqgrad.cli.report import failure_report
+from zmqgrad.cli.workers import STDERR, STDOUT, window_of
+from zmqgrad.errors import ConfigurationError
+
+HELP = "Start a script as several workers on this host."
+
+EXIT_CANNOT_START = 126
+
+_COLOURS = (36, 33, 35, 32, 34, 31)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument(
+        "--nproc-per-node", type=_at_least_one, default=1, metavar="N", help="how many workers (default: 1)"
+    )
+    parser.add_argument(
+        "--master-addr",
+        default="127.0.0.1",
+        metavar="HOST",
+        help="where worker 0 listens for the others: an address of this host (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--master-port", type=_port, default=0, metavar="PORT", help="its port (default: 0, any free one)"
+    )
+    parser.add_argument(
+        "--log-dir",
+        type=Path,
+        metavar="DIR",
+        help="also write each worker's output to DIR/worker-RANK.stdout.log and .stderr.log",
+    )
+    parser.add_argument("-v", "--verbose", action="store_true", help="say what is set and started")
+    parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
+    parser.add_argument("script", metavar="SCRIPT", help="a Python file")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="what the script is given")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Launch, and return the exit code for the shell.
+
+    Raises:
+        ConfigurationError: the script, the address, the port or the log directory cannot be used.
+    """
+    command = _command(arguments.script, arguments.module, arguments.args)
+    port = usable_port(arguments.master_addr, arguments.master_port)
+    inherited = environment.inherited()
+    environments = worker_environments(inherited, arguments.nproc_per_node, arguments.master_addr, port)
+    terminals = {fd: window_of(fd) for fd in (STDOUT, STDERR) if os.isatty(fd)}
+    coloured = frozenset(terminals) if wants_colour(inherited) else frozenset()
+    if arguments.verbose:
+        _tell(f"{arguments.nproc_per_node} workers meet at {arguments.master_addr}:{port}")
+        if "OMP_NUM_THREADS" not in inherited and arguments.nproc_per_node > 1:
+            _tell("OMP_NUM_THREADS=1 for each, as it was not set and they share the cores")
+    group = Group(command, environments, labels(coloured), terminals, _log_dir(arguments.log_dir))
+    try:
+        outcome, stderr_tail = launch(group)
+    except OSError as error:
+        _tell(f"cannot start the workers: {error}")
+        return EXIT_CANNOT_START
+    _tell(*failure_report(outcome, stderr_tail))
+    return outcome.exit_code
+
+
+def worker_environments(
+    inherited: Mapping[str, str], workers: int, master_addr: str, master_port: int
+) -> list[dict[str, str]]:
+    """The environment of each worker, by rank: ``inherited``, and what tells it its place."""
+    common = dict(inherited)
+    if workers > 1:
+        # Each worker would otherwise start a thread for every core, and they would fight for them.
+        common.setdefault("OMP_NUM_THREADS", "1")
+    common.setdefault("PYTHONUNBUFFERED", "1")
+    common |= {
+        "MASTER_ADDR": master_addr,
+        "MASTER_PORT": str(master_port),
+        "WORLD_SIZE": str(workers),
+        "LOCAL_WORLD_SIZE": str(workers),
+    }
+    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(workers)]
+
+
+def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
+    """What begins each line of a worker on a descriptor, in a colour of its own on those ``coloured``."""
+
+    def label(rank: int, fd: int) -> bytes:
+        text = f"[worker {rank}]"
+        if fd in coloured:
+            text = f"\x1b[{_COLOURS[rank % len(_COLOURS)]}m{text}\x1b[0m"
+        return f"{text} ".encode()
+
+    return label
+
+
+def wants_colour(environ: Mapping[str, str]) -> bool:
+    """Does the user want colours, given a terminal? See no-color.org."""
+    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+
+
+def usable_port(host: str, port: int) -> int:
+    """``port``, or one that is free if it is 0; it has been bound on ``host`` for a moment to make sure.
+
+    Raises:
+        ConfigurationError: ``host`` is no address of this machine, or the port is taken.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}. --master-addr must be an address of"
+            " this host, and --master-port free (0 finds a free one)"
+        ) from error
+
+
+def _command(script: str, is_module: bool, args: Sequence[str]) -> list[str]:
+    if is_module:
+        return [sys.executable, "-m", script, *args]
+    if not Path(script).exists():
+        raise ConfigurationError(f"there is no file {script!r} in {Path.cwd()} (for a module, say -m)")
+    return [sys.executable, script, *args]
+
+
+def _log_dir(path: Path | None) -> Path | None:
+    if path is not None:
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigurationError(f"--log-dir {path} cannot be made: {error.strerror}") from error
+    return path
+
+
+def _at_least_one(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
+    return number
+
+
+def _port(text: str) -> int:
+    number = int(text)
+    if not 0 <= number <= 65535:
+        raise argparse.ArgumentTypeError(f"must be between 0 and 65535, not {number}")
+    return number
+
+
+def _tell(*lines: str) -> None:
+    """Write to stderr; lines that are indented belong to the one before them."""
+    text = "".join(f"{line}\n" if line.startswith(" ") else f"zmqgrad run: {line}\n" for line in lines)
+    try:
+        write_all(STDERR, text.encode())
+    except BrokenPipeError:
+        pass  # nobody reads; the exit code still says it

@@ -1,0 +1,55 @@
+"""Signals as something to wait for and read, instead of something that interrupts."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from types import FrameType, TracebackType
+from typing import Any
+
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class SignalInbox:
+    """While entered, SIGINT, SIGTERM and SIGHUP are kept here, and the end of a child wakes a select.
+
+    Must be entered on the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> SignalInbox:
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno())
+        for signum in (*_STOPPING, signal.SIGCHLD):
+            # Whoever starts us with a signal ignored, as nohup does, means it; SIGCHLD is our own affair.
+            if signum == signal.SIGCHLD or signal.getsignal(signum) is not signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, _only_wake)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._wakeup_before)
+        self._reader.close()
+        self._writer.close()
+
+    def fileno(self) -> int:
+        """What to wait on."""
+        return self._reader.fileno()
+
+    def take(self) -> list[int]:
+        """The stopping signals that came since the last time."""
+        try:
+            return [signum for signum in self._reader.recv(4096) if signum in _STOPPING]
+        except BlockingIOError:
+            return []
+
+
+def _only_wake(signum: int, frame: FrameType | None) -> None:
+    """Python writes to the wakeup descriptor only for signals that have a handler."""
