@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import zmq
+from zmq.utils.garbage import GarbageCollectorThread
+from zmq.utils.garbage import gc as pyzmq_gc
 
 from zmqgrad.runtime.future import Outcome
 
@@ -49,7 +51,7 @@ class Watcher:
         self._threads = set(threading.enumerate())
         self._children = _children()
         self._files = _files()
-        self._zmq = {id(z) for z in (*_contexts, *_sockets) if not z.closed}
+        self._zmq = {id(z) for z in _open_zmq()}
 
     def what_is_left(self) -> list[str]:
         """What has not gone within ``PATIENCE`` seconds, in words."""
@@ -63,13 +65,22 @@ class Watcher:
         ]
         children = [f"process {pid}" for pid in sorted(_children() - self._children)]
         files = [f"file {f}" for f in sorted(_files() - self._files)]
-        open_zmq = [f"zmq {z!r}" for z in (*_contexts, *_sockets) if not z.closed and id(z) not in self._zmq]
+        open_zmq = [f"zmq {z!r}" for z in _open_zmq() if id(z) not in self._zmq]
         return threads + children + files + open_zmq
 
 
 def _not_ours(thread: threading.Thread) -> bool:
-    # A dummy stands for a thread that Python did not start (torch's); the timeout plugin has one a test.
-    return isinstance(thread, threading._DummyThread) or thread.name.startswith("pytest_timeout")
+    # A dummy stands for a thread that Python did not start (torch's); the timeout plugin has one a test;
+    # pyzmq has one a process, which frees what was sent without a copy.
+    kinds = (threading._DummyThread, GarbageCollectorThread)
+    return isinstance(thread, kinds) or thread.name.startswith("pytest_timeout")
+
+
+def _open_zmq() -> list[Any]:
+    """Contexts and sockets that are open, less pyzmq's own."""
+    own = pyzmq_gc._context
+    sockets = [s for s in _sockets if not s.closed and s.context is not own]
+    return [c for c in _contexts if not c.closed and c is not own] + sockets
 
 
 def _children() -> set[int]:

@@ -174,8 +174,9 @@ class ZmqMailbox:
 
     def forget(self, peer: int) -> None:
         """Drop the way to ``peer``; what was queued for it is lost."""
-        with self._peers_lock:
-            way = self._peers.pop(peer, None)
+        # Its place stays: a thread that is about to send by it must find this one, or nobody would ever
+        # close the socket that it opens.
+        way = self._peers.get(peer)
         if way is not None:
             self._shut(way, linger=0)
 

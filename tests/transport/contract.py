@@ -1,0 +1,555 @@
+"""What every mailbox must do: one suite, run over each implementation (see test_contract.py).
+
+Each test works through an :class:`Office`, which opens mailboxes of one kind, collects what arrives, and
+closes everything at the end, insisting that all threads have ended.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Protocol
+
+import pytest
+
+from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.base import Inbound, Mailbox
+from zmqgrad.transport.tap import Tapped
+from zmqgrad.wire.codec import encode
+from zmqgrad.wire.messages import Goodbye, Hello, MessageType, RRefAck, StoreListKeys, StoreSet
+
+SMALL = 64 << 10
+"""Frames up to so many bytes are the sender's again once send has returned; larger ones are handed over."""
+
+HELLO = Hello("x")
+CALL = StoreSet("key", b"value")
+
+
+class Kind(Protocol):
+    """One implementation."""
+
+    def open(self, name: str, worker_id: int) -> Mailbox:
+        """A new mailbox, bound but not started."""
+        ...
+
+    def send_raw(self, mailbox: Mailbox, frames: Sequence[bytes]) -> None:
+        """Put ``frames`` before ``mailbox``, as a stranger on the port would."""
+        ...
+
+    def close(self) -> None:
+        """Close what :meth:`send_raw` opened."""
+        ...
+
+
+class Box:
+    """A mailbox and what arrived in it."""
+
+    def __init__(self, mailbox: Mailbox) -> None:
+        self.mailbox = mailbox
+        self.arrived: SimpleQueue[Inbound] = SimpleQueue()
+
+    def take(self, count: int = 1) -> list[Inbound]:
+        """The next ``count`` messages."""
+        return [self.arrived.get(timeout=20) for _ in range(count)]
+
+    def nothing_more(self) -> bool:
+        """Has everything that arrived been taken?"""
+        try:
+            self.arrived.get_nowait()
+        except Empty:
+            return True
+        return False
+
+
+class Office:
+    """Opens mailboxes of one kind, tells them of one another, and closes them."""
+
+    def __init__(self, kind: Kind) -> None:
+        self.kind = kind
+        self.known: dict[int, Mailbox] = {}
+        self.looked_up: list[int] = []
+        self._opened: list[Mailbox] = []
+
+    def open(
+        self, worker_id: int, handler: Callable[[Inbound], None] | None = None, start: bool = True
+    ) -> Box:
+        """A mailbox that collects what arrives, or hands it to ``handler``."""
+        box = Box(self.kind.open(f"w{worker_id}", worker_id))
+        self._opened.append(box.mailbox)
+        self.known[worker_id] = box.mailbox
+        if start:
+            box.mailbox.start(handler or box.arrived.put, self.resolve)
+        return box
+
+    def resolve(self, peer: int) -> Sequence[str]:
+        """Where ``peer`` is."""
+        self.looked_up.append(peer)
+        if peer not in self.known:
+            raise UnknownPeerError(f"nobody knows worker {peer}")
+        return self.known[peer].endpoints
+
+    def pair(self) -> tuple[Box, Box]:
+        """Mailboxes 0 and 1."""
+        return self.open(0), self.open(1)
+
+    def close(self) -> None:
+        """Close all, and see them end."""
+        self.kind.close()
+        for mailbox in self._opened:
+            mailbox.close()
+        assert [name for m in self._opened for name in m.join(Deadline.after(10))] == []
+
+
+@contextmanager
+def office_of(kind: Kind) -> Iterator[Office]:
+    """An office that is closed at the end."""
+    office = Office(kind)
+    try:
+        yield office
+    finally:
+        office.close()
+
+
+def content(inbound: Inbound) -> list[bytes]:
+    """The frames' bytes."""
+    return [bytes(f) for f in inbound.frames]
+
+
+def in_threads(count: int, work: Callable[[int], None]) -> None:
+    """Run ``work(i)`` in ``count`` threads at once; raise what one of them raised."""
+    start = threading.Barrier(count)
+    errors: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            start.wait(20)
+            work(i)
+        except BaseException as e:
+            errors.append(e)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(count)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(40)
+    if errors:
+        raise errors[0]
+
+
+class MailboxContract:
+    """Derive, and give a fixture ``kind``."""
+
+    @pytest.fixture
+    def office(self, kind: Kind) -> Iterator[Office]:
+        with office_of(kind) as office:
+            yield office
+
+    # ---- what arrives ------------------------------------------------------------------------------------
+
+    def test_a_message_arrives_as_it_was_sent(self, office: Office) -> None:
+        a, b = office.pair()
+        a.mailbox.send(1, CALL, 99, [b"tensor"])
+        (inbound,) = b.take()
+        assert inbound.message == CALL
+        assert inbound.envelope == (MessageType.STORE_SET, 0, a.mailbox.incarnation, 99)
+        assert content(inbound) == [b"tensor"]
+        assert inbound.size == len(encode(CALL, 0, a.mailbox.incarnation, 99)) + 6
+
+    @pytest.mark.parametrize(
+        "frames",
+        [
+            pytest.param([], id="none"),
+            pytest.param([b""], id="one empty"),
+            pytest.param([b"", b"", b"x", b""], id="empty among others"),
+            pytest.param(
+                [bytes([n % 251]) * n for n in (1, 2, 3, 255, 256, 257, 8191, 65537)], id="odd sizes"
+            ),
+            pytest.param([b"%d" % n for n in range(2000)], id="very many"),
+            pytest.param([bytes(range(256)) * (10 << 12)], id="10 MB"),
+            pytest.param([b"a", bytes(3 << 20), b"", bytes(1 << 20), b"z"], id="large and small"),
+        ],
+    )
+    def test_frames_arrive_intact(self, office: Office, frames: list[bytes]) -> None:
+        a, b = office.pair()
+        for message_id in (1, 2):
+            a.mailbox.send(1, HELLO, message_id, frames)
+        for inbound in b.take(2):
+            assert content(inbound) == frames
+
+    def test_messages_arrive_in_the_order_sent(self, office: Office) -> None:
+        a, b = office.pair()
+        for i in range(500):
+            a.mailbox.send(1, HELLO, i, [b"x" * (i % 7 * 20_000)] if i % 3 else ())
+        assert [inbound.envelope.message_id for inbound in b.take(500)] == list(range(500))
+
+    @pytest.mark.parametrize("cls", [bytes, bytearray, memoryview])
+    def test_any_buffer_can_be_sent(self, office: Office, cls: Callable[[bytes], bytes]) -> None:
+        a, b = office.pair()
+        a.mailbox.send(1, HELLO, 1, [cls(b"small"), cls(bytes(1 << 20)), memoryview(b"..part..")[2:6]])
+        assert content(b.take()[0]) == [b"small", bytes(1 << 20), b"part"]
+
+    def test_what_arrives_is_the_receivers_own(self, office: Office) -> None:
+        """Frames can be written to, and outlive the handler, the sender and the mailbox."""
+        a, b = office.pair()
+        sent = [bytearray(b"a" * n) for n in (1, 100, SMALL)]
+        large = bytes(1 << 20)
+        a.mailbox.send(1, HELLO, 1, [*sent, large])
+        for frame in sent:
+            frame[:] = b"b" * len(frame)
+        (inbound,) = b.take()
+        b.mailbox.close()
+        assert b.mailbox.join(Deadline.after(10)) == []
+        for arrived, frame in zip(inbound.frames, sent, strict=False):
+            view = memoryview(arrived)
+            assert bytes(view) == b"a" * len(frame)
+            view[:] = b"c" * len(frame)
+            assert bytes(arrived) == b"c" * len(frame)
+        view = memoryview(inbound.frames[3])
+        view[:3] = b"new"
+        assert bytes(inbound.frames[3][:4]) == b"new\0"
+        assert large == bytes(1 << 20)
+
+    def test_a_frame_sent_to_several_is_each_ones_own(self, office: Office) -> None:
+        a, b, c = office.open(0), office.open(1), office.open(2)
+        for size in (100, 1 << 20):
+            frame = bytes(size)
+            for peer in (1, 2, 0):
+                a.mailbox.send(peer, HELLO, 1, [frame])
+            views = [memoryview(box.take()[0].frames[0]) for box in (a, b, c)]
+            for i, view in enumerate(views):
+                view[:1] = bytes([i + 1])
+            assert [v[0] for v in views] == [1, 2, 3]
+            assert frame == bytes(size)
+
+    def test_a_handled_message_is_let_go(self, office: Office) -> None:
+        """An idle receiver does not keep the last message: its memory may be gigabytes."""
+        a, b = office.pair()
+        a.mailbox.send(1, HELLO, 1, [bytes(1 << 20)])
+        (inbound,) = b.take()
+        limit = Deadline.after(10)
+        while sys.getrefcount(inbound.frames[0]) > 2:  # the frames' and this call's own
+            assert not limit.passed(), gc.get_referrers(inbound.frames[0])
+            threading.Event().wait(0.001)
+
+    # ---- who sends ---------------------------------------------------------------------------------------
+
+    def test_a_mailbox_can_send_to_itself(self, office: Office) -> None:
+        a = office.open(5)
+        a.mailbox.send(5, HELLO, 1, [b"me"])
+        (inbound,) = a.take()
+        assert (inbound.envelope.source, content(inbound)) == (5, [b"me"])
+
+    def test_everybody_talks_to_everybody(self, office: Office) -> None:
+        count, each = 6, 20
+        boxes = [office.open(i) for i in range(count)]
+        for n in range(each):
+            for box in boxes:
+                for peer in range(count):
+                    box.mailbox.send(peer, HELLO, n, [b"%d" % peer])
+        for i, box in enumerate(boxes):
+            inbounds = box.take(count * each)
+            for source in range(count):
+                mine = [x for x in inbounds if x.envelope.source == source]
+                assert [x.envelope.message_id for x in mine] == list(range(each))
+                assert all(content(x) == [b"%d" % i] for x in mine)
+
+    def test_threads_that_send_at_once_do_not_mix(self, office: Office) -> None:
+        """Each message has several frames that must stay together, and each thread's own order is kept."""
+        a, b = office.pair()
+        threads, each = 8, 100
+
+        def send(i: int) -> None:
+            for n in range(each):
+                a.mailbox.send(1, HELLO, i << 16 | n, [b"%d" % i, b"%d" % n, bytes([i]) * (n * 100)])
+
+        in_threads(threads, send)
+        seen: dict[int, list[int]] = {i: [] for i in range(threads)}
+        for inbound in b.take(threads * each):
+            i, n = inbound.envelope.message_id >> 16, inbound.envelope.message_id & 0xFFFF
+            assert content(inbound) == [b"%d" % i, b"%d" % n, bytes([i]) * (n * 100)]
+            seen[i].append(n)
+        assert seen == {i: list(range(each)) for i in range(threads)}
+
+    def test_the_first_messages_of_many_threads_share_one_way(self, office: Office) -> None:
+        a, b = office.pair()
+        in_threads(8, lambda i: a.mailbox.send(1, HELLO, i))
+        assert sorted(x.envelope.message_id for x in b.take(8)) == list(range(8))
+        assert a.mailbox.statistics()["peers"] == 1
+
+    def test_a_handler_may_answer(self, office: Office) -> None:
+        rounds = 300
+        done = threading.Event()
+
+        def back(inbound: Inbound) -> None:
+            office.known[1].send(0, RRefAck(), inbound.envelope.message_id, inbound.frames)
+
+        def forth(inbound: Inbound) -> None:
+            if inbound.envelope.message_id == rounds:
+                done.set()
+            else:
+                office.known[0].send(1, HELLO, inbound.envelope.message_id + 1, inbound.frames)
+
+        a = office.open(0, forth)
+        office.open(1, back)
+        a.mailbox.send(1, HELLO, 0, [b"ball"])
+        assert done.wait(20)
+
+    # ---- whom they know ----------------------------------------------------------------------------------
+
+    def test_a_peer_is_looked_up_at_the_first_message_and_once(self, office: Office) -> None:
+        a, b = office.pair()
+        assert office.looked_up == []
+        for i in range(5):
+            a.mailbox.send(1, HELLO, i)
+        b.take(5)
+        assert office.looked_up == [1]
+
+    def test_an_unknown_peer_is_an_error_and_may_become_known(self, office: Office) -> None:
+        a = office.open(0)
+        with pytest.raises(UnknownPeerError, match="worker 1"):
+            a.mailbox.send(1, HELLO, 1)
+        b = office.open(1)
+        a.mailbox.send(1, HELLO, 2)
+        assert b.take()[0].envelope.message_id == 2
+
+    def test_a_peer_without_an_address_that_can_be_reached(self, office: Office) -> None:
+        a = office.open(0, start=False)
+        a.mailbox.start(lambda _: None, lambda _: [])
+        with pytest.raises(UnknownPeerError):
+            a.mailbox.send(1, HELLO, 1)
+
+    def test_before_the_start_nobody_is_known(self, office: Office) -> None:
+        a = office.open(0, start=False)
+        with pytest.raises(UnknownPeerError, match="not started"):
+            a.mailbox.send(1, HELLO, 1)
+
+    def test_what_came_before_the_start_waits_for_it(self, office: Office) -> None:
+        a, b = office.open(0), office.open(1, start=False)
+        for i in range(3):
+            a.mailbox.send(1, HELLO, i, [b"early"])
+        b.mailbox.start(b.arrived.put, office.resolve)
+        assert [x.envelope.message_id for x in b.take(3)] == [0, 1, 2]
+
+    def test_a_forgotten_peer_is_looked_up_anew(self, office: Office) -> None:
+        """A worker of the same id that started again is reached once the old way is forgotten."""
+        a, old = office.pair()
+        a.mailbox.send(1, HELLO, 1)
+        old.take()
+        old.mailbox.close()
+        new = office.open(1)
+        a.mailbox.forget(1)
+        a.mailbox.forget(2)  # was never known
+        a.mailbox.send(1, HELLO, 2)
+        assert new.take()[0].envelope.message_id == 2
+        assert office.looked_up == [1, 1]
+        assert old.mailbox.incarnation != new.mailbox.incarnation
+        assert old.nothing_more()
+
+    def test_forgetting_while_others_send(self, office: Office) -> None:
+        """Messages may be lost, nothing else: no error, no open socket, and the way works again."""
+        a, b = office.pair()
+
+        def work(i: int) -> None:
+            for n in range(100):
+                if i == 0:
+                    a.mailbox.forget(1)
+                else:
+                    a.mailbox.send(1, HELLO, n, [b"x", b"y"])
+
+        in_threads(3, work)
+        a.mailbox.send(1, Goodbye(), 1)
+        while b.take()[0].message != Goodbye():
+            pass
+
+    # ---- what goes wrong ---------------------------------------------------------------------------------
+
+    def test_a_handler_that_fails_costs_one_message(
+        self, office: Office, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        got: SimpleQueue[int] = SimpleQueue()
+
+        def handler(inbound: Inbound) -> None:
+            if inbound.envelope.message_id % 2:
+                raise ZeroDivisionError("in the handler")
+            got.put(inbound.envelope.message_id)
+
+        a = office.open(0)
+        office.open(1, handler)
+        with caplog.at_level(logging.ERROR):
+            for i in range(6):
+                a.mailbox.send(1, HELLO, i)
+            assert [got.get(timeout=20) for _ in range(3)] == [0, 2, 4]
+            a.mailbox.send(1, HELLO, 6)
+            assert got.get(timeout=20) == 6
+        assert len([r for r in caplog.records if r.exc_info]) == 3
+
+    @pytest.mark.parametrize(
+        "frames",
+        [
+            pytest.param([b""], id="empty"),
+            pytest.param([b"", b"", b""], id="empty frames"),
+            pytest.param([b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"], id="http"),
+            pytest.param([bytes(encode(HELLO, 0, 1, 1))[:-1]], id="cut short"),
+            pytest.param([bytes(encode(HELLO, 0, 1, 1)) + b"?", b"frame"], id="too long"),
+            pytest.param([b"zg\x02" + bytes(encode(HELLO, 0, 1, 1))[3:]], id="of another version"),
+            pytest.param([b"zg\x01\x00\xff\xff" + bytes(18) + b"\x90"], id="of no known type"),
+            pytest.param([b"\xff" * (1 << 20), b"\xff" * 100], id="a megabyte of noise"),
+        ],
+    )
+    def test_garbage_costs_a_counter(
+        self, office: Office, frames: list[bytes], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """P5: from anyone, nothing but a counter and a log line."""
+        a, b = office.pair()
+        a.mailbox.send(1, HELLO, 1)
+        b.take()
+        office.kind.send_raw(b.mailbox, frames)
+        office.kind.send_raw(b.mailbox, [bytes(encode(Goodbye(), 9, 9, 9))])  # behind it, from the same
+        assert b.take()[0].message == Goodbye()
+        a.mailbox.send(1, HELLO, 2)
+        assert b.take()[0].envelope.message_id == 2
+        assert b.mailbox.statistics()["malformed"] == 1
+        assert "malformed" in caplog.text
+
+    def test_a_message_that_cannot_be_encoded_harms_nobody(self, office: Office) -> None:
+        a, b = office.pair()
+        with pytest.raises(ProtocolError, match="StoreListKeys"):
+            a.mailbox.send(1, StoreListKeys("\ud800"), 1)
+        a.mailbox.send(1, HELLO, 2)
+        assert b.take()[0].envelope.message_id == 2
+
+    def test_a_frame_that_is_none_harms_nobody(self, office: Office) -> None:
+        """Half a message must not stay in the pipe, for what is sent next would be taken for its end."""
+        a, b = office.pair()
+        with pytest.raises(TypeError):
+            a.mailbox.send(1, HELLO, 1, [b"good", 5])  # type: ignore[list-item]
+        a.mailbox.send(1, HELLO, 2, [b"whole"])
+        (inbound,) = b.take()
+        assert (inbound.envelope.message_id, content(inbound)) == (2, [b"whole"])
+
+    def test_sending_to_one_who_is_gone_neither_fails_nor_waits(self, office: Office) -> None:
+        a, b = office.pair()
+        a.mailbox.send(1, HELLO, 1)
+        b.take()
+        b.mailbox.close()
+        assert b.mailbox.join(Deadline.after(10)) == []
+        for i in range(50):
+            a.mailbox.send(1, HELLO, i, [bytes(100_000)])
+        assert b.nothing_more()
+
+    # ---- the tap -----------------------------------------------------------------------------------------
+
+    def test_the_tap_sees_both_directions(self, office: Office) -> None:
+        a, b = office.pair()
+        seen: SimpleQueue[Tapped] = SimpleQueue()
+        a.mailbox.tap = b.mailbox.tap = seen.put
+        a.mailbox.send(1, HELLO, 3, [b"12345", b""])
+        b.take()
+        out, into = sorted((seen.get(timeout=20) for _ in range(2)), key=lambda t: not t.outgoing)
+        assert (out.outgoing, out.peer, into.outgoing, into.peer) == (True, 1, False, 0)
+        assert out.envelope == into.envelope == (MessageType.HELLO, 0, a.mailbox.incarnation, 3)
+        assert out.message == into.message == HELLO
+        assert out.size == into.size == len(encode(HELLO, 0, a.mailbox.incarnation, 3)) + 5
+        a.mailbox.tap = b.mailbox.tap = None
+        a.mailbox.send(1, HELLO, 4)
+        b.take()
+        assert seen.empty()
+
+    def test_statistics_count_what_went_and_came(self, office: Office) -> None:
+        a, b = office.pair()
+        sizes = [len(encode(HELLO, 0, a.mailbox.incarnation, i)) + 10 * i for i in range(4)]
+        for i in range(4):
+            a.mailbox.send(1, HELLO, i, [b"x" * 10] * i)
+        b.take(4)
+        sent, received = a.mailbox.statistics(), b.mailbox.statistics()
+        assert (sent["messages_sent"], sent["bytes_sent"]) == (4, sum(sizes))
+        assert (received["messages_received"], received["bytes_received"]) == (4, sum(sizes))
+        assert sent["malformed"] == received["malformed"] == sent["messages_received"] == 0
+        a.mailbox.forget(1)
+        assert a.mailbox.statistics()["messages_sent"] == 4  # what was sent stays sent
+
+    # ---- the end -----------------------------------------------------------------------------------------
+
+    def test_after_close_nothing_is_sent(self, office: Office) -> None:
+        a, b = office.pair()
+        a.mailbox.send(1, HELLO, 1)
+        b.take()
+        a.mailbox.close()
+        for peer in (1, 7):
+            with pytest.raises(ClosedError, match="w0 is closed"):
+                a.mailbox.send(peer, HELLO, 2)
+        assert b.nothing_more()
+
+    def test_close_and_join_leave_no_thread(self, office: Office) -> None:
+        before = {t for t in threading.enumerate()}
+        a, b = office.pair()
+        names = {t.name for t in set(threading.enumerate()) - before}
+        assert {"w0-receiver", "w1-receiver"} <= names
+        a.mailbox.send(1, HELLO, 1)
+        b.take()
+        for box in (a, b):
+            box.mailbox.close()
+            box.mailbox.close()
+            assert box.mailbox.join(Deadline.after(10)) == []
+            assert box.mailbox.join(Deadline.after(10)) == []
+        assert set(threading.enumerate()) <= before
+
+    def test_one_that_never_started_closes_too(self, office: Office) -> None:
+        a = office.open(0, start=False)
+        a.mailbox.close()
+        assert a.mailbox.join(Deadline.after(10)) == []
+
+    def test_a_handler_may_close_its_mailbox(self, office: Office) -> None:
+        closed = threading.Event()
+
+        def handler(inbound: Inbound) -> None:
+            office.known[1].close()
+            closed.set()
+
+        a, b = office.open(0), office.open(1, handler)
+        a.mailbox.send(1, HELLO, 1)
+        assert closed.wait(20)
+        assert b.mailbox.join(Deadline.after(10)) == []
+
+    def test_close_waits_for_no_handler_and_join_names_it(self, office: Office) -> None:
+        entered, go = threading.Event(), threading.Event()
+
+        def handler(inbound: Inbound) -> None:
+            entered.set()
+            go.wait(20)
+
+        a, b = office.open(0), office.open(1, handler)
+        a.mailbox.send(1, HELLO, 1)
+        assert entered.wait(20)
+        b.mailbox.close()
+        assert b.mailbox.join(Deadline.after(0)) == ["w1-receiver"]
+        go.set()
+        assert b.mailbox.join(Deadline.after(10)) == []
+
+    def test_close_while_others_send(self, office: Office) -> None:
+        """They hear that it is closed, and nothing worse; and no socket is left open."""
+        a, b = office.pair()
+        a.mailbox.send(1, HELLO, 0)
+        b.take()
+        under_way = threading.Barrier(4)
+
+        def work(i: int) -> None:
+            if i == 0:
+                under_way.wait(20)
+                a.mailbox.close()
+                return
+            for n in range(5):
+                a.mailbox.send(1, HELLO, n, [b"x", b"y"])
+            under_way.wait(20)
+            with pytest.raises(ClosedError):  # noqa: PT012 (whichever is the first after close)
+                while True:
+                    a.mailbox.send(1, HELLO, 5, [b"x", b"y"])
+
+        in_threads(4, work)
+        assert a.mailbox.join(Deadline.after(10)) == []

@@ -1,0 +1,325 @@
+"""Mailboxes in memory: the same contract as over ZeroMQ, in one process, with a record and with faults.
+
+Ships with the product, for :mod:`zmqgrad.testing`. Each message is encoded and decoded like a real one
+and its frames are copied into fresh memory, so nobody shares an object by accident. Each mailbox
+delivers in a thread of its own named ``<name>-receiver``; messages between two workers arrive in the
+order sent, unless a fault says otherwise. A peer whose mailbox is closed loses what is sent to it, like a
+dead process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import secrets
+import threading
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+
+from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Resolver
+from zmqgrad.transport.faults import (
+    WAIT_SECONDS,
+    Delay,
+    Drop,
+    Duplicate,
+    Fault,
+    Hold,
+    Parcel,
+    Partition,
+    Reorder,
+    Workers,
+)
+from zmqgrad.transport.tap import Tap, Tapped
+from zmqgrad.wire.codec import decode, encode
+from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.messages import Message, MessageType
+
+logger = logging.getLogger(__name__)
+
+RECORD = 10_000
+"""Parcels that a network remembers."""
+
+
+class MemoryNetwork:
+    """Joins mailboxes. ``carried`` lists the last parcels sent, less their frames; lost ones too."""
+
+    def __init__(self) -> None:
+        self.carried: deque[Parcel] = deque(maxlen=RECORD)
+        self.lock = threading.RLock()  # guards all here and in the mailboxes
+        self.changed = threading.Condition(self.lock)
+        self._faults: list[Fault] = []
+        self._mailboxes: dict[str, MemoryMailbox] = {}
+        self._numbers = itertools.count()
+        self._lost = 0
+
+    def join(self, mailbox: MemoryMailbox) -> str:
+        """Take ``mailbox`` in; gives its endpoint."""
+        with self.changed:
+            endpoint = f"memory://{next(self._numbers)}"
+            self._mailboxes[endpoint] = mailbox
+            return endpoint
+
+    def knows(self, endpoint: str) -> bool:
+        """Is, or was, there a mailbox at ``endpoint``?"""
+        with self.changed:
+            return endpoint in self._mailboxes
+
+    def carry(self, parcel: Parcel) -> None:
+        """Send ``parcel`` on its way, past the faults."""
+        with self.changed:
+            self.carried.append(parcel._replace(frames=()))
+            going = [parcel]
+            for fault in self._faults:
+                going = [q for p in going for q in fault.pass_on(p)]
+            for p in going:
+                self.deliver(p)
+            self.changed.notify_all()
+
+    def deliver(self, parcel: Parcel) -> None:
+        """Put ``parcel`` before its mailbox. Called with ``changed`` held."""
+        if not self._mailboxes[parcel.endpoint].put(parcel.frames):
+            self._lost += 1
+
+    def choose(self, target: int, waiting: int) -> int:
+        """Which of the ``waiting`` parcels should mailbox ``target`` take next? Called with the lock held."""
+        for fault in self._faults:
+            chosen = fault.choose(target, waiting)
+            if chosen:
+                return chosen
+        return 0
+
+    def begin(self, fault: Fault) -> None:
+        """Let ``fault`` happen from now on, after those that began before."""
+        with self.changed:
+            self._faults.append(fault)
+
+    def end(self, fault: Fault) -> None:
+        """Let it happen no more."""
+        with self.changed:
+            self._faults.remove(fault)
+
+    def inject(self, endpoint: str, frames: Sequence[bytes]) -> None:
+        """Put raw ``frames`` before a mailbox, as a stranger on the port would."""
+        with self.changed:
+            self._mailboxes[endpoint].put(tuple(bytearray(f) for f in frames))
+
+    def drop(
+        self,
+        kind: MessageType | None = None,
+        times: int | None = None,
+        *,
+        source: Workers = None,
+        target: Workers = None,
+    ) -> Drop:
+        """Lose the next ``times`` (None: all) parcels of type ``kind`` from ``source`` to ``target``."""
+        return Drop(self, kind, times, source, target)
+
+    def duplicate(
+        self,
+        kind: MessageType | None = None,
+        times: int | None = None,
+        *,
+        source: Workers = None,
+        target: Workers = None,
+    ) -> Duplicate:
+        """Deliver them twice."""
+        return Duplicate(self, kind, times, source, target)
+
+    def hold(
+        self,
+        kind: MessageType | None = None,
+        times: int | None = None,
+        *,
+        source: Workers = None,
+        target: Workers = None,
+    ) -> Hold:
+        """Keep them back until released: freezes a conversation at one step."""
+        return Hold(self, kind, times, source, target)
+
+    def delay(
+        self,
+        kind: MessageType | None = None,
+        times: int | None = None,
+        *,
+        by: int = 1,
+        source: Workers = None,
+        target: Workers = None,
+    ) -> Delay:
+        """Let ``by`` parcels that are sent later go past each of them."""
+        return Delay(self, kind, times, source, target, by)
+
+    def reorder(self, seed: int, window: int = 8, *, target: Workers = None) -> Reorder:
+        """Deliver what waits before a mailbox in an order drawn from ``seed``, not in that of sending."""
+        return Reorder(self, seed, window, target)
+
+    def partition(self, one: int | Collection[int], other: Workers = None) -> Partition:
+        """Lose everything between ``one`` and ``other`` (None: everybody else), either way."""
+        return Partition(self, one, other)
+
+    def wait_carried(self, kind: MessageType, count: int = 1, timeout: float = WAIT_SECONDS) -> None:
+        """Wait until ``count`` messages of type ``kind`` have been sent (as far as ``carried`` remembers).
+
+        Raises:
+            TimeoutError: if they have not within ``timeout`` seconds.
+        """
+        self._wait(lambda: sum(p.envelope.type == kind for p in self.carried) >= count, timeout)
+
+    def wait_quiet(self, timeout: float = WAIT_SECONDS) -> None:
+        """Wait until no message waits before an open mailbox and no handler runs.
+
+        Raises:
+            TimeoutError: if that is not so within ``timeout`` seconds.
+        """
+        self._wait(lambda: not any(m.busy() for m in self._mailboxes.values()), timeout)
+
+    def _wait(self, condition: Callable[[], bool], timeout: float) -> None:
+        with self.changed:
+            if not self.changed.wait_for(condition, timeout):
+                raise TimeoutError(f"not within {timeout} s on {self!r}")
+
+    def statistics(self) -> dict[str, int]:
+        """Mailboxes open, and parcels lost because the mailbox at the other end was closed."""
+        with self.changed:
+            return {"open": sum(m.is_open for m in self._mailboxes.values()), "lost": self._lost}
+
+    def __repr__(self) -> str:
+        last = "; ".join(str(p) for p in list(self.carried)[-3:]) or "nothing"
+        return f"<MemoryNetwork of {len(self._mailboxes)} mailboxes; last carried: {last}>"
+
+
+class MemoryMailbox:
+    """One worker's end of a :class:`MemoryNetwork`. Takes messages in at birth, delivers once started."""
+
+    def __init__(self, network: MemoryNetwork, name: str, worker_id: int) -> None:
+        self.worker_id = worker_id
+        self.incarnation = secrets.randbits(63)
+        self.tap: Tap | None = None
+        self.is_open = True
+        self._network = network
+        self._name = name
+        self._arrived = threading.Condition(network.lock)
+        self._inbox: list[tuple[bytearray, ...]] = []
+        self._handling = False
+        self._ways: dict[int, str] = {}
+        self._counters = dict.fromkeys(
+            ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "malformed"), 0
+        )
+        self._handler: Handler | None = None
+        self._resolve: Resolver = _knows_nobody
+        self._thread = threading.Thread(target=self._run, name=f"{name}-receiver", daemon=True)
+        self._endpoint = network.join(self)
+
+    @property
+    def endpoints(self) -> tuple[str, ...]:
+        """Where peers can send to: ``memory://<n>``."""
+        return (self._endpoint,)
+
+    def start(self, handler: Handler, resolve: Resolver) -> None:
+        """Begin to deliver; ``handler`` is called in the receiver's thread."""
+        self._handler, self._resolve = handler, resolve
+        self._thread.start()
+
+    def send(self, peer: int, message: Message, message_id: int, frames: Sequence[Buffer] = ()) -> None:
+        """Queue ``message`` for ``peer``; see :class:`~zmqgrad.transport.base.Mailbox`."""
+        first = encode(message, self.worker_id, self.incarnation, message_id)
+        endpoint = self._way_to(peer)
+        envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id)
+        copies = (first, *(bytearray(memoryview(f)) for f in frames))  # bytearray(5) would be five zeros
+        parcel = Parcel(envelope, peer, endpoint, message, sum(map(len, copies)), copies)
+        with self._network.lock:
+            self._counters["messages_sent"] += 1
+            self._counters["bytes_sent"] += parcel.size
+        self._network.carry(parcel)
+        if self.tap is not None:
+            self.tap(Tapped(True, peer, envelope, message, parcel.size))
+
+    def _way_to(self, peer: int) -> str:
+        if not self.is_open:
+            raise ClosedError(f"the mailbox of {self._name} is closed")
+        endpoint = self._ways.get(peer)
+        if endpoint is None:
+            known = self._resolve(peer)  # with no lock held: it may ask a store
+            endpoint = next((e for e in known if self._network.knows(e)), None)
+            if endpoint is None:
+                raise UnknownPeerError(
+                    f"none of the addresses {list(known)} of worker {peer} is of this network"
+                )
+            self._ways[peer] = endpoint
+        return endpoint
+
+    def put(self, frames: tuple[bytearray, ...]) -> bool:
+        """Take ``frames`` in; False if closed. Called with the network's lock held."""
+        if self.is_open:
+            self._inbox.append(frames)
+            self._arrived.notify()
+        return self.is_open
+
+    def busy(self) -> bool:
+        """Does a message wait here, or is one being handled? Called with the network's lock held."""
+        return self.is_open and (bool(self._inbox) or self._handling)
+
+    def _run(self) -> None:
+        while (frames := self._take()) is not None:
+            self._deliver(frames)
+            del frames  # an idle mailbox must not keep the last message alive
+
+    def _take(self) -> tuple[bytearray, ...] | None:
+        with self._network.lock:
+            self._handling = False
+            self._network.changed.notify_all()
+            self._arrived.wait_for(lambda: self._inbox or not self.is_open)
+            if not self.is_open:
+                return None
+            self._handling = True
+            return self._inbox.pop(self._network.choose(self.worker_id, len(self._inbox)))
+
+    def _deliver(self, frames: tuple[bytearray, ...]) -> None:
+        try:
+            envelope, message = decode(frames[0])
+        except ProtocolError as e:
+            self._counters["malformed"] += 1
+            logger.warning("%s: dropped a malformed message (%s)", self._name, e)
+            return
+        inbound = Inbound(envelope, message, frames[1:], sum(map(len, frames)))
+        self._counters["messages_received"] += 1
+        self._counters["bytes_received"] += inbound.size
+        assert self._handler is not None
+        try:
+            if self.tap is not None:
+                self.tap(Tapped(False, envelope.source, envelope, message, inbound.size))
+            self._handler(inbound)
+        except Exception:
+            logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
+
+    def forget(self, peer: int) -> None:
+        """Look ``peer`` up anew at the next message."""
+        self._ways.pop(peer, None)
+
+    def close(self) -> None:
+        """Send and receive no more; what waits is lost. Idempotent."""
+        with self._network.lock:
+            self.is_open = False
+            self._inbox.clear()
+            self._arrived.notify()
+            self._network.changed.notify_all()
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for the receiver; gives its name if it has not ended by ``deadline``."""
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(deadline.left_or_none())
+        return [self._thread.name] if self._thread.is_alive() else []
+
+    def statistics(self) -> dict[str, int]:
+        """Messages and bytes in and out, malformed messages, peers looked up."""
+        with self._network.lock:
+            return {**self._counters, "peers": len(self._ways)}
+
+    def __repr__(self) -> str:
+        state = f"{len(self._inbox)} waiting" if self.is_open else "closed"
+        return f"<MemoryMailbox {self._name} id={self.worker_id} at {self._endpoint}: {state}>"
+
+
+def _knows_nobody(peer: int) -> Sequence[str]:
+    raise UnknownPeerError(f"no address is known for worker {peer}: the mailbox was not started")
