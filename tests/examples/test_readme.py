@@ -1,0 +1,49 @@
+"""The README says what is so."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_its_program_runs(tmp_path: Path) -> None:
+    [program] = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    [expected] = re.findall(r"print\(.*# (.*)", program)
+    (tmp_path / "ten_lines.py").write_text(program)
+    done = subprocess.run(
+        [sys.executable, "-m", "zmqgrad", "run", "--nproc-per-node", "2", "ten_lines.py"],
+        cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[worker 0] {expected}\n"
+
+
+def test_its_picture_is_what_import_linter_checks() -> None:
+    tomllib = pytest.importorskip("tomllib", reason="comes with Python 3.11")
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    [floors] = [contract["layers"] for contract in settings["contracts"] if contract["type"] == "layers"]
+    [picture] = re.findall(r"((?:^    .*\n)*    environment .*\n)", README, re.MULTILINE)
+    drawn = picture.replace("->", "\n").splitlines()
+    words = [sorted(re.findall(r"\w+", line)) for line in drawn if line.strip()]
+    assert words == [sorted(re.findall(r"\w+", floor)) for floor in floors]
+
+
+def test_ci_runs_its_second_command() -> None:
+    assert "bash tools/test" in README
+    assert "\nexec bash tools/test" in (ROOT / ".ci" / "run").read_text()
+
+
+def test_files_that_it_names_are_there() -> None:
+    for name in re.findall(r"(?:examples|tools)/[\w.]+", README):
+        assert (ROOT / name).is_file(), name
+    for name in re.findall(r"`((?:wire|store|rpc|autograd)/\w+)`", README):
+        assert (ROOT / "zmqgrad" / f"{name}.py").is_file(), name
