@@ -1,0 +1,128 @@
+"""The picture of DESIGN section 3, checked: arrows, doors, and what an import may load."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import io
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from importlinter import cli
+
+import zmqgrad
+from tests.support.interpreter import run_python
+
+ROOT = Path(zmqgrad.__file__).parent
+MODULES = {
+    path.relative_to(ROOT.parent).with_suffix("").as_posix().replace("/", "."): path
+    for path in sorted(ROOT.rglob("*.py"))
+}
+TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
+
+
+def imported(tree: ast.AST) -> Iterator[str]:
+    """Top-level names of the packages that a module imports, wherever in it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            yield node.module.partition(".")[0]
+
+
+def importers(package: str) -> set[str]:
+    """The modules that import ``package``."""
+    return {name for name, tree in TREES.items() if package in imported(tree)}
+
+
+def within(names: set[str], *rooms: str) -> bool:
+    """Is each of ``names`` one of ``rooms``, or inside one?"""
+    return all(any(name == room or name.startswith(f"{room}.") for room in rooms) for name in names)
+
+
+@pytest.mark.slow
+def test_arrows_point_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT.parent)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        status = cli.lint_imports(config_filename="pyproject.toml", no_cache=True)
+    assert status == cli.EXIT_STATUS_SUCCESS, said.getvalue()
+
+
+def test_one_module_tells_the_time() -> None:
+    assert importers("time") == {"zmqgrad.runtime.clock"}
+    # A timedelta is a length of time, which is what users of torch pass for a timeout.
+    for name in importers("datetime"):
+        froms = [n for n in ast.walk(TREES[name]) if isinstance(n, ast.ImportFrom) and n.module == "datetime"]
+        assert {alias.name for n in froms for alias in n.names} == {"timedelta"}, name
+
+
+def test_one_module_reads_the_environment() -> None:
+    readers = {
+        name
+        for name, tree in TREES.items()
+        for node in ast.walk(tree)
+        if (isinstance(node, ast.Attribute) and node.attr in {"environ", "environb", "getenv", "putenv"})
+        or (isinstance(node, ast.alias) and node.name in {"environ", "environb", "getenv"})
+    }
+    assert readers <= {"zmqgrad.environment"}
+
+
+def test_only_transport_speaks_zmq() -> None:
+    assert within(importers("zmq"), "zmqgrad.transport")
+
+
+def test_only_the_upper_floors_know_torch() -> None:
+    upper = ("zmqgrad.wire.tensors", "zmqgrad.rpc", "zmqgrad.autograd", "zmqgrad.optim", "zmqgrad.testing")
+    assert within(importers("torch") - {"zmqgrad.store.torch_store"}, *upper)
+
+
+def test_only_the_payload_pickles() -> None:
+    """P4: one door by which bytes become objects."""
+    assert importers("pickle") | importers("cloudpickle") <= {
+        "zmqgrad.rpc.payload",
+        "zmqgrad.rpc.remote_errors",
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "module", ["zmqgrad", "zmqgrad.store", "zmqgrad.rendezvous", "zmqgrad.cli", "zmqgrad.wire.codec"]
+)
+def test_an_import_leaves_torch_unloaded(module: str) -> None:
+    """DESIGN 16.2: a store server must not pay for torch; import-linter does not see what runs."""
+    code = "import importlib, sys; importlib.import_module(sys.argv[1]); print('torch' in sys.modules)"
+    assert run_python(code, module).strip() == "False"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_module_says_what_it_is_for(name: str) -> None:
+    doc = ast.get_docstring(TREES[name])
+    assert doc, f"{name} has no docstring"
+    assert doc.splitlines()[0].strip()
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_public_function_and_class_says_what_it_does(name: str) -> None:
+    silent = [
+        node.name
+        for node in TREES[name].body
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+        and not node.name.startswith("_")
+        and not ast.get_docstring(node)
+        and not any(isinstance(d, ast.Name) and d.id == "overload" for d in node.decorator_list)
+    ]
+    assert not silent, f"{name}: {silent} have no docstring"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_no_error_is_swallowed_whole(name: str) -> None:
+    """No bare ``except``; and one of ``Exception`` or wider does something about it."""
+    for node in ast.walk(TREES[name]):
+        if not isinstance(node, ast.ExceptHandler):
+            continue
+        assert node.type is not None, f"{name}:{node.lineno} is a bare except"
+        wide = isinstance(node.type, ast.Name) and node.type.id in {"Exception", "BaseException"}
+        idle = all(isinstance(n, (ast.Pass, ast.Continue)) for n in node.body)
+        assert not (wide and idle), f"{name}:{node.lineno} swallows {ast.unparse(node.type)}"
