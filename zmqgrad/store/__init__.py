@@ -1,0 +1,26 @@
+"""Key-value stores that processes share, with the calls of ``torch.distributed``'s, and ``watch_key``.
+
+    from zmqgrad.store import TCPStore
+
+    store = TCPStore("127.0.0.1", 29500, is_master=True)
+    store.watch_key("epoch", lambda old, new: print(old, "->", new))
+    store.set("epoch", "1")
+
+Guarantees: loading this loads no torch (DESIGN 16.2). Calls are linearizable: what one call has done is
+seen by every call that begins after it has returned. Every wait has a deadline, and a server that is gone
+costs the timeout, no more. A watch callback sees the last value (P8).
+
+Start with :mod:`~zmqgrad.store.state`, the pure machine. :mod:`~zmqgrad.store.server` and
+:mod:`~zmqgrad.store.local` drive it; :mod:`~zmqgrad.store.watch` follows keys at the client's end.
+Threads: the server's one; with watches, one that receives notices, and those that run callbacks.
+"""
+
+from __future__ import annotations
+
+from zmqgrad.store.base import Store, WatchCallback
+from zmqgrad.store.client import TCPStore
+from zmqgrad.store.local import HashStore
+from zmqgrad.store.server import StoreServer
+from zmqgrad.store.views import PrefixStore
+
+__all__ = ["HashStore", "PrefixStore", "Store", "StoreServer", "TCPStore", "WatchCallback"]

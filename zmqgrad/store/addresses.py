@@ -1,0 +1,77 @@
+"""Host and port to ZeroMQ addresses."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+
+from zmqgrad import environment
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.transport.exposure import is_loopback
+
+
+def check_port(port: int) -> int:
+    """``port``, if it can be one.
+
+    Raises:
+        TypeError, ConfigurationError: otherwise.
+    """
+    if not isinstance(port, int) or isinstance(port, bool):
+        raise TypeError(f"a port must be an int, not {type(port).__name__}")
+    if not 0 <= port <= environment.MAX_PORT:
+        raise ConfigurationError(f"the port {port} is not between 0 and {environment.MAX_PORT}")
+    return port
+
+
+def connecting_address(host: str, port: int) -> str:
+    """Where a client connects to reach ``host``."""
+    if not host or "/" in host or any(c.isspace() for c in host):
+        raise ConfigurationError(f"{host!r} is no host name or address")
+    bare = host.strip("[]")
+    return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
+
+
+def listening_address(host: str, port: int) -> str:
+    """Where the server listens whose clients connect to ``host``; port 0 lets the system pick.
+
+    An address is taken as it is. A name may stand for several addresses, and for others on other hosts,
+    so all interfaces are listened on, unless it stands for loopback alone or that is all that is allowed.
+    """
+    shown = str(port) if port else "*"
+    bare = host.strip("[]")
+    if bare == "localhost":
+        return f"tcp://127.0.0.1:{shown}"
+    try:
+        ipaddress.ip_address(bare)
+    except ValueError:
+        loopback = _loopback_of(bare)
+        if loopback is not None and not environment.allows_insecure():
+            return connecting_address(loopback, 0)[:-1] + shown
+        return f"tcp://*:{shown}"
+    return connecting_address(bare, 0)[:-1] + shown
+
+
+def _loopback_of(name: str) -> str | None:
+    """The loopback address that ``name`` stands for here, if it stands for nothing else."""
+    try:
+        found = {info[4][0] for info in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)}
+    except OSError:
+        return None
+    if not found or not all(is_loopback(str(address)) for address in found):
+        return None
+    return str(min(found))
+
+
+def same_host(address: str, notices: str) -> str:
+    """Where ``notices`` (as a server says it listens, perhaps on all interfaces) is reached from a client
+    that reached the server at ``address``."""
+    return f"{address.rpartition(':')[0]}:{notices.rpartition(':')[2]}"
+
+
+def why_unknown(host: str) -> str:
+    """What is wrong with the name ``host``, as words to append to an error; empty if it can be resolved."""
+    try:
+        socket.getaddrinfo(host.strip("[]"), None, 0, socket.SOCK_STREAM)
+    except OSError as e:
+        return f"; the name {host!r} cannot be resolved here ({e.strerror or e})"
+    return ""

@@ -1,0 +1,338 @@
+"""What a store is: the calls of ``torch.distributed.Store``, and ``watch_key``, over one way to ask.
+
+:class:`Store` is the contract, checked by one suite over all stores. :class:`QueryStore` fulfils it for
+whoever can put a query to a state machine, in this process or in another.
+
+Keys are ``str`` (``bytes`` are taken as UTF-8), values ``bytes`` (``str`` is encoded as UTF-8); what comes
+back is ``bytes``. Timeouts are ``timedelta`` or seconds.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+from zmqgrad.errors import ConfigurationError, StoreError
+from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.store.state import MAX_TOGETHER
+from zmqgrad.wire.messages import (
+    MAX_KEY,
+    MAX_KEYS,
+    MAX_VALUE,
+    Message,
+    StoreAdd,
+    StoreAppend,
+    StoreCheck,
+    StoreCompareSet,
+    StoreDeleteKey,
+    StoreGet,
+    StoreGetNumKeys,
+    StoreKeys,
+    StoreListKeys,
+    StoreMultiGet,
+    StoreMultiSet,
+    StoreNumber,
+    StoreQueueLen,
+    StoreQueuePop,
+    StoreQueuePush,
+    StoreSet,
+    StoreValue,
+    StoreValues,
+    StoreWait,
+)
+
+Timeout = timedelta | float
+
+DEFAULT_TIMEOUT = timedelta(seconds=300)
+
+WatchCallback = Callable[[bytes | None, bytes | None], None]
+"""Called with the old and the new value of a key; None where the key did not, or does not, exist."""
+
+
+class Store(ABC):
+    """A key-value store that several processes, or threads, share.
+
+    Every call may raise ``StoreError`` (the store cannot be reached, or refused), ``StoreTimeoutError``
+    (it did not answer in time), ``TypeError`` and ``ConfigurationError`` (the arguments cannot be right).
+    """
+
+    @abstractmethod
+    def set(self, key: str, value: str | bytes) -> None:
+        """Set ``key`` to ``value``."""
+
+    @abstractmethod
+    def get(self, key: str) -> bytes:
+        """The value of ``key``; waits until it exists.
+
+        Raises:
+            StoreTimeoutError: if it does not within the store's timeout.
+        """
+
+    @abstractmethod
+    def add(self, key: str, amount: int) -> int:
+        """Add to the decimal number at ``key`` (0 if missing) and give the sum."""
+
+    @abstractmethod
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Set ``key`` to ``desired_value`` if it holds ``expected_value``, or is missing and that is empty.
+
+        Gives the value that ``key`` has now; ``expected_value`` if it is missing still.
+        """
+
+    @abstractmethod
+    def check(self, keys: Sequence[str]) -> bool:
+        """Do all ``keys`` exist?"""
+
+    @abstractmethod
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Wait until all ``keys`` exist (at one moment), in one round trip.
+
+        Raises:
+            StoreTimeoutError: if they do not within ``timeout``, or the store's own where that is None.
+        """
+
+    @abstractmethod
+    def delete_key(self, key: str) -> bool:
+        """Delete ``key``. Did it exist?"""
+
+    @abstractmethod
+    def num_keys(self) -> int:
+        """How many keys there are; queues do not count."""
+
+    @abstractmethod
+    def append(self, key: str, value: str | bytes) -> None:
+        """Append to the value of ``key``, which is created if missing."""
+
+    @abstractmethod
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """The values of all ``keys`` in their order, in one round trip; waits as :meth:`wait` does."""
+
+    @abstractmethod
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Set each of ``keys`` to its value, in one round trip and at one moment."""
+
+    @abstractmethod
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Push ``value`` to the end of the queue ``key``. Queues and keys do not share their names."""
+
+    @abstractmethod
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Take the first value of the queue ``key``; with ``block``, wait until there is one.
+
+        Raises:
+            StoreError: if the queue is empty, and not ``block``.
+            StoreTimeoutError: if it stays empty for the store's timeout.
+        """
+
+    @abstractmethod
+    def queue_len(self, key: str) -> int:
+        """How many values are in the queue ``key``."""
+
+    @abstractmethod
+    def list_keys(self, prefix: str = "") -> list[str]:
+        """The keys that begin with ``prefix``, sorted."""
+
+    @abstractmethod
+    def watch_key(self, key: str, callback: WatchCallback) -> None:
+        """Call ``callback(old, new)`` at each change of ``key`` made after this returns.
+
+        Callbacks run in threads of the store's own, one at a time and in order for each key. One may miss
+        values that were soon replaced, never the last one. An exception in one is logged.
+        """
+
+    @abstractmethod
+    def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
+        """Call ``callback`` (None: any) no more for ``key``; one that runs now may still be running after."""
+
+    @property
+    @abstractmethod
+    def timeout(self) -> timedelta:
+        """How long calls wait that are given no timeout of their own."""
+
+    @abstractmethod
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set :attr:`timeout`."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Let go of threads and sockets. Idempotent."""
+
+    def has_extended_api(self) -> bool:
+        """Are ``append``, ``multi_get`` and ``multi_set`` there? Always, here."""
+        return True
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+class QueryStore(Store):
+    """A store that can put a query to a state machine: the calls, as queries."""
+
+    def __init__(self, timeout: Timeout, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
+        self._timeout = seconds_of(timeout)
+
+    @abstractmethod
+    def _ask(self, query: Message, seconds: float) -> Message:
+        """The answer to ``query``, which may take so long. Refusals and silence are raised as errors."""
+
+    def _expect(self, kind: type[Message], answer: Message) -> StoreError:
+        return StoreError(f"{self!r} answered with {type(answer).__name__} instead of {kind.__name__}")
+
+    def _number(self, query: Message) -> int:
+        answer = self._ask(query, self._timeout)
+        if type(answer) is not StoreNumber:
+            raise self._expect(StoreNumber, answer)
+        return answer.number
+
+    def _value(self, query: Message) -> bytes:
+        answer = self._ask(query, self._timeout)
+        if type(answer) is not StoreValue:
+            raise self._expect(StoreValue, answer)
+        return answer.value
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(StoreSet(as_key(key), as_value(value)), self._timeout)
+
+    def get(self, key: str) -> bytes:
+        return self._value(StoreGet(as_key(key), self._timeout))
+
+    def add(self, key: str, amount: int) -> int:
+        if not isinstance(amount, int):
+            raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}")
+        if not -(1 << 63) <= amount < 1 << 63:
+            raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
+        return self._number(StoreAdd(as_key(key), amount))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._value(StoreCompareSet(as_key(key), as_value(expected_value), as_value(desired_value)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._number(StoreCheck(as_keys(keys))))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        seconds = self._timeout if timeout is None else seconds_of(timeout)
+        self._ask(StoreWait(as_keys(keys), seconds), seconds)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._number(StoreDeleteKey(as_key(key))))
+
+    def num_keys(self) -> int:
+        return self._number(StoreGetNumKeys())
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask(StoreAppend(as_key(key), as_value(value)), self._timeout)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        answer = self._ask(StoreMultiGet(as_keys(keys), self._timeout), self._timeout)
+        if type(answer) is not StoreValues:
+            raise self._expect(StoreValues, answer)
+        return list(answer.values)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        named, valued = as_keys(keys), tuple([as_value(value) for value in values])
+        if len(named) != len(valued):
+            raise ConfigurationError(f"multi_set: {len(named)} keys, but {len(valued)} values")
+        size = sum(map(len, valued))
+        if size > MAX_TOGETHER:
+            raise ConfigurationError(
+                f"multi_set: {size} bytes of values in one query (at most {MAX_TOGETHER})"
+            )
+        self._ask(StoreMultiSet(named, valued), self._timeout)
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        self._ask(StoreQueuePush(as_key(key), as_value(value)), self._timeout)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        return self._value(StoreQueuePop(as_key(key), block, self._timeout))
+
+    def queue_len(self, key: str) -> int:
+        return self._number(StoreQueueLen(as_key(key)))
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        answer = self._ask(StoreListKeys(as_key(prefix)), self._timeout)
+        if type(answer) is not StoreKeys:
+            raise self._expect(StoreKeys, answer)
+        return list(answer.keys)
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=min(self._timeout, timedelta.max.total_seconds() - 1))
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self._timeout = seconds_of(timeout)
+
+
+# ---- arguments --------------------------------------------------------------------------------------------
+
+
+def as_key(key: str | bytes) -> str:
+    """``key``, checked.
+
+    Raises:
+        TypeError, ConfigurationError: if it cannot be a key.
+    """
+    if type(key) is not str:
+        if isinstance(key, bytes):
+            try:
+                key = key.decode()
+            except UnicodeDecodeError as e:
+                raise ConfigurationError(f"the key {key[:40]!r} is not UTF-8") from e
+        elif not isinstance(key, str):
+            raise TypeError(f"a key must be a str, not {type(key).__name__}")
+    if len(key) > MAX_KEY:
+        raise ConfigurationError(f"a key of {len(key)} characters (at most {MAX_KEY}): {key[:40]!r}...")
+    return key
+
+
+def as_keys(keys: Sequence[str]) -> tuple[str, ...]:
+    """``keys``, checked.
+
+    Raises:
+        TypeError, ConfigurationError: if they cannot be keys; one string is not taken for a list of letters.
+    """
+    if isinstance(keys, (str, bytes)):
+        raise TypeError(f"expected a list of keys, not the {type(keys).__name__} {keys[:40]!r}")
+    checked = tuple([as_key(key) for key in keys])
+    if len(checked) > MAX_KEYS:
+        raise ConfigurationError(f"{len(checked)} keys in one query (at most {MAX_KEYS})")
+    return checked
+
+
+def as_value(value: object) -> bytes:
+    """``value``, checked.
+
+    Raises:
+        TypeError, ConfigurationError: if it cannot be a value.
+    """
+    if not isinstance(value, bytes):
+        if isinstance(value, str):
+            value = value.encode()
+        elif isinstance(value, (bytearray, memoryview)):
+            value = bytes(value)
+        else:
+            raise TypeError(f"a value must be bytes or str, not {type(value).__name__}")
+    if len(value) > MAX_VALUE:
+        raise ConfigurationError(f"a value of {len(value)} bytes (at most {MAX_VALUE})")
+    return value
+
+
+def seconds_of(timeout: Timeout) -> float:
+    """``timeout`` in seconds, checked.
+
+    Raises:
+        TypeError, ConfigurationError: if it is no time, or negative.
+    """
+    if isinstance(timeout, timedelta):
+        seconds = timeout.total_seconds()
+    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
+        seconds = float(timeout)
+    else:
+        raise TypeError(f"a timeout must be a timedelta or seconds, not {type(timeout).__name__}")
+    if not seconds >= 0:
+        raise ConfigurationError(f"a timeout cannot be negative, or no number: {timeout}")
+    return seconds

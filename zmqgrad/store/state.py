@@ -1,0 +1,362 @@
+"""The store as a pure machine: a query and the time go in, replies and notices come out.
+
+No socket, thread or clock: the server and :class:`~zmqgrad.store.local.HashStore` drive the same machine.
+What it promises:
+
+(S1) Every query gets exactly one reply: at once, when what it waits for is there, or when its time is up.
+(S2) ``get``, ``wait`` and ``multi_get`` answer at a moment at which *all* their keys exist.
+(S3) Blocked pops of one queue are served in the order in which they came, each value to one of them.
+(S4) Each change of a key raises the revision by one, and each change of a watched key makes one notice,
+     which names the revision of the notice before it.
+
+A waiting query stands under one key that it lacks, not under all: setting a key wakes only those who
+need it next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from zmqgrad.store.parking import Parked, Parking
+from zmqgrad.wire.frames import MAX_HEADER
+from zmqgrad.wire.messages import (
+    MAX_VALUE,
+    KeyCallbackRegistered,
+    KeyCreated,
+    KeyDeleted,
+    KeyUpdated,
+    Message,
+    Refusal,
+    StoreAdd,
+    StoreAppend,
+    StoreCheck,
+    StoreCompareSet,
+    StoreDeleteKey,
+    StoreDone,
+    StoreGet,
+    StoreGetNumKeys,
+    StoreKeys,
+    StoreListKeys,
+    StoreMultiGet,
+    StoreMultiSet,
+    StoreNumber,
+    StoreQueueLen,
+    StoreQueuePop,
+    StoreQueuePush,
+    StoreRefused,
+    StoreSet,
+    StoreUnwatchKey,
+    StoreValue,
+    StoreValues,
+    StoreWait,
+    StoreWatchKey,
+)
+
+HIDDEN = "\0"
+"""Keys that begin so are the library's own: not counted and not listed."""
+
+MAX_NOTICE_VALUE = 64 << 10
+"""Larger values are left out of notices (None): whoever wants them reads them."""
+
+MAX_TOGETHER = MAX_HEADER - (64 << 20)
+"""Bytes of values in one message; the rest is room for their heads."""
+
+_NUMBERS = (-(1 << 63), (1 << 63) - 1)
+
+
+class Reply(NamedTuple):
+    """Send ``message`` to ``asker``."""
+
+    asker: Any
+    message: Message
+
+
+class Notice(NamedTuple):
+    """Publish ``message`` to whoever watches ``key``."""
+
+    key: str
+    message: KeyCreated | KeyUpdated | KeyDeleted
+
+
+Effect = Reply | Notice
+
+
+class State:
+    """Keys, queues, and who waits for what. ``asker`` is whatever the shell needs to find the asker again."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self._values: dict[str, bytes] = {}
+        self._queues: dict[str, deque[bytes]] = {}
+        self._hidden = 0
+        self._watched: dict[str, int] = {}  # key -> revision of its last notice
+        self._parking = Parking()
+
+    # ---- what the shell calls ---------------------------------------------------------------------------
+
+    def apply(self, query: Message, asker: Any, now: float) -> list[Effect]:
+        """Do what ``query`` asks. The list is empty if it has to wait."""
+        act = _ACTIONS.get(type(query))
+        if act is None:
+            return [_refuse(asker, Refusal.INVALID, f"a store does not understand {type(query).__name__}")]
+        effects: list[Effect] = []
+        act(self, query, asker, now, effects)
+        return effects
+
+    def expire(self, now: float) -> list[Effect]:
+        """Refuse the queries whose time is up."""
+        return [
+            _refuse(parked.asker, Refusal.TIMEOUT, self._what_is_missing(parked))
+            for parked in self._parking.pop_expired(now)
+        ]
+
+    def next_deadline(self) -> float:
+        """When :meth:`expire` has something to do; infinite if nobody waits. May be early, never late."""
+        return self._parking.next_deadline()
+
+    def close(self) -> list[Effect]:
+        """Refuse all who wait: the store goes away."""
+        everybody = self._parking.pop_expired(math.inf)
+        return [_refuse(parked.asker, Refusal.CLOSING, "the store is closing") for parked in everybody]
+
+    def unwatch(self, key: str) -> None:
+        """Nobody watches ``key`` any more: make no notices of it."""
+        self._watched.pop(key, None)
+
+    def statistics(self) -> dict[str, int]:
+        """How many keys, queues, parked queries and watched keys there are, and the revision."""
+        return {
+            "keys": len(self._values),
+            "queues": len(self._queues),
+            "parked": len(self._parking),
+            "watched": len(self._watched),
+            "revision": self.revision,
+        }
+
+    # ---- changes ----------------------------------------------------------------------------------------
+
+    def _put(self, key: str, value: bytes, effects: list[Effect]) -> None:
+        old = self._values.get(key)
+        self._values[key] = value
+        self.revision += 1
+        if key in self._watched:
+            previous, self._watched[key] = self._watched[key], self.revision
+            new = _short(value)
+            if old is None:
+                effects.append(Notice(key, KeyCreated(key, self.revision, previous, new)))
+            else:
+                effects.append(Notice(key, KeyUpdated(key, self.revision, previous, _short(old), new)))
+        if old is None:
+            self._hidden += key.startswith(HIDDEN)
+            if key in self._parking:
+                self._wake(key, effects)
+
+    def _wake(self, key: str, effects: list[Effect]) -> None:
+        for parked in self._parking.line(key):
+            missing = self._first_missing(parked)
+            if missing is None:
+                self._parking.release(parked)
+                effects.append(Reply(parked.asker, self._give(parked.query)))
+            else:
+                self._parking.move(parked, missing)
+
+    # ---- waiting ----------------------------------------------------------------------------------------
+
+    def _when_all_exist(
+        self, query: Any, keys: Sequence[str], asker: Any, now: float, effects: list[Effect]
+    ) -> None:
+        parked = Parked(query, asker, keys)
+        missing = self._first_missing(parked)
+        if missing is None:
+            effects.append(Reply(asker, self._give(query)))
+        else:
+            self._parking.park(parked, missing, now + query.timeout)
+
+    def _first_missing(self, parked: Parked) -> str | None:
+        values, keys = self._values, parked.keys
+        # Those before `next` were there when last looked at, but may have been deleted since (S2).
+        for indices in (range(parked.next, len(keys)), range(parked.next)):
+            for i in indices:
+                if keys[i] not in values:
+                    parked.next = i
+                    return keys[i]
+        return None
+
+    def _give(self, query: Message) -> Message:
+        """The reply to a query all of whose keys exist."""
+        match query:
+            case StoreMultiGet(keys=keys):
+                values = tuple([self._values[key] for key in keys])
+                size = sum(map(len, values))
+                if size > MAX_TOGETHER:
+                    return StoreRefused(Refusal.LIMIT, f"multi_get: {size} bytes, more than {MAX_TOGETHER}")
+                return StoreValues(values)
+            case StoreGet(key=key):
+                return StoreValue(self._values[key], self.revision)
+            case _:
+                return StoreDone()
+
+    def _what_is_missing(self, parked: Parked) -> str:
+        if isinstance(parked.query, StoreQueuePop):
+            return f"the queue {parked.query.key!r} stayed empty"
+        missing = list(dict.fromkeys(key for key in parked.keys if key not in self._values))
+        shown = ", ".join(repr(key) for key in missing[:5])
+        return f"missing: {shown}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+
+    # ---- one method a query -----------------------------------------------------------------------------
+
+    def _set(self, query: StoreSet, asker: Any, now: float, effects: list[Effect]) -> None:
+        self._put(query.key, query.value, effects)
+        effects.append(Reply(asker, StoreDone()))
+
+    def _multi_set(self, query: StoreMultiSet, asker: Any, now: float, effects: list[Effect]) -> None:
+        if len(query.keys) != len(query.values):
+            said = f"multi_set of {len(query.keys)} keys with {len(query.values)} values"
+            effects.append(_refuse(asker, Refusal.INVALID, said))
+            return
+        for key, value in zip(query.keys, query.values, strict=True):
+            self._put(key, value, effects)
+        effects.append(Reply(asker, StoreDone()))
+
+    def _compare_set(self, query: StoreCompareSet, asker: Any, now: float, effects: list[Effect]) -> None:
+        current = self._values.get(query.key)
+        result = query.expected if current is None else current
+        if current == query.expected or (current is None and not query.expected):
+            self._put(query.key, query.desired, effects)
+            result = query.desired
+        effects.append(Reply(asker, StoreValue(result, self.revision)))
+
+    def _add(self, query: StoreAdd, asker: Any, now: float, effects: list[Effect]) -> None:
+        value = self._values.get(query.key, b"0")
+        number = _number(value)
+        if number is None:
+            said = f"add: the value of {query.key!r} is no 64-bit number but {value[:40]!r}"
+            effects.append(_refuse(asker, Refusal.INVALID, said))
+            return
+        total = number + query.amount
+        if not _NUMBERS[0] <= total <= _NUMBERS[1]:
+            said = f"add: {number} + {query.amount} at {query.key!r} does not fit 64 bits"
+            effects.append(_refuse(asker, Refusal.LIMIT, said))
+            return
+        self._put(query.key, b"%d" % total, effects)
+        effects.append(Reply(asker, StoreNumber(total)))
+
+    def _append(self, query: StoreAppend, asker: Any, now: float, effects: list[Effect]) -> None:
+        value = self._values.get(query.key, b"") + query.value
+        if len(value) > MAX_VALUE:
+            said = f"append: {query.key!r} would hold {len(value)} bytes, more than {MAX_VALUE}"
+            effects.append(_refuse(asker, Refusal.LIMIT, said))
+            return
+        self._put(query.key, value, effects)
+        effects.append(Reply(asker, StoreDone()))
+
+    def _delete_key(self, query: StoreDeleteKey, asker: Any, now: float, effects: list[Effect]) -> None:
+        key = query.key
+        old = self._values.pop(key, None)
+        if old is not None:
+            self._hidden -= key.startswith(HIDDEN)
+            self.revision += 1
+            if key in self._watched:
+                previous, self._watched[key] = self._watched[key], self.revision
+                effects.append(Notice(key, KeyDeleted(key, self.revision, previous, _short(old))))
+        effects.append(Reply(asker, StoreNumber(int(old is not None))))
+
+    def _get(self, query: StoreGet, asker: Any, now: float, effects: list[Effect]) -> None:
+        value = self._values.get(query.key)
+        if value is not None:
+            effects.append(Reply(asker, StoreValue(value, self.revision)))
+        else:
+            self._when_all_exist(query, (query.key,), asker, now, effects)
+
+    def _wait(self, query: StoreWait | StoreMultiGet, asker: Any, now: float, effects: list[Effect]) -> None:
+        self._when_all_exist(query, query.keys, asker, now, effects)
+
+    def _check(self, query: StoreCheck, asker: Any, now: float, effects: list[Effect]) -> None:
+        values = self._values
+        effects.append(Reply(asker, StoreNumber(int(all(key in values for key in query.keys)))))
+
+    def _num_keys(self, query: StoreGetNumKeys, asker: Any, now: float, effects: list[Effect]) -> None:
+        effects.append(Reply(asker, StoreNumber(len(self._values) - self._hidden)))
+
+    def _list_keys(self, query: StoreListKeys, asker: Any, now: float, effects: list[Effect]) -> None:
+        prefix = query.prefix
+        keys = sorted(k for k in self._values if k.startswith(prefix) and not k.startswith(HIDDEN))
+        effects.append(Reply(asker, StoreKeys(tuple(keys))))
+
+    def _queue_push(self, query: StoreQueuePush, asker: Any, now: float, effects: list[Effect]) -> None:
+        effects.append(Reply(asker, StoreDone()))
+        first = self._parking.first(_line_of(query.key))
+        if first is not None:
+            self._parking.release(first)
+            effects.append(Reply(first.asker, StoreValue(query.value, self.revision)))
+        else:
+            self._queues.setdefault(query.key, deque()).append(query.value)
+
+    def _queue_pop(self, query: StoreQueuePop, asker: Any, now: float, effects: list[Effect]) -> None:
+        queue = self._queues.get(query.key)
+        if queue:
+            effects.append(Reply(asker, StoreValue(queue.popleft(), self.revision)))
+            if not queue:
+                del self._queues[query.key]
+        elif query.block:
+            parked = Parked(query, asker, (query.key,))
+            self._parking.park(parked, _line_of(query.key), now + query.timeout)
+        else:
+            effects.append(_refuse(asker, Refusal.MISSING, f"the queue {query.key!r} is empty"))
+
+    def _queue_len(self, query: StoreQueueLen, asker: Any, now: float, effects: list[Effect]) -> None:
+        effects.append(Reply(asker, StoreNumber(len(self._queues.get(query.key, ())))))
+
+    def _watch_key(self, query: StoreWatchKey, asker: Any, now: float, effects: list[Effect]) -> None:
+        key = query.key
+        self._watched.setdefault(key, 0)
+        effects.append(Reply(asker, KeyCallbackRegistered(key, self.revision, self._values.get(key))))
+
+    def _unwatch_key(self, query: StoreUnwatchKey, asker: Any, now: float, effects: list[Effect]) -> None:
+        # Others may watch the key: the shell calls unwatch() when the last subscriber has gone.
+        effects.append(Reply(asker, StoreDone()))
+
+
+_ACTIONS: dict[type[Message], Callable[[State, Any, Any, float, list[Effect]], None]] = {
+    StoreSet: State._set,
+    StoreMultiSet: State._multi_set,
+    StoreCompareSet: State._compare_set,
+    StoreAdd: State._add,
+    StoreAppend: State._append,
+    StoreDeleteKey: State._delete_key,
+    StoreGet: State._get,
+    StoreWait: State._wait,
+    StoreMultiGet: State._wait,
+    StoreCheck: State._check,
+    StoreGetNumKeys: State._num_keys,
+    StoreListKeys: State._list_keys,
+    StoreQueuePush: State._queue_push,
+    StoreQueuePop: State._queue_pop,
+    StoreQueueLen: State._queue_len,
+    StoreWatchKey: State._watch_key,
+    StoreUnwatchKey: State._unwatch_key,
+}
+
+
+def _refuse(asker: Any, reason: Refusal, text: str) -> Reply:
+    return Reply(asker, StoreRefused(reason, text))
+
+
+def _line_of(queue: str) -> tuple[str, str]:
+    """Where blocked pops of ``queue`` wait; a tuple, so that it is no key's place."""
+    return ("queue", queue)
+
+
+def _short(value: bytes) -> bytes | None:
+    return value if len(value) <= MAX_NOTICE_VALUE else None
+
+
+def _number(value: bytes) -> int | None:
+    """The decimal 64-bit number that ``value`` is, or None. No blanks or underscores."""
+    if not value.removeprefix(b"-").isdigit() or len(value) > 20:
+        return None
+    number = int(value)
+    return number if _NUMBERS[0] <= number <= _NUMBERS[1] else None

@@ -1,0 +1,250 @@
+"""Notices: one publishes, many listen, each to the topics that it subscribed to.
+
+A fresh subscription takes effect some time after it was made, and a notice published before then is lost
+(DESIGN 16.1: 63 to 78 of 100 first notices arrived). So the publisher's socket is an XPUB, which reports
+subscriptions as they take effect: a subscriber asks for its topics, then for a one-time topic; once the
+publisher has seen that one, the others are in place, for one connection carries them in order.
+
+A subscriber whose connection broke has missed what was published meanwhile. It is told, so that it can
+look again.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from zmqgrad.errors import ClosedError, ProtocolError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.requests import bind, connect, send, set_up
+from zmqgrad.wire.codec import decode, encode
+from zmqgrad.wire.messages import Message
+
+logger = logging.getLogger(__name__)
+
+Topic = bytes
+
+
+class NoticePublisher:
+    """Publishes at ``address``; belongs to one thread, that of the request server beside it.
+
+    Args:
+        on_abandoned: called with a topic when its last subscriber has gone.
+
+    Raises: as :class:`~zmqgrad.transport.requests.RequestServer`.
+    """
+
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        incarnation: int,
+        on_abandoned: Callable[[Topic], None],
+    ) -> None:
+        self._incarnation = incarnation
+        self._on_abandoned = on_abandoned
+        self._expected: dict[Topic, Callable[[], None]] = {}
+        self.topics: set[Topic] = set()
+        self.published = 0
+        # Not verbose: the second subscriber to a topic is not reported, and need not be, for one-time
+        # topics have one subscriber each.
+        self._socket = context.socket(zmq.XPUB)
+        try:
+            set_up(self._socket)
+            self.endpoint = bind(self._socket, address)
+        except BaseException:
+            self._socket.close(linger=0)
+            raise
+        self._poller = zmq.Poller()
+
+    @property
+    def expecting(self) -> bool:
+        """Is somebody's subscription waited for?"""
+        return bool(self._expected)
+
+    def when_subscribed(self, topic: Topic, action: Callable[[], None]) -> None:
+        """Call ``action`` once somebody is subscribed to ``topic``: at once, if so already."""
+        self.take_subscriptions()
+        if topic in self.topics:
+            action()
+        else:
+            self._expected[topic] = action
+
+    def expect_no_more(self, topic: Topic) -> bool:
+        """Do not wait for ``topic``. Was it still waited for?"""
+        return self._expected.pop(topic, None) is not None
+
+    def wait_beside(self, socket: zmq.Socket[bytes], timeout: int) -> bool:
+        """Wait up to ``timeout`` ms for subscriptions, taken here, and for ``socket``. Can that be read?"""
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._socket, zmq.POLLIN)
+        ready = dict(self._poller.poll(timeout))
+        if self._socket in ready:
+            self.take_subscriptions()
+        return socket in ready
+
+    def take_subscriptions(self) -> None:
+        """Note who came and who went since the last look."""
+        while True:
+            try:
+                event = self._socket.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            topic = event[1:]
+            if event[:1] == b"\x01":
+                self.topics.add(topic)
+                if topic in self._expected:
+                    self._expected.pop(topic)()
+            elif event[:1] == b"\x00":
+                self.topics.discard(topic)
+                self._on_abandoned(topic)
+            # Anything else a subscriber sends upstream is not ours, and is dropped.
+
+    def publish(self, topic: Topic, message: Message) -> None:
+        """Send ``message`` to all who are subscribed to ``topic``."""
+        self.published += 1
+        self._socket.send(topic, zmq.SNDMORE | zmq.NOBLOCK)
+        send(self._socket, encode(message, 0, self._incarnation, 0))
+
+    def close(self) -> None:
+        """Close the socket. Idempotent."""
+        self._socket.close(linger=0)
+
+
+class NoticeSubscriber:
+    """Listens to the publisher at ``address`` in a thread named ``<name>-notices``.
+
+    Args:
+        on_notice: called there with each message: must be quick, and must not raise.
+        on_reconnected: called there after a connection that had broken is back.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        address: str,
+        on_notice: Callable[[Message], None],
+        on_reconnected: Callable[[], None],
+    ) -> None:
+        self.name = name
+        self.address = address
+        self._on_notice = on_notice
+        self._on_reconnected = on_reconnected
+        self._orders: SimpleQueue[tuple[int, Topic] | None] = SimpleQueue()
+        self._lock = threading.Lock()  # guards _bell and _closed
+        self._closed = False
+        self._broken = False
+        self._topics: set[Topic] = set()
+        self.malformed = 0
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.SUB)
+        set_up(self._socket)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
+        )
+        self._monitor.setsockopt(zmq.LINGER, 0)
+        self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
+        inproc = f"inproc://{name}-{secrets.token_hex(8)}"
+        self._ear.bind(inproc)
+        self._bell.connect(inproc)
+        self._thread = threading.Thread(target=self._run, name=f"{name}-notices", daemon=True)
+        self._thread.start()
+
+    def subscribe(self, topic: Topic) -> None:
+        """Listen to ``topic``, soon; twice is as once. They take effect in the order of the calls."""
+        self._order((zmq.SUBSCRIBE, topic))
+
+    def unsubscribe(self, topic: Topic) -> None:
+        """Do not listen to ``topic`` any more."""
+        self._order((zmq.UNSUBSCRIBE, topic))
+
+    def _order(self, order: tuple[int, Topic] | None) -> None:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self.name} does not listen to {self.address} any more")
+            self._closed = order is None
+            self._orders.put(order)
+            try:
+                self._bell.send(b"", zmq.NOBLOCK)
+            except zmq.Again as e:  # the thread has ended, and said why
+                raise ClosedError(f"{self.name} has lost the notices of {self.address}") from e
+
+    def _run(self) -> None:
+        poller = zmq.Poller()
+        for socket in (self._socket, self._monitor, self._ear):
+            poller.register(socket, zmq.POLLIN)
+        try:
+            connect(self._socket, self.address)
+            while True:
+                ready = dict(poller.poll())
+                if self._ear in ready:
+                    self._ear.recv()
+                    if not self._obey():
+                        return
+                if self._monitor in ready:
+                    self._note(parse_monitor_message(self._monitor.recv_multipart())["event"])
+                if self._socket in ready:
+                    self._take(self._socket.recv_multipart())
+        except Exception:
+            logger.exception("%s: the notices of %s are lost from here on", self.name, self.address)
+        finally:
+            self._socket.disable_monitor()
+            for socket in (self._socket, self._monitor, self._ear):
+                socket.close(linger=0)
+
+    def _obey(self) -> bool:
+        try:
+            order = self._orders.get_nowait()
+        except Empty:  # each order rings once; there is one for each ring
+            return True
+        if order is None:
+            return False
+        option, topic = order
+        if (option == zmq.SUBSCRIBE) != (topic in self._topics):  # libzmq would count
+            self._topics ^= {topic}
+            self._socket.setsockopt(option, topic)
+        return True
+
+    def _note(self, event: int) -> None:
+        if event == zmq.EVENT_DISCONNECTED:
+            self._broken = True
+        elif self._broken:
+            self._broken = False
+            logger.debug("%s: connected to %s again", self.name, self.address)
+            self._on_reconnected()
+
+    def _take(self, frames: list[bytes]) -> None:
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"a notice of {len(frames)} frames (expected two)")
+            message = decode(frames[1])[1]
+        except ProtocolError as e:
+            self.malformed += 1
+            if self.malformed == 1:
+                logger.warning("%s: dropped a malformed notice from %s (%s)", self.name, self.address, e)
+            return
+        self._on_notice(message)
+
+    def close(self) -> None:
+        """Stop listening. Idempotent; safe from any thread."""
+        try:
+            self._order(None)
+        except ClosedError:
+            pass  # as asked
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for the thread; gives its name if it has not ended by ``deadline``."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(deadline.left_or_none())
+        if self._thread.is_alive():
+            return [self._thread.name]
+        with self._lock:
+            self._bell.close(linger=0)
+        self._context.term()
+        return []
