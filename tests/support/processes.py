@@ -54,8 +54,10 @@ def run_processes(
     }
     call = pickle.dumps((fn, tuple(args)))
     with tempfile.TemporaryDirectory(prefix="zg-output-") as directory:
-        workers = [_Worker(rank, call, common, Path(directory) / f"{rank}") for rank in range(n)]
+        workers: list[_Worker] = []
         try:
+            for rank in range(n):
+                workers.append(_Worker(rank, call, common, Path(directory) / f"{rank}"))
             _run_all(workers, timeout, may_die)
             bad = [w for w in workers if not (w.ok or w.rank in may_die)]
             if bad:
