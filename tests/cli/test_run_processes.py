@@ -199,8 +199,16 @@ def test_the_first_failure_ends_all_and_is_reported(script: Path, how: str, code
         assert "    ValueError: the reason\n" in report
 
 
-@pytest.mark.parametrize("manner", ["", "stubborn"])
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("signum", "manner"),
+    [
+        (signal.SIGINT, ""),
+        (signal.SIGTERM, ""),
+        (signal.SIGHUP, ""),
+        (signal.SIGINT, "stubborn"),
+        (signal.SIGTERM, "stubborn"),
+    ],
+)
 def test_a_signal_ends_everything_in_time(
     script: Path, launch: type[Launched], signum: int, manner: str
 ) -> None:
@@ -228,6 +236,40 @@ def test_what_a_worker_leaves_behind_ends_with_the_job(script: Path, launch: typ
     launched.launcher.communicate(timeout=10)
     assert launched.launcher.returncode == 0
     assert launched.all_gone(0.1)
+
+
+def test_what_a_worker_leaves_behind_may_tidy_up(script: Path, tmp_path: Path) -> None:
+    """As Python's own resource tracker does, which frees shared memory after the worker has gone."""
+    child = (
+        "import pathlib, signal, sys\n"
+        "def tidy(*_):\n"
+        "    pathlib.Path(sys.argv[1]).write_text('tidy')\n"
+        "    sys.exit()\n"
+        "signal.signal(signal.SIGTERM, tidy)\n"
+        "print('up', flush=True)\n"
+        "signal.pause()\n"
+    )
+    script.write_text(
+        "import os, subprocess, sys\n"
+        f"command = [sys.executable, '-c', {child!r}, sys.argv[1]]\n"
+        "subprocess.Popen(command, stdout=subprocess.PIPE).stdout.readline()\n"
+        "os._exit(0)\n"
+    )
+    assert run(script, tmp_path / "note").returncode == 0
+    assert (tmp_path / "note").read_text() == "tidy"
+
+
+def test_the_last_words_are_heard_though_the_stream_stays_open(script: Path, launch: type[Launched]) -> None:
+    """Something that a worker has started in a session of its own still holds the worker's stdout."""
+    script.write_text(
+        "import subprocess, sys\n"
+        "command = [sys.executable, '-c', 'import signal; signal.pause()']\n"
+        "print('pids', subprocess.Popen(command, start_new_session=True).pid)\n"
+        "print('last words', end='')\n"
+    )
+    launched = launch(script, processes=1)
+    assert launched.launcher.communicate(timeout=10)[0] == "[worker 0] last words\n"
+    assert launched.launcher.returncode == 0
 
 
 def test_a_reader_that_goes_away_ends_the_job(script: Path, launch: type[Launched]) -> None:
