@@ -9,6 +9,7 @@ back is ``bytes``. Timeouts are ``timedelta`` or seconds.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -202,8 +203,10 @@ class QueryStore(Store):
         return self._value(StoreGet(as_key(key), self._timeout))
 
     def add(self, key: str, amount: int) -> int:
-        if not isinstance(amount, int):
-            raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}")
+        try:
+            amount = int(operator.index(amount))  # a bool or a numpy integer becomes an int
+        except TypeError:
+            raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}") from None
         if not -(1 << 63) <= amount < 1 << 63:
             raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
         return self._number(StoreAdd(as_key(key), amount))
@@ -248,7 +251,7 @@ class QueryStore(Store):
         self._ask(StoreQueuePush(as_key(key), as_value(value)), self._timeout)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        return self._value(StoreQueuePop(as_key(key), block, self._timeout))
+        return self._value(StoreQueuePop(as_key(key), bool(block), self._timeout))
 
     def queue_len(self, key: str) -> int:
         return self._number(StoreQueueLen(as_key(key)))

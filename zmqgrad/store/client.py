@@ -89,7 +89,7 @@ class TCPStore(QueryStore):
         self._closed = False
         _open_stores.add(self)
         try:
-            self._notices = self._ping()
+            self._ping()
             if world_size is not None and world_size > 0:
                 self._join_in(world_size, wait=is_master and wait_for_workers)
         except BaseException:
@@ -181,14 +181,15 @@ class TCPStore(QueryStore):
             if self._subscriber is not None and not self._watches.watches(key):
                 self._subscriber.unsubscribe(topic_of(key))
 
-    def _subscribe(self, *topics: bytes) -> NoticeSubscriber:
+    def _subscribe(self, notices: str, *topics: bytes) -> NoticeSubscriber:
         with self._subscriber_lock:
             if self._closed:
                 raise ClosedError(f"{self!r} is closed")
             if self._subscriber is None:
                 self._subscriber = NoticeSubscriber(
-                    self._client.name, self._notices, self._noticed, self._watches.reconnected
+                    self._client.name, notices, self._noticed, self._watches.broken
                 )
+            self._subscriber.move(notices)
             for topic in topics:
                 self._subscriber.subscribe(topic)
             return self._subscriber
@@ -200,7 +201,8 @@ class TCPStore(QueryStore):
     def _register(self, key: str) -> KeyCallbackRegistered:
         """Subscribe to ``key``, and know that the subscription is in place (DESIGN 16.1)."""
         nonce = secrets.token_hex(16)
-        subscriber = self._subscribe(topic_of(key), sync_topic(nonce))
+        # A server that was started again publishes at another port: ask it each time.
+        subscriber = self._subscribe(self._ping(), topic_of(key), sync_topic(nonce))
         try:
             answer = self._ask(StoreWatchKey(key, nonce), self._timeout)
         finally:

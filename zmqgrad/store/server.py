@@ -84,6 +84,10 @@ class StoreServer:
             case _:
                 self._carry_out(self._state.apply(message, asker, self._clock.now()))
 
+    def misunderstood(self, client: bytes, message_id: int, why: str) -> None:
+        """Refuse what could not be read."""
+        self._requests.reply(client, message_id, StoreRefused(Refusal.INVALID, why))
+
     def _register(self, query: StoreWatchKey, asker: Asker) -> None:
         """Answer once the subscription of the asker is known to be in place (DESIGN 16.1)."""
         topic = sync_topic(query.nonce)
@@ -162,21 +166,23 @@ class Servers:
 
     def lend(self, address: str, shared: bool) -> StoreServer:
         """A server at ``address``: with ``shared`` the one that is there, if it is shared, too."""
-        if not shared:
+        if not shared or address.endswith(":*"):
             return StoreServer(address)
         with self._lock:
             server, users = self._shared.get(address) or (StoreServer(address), 0)
-            self._shared[server.endpoint] = (server, users + 1)
+            self._shared[address] = (server, users + 1)
             return server
 
     def give_back(self, server: StoreServer) -> None:
         """Close ``server``, unless others still use it."""
         with self._lock:
-            _, users = self._shared.get(server.endpoint, (server, 1))
-            if users > 1:
-                self._shared[server.endpoint] = (server, users - 1)
-                return
-            self._shared.pop(server.endpoint, None)
+            for address, (shared, users) in self._shared.items():
+                if shared is server and users > 1:
+                    self._shared[address] = (server, users - 1)
+                    return
+                if shared is server:
+                    del self._shared[address]
+                    break
             server.close()
 
 

@@ -139,6 +139,13 @@ class State:
     # ---- changes ----------------------------------------------------------------------------------------
 
     def _put(self, key: str, value: bytes, effects: list[Effect]) -> None:
+        """Set ``key``, and answer those for whom it was the last one missing."""
+        self._hold(key, value, effects)
+        if key in self._parking:
+            self._wake(key, effects)
+
+    def _hold(self, key: str, value: bytes, effects: list[Effect]) -> None:
+        """Set ``key``, and note it for those who watch."""
         old = self._values.get(key)
         self._values[key] = value
         self.revision += 1
@@ -151,8 +158,6 @@ class State:
                 effects.append(Notice(key, KeyUpdated(key, self.revision, previous, _short(old), new)))
         if old is None:
             self._hidden += key.startswith(HIDDEN)
-            if key in self._parking:
-                self._wake(key, effects)
 
     def _wake(self, key: str, effects: list[Effect]) -> None:
         for parked in self._parking.line(key):
@@ -218,7 +223,9 @@ class State:
             effects.append(_refuse(asker, Refusal.INVALID, said))
             return
         for key, value in zip(query.keys, query.values, strict=True):
-            self._put(key, value, effects)
+            self._hold(key, value, effects)
+        for key in query.keys:
+            self._wake(key, effects)
         effects.append(Reply(asker, StoreDone()))
 
     def _compare_set(self, query: StoreCompareSet, asker: Any, now: float, effects: list[Effect]) -> None:

@@ -33,6 +33,9 @@ MAX_EARLY = 10_000
 MAX_PENDING = 1000
 """How many changes wait for slow callbacks of one key; then the two newest are joined."""
 
+RETRY_SECONDS = 1.0
+"""The pause after a look that failed."""
+
 CALLBACK_THREADS = 2
 CLOSE_SECONDS = 5.0
 
@@ -106,7 +109,7 @@ class WatchBook:
         self._keys: dict[str, _Watched] = {}
         self._lock = threading.Lock()  # guards all that is above and below, never held while calling out
         self._closed = False
-        self._connection = 0  # how often it was made anew; a look says nothing about a later one
+        self._connection = 0  # how often it broke; a look says nothing about a later one
         self._pool: EnginePool | None = None
         self._timekeeper: Timekeeper | None = None
 
@@ -160,8 +163,8 @@ class WatchBook:
             if watched is not None and not self._closed:
                 self._deliver(notice.key, watched, watched.follower.noticed(notice))
 
-    def reconnected(self) -> None:
-        """Notices may have been lost: look at every key again."""
+    def broken(self) -> None:
+        """The connection is: notices may be lost until each key has been looked at again."""
         with self._lock:
             self._connection += 1
             for key, watched in self._keys.items():
@@ -212,14 +215,19 @@ class WatchBook:
             found = self._look(key)
         except ZmqgradError as e:
             with self._lock:
-                # Not for ever: the next notice, or the connection's return, tries again.
-                watched.looking = False
-                if not self._closed:
-                    logger.warning("%s: it is not known yet what became of %r: %s", self._name, key, e)
+                if self._closed or self._timekeeper is None or self._keys.get(key) is not watched:
+                    return
+                logger.warning("%s: it is not known yet what became of %r: %s", self._name, key, e)
+                self._timekeeper.call_later(RETRY_SECONDS, lambda: self._look_later(key, watched))
             return
         with self._lock:
             watched.looking = False
             self._found(key, watched, found, connection)
+
+    def _look_later(self, key: str, watched: _Watched) -> None:
+        with self._lock:
+            watched.looking = False
+            self._deliver(key, watched, [])
 
     def _start(self) -> None:
         if self._pool is None:

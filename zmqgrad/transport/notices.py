@@ -15,10 +15,10 @@ import logging
 import secrets
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import zmq
-from zmq.utils.monitor import parse_monitor_message
 
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import Deadline
@@ -122,7 +122,8 @@ class NoticeSubscriber:
 
     Args:
         on_notice: called there with each message: must be quick, and must not raise.
-        on_reconnected: called there after a connection that had broken is back.
+        on_broken: called there when the connection breaks; notices may be lost until a one-time topic has
+            been seen again. The socket connects anew by itself, but see :meth:`move`.
     """
 
     def __init__(
@@ -130,24 +131,21 @@ class NoticeSubscriber:
         name: str,
         address: str,
         on_notice: Callable[[Message], None],
-        on_reconnected: Callable[[], None],
+        on_broken: Callable[[], None],
     ) -> None:
         self.name = name
         self.address = address
         self._on_notice = on_notice
-        self._on_reconnected = on_reconnected
-        self._orders: SimpleQueue[tuple[int, Topic] | None] = SimpleQueue()
+        self._on_broken = on_broken
+        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()  # guards _bell and _closed
         self._closed = False
-        self._broken = False
         self._topics: set[Topic] = set()
         self.malformed = 0
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._socket = self._context.socket(zmq.SUB)
         set_up(self._socket)
-        self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED
-        )
+        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
         self._monitor.setsockopt(zmq.LINGER, 0)
         self._bell, self._ear = self._context.socket(zmq.PAIR), self._context.socket(zmq.PAIR)
         inproc = f"inproc://{name}-{secrets.token_hex(8)}"
@@ -158,13 +156,17 @@ class NoticeSubscriber:
 
     def subscribe(self, topic: Topic) -> None:
         """Listen to ``topic``, soon; twice is as once. They take effect in the order of the calls."""
-        self._order((zmq.SUBSCRIBE, topic))
+        self._order(partial(self._set, zmq.SUBSCRIBE, topic))
 
     def unsubscribe(self, topic: Topic) -> None:
         """Do not listen to ``topic`` any more."""
-        self._order((zmq.UNSUBSCRIBE, topic))
+        self._order(partial(self._set, zmq.UNSUBSCRIBE, topic))
 
-    def _order(self, order: tuple[int, Topic] | None) -> None:
+    def move(self, address: str) -> None:
+        """Listen at ``address`` from now on, if that is another: the publisher has moved."""
+        self._order(partial(self._move, address))
+
+    def _order(self, order: Callable[[], None] | None) -> None:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self.name} does not listen to {self.address} any more")
@@ -188,7 +190,8 @@ class NoticeSubscriber:
                     if not self._obey():
                         return
                 if self._monitor in ready:
-                    self._note(parse_monitor_message(self._monitor.recv_multipart())["event"])
+                    self._monitor.recv_multipart()  # there is but one kind of event
+                    self._on_broken()
                 if self._socket in ready:
                     self._take(self._socket.recv_multipart())
         except Exception:
@@ -205,19 +208,19 @@ class NoticeSubscriber:
             return True
         if order is None:
             return False
-        option, topic = order
+        order()
+        return True
+
+    def _set(self, option: int, topic: Topic) -> None:
         if (option == zmq.SUBSCRIBE) != (topic in self._topics):  # libzmq would count
             self._topics ^= {topic}
             self._socket.setsockopt(option, topic)
-        return True
 
-    def _note(self, event: int) -> None:
-        if event == zmq.EVENT_DISCONNECTED:
-            self._broken = True
-        elif self._broken:
-            self._broken = False
-            logger.debug("%s: connected to %s again", self.name, self.address)
-            self._on_reconnected()
+    def _move(self, address: str) -> None:
+        if address != self.address:
+            self._socket.disconnect(self.address)
+            connect(self._socket, address)
+            self.address = address
 
     def _take(self, frames: list[bytes]) -> None:
         try:

@@ -26,7 +26,7 @@ from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.exposure import check_exposure
 from zmqgrad.wire.codec import decode, encode
-from zmqgrad.wire.frames import MAX_HEADER
+from zmqgrad.wire.frames import MAX_HEADER, read_envelope
 
 if TYPE_CHECKING:
     from zmqgrad.transport.notices import NoticePublisher
@@ -56,6 +56,10 @@ class Service(Protocol):
 
     def handle(self, client: bytes, message_id: int, message: Message) -> None:
         """Answer by :meth:`RequestServer.reply`, now or in a later call."""
+        ...
+
+    def misunderstood(self, client: bytes, message_id: int, why: str) -> None:
+        """A request of ours was malformed; it has been logged."""
         ...
 
     def next_due(self) -> float:
@@ -159,12 +163,21 @@ class RequestServer:
             envelope, message = decode(frame)
         except ProtocolError as e:
             self._refuse(client, str(e))
+            self._tell(service, client, frame, str(e))
             return
         self.requests += 1
         try:
             service.handle(client, envelope.message_id, message)
         except Exception:
             logger.exception("%s: handling %s failed", self.name, type(message).__name__)
+
+    def _tell(self, service: Service, client: bytes, frame: bytes, why: str) -> None:
+        """Let a client of ours (of another release, perhaps) know; a stranger would not understand."""
+        try:
+            message_id = read_envelope(frame).message_id
+        except ProtocolError:
+            return
+        service.misunderstood(client, message_id, why)
 
     def _drop_rest(self) -> str:
         frames = 1

@@ -1,0 +1,373 @@
+"""What every store does (:class:`zmqgrad.store.Store`): one suite over all of them."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
+from zmqgrad.runtime.future import Outcome
+from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
+from zmqgrad.wire.messages import MAX_KEY, MAX_VALUE
+
+PATIENCE = 10.0
+
+KINDS = ["tcp", "hash", "prefix of tcp", "prefix of prefix"]
+
+
+@pytest.fixture(params=KINDS)
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    beneath: Store
+    if "tcp" in request.param:
+        beneath = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
+    else:
+        beneath = HashStore(PATIENCE)
+    with beneath:
+        seen = beneath
+        for n in range(request.param.count("prefix")):
+            seen = PrefixStore(f"p{n}", seen)
+        yield seen
+
+
+@pytest.fixture
+def in_thread() -> Iterator[Callable[..., Outcome[Any]]]:
+    """Runs something in a thread; the threads are waited for."""
+    threads = []
+
+    def run(call: Callable[..., Any], *args: Any) -> Outcome[Any]:
+        outcome: Outcome[Any] = Outcome()
+
+        def work() -> None:
+            try:
+                outcome.set(call(*args))
+            except BaseException as e:
+                outcome.fail(e)
+
+        threads.append(threading.Thread(target=work, daemon=True))
+        threads[-1].start()
+        return outcome
+
+    yield run
+    for thread in threads:
+        thread.join(PATIENCE)
+
+
+def machine_of(store: Store) -> Any:
+    """The state machine beneath."""
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, TCPStore):
+        assert store._server is not None
+        return store._server._state
+    assert isinstance(store, HashStore)
+    return store._state
+
+
+def until_parked(store: Store, count: int) -> None:
+    """Return once ``count`` queries wait in ``store``."""
+    machine, pause = machine_of(store), threading.Event()
+    for _ in range(int(PATIENCE / 0.001)):
+        if machine.statistics()["parked"] == count:
+            return
+        pause.wait(0.001)
+    pytest.fail(f"{machine.statistics()['parked']} queries wait, not {count}")
+
+
+# ---- values -----------------------------------------------------------------------------------------------
+
+
+def test_values_come_back_as_bytes(store: Store) -> None:
+    store.set("k", "tëxt")
+    assert store.get("k") == "tëxt".encode()
+    store.set("k", b"\xff\0")
+    assert store.get("k") == b"\xff\0"
+    store.set(b"k", bytearray(b"other"))  # type: ignore[arg-type]
+    assert store.get("k") == b"other"
+    assert store.get(b"k") == b"other"  # type: ignore[arg-type]
+
+
+def test_large_values(store: Store) -> None:
+    large = bytes(range(256)) * 4096 * 5
+    store.set("k", large)
+    assert store.get("k") == large
+    assert store.multi_get(["k", "k"]) == [large, large]
+
+
+def test_add(store: Store) -> None:
+    assert store.add("n", 5) == 5
+    assert store.add("n", -7) == -2
+    assert store.get("n") == b"-2"
+    store.set("n", "40")
+    assert store.add("n", 2) == 42
+    assert type(store.add("n", True)) is int
+
+
+def test_add_to_what_is_no_number(store: Store) -> None:
+    store.set("k", "text")
+    with pytest.raises(StoreError, match="no 64-bit number but b'text'"):
+        store.add("k", 1)
+    assert store.get("k") == b"text"
+
+
+def test_compare_set(store: Store) -> None:
+    assert store.compare_set("k", "not", "x") == b"not", "missing, and something was expected"
+    assert not store.check(["k"])
+    assert store.compare_set("k", "", "1") == b"1", "missing, as expected"
+    assert store.compare_set("k", "0", "2") == b"1"
+    assert store.compare_set("k", b"1", b"2") == b"2"
+    assert store.compare_set("k", "", "3") == b"2"
+    assert store.get("k") == b"2"
+
+
+def test_check_delete_and_count(store: Store) -> None:
+    assert store.check([])
+    assert not store.check(["a"])
+    store.set("a", "")
+    store.set("b", "")
+    assert store.check(["a", "b"])
+    assert not store.check(["a", "c"])
+    assert store.num_keys() == 2
+    assert store.delete_key("a") is True
+    assert store.delete_key("a") is False
+    assert store.num_keys() == 1
+
+
+def test_append(store: Store) -> None:
+    assert store.has_extended_api()
+    store.append("k", "ab")
+    store.append("k", b"c")
+    assert store.get("k") == b"abc"
+
+
+def test_multi_set_and_multi_get(store: Store) -> None:
+    store.multi_set(["a", "b"], ["1", b"2"])
+    assert store.multi_get(["b", "a", "b"]) == [b"2", b"1", b"2"]
+    assert store.multi_get([]) == []
+    with pytest.raises(ConfigurationError, match="2 keys, but 1 values"):
+        store.multi_set(["a", "b"], ["1"])
+
+
+def test_queues(store: Store) -> None:
+    for value in ("1", b"2"):
+        store.queue_push("q", value)
+    assert store.queue_len("q") == 2
+    assert store.queue_pop("q") == b"1"
+    assert store.queue_pop("q", False) == b"2"
+    assert store.queue_len("q") == 0
+    with pytest.raises(StoreError, match="q' is empty"):
+        store.queue_pop("q", block=False)
+    assert not store.check(["q"])
+
+
+def test_list_keys(store: Store) -> None:
+    for key in ("b", "a1", "a2"):
+        store.set(key, "")
+    assert store.list_keys() == ["a1", "a2", "b"]
+    assert store.list_keys("a") == ["a1", "a2"]
+
+
+COMMANDS = st.lists(
+    st.tuples(
+        st.sampled_from(["set", "add", "append", "delete_key", "compare_set"]),
+        st.sampled_from(["a", "b", "ü"]),
+        st.integers(-9, 9),
+    ),
+    max_size=30,
+)
+
+
+@pytest.fixture(scope="module")
+def shared() -> dict[str, Store]:
+    return {"hash": HashStore(PATIENCE)}
+
+
+@given(commands=COMMANDS)
+def test_all_stores_do_the_same(shared: dict[str, Store], commands: list[tuple[str, str, int]]) -> None:
+    """What one answers the other answers: a view of a HashStore, and a dict."""
+    plain: dict[str, bytes] = {}
+    view = PrefixStore("p", shared["hash"])
+    for key in view.list_keys():
+        view.delete_key(key)
+    for name, key, n in commands:
+        if name == "set":
+            view.set(key, str(n))
+            plain[key] = b"%d" % n
+        elif name == "delete_key":
+            assert view.delete_key(key) == (plain.pop(key, None) is not None)
+        elif name == "compare_set":
+            expected = view.compare_set(key, str(n), "7")
+            if plain.get(key) == b"%d" % n:
+                plain[key] = b"7"
+            assert expected == plain.get(key, b"%d" % n)
+        elif name == "append":
+            view.append(key, "1")
+            plain[key] = plain.get(key, b"") + b"1"
+        else:
+            assert view.add(key, n) == int(plain.get(key, b"0")) + n
+            plain[key] = b"%d" % (int(plain.get(key, b"0")) + n)
+    assert {key: view.get(key) for key in view.list_keys()} == plain
+
+
+# ---- waiting ----------------------------------------------------------------------------------------------
+
+
+def test_waits_end_when_the_keys_are_there(store: Store, in_thread: Callable[..., Outcome[Any]]) -> None:
+    store.set("a", "1")
+    waits = [
+        in_thread(store.wait, ["a", "b"]),
+        in_thread(store.get, "b"),
+        in_thread(store.multi_get, ["b", "a"]),
+        in_thread(store.queue_pop, "q"),
+    ]
+    until_parked(store, 4)
+    assert not any(wait.done() for wait in waits)
+    store.set("b", "2")
+    store.queue_push("q", "3")
+    assert [wait.wait(PATIENCE) for wait in waits] == [None, b"2", [b"2", b"1"], b"3"]
+
+
+def test_a_wait_in_one_thread_is_in_nobodys_way(store: Store, in_thread: Callable[..., Outcome[Any]]) -> None:
+    wait = in_thread(store.wait, ["never"])
+    until_parked(store, 1)
+    for n in range(100):
+        assert store.add("n", 1) == n + 1
+    store.set("never", "now")
+    wait.wait(PATIENCE)
+
+
+def test_a_timeout_names_the_key_and_the_time(store: Store) -> None:
+    store.set("there", "")
+    with pytest.raises(StoreTimeoutError, match=r"0\.02 s.*missing.*nope'") as caught:
+        store.wait(["there", "nope"], timedelta(milliseconds=20))
+    assert "'there'" not in str(caught.value).rpartition("missing")[2]
+    with pytest.raises(StoreTimeoutError, match=r"0\.01 s"):
+        store.wait(["nope"], 0.01)
+    store.set_timeout(timedelta(milliseconds=10))
+    for call in (
+        lambda: store.get("nope"),
+        lambda: store.multi_get(["nope"]),
+        lambda: store.queue_pop("nope"),
+    ):
+        with pytest.raises(TimeoutError, match="nope"):
+            call()
+    assert store.timeout == timedelta(milliseconds=10)
+    assert store.get("there") == b""
+
+
+def test_timeout_zero_looks_once(store: Store) -> None:
+    store.set("k", "1")
+    store.wait(["k"], 0)
+    with pytest.raises(StoreTimeoutError):
+        store.wait(["nope"], 0)
+
+
+def test_adds_of_many_threads_add_up(store: Store, in_thread: Callable[..., Outcome[Any]]) -> None:
+    def add_many() -> list[int]:
+        return [store.add("n", 1) for _ in range(50)]
+
+    outcomes = [in_thread(add_many) for _ in range(8)]
+    sums = [n for outcome in outcomes for n in outcome.wait(PATIENCE)]
+    assert sorted(sums) == list(range(1, 401))
+
+
+# ---- arguments --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda s: s.set("k", 3), TypeError, "a value must be bytes or str, not int"),
+        (lambda s: s.set(3, "v"), TypeError, "a key must be a str, not int"),
+        (lambda s: s.get(None), TypeError, "not NoneType"),
+        (lambda s: s.add("n", 1.5), TypeError, "amount must be an int, not float"),
+        (lambda s: s.add("n", 1 << 63), ConfigurationError, "does not fit 64 bits"),
+        (lambda s: s.wait("key"), TypeError, "a list of keys, not the str 'key'"),
+        (lambda s: s.check("key"), TypeError, "a list of keys"),
+        (lambda s: s.multi_get(["k", 1]), TypeError, "a key must be a str"),
+        (lambda s: s.wait(["k"], -1), ConfigurationError, "cannot be negative"),
+        (lambda s: s.wait(["k"], timedelta(seconds=-1)), ConfigurationError, "cannot be negative"),
+        (lambda s: s.wait(["k"], float("nan")), ConfigurationError, "no number"),
+        (lambda s: s.wait(["k"], "1"), TypeError, "timedelta or seconds, not str"),
+        (lambda s: s.set_timeout(None), TypeError, "not NoneType"),
+        (lambda s: s.set("k" * (MAX_KEY + 1), ""), ConfigurationError, f"at most {MAX_KEY}"),
+        (lambda s: s.set(b"\xff", ""), ConfigurationError, "not UTF-8"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    store: Store, call: Callable[[Any], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call(store)
+    store.set("k", "still works")
+    assert store.get("k") == b"still works"
+
+
+def test_a_value_over_the_limit() -> None:
+    class Huge(bytes):
+        def __len__(self) -> int:
+            return MAX_VALUE + 1
+
+    with HashStore() as store, pytest.raises(ConfigurationError, match=f"at most {MAX_VALUE}"):
+        store.set("k", Huge())
+
+
+def test_a_closed_store_says_so(store: Store, in_thread: Callable[..., Outcome[Any]]) -> None:
+    beneath = store
+    while isinstance(beneath, PrefixStore):
+        beneath = beneath.underlying_store
+    waits = [in_thread(store.wait, ["never"]), in_thread(store.queue_pop, "never")]
+    until_parked(store, 2)
+    beneath.close()
+    beneath.close()
+    for wait in waits:
+        with pytest.raises(StoreError, match="clos"):
+            wait.wait(PATIENCE)
+    with pytest.raises(StoreError, match="closed"):
+        store.set("k", "v")
+
+
+# ---- views ------------------------------------------------------------------------------------------------
+
+
+def test_views_share_what_is_beneath_and_nothing_else() -> None:
+    with HashStore() as store:
+        one, two = PrefixStore("one", store), PrefixStore("two", store)
+        one.set("k", "1")
+        two.set("k", "2")
+        one.queue_push("q", "x")
+        assert (one.get("k"), two.get("k"), two.queue_len("q")) == (b"1", b"2", 0)
+        assert store.list_keys() == ["one/k", "two/k"]
+        assert PrefixStore("k", PrefixStore("one", store)).list_keys() == []
+        assert one.num_keys() == 2, "as torch's: of the store beneath"
+        assert one.underlying_store is store
+
+
+def test_a_view_closes_only_what_it_owns() -> None:
+    store = HashStore()
+    PrefixStore("p", store).close()
+    store.set("k", "")
+    PrefixStore("p", store, owned=True).close()
+    with pytest.raises(StoreError):
+        store.set("k", "")
+
+
+def test_a_view_of_something_else_is_refused() -> None:
+    with pytest.raises(TypeError, match="not dict"):
+        PrefixStore("p", {})  # type: ignore[arg-type]
+
+
+def test_every_call_of_the_contract_is_public_everywhere() -> None:
+    """No store adds arguments to the contract, so that one can take the place of another."""
+    names = [name for name in vars(Store) if not name.startswith("_")]
+    for cls in (TCPStore, HashStore, PrefixStore):
+        for name in names:
+            if callable(getattr(Store, name)):
+                ours, theirs = (inspect.signature(getattr(c, name)) for c in (cls, Store))
+                assert list(ours.parameters) == list(theirs.parameters), (cls, name)

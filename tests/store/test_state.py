@@ -1,0 +1,320 @@
+"""The state machine alone, against a dict that is looked through from end to end at each step."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.store.state import HIDDEN, MAX_NOTICE_VALUE, Notice, Reply, State
+from zmqgrad.wire.messages import (
+    Call,
+    KeyCallbackRegistered,
+    KeyCreated,
+    KeyDeleted,
+    KeyUpdated,
+    Message,
+    Refusal,
+    StoreAdd,
+    StoreAppend,
+    StoreCheck,
+    StoreCompareSet,
+    StoreDeleteKey,
+    StoreDone,
+    StoreGet,
+    StoreGetNumKeys,
+    StoreKeys,
+    StoreListKeys,
+    StoreMultiGet,
+    StoreMultiSet,
+    StoreNumber,
+    StoreQueueLen,
+    StoreQueuePop,
+    StoreQueuePush,
+    StoreRefused,
+    StoreSet,
+    StoreUnwatchKey,
+    StoreValue,
+    StoreValues,
+    StoreWait,
+    StoreWatchKey,
+)
+
+# ---- an oracle that is slow and plain ---------------------------------------------------------------------
+
+
+@dataclass
+class Model:
+    """What the store should do, with no cleverness: every waiter is looked at after every command."""
+
+    values: dict[str, bytes] = field(default_factory=dict)
+    queues: dict[str, list[bytes]] = field(default_factory=dict)
+    waiting: list[tuple[int, Any, float]] = field(default_factory=list)
+
+    def answer(self, query: Any) -> Any:
+        """What ``query`` gets now; None if it must wait."""
+        match query:
+            case StoreSet(key, value):
+                self.values[key] = value
+                return "done"
+            case StoreMultiSet(keys, values):
+                self.values.update(zip(keys, values, strict=True))
+                return "done"
+            case StoreCompareSet(key, expected, desired):
+                if self.values.get(key, b"") == expected:
+                    self.values[key] = desired
+                return self.values.get(key, expected)
+            case StoreAdd(key, amount):
+                if not self.values.get(key, b"0").lstrip(b"-").isdigit():
+                    return Refusal.INVALID
+                self.values[key] = str(int(self.values.get(key, b"0")) + amount).encode()
+                return int(self.values[key])
+            case StoreAppend(key, value):
+                self.values[key] = self.values.get(key, b"") + value
+                return "done"
+            case StoreDeleteKey(key):
+                return int(self.values.pop(key, None) is not None)
+            case StoreCheck(keys):
+                return int(self.values.keys() >= set(keys))
+            case StoreGetNumKeys():
+                return len(self.values)
+            case StoreListKeys(prefix):
+                return sorted(k for k in self.values if k.startswith(prefix))
+            case StoreQueuePush(key, value):
+                self.queues.setdefault(key, []).append(value)
+                return "done"
+            case StoreQueueLen(key):
+                return len(self.queues.get(key, []))
+            case StoreGet(key):
+                return self.values.get(key)
+            case StoreWait(keys):
+                return "done" if self.values.keys() >= set(keys) else None
+            case StoreMultiGet(keys):
+                return [self.values[k] for k in keys] if self.values.keys() >= set(keys) else None
+            case StoreQueuePop(key, block):
+                if self.queues.get(key):
+                    return self.queues[key].pop(0)
+                return None if block else Refusal.MISSING
+        raise AssertionError(query)
+
+    def apply(self, asker: int, query: Any, now: float) -> Counter[Any]:
+        said: Counter[Any] = Counter()
+        for other, _, deadline in list(self.waiting):
+            if deadline <= now:
+                said[other, repr(Refusal.TIMEOUT)] += 1
+        self.waiting = [w for w in self.waiting if w[2] > now]
+        answer = self.answer(query)
+        if answer is None and query.timeout <= 0:
+            # It waits until the next look at the clock, which is now.
+            said[asker, repr(Refusal.TIMEOUT)] += 1
+        elif answer is None:
+            self.waiting.append((asker, query, now + query.timeout))
+        else:
+            said[asker, repr(answer)] += 1
+        for entry in list(self.waiting):
+            answer = self.answer(entry[1])
+            if answer is not None:
+                self.waiting.remove(entry)
+                said[entry[0], repr(answer)] += 1
+        return said
+
+
+def plain(message: Message) -> Any:
+    """A reply in the model's words."""
+    match message:
+        case StoreDone():
+            return "done"
+        case StoreValue(value):
+            return value
+        case StoreNumber(number):
+            return number
+        case StoreValues(values):
+            return list(values)
+        case StoreKeys(keys):
+            return list(keys)
+        case StoreRefused(reason):
+            return reason
+    raise AssertionError(message)
+
+
+KEYS = st.sampled_from(["a", "b", "c", "ab"])
+SOME_KEYS = st.lists(KEYS, max_size=4).map(tuple)
+VALUES = st.sampled_from([b"", b"x", b"yz", b"1", b"-7"])
+TIMEOUTS = st.sampled_from([0.0, 1.0, 2.5, 60.0])
+
+QUERIES = st.one_of(
+    st.builds(StoreSet, KEYS, VALUES),
+    st.lists(st.tuples(KEYS, VALUES), max_size=4).map(
+        lambda pairs: StoreMultiSet(tuple(k for k, _ in pairs), tuple(v for _, v in pairs))
+    ),
+    st.builds(StoreCompareSet, KEYS, VALUES, VALUES),
+    st.builds(StoreAdd, KEYS, st.integers(-100, 100)),
+    st.builds(StoreAppend, KEYS, VALUES),
+    st.builds(StoreDeleteKey, KEYS),
+    st.builds(StoreGet, KEYS, TIMEOUTS),
+    st.builds(StoreWait, SOME_KEYS, TIMEOUTS),
+    st.builds(StoreMultiGet, SOME_KEYS, TIMEOUTS),
+    st.builds(StoreCheck, SOME_KEYS),
+    st.builds(StoreGetNumKeys),
+    st.builds(StoreListKeys, st.sampled_from(["", "a", "b"])),
+    st.builds(StoreQueuePush, KEYS, VALUES),
+    st.builds(StoreQueuePop, KEYS, st.booleans(), TIMEOUTS),
+    st.builds(StoreQueueLen, KEYS),
+)
+
+
+@given(st.lists(st.tuples(QUERIES, st.sampled_from([0.0, 0.5, 1.0, 3.0])), max_size=60))
+def test_it_does_what_a_dict_does(commands: list[tuple[Message, float]]) -> None:
+    """(S1), (S2), (S3): the same replies, to the same askers, at the same step."""
+    state, model, now = State(), Model(), 0.0
+    askers = {}
+    for asker, (query, pause) in enumerate(commands):
+        now += pause
+        askers[asker] = query
+        effects = state.expire(now) + state.apply(query, asker, now) + state.expire(now)
+        said = Counter((e.asker, repr(plain(e.message))) for e in effects if isinstance(e, Reply))
+        assert said == model.apply(asker, query, now)
+        assert state.statistics()["parked"] == len(model.waiting)
+        if model.waiting:
+            assert state.next_deadline() <= min(deadline for _, _, deadline in model.waiting)
+    left = Counter(e.asker for e in state.close())
+    assert left == Counter(asker for asker, _, _ in model.waiting)
+    assert state.statistics()["parked"] == 0
+    assert state.next_deadline() == math.inf
+
+
+@given(st.lists(QUERIES, max_size=60))
+def test_notices_tell_every_change_and_name_the_one_before(queries: list[Message]) -> None:
+    """(S4): replaying the notices of a key gives its value, and their revisions form a chain."""
+    state, seen, last = State(), {}, {"a": 0, "b": 0}
+    for key in last:
+        state.apply(StoreWatchKey(key, "n"), "watcher", 0.0)
+    for asker, query in enumerate(queries):
+        before = state.revision
+        effects = state.apply(query, asker, 0.0)
+        notices = [e.message for e in effects if isinstance(e, Notice)]
+        assert len(notices) <= state.revision - before
+        for notice in notices:
+            assert notice.previous == last[notice.key] < notice.revision <= state.revision
+            last[notice.key] = notice.revision
+            if not isinstance(notice, KeyCreated):
+                assert notice.old == seen[notice.key]
+            else:
+                assert notice.key not in seen
+            if isinstance(notice, KeyDeleted):
+                del seen[notice.key]
+            else:
+                seen[notice.key] = notice.new
+        for key in last:
+            (reply,) = state.apply(StoreWatchKey(key, "n"), "watcher", 0.0)
+            assert reply.message == KeyCallbackRegistered(key, state.revision, seen.get(key))
+
+
+# ---- what is hard to see in the above ---------------------------------------------------------------------
+
+
+def replies(effects: list[Any]) -> list[tuple[Any, Any]]:
+    return [(e.asker, plain(e.message)) for e in effects if isinstance(e, Reply)]
+
+
+def test_a_wait_needs_all_keys_at_one_moment() -> None:
+    """(S2): a key that went again before the last one came counts as missing."""
+    state = State()
+    assert state.apply(StoreWait(("a", "b"), 10.0), "w", 0.0) == []
+    state.apply(StoreSet("a", b"1"), "x", 0.0)
+    state.apply(StoreDeleteKey("a"), "x", 0.0)
+    assert replies(state.apply(StoreSet("b", b"2"), "x", 0.0)) == [("x", "done")]
+    assert ("w", "done") in replies(state.apply(StoreSet("a", b"3"), "x", 0.0))
+
+
+def test_blocked_pops_are_served_in_order() -> None:
+    """(S3)."""
+    state = State()
+    for name in ("first", "second", "third"):
+        assert state.apply(StoreQueuePop("q", True, 10.0 if name != "second" else 1.0), name, 0.0) == []
+    assert replies(state.expire(1.0)) == [("second", Refusal.TIMEOUT)]
+    assert ("first", b"1") in replies(state.apply(StoreQueuePush("q", b"1"), "x", 1.0))
+    assert ("third", b"2") in replies(state.apply(StoreQueuePush("q", b"2"), "x", 1.0))
+    assert replies(state.apply(StoreQueueLen("q"), "x", 1.0)) == [("x", 0)]
+
+
+def test_a_refusal_names_what_is_missing() -> None:
+    state = State()
+    state.apply(StoreSet("there", b""), "x", 0.0)
+    state.apply(StoreWait(("there", *(f"k{i}" for i in range(8))), 1.0), "w", 0.0)
+    state.apply(StoreQueuePop("line", True, 1.0), "p", 0.0)
+    texts = {e.asker: e.message.text for e in state.expire(1.0)}
+    assert texts["w"] == "missing: 'k0', 'k1', 'k2', 'k3', 'k4' and 3 more"
+    assert "'line'" in texts["p"]
+
+
+def test_an_answered_wait_leaves_nothing_behind() -> None:
+    """Waits with long timeouts that were answered soon must not pile up until their time."""
+    state = State()
+    for i in range(5000):
+        state.apply(StoreGet(f"k{i}", 1e6), i, 0.0)
+        state.apply(StoreSet(f"k{i}", b""), "x", 0.0)
+        state.apply(StoreDeleteKey(f"k{i}"), "x", 0.0)
+    assert len(state._parking._deadlines) < 200
+    assert state._parking._places == {}
+
+
+@pytest.mark.parametrize("value", [b"", b"x", b"1_0", b" 1", b"+1", b"--1", b"1.0", b"9" * 30, b"\xd9\xa1"])
+def test_add_to_what_is_no_number_is_refused(value: bytes) -> None:
+    state = State()
+    state.apply(StoreSet("n", value), "x", 0.0)
+    (reply,) = state.apply(StoreAdd("n", 1), "x", 0.0)
+    assert plain(reply.message) is Refusal.INVALID
+    assert "'n'" in reply.message.text
+    assert replies(state.apply(StoreGet("n", 0.0), "x", 0.0)) == [("x", value)]
+
+
+def test_add_ends_at_64_bits() -> None:
+    state = State()
+    state.apply(StoreSet("n", str((1 << 63) - 1).encode()), "x", 0.0)
+    assert replies(state.apply(StoreAdd("n", 1), "x", 0.0)) == [("x", Refusal.LIMIT)]
+    assert replies(state.apply(StoreAdd("n", -1), "x", 0.0)) == [("x", (1 << 63) - 2)]
+
+
+def test_hidden_keys_are_neither_counted_nor_listed() -> None:
+    state = State()
+    state.apply(StoreSet(f"{HIDDEN}own", b"1"), "x", 0.0)
+    state.apply(StoreSet("k", b"1"), "x", 0.0)
+    assert replies(state.apply(StoreGetNumKeys(), "x", 0.0)) == [("x", 1)]
+    assert replies(state.apply(StoreListKeys(""), "x", 0.0)) == [("x", ["k"])]
+    state.apply(StoreDeleteKey(f"{HIDDEN}own"), "x", 0.0)
+    assert replies(state.apply(StoreGetNumKeys(), "x", 0.0)) == [("x", 1)]
+
+
+def test_large_values_are_left_out_of_notices() -> None:
+    state, large = State(), b"v" * (MAX_NOTICE_VALUE + 1)
+    state.apply(StoreWatchKey("k", "n"), "w", 0.0)
+    (notice, _) = state.apply(StoreSet("k", large), "x", 0.0)
+    assert notice == Notice("k", KeyCreated("k", 1, 0, None))
+    (notice, _) = state.apply(StoreSet("k", b"small"), "x", 0.0)
+    assert notice == Notice("k", KeyUpdated("k", 2, 1, None, b"small"))
+
+
+def test_keys_that_nobody_watches_make_no_notices() -> None:
+    state = State()
+    state.apply(StoreWatchKey("k", "n"), "w", 0.0)
+    state.apply(StoreUnwatchKey("k"), "w", 0.0)
+    assert len(state.apply(StoreSet("k", b"1"), "x", 0.0)) == 2, "another may watch: the shell knows"
+    state.unwatch("k")
+    assert len(state.apply(StoreSet("k", b"1"), "x", 0.0)) == 1
+
+
+def test_what_is_no_store_query_is_refused() -> None:
+    ((asker, reason),) = replies(State().apply(Call("f", StoreDone()), "x", 0.0))  # type: ignore[arg-type]
+    assert (asker, reason) == ("x", Refusal.INVALID)
+
+
+def test_multi_set_with_unequal_lengths_changes_nothing() -> None:
+    state = State()
+    assert replies(state.apply(StoreMultiSet(("a", "b"), (b"1",)), "x", 0.0)) == [("x", Refusal.INVALID)]
+    assert state.revision == 0

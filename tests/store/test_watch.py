@@ -1,0 +1,374 @@
+"""Following keys: the follower alone against a faulty channel, then real watches over real stores."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.processes import free_port
+from zmqgrad.errors import StoreError, StoreTimeoutError
+from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
+from zmqgrad.store.state import MAX_NOTICE_VALUE, Notice, State
+from zmqgrad.store.watch import MAX_PENDING, Change, Follower, WatchBook
+from zmqgrad.wire.messages import (
+    KeyCallbackRegistered,
+    KeyUpdated,
+    StoreDeleteKey,
+    StoreSet,
+    StoreWatchKey,
+)
+
+PATIENCE = 10.0
+
+# ---- the follower, on a channel that loses what it likes --------------------------------------------------
+
+ACTIONS = st.lists(
+    st.tuples(
+        st.sampled_from(["set", "set", "set", "large", "delete", "other"]),
+        st.sampled_from(["arrives", "arrives", "is lost", "is late", "the connection breaks"]),
+    ),
+    max_size=40,
+)
+
+
+def look(state: State, key: str = "k") -> KeyCallbackRegistered:
+    (reply,) = state.apply(StoreWatchKey(key, "n"), "w", 0.0)
+    assert isinstance(reply.message, KeyCallbackRegistered)
+    return reply.message
+
+
+@given(ACTIONS, st.booleans())
+def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]], looks_late: bool) -> None:
+    """(P8): changes form one chain, and once the channel is whole again its end is the store's value."""
+    state, follower = State(), Follower()
+    changes: list[Change] = []
+    late: list[Any] = []
+    changes += follower.registered(look(state))
+    for n, (action, fate) in enumerate(actions):
+        query = {
+            "set": StoreSet("k", b"%d" % n),
+            "large": StoreSet("k", b"%d" % n * MAX_NOTICE_VALUE),
+            "delete": StoreDeleteKey("k"),
+            "other": StoreSet("other", b""),
+        }[action]
+        late += [e.message for e in state.apply(query, "x", 0.0) if isinstance(e, Notice)]
+        if fate == "is late":
+            continue
+        if fate == "the connection breaks":
+            late.clear()
+            follower.lost()
+        elif fate == "is lost":
+            late.clear()
+        for notice in late:
+            changes += follower.noticed(notice)
+        late.clear()
+        if not follower.live and not looks_late:
+            changes += follower.registered(look(state))
+    follower.lost()  # the last word of a broken channel: it is made anew
+    changes += follower.registered(look(state))
+    for before, after in itertools.pairwise(changes):
+        assert before[1] == after[0]
+    assert follower.live
+    held = look(state).value
+    assert follower.value == held
+    assert (changes[-1][1] if changes else None) == held
+
+
+def test_a_lost_notice_shows_at_the_next_one() -> None:
+    state, follower = State(), Follower()
+    follower.registered(look(state))
+    for value in (b"1", b"2"):
+        (notice, _) = state.apply(StoreSet("k", value), "x", 0.0)
+    assert follower.noticed(notice.message) == []  # type: ignore[arg-type]
+    assert not follower.live
+    assert follower.registered(look(state)) == [(None, b"2")]
+
+
+def test_notices_that_come_before_the_registration_are_kept() -> None:
+    state, follower = State(), Follower()
+    found = look(state)
+    (notice, _) = state.apply(StoreSet("k", b"1"), "x", 0.0)
+    assert follower.noticed(notice.message) == []  # type: ignore[arg-type]
+    assert follower.registered(found) == [(None, b"1")]
+    assert follower.registered(found) == [], "a look from before that tells nothing new"
+    assert follower.value == b"1"
+
+
+# ---- the book: callbacks ----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def book() -> Iterator[WatchBook]:
+    made = WatchBook("test", lambda key: KeyCallbackRegistered(key, 0, None))
+    yield made
+    made.close()
+
+
+def update(n: int, key: str = "k") -> KeyUpdated:
+    return KeyUpdated(key, n, n - 1, None, b"%d" % n)
+
+
+@pytest.mark.slow
+def test_a_slow_callback_of_one_key_does_not_hold_up_another(book: WatchBook) -> None:
+    go, seen = threading.Event(), queue.Queue[bytes | None]()
+    for i in range(8):  # more than there are threads at first
+        book.add(f"slow{i}", lambda old, new: go.wait(PATIENCE) and None)
+        book.noticed(update(1, f"slow{i}"))
+    book.add("quick", lambda old, new: seen.put(new))
+    book.noticed(update(1, "quick"))
+    try:
+        assert seen.get(timeout=PATIENCE) == b"1"
+    finally:
+        go.set()
+
+
+def test_callbacks_of_a_key_run_one_at_a_time_in_order(book: WatchBook) -> None:
+    seen, inside, done = [], threading.Lock(), threading.Event()
+
+    def callback(old: bytes | None, new: bytes | None) -> None:
+        if not inside.acquire(blocking=False):
+            pytest.fail("two at a time")
+        seen.append((old, new))
+        inside.release()
+        if new == b"500":
+            done.set()
+
+    book.add("k", callback)
+    for n in range(1, 501):
+        book.noticed(update(n))
+    assert done.wait(PATIENCE)
+    assert seen == [(None if n == 1 else b"%d" % (n - 1), b"%d" % n) for n in range(1, 501)]
+
+
+def test_a_callback_far_behind_misses_some_but_not_the_last(book: WatchBook) -> None:
+    go, entered, done, seen = threading.Event(), threading.Event(), threading.Event(), []
+    last = 3 * MAX_PENDING
+
+    def callback(old: bytes | None, new: bytes | None) -> None:
+        entered.set()
+        go.wait(PATIENCE)
+        seen.append((old, new))
+        if new == b"%d" % last:
+            done.set()
+
+    book.add("k", callback)
+    book.noticed(update(1))
+    assert entered.wait(PATIENCE)
+    for n in range(2, last + 1):
+        book.noticed(update(n))
+    go.set()
+    assert done.wait(PATIENCE)
+    assert len(seen) == MAX_PENDING + 1
+    assert all(before[1] == after[0] for before, after in itertools.pairwise(seen))
+
+
+def test_a_failing_callback_is_logged_and_stops_nothing(
+    book: WatchBook, caplog: pytest.LogCaptureFixture
+) -> None:
+    seen = queue.Queue[bytes | None]()
+
+    def fails(old: bytes | None, new: bytes | None) -> None:
+        raise LookupError("what the user did wrong")
+
+    book.add("k", fails)
+    book.add("k", lambda old, new: seen.put(new))
+    with caplog.at_level(logging.ERROR, "zmqgrad.store.watch"):
+        for n in (1, 2):
+            book.noticed(update(n))
+            assert seen.get(timeout=PATIENCE) == b"%d" % n
+    assert caplog.text.count("LookupError: what the user did wrong") == 2
+    assert "'k'" in caplog.text
+
+
+def test_a_watch_that_cannot_be_registered_is_none() -> None:
+    def look(key: str) -> KeyCallbackRegistered:
+        raise StoreTimeoutError("nobody there")
+
+    book = WatchBook("test", look)
+    with pytest.raises(StoreTimeoutError):
+        book.add("k", print)
+    assert not book.watches("k")
+    book.close()
+
+
+def test_a_look_that_began_before_a_break_is_not_trusted() -> None:
+    """What was registered on the old connection says nothing of the new one: it looks once more."""
+    looks, change = queue.Queue[int](), queue.Queue[Change]()
+    during_look: list[Any] = []
+    values = iter([None, b"old", b"new"])
+
+    def look(key: str) -> KeyCallbackRegistered:
+        looks.put(1)
+        found = KeyCallbackRegistered(key, 1, next(values))
+        for action in during_look:
+            action()
+        return found
+
+    book = WatchBook("test", look)
+    try:
+        book.add("k", lambda old, new: change.put((old, new)))
+        during_look.append(lambda: (during_look.clear(), book.broken()))
+        book.broken()
+        assert change.get(timeout=PATIENCE) == (None, b"old")
+        assert change.get(timeout=PATIENCE) == (b"old", b"new")
+        assert looks.qsize() == 3
+    finally:
+        book.close()
+
+
+# ---- whole stores -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["tcp", "hash", "prefix"])
+def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+    beneath: Store = HashStore(PATIENCE)
+    if request.param == "tcp":
+        beneath = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
+    with beneath:
+        yield PrefixStore("p", beneath) if request.param == "prefix" else beneath
+
+
+def test_created_updated_deleted(store: Store) -> None:
+    seen = queue.Queue[Change]()
+    store.watch_key("k", lambda old, new: seen.put((old, new)))
+    store.set("k", "1")
+    store.add("k", 1)
+    store.append("k", "0")
+    store.compare_set("k", "20", "")
+    store.multi_set(["other", "k"], ["x", "3"])
+    store.delete_key("k")
+    store.delete_key("k")
+    store.set("k", "4")
+    values = [None, b"1", b"2", b"20", b"", b"3", None, b"4"]
+    expected = list(itertools.pairwise(values))
+    assert [seen.get(timeout=PATIENCE) for _ in expected] == expected
+
+
+def test_an_empty_value_is_not_a_missing_key(store: Store) -> None:
+    seen = queue.Queue[Change]()
+    store.watch_key("k", lambda old, new: seen.put((old, new)))
+    store.set("k", "")
+    store.delete_key("k")
+    assert [seen.get(timeout=PATIENCE) for _ in range(2)] == [(None, b""), (b"", None)]
+
+
+def test_large_values_come_whole(store: Store) -> None:
+    seen, large = queue.Queue[Change](), b"v" * (3 * MAX_NOTICE_VALUE)
+    store.watch_key("k", lambda old, new: seen.put((old, new)))
+    store.set("k", large)
+    assert seen.get(timeout=PATIENCE) == (None, large)
+    store.set("k", "small")
+    assert seen.get(timeout=PATIENCE) == (large, b"small")
+
+
+def test_unwatch(store: Store) -> None:
+    kept, dropped = queue.Queue[Change](), queue.Queue[Change]()
+
+    def unwanted(old: bytes | None, new: bytes | None) -> None:
+        dropped.put((old, new))
+
+    store.watch_key("k", unwanted)
+    store.watch_key("k", lambda old, new: kept.put((old, new)))
+    store.set("k", "1")
+    assert kept.get(timeout=PATIENCE) == dropped.get(timeout=PATIENCE) == (None, b"1")
+    store.unwatch_key("k", unwanted)
+    store.set("k", "2")
+    assert kept.get(timeout=PATIENCE) == (b"1", b"2")
+    store.unwatch_key("k")
+    store.unwatch_key("k")
+    store.set("k", "3")
+    store.watch_key("k", lambda old, new: kept.put((old, new)))
+    store.set("k", "4")
+    assert kept.get(timeout=PATIENCE) == (b"3", b"4"), "a new watch tells nothing of before"
+    assert dropped.empty()
+
+
+def test_a_callback_may_use_its_store(store: Store) -> None:
+    done = queue.Queue[bytes]()
+
+    def callback(old: bytes | None, new: bytes | None) -> None:
+        store.set("copy", store.get("k"))
+        store.watch_key("again", lambda old, new: done.put(store.get("copy")))
+        store.set("again", "")
+
+    store.watch_key("k", callback)
+    store.set("k", "1")
+    assert done.get(timeout=PATIENCE) == b"1"
+
+
+def test_closed_stores_refuse_watches(store: Store) -> None:
+    beneath = store.underlying_store if isinstance(store, PrefixStore) else store
+    beneath.close()
+    with pytest.raises(StoreError):
+        store.watch_key("k", print)
+
+
+# ---- over the network -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_first_notice_is_never_lost() -> None:
+    """DESIGN 16.1: 100 of 100, each with a fresh subscriber, the change made by another client."""
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
+        for n in range(100):
+            seen = queue.Queue[Change]()
+            with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
+                client.watch_key(f"k{n}", lambda old, new, seen=seen: seen.put((old, new)))  # type: ignore[misc]
+                master.set(f"k{n}", "1")
+                assert seen.get(timeout=PATIENCE) == (None, b"1")
+
+
+def test_keys_that_begin_alike_are_told_apart() -> None:
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as store:
+        seen = queue.Queue[tuple[str, Change]]()
+        for key in ("a", "ab", "a\0b"):
+            store.watch_key(key, lambda old, new, key=key: seen.put((key, (old, new))))  # type: ignore[misc]
+        for key in ("a\0b", "ab", "a"):
+            store.set(key, key)
+        got = {seen.get(timeout=PATIENCE) for _ in range(3)}
+        assert got == {(key, (None, key.encode())) for key in ("a", "ab", "a\0b")}
+        store.set("a", "end")
+        assert seen.get(timeout=PATIENCE) == ("a", (b"a", b"end"))
+
+
+def test_the_server_forgets_watches_whose_clients_have_gone() -> None:
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
+        assert master._server is not None
+        with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
+            client.watch_key("k", print)
+            assert master._server.statistics()["watched"] == 1
+            client.unwatch_key("k")
+        seen = queue.Queue[Change]()
+        # Subscriptions are looked at when somebody watches, in the order in which they came and went.
+        limit = threading.Event()
+        for n in range(1000):
+            master.watch_key(f"other{n}", lambda old, new: seen.put((old, new)))
+            if master._server.statistics()["watched"] == n + 1:
+                return
+            limit.wait(0.001)
+        pytest.fail("the key of the client that went is watched still")
+
+
+@pytest.mark.slow
+def test_a_server_that_comes_back_is_watched_again() -> None:
+    """(P8): what changed while the connection was gone arrives as one update."""
+    port, seen = free_port(), queue.Queue[Change]()
+    master = TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE)
+    with TCPStore("127.0.0.1", port, timeout=PATIENCE) as client:
+        client.watch_key("k", lambda old, new: seen.put((old, new)))
+        master.set("k", "1")
+        assert seen.get(timeout=PATIENCE) == (None, b"1")
+        master.close()
+        with TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE) as again:
+            again.multi_set(["x", "k"], ["", "2"])
+            assert seen.get(timeout=PATIENCE) == (b"1", b"2")
+            again.set("k", "3")
+            assert seen.get(timeout=PATIENCE) == (b"2", b"3")
