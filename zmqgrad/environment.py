@@ -46,7 +46,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
         RendezvousError: if one is there and malformed.
     """
     return Launch(
-        master_addr=environ.get("MASTER_ADDR") or None,
+        master_addr=environ.get("MASTER_ADDR", "").strip() or None,
         master_port=_number(environ, "MASTER_PORT", 0, MAX_PORT),
         rank=_number(environ, "RANK", 0),
         world_size=_number(environ, "WORLD_SIZE", 1),

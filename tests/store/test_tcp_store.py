@@ -1,0 +1,280 @@
+"""``TCPStore`` as processes meet it: addresses, workers that come or do not, servers that die, ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from tests.support.interpreter import run_python
+from tests.support.processes import free_port, run_processes
+from zmqgrad.errors import AddressInUseError, ConfigurationError, StoreError, StoreTimeoutError
+from zmqgrad.runtime.clock import MONOTONIC
+from zmqgrad.store import TCPStore
+from zmqgrad.store.addresses import connecting_address, listening_address, same_host
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def master() -> Iterator[TCPStore]:
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as made:
+        yield made
+
+
+# ---- beginning --------------------------------------------------------------------------------------------
+
+
+def test_host_and_port(master: TCPStore) -> None:
+    with TCPStore("localhost", master.port, timeout=PATIENCE) as client:
+        assert (client.host, client.port) == ("localhost", master.port)
+        client.set("k", "1")
+        assert master.get("k") == b"1"
+
+
+def test_several_clients_in_one_process(master: TCPStore) -> None:
+    clients = [TCPStore("127.0.0.1", master.port, timeout=PATIENCE) for _ in range(5)]
+    assert [client.add("n", 1) for client in clients] == [1, 2, 3, 4, 5]
+    clients[0].close()
+    assert clients[1].add("n", 1) == 6
+    for client in clients:
+        client.close()
+
+
+def test_the_same_port_can_be_used_again_at_once() -> None:
+    port = free_port()
+    for n in range(5):
+        with TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE) as store:
+            assert store.num_keys() == 0
+            store.set("k", str(n))
+
+
+def test_a_second_master_on_a_port_is_refused(master: TCPStore) -> None:
+    with pytest.raises(AddressInUseError, match=f"127.0.0.1:{master.port}"):
+        TCPStore("127.0.0.1", master.port, is_master=True, timeout=PATIENCE)
+    master.set("k", "the first goes on")
+
+
+def test_masters_of_one_process_can_share() -> None:
+    port = free_port()
+    first, second = (
+        TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE, multi_tenant=True) for _ in range(2)
+    )
+    first.set("k", "1")
+    first.close()
+    assert second.get("k") == b"1", "the server is there while one uses it"
+    second.close()
+    TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE).close()
+
+
+def test_the_master_waits_for_the_workers() -> None:
+    port, order = free_port(), []
+
+    def come() -> None:
+        client = TCPStore("127.0.0.1", port, 2, timeout=PATIENCE)
+        order.append("worker")
+        client.close()
+
+    worker = threading.Thread(target=come, daemon=True)
+    worker.start()
+    with TCPStore("127.0.0.1", port, 2, True, PATIENCE) as master:
+        worker.join(PATIENCE)
+        assert order == ["worker"]
+        assert master.num_keys() == 0, "the count is not the user's"
+
+
+def test_workers_that_do_not_come_are_counted() -> None:
+    with pytest.raises(
+        StoreTimeoutError, match=r"1 of 3 workers have connected to 127\.0\.0\.1:\d+ within 0\.05 s"
+    ):
+        TCPStore("127.0.0.1", 0, 3, True, timedelta(milliseconds=50))
+    TCPStore("127.0.0.1", 0, 3, True, 0.05, wait_for_workers=False).close()
+
+
+def test_no_store_there() -> None:
+    port = free_port()
+    begun = MONOTONIC.now()
+    with pytest.raises(StoreTimeoutError, match=rf"no store answered at 127\.0\.0\.1:{port} within 0\.1 s"):
+        TCPStore("127.0.0.1", port, timeout=0.1)
+    assert MONOTONIC.now() - begun < 5.0
+
+
+def test_a_name_that_nobody_knows_is_said_to_be_one() -> None:
+    with pytest.raises(StoreTimeoutError, match=r"the name 'nobody\.invalid' cannot be resolved here"):
+        TCPStore("nobody.invalid", 1, timeout=0.01)
+
+
+@pytest.mark.parametrize(
+    ("host", "port", "error", "words"),
+    [
+        ("", 1, ConfigurationError, "no host name"),
+        ("a b", 1, ConfigurationError, "no host name"),
+        ("tcp://h", 1, ConfigurationError, "no host name"),
+        (None, 1, TypeError, "not NoneType"),
+        ("127.0.0.1", "1", TypeError, "a port must be an int, not str"),
+        ("127.0.0.1", 65536, ConfigurationError, "65536 is not between 0 and 65535"),
+        ("127.0.0.1", -1, ConfigurationError, "-1 is not between"),
+        ("127.0.0.1", 0, ConfigurationError, "must be told the port"),
+    ],
+)
+def test_addresses_that_cannot_be_right(host: str, port: int, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        TCPStore(host, port, timeout=0.01)
+
+
+def test_a_master_open_to_the_network_needs_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
+    with pytest.raises(ConfigurationError, match="ZMQGRAD_ALLOW_INSECURE=1"):
+        TCPStore("0.0.0.0", 0, is_master=True, timeout=PATIENCE)
+
+
+def test_where_a_master_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
+    assert listening_address("localhost", 5) == "tcp://127.0.0.1:5"
+    assert listening_address("10.1.2.3", 0) == "tcp://10.1.2.3:*"
+    assert listening_address("::1", 5) == listening_address("[::1]", 5) == "tcp://[::1]:5"
+    assert listening_address("nobody.invalid", 5) == "tcp://*:5"
+    assert connecting_address("::1", 5) == "tcp://[::1]:5"
+    assert same_host("tcp://[::1]:5", "tcp://[::]:77") == "tcp://[::1]:77"
+
+
+# ---- trouble ----------------------------------------------------------------------------------------------
+
+
+def test_a_closing_server_refuses_those_who_wait(master: TCPStore) -> None:
+    with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
+        assert master._server is not None
+        server = master._server
+        pause = threading.Event()
+
+        def close_when_it_waits() -> None:
+            while server.statistics()["parked"] == 0:
+                pause.wait(0.001)
+            master.close()
+
+        closing = threading.Thread(target=close_when_it_waits, daemon=True)
+        closing.start()
+        with pytest.raises(
+            StoreError, match=r"get\('never'\): the store at .* refused: the store is closing"
+        ):
+            client.get("never")
+        closing.join(PATIENCE)
+
+
+def test_a_server_that_died_costs_the_timeout(master: TCPStore) -> None:
+    with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
+        master.close()
+        client.set_timeout(0.05)
+        for call in (lambda: client.set("k", "1"), lambda: client.wait(["k"]), lambda: client.add("n", 1)):
+            with pytest.raises(StoreTimeoutError, match=f"no store answered at 127.0.0.1:{master.port}"):
+                call()
+
+
+def _serve_until_killed(rank: int) -> None:
+    with TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 2, rank == 0, PATIENCE) as store:
+        if rank == 0:
+            store.set("pid", str(os.getpid()))
+            store.get("never")
+        os.kill(int(store.get("pid")), signal.SIGKILL)
+        with pytest.raises(StoreTimeoutError):
+            store.wait(["never"], 0.3)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_server_that_was_killed_costs_the_timeout() -> None:
+    run_processes(_serve_until_killed, 2, may_die=[0])
+
+
+def _count_and_watch(rank: int) -> list[int]:
+    seen, last = [], threading.Event()
+
+    def callback(old: bytes | None, new: bytes | None) -> None:
+        seen.append(int(new or 0))
+        if new == b"300":
+            last.set()
+
+    with TCPStore("127.0.0.1", int(os.environ["MASTER_PORT"]), 3, rank == 0, PATIENCE) as store:
+        store.watch_key("n", callback)
+        store.add("watching", 1)
+        while store.add("watching", 0) < 3:
+            store.wait(["watching"])
+        for _ in range(100):
+            store.add("n", 1)
+        assert last.wait(PATIENCE)
+        if store.add("done", 1) == 3:
+            store.set("all done", "")
+        if rank == 0:
+            store.wait(["all done"])
+    return seen
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_count_and_watch_together() -> None:
+    for seen in run_processes(_count_and_watch, 3):
+        assert seen == list(range(1, 301))
+
+
+# ---- the interpreter --------------------------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_stores_rendezvous_and_all_leave_torch_unloaded() -> None:
+    """DESIGN 16.2."""
+    code = """
+import sys
+from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
+import zmqgrad.rendezvous
+with TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as store:
+    store.watch_key("k", print)
+    store.set("k", "1")
+print([name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy")])
+"""
+    assert run_python(code).splitlines()[-1] == "[]"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "then", ["", "raise SystemExit(0)", "threading.Thread(target=s.wait, args=(['x'],), daemon=True).start()"]
+)
+def test_forgotten_stores_do_not_keep_the_interpreter(then: str) -> None:
+    code = f"""
+import threading
+from zmqgrad.store import HashStore, TCPStore
+s = TCPStore("127.0.0.1", 0, is_master=True, timeout=20)
+c = TCPStore("127.0.0.1", s.port, timeout=20)
+c.watch_key("k", lambda old, new: None)
+h = HashStore(); h.watch_key("k", lambda old, new: None); h.set("k", "")
+s.set("k", "1")
+print("end", flush=True)
+{then}
+"""
+    assert run_python(code, timeout=30.0) == "end\n"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_ctrl_c_ends_a_wait() -> None:
+    code = """
+import os, signal, threading
+from zmqgrad.store import TCPStore
+with TCPStore("127.0.0.1", 0, is_master=True, timeout=60) as s:
+    server = s._server
+    def interrupt():
+        while not server.statistics()["parked"]:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+    threading.Thread(target=interrupt, daemon=True).start()
+    try:
+        s.get("never")
+    except KeyboardInterrupt:
+        print("interrupted", s.add("n", 1))
+"""
+    assert run_python(code, timeout=30.0) == "interrupted 1\n"

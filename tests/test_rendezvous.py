@@ -1,0 +1,244 @@
+"""Finding each other: by environment and by URL, and every way in which that fails."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+
+from tests.support.processes import free_port, run_processes
+from zmqgrad import rendezvous as module
+from zmqgrad.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
+from zmqgrad.rendezvous import register_rendezvous_handler, rendezvous
+from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
+
+PATIENCE = 20.0
+
+VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+
+
+@pytest.fixture(autouse=True)
+def clean(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "ZMQGRAD_ALLOW_INSECURE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_up(monkeypatch: pytest.MonkeyPatch, **variables: object) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+
+
+def meet_in_threads(urls: list[str]) -> list[tuple[Store, int, int]]:
+    met: list[tuple[Store, int, int] | None] = [None] * len(urls)
+
+    def meet(n: int) -> None:
+        met[n] = next(iter(rendezvous(urls[n], timeout=PATIENCE)))
+
+    threads = [threading.Thread(target=meet, args=(n,)) for n in range(len(urls))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return [one for one in met if one is not None]
+
+
+def test_by_tcp() -> None:
+    port = free_port()
+    urls = [f"tcp://127.0.0.1:{port}?rank={rank}&world_size=3" for rank in (2, 1, 0)]
+    met = meet_in_threads(urls)
+    assert [(rank, size) for _, rank, size in met] == [(2, 3), (1, 3), (0, 3)]
+    for store, rank, _ in met:
+        store.set(str(rank), "here")
+    assert met[0][0].multi_get(["0", "1", "2"]) == [b"here"] * 3
+    for store, _, _ in met:
+        store.close()
+
+
+def test_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=free_port(), RANK=0, WORLD_SIZE=2)
+    store, rank, size = next(iter(rendezvous("env://", timeout=timedelta(seconds=PATIENCE))))
+    assert (rank, size) == (0, 2)
+    assert store.timeout == timedelta(seconds=PATIENCE)
+    other, rank, size = next(iter(rendezvous("env://", rank=1, timeout=PATIENCE)))
+    assert (rank, size) == (1, 2)
+    again, rank, size = next(iter(rendezvous("env://?rank=1&world_size=5", world_size=3, timeout=PATIENCE)))
+    assert (rank, size) == (1, 3), "arguments win over the URL, and that over the environment"
+    store.set("k", "1")
+    assert other.get("k") == again.get("k") == b"1"
+    for each in (other, again, store):
+        each.close()
+
+
+def test_rank_0_may_meet_twice_in_one_process() -> None:
+    """As with torch: RPC beside a process group, both by the same address."""
+    url = f"tcp://127.0.0.1:{free_port()}?rank=0&world_size=1"
+    stores = [next(iter(rendezvous(url, timeout=PATIENCE)))[0] for _ in range(2)]
+    stores[0].set("k", "1")
+    stores[0].close()
+    assert stores[1].get("k") == b"1"
+    stores[1].close()
+    next(iter(rendezvous(url, timeout=PATIENCE)))[0].close()
+
+
+def test_where_the_agent_serves_the_store_no_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as agent:
+        set_up(
+            monkeypatch,
+            MASTER_ADDR="127.0.0.1",
+            MASTER_PORT=agent.port,
+            RANK=0,
+            WORLD_SIZE=1,
+            TORCHELASTIC_USE_AGENT_STORE="True",
+        )
+        for url in ("env://", f"tcp://127.0.0.1:{agent.port}?rank=0&world_size=1"):
+            store, _, _ = next(iter(rendezvous(url, timeout=PATIENCE)))
+            assert isinstance(store, PrefixStore)
+            store.set("k", url)
+            assert agent.get("/worker/k") == url.encode()
+            store.close()
+        agent.set("k", "goes on")
+
+
+def test_there_is_no_second_time() -> None:
+    meetings = iter(rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=PATIENCE))
+    store, _, _ = next(meetings)
+    store.close()
+    with pytest.raises(RendezvousError, match="cannot meet a second time"):
+        next(meetings)
+
+
+# ---- other schemes ----------------------------------------------------------------------------------------
+
+
+def test_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_handlers", dict(module._handlers))
+    asked = []
+
+    def handler(url: str, timeout: object) -> Iterator[tuple[Store, int, int]]:
+        asked.append((url, timeout))
+        yield HashStore(), 4, 5
+
+    register_rendezvous_handler("mine", handler)
+    _, rank, size = next(iter(rendezvous("mine://there?x=1", 1, 2, timeout=3.0)))
+    assert (rank, size) == (4, 5)
+    assert asked == [("mine://there?x=1&rank=1&world_size=2", 3.0)]
+    with pytest.raises(RendezvousError, match="a handler for mine:// already"):
+        register_rendezvous_handler("mine", handler)
+
+
+@pytest.mark.parametrize("url", ["nowhere://x", "env", "", "127.0.0.1:29500"])
+def test_a_scheme_that_nobody_handles(url: str) -> None:
+    with pytest.raises(RendezvousError, match=re.escape(f"no handler for {url!r}") + ".*env://, tcp://"):
+        rendezvous(url)
+
+
+def test_a_url_that_is_none() -> None:
+    with pytest.raises(TypeError, match="not NoneType"):
+        rendezvous(None)  # type: ignore[arg-type]
+
+
+# ---- what is missing, malformed, or wrong -----------------------------------------------------------------
+
+COMPLETE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "RANK": "1", "WORLD_SIZE": "2"}
+
+
+def failure(url: str, rank: int = -1, world_size: int = -1) -> str:
+    with pytest.raises(RendezvousError) as caught:
+        next(iter(rendezvous(url, rank, world_size, timeout=0.02)))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", list(COMPLETE))
+@pytest.mark.parametrize("value", [None, "", "  "])
+def test_a_variable_that_is_missing_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str | None
+) -> None:
+    set_up(monkeypatch, **{**COMPLETE, name: value or ""})
+    if value is None:
+        monkeypatch.delenv(name)
+    said = failure("env://")
+    assert said.startswith(f"{name} (")
+    assert "was not found in the environment" in said
+    assert f"set {name}" in said
+
+
+@pytest.mark.parametrize("name", ["MASTER_PORT", "RANK", "WORLD_SIZE"])
+@pytest.mark.parametrize("value", ["x", "-3", "1e3"])
+def test_a_variable_that_is_malformed_is_named(
+    monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    set_up(monkeypatch, **{**COMPLETE, name: value})
+    assert f"environment variable {name} " in failure("env://")
+    assert repr(value) in failure("env://")
+
+
+@pytest.mark.parametrize(
+    ("url", "rank", "size", "words"),
+    [
+        ("tcp://127.0.0.1:1", 2, 2, "the rank is 2 .* it must be from 0 to 1"),
+        ("tcp://127.0.0.1:1", -2, 2, "the rank is -2"),
+        ("tcp://127.0.0.1:1", 0, 0, "the world size is 0 .*at least 1"),
+        ("tcp://127.0.0.1:1", 0, -1, "world_size is neither an argument nor in 'tcp://"),
+        ("tcp://127.0.0.1:1?world_size=2", -1, -1, "rank is neither an argument nor in"),
+        ("tcp://127.0.0.1:1?rank=x&world_size=2", -1, -1, "rank is 'x' in .*must be a number"),
+        ("tcp://127.0.0.1:1?rank", -1, -1, "cannot be read"),
+        ("tcp://127.0.0.1", 0, 1, "lacks a host or a port"),
+        ("tcp://:5", 0, 1, "lacks a host or a port"),
+        ("tcp://127.0.0.1:0", 0, 1, "the port is 0 .*from 1 to 65535"),
+        ("tcp://127.0.0.1:70000", 0, 1, "cannot be read"),
+        ("tcp://127.0.0.1:x", 0, 1, "cannot be read"),
+    ],
+)
+def test_a_url_that_cannot_be_right(url: str, rank: int, size: int, words: str) -> None:
+    assert re.search(words, failure(url, rank, size))
+
+
+def test_a_rank_beyond_the_environments_world(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(monkeypatch, **{**COMPLETE, "RANK": "2"})
+    assert "the rank is 2 (the rank from RANK, the world size from WORLD_SIZE)" in failure("env://")
+    assert "the rank is 5 (the rank from an argument, the world size from WORLD" in failure("env://", 5)
+
+
+def test_a_port_in_use_is_named() -> None:
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as other:
+        said = failure(f"tcp://127.0.0.1:{other.port}", 0, 1)
+    assert f"rank 0 cannot serve the store at 127.0.0.1:{other.port}" in said
+    assert "Choose another port" in said
+
+
+def test_nobody_answers() -> None:
+    port = free_port()
+    url = f"tcp://127.0.0.1:{port}?rank=1&world_size=2"
+    with pytest.raises(RendezvousTimeoutError, match=rf"at 127\.0\.0\.1:{port} within 0\.05 s") as caught:
+        next(iter(rendezvous(url, timeout=0.05)))
+    assert isinstance(caught.value, TimeoutError)
+
+
+def test_the_network_needs_leave() -> None:
+    with pytest.raises(ConfigurationError, match="ZMQGRAD_ALLOW_INSECURE"):
+        next(iter(rendezvous("tcp://0.0.0.0:29500", 0, 1, timeout=PATIENCE)))
+
+
+# ---- processes --------------------------------------------------------------------------------------------
+
+
+def _meet(rank: int) -> tuple[int, int, list[bytes]]:
+    store, mine, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
+    store.set(f"worker{mine}", f"hello from {mine}")
+    everybody = store.multi_get([f"worker{n}" for n in range(size)])
+    if store.add("left", 1) == size:
+        store.set("all left", "")
+    if mine == 0:
+        store.wait(["all left"])
+    store.close()
+    return mine, size, everybody
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_meet() -> None:
+    everybody = [f"hello from {n}".encode() for n in range(3)]
+    assert run_processes(_meet, 3) == [(rank, 3, everybody) for rank in range(3)]

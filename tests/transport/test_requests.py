@@ -1,0 +1,358 @@
+"""Questions and answers over real sockets: many threads on one client, parked requests, garbage, ends."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import zmq
+
+from zmqgrad.errors import (
+    AddressInUseError,
+    ClosedError,
+    ConfigurationError,
+    ProtocolError,
+    TransportError,
+)
+from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.future import Outcome
+from zmqgrad.transport.exposure import is_loopback
+from zmqgrad.transport.requests import MAX_IDLE, RequestClient, RequestServer
+from zmqgrad.wire.codec import encode
+from zmqgrad.wire.messages import Message, StoreDone, StoreGet, StoreKeys, StorePing, StoreValue
+
+PATIENCE = 10.0
+LOOPBACK = "tcp://127.0.0.1:*"
+
+
+class Echo:
+    """Answers a ``get`` with its key; parks those of ``park`` until a ping; refuses by time what waits."""
+
+    def __init__(self, server: RequestServer) -> None:
+        self.server = server
+        self.parked: list[tuple[bytes, int]] = []
+        self.waits_for: list[float] = []
+        self.arrived = threading.Semaphore(0)
+
+    def handle(self, client: bytes, message_id: int, message: Message) -> None:
+        match message:
+            case StoreGet("park", timeout):
+                self.parked.append((client, message_id))
+                self.waits_for.append(MONOTONIC.now() + timeout)
+                self.arrived.release()
+            case StoreGet("fail"):
+                raise LookupError("a fault of the service")
+            case StoreGet(key):
+                self.server.reply(client, message_id, StoreValue(key.encode()))
+            case StorePing():
+                self._answer_parked(b"released")
+                self.server.reply(client, message_id, StoreDone())
+
+    def _answer_parked(self, value: bytes) -> None:
+        for client, message_id in self.parked:
+            self.server.reply(client, message_id, StoreValue(value))
+        self.parked.clear()
+        self.waits_for.clear()
+
+    def misunderstood(self, client: bytes, message_id: int, why: str) -> None:
+        self.server.reply(client, message_id, StoreKeys((why,)))
+
+    def next_due(self) -> float:
+        return min(self.waits_for, default=math.inf)
+
+    def do_due(self, now: float) -> None:
+        self._answer_parked(b"too late")
+
+    def stopping(self) -> None:
+        self._answer_parked(b"stopping")
+
+
+class Running:
+    """A server, its service and its thread."""
+
+    def __init__(self, address: str = LOOPBACK) -> None:
+        self.server = RequestServer("echo", address)
+        self.service = Echo(self.server)
+        self.thread = threading.Thread(target=self.server.serve, args=(self.service,), daemon=True)
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.server.stop()
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
+        self.server.context.term()
+
+
+@pytest.fixture
+def running() -> Iterator[Running]:
+    made = Running()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def client(running: Running) -> Iterator[RequestClient]:
+    made = RequestClient(running.server.endpoint)
+    yield made
+    made.close()
+
+
+def soon() -> Deadline:
+    return Deadline.after(PATIENCE)
+
+
+def in_thread(call: Callable[[], Message]) -> Outcome[Message]:
+    outcome: Outcome[Message] = Outcome()
+
+    def work() -> None:
+        try:
+            outcome.set(call())
+        except BaseException as e:
+            outcome.fail(e)
+
+    threading.Thread(target=work, daemon=True).start()
+    return outcome
+
+
+def test_an_answer_comes_back(client: RequestClient) -> None:
+    for key in ("a", "b", "x" * 50_000):
+        assert client.request(StoreGet(key, 1.0), soon()) == StoreValue(key.encode())
+
+
+def test_many_threads_get_their_own_answers(client: RequestClient) -> None:
+    def ask(name: str) -> Message:
+        for n in range(50):
+            answer = client.request(StoreGet(f"{name}.{n}", 1.0), soon())
+            assert answer == StoreValue(f"{name}.{n}".encode())
+        return StoreDone()
+
+    outcomes = [in_thread(lambda name=str(i): ask(name)) for i in range(12)]  # type: ignore[misc]
+    assert [outcome.wait(PATIENCE) for outcome in outcomes] == [StoreDone()] * 12
+    assert len(client._idle) <= MAX_IDLE
+
+
+def test_parked_requests_are_in_nobodys_way(running: Running, client: RequestClient) -> None:
+    parked = [in_thread(lambda: client.request(StoreGet("park", 60.0), soon())) for _ in range(3)]
+    for _ in parked:
+        assert running.service.arrived.acquire(timeout=PATIENCE)
+    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+    assert not any(wait.done() for wait in parked)
+    assert client.request(StorePing(""), soon()) == StoreDone()
+    assert [wait.wait(PATIENCE) for wait in parked] == [StoreValue(b"released")] * 3
+
+
+def test_the_service_is_called_when_something_is_due(client: RequestClient) -> None:
+    assert client.request(StoreGet("park", 0.01), soon()) == StoreValue(b"too late")
+
+
+def test_a_late_answer_meets_no_later_question(running: Running, client: RequestClient) -> None:
+    with pytest.raises(TimeoutError, match=r"127\.0\.0\.1"):
+        client.request(StoreGet("park", 60.0), Deadline.after(0.02))
+    assert running.service.arrived.acquire(timeout=PATIENCE)
+    assert client.request(StorePing(""), soon()) == StoreDone(), "which answers the parked one, too"
+    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+
+
+def test_an_answer_to_a_client_that_has_gone_is_counted(running: Running, client: RequestClient) -> None:
+    gone = RequestClient(running.server.endpoint)
+    with pytest.raises(TimeoutError):
+        gone.request(StoreGet("park", 60.0), Deadline.after(0.02))
+    gone.close()
+    assert running.service.arrived.acquire(timeout=PATIENCE)
+    (its_request,) = running.service.parked
+    for _ in range(1000):  # libzmq notices at some time that it has gone
+        running.service.parked = [its_request]
+        client.request(StorePing(""), soon())
+        if running.server.undeliverable:
+            return
+    pytest.fail("answers to a client that has gone are never counted")
+
+
+class RequestClientContext:
+    """A client for the length of a ``with``."""
+
+    def __init__(self, address: str) -> None:
+        self._client = RequestClient(address)
+
+    def __enter__(self) -> RequestClient:
+        return self._client
+
+    def __exit__(self, *exc: object) -> None:
+        self._client.close()
+
+
+def test_no_server_costs_the_deadline_and_no_more() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+    with RequestClientContext(f"tcp://127.0.0.1:{port}") as client, pytest.raises(TimeoutError):
+        client.request(StoreGet("a", 1.0), Deadline.after(0.02))
+
+
+def test_a_server_that_comes_later_is_found() -> None:
+    first = Running()
+    address = first.server.endpoint
+    with RequestClientContext(address) as client:
+        assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+        first.stop()
+        waits = in_thread(lambda: client.request(StoreGet("b", 1.0), soon()))
+        second = Running(address)
+        assert waits.wait(PATIENCE) == StoreValue(b"b")
+        second.stop()
+
+
+def test_a_stopping_server_has_a_last_word() -> None:
+    running = Running()
+    with RequestClientContext(running.server.endpoint) as client:
+        waits = in_thread(lambda: client.request(StoreGet("park", 60.0), soon()))
+        assert running.service.arrived.acquire(timeout=PATIENCE)
+        running.stop()
+        assert waits.wait(PATIENCE) == StoreValue(b"stopping")
+
+
+def test_a_server_that_never_served_stops() -> None:
+    server = RequestServer("idle", LOOPBACK)
+    server.stop()
+    server.serve(Echo(server))
+    server.context.term()
+
+
+def test_closing_the_client_ends_what_waits(running: Running) -> None:
+    client = RequestClient(running.server.endpoint)
+    waits = [in_thread(lambda: client.request(StoreGet("park", 60.0), soon())) for _ in range(3)]
+    for _ in waits:
+        assert running.service.arrived.acquire(timeout=PATIENCE)
+    client.close()
+    client.close()
+    for wait in waits:
+        with pytest.raises(ClosedError, match="closed"):
+            wait.wait(PATIENCE)
+    with pytest.raises(ClosedError, match="closed"):
+        client.request(StoreGet("a", 1.0), soon())
+
+
+def test_ctrl_c_ends_a_wait(running: Running, client: RequestClient) -> None:
+    def interrupt() -> None:
+        running.service.arrived.acquire(timeout=PATIENCE)
+        ident = threading.main_thread().ident
+        assert ident is not None
+        signal.pthread_kill(ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        client.request(StoreGet("park", 60.0), soon())
+    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        [b""],
+        [b"GET / HTTP/1.1"],
+        [b"zg" + b"\xff" * 40],
+        [b"zg\x01" + b"\0" * 21],
+        [bytes(encode(StoreGet("k", 1.0), 0, 1, 1))[:-3]],
+        [bytes(encode(StoreGet("k", 1.0), 0, 1, 1)), b"and one more", b"and another"],
+    ],
+    ids=["empty", "http", "version", "type", "cut", "frames"],
+)
+def test_garbage_is_counted_and_logged_once(
+    running: Running, client: RequestClient, frames: list[bytes], caplog: pytest.LogCaptureFixture
+) -> None:
+    """(P5): and the server goes on."""
+    with (
+        caplog.at_level(logging.WARNING, "zmqgrad.transport.requests"),
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as stranger,
+    ):
+        stranger.linger = 0
+        stranger.rcvtimeo = int(PATIENCE * 1000)
+        stranger.connect(running.server.endpoint)
+        for _ in range(3):
+            stranger.send_multipart(frames)
+        stranger.send(encode(StoreGet("after", 1.0), 0, 1, 7))
+        while b"after" not in stranger.recv():  # what was malformed and ours is answered, too
+            pass
+    assert running.server.malformed == 3
+    assert caplog.text.count("dropped a malformed") == 1
+    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+
+
+def test_a_client_of_ours_is_told_that_it_was_not_understood(client: RequestClient) -> None:
+    answer = client.request(StoreGet("k", -1.0), soon())
+    assert isinstance(answer, StoreKeys)
+    assert "malformed StoreGet" in answer.keys[0]
+
+
+def test_a_fault_of_the_service_is_logged(client: RequestClient, caplog: pytest.LogCaptureFixture) -> None:
+    with pytest.raises(TimeoutError):
+        client.request(StoreGet("fail", 1.0), Deadline.after(0.05))
+    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+    assert "LookupError: a fault of the service" in caplog.text
+
+
+def test_an_answer_that_is_none_of_ours() -> None:
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as server:
+        server.linger = 0
+        port = server.bind_to_random_port("tcp://127.0.0.1")
+        with RequestClientContext(f"tcp://127.0.0.1:{port}") as client:
+            for reply in (b"what?", bytes(encode(StoreDone(), 0, 1, 999))):
+                waits = in_thread(lambda: client.request(StoreGet("a", 1.0), soon()))
+                server.send_multipart([server.recv_multipart()[0], reply])
+                with pytest.raises(ProtocolError):
+                    waits.wait(PATIENCE)
+
+
+def test_a_port_in_use_is_named(running: Running) -> None:
+    with pytest.raises(AddressInUseError, match=f"{running.server.endpoint}.*Choose another port"):
+        RequestServer("second", running.server.endpoint)
+
+
+def test_an_address_that_is_none() -> None:
+    with pytest.raises(TransportError, match=r"cannot listen on tcp://127\.0\.0\.1:x"):
+        RequestServer("nowhere", "tcp://127.0.0.1:x")
+
+
+def test_nothing_but_loopback_without_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
+    for secret in ("", "a secret does not help before CURVE is there"):
+        monkeypatch.setenv("ZMQGRAD_SECRET", secret)
+        with pytest.raises(ConfigurationError, match="ZMQGRAD_ALLOW_INSECURE=1"):
+            RequestServer("open", "tcp://*:*")
+    monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
+    running = Running("tcp://*:*")
+    with RequestClientContext(f"tcp://127.0.0.1:{running.server.port}") as client:
+        assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+    running.stop()
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("127.9.9.9", True),
+        ("[::1]", True),
+        ("*", False),
+        ("0.0.0.0", False),
+        ("10.0.0.1", False),
+        ("localhost.example.org", False),
+        ("[::]", False),
+    ],
+)
+def test_what_loopback_is(host: str, loopback: bool) -> None:
+    assert is_loopback(host) == loopback
+
+
+def test_a_fork_cannot_use_the_client(client: RequestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    client.request(StoreGet("a", 1.0), soon())
+    pid = os.getpid()
+    monkeypatch.setattr(os, "getpid", lambda: pid + 1)
+    with pytest.raises(ClosedError, match=f"belongs to process {pid}"):
+        client.request(StoreGet("a", 1.0), soon())
+    monkeypatch.undo()
