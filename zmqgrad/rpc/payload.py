@@ -17,7 +17,7 @@ import io
 import pickle
 import sys
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import cloudpickle
@@ -176,6 +176,44 @@ def pack(value: Any, terms: Terms = _TERMS) -> Packed:
         frames = []
         return Packed(Payload(Form.TUPLE, describe(value, frames)), frames, value)
     return _pickle(value, terms)
+
+
+def pack_call(
+    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], terms: Terms = _TERMS
+) -> tuple[str, Packed]:
+    """The reference of ``function`` (empty: it is in the payload) and the payload of a call.
+
+    Raises:
+        PayloadError: if ``function`` is none, or naming what cannot be pickled.
+    """
+    if not callable(function):
+        raise PayloadError(f"{function!r} cannot be called; a remote call needs a function")
+    args, kwargs = tuple(args), dict(kwargs)
+    reference = reference_to(function, terms.main_by_reference)
+    if not reference:
+        return "", _pickle((function, args, kwargs), terms)
+    if not args and not kwargs:
+        return reference, PACKED_NOTHING
+    if not kwargs and _only_tensors(args):
+        return reference, pack(args, terms)
+    return reference, _pickle((args, kwargs), terms)
+
+
+def unpack_call(reference: str, payload: Payload, content: Any) -> tuple[Any, Sequence[Any], dict[str, Any]]:
+    """Function (None if ``reference`` names it), args and kwargs, from what :func:`unpack` gave.
+
+    Raises:
+        ProtocolError: if that is not what :func:`pack_call` makes.
+    """
+    if payload.form is Form.NOTHING:
+        return None, (), {}
+    if payload.form is Form.TUPLE:
+        return None, content, {}
+    wanted = 2 if reference else 3
+    if payload.form is not Form.PICKLE or not isinstance(content, tuple) or len(content) != wanted:
+        raise ProtocolError(f"the payload of a call is no {wanted}-tuple")
+    args, kwargs = content[-2:]
+    return (None if reference else content[0]), args, kwargs
 
 
 def _only_tensors(value: tuple[Any, ...]) -> bool:

@@ -1,0 +1,204 @@
+"""Who takes part: each worker publishes a record in the store and reads those of the others.
+
+Two workers of one name or one rank are refused: name and rank are claimed with ``compare_set`` before
+anything else is said.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import sys
+import threading
+from datetime import timedelta
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from zmqgrad.errors import (
+    ConfigurationError,
+    DuplicateWorkerError,
+    RendezvousTimeoutError,
+    StoreTimeoutError,
+    UnknownWorkerError,
+)
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.wire.ids import MAX_WORKER
+
+MAX_NAME = 128
+
+
+class Store(Protocol):
+    """What membership needs of a key-value store (see :mod:`zmqgrad.store`)."""
+
+    def get(self, key: str) -> bytes: ...
+
+    def set(self, key: str, value: str | bytes) -> None: ...
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes: ...
+
+    def check(self, keys: list[str]) -> bool: ...
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
+
+    def multi_get(self, keys: list[str]) -> list[bytes]: ...
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """Name and id (rank) of a worker; what a call can be addressed to."""
+
+    name: str
+    id: int
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+class WorkerRecord(msgspec.Struct, frozen=True):
+    """What a worker publishes of itself. ``program`` tells which ``__main__`` it runs."""
+
+    name: str
+    id: int
+    incarnation: int
+    endpoints: tuple[str, ...]
+    host: str
+    pid: int
+    program: str
+
+    @property
+    def info(self) -> WorkerInfo:
+        """Its public part."""
+        return WorkerInfo(self.name, self.id)
+
+
+def check_name(name: object) -> str:
+    """``name`` if a worker can be called so.
+
+    Raises:
+        ConfigurationError: otherwise, saying why.
+    """
+    if not isinstance(name, str) or not name:
+        raise ConfigurationError(f"a worker's name must be a non-empty string, not {name!r}")
+    if len(name) > MAX_NAME or not all(c.isalnum() or c in "_-:." for c in name):
+        raise ConfigurationError(
+            f"worker name {name!r} must match ^[A-Za-z0-9_-:.]*$ and be at most {MAX_NAME} characters"
+        )
+    return name
+
+
+def check_rank(rank: object, world_size: object) -> tuple[int, int]:
+    """Rank and world size if they fit each other.
+
+    Raises:
+        ConfigurationError: otherwise, saying why.
+    """
+    if (
+        isinstance(world_size, bool)
+        or not isinstance(world_size, int)
+        or not 1 <= world_size <= MAX_WORKER + 1
+    ):
+        raise ConfigurationError(f"world_size must be 1 to {MAX_WORKER + 1}, not {world_size!r}")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"rank must be 0 to {world_size - 1} (world_size {world_size}), not {rank!r}"
+        )
+    return rank, world_size
+
+
+def program_fingerprint() -> str:
+    """Which program ``__main__`` is: equal in workers that run the same file, unique where there is none."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        source = Path(path).read_bytes() if path else None
+    except OSError:
+        source = None
+    if source is None:
+        return f"{socket.gethostname()}/{os.getpid()}"
+    return hashlib.sha256(source).hexdigest()[:16]
+
+
+class Membership:
+    """The workers of one group, as this one knows them."""
+
+    def __init__(self, own: WorkerRecord, world_size: int) -> None:
+        self.own = own
+        self.world_size = world_size
+        self._lock = threading.Lock()  # guards the two below
+        self._by_id: dict[int, WorkerRecord] = {own.id: own}
+        self._by_name: dict[str, WorkerRecord] = {own.name: own}
+
+    def claim(self, store: Store) -> None:
+        """Take name and rank, and publish the record.
+
+        Raises:
+            DuplicateWorkerError: if another worker has either.
+        """
+        own = self.own
+        mine = f"{own.id}/{own.incarnation}"
+        for key, what in ((f"name/{own.name}", f"name {own.name!r}"), (f"rank/{own.id}", f"rank {own.id}")):
+            holder = store.compare_set(key, "", mine).decode()
+            if holder != mine:
+                raise DuplicateWorkerError(
+                    f"another worker already has {what} (worker {holder.split('/')[0]}): "
+                    f"give each of the {self.world_size} workers a name and rank of its own"
+                )
+        store.set(f"worker/{own.id}", msgspec.json.encode(own))
+
+    def meet(self, store: Store, deadline: Deadline) -> None:
+        """Wait until all workers have published, and learn their records.
+
+        Raises:
+            RendezvousTimeoutError: naming the ranks that did not come.
+        """
+        keys = [f"worker/{i}" for i in range(self.world_size)]
+        try:
+            store.wait(keys, timedelta(seconds=min(deadline.left(), 1e8)))
+            for raw in store.multi_get(keys):
+                self.learn(msgspec.json.decode(raw, type=WorkerRecord))
+        except StoreTimeoutError as e:
+            missing = [i for i, key in enumerate(keys) if not store.check([key])]
+            raise RendezvousTimeoutError(
+                f"{self.own.name}: of {self.world_size} workers, these ranks did not come in time: "
+                f"{missing}; start them with the same MASTER_ADDR, MASTER_PORT and world size, "
+                f"or allow more time"
+            ) from e
+
+    def learn(self, record: WorkerRecord) -> None:
+        """Note a worker."""
+        with self._lock:
+            self._by_id[record.id] = record
+            self._by_name[record.name] = record
+
+    def find(self, to: object) -> WorkerRecord:
+        """The worker that ``to`` (a name, an id or a WorkerInfo) means.
+
+        Raises:
+            UnknownWorkerError: if there is none.
+        """
+        if isinstance(to, str):
+            found = self._by_name.get(to)
+        elif isinstance(to, int):
+            found = self._by_id.get(to)
+        elif hasattr(to, "id"):
+            found = self._by_id.get(to.id)
+        else:
+            raise UnknownWorkerError(f"a worker is a name, a rank or a WorkerInfo, not {to!r}")
+        if found is None:
+            known = ", ".join(f"{r.name} ({r.id})" for r in sorted(self.all(), key=lambda r: r.id))
+            raise UnknownWorkerError(
+                f"name:{self.own.name},rank:{self.own.id} could not find destination {to!r}; "
+                f"the workers are {known}"
+            )
+        return found
+
+    def name_of(self, worker_id: int) -> str:
+        """The name of a worker, or its number where the name is not known."""
+        found = self._by_id.get(worker_id)
+        return found.name if found else f"worker {worker_id}"
+
+    def all(self) -> list[WorkerRecord]:
+        """All workers known."""
+        with self._lock:
+            return list(self._by_id.values())

@@ -1,0 +1,67 @@
+"""Exceptions across workers: described where they happen, rebuilt where they are waited for.
+
+What the caller catches has the type that was raised and tells, in its text, on which worker, and the
+traceback there. Where the type cannot be rebuilt the caller gets a :class:`~zmqgrad.errors.RemoteError`
+with the same text.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import traceback
+
+import cloudpickle
+
+from zmqgrad.errors import RemoteError
+from zmqgrad.wire.messages import MAX_TEXT, ExceptionReply
+
+logger = logging.getLogger(__name__)
+
+_LONGEST = MAX_TEXT // 4
+
+
+def describe_exception(error: BaseException, worker: str) -> ExceptionReply:
+    """What to send instead of an answer. ``worker`` is shown as where it happened."""
+    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    return ExceptionReply(worker, kind, _cut(repr(error)), _cut(trace), _pickled(error))
+
+
+def _pickled(error: BaseException) -> bytes:
+    try:
+        data: bytes = cloudpickle.dumps(error, protocol=5)
+        pickle.loads(data)  # an exception with required arguments pickles well and fails here
+    except Exception as e:
+        logger.debug("cannot send %r as an object (%s): its text will do", error, e)
+        return b""
+    return data
+
+
+def rebuild_exception(reply: ExceptionReply) -> BaseException:
+    """The exception to raise at the caller."""
+    text = f"On {reply.worker}:\n{reply.text}\n{reply.traceback}"
+    error = _unpickled(reply)
+    if error is None or not isinstance(error, Exception):
+        # SystemExit or KeyboardInterrupt over there must not end this process
+        return RemoteError(text)
+    if all(isinstance(a, str) for a in error.args) and len(error.args) <= 1:
+        error.args = (text,)
+    # For exceptions that make their text from other things than one string.
+    error.__cause__ = None if text in str(error) else RemoteError(text)
+    return error
+
+
+def _unpickled(reply: ExceptionReply) -> BaseException | None:
+    if not reply.pickled:
+        return None
+    try:
+        error = pickle.loads(reply.pickled)
+    except Exception as e:
+        logger.debug("cannot rebuild %s here (%s): its text will do", reply.kind, e)
+        return None
+    return error if isinstance(error, BaseException) else None
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _LONGEST else text[: _LONGEST // 2] + "\n...\n" + text[-_LONGEST // 2 :]

@@ -1,0 +1,378 @@
+"""One worker: sends calls, serves those of others, and ends in good order.
+
+Everything hangs on a :class:`Worker`; there may be several in one process. Its threads are the receiver's,
+the engine pool's and the timekeeper's. The receiver settles outcomes and queues requests; engine threads
+run user code; a thread that waits for a call opens the answer itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from zmqgrad.errors import ClosedError, NotInitializedError, RpcError, RpcTimeoutError
+from zmqgrad.rpc.calls import CallTable, PendingCall
+from zmqgrad.rpc.current import act_again, act_for
+from zmqgrad.rpc.dispatch import Doors, RequestHandler
+from zmqgrad.rpc.futures import Completer, RpcFuture
+from zmqgrad.rpc.membership import Membership, WorkerRecord
+from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, check_timeout
+from zmqgrad.rpc.payload import (
+    PACKED_NOTHING,
+    Packed,
+    Terms,
+    find_function,
+    pack,
+    pack_call,
+    unpack,
+    unpack_call,
+    unpack_tensors,
+)
+from zmqgrad.rpc.references import ReferenceTable
+from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.runtime.engine_pool import EnginePool
+from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.timekeeper import Timekeeper
+from zmqgrad.transport.base import Inbound, Mailbox
+from zmqgrad.wire.ids import IdSource
+from zmqgrad.wire.messages import (
+    RESPONSE,
+    Call,
+    ExceptionReply,
+    Message,
+    MessageType,
+    RemoteCall,
+    RemoteResult,
+    Result,
+    RRefFetch,
+    RRefValue,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class Worker:
+    """A member of a group.
+
+    Args:
+        membership: who takes part, this worker included.
+        mailbox: its end of the transport, not yet started.
+        options: timeouts and threads.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        mailbox: Mailbox,
+        options: RpcBackendOptions,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        own = membership.own
+        self.name = own.name
+        self.id = own.id
+        self.membership = membership
+        self.mailbox = mailbox
+        self.options = options
+        self.clock = clock
+        self.ids = IdSource(own.id)
+        self.timekeeper = Timekeeper(own.name, clock)
+        self.pool = EnginePool(own.name, options.num_worker_threads, self.timekeeper.call_later)
+        self.calls = CallTable()
+        self.doors = Doors()
+        self.references = ReferenceTable(self)
+        self.default_timeout = options.rpc_timeout
+        self._completer = Completer(self.pool)
+        self._next_check = math.inf  # when the timekeeper looks for calls that are over time
+        self._check_lock = threading.Lock()
+        self._closed = False
+        self._sent = 0
+        self._served = 0
+        self._terms: dict[int, Terms] = {}
+        requests: dict[MessageType, RequestHandler] = {
+            MessageType.CALL: lambda i: self.run_call(i, i.message, None),
+            MessageType.REMOTE_CALL: lambda i: self.run_call(i, i.message, None),
+            MessageType.RREF_FETCH: lambda i: self.run_call(i, i.message, None),
+        }
+        self.doors.requests.update(requests)
+        self.references.install(self.doors)
+
+    def start(self) -> None:
+        """Start threads; calls can be made and are served from here on."""
+        self.timekeeper.start()
+        self.mailbox.start(self._on_message, lambda peer: self.membership.find(peer).endpoints)
+
+    # ---- calling ----------------------------------------------------------------------------------------
+
+    def call(
+        self,
+        to: object,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: Any = UNSET_RPC_TIMEOUT,
+    ) -> PendingCall:
+        """Ask worker ``to`` to run ``function(*args, **kwargs)``."""
+        peer = self.membership.find(to)
+        seconds = self.seconds(timeout)
+        reference, packed = pack_call(function, args or (), kwargs or {}, self.terms(peer))
+        return self.request_call(peer.id, reference, packed, seconds, function)
+
+    def request_call(
+        self,
+        peer: int,
+        reference: str,
+        packed: Packed,
+        seconds: float,
+        what: str | Callable[..., Any],
+        keep: Any = None,
+    ) -> PendingCall:
+        """Send a CALL of a function that is packed already."""
+        return self.request(peer, Call(reference, packed.payload, seconds), packed, seconds, what, keep)
+
+    def request(
+        self,
+        peer: int,
+        message: Message,
+        packed: Packed = PACKED_NOTHING,
+        seconds: float = 0.0,
+        what: str | Callable[..., Any] = "",
+        keep: Any = None,
+        settled: Callable[[Outcome[Inbound]], None] | None = None,
+    ) -> PendingCall:
+        """Send a request that will be answered within ``seconds`` (0: no limit).
+
+        ``keep`` is kept alive until then; ``settled`` is called with the outcome, in whichever thread
+        brings it, and must not block.
+        """
+        if self._closed:
+            raise NotInitializedError(f"worker {self.name} has been shut down; call init_rpc again")
+        if self.doors.outgoing is not None:
+            message = self.doors.outgoing(peer, message, packed.tensors, _describe(what))
+        deadline = self.clock.now() + seconds if seconds else math.inf
+        call = PendingCall(self.ids.next(), peer, deadline, seconds, what, keep)
+        if settled is not None:
+            call.outcome.then(settled)
+        self.calls.add(call)
+        try:
+            self.mailbox.send(peer, message, call.message_id, packed.frames)
+        except BaseException:
+            self.calls.take(call.message_id)
+            raise
+        self._sent += 1
+        if deadline < self._next_check:
+            self._check_at(deadline)
+        return call
+
+    def wait(self, call: PendingCall) -> Inbound:
+        """Wait for the answer of ``call``.
+
+        Raises:
+            RpcTimeoutError: if it does not come in time. Others: as the outcome says.
+        """
+        outcome = call.outcome
+        left = None if call.deadline == math.inf else max(0.0, call.deadline - self.clock.now())
+        if not outcome.wait_done(left) and self.calls.take(call.message_id) is not None:
+            raise self._over_time(call)
+        outcome.wait_done()  # at most the moment between its being taken and set by another thread
+        return outcome.result()
+
+    def future(self, call: PendingCall) -> RpcFuture[Any]:
+        """The answer of ``call`` as a future."""
+        future: RpcFuture[Any] = RpcFuture(call.outcome, self._open_outcome)
+        call.outcome.then(lambda _: self._completer.answered(future))
+        return future
+
+    def _open_outcome(self, outcome: Outcome[Inbound]) -> Any:
+        return self.open(outcome.result())
+
+    def open(self, inbound: Inbound) -> Any:
+        """The value of an answer.
+
+        Raises:
+            what the remote function raised.
+        """
+        message = inbound.message
+        opener = self.doors.openers.get(inbound.envelope.type)  # type: ignore[call-overload]
+        tensors = None
+        if opener is not None:
+            message, tensors = opener(inbound)
+        if isinstance(message, ExceptionReply):
+            raise rebuild_exception(message)
+        if not isinstance(message, (Result, RRefValue)):
+            return None
+        if tensors is None:
+            tensors = unpack_tensors(message.payload, inbound.frames)
+        references = self.references.of(inbound.envelope.source)
+        return unpack(message.payload, inbound.frames, tensors, references)
+
+    def seconds(self, timeout: Any) -> float:
+        """What a ``timeout`` argument means: seconds, 0 for no limit, -1 for the default.
+
+        Raises:
+            ConfigurationError: for anything else.
+        """
+        if timeout == UNSET_RPC_TIMEOUT:
+            return self.default_timeout
+        return check_timeout(timeout)
+
+    def terms(self, peer: WorkerRecord) -> Terms:
+        """On which terms values travel to ``peer``."""
+        terms = self._terms.get(peer.id)
+        if terms is None:
+            same = peer.program == self.membership.own.program
+            terms = self._terms[peer.id] = Terms(self.references.of(peer.id), same)
+        return terms._replace(with_history=True) if self.doors.with_history() else terms
+
+    # ---- serving ----------------------------------------------------------------------------------------
+
+    def _on_message(self, inbound: Inbound) -> None:
+        """In the receiver's thread."""
+        kind: MessageType = inbound.envelope.type  # type: ignore[assignment]
+        if kind & RESPONSE:
+            call = self.calls.take(inbound.envelope.message_id)
+            if call is not None:
+                call.outcome.set(inbound)
+            return
+        self._served += 1
+        control = self.doors.control.get(kind)
+        if control is not None:
+            control(inbound)
+            return
+        handler = self.doors.requests.get(kind)
+        if handler is None:
+            logger.warning("%s: nobody here answers %s", self.name, type(inbound.message).__name__)
+            return
+        try:
+            self.pool.submit(partial(self._serve, handler, inbound))
+        except ClosedError:
+            logger.debug("%s: %s came while closing", self.name, type(inbound.message).__name__)
+
+    def _serve(self, handler: RequestHandler, inbound: Inbound) -> None:
+        """In an engine thread."""
+        token = act_for(self)
+        try:
+            handler(inbound)
+        except BaseException as e:
+            self.reply_error(inbound, e)
+        finally:
+            act_again(token)
+
+    def run_call(self, inbound: Inbound, message: Message, tensors: list[torch.Tensor] | None) -> None:
+        """Serve a call, remote call or fetch; ``tensors`` if somebody has unpacked them already."""
+        source = inbound.envelope.source
+        if isinstance(message, Call):
+            value = self._invoke(inbound, message, tensors)
+            packed = pack(value, self.terms(self.membership.find(source)))
+            self.reply(inbound, Result(packed.payload), packed, message.function)
+        elif isinstance(message, RemoteCall):
+            self.references.created(
+                source, message.rref_id, message.fork_id, lambda: self._invoke(inbound, message, tensors)
+            )
+            self.reply(inbound, RemoteResult(message.rref_id, message.fork_id))
+        elif isinstance(message, RRefFetch):
+            value = self.references.value(message.rref_id, message.timeout or None)
+            packed = pack(value, self.terms(self.membership.find(source)))
+            self.reply(inbound, RRefValue(packed.payload), packed, "to_here")
+        else:
+            raise RpcError(f"{type(message).__name__} is no call")
+
+    def _invoke(self, inbound: Inbound, call: Call | RemoteCall, tensors: list[torch.Tensor] | None) -> Any:
+        if tensors is None:
+            tensors = unpack_tensors(call.payload, inbound.frames)
+        content = unpack(call.payload, inbound.frames, tensors, self.references.of(inbound.envelope.source))
+        function, args, kwargs = unpack_call(call.function, call.payload, content)
+        del content
+        return (find_function(call.function) if function is None else function)(*args, **kwargs)
+
+    def reply(
+        self, inbound: Inbound, message: Message, packed: Packed = PACKED_NOTHING, what: str = ""
+    ) -> None:
+        """Answer ``inbound``."""
+        source = inbound.envelope.source
+        if self.doors.outgoing is not None:
+            message = self.doors.outgoing(source, message, packed.tensors, what)
+        self.mailbox.send(source, message, inbound.envelope.message_id, packed.frames)
+
+    def reply_error(self, inbound: Inbound, error: BaseException) -> None:
+        """Answer ``inbound`` by an exception."""
+        reply = describe_exception(error, repr(self.membership.own.info))
+        try:
+            self.mailbox.send(inbound.envelope.source, reply, inbound.envelope.message_id)
+        except ClosedError:
+            logger.debug("%s: closing, cannot tell %s", self.name, error)
+
+    # ---- deadlines --------------------------------------------------------------------------------------
+
+    def _check_at(self, deadline: float) -> None:
+        with self._check_lock:
+            if deadline >= self._next_check:
+                return
+            self._next_check = deadline
+        self.timekeeper.call_later(max(0.0, deadline - self.clock.now()), self._check_deadlines)
+
+    def _check_deadlines(self) -> None:
+        now = self.clock.now()
+        for call in self.calls.expire(now):
+            call.outcome.fail(self._over_time(call))
+        with self._check_lock:
+            if self._next_check > now:
+                return  # a later check is on its way
+            self._next_check = math.inf
+        following = self.calls.next_deadline()
+        if following < math.inf:
+            self._check_at(following)
+
+    def _over_time(self, call: PendingCall) -> RpcTimeoutError:
+        name = self.membership.name_of(call.peer)
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked "
+            f"with an error: {call.describe()} on {name}"
+        )
+
+    # ---- ending -----------------------------------------------------------------------------------------
+
+    def fail_all(self, error: RpcError) -> None:
+        """Settle every pending call with ``error`` (P3)."""
+        for call in self.calls.drain():
+            call.outcome.fail(error)
+
+    def counts(self) -> tuple[int, int]:
+        """Requests sent and requests received so far."""
+        return self._sent, self._served
+
+    def quiet(self) -> bool:
+        """Is nothing pending, queued or running here?"""
+        return not len(self.calls) and not self.pool.busy() and not self.references.busy()
+
+    def close(self) -> None:
+        """Stop at once: pending calls fail, threads are told to end. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for told in self.doors.closing:
+            told()
+        self.fail_all(RpcError(f"worker {self.name} was shut down while this call was on its way"))
+        self.pool.close()
+        self.references.close()
+        self.mailbox.close()
+        self.timekeeper.close()
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for all threads; names those that have not ended by ``deadline``."""
+        left = self.pool.join(deadline) + self.timekeeper.join(deadline)
+        return left + self.mailbox.join(deadline)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self.calls)} calls pending, {self.pool!r}"
+        return f"<Worker {self.name} id={self.id}: {state}>"
+
+
+def _describe(what: str | Callable[..., Any]) -> str:
+    return what if isinstance(what, str) else getattr(what, "__qualname__", "") or repr(what)
