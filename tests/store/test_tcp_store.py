@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -13,8 +14,8 @@ import pytest
 from tests.support.interpreter import run_python
 from tests.support.processes import free_port, run_processes
 from zmqgrad.errors import AddressInUseError, ConfigurationError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import MONOTONIC
-from zmqgrad.store import TCPStore
+from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.store import HashStore, TCPStore, ending
 from zmqgrad.store.addresses import connecting_address, listening_address, same_host
 
 PATIENCE = 20.0
@@ -259,12 +260,40 @@ print("end", flush=True)
     assert run_python(code, timeout=30.0) == "end\n"
 
 
+def test_a_store_that_became_garbage_is_closed() -> None:
+    """Whether alone or in a cycle, which the collector finds at any line of any code."""
+    port = free_port()
+    for in_a_cycle in (False, True):
+        store = TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE)
+        client = TCPStore("127.0.0.1", port, timeout=PATIENCE)
+        client.watch_key("k", lambda old, new: None)
+        if in_a_cycle:
+            store.itself, client.itself = client, store  # type: ignore[attr-defined]
+        del store, client
+        gc.collect()
+        deadline = Deadline.after(PATIENCE)
+        pause = threading.Event()
+        while ending._open and not deadline.passed():
+            pause.wait(0.001)
+        assert not ending._open
+    TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE).close()
+
+
+def test_a_local_store_that_became_garbage_is_closed() -> None:
+    store = HashStore()
+    store.watch_key("k", lambda old, new: None)
+    store.set("k", "")
+    del store
+    gc.collect()
+    # That nothing is left is seen after each test.
+
+
 @pytest.mark.processes
 @pytest.mark.slow
 def test_ctrl_c_ends_a_wait() -> None:
     code = """
 import os, signal, threading
-from zmqgrad.store import TCPStore
+from zmqgrad.store import HashStore, TCPStore, ending
 with TCPStore("127.0.0.1", 0, is_master=True, timeout=60) as s:
     server = s._server
     def interrupt():

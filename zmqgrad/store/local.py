@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from functools import partial
 
 from zmqgrad.errors import ClosedError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout, WatchCallback, as_key
+from zmqgrad.store.ending import Ending
 from zmqgrad.store.state import Effect, Notice, State
 from zmqgrad.store.watch import WatchBook
 from zmqgrad.wire.messages import (
@@ -32,7 +35,8 @@ class HashStore(QueryStore):
         self._state = State()
         self._lock = threading.Lock()  # guards _state and _closed
         self._closed = False
-        self._watches = WatchBook("hash-store", self._register)
+        self._watches = WatchBook("hash-store", partial(_register, weakref.ref(self)))
+        self._ending = Ending(self, self._watches.close)
 
     def _ask(self, query: Message, seconds: float) -> Message:
         outcome: Outcome[Message] = Outcome()
@@ -88,8 +92,16 @@ class HashStore(QueryStore):
         with self._lock:
             self._closed = True
             self._carry_out(self._state.close())
-        self._watches.close()
+        self._ending.now()
 
     def __repr__(self) -> str:
         statistics = self._state.statistics()
         return f"<HashStore of {statistics['keys']} keys{', closed' if self._closed else ''}>"
+
+
+def _register(store: weakref.ref[HashStore], key: str) -> KeyCallbackRegistered:
+    """Without keeping the store alive: callbacks run in threads that do."""
+    alive = store()
+    if alive is None:
+        raise ClosedError("the store is gone")
+    return alive._register(key)
