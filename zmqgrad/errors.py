@@ -20,7 +20,7 @@
     |   |-- PayloadError (TypeError)           something cannot be sent, or not be rebuilt here
     |   |-- FunctionNotFoundError (AttributeError)  the callee cannot import the function
     |   |-- RRefError                          a reference used where it cannot be
-    |   `-- RemoteError                        user code failed there, and its exception cannot be rebuilt here
+    |   `-- RemoteError                        user code failed there; its exception cannot be rebuilt here
     `-- AutogradError (RuntimeError)           contexts and backward passes
 
 The second base, in parentheses, is what the same mistake raises in ``torch.distributed``, or what

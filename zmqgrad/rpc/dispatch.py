@@ -7,6 +7,7 @@ doors; nothing here is global.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -32,6 +33,16 @@ Outgoing = Callable[[int, Message, Sequence[torch.Tensor], str], Message]
 
 Opener = Callable[[Inbound], Opened]
 
+EXTENSIONS = ("zmqgrad.autograd",)
+"""Floors above that every worker answers for, whether or not its program uses them: a callee has to record
+what it is asked to run. Named, not imported, as the arrows point the other way; each has ``install(worker)``.
+"""
+
+
+def install_extension(module: str, worker: Any) -> None:
+    """Let an upper floor fill the doors of ``worker``."""
+    importlib.import_module(module).install(worker)
+
 
 @dataclass
 class Doors:
@@ -41,6 +52,8 @@ class Doors:
     control: dict[MessageType, RequestHandler] = field(default_factory=dict)
     openers: dict[MessageType, Opener] = field(default_factory=dict)
     outgoing: Outgoing | None = None
+    unsent: Callable[[Message], None] | None = None
+    """Called with what ``outgoing`` gave, if that could not be sent after all."""
     with_history: Callable[[], bool] = lambda: False
     peer_lost: list[Callable[[int, BaseException], None]] = field(default_factory=list)
     closing: list[Callable[[], None]] = field(default_factory=list)

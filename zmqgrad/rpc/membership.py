@@ -11,9 +11,7 @@ import os
 import socket
 import sys
 import threading
-from datetime import timedelta
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -25,25 +23,10 @@ from zmqgrad.errors import (
     UnknownWorkerError,
 )
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import Store
 from zmqgrad.wire.ids import MAX_WORKER
 
 MAX_NAME = 128
-
-
-class Store(Protocol):
-    """What membership needs of a key-value store (see :mod:`zmqgrad.store`)."""
-
-    def get(self, key: str) -> bytes: ...
-
-    def set(self, key: str, value: str | bytes) -> None: ...
-
-    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
-
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -154,7 +137,7 @@ class Membership:
         """
         keys = [f"worker/{i}" for i in range(self.world_size)]
         try:
-            store.wait(keys, timedelta(seconds=min(deadline.left(), 1e8)))
+            store.wait(keys, min(deadline.left(), 1e8))
             for raw in store.multi_get(keys):
                 self.learn(msgspec.json.decode(raw, type=WorkerRecord))
         except StoreTimeoutError as e:

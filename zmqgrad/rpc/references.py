@@ -211,6 +211,7 @@ class ReferenceTable:
             if handle.owner == self._worker.id:
                 assert handle.outcome is not None
                 self._values[handle.rref_id] = handle.outcome
+                self._dropped.pop(handle.rref_id, None)  # nobody else referred to it; now somebody does again
                 self._owner.note(handle.rref_id, fork_id, peer)
             else:
                 self._user.fork(handle.fork_id, fork_id, peer)

@@ -132,6 +132,11 @@ class RRef(TravelsAsReference, Generic[T]):
         return f"<{self} of {self._worker.membership.name_of(self.handle.owner)}{known}>"
 
 
+def install_rrefs(worker: Worker) -> None:
+    """Let references that arrive at ``worker`` become RRefs."""
+    worker.references.make_rref = lambda handle: RRef._of(worker, handle)
+
+
 def _show(kind: str, value: int) -> str:
     worker, counter = split_id(value)
     return f"{kind}(created_on={worker}, local_id={counter})"

@@ -164,6 +164,8 @@ class Worker:
             self.mailbox.send(peer, message, call.message_id, packed.frames)
         except BaseException:
             self.calls.take(call.message_id)
+            if self.doors.unsent is not None:
+                self.doors.unsent(message)
             raise
         self._sent += 1
         if deadline < self._next_check:

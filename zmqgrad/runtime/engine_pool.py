@@ -58,6 +58,7 @@ class EnginePool:
         self._threads: set[threading.Thread] = set()
         self._leaving: list[threading.Thread] = []  # no longer counted, perhaps at their last instruction
         self._numbers = 0
+        self._at_rest = threading.Condition(self._lock)
 
     def submit(self, task: Task) -> None:
         """Run ``task`` soon. It must handle its own errors; one that escapes is logged.
@@ -144,6 +145,8 @@ class EnginePool:
                 return False
             else:
                 self._idle += 1
+                if self._live == self._idle:
+                    self._at_rest.notify_all()
             return True
 
     def _retire(self) -> None:
@@ -154,6 +157,8 @@ class EnginePool:
         self._live -= 1
         self._threads.discard(me)
         self._leaving = [*(t for t in self._leaving if t.is_alive()), me]
+        if self._live == self._idle:
+            self._at_rest.notify_all()
 
     def _watch(self) -> None:
         assert self._call_later is not None
@@ -210,6 +215,13 @@ class EnginePool:
         """Does any thread run or wait inside a task, or is one queued?"""
         with self._lock:
             return self._backlog > 0 or self._live > self._idle
+
+    def wait_idle(self, deadline: Deadline) -> bool:
+        """Wait until no task runs, waits or is queued. False if that does not come by ``deadline``."""
+        with self._lock:
+            return self._at_rest.wait_for(
+                lambda: not self._backlog and self._live == self._idle, deadline.left_or_none()
+            )
 
     def __repr__(self) -> str:
         said = ", ".join(f"{v} {k}" for k, v in self.statistics().items())

@@ -30,8 +30,10 @@ class Ending:
     def now(self) -> None:
         """Close now."""
         self._finalizer.detach()
-        _open.discard(self)
-        self._close()
+        try:
+            self._close()
+        finally:
+            _open.discard(self)  # not before: the interpreter's end waits for those under way
 
     def _forgotten(self) -> None:
         # A finalizer can run at any line of any thread, with a lock held that closing needs (DESIGN 16.3).

@@ -123,7 +123,7 @@ class RequestServer:
             if self._serving or self._stopped:
                 return
             self._serving = True
-        router, now, linger = self._router, self._clock.now, 0
+        router, now, linger, armed = self._router, self._clock.now, 0, -1
         try:
             while True:
                 due = service.next_due()
@@ -138,8 +138,9 @@ class RequestServer:
                 if publisher is not None and publisher.expecting:
                     if not publisher.wait_beside(router, timeout):
                         continue
-                else:
+                elif timeout != armed:
                     router.setsockopt(zmq.RCVTIMEO, timeout)
+                    armed = timeout
                 try:
                     client = router.recv()
                 except zmq.Again:

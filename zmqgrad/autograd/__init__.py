@@ -1,0 +1,22 @@
+"""Distributed autograd: one backward pass over a graph that spans workers.
+
+    with context() as context_id:
+        loss = rpc.rpc_sync("worker1", layer, args=(x,)).sum()
+        backward(context_id, [loss])
+        grads = get_gradients(context_id)
+
+Guarantees: gradients equal those of the same program in one process (P7); each node of a local graph runs
+once, on torch's own engine; when ``backward`` returns, nothing of the pass is in flight anywhere. Gradients
+go to the context, never to ``.grad``.
+
+Start with :mod:`~zmqgrad.autograd.functions` (what a message leaves in the graph), then
+:mod:`~zmqgrad.autograd.plan` (which part of a local graph may run when); :mod:`~zmqgrad.autograd.engine`
+drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding` fills its doors.
+"""
+
+from __future__ import annotations
+
+from zmqgrad.autograd.api import backward, context, get_gradients
+from zmqgrad.autograd.forwarding import install
+
+__all__ = ["backward", "context", "get_gradients", "install"]

@@ -1,0 +1,103 @@
+"""What a program calls: ``torch.distributed.autograd``'s names, arguments and defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import TracebackType
+
+import torch
+
+from zmqgrad.autograd.context import Recording, recording
+from zmqgrad.autograd.forwarding import autograd_of
+from zmqgrad.errors import AutogradError
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.worker import Worker
+
+MODES = ("fast",)
+
+
+class context:
+    """Records the calls inside it for one or more backward passes; gives the context's id.
+
+    Leaving it releases the context, with its gradients, on all workers.
+
+    Raises:
+        AutogradError: if the calling thread is inside a context already.
+        NotInitializedError: if RPC is not initialized.
+    """
+
+    def __enter__(self) -> int:
+        if recording() is not None:
+            raise AutogradError("already have autograd context: contexts cannot be nested in one thread")
+        self._worker: Worker = current_worker()
+        self._context = autograd_of(self._worker).begin()
+        self._recording = Recording(self._context)
+        self._recording.__enter__()
+        return self._context.id
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._recording.__exit__()
+        autograd_of(self._worker).release(self._context.id)
+
+
+def backward(
+    context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, mode: str = "fast"
+) -> None:
+    """Run one backward pass from ``roots`` over all workers that the context went to.
+
+    Gradients of leaves are added up in the context, each on its own worker; see :func:`get_gradients`.
+
+    Args:
+        context_id: from :class:`context`.
+        roots: local scalars (one element, any shape) that require grad.
+        retain_graph: keep the graphs for another pass.
+        mode: "fast" expects a gradient for everything that was sent, and says so where none comes.
+
+    Raises:
+        AutogradError: if the context is not known here, the roots cannot be right, or a part of the graph
+            waits for a gradient that cannot come.
+        Anything else: what failed in a backward function, on any worker, with its own type.
+    """
+    if not isinstance(context_id, int) or isinstance(context_id, bool):
+        raise TypeError(f"context_id must be an int, the id that context() gave, not {context_id!r}")
+    if mode not in MODES:
+        raise AutogradError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
+    autograd = autograd_of(current_worker())
+    found = autograd.contexts.find(context_id)
+    autograd.backward(found, check_roots(roots), bool(retain_graph))
+
+
+def check_roots(roots: object) -> list[torch.Tensor]:
+    """``roots`` as a list, if a backward pass can start there.
+
+    Raises:
+        AutogradError: otherwise, naming the root.
+    """
+    if not isinstance(roots, (list, tuple)):
+        raise TypeError(f"roots must be a list of tensors, not {type(roots).__name__}")
+    if not roots:
+        raise AutogradError("No tensors provided for gradient computation.")
+    for i, root in enumerate(roots):
+        if not isinstance(root, torch.Tensor):
+            raise TypeError(f"roots[{i}] must be a tensor, not {type(root).__name__}")
+        if not root.requires_grad:
+            raise AutogradError(
+                f"requires_grad not set on root roots[{i}]: nothing that it was made from requires grad"
+            )
+        if root.numel() != 1:
+            raise AutogradError(
+                f"roots[{i}] of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: "
+                f"reduce it first, as by .sum() or .mean()"
+            )
+    return list(roots)
+
+
+def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
+    """Leaf tensor to gradient, of all backward passes of the context so far, on this worker.
+
+    Raises:
+        AutogradError: if the context is not known here.
+    """
+    return autograd_of(current_worker()).contexts.find(context_id).gradients()

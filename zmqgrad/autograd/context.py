@@ -1,0 +1,171 @@
+"""A distributed autograd pass as one worker knows it: its sends, its gradients, who else takes part.
+
+A context is created where it is first heard of, and forgotten everywhere when its maker leaves the ``with``.
+Which context the calling thread records for is a context variable; engine threads set it around each call.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from contextvars import ContextVar
+from typing import TYPE_CHECKING
+
+import torch
+
+from zmqgrad.autograd.functions import RecvNote, Send, attach_recv
+from zmqgrad.errors import AutogradError
+from zmqgrad.wire.ids import show_id
+
+if TYPE_CHECKING:
+    from zmqgrad.autograd.engine import Pass
+
+REMEMBERED = 10_000
+"""How many released contexts are remembered, so that a late message does not bring one back."""
+
+
+class Context:
+    """One context on one worker."""
+
+    def __init__(self, context_id: int) -> None:
+        self.id = context_id
+        self._lock = threading.Lock()  # guards the four below
+        self._sends: dict[int, Send] = {}
+        self._peers: set[int] = set()
+        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        self._storages: set[int] = set()  # addresses of the gradients' memory
+        self.pass_lock = threading.Lock()  # guards passes
+        self.passes: dict[int, Pass] = {}
+
+    def know(self, peer: int) -> None:
+        """``peer`` takes part; it will be told of the end."""
+        self._peers.add(peer)
+
+    def peers(self) -> set[int]:
+        """The workers that this one exchanged messages of the context with."""
+        return set(self._peers)
+
+    def add_send(self, send: Send) -> None:
+        """Tensors are about to go out."""
+        with self._lock:
+            self._sends[send.autograd_id] = send
+
+    def remove_send(self, autograd_id: int) -> None:
+        """They did not go after all."""
+        with self._lock:
+            self._sends.pop(autograd_id, None)
+
+    def sends(self) -> list[Send]:
+        """All sends so far."""
+        with self._lock:
+            return list(self._sends.values())
+
+    def receive(self, autograd_id: int, peer: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Tensors that came from the send ``autograd_id`` of ``peer``, with their history."""
+        outputs = sum(t.requires_grad for t in tensors)
+        if not autograd_id or not outputs:
+            return tensors
+        return attach_recv(RecvNote(self.id, autograd_id, peer, outputs), tensors)
+
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """Add to the gradient of ``leaf``."""
+        with self._lock:
+            present = self._gradients.get(leaf)
+            if present is not None:
+                self._gradients[leaf] = present + gradient
+                return
+            self._gradients[leaf] = self._own(gradient)
+
+    def _own(self, gradient: torch.Tensor) -> torch.Tensor:
+        """``gradient`` in memory of its own, so that users may write to it. Called with the lock held."""
+        if gradient.layout is not torch.strided:
+            return gradient
+        address = gradient.untyped_storage().data_ptr()
+        if address in self._storages or 0 in gradient.stride():
+            gradient = gradient.clone(memory_format=torch.contiguous_format)
+            address = gradient.untyped_storage().data_ptr()
+        self._storages.add(address)
+        return gradient
+
+    def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
+        """Leaf to gradient, of all backward passes of this context so far."""
+        with self._lock:
+            return dict(self._gradients)
+
+    def __repr__(self) -> str:
+        return f"<Context {show_id(self.id)}: {len(self._sends)} sends, {len(self._gradients)} gradients>"
+
+
+_recording: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
+
+
+def recording() -> Context | None:
+    """The context that the calling thread records for, if any."""
+    return _recording.get()
+
+
+class Recording:
+    """Inside it the calling thread records for ``context``."""
+
+    __slots__ = ("_context", "_token")
+
+    def __init__(self, context: Context | None) -> None:
+        self._context = context
+
+    def __enter__(self) -> None:
+        self._token = _recording.set(self._context)
+
+    def __exit__(self, *exc: object) -> None:
+        _recording.reset(self._token)
+
+
+class Contexts:
+    """The contexts of one worker."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards both
+        self._live: dict[int, Context] = {}
+        self._released: OrderedDict[int, None] = OrderedDict()
+
+    def new(self, context_id: int) -> Context:
+        """A context that begins here."""
+        with self._lock:
+            context = self._live[context_id] = Context(context_id)
+            return context
+
+    def heard_of(self, context_id: int) -> Context | None:
+        """A context that a message speaks of; None if it has been released already."""
+        with self._lock:
+            if context_id in self._released:
+                return None
+            context = self._live.get(context_id)
+            if context is None:
+                context = self._live[context_id] = Context(context_id)
+            return context
+
+    def find(self, context_id: int) -> Context:
+        """A context that must be here.
+
+        Raises:
+            AutogradError: saying whether it is unknown or gone.
+        """
+        with self._lock:
+            context = self._live.get(context_id)
+            if context is not None:
+                return context
+            gone = context_id in self._released
+        why = "it has been released: its 'with' block was left" if gone else "no context() here made it"
+        raise AutogradError(f"Could not find autograd context with id: {context_id}; {why}")
+
+    def release(self, context_id: int) -> Context | None:
+        """Forget a context; gives it if it was known."""
+        with self._lock:
+            self._released[context_id] = None
+            if len(self._released) > REMEMBERED:
+                self._released.popitem(last=False)
+            return self._live.pop(context_id, None)
+
+    def live(self) -> list[Context]:
+        """All contexts here."""
+        with self._lock:
+            return list(self._live.values())

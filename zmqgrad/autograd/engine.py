@@ -1,0 +1,216 @@
+"""Backward passes on one worker: plans, carried out on torch's own C++ engine.
+
+A run of a group is one call of ``torch.autograd.grad`` from its incoming edges to its outgoing ones: it
+stops at the border and hands back the partial sums. What comes out at a leaf is added to the context; what
+comes out at a recv goes on to the worker that it came from, as BACKWARD_AUTOGRAD_REQ.
+
+A request is answered when everything that it set off has finished, here and further down: an *activity*
+counts that. So when the activity of the roots ends, nothing of the pass is in flight anywhere, and if
+groups still wait then, what they wait for will never come.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, Send
+from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
+from zmqgrad.errors import AutogradError
+from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.messages import Waiting
+
+Gradient = torch.Tensor | None
+
+SendOn = Callable[[RecvNote, Sequence[Gradient], "Activity"], None]
+"""Sends the gradients of a recv to its send; ends the activity's part when that is answered."""
+
+
+class Activity:
+    """Everything that one event (the roots, or a request) has set off and that has not finished yet."""
+
+    def __init__(self, finished: Callable[[Activity], None]) -> None:
+        self._lock = threading.Lock()  # guards _count, error and waiting
+        self._count = 1
+        self._finished = finished
+        self.error: BaseException | None = None
+        self.waiting: dict[int, Waiting] = {}
+
+    def begin(self) -> None:
+        """One more thing is under way."""
+        with self._lock:
+            self._count += 1
+
+    def end(self, error: BaseException | None = None, waiting: Iterable[Waiting] = ()) -> None:
+        """One thing has finished; the last one answers. Of several errors the first counts."""
+        with self._lock:
+            self.error = self.error or error
+            for report in waiting:
+                known = self.waiting.get(report.worker)
+                if known is None or known.tick < report.tick:
+                    self.waiting[report.worker] = report
+            self._count -= 1
+            last = self._count == 0
+        if last:
+            self._finished(self)
+
+
+class Pass:
+    """One backward pass on one worker: the plan of its local graph, and gradients that wait at edges."""
+
+    def __init__(
+        self, context: Context, worker: int, retain_graph: bool, roots: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self.context = context
+        self.retain_graph = retain_graph
+        self._worker = worker
+        self._lock = threading.Lock()  # guards the plan, the gradients and the tick
+        self._tick = 0
+        self._sends = context.sends()
+        self._entry_of = {send.autograd_id: i + 1 for i, send in enumerate(self._sends)}
+        starts = [[torch.autograd.graph.get_gradient_edge(r) for r in roots]]
+        starts += [list(send.edges) for send in self._sends]
+        walked = _Walk(starts)
+        self._nodes = walked.nodes
+        self._graph = walked.graph
+        self.plan = Plan(walked.graph, walked.entries)
+        self._gradients: dict[Edge, torch.Tensor] = {}
+
+    # Gradients may only be added in the order of the plan, and each is read by the one group that it waits
+    # for, so a run itself needs no lock.
+
+    def start(self, gradients: Sequence[torch.Tensor], send_on: SendOn, activity: Activity) -> None:
+        """Enter at the roots. Runs what becomes ready in the calling thread."""
+        self._enter(0, gradients, send_on, activity)
+
+    def arrive(
+        self, autograd_id: int, gradients: Sequence[Gradient], send_on: SendOn, activity: Activity
+    ) -> None:
+        """Enter at a send. Runs what becomes ready in the calling thread.
+
+        Raises:
+            AutogradError: if there is no such send, or its gradients do not fit it.
+        """
+        entry = self._entry_of.get(autograd_id)
+        if entry is None:
+            raise AutogradError(
+                f"context {show_id(self.context.id)} has no send {show_id(autograd_id)} on worker "
+                f"{self._worker}: gradients came for tensors that were never sent"
+            )
+        if len(gradients) != len(self.plan.entries[entry]):
+            raise AutogradError(
+                f"{len(gradients)} gradients came for the {len(self.plan.entries[entry])} tensors of send "
+                f"{show_id(autograd_id)}"
+            )
+        self._enter(entry, gradients, send_on, activity)
+
+    def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn, activity: Activity) -> None:
+        with self._lock:
+            if self.plan.arrived >> entry & 1:
+                return  # a repetition: it has been done
+            for edge, gradient in zip(self.plan.entries[entry], gradients, strict=True):
+                self._add(edge, gradient)
+            self._tick += 1
+            ready = self.plan.arrive(entry)
+        self._run_all(ready, send_on, activity)
+
+    def _run_all(self, ready: list[Group], send_on: SendOn, activity: Activity) -> None:
+        while ready:
+            group = ready.pop(0)
+            for note, gradients in self._run(group):
+                activity.begin()
+                send_on(note, gradients, activity)
+            with self._lock:
+                ready += self.plan.finished(group)
+
+    def _add(self, edge: Edge, gradient: Gradient) -> None:
+        if gradient is not None:
+            present = self._gradients.get(edge)
+            self._gradients[edge] = gradient if present is None else present + gradient
+
+    def _run(self, group: Group) -> list[tuple[RecvNote, list[Gradient]]]:
+        """Run ``group``; gives the recvs that are complete now, and their gradients (None: none)."""
+        with self._lock:
+            inputs = [(e, g) for e in group.incoming if (g := self._gradients.pop(e, None)) is not None]
+        results: Sequence[Gradient] = [None] * len(group.outgoing)
+        if inputs and group.outgoing:
+            results = torch.autograd.grad(
+                [self._edge(e) for e, _ in inputs],
+                [self._edge(e) for e in group.outgoing],
+                [g for _, g in inputs],
+                retain_graph=self.retain_graph,
+                allow_unused=True,
+            )
+        at_recv: dict[int, list[Gradient]] = {
+            recv: [None] * self._nodes[recv].note.outputs for recv in group.recvs
+        }
+        for edge, gradient in zip(group.outgoing, results, strict=True):
+            if gradient is None:
+                continue
+            node, number = edge
+            if node in self._graph.leaves:
+                self.context.accumulate(self._nodes[node].variable, gradient)
+            elif node in at_recv:
+                at_recv[node][number] = gradient
+            else:
+                with self._lock:
+                    self._add(edge, gradient)
+        return [(self._nodes[recv].note, gradients) for recv, gradients in at_recv.items()]
+
+    def _edge(self, edge: Edge) -> GradientEdge:
+        return GradientEdge(self._nodes[edge[0]], edge[1])
+
+    def waiting(self) -> Waiting:
+        """Which sends hold up groups that others have reached."""
+        with self._lock:
+            sends = [self._sends[i - 1] for i in self.plan.stalled() if i]
+            return Waiting(self._worker, self._tick, tuple((s.autograd_id, s.peer, s.what) for s in sends))
+
+    def describe(self) -> str:
+        """The plan as text."""
+        with self._lock:
+            return self.plan.describe(self._entry_name)
+
+    def _entry_name(self, entry: int) -> str:
+        if not entry:
+            return "roots"
+        send: Send = self._sends[entry - 1]
+        return f"send {show_id(send.autograd_id)} to worker {send.peer} ({send.what})"
+
+
+class _Walk:
+    """The part of torch's graph that is reached from some edges, with its nodes numbered."""
+
+    def __init__(self, starts: Sequence[Sequence[GradientEdge]]) -> None:
+        self.nodes: list[Any] = []
+        numbers: dict[Any, int] = {}
+        following: list[list[Edge]] = []
+        leaves: set[int] = set()
+        recvs: set[int] = set()
+        nodes = self.nodes
+
+        def number(node: Any) -> int:
+            found = numbers.get(node)
+            if found is None:
+                found = numbers[node] = len(nodes)
+                nodes.append(node)
+                following.append([])
+            return found
+
+        self.entries = [[(number(e.node), e.output_nr) for e in edges] for edges in starts]
+        at = 0
+        while at < len(nodes):
+            node = nodes[at]
+            if type(node) is RECV_NODE:
+                recvs.add(at)
+            elif type(node) is LEAF_NODE:
+                leaves.add(at)
+            else:
+                following[at] = [(number(n), nr) for n, nr in node.next_functions if n is not None]
+            at += 1
+        self.graph = Graph(following, frozenset(leaves), frozenset(recvs))

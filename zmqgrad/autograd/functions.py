@@ -1,0 +1,97 @@
+"""What a message with differentiable tensors leaves in the graphs of its two ends: a send, and a recv.
+
+    sender                                        receiver
+
+    x -- ... -- [tensors] --(message)-->  recv -- [tensors] -- ... -- loss
+                    |                       |
+                   send  <--(gradients)-----+
+
+A *send* is only a note: the gradient edges of the tensors that went, in their order. When the gradients
+come back the engine starts there. A *recv* is a node of the autograd graph, whose outputs are the tensors
+that came. The engine never runs it: it stops at its edges and sends on what arrived there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from zmqgrad.errors import AutogradError
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Tensors that went to ``peer`` in message ``autograd_id``. ``what`` names the call, for people."""
+
+    autograd_id: int
+    peer: int
+    edges: tuple[GradientEdge, ...]
+    what: str
+
+
+def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str) -> Send:
+    """The send of those ``tensors`` (all of which require grad)."""
+    return Send(autograd_id, peer, tuple(get_gradient_edge(t) for t in tensors), what)
+
+
+@dataclass(frozen=True, slots=True)
+class RecvNote:
+    """Where the gradients of a recv go: to the send ``autograd_id`` of ``peer``."""
+
+    context_id: int
+    autograd_id: int
+    peer: int
+    outputs: int
+
+
+class _Box:
+    """Holds tensors where autograd does not see them as inputs.
+
+    A function that returns its inputs gives outputs that forbid in-place work (DESIGN 16.6).
+    """
+
+    __slots__ = ("note", "tensors")
+
+    def __init__(self, tensors: list[torch.Tensor], note: RecvNote) -> None:
+        self.tensors = tensors
+        self.note = note
+
+
+class Recv(torch.autograd.Function):
+    """The node whose outputs are the tensors of one message."""
+
+    @staticmethod
+    def forward(ctx: Any, box: _Box, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.note = box.note
+        return tuple(box.tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        raise AutogradError(
+            f"tensors that came from worker {ctx.note.peer} are part of the distributed graph of context "
+            f"{ctx.note.context_id}: call zmqgrad.autograd.backward(context_id, roots), not Tensor.backward()"
+        )
+
+
+RECV_NODE: type = Recv._backward_cls
+"""The class of the nodes that :class:`Recv` leaves in a graph; they have a ``note``."""
+
+
+LEAF_NODE: type = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+"""The class of the nodes that stand for leaves (AccumulateGrad); they have a ``variable``."""
+
+
+def attach_recv(note: RecvNote, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """``tensors`` as outputs of a recv where they require grad; the others as they are."""
+    wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
+    box = _Box([tensors[i].detach() for i in wanted], note)
+    with torch.enable_grad():
+        outputs = Recv.apply(box, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+    received = list(tensors)
+    for i, output in zip(wanted, outputs, strict=True):
+        received[i] = output
+    return received

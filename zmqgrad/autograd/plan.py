@@ -1,0 +1,208 @@
+"""Which part of a local graph may run when. Pure: numbers in, numbers out; no torch.
+
+A local graph is entered at several places and times: at the roots, and at each send when its gradient
+arrives. These are its *entries*. Every node must run once, with the sum of all that flows into it, so it
+has to wait for the entries that can reach it, and for no others. Nodes with the same set of such entries
+(a bit mask here) form a *group*; a group may run as soon as its entries have arrived and the groups before
+it have run. Sets grow along edges, so the groups before one have smaller sets, and no cycle can arise.
+
+Edges are ``(node, input number)``. A group takes gradients at its ``incoming`` edges, stops at its
+``outgoing`` ones, and what arrives there waits for the next group, or is a result: nodes without a way on
+(*leaves*) collect from any group as it runs; *recvs* are nodes like others, but the last on their way, and
+what a group has gathered at them is complete when it has run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+Edge = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Graph:
+    """``following[n]`` are the edges out of node ``n``. ``leaves`` and ``recvs`` have none that count."""
+
+    following: Sequence[Sequence[Edge]]
+    leaves: frozenset[int]
+    recvs: frozenset[int]
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """Nodes that the same entries reach. ``entries`` is a bit mask, bit *i* for entry *i*."""
+
+    entries: int
+    incoming: list[Edge] = field(default_factory=list)
+    outgoing: list[Edge] = field(default_factory=list)
+    recvs: list[int] = field(default_factory=list)
+    before: int = 0  # groups that have to run first and have not
+    after: list[Group] = field(default_factory=list)
+    ran: bool = False
+
+    def __repr__(self) -> str:
+        entries = ",".join(map(str, bits(self.entries)))
+        return f"<Group {{{entries}}} in={self.incoming} out={self.outgoing}>"
+
+
+def bits(mask: int) -> Iterable[int]:
+    """The numbers of the bits that are set, from the lowest."""
+    while mask:
+        low = mask & -mask
+        yield low.bit_length() - 1
+        mask ^= low
+
+
+class Plan:
+    """Groups of a graph with the given entries, and what of them is ready.
+
+    Entries arrive, or are dropped (they never will); either makes groups ready, which the caller runs in
+    the order given and reports by :meth:`finished`.
+    """
+
+    def __init__(self, graph: Graph, entries: Sequence[Sequence[Edge]]) -> None:
+        self.entries: list[Sequence[Edge]] = [tuple(edges) for edges in entries]
+        self.arrived = 0
+        self.dropped = 0
+        self.groups: dict[int, Group] = {}
+        self._build(graph, _reach(graph, self.entries))
+
+    def _build(self, graph: Graph, masks: Sequence[int]) -> None:
+        group = self._group
+        borders: set[Edge] = set()
+        for number, edges in enumerate(self.entries):
+            for edge in edges:
+                node = edge[0]
+                home = group(1 << number if node in graph.leaves else masks[node])
+                _add(home.incoming, edge)
+                if node in graph.leaves or node in graph.recvs:
+                    _add(home.outgoing, edge)
+        for node, edges in enumerate(graph.following):
+            if not masks[node]:
+                continue
+            home = group(masks[node])
+            for edge in edges:
+                target = edge[0]
+                if target in graph.leaves:
+                    _add(home.outgoing, edge)
+                elif masks[target] != masks[node]:
+                    following = group(masks[target])
+                    _add(home.outgoing, edge)
+                    if edge not in borders:
+                        borders.add(edge)
+                        _add(following.incoming, edge)
+                    if following not in home.after:
+                        home.after.append(following)
+                        following.before += 1
+                    if target in graph.recvs:
+                        _add(following.outgoing, edge)
+                elif target in graph.recvs:
+                    _add(home.outgoing, edge)
+        for recv in graph.recvs:
+            if masks[recv]:
+                group(masks[recv]).recvs.append(recv)
+
+    def _group(self, mask: int) -> Group:
+        found = self.groups.get(mask)
+        if found is None:
+            found = self.groups[mask] = Group(mask)
+        return found
+
+    def arrive(self, entry: int) -> list[Group]:
+        """The gradient of ``entry`` is there. Gives the groups that may run now.
+
+        Raises:
+            ValueError: if it was there before.
+        """
+        if self.arrived >> entry & 1:
+            raise ValueError(f"entry {entry} arrived twice")
+        self.arrived |= 1 << entry
+        return self._ready(1 << entry)
+
+    def drop(self, entry: int) -> list[Group]:
+        """``entry`` will never arrive. Gives the groups that may run now."""
+        self.dropped |= 1 << entry
+        return self._ready(1 << entry)
+
+    def finished(self, group: Group) -> list[Group]:
+        """``group`` has run. Gives the groups that may run now."""
+        group.ran = True
+        ready = []
+        for following in group.after:
+            following.before -= 1
+            if self._may_run(following):
+                ready.append(following)
+        return ready
+
+    def _ready(self, changed: int) -> list[Group]:
+        return [g for g in self.groups.values() if g.entries & changed and self._may_run(g)]
+
+    def _may_run(self, group: Group) -> bool:
+        return not group.ran and not group.before and not group.entries & ~(self.arrived | self.dropped)
+
+    def stalled(self) -> list[int]:
+        """Entries that have not arrived and hold up a group that some other entry has reached."""
+        missing = 0
+        for group in self.groups.values():
+            if not group.ran and group.entries & self.arrived:
+                missing |= group.entries & ~(self.arrived | self.dropped)
+        return list(bits(missing))
+
+    def describe(self, name: Callable[[int], str] = str) -> str:
+        """Entries and groups as text: who waits for what."""
+        settled = self.arrived | self.dropped
+        lines = [f"{len(self.entries)} entries, {len(self.groups)} groups"]
+        for i in range(len(self.entries)):
+            state = "dropped" if self.dropped >> i & 1 else "arrived" if self.arrived >> i & 1 else "expected"
+            lines.append(f"  entry {name(i)}: {state}")
+        for group in self.groups.values():
+            waits = ", ".join(name(i) for i in bits(group.entries & ~settled))
+            state = "ran" if group.ran else f"waits for {waits}" if waits else "ready"
+            of = ", ".join(name(i) for i in bits(group.entries))
+            lines.append(f"  group {{{of}}}: {state}; {len(group.incoming)} in, {len(group.outgoing)} out")
+        return "\n".join(lines)
+
+
+def _add(edges: list[Edge], edge: Edge) -> None:
+    if edge not in edges:
+        edges.append(edge)
+
+
+def _reach(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[int]:
+    """For each node, the entries that reach it. Leaves get none: they belong to no group."""
+    masks = [0] * len(graph.following)
+    for number, edges in enumerate(entries):
+        for node, _ in edges:
+            if node not in graph.leaves:
+                masks[node] |= 1 << number
+    for node in _topological(graph, entries):
+        mask = masks[node]
+        for target, _ in graph.following[node]:
+            if target not in graph.leaves:
+                masks[target] |= mask
+    return masks
+
+
+def _topological(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[int]:
+    """Nodes that any entry reaches, each before those that follow it."""
+    done = [False] * len(graph.following)
+    order: list[int] = []
+    for edges in entries:
+        for start, _ in edges:
+            if done[start]:
+                continue
+            done[start] = True
+            stack = [(start, iter(graph.following[start]))]
+            while stack:
+                node, rest = stack[-1]
+                for target, _ in rest:
+                    if not done[target]:
+                        done[target] = True
+                        stack.append((target, iter(graph.following[target])))
+                        break
+                else:
+                    order.append(node)
+                    stack.pop()
+    order.reverse()
+    return order

@@ -1,0 +1,48 @@
+"""Calls and references: ``torch.distributed.rpc``'s public names, over any mailbox.
+
+Guarantees: a call's function runs at most once, and exactly once while both processes live; every future is
+resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the engine pool; R1
+to R3 of :mod:`~zmqgrad.rpc.rref_ledger`.
+
+Start with :mod:`~zmqgrad.rpc.worker` (what happens to a call), then :mod:`~zmqgrad.rpc.rref_ledger`. Upper
+floors take part through :mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.payload` is the only pickle.
+"""
+
+from __future__ import annotations
+
+from zmqgrad.rpc.api import (
+    _set_rpc_timeout,
+    get_rpc_timeout,
+    get_worker_info,
+    init_rpc,
+    remote,
+    rpc_async,
+    rpc_sync,
+    set_rpc_timeout,
+    shutdown,
+)
+from zmqgrad.rpc.futures import RpcFuture
+from zmqgrad.rpc.membership import WorkerInfo
+from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+from zmqgrad.rpc.rref import RRef
+
+PyRRef = RRef
+
+__all__ = [
+    "BackendType",
+    "PyRRef",
+    "RRef",
+    "RpcBackendOptions",
+    "RpcFuture",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "_set_rpc_timeout",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_rpc",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "set_rpc_timeout",
+    "shutdown",
+]

@@ -1,0 +1,221 @@
+"""What a program calls: ``torch.distributed.rpc``'s functions, with its names, arguments and defaults."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import socket
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zmqgrad.errors import ConfigurationError, NotInitializedError, RpcError
+from zmqgrad.rendezvous import rendezvous
+from zmqgrad.rpc.current import current_worker, set_default_worker
+from zmqgrad.rpc.futures import RpcFuture
+from zmqgrad.rpc.group import Group, close_quietly, make_worker
+from zmqgrad.rpc.membership import WorkerInfo, check_name, check_rank
+from zmqgrad.rpc.options import (
+    DEFAULT_SHUTDOWN_TIMEOUT,
+    UNSET_RPC_TIMEOUT,
+    BackendType,
+    RpcBackendOptions,
+    check_timeout,
+)
+from zmqgrad.rpc.rref import RRef, call_remote
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import PrefixStore, Store
+from zmqgrad.transport.exposure import check_exposure, is_loopback
+from zmqgrad.transport.mailbox import ZmqMailbox
+
+logger = logging.getLogger(__name__)
+
+_lock = threading.Lock()  # guards _group; held while joining and leaving
+_group: Group | None = None
+_generations = itertools.count(1)
+
+
+def init_rpc(
+    name: str,
+    backend: Any = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Join the group; returns when all workers are there.
+
+    Args:
+        name: of this worker, unique in the group.
+        backend: of no meaning; there is one.
+        rank: 0 to ``world_size`` - 1, unique in the group; -1: from the environment or the URL.
+        world_size: how many workers there are; None: from the environment or the URL.
+        rpc_backend_options: where to meet, default timeout (which also bounds joining), threads.
+
+    Raises:
+        ConfigurationError: if an argument, or the environment, cannot be right.
+        RendezvousError: if the workers cannot meet: setting missing, port in use, name or rank taken
+            (``DuplicateWorkerError``), workers that do not come (``RendezvousTimeoutError``, naming them).
+        RpcError: if this process has joined already.
+    """
+    global _group
+    check_name(name)
+    _check_backend(backend)
+    options = rpc_backend_options or RpcBackendOptions()
+    if not isinstance(options, RpcBackendOptions):
+        raise ConfigurationError(f"rpc_backend_options must be RpcBackendOptions, not {options!r}")
+    with _lock:
+        if _group is not None:
+            raise RpcError(
+                f"RPC is already initialized in this process (as {_group.worker.name}); call shutdown() first"
+            )
+        deadline = Deadline.after(options.rpc_timeout or None)
+        size = -1 if world_size is None else world_size
+        patience = options.rpc_timeout or 1e8
+        met = rendezvous(options.init_method, rank, size, timeout=patience)
+        store, rank, size = next(met)
+        group = _form(name, rank, size, store, options)
+        try:
+            group.join(deadline)
+        except BaseException:
+            close_quietly(group)
+            raise
+        _group = group
+        set_default_worker(group.worker)
+
+
+def _form(name: str, rank: int, world_size: int, store: Store, options: RpcBackendOptions) -> Group:
+    try:
+        check_rank(rank, world_size)
+        mailbox = ZmqMailbox(name, rank, tcp_host=_listening_host(store))
+        worker = make_worker(name, rank, world_size, mailbox, options)
+    except BaseException:
+        store.close()
+        raise
+    # Under a launcher's own store, an earlier group of this process may have left keys.
+    return Group(worker, PrefixStore(f"rpc/{next(_generations)}", store, owned=True))
+
+
+def _listening_host(store: Store) -> str:
+    """The address of this host that others reach it by: the one that faces the store's host."""
+    beneath = getattr(store, "underlying_store", store)
+    host, port = getattr(beneath, "host", "127.0.0.1"), getattr(beneath, "port", 0)
+    if is_loopback(host):
+        return "127.0.0.1"
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram socket: chooses a route, sends nothing
+        facing: str = probe.getsockname()[0]
+    check_exposure(f"tcp://{facing}:0")
+    return facing
+
+
+def _check_backend(backend: Any) -> None:
+    if backend is None or isinstance(backend, BackendType):
+        return
+    name = getattr(backend, "name", backend)
+    if name not in BackendType.__members__:
+        raise ConfigurationError(f"backend must be one of {list(BackendType.__members__)}, not {backend!r}")
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leave the group. ``init_rpc`` works again afterwards.
+
+    Args:
+        graceful: wait until all workers have called this and nothing is under way anywhere.
+        timeout: seconds that this may take; 0 for no limit.
+
+    Raises:
+        NotInitializedError: if this process is in no group.
+        RpcTimeoutError: if others did not come in time, naming them. This worker has left all the same.
+    """
+    global _group
+    seconds = check_timeout(timeout)
+    with _lock:
+        group = _group
+        if group is None:
+            raise NotInitializedError("RPC has not been initialized. Call zmqgrad.rpc.init_rpc first.")
+        try:
+            group.leave(graceful, Deadline.after(seconds or None))
+        finally:
+            _group = None
+            set_default_worker(None)
+
+
+@atexit.register
+def _leave_at_exit() -> None:
+    """A program that ends without shutdown: stop the threads before the interpreter takes itself apart."""
+    if _group is not None:
+        close_quietly(_group)
+
+
+def rpc_sync(
+    to: object,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Run ``func(*args, **kwargs)`` on worker ``to``; gives its result.
+
+    Args:
+        to: a name, a rank or a WorkerInfo.
+        func: importable on both sides, or else sent by value.
+        timeout: seconds for connecting, queueing and running; 0 for no limit; default: the worker's.
+
+    Raises:
+        RpcTimeoutError: if the result does not come in time. PeerLostError: if ``to`` died.
+        UnknownWorkerError, PayloadError, FunctionNotFoundError: if the call cannot be made.
+        Anything else: what ``func`` raised there, with the traceback in its text.
+    """
+    worker = current_worker()
+    return worker.open(worker.wait(worker.call(to, func, args, kwargs, timeout)))
+
+
+def rpc_async(
+    to: object,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RpcFuture[Any]:
+    """As :func:`rpc_sync`, but gives a ``torch.futures.Future`` at once."""
+    worker = current_worker()
+    return worker.future(worker.call(to, func, args, kwargs, timeout))
+
+
+def remote(
+    to: object,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; gives a reference at once.
+
+    If the function fails or does not end within ``timeout``, using the reference raises that.
+    """
+    return call_remote(current_worker(), to, func, args, kwargs, timeout)
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """Name and id of a worker; of this one by default.
+
+    Raises:
+        UnknownWorkerError: if there is none of that name.
+    """
+    membership = current_worker().membership
+    return membership.own.info if worker_name is None else membership.find(worker_name).info
+
+
+def get_rpc_timeout() -> float:
+    """Seconds that a call may take by default; 0: no limit."""
+    return current_worker().default_timeout
+
+
+def set_rpc_timeout(seconds: float) -> None:
+    """Change the default timeout of this worker's calls."""
+    current_worker().default_timeout = check_timeout(seconds)
+
+
+_set_rpc_timeout = set_rpc_timeout

@@ -1,0 +1,173 @@
+"""A worker joins a group through a store, and leaves it in good order.
+
+Leaving together (``shutdown(graceful=True)``) has three steps. All workers arrive. Then they wait until
+nothing is under way anywhere: each posts how many requests it has sent and received, once it is quiet
+itself; when the sums agree, twice running and unchanged, no message is in flight (Mattern's four counters).
+Then they part, and the store's master goes last. While anybody is waited for, a log line names them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import socket
+from collections.abc import Callable
+
+from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
+from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
+from zmqgrad.rpc.membership import Membership, WorkerRecord, program_fingerprint
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.rref import install_rrefs
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import Store
+from zmqgrad.transport.base import Mailbox
+
+logger = logging.getLogger(__name__)
+
+SAY_EVERY = 5.0
+"""Seconds of waiting for others after which a log line names them, again and again."""
+
+JOIN_SECONDS = 5.0
+"""How long threads may take to end once told."""
+
+
+def make_worker(
+    name: str, rank: int, world_size: int, mailbox: Mailbox, options: RpcBackendOptions
+) -> Worker:
+    """A worker with all its floors, not yet started."""
+    own = WorkerRecord(
+        name,
+        rank,
+        mailbox.incarnation,
+        mailbox.endpoints,
+        socket.gethostname(),
+        os.getpid(),
+        program_fingerprint(),
+    )
+    worker = Worker(Membership(own, world_size), mailbox, options)
+    install_rrefs(worker)
+    for extension in EXTENSIONS:
+        install_extension(extension, worker)
+    return worker
+
+
+class Group:
+    """A worker's place among the others. Closes ``store`` at the end."""
+
+    def __init__(self, worker: Worker, store: Store) -> None:
+        self.worker = worker
+        self.store = store
+
+    def join(self, deadline: Deadline) -> None:
+        """Claim name and rank, start, and wait for all others.
+
+        Raises:
+            DuplicateWorkerError: if another worker has this name or rank.
+            RendezvousTimeoutError: naming the ranks that did not come.
+        """
+        membership = self.worker.membership
+        membership.claim(self.store)
+        self.worker.start()
+        membership.meet(self.store, deadline)
+
+    def leave(self, graceful: bool, deadline: Deadline) -> None:
+        """End the worker; with ``graceful``, after all workers have called this and finished their work.
+
+        Whatever happens, threads and sockets of this worker are gone afterwards.
+
+        Raises:
+            RpcTimeoutError: if others did not arrive or finish by ``deadline``, naming them.
+            RpcError: if threads are left because user code in them does not end.
+        """
+        try:
+            if graceful:
+                self._leave_together(deadline)
+        finally:
+            self.close()
+
+    def _leave_together(self, deadline: Deadline) -> None:
+        self._meet("arrived", "to call shutdown", deadline)
+        before: tuple[int, int] | None = None
+        for number in itertools.count():
+            self._wait_until_quiet(deadline)
+            counts = self.worker.counts()
+            posted = self._meet(f"quiet/{number}", "to finish its work", deadline, f"{counts[0]} {counts[1]}")
+            sent, received = (sum(int(p.split()[i]) for p in posted) for i in (0, 1))
+            if sent == received and (sent, received) == before:
+                break
+            before = sent, received
+        self._part(deadline)
+
+    def _meet(self, step: str, why: str, deadline: Deadline, value: str = "-") -> list[str]:
+        """Post ``value`` under ``step`` and wait until all have; gives what all posted, by rank."""
+        self.store.set(f"{step}/{self.worker.id}", value)
+        keys = [f"{step}/{rank}" for rank in range(self.worker.membership.world_size)]
+        self._wait_for(keys, why, deadline)
+        return [raw.decode() for raw in self.store.multi_get(keys)]
+
+    def _wait_for(self, keys: list[str], why: str, deadline: Deadline) -> None:
+        while True:
+            try:
+                self.store.wait(keys, min(deadline.left(), SAY_EVERY))
+                return
+            except StoreTimeoutError as e:
+                missing = [int(k.rpartition("/")[2]) for k in keys if not self.store.check([k])]
+                names = ", ".join(self.worker.membership.name_of(rank) for rank in missing)
+                if deadline.passed():
+                    raise RpcTimeoutError(
+                        f"{self.worker.name}: shutdown gave up waiting for {names} {why}; "
+                        f"shutdown(graceful=False) does not wait for others"
+                    ) from e
+                logger.warning("%s: shutdown waits for %s %s", self.worker.name, names, why)
+
+    def _wait_until_quiet(self, deadline: Deadline) -> None:
+        worker = self.worker
+        while True:
+            worker.references.sweep()
+            pending = worker.calls.pending()
+            if not pending and worker.pool.wait_idle(deadline.sooner(SAY_EVERY)) and worker.quiet():
+                return
+            for call in pending:
+                call.outcome.wait_done(min(deadline.left(), SAY_EVERY))
+            still = [c for c in worker.calls.pending() if c in pending]
+            if deadline.passed():
+                said = ", ".join(f"{c.describe()} on {worker.membership.name_of(c.peer)}" for c in still)
+                raise RpcTimeoutError(
+                    f"{worker.name}: shutdown gave up waiting for {said or 'running calls'}"
+                )
+            if still:
+                names = {worker.membership.name_of(c.peer) for c in still}
+                logger.warning("%s: shutdown waits for answers of %s", worker.name, ", ".join(sorted(names)))
+
+    def _part(self, deadline: Deadline) -> None:
+        """The master goes last: closing its server is the word by which the others go."""
+        others = range(1, self.worker.membership.world_size)
+        if self.worker.id == 0:
+            self._wait_for([f"left/{rank}" for rank in others], "to leave", deadline)
+            return
+        self.store.set(f"left/{self.worker.id}", "-")
+
+    def close(self) -> None:
+        """End at once. Idempotent.
+
+        Raises:
+            RpcError: if threads are left because user code in them does not end.
+        """
+        self.worker.close()
+        left = self.worker.join(Deadline.after(JOIN_SECONDS))
+        self.store.close()
+        if left:
+            raise RpcError(
+                f"worker {self.worker.name} was shut down, but user code still runs in {', '.join(left)}; "
+                f"it ends with the process"
+            )
+
+
+def close_quietly(group: Group, log: Callable[..., None] = logger.debug) -> None:
+    """:meth:`Group.close` where there is nobody to tell of an error (at exit, or behind another error)."""
+    try:
+        group.close()
+    except (RpcError, StoreError) as e:
+        log("%s", e)

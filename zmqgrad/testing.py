@@ -1,0 +1,77 @@
+"""Whole clusters in one process, over the memory transport: for tests, ours and users'.
+
+    with cluster(3) as c:
+        with c.acting(0):
+            assert rpc.rpc_sync("worker1", torch.add, args=(1, 2)) == 3
+        with c.network.drop(MessageType.RREF_ACK, times=2):
+            ...
+
+Messages are encoded and decoded as over sockets, so workers share no object by accident; what they do share
+is the process: module globals, and the number of threads. Faults by message type are those of
+:class:`~zmqgrad.transport.memory.MemoryNetwork`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zmqgrad.rpc.current import act_again, act_for
+from zmqgrad.rpc.group import JOIN_SECONDS, make_worker
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
+
+__all__ = ["Cluster", "cluster"]
+
+
+class Cluster:
+    """``workers`` named ``worker0``, ``worker1``, ... on one ``network``."""
+
+    def __init__(self, size: int, options: RpcBackendOptions | None = None) -> None:
+        if size < 1:
+            raise ValueError(f"a cluster has at least one worker, not {size}")
+        self.network = MemoryNetwork()
+        self.workers: list[Worker] = []
+        options = options or RpcBackendOptions(rpc_timeout=20.0)
+        for rank in range(size):
+            mailbox = MemoryMailbox(self.network, f"worker{rank}", rank)
+            self.workers.append(make_worker(f"worker{rank}", rank, size, mailbox, options))
+        for worker in self.workers:
+            for other in self.workers:
+                worker.membership.learn(other.membership.own)
+            worker.start()
+
+    @contextmanager
+    def acting(self, rank: int) -> Iterator[Worker]:
+        """Inside it, the calling thread acts for worker ``rank``: ``rpc_sync`` and the like are its calls."""
+        token = act_for(self.workers[rank])
+        try:
+            yield self.workers[rank]
+        finally:
+            act_again(token)
+
+    def close(self) -> None:
+        """End all workers at once.
+
+        Raises:
+            TimeoutError: if threads are left after a while, naming them.
+        """
+        for worker in self.workers:
+            worker.close()
+        deadline = Deadline.after(JOIN_SECONDS)
+        left = [name for worker in self.workers for name in worker.join(deadline)]
+        if left:
+            raise TimeoutError(f"these threads have not ended: {', '.join(left)}")
+
+
+@contextmanager
+def cluster(size: int, options: RpcBackendOptions | None = None) -> Iterator[Cluster]:
+    """``size`` workers, for the time of a ``with`` block; worker 0 is the one that the block acts for."""
+    made = Cluster(size, options)
+    try:
+        with made.acting(0):
+            yield made
+    finally:
+        made.close()
