@@ -44,6 +44,8 @@ def within(names: set[str], *rooms: str) -> bool:
 @pytest.mark.slow
 def test_arrows_point_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT.parent)
+    # It would disable the loggers that exist, and later tests would read their lines in vain.
+    monkeypatch.setattr("importlinter.cli.logging_config.dictConfig", lambda settings: None)
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         status = cli.lint_imports(config_filename="pyproject.toml", no_cache=True)

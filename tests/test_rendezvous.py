@@ -209,6 +209,7 @@ def test_a_port_in_use_is_named() -> None:
     assert "Choose another port" in said
 
 
+@pytest.mark.slow
 def test_nobody_answers() -> None:
     port = free_port()
     url = f"tcp://127.0.0.1:{port}?rank=1&world_size=2"

@@ -96,6 +96,7 @@ def test_workers_that_do_not_come_are_counted() -> None:
     TCPStore("127.0.0.1", 0, 3, True, 0.05, wait_for_workers=False).close()
 
 
+@pytest.mark.slow
 def test_no_store_there() -> None:
     port = free_port()
     begun = MONOTONIC.now()
@@ -104,6 +105,7 @@ def test_no_store_there() -> None:
     assert MONOTONIC.now() - begun < 5.0
 
 
+@pytest.mark.slow
 def test_a_name_that_nobody_knows_is_said_to_be_one() -> None:
     with pytest.raises(StoreTimeoutError, match=r"the name 'nobody\.invalid' cannot be resolved here"):
         TCPStore("nobody.invalid", 1, timeout=0.01)
@@ -166,6 +168,7 @@ def test_a_closing_server_refuses_those_who_wait(master: TCPStore) -> None:
         closing.join(PATIENCE)
 
 
+@pytest.mark.slow
 def test_a_server_that_died_costs_the_timeout(master: TCPStore) -> None:
     with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
         master.close()
@@ -258,6 +261,29 @@ print("end", flush=True)
 {then}
 """
     assert run_python(code, timeout=30.0) == "end\n"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_fork_leaves_the_parents_store_alone() -> None:
+    code = """
+import os, sys, warnings
+warnings.simplefilter("ignore", DeprecationWarning)  # that forking beside threads is risky is the point
+from zmqgrad.errors import StoreError
+from zmqgrad.store import TCPStore
+with TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as s:
+    s.watch_key("k", lambda old, new: None)
+    pid = os.fork()
+    if not pid:
+        try:
+            s.set("k", "from the child")
+        except StoreError as e:
+            assert "in a fork of it" in str(e), e
+            s.close()
+            sys.exit(7)
+    print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), s.add("n", 1))
+"""
+    assert run_python(code, timeout=30.0) == "7 1\n"
 
 
 def test_a_store_that_became_garbage_is_closed() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import atexit
+import os
 import weakref
 from collections.abc import Callable
 
@@ -23,13 +24,16 @@ class Ending:
 
     def __init__(self, owner: object, close: Callable[[], None]) -> None:
         self._close = close
+        self._pid = os.getpid()
         self._finalizer = weakref.finalize(owner, self._forgotten)
         self._finalizer.atexit = False  # see below: not one by one in the order of their birth
         _open.add(self)
 
     def now(self) -> None:
-        """Close now."""
+        """Close now. In a fork of the process that made this, nothing: the sockets are the parent's."""
         self._finalizer.detach()
+        if os.getpid() != self._pid:
+            return
         try:
             self._close()
         finally:
