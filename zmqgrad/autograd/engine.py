@@ -2,17 +2,13 @@
 
 A run of a group is one call of ``torch.autograd.grad`` from its incoming edges to its outgoing ones: it
 stops at the border and hands back the partial sums. What comes out at a leaf is added to the context; what
-comes out at a recv goes on to the worker that it came from, as BACKWARD_AUTOGRAD_REQ.
-
-A request is answered when everything that it set off has finished, here and further down: an *activity*
-counts that. So when the activity of the roots ends, nothing of the pass is in flight anywhere, and if
-groups still wait then, what they wait for will never come.
+comes out at a recv goes on to the worker that it came from.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,37 +23,8 @@ from zmqgrad.wire.messages import Waiting
 
 Gradient = torch.Tensor | None
 
-SendOn = Callable[[RecvNote, Sequence[Gradient], "Activity"], None]
-"""Sends the gradients of a recv to its send; ends the activity's part when that is answered."""
-
-
-class Activity:
-    """Everything that one event (the roots, or a request) has set off and that has not finished yet."""
-
-    def __init__(self, finished: Callable[[Activity], None]) -> None:
-        self._lock = threading.Lock()  # guards _count, error and waiting
-        self._count = 1
-        self._finished = finished
-        self.error: BaseException | None = None
-        self.waiting: dict[int, Waiting] = {}
-
-    def begin(self) -> None:
-        """One more thing is under way."""
-        with self._lock:
-            self._count += 1
-
-    def end(self, error: BaseException | None = None, waiting: Iterable[Waiting] = ()) -> None:
-        """One thing has finished; the last one answers. Of several errors the first counts."""
-        with self._lock:
-            self.error = self.error or error
-            for report in waiting:
-                known = self.waiting.get(report.worker)
-                if known is None or known.tick < report.tick:
-                    self.waiting[report.worker] = report
-            self._count -= 1
-            last = self._count == 0
-        if last:
-            self._finished(self)
+SendOn = Callable[[RecvNote, Sequence[Gradient]], None]
+"""Sends the gradients of a recv to its send."""
 
 
 class Pass:
@@ -81,17 +48,14 @@ class Pass:
         self.plan = Plan(walked.graph, walked.entries)
         self._gradients: dict[Edge, torch.Tensor] = {}
 
-    # Gradients may only be added in the order of the plan, and each is read by the one group that it waits
-    # for, so a run itself needs no lock.
-
-    def start(self, gradients: Sequence[torch.Tensor], send_on: SendOn, activity: Activity) -> None:
+    def start(self, gradients: Sequence[torch.Tensor], send_on: SendOn) -> None:
         """Enter at the roots. Runs what becomes ready in the calling thread."""
-        self._enter(0, gradients, send_on, activity)
+        self._enter(0, gradients, send_on)
 
-    def arrive(
-        self, autograd_id: int, gradients: Sequence[Gradient], send_on: SendOn, activity: Activity
-    ) -> None:
+    def arrive(self, autograd_id: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
         """Enter at a send. Runs what becomes ready in the calling thread.
+
+        False if these gradients have come before: nothing is done.
 
         Raises:
             AutogradError: if there is no such send, or its gradients do not fit it.
@@ -107,26 +71,23 @@ class Pass:
                 f"{len(gradients)} gradients came for the {len(self.plan.entries[entry])} tensors of send "
                 f"{show_id(autograd_id)}"
             )
-        self._enter(entry, gradients, send_on, activity)
+        return self._enter(entry, gradients, send_on)
 
-    def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn, activity: Activity) -> None:
+    def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
         with self._lock:
             if self.plan.arrived >> entry & 1:
-                return  # a repetition: it has been done
+                return False
             for edge, gradient in zip(self.plan.entries[entry], gradients, strict=True):
                 self._add(edge, gradient)
             self._tick += 1
             ready = self.plan.arrive(entry)
-        self._run_all(ready, send_on, activity)
-
-    def _run_all(self, ready: list[Group], send_on: SendOn, activity: Activity) -> None:
         while ready:
             group = ready.pop(0)
-            for note, gradients in self._run(group):
-                activity.begin()
-                send_on(note, gradients, activity)
+            for note, complete in self._run(group):
+                send_on(note, complete)
             with self._lock:
                 ready += self.plan.finished(group)
+        return True
 
     def _add(self, edge: Edge, gradient: Gradient) -> None:
         if gradient is not None:
@@ -139,13 +100,7 @@ class Pass:
             inputs = [(e, g) for e in group.incoming if (g := self._gradients.pop(e, None)) is not None]
         results: Sequence[Gradient] = [None] * len(group.outgoing)
         if inputs and group.outgoing:
-            results = torch.autograd.grad(
-                [self._edge(e) for e, _ in inputs],
-                [self._edge(e) for e in group.outgoing],
-                [g for _, g in inputs],
-                retain_graph=self.retain_graph,
-                allow_unused=True,
-            )
+            results = self._differentiate(inputs, group.outgoing)
         at_recv: dict[int, list[Gradient]] = {
             recv: [None] * self._nodes[recv].note.outputs for recv in group.recvs
         }
@@ -161,6 +116,24 @@ class Pass:
                 with self._lock:
                     self._add(edge, gradient)
         return [(self._nodes[recv].note, gradients) for recv, gradients in at_recv.items()]
+
+    def _differentiate(
+        self, inputs: Sequence[tuple[Edge, torch.Tensor]], outgoing: Sequence[Edge]
+    ) -> Sequence[Gradient]:
+        """From gradients at ``inputs`` to those at ``outgoing``, on torch's engine."""
+        if len(inputs) == 1 and [inputs[0][0]] == outgoing and self._is_plain_leaf(outgoing[0][0]):
+            return [inputs[0][1]]  # a leaf that was sent: there is nothing on the way
+        return torch.autograd.grad(
+            [self._edge(e) for e, _ in inputs],
+            [self._edge(e) for e in outgoing],
+            [g for _, g in inputs],
+            retain_graph=self.retain_graph,
+            allow_unused=True,
+        )
+
+    def _is_plain_leaf(self, node: int) -> bool:
+        """Is it a leaf without hooks?"""
+        return node in self._graph.leaves and not self._nodes[node].variable._backward_hooks
 
     def _edge(self, edge: Edge) -> GradientEdge:
         return GradientEdge(self._nodes[edge[0]], edge[1])

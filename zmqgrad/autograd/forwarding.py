@@ -7,20 +7,22 @@ served inside the context, and answered in it. Gradients and clean-up have messa
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 
 import torch
 
 from zmqgrad.autograd.context import Context, Contexts, Recording, recording
-from zmqgrad.autograd.engine import Activity, Gradient, Pass
+from zmqgrad.autograd.engine import Gradient, Pass
 from zmqgrad.autograd.functions import RecvNote, record_send
+from zmqgrad.autograd.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, NotInitializedError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.dispatch import Opened
-from zmqgrad.rpc.payload import Packed, unpack_tensors
-from zmqgrad.rpc.remote_errors import rebuild_exception
+from zmqgrad.rpc.payload import unpack_tensors
+from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.base import Buffer, Inbound
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import (
     NOTHING,
@@ -29,7 +31,6 @@ from zmqgrad.wire.messages import (
     Call,
     CleanupAutogradContextReq,
     CleanupAutogradContextResp,
-    ExceptionReply,
     ForwardAutogradReq,
     ForwardAutogradResp,
     Message,
@@ -44,6 +45,9 @@ from zmqgrad.wire.messages import (
 from zmqgrad.wire.tensors import describe, rebuild
 
 logger = logging.getLogger(__name__)
+
+TELL_SECONDS = 0.01
+"""The end of a context is told so long after, together with that of others: off the path of the next one."""
 
 RETRY_SECONDS = 5.0
 """A clean-up message that nobody answers is sent again after so long."""
@@ -60,6 +64,7 @@ def install(worker: Worker) -> None:
     doors.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.on_forward
     doors.requests[MessageType.BACKWARD_AUTOGRAD_REQ] = autograd.on_backward
     doors.requests[MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ] = autograd.on_cleanup
+    doors.control[MessageType.BACKWARD_AUTOGRAD_RESP] = autograd.on_report
     doors.openers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
     doors.closing.append(autograd.close)
 
@@ -81,6 +86,9 @@ class Autograd:
         self._worker = worker
         self.contexts = Contexts()
         self._closed = False
+        self._tallies: dict[int, Tally] = {}  # of passes that were started here, by pass id
+        self._releases: deque[tuple[int, set[int]]] = deque()
+        self._telling = False
 
     # ---- recording --------------------------------------------------------------------------------------
 
@@ -141,27 +149,37 @@ class Autograd:
 
         Raises:
             AutogradError: if groups somewhere wait for a gradient that will never come.
+            RpcTimeoutError: if nothing is heard of the pass for the default timeout, naming the workers.
             Anything else: what failed, anywhere.
         """
         pass_id = self._worker.ids.next()
-        done: Outcome[Activity] = Outcome()
-        activity = Activity(done.set)  # type: ignore[arg-type]
-        with context.pass_lock:
-            work = context.passes[pass_id] = Pass(context, self._worker.id, retain_graph, roots)
+        tally = self._tallies[pass_id] = Tally(self._worker.id)
         try:
-            work.start(
-                [torch.ones_like(r) for r in roots],
-                lambda note, gradients, a: self._send_on(pass_id, work, note, gradients, a),
-                activity,
-            )
-            activity.end(waiting=[work.waiting()])
-        except Exception as e:
-            activity.end(e)
-        done.wait_done()  # each request below has a deadline, and its answer, or that, ends this
-        if activity.error is not None:
-            raise activity.error
-        reports = {**activity.waiting, self._worker.id: work.waiting()}
-        self._complain([w for w in reports.values() if w.sends])
+            with context.pass_lock:
+                work = context.passes[pass_id] = Pass(context, self._worker.id, retain_graph, roots)
+            request = _Request(self, work, pass_id, ROOTS, self._worker.id)
+            request.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], request.send_on))
+            self._wait_for(tally)
+        finally:
+            del self._tallies[pass_id]
+        error = tally.error()
+        if error is not None:
+            raise error
+        self._complain(tally.waiting())
+
+    def _wait_for(self, tally: Tally) -> None:
+        patience = self._worker.default_timeout or None
+        while True:
+            steps = tally.steps
+            if tally.finished.wait_done(patience):
+                return
+            if tally.steps == steps:
+                name = self._worker.membership.name_of
+                names = ", ".join(sorted({name(worker) for worker in tally.under_way().values()}))
+                raise RpcTimeoutError(
+                    f"nothing was heard of the backward pass for {patience} s; "
+                    f"it waits for {names or 'reports'}"
+                )
 
     def _complain(self, waiting: list[Waiting]) -> None:
         if not waiting:
@@ -179,66 +197,57 @@ class Autograd:
             "on what need not be differentiated."
         )
 
-    def _send_on(
-        self, pass_id: int, work: Pass, note: RecvNote, gradients: Sequence[Gradient], activity: Activity
-    ) -> None:
-        """Gradients that are complete at a recv go to its send."""
-        if note.context_id != work.context.id:
-            raise AutogradError(
-                f"a tensor that was received in context {show_id(note.context_id)} is part of the graph of "
-                f"context {show_id(work.context.id)}: use one context for both, or detach it"
-            )
-        present = [g for g in gradients if g is not None]
-        numbers = iter(range(len(present)))
-        message_frames: list[bytes | bytearray | memoryview] = []
-        message = BackwardAutogradReq(
-            work.context.id,
-            pass_id,
-            note.autograd_id,
-            tuple(-1 if g is None else next(numbers) for g in gradients),
-            describe(present, message_frames),
-            work.retain_graph,
-        )
-
-        def answered(outcome: Outcome[Inbound]) -> None:
-            activity.end(*_what_came(outcome))
-
-        seconds = self._worker.default_timeout
-        packed = Packed(NOTHING, message_frames, ())
-        try:
-            self._worker.request(note.peer, message, packed, seconds, "backward", work, answered)
-        except (RpcError, TransportError) as e:
-            activity.end(e)
-
     def on_backward(self, inbound: Inbound) -> None:
         """Gradients for a send of this worker."""
         message = inbound.message
         assert isinstance(message, BackwardAutogradReq)
-        context = self.contexts.find(message.context_id)
-        context.know(inbound.envelope.source)
-        tensors = rebuild(message.tensors, inbound.frames)
-        gradients = [None if i < 0 else tensors[i] for i in message.gradients]
-        work = self._pass(context, message.pass_id, message.retain_graph)
-
-        def finished(activity: Activity) -> None:
-            if activity.error is not None:
-                self._worker.reply_error(inbound, activity.error)
-                return
-            reports = {**activity.waiting, self._worker.id: work.waiting()}
-            self._worker.reply(inbound, BackwardAutogradResp(tuple(reports.values())))
-
-        activity = Activity(finished)
         try:
-            work.arrive(
-                message.autograd_id,
-                gradients,
-                lambda note, grads, a: self._send_on(message.pass_id, work, note, grads, a),
-                activity,
-            )
+            context = self.contexts.find(message.context_id)
+            context.know(inbound.envelope.source)
+            tensors = rebuild(message.tensors, inbound.frames)
+            gradients = [None if i < 0 else tensors[i] for i in message.gradients]
+            work = self._pass(context, message.pass_id, message.retain_graph)
         except Exception as e:
-            activity.end(e)
-        else:
-            activity.end()
+            nowhere = Waiting(self._worker.id, 0)
+            self.report(message.root, message.pass_id, message.autograd_id, (), nowhere, e)
+            return
+        request = _Request(self, work, message.pass_id, message.autograd_id, message.root)
+        request.carry_out(lambda: work.arrive(message.autograd_id, gradients, request.send_on))
+
+    def report(
+        self,
+        root: int,
+        pass_id: int,
+        autograd_id: int,
+        sent: tuple[tuple[int, int], ...],
+        waiting: Waiting,
+        error: Exception | None,
+    ) -> None:
+        """Tell the root of a pass that a request has been handled here."""
+        if root == self._worker.id:
+            tally = self._tallies.get(pass_id)
+            if tally is not None:
+                tally.handled(autograd_id, sent, waiting, error)
+            return
+        said = None if error is None else describe_exception(error, repr(self._worker.membership.own.info))
+        try:
+            message = BackwardAutogradResp(autograd_id, sent, waiting, said)
+            self._worker.mailbox.send(root, message, pass_id)
+        except (RpcError, TransportError) as e:
+            logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
+
+    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Buffer]) -> None:
+        """Send a request of a pass; whoever handles it tells the root."""
+        self._worker.post(peer, message, frames)
+
+    def on_report(self, inbound: Inbound) -> None:
+        """Another worker has handled a request of a pass that was started here. In the receiver's thread."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradResp)
+        tally = self._tallies.get(inbound.envelope.message_id)
+        if tally is not None:
+            error = None if message.error is None else rebuild_exception(message.error)
+            tally.handled(message.autograd_id, message.sent, message.waiting, error)
 
     def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> Pass:
         with context.pass_lock:
@@ -253,19 +262,36 @@ class Autograd:
         """A new context that begins here."""
         return self.contexts.new(self._worker.ids.next())
 
-    def release(self, context_id: int) -> None:
-        """Forget a context, here and wherever it went."""
+    def release(self, context_id: int, told_by: int | None = None) -> None:
+        """Forget a context, here at once, and soon wherever else it went."""
         context = self.contexts.release(context_id)
-        if context is not None:
-            for peer in context.peers() - {self._worker.id}:
-                self._tell(peer, CleanupAutogradContextReq(context_id))
+        if context is None:
+            return
+        peers = context.peers() - {self._worker.id, told_by}
+        if peers:
+            self._releases.append((context_id, peers))
+            if not self._telling:
+                self._telling = True
+                self._worker.timekeeper.call_later(TELL_SECONDS, self._tell_releases)
+
+    def _tell_releases(self) -> None:
+        """In the timekeeper's thread: one message a peer for all contexts that ended meanwhile."""
+        self._telling = False
+        by_peer: dict[int, list[int]] = {}
+        while self._releases:
+            context_id, peers = self._releases.popleft()
+            for peer in peers:
+                by_peer.setdefault(peer, []).append(context_id)
+        for peer, contexts in by_peer.items():
+            self._tell(peer, CleanupAutogradContextReq(tuple(contexts)))
 
     def on_cleanup(self, inbound: Inbound) -> None:
-        """Another worker has released a context."""
+        """Another worker has released contexts."""
         message = inbound.message
         assert isinstance(message, CleanupAutogradContextReq)
         self._worker.reply(inbound, CleanupAutogradContextResp())
-        self.release(message.context_id)
+        for context_id in message.contexts:
+            self.release(context_id, inbound.envelope.source)
 
     def _tell(self, peer: int, message: Message) -> None:
         """Send until it is answered. Hearing it twice is harmless."""
@@ -287,14 +313,48 @@ class Autograd:
             self.contexts.release(context.id)
 
 
-def _what_came(outcome: Outcome[Inbound]) -> tuple[BaseException | None, Sequence[Waiting]]:
-    """Error and reports of the answer to a backward request."""
-    error = outcome.error()
-    if error is not None:
-        return error, ()
-    message = outcome.result().message
-    if isinstance(message, ExceptionReply):
-        return rebuild_exception(message), ()
-    if not isinstance(message, BackwardAutogradResp):
-        return AutogradError(f"{type(message).__name__} is no answer to gradients"), ()
-    return None, message.waiting
+class _Request:
+    """One request of a pass, while this worker handles it: what it sets off, and the report at its end."""
+
+    def __init__(self, autograd: Autograd, work: Pass, pass_id: int, autograd_id: int, root: int) -> None:
+        self._autograd = autograd
+        self._work = work
+        self._pass_id = pass_id
+        self._autograd_id = autograd_id
+        self._root = root
+        self._sent: list[tuple[int, int]] = []
+
+    def carry_out(self, step: Callable[[], bool | None]) -> None:
+        """Do ``step`` and report; unless it says by False that another thread does the same."""
+        error: Exception | None = None
+        try:
+            if step() is False:
+                return
+        except Exception as e:
+            error = e
+        self._autograd.report(
+            self._root, self._pass_id, self._autograd_id, tuple(self._sent), self._work.waiting(), error
+        )
+
+    def send_on(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
+        """Gradients that are complete at a recv go to its send."""
+        context = self._work.context
+        if note.context_id != context.id:
+            raise AutogradError(
+                f"a tensor that was received in context {show_id(note.context_id)} is part of the graph of "
+                f"context {show_id(context.id)}: use one context for both, or detach it"
+            )
+        present = [g for g in gradients if g is not None]
+        numbers = iter(range(len(present)))
+        frames: list[Buffer] = []
+        message = BackwardAutogradReq(
+            context.id,
+            self._pass_id,
+            note.autograd_id,
+            self._root,
+            tuple(-1 if g is None else next(numbers) for g in gradients),
+            describe(present, frames),
+            self._work.retain_graph,
+        )
+        self._autograd.send(note.peer, message, frames)
+        self._sent.append((note.autograd_id, note.peer))

@@ -25,7 +25,7 @@ from zmqgrad.rpc.options import (
 )
 from zmqgrad.rpc.rref import RRef, call_remote
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import PrefixStore, Store
+from zmqgrad.store import PrefixStore, Store, TCPStore
 from zmqgrad.transport.exposure import check_exposure, is_loopback
 from zmqgrad.transport.mailbox import ZmqMailbox
 
@@ -93,7 +93,8 @@ def _form(name: str, rank: int, world_size: int, store: Store, options: RpcBacke
         store.close()
         raise
     # Under a launcher's own store, an earlier group of this process may have left keys.
-    return Group(worker, PrefixStore(f"rpc/{next(_generations)}", store, owned=True))
+    own = PrefixStore(f"rpc/{next(_generations)}", store, owned=True)
+    return Group(worker, own, serves_store=isinstance(store, TCPStore) and store.is_master)
 
 
 def _listening_host(store: Store) -> str:

@@ -54,14 +54,18 @@ def make_worker(
 
 
 class Group:
-    """A worker's place among the others. Closes ``store`` at the end."""
+    """A worker's place among the others. Closes ``store`` at the end.
 
-    def __init__(self, worker: Worker, store: Store) -> None:
+    ``serves_store``: that also ends the store's server.
+    """
+
+    def __init__(self, worker: Worker, store: Store, serves_store: bool = False) -> None:
         self.worker = worker
         self.store = store
+        self._serves_store = serves_store
 
     def join(self, deadline: Deadline) -> None:
-        """Claim name and rank, start, and wait for all others.
+        """Claim name and rank, wait for all others, and start.
 
         Raises:
             DuplicateWorkerError: if another worker has this name or rank.
@@ -69,8 +73,9 @@ class Group:
         """
         membership = self.worker.membership
         membership.claim(self.store)
-        self.worker.start()
         membership.meet(self.store, deadline)
+        # Not before: whoever calls us has met all, and may be ahead; its messages wait in the socket.
+        self.worker.start()
 
     def leave(self, graceful: bool, deadline: Deadline) -> None:
         """End the worker; with ``graceful``, after all workers have called this and finished their work.
@@ -142,12 +147,21 @@ class Group:
                 logger.warning("%s: shutdown waits for answers of %s", worker.name, ", ".join(sorted(names)))
 
     def _part(self, deadline: Deadline) -> None:
-        """The master goes last: closing its server is the word by which the others go."""
-        others = range(1, self.worker.membership.world_size)
+        """Rank 0 goes last: the end of its server, or its word, is what the others go by.
+
+        Were they to go before, the next group at this address could meet the old server at its last moment.
+        """
         if self.worker.id == 0:
+            others = range(1, self.worker.membership.world_size)
             self._wait_for([f"left/{rank}" for rank in others], "to leave", deadline)
+            if not self._serves_store:
+                self.store.set("gone", "-")
             return
         self.store.set(f"left/{self.worker.id}", "-")
+        try:
+            self.store.wait(["gone"], min(deadline.left(), SAY_EVERY))
+        except StoreError as e:
+            logger.debug("%s: the store has closed, as expected: %s", self.worker.name, e)
 
     def close(self) -> None:
         """End at once. Idempotent.

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zmqgrad.errors import ClosedError, NotInitializedError, RpcError, RpcTimeoutError
+from zmqgrad.errors import ClosedError, NotInitializedError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.calls import CallTable, PendingCall
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
@@ -40,7 +40,7 @@ from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.runtime.engine_pool import EnginePool
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.runtime.timekeeper import Timekeeper
-from zmqgrad.transport.base import Inbound, Mailbox
+from zmqgrad.transport.base import Buffer, Inbound, Mailbox
 from zmqgrad.wire.ids import IdSource
 from zmqgrad.wire.messages import (
     RESPONSE,
@@ -172,6 +172,13 @@ class Worker:
             self._check_at(deadline)
         return call
 
+    def post(self, peer: int, message: Message, frames: Sequence[Buffer] = ()) -> None:
+        """Send a request that is not answered to this worker, if at all."""
+        if self._closed:
+            raise NotInitializedError(f"worker {self.name} has been shut down; call init_rpc again")
+        self.mailbox.send(peer, message, self.ids.next(), frames)
+        self._sent += 1
+
     def wait(self, call: PendingCall) -> Inbound:
         """Wait for the answer of ``call``.
 
@@ -237,16 +244,17 @@ class Worker:
     def _on_message(self, inbound: Inbound) -> None:
         """In the receiver's thread."""
         kind: MessageType = inbound.envelope.type  # type: ignore[assignment]
+        control = self.doors.control.get(kind)
+        if control is not None:
+            self._served += not kind & RESPONSE
+            control(inbound)
+            return
         if kind & RESPONSE:
             call = self.calls.take(inbound.envelope.message_id)
             if call is not None:
                 call.outcome.set(inbound)
             return
         self._served += 1
-        control = self.doors.control.get(kind)
-        if control is not None:
-            control(inbound)
-            return
         handler = self.doors.requests.get(kind)
         if handler is None:
             logger.warning("%s: nobody here answers %s", self.name, type(inbound.message).__name__)
@@ -307,8 +315,8 @@ class Worker:
         reply = describe_exception(error, repr(self.membership.own.info))
         try:
             self.mailbox.send(inbound.envelope.source, reply, inbound.envelope.message_id)
-        except ClosedError:
-            logger.debug("%s: closing, cannot tell %s", self.name, error)
+        except (TransportError, RpcError) as e:
+            logger.warning("%s cannot tell worker %d of %r: %s", self.name, inbound.envelope.source, error, e)
 
     # ---- deadlines --------------------------------------------------------------------------------------
 

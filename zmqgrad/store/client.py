@@ -74,6 +74,11 @@ class TCPStore(QueryStore):
         """The port at which the store listens."""
         return self._port
 
+    @property
+    def is_master(self) -> bool:
+        """Was this store opened as the one that serves?"""
+        return self._server is not None
+
     def _ask(self, query: Message, seconds: float) -> Message:
         return self._connection.ask(query, seconds)
 

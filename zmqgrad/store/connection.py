@@ -30,6 +30,7 @@ from zmqgrad.wire.messages import (
 LATE_SECONDS = 0.25
 """How much longer than its timeout a client waits, so that the server's own refusal can arrive."""
 
+FIRST_PING_SECONDS = 0.1
 PING_SECONDS = 1.0
 """How long the first answer of a server may take before it is asked for again."""
 
@@ -90,12 +91,13 @@ class Connection:
         Asked again while nobody answers: the first question may have gone to a server that was closing at
         this address to make room for the next.
         """
-        deadline = Deadline.after(self.timeout)
+        deadline, patience = Deadline.after(self.timeout), FIRST_PING_SECONDS
         while True:
             try:
-                pong = self.ask(StorePing(secrets.token_hex(8)), min(deadline.left(), PING_SECONDS))
+                pong = self.ask(StorePing(secrets.token_hex(8)), min(deadline.left(), patience))
                 break
             except StoreTimeoutError:
+                patience = min(2 * patience, PING_SECONDS)
                 if deadline.passed():
                     raise self._silence(StorePing(""), self.timeout) from None
         if type(pong) is not StorePong:

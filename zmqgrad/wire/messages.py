@@ -315,13 +315,15 @@ class BackwardAutogradReq(Message, frozen=True):
     """Worker of a *recv* to worker of its *send*: the gradients of the tensors that you sent.
 
     ``gradients`` gives, for each tensor of the send, its index in ``tensors``, or -1 where no gradient
-    exists (which is not the same as zeros).
+    exists (which is not the same as zeros). ``root`` started the pass and counts what is under way; the
+    message id is that of the pass there.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_REQ
     context_id: Id
     pass_id: Id
     autograd_id: Id
+    root: WorkerId
     gradients: Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(max_length=MAX_TENSORS)]
     tensors: Tensors = NO_TENSORS
     retain_graph: bool = False
@@ -339,17 +341,24 @@ class Waiting(_Part, frozen=True):
 
 
 class BackwardAutogradResp(Message, frozen=True):
-    """Answer to the above: all that it set off has finished, here and further down."""
+    """Worker to the root of the pass: I have handled the gradients for ``autograd_id``.
+
+    ``sent`` are the requests that this set off, as (autograd id, worker). When the root has seen every
+    request that it was told of handled, nothing of the pass is in flight. ``error`` is what went wrong.
+    """
 
     TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_RESP
-    waiting: Annotated[tuple[Waiting, ...], Meta(max_length=MAX_TENSORS)] = ()
+    autograd_id: Id
+    sent: Annotated[tuple[tuple[Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)]
+    waiting: Waiting
+    error: ExceptionReply | None = None
 
 
 class CleanupAutogradContextReq(Message, frozen=True):
-    """Worker that leaves a context to those it told of it: forget it, and pass it on."""
+    """Worker that leaves contexts to those it told of them: forget them, and pass it on."""
 
     TYPE: ClassVar[MessageType] = MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ
-    context_id: Id
+    contexts: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
 
 
 class CleanupAutogradContextResp(Message, frozen=True):

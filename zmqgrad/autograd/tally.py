@@ -1,0 +1,73 @@
+"""What of a backward pass is under way anywhere, as its root knows it. Pure bookkeeping, with a lock.
+
+Every request of a pass is known by the autograd id of its send, which gets gradients once. Each worker
+tells the root, for each request that it has handled, which requests that set off. Reports may overtake
+one another, so the root keeps two sets: told of but not handled, and handled but not told of. When both are
+empty, everything that was set off has been handled, and nothing is in flight.
+
+(The alternative, each request answered when all that it set off has finished, makes the answers of a chain
+come back one after the other: ten hops cost ten more message times.)
+"""
+
+from __future__ import annotations
+
+import threading
+
+from zmqgrad.runtime.future import Outcome
+from zmqgrad.wire.messages import Waiting
+
+ROOTS = 0
+"""Stands for the roots where an autograd id is asked for."""
+
+
+class Tally:
+    """One pass, at its root. ``finished`` is set when nothing is under way."""
+
+    def __init__(self, root: int) -> None:
+        self._lock = threading.Lock()  # guards all below
+        self._under_way: dict[int, int] = {ROOTS: root}  # and the worker that it was sent to
+        self._early: set[int] = set()
+        self._reports: dict[int, Waiting] = {}
+        self._error: BaseException | None = None
+        self.steps = 0
+        self.finished: Outcome[None] = Outcome()
+
+    def handled(
+        self,
+        autograd_id: int,
+        sent: tuple[tuple[int, int], ...],
+        waiting: Waiting,
+        error: BaseException | None = None,
+    ) -> None:
+        """A request has been handled, and set off those in ``sent``. Of several errors the first counts."""
+        with self._lock:
+            self.steps += 1
+            self._error = self._error or error
+            known = self._reports.get(waiting.worker)
+            if known is None or known.tick <= waiting.tick:
+                self._reports[waiting.worker] = waiting
+            for request, worker in sent:
+                if request in self._early:
+                    self._early.discard(request)
+                else:
+                    self._under_way[request] = worker
+            if self._under_way.pop(autograd_id, None) is None:
+                self._early.add(autograd_id)
+            done = not self._under_way and not self._early
+        if done:
+            self.finished.set(None)
+
+    def error(self) -> BaseException | None:
+        """The first error, if there was any."""
+        with self._lock:
+            return self._error
+
+    def under_way(self) -> dict[int, int]:
+        """Requests that have not been handled as far as is known, and the workers that they went to."""
+        with self._lock:
+            return dict(self._under_way)
+
+    def waiting(self) -> list[Waiting]:
+        """Workers where groups wait for a gradient, as they last said."""
+        with self._lock:
+            return [report for report in self._reports.values() if report.sends]
