@@ -94,7 +94,7 @@ def _form(name: str, rank: int, world_size: int, store: Store, options: RpcBacke
         raise
     # Under a launcher's own store, an earlier group of this process may have left keys.
     own = PrefixStore(f"rpc/{next(_generations)}", store, owned=True)
-    return Group(worker, own, serves_store=isinstance(store, TCPStore) and store.is_master)
+    return Group(worker, own, store if isinstance(store, TCPStore) and store.is_master else None)
 
 
 def _listening_host(store: Store) -> str:

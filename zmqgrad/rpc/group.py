@@ -21,7 +21,7 @@ from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref import install_rrefs
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import Store
+from zmqgrad.store import Store, TCPStore
 from zmqgrad.transport.base import Mailbox
 
 logger = logging.getLogger(__name__)
@@ -31,6 +31,12 @@ SAY_EVERY = 5.0
 
 JOIN_SECONDS = 5.0
 """How long threads may take to end once told."""
+
+HURRY_SECONDS = 1.0
+"""The same where an error, Ctrl-C or the end of the program is waiting to get through."""
+
+PART_SECONDS = 2.0
+"""How long workers that have finished wait for each other's farewell."""
 
 
 def make_worker(
@@ -56,13 +62,13 @@ def make_worker(
 class Group:
     """A worker's place among the others. Closes ``store`` at the end.
 
-    ``serves_store``: that also ends the store's server.
+    ``served``: the store beneath ``store``, if this worker serves it.
     """
 
-    def __init__(self, worker: Worker, store: Store, serves_store: bool = False) -> None:
+    def __init__(self, worker: Worker, store: Store, served: TCPStore | None = None) -> None:
         self.worker = worker
         self.store = store
-        self._serves_store = serves_store
+        self._served = served
 
     def join(self, deadline: Deadline) -> None:
         """Claim name and rank, wait for all others, and start.
@@ -83,16 +89,26 @@ class Group:
         Whatever happens, threads and sockets of this worker are gone afterwards.
 
         Raises:
-            RpcTimeoutError: if others did not arrive or finish by ``deadline``, naming them.
+            RpcTimeoutError: if others did not arrive or finish by ``deadline``, naming them; if the store is
+                gone.
             RpcError: if threads are left because user code in them does not end.
         """
         try:
             if graceful:
                 self._leave_together(deadline)
-        finally:
-            self.close()
+        except StoreError as e:
+            close_quietly(self, logger.warning)
+            raise RpcTimeoutError(
+                f"{self.worker.name}: shutdown gave up: the store no longer answers; "
+                f"{self.worker.membership.name_of(0)}, or the launcher that serves it, seems to be gone"
+            ) from e
+        except BaseException:
+            close_quietly(self, logger.warning)  # the first error is the one to tell
+            raise
+        self.close()
 
     def _leave_together(self, deadline: Deadline) -> None:
+        self.store.set_timeout(min(self.store.timeout.total_seconds(), deadline.left()))
         self._meet("arrived", "to call shutdown", deadline)
         before: tuple[int, int] | None = None
         for number in itertools.count():
@@ -147,30 +163,34 @@ class Group:
                 logger.warning("%s: shutdown waits for answers of %s", worker.name, ", ".join(sorted(names)))
 
     def _part(self, deadline: Deadline) -> None:
-        """Rank 0 goes last: the end of its server, or its word, is what the others go by.
+        """All are quiet: leave, rank 0 last, which tells the others that the store takes no newcomers.
 
-        Were they to go before, the next group at this address could meet the old server at its last moment.
+        Were they to go before, the next group at this address could meet the old store at its last moment.
+        Nobody has work here any more, so whoever died at this very step is not waited for long.
         """
-        if self.worker.id == 0:
-            others = range(1, self.worker.membership.world_size)
-            self._wait_for([f"left/{rank}" for rank in others], "to leave", deadline)
-            if not self._serves_store:
-                self.store.set("gone", "-")
-            return
-        self.store.set(f"left/{self.worker.id}", "-")
+        seconds = min(deadline.left(), PART_SECONDS)
         try:
-            self.store.wait(["gone"], min(deadline.left(), SAY_EVERY))
+            if self.worker.id == 0:
+                if self._served is not None:
+                    self._served.refuse_newcomers()
+                self.store.set("gone", "-")
+                others = range(1, self.worker.membership.world_size)
+                self.store.wait([f"left/{rank}" for rank in others], seconds)
+            else:
+                self.store.wait(["gone"], seconds)
+                self.store.set_timeout(PART_SECONDS)
+                self.store.set(f"left/{self.worker.id}", "-")
         except StoreError as e:
-            logger.debug("%s: the store has closed, as expected: %s", self.worker.name, e)
+            logger.info("%s leaves without the others' farewell: %s", self.worker.name, e)
 
-    def close(self) -> None:
-        """End at once. Idempotent.
+    def close(self, patience: float = JOIN_SECONDS) -> None:
+        """End at once; threads have ``patience`` seconds to end. Idempotent.
 
         Raises:
             RpcError: if threads are left because user code in them does not end.
         """
         self.worker.close()
-        left = self.worker.join(Deadline.after(JOIN_SECONDS))
+        left = self.worker.join(Deadline.after(patience))
         self.store.close()
         if left:
             raise RpcError(
@@ -182,6 +202,6 @@ class Group:
 def close_quietly(group: Group, log: Callable[..., None] = logger.debug) -> None:
     """:meth:`Group.close` where there is nobody to tell of an error (at exit, or behind another error)."""
     try:
-        group.close()
+        group.close(HURRY_SECONDS)
     except (RpcError, StoreError) as e:
         log("%s", e)

@@ -79,6 +79,14 @@ class TCPStore(QueryStore):
         """Was this store opened as the one that serves?"""
         return self._server is not None
 
+    def refuse_newcomers(self) -> None:
+        """On the master: answer no client that is not connected yet, for this store is about to close.
+
+        So a client that looks for the next store at this address waits for that one.
+        """
+        if self._server is not None:
+            self._server.refuse_newcomers()
+
     def _ask(self, query: Message, seconds: float) -> Message:
         return self._connection.ask(query, seconds)
 

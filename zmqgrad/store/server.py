@@ -37,6 +37,7 @@ class StoreServer:
     def __init__(self, address: str, *, name: str = "zmqgrad-store", clock: Clock = MONOTONIC) -> None:
         self.name = name
         self._clock = clock
+        self._no_newcomers = False
         self._state = State()
         self._registrations: deque[tuple[float, bytes, Asker, StoreWatchKey]] = deque()  # by deadline
         self._requests = RequestServer(name, address, clock=clock)
@@ -76,6 +77,8 @@ class StoreServer:
         """Answer a query, now or later."""
         asker = (client, message_id)
         match message:
+            case StorePing() if self._no_newcomers:
+                pass  # its client asks again, until another store listens here
             case StorePing(nonce=nonce):
                 pong = StorePong(nonce, self._publisher.endpoint, self._state.revision)
                 self._requests.reply(client, message_id, pong)
@@ -129,6 +132,10 @@ class StoreServer:
         self._carry_out(self._state.close())
 
     # ---- from any thread --------------------------------------------------------------------------------
+
+    def refuse_newcomers(self) -> None:
+        """Answer no pings from now on: a client's first question, and a new watch's."""
+        self._no_newcomers = True
 
     def close(self) -> None:
         """Stop serving; who waits is refused. Idempotent; waits for the thread and the sockets.

@@ -1,0 +1,350 @@
+"""Joining and leaving in real processes: in good order, in bad order, interrupted and killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.processes import run_processes
+from zmqgrad import rpc
+from zmqgrad.errors import (
+    DuplicateWorkerError,
+    FunctionNotFoundError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    RpcTimeoutError,
+)
+from zmqgrad.runtime.clock import MONOTONIC
+from zmqgrad.store import TCPStore
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+QUICK = rpc.RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=4)
+
+
+def join(rank: int, **how: Any) -> None:
+    """As most programs do."""
+    rpc.init_rpc(f"worker{rank}", rpc_backend_options=QUICK, **how)
+
+
+def what_is_open() -> tuple[list[str], int]:
+    """Threads of ours, and file descriptors."""
+    ours = [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+    return ours, len(os.listdir("/proc/self/fd"))
+
+
+# ---- good order ------------------------------------------------------------------------------------------
+
+
+def ten_rounds(rank: int, rounds: int) -> tuple[float, list[tuple[list[str], int]]]:
+    """Join, call everybody, leave; again and again at one port."""
+    join(rank)
+    rpc.shutdown()
+    began = MONOTONIC.now()
+    open_after = []
+    for n in range(rounds):
+        join(rank)
+        for to in range(3):
+            assert rpc.rpc_sync(f"worker{to}", torch.add, args=(torch.ones(2), n)).sum() == 2 * (n + 1)
+        rpc.shutdown()
+        open_after.append(what_is_open())
+    return MONOTONIC.now() - began, open_after
+
+
+def test_rounds_at_one_port_are_quick_and_leave_nothing() -> None:
+    for seconds, open_after in run_processes(ten_rounds, 3, args=(10,)):
+        assert seconds < 8.0
+        assert [threads for threads, _ in open_after] == [[]] * 10
+        assert open_after[-1][1] <= open_after[0][1] + 2, "file descriptors"
+
+
+def others_work_on(rank: int) -> int:
+    """Rank 0 is done at once; what the others have to do needs it all the same."""
+    join(rank)
+    if rank == 0:
+        rpc.shutdown()
+        return -1
+    total = 0
+    for n in range(50):
+        total += rpc.rpc_sync("worker0", int.__add__, args=(n, rank))
+    rpc.shutdown()
+    return total
+
+
+def test_who_is_done_serves_the_others_until_they_are() -> None:
+    assert run_processes(others_work_on, 3) == [-1, 1225 + 50, 1225 + 100]
+
+
+def fire_and_forget(rank: int, path: str) -> int:
+    """Calls whose answers nobody waits for, which make further calls, still run before all leave."""
+    join(rank)
+    if rank == 1:
+        for n in range(5):
+            rpc.rpc_async("worker0", pass_on, args=(path, n))
+    rpc.shutdown()
+    return len(os.listdir(path))
+
+
+def pass_on(path: str, n: int) -> None:
+    """Have worker 1 make a file, and do not wait for it either."""
+    rpc.rpc_async("worker1", Path(path, str(n)).touch)
+
+
+def test_shutdown_waits_for_what_nobody_waits_for(tmp_path: Path) -> None:
+    assert run_processes(fire_and_forget, 2, args=(str(tmp_path),)) == [5, 5]
+
+
+def leave_alone(rank: int) -> float:
+    """Without grace nobody is waited for; the other's later farewell is refused in good time."""
+    join(rank)
+    began = MONOTONIC.now()
+    rpc.shutdown(graceful=False)
+    return MONOTONIC.now() - began
+
+
+def test_leaving_without_grace() -> None:
+    assert all(seconds < 2.0 for seconds in run_processes(leave_alone, 2))
+
+
+def forget_to_leave(rank: int) -> int:
+    """Return without shutdown, with a call under way."""
+    join(rank)
+    rpc.rpc_async(f"worker{1 - rank}", take, args=(0.2,))
+    return rank
+
+
+def test_a_program_that_ends_without_shutdown_ends() -> None:
+    assert run_processes(forget_to_leave, 2, timeout=20) == [0, 1]
+
+
+# ---- bad order -------------------------------------------------------------------------------------------
+
+
+def errors_of_joining(rank: int) -> dict[str, str]:
+    """Each mistake of one process, and how it is told."""
+    told: dict[str, str] = {}
+
+    def expect(name: str, kind: type[Exception], **how: Any) -> None:
+        with pytest.raises(kind) as caught:
+            rpc.init_rpc("worker0", rpc_backend_options=QUICK, **how)
+        told[name] = str(caught.value)
+
+    expect("rank", RendezvousError, rank=2, world_size=2)
+    expect("rank below", RendezvousError, rank=-3, world_size=2)
+    expect("size", RendezvousError, rank=0, world_size=0)
+    port = os.environ["MASTER_PORT"]
+    with TCPStore("127.0.0.1", int(port), is_master=True):
+        expect("port", RendezvousError, rank=0, world_size=1)
+    del os.environ["MASTER_ADDR"]
+    expect("address", RendezvousError, rank=0, world_size=1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    os.environ["MASTER_PORT"] = "a door"
+    expect("malformed", RendezvousError, rank=0, world_size=1)
+    os.environ["MASTER_PORT"] = port
+    rpc.init_rpc("worker0", rank=0, world_size=1)
+    assert rpc.rpc_sync(0, len, args=("abc",)) == 3
+    rpc.shutdown()
+    told["left"] = str(what_is_open()[0])
+    told["port number"] = port
+    return told
+
+
+def test_mistakes_of_joining_name_what_is_wrong_and_leave_nothing() -> None:
+    (told,) = run_processes(errors_of_joining, 1)
+    assert "rank" in told["rank"]
+    assert "2" in told["rank"]
+    assert "-3" in told["rank below"]
+    assert "world" in told["size"].lower()
+    assert told["port number"] in told["port"]
+    assert "listen" in told["port"]
+    assert "MASTER_ADDR" in told["address"]
+    assert "MASTER_PORT" in told["malformed"]
+    assert "a door" in told["malformed"]
+    assert told["left"] == "[]"
+
+
+def same(rank: int, what: str) -> str:
+    """Two workers claim one name, or one rank; a third is as it should be."""
+    options = rpc.RpcBackendOptions(rpc_timeout=3.0)
+    name = "worker" if what == "name" and rank else f"worker{rank}"
+    claimed = 1 if what == "rank" and rank else rank
+    try:
+        rpc.init_rpc(name, rank=claimed, world_size=3, rpc_backend_options=options)
+    except (DuplicateWorkerError, RendezvousTimeoutError) as e:
+        assert what_is_open()[0] == []
+        return f"{type(e).__name__}: {e}"
+    return "joined"
+
+
+@pytest.mark.parametrize("what", ["name", "rank"])
+def test_two_workers_of_one_name_or_rank(what: str) -> None:
+    told = run_processes(same, 3, args=(what,), timeout=25)
+    refused = [t for t in told if t.startswith("DuplicateWorkerError")]
+    assert len(refused) == 1
+    assert ("'worker'" if what == "name" else "rank 1") in refused[0]
+    assert sum("did not come in time" in t or "no store answered" in t for t in told) == 2, told
+
+
+def one_never_comes(rank: int) -> tuple[float, str]:
+    """Rank 2 stays away."""
+    if rank == 2:
+        return 0.0, ""
+    began = MONOTONIC.now()
+    with pytest.raises(RendezvousTimeoutError) as caught:
+        rpc.init_rpc(f"worker{rank}", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=3.0))
+    assert what_is_open()[0] == []
+    return MONOTONIC.now() - began, str(caught.value)
+
+
+def test_a_worker_that_never_comes_is_named_within_the_timeout() -> None:
+    for rank, (seconds, told) in enumerate(run_processes(one_never_comes, 3)[:2]):
+        assert seconds < 4.5
+        assert told.startswith(f"worker{rank}: of 3 workers")
+        assert "2" in told.partition("in time:")[2]
+        assert "MASTER_ADDR" in told
+
+
+def only_here(rank: int, directory: str) -> str:
+    """A module that one of the two can import."""
+    import sys
+
+    join(rank)
+    told = ""
+    if rank == 0:
+        sys.path.insert(0, directory)
+        import module_of_one
+
+        with pytest.raises(FunctionNotFoundError) as caught:
+            rpc.rpc_sync("worker1", module_of_one.function)
+        told = str(caught.value)
+        with pytest.raises(FunctionNotFoundError):
+            rpc.remote("worker1", module_of_one.function).to_here()
+        assert rpc.rpc_sync("worker1", len, args=("ab",)) == 2
+    rpc.shutdown()
+    return told
+
+
+def test_a_function_that_the_other_side_cannot_import(tmp_path: Path) -> None:
+    (tmp_path / "module_of_one.py").write_text("def function():\n    return 1\n")
+    told, _ = run_processes(only_here, 2, args=(str(tmp_path),))
+    assert "module_of_one" in told
+    assert "worker1" in told
+    assert "importable" in told
+
+
+# ---- others that do not come, or die ---------------------------------------------------------------------
+
+
+told_to_go = threading.Event()
+
+
+def go() -> None:
+    """Called by the other worker."""
+    told_to_go.set()
+
+
+def take(seconds: float) -> None:
+    """Be busy for so long."""
+    threading.Event().wait(seconds)
+
+
+def one_is_killed(rank: int) -> tuple[float, str, list[str]]:
+    """Rank 1 dies in the middle of its work."""
+    join(rank)
+    if rank == 1:
+        rpc.rpc_sync("worker0", go)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert told_to_go.wait(20)
+    began = MONOTONIC.now()
+    with pytest.raises(RpcTimeoutError) as caught:
+        rpc.shutdown(timeout=1.0)
+    return MONOTONIC.now() - began, str(caught.value), what_is_open()[0]
+
+
+def test_shutdown_gives_up_on_the_dead_and_names_them(tmp_path: Path) -> None:
+    env = {"TMPDIR": str(tmp_path)}
+    alive, _ = run_processes(one_is_killed, 2, may_die=[1], env=env)
+    seconds, told, left = alive
+    assert seconds < 2.5
+    assert "worker1" in told
+    assert "graceful=False" in told
+    assert left == []
+    assert os.listdir(tmp_path) == [], "files of the killed process"
+
+
+def master_is_killed(rank: int) -> tuple[float, str, list[str]]:
+    """The worker that serves the store dies."""
+    join(rank)
+    if rank == 0:
+        rpc.rpc_sync("worker1", go)
+        os.kill(os.getpid(), signal.SIGKILL)
+    assert told_to_go.wait(20)
+    began = MONOTONIC.now()
+    with pytest.raises(RpcTimeoutError, match="worker0") as caught:
+        rpc.shutdown(timeout=1.0)
+    return MONOTONIC.now() - began, str(caught.value), what_is_open()[0]
+
+
+def test_shutdown_when_the_master_is_dead() -> None:
+    _, (seconds, _told, left) = run_processes(master_is_killed, 2, may_die=[0])
+    assert seconds < 3.0
+    assert left == []
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------
+
+
+def interrupted(rank: int, where: str) -> tuple[float, list[str]]:
+    """Wait where it says, and be interrupted there."""
+    me = os.getpid()
+    began = 0.0
+
+    def press_ctrl_c() -> None:
+        nonlocal began
+        began = MONOTONIC.now()
+        os.kill(me, signal.SIGINT)
+
+    timer = threading.Timer(0.5, press_ctrl_c)
+    if where == "init_rpc":
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            join(rank, world_size=2)
+    else:
+        join(rank)
+        timer.start()
+        with pytest.raises(KeyboardInterrupt):
+            wait_in(where, rank)
+        if where != "shutdown" or rank == 1:
+            rpc.shutdown(graceful=False)
+    seconds = MONOTONIC.now() - began
+    timer.join()
+    return seconds, what_is_open()[0]
+
+
+def wait_in(where: str, rank: int) -> None:
+    """Wait, in one of the ways that there are, for longer than anybody would."""
+    other = f"worker{1 - rank}"
+    if where == "shutdown":
+        if rank == 1:
+            threading.Event().wait(20)
+        rpc.shutdown()
+    elif where == "rpc_sync":
+        rpc.rpc_sync(other, take, args=(1.0,))
+    elif where == "wait":
+        rpc.rpc_async(other, take, args=(1.0,)).wait()
+    elif where == "to_here":
+        rpc.remote(other, take, args=(1.0,)).to_here()
+
+
+@pytest.mark.parametrize("where", ["init_rpc", "rpc_sync", "wait", "to_here", "shutdown"])
+def test_ctrl_c_ends_the_wait_within_two_seconds_and_leaves_nothing(where: str) -> None:
+    n = 1 if where == "init_rpc" else 2
+    for seconds, left in run_processes(interrupted, n, args=(where,)):
+        assert seconds < 2.0
+        assert left == []
