@@ -121,8 +121,9 @@ class Pass:
         self, inputs: Sequence[tuple[Edge, torch.Tensor]], outgoing: Sequence[Edge]
     ) -> Sequence[Gradient]:
         """From gradients at ``inputs`` to those at ``outgoing``, on torch's engine."""
-        if len(inputs) == 1 and [inputs[0][0]] == outgoing and self._is_plain_leaf(outgoing[0][0]):
-            return [inputs[0][1]]  # a leaf that was sent: there is nothing on the way
+        if all(self._is_plain_leaf(node) for node, _ in outgoing) and {e for e, _ in inputs} >= set(outgoing):
+            present = dict(inputs)  # leaves that were sent: there is nothing on the way
+            return [present[edge] for edge in outgoing]
         return torch.autograd.grad(
             [self._edge(e) for e, _ in inputs],
             [self._edge(e) for e in outgoing],

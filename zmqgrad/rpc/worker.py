@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zmqgrad.errors import ClosedError, NotInitializedError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.errors import NotInitializedError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.calls import CallTable, PendingCall
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
@@ -37,7 +37,7 @@ from zmqgrad.rpc.payload import (
 from zmqgrad.rpc.references import ReferenceTable
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
-from zmqgrad.runtime.engine_pool import EnginePool
+from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.runtime.timekeeper import Timekeeper
 from zmqgrad.transport.base import Buffer, Inbound, Mailbox
@@ -106,7 +106,7 @@ class Worker:
     def start(self) -> None:
         """Start threads; calls can be made and are served from here on."""
         self.timekeeper.start()
-        self.mailbox.start(self._on_message, lambda peer: self.membership.find(peer).endpoints)
+        self.mailbox.start(self._on_message, lambda peer: self.membership.find(peer).endpoints, self.pool)
 
     # ---- calling ----------------------------------------------------------------------------------------
 
@@ -241,28 +241,25 @@ class Worker:
 
     # ---- serving ----------------------------------------------------------------------------------------
 
-    def _on_message(self, inbound: Inbound) -> None:
-        """In the receiver's thread."""
+    def _on_message(self, inbound: Inbound) -> Task | None:
+        """In the thread that reads; gives what is to be done in an engine thread."""
         kind: MessageType = inbound.envelope.type  # type: ignore[assignment]
         control = self.doors.control.get(kind)
         if control is not None:
             self._served += not kind & RESPONSE
             control(inbound)
-            return
+            return None
         if kind & RESPONSE:
             call = self.calls.take(inbound.envelope.message_id)
             if call is not None:
                 call.outcome.set(inbound)
-            return
+            return None
         self._served += 1
         handler = self.doors.requests.get(kind)
         if handler is None:
             logger.warning("%s: nobody here answers %s", self.name, type(inbound.message).__name__)
-            return
-        try:
-            self.pool.submit(partial(self._serve, handler, inbound))
-        except ClosedError:
-            logger.debug("%s: %s came while closing", self.name, type(inbound.message).__name__)
+            return None
+        return partial(self._serve, handler, inbound)
 
     def _serve(self, handler: RequestHandler, inbound: Inbound) -> None:
         """In an engine thread."""

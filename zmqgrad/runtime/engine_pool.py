@@ -6,6 +6,10 @@ block no longer counts. When it goes on there may be one too many for a moment: 
 task first retires. A task that blocks somewhere we cannot see (a lock of the user's, a C++ wait) is
 noticed when tasks queue, nothing has finished for a while, and fewer than ``size`` threads have used the
 processor meanwhile; then, too, a thread is added. Long computations add none.
+
+One thread may *lead*: it reads where tasks come from. It runs the task that it has read itself, after it
+has made another thread the leader, so that a task starts without waiting for a thread to wake: on an idle
+machine that costs more than the rest of a small call together.
 """
 
 from __future__ import annotations
@@ -50,6 +54,7 @@ class EnginePool:
         self._idle = 0
         self._blocked = 0
         self._live = 0
+        self._leading = 0  # 1 while a thread reads; it is live, neither idle nor at work
         self._extra = 0
         self._backlog = 0
         self._finished = 0
@@ -82,6 +87,50 @@ class EnginePool:
         if watch:
             self._watch()
 
+    def lead(self, read: Callable[[], Task | None]) -> None:
+        """Let threads of the pool, one at a time, call ``read``, and run the task that it gives.
+
+        ``read`` blocks until there is something to do, and gives None when it is over. Only one at a time
+        can be led by a pool.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the engine pool of {self._name} is closed")
+            self._pass_on(read)
+
+    def _pass_on(self, read: Callable[[], Task | None]) -> None:
+        """Make another thread the leader. Called with the lock held."""
+        if self._idle:
+            self._idle -= 1
+        else:
+            self._spawn()
+        self._leading = 1
+        self._tasks.put(lambda: self._lead(read))
+
+    def _lead(self, read: Callable[[], Task | None]) -> None:
+        while True:
+            task = read()
+            with self._lock:
+                self._leading = 0
+                if task is None:
+                    return
+                if self._has_room_beside_leader() and not self._closed:
+                    self._pass_on(read)
+                    break
+                self._leading = 1
+            try:
+                self.submit(task)
+            except ClosedError:
+                logger.debug("%s: a task came while closing", self._name)
+        task()
+
+    def _has_room_beside_leader(self) -> bool:
+        """May the leader, which does not count as such any more, work? Called with the lock held."""
+        return self._live - 1 - self._blocked - self._idle < self._size + self._extra
+
     def blocked(self) -> _Blocked:
         """A context manager around a wait in one of our threads: another may work meanwhile."""
         return _Blocked(self)
@@ -99,7 +148,7 @@ class EnginePool:
 
     def _has_room(self) -> bool:
         """May another thread work? Called with the lock held."""
-        return self._live - self._blocked < self._size + self._extra
+        return self._live - self._leading - self._blocked < self._size + self._extra
 
     def _spawn(self) -> None:
         """Start a thread, to which one task is promised. Called with the lock held."""
@@ -134,7 +183,7 @@ class EnginePool:
         """After a task: will there be another for this thread? If not, it has retired."""
         with self._lock:
             self._finished += 1
-            if self._closed or self._live - self._blocked > self._size + self._extra:
+            if self._closed or self._live - self._leading - self._blocked > self._size + self._extra:
                 self._retire()
                 return False
             if self._backlog:
@@ -145,7 +194,7 @@ class EnginePool:
                 return False
             else:
                 self._idle += 1
-                if self._live == self._idle:
+                if self._live - self._leading == self._idle:
                     self._at_rest.notify_all()
             return True
 
@@ -157,7 +206,7 @@ class EnginePool:
         self._live -= 1
         self._threads.discard(me)
         self._leaving = [*(t for t in self._leaving if t.is_alive()), me]
-        if self._live == self._idle:
+        if self._live - self._leading == self._idle:
             self._at_rest.notify_all()
 
     def _watch(self) -> None:
@@ -214,13 +263,14 @@ class EnginePool:
     def busy(self) -> bool:
         """Does any thread run or wait inside a task, or is one queued?"""
         with self._lock:
-            return self._backlog > 0 or self._live > self._idle
+            return self._backlog > 0 or self._live - self._leading > self._idle
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no task runs, waits or is queued. False if that does not come by ``deadline``."""
         with self._lock:
             return self._at_rest.wait_for(
-                lambda: not self._backlog and self._live == self._idle, deadline.left_or_none()
+                lambda: not self._backlog and self._live - self._leading == self._idle,
+                deadline.left_or_none(),
             )
 
     def __repr__(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport.tap import Tap
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message
@@ -30,8 +31,11 @@ class Inbound(NamedTuple):
     size: int = 0
 
 
-Handler = Callable[[Inbound], None]
-"""Called in the receiver's thread, one message at a time: must not block and must not run user code."""
+Handler = Callable[[Inbound], Task | None]
+"""Called with one message at a time; must not block and must not run user code.
+
+It may give a task, which does what takes longer, and is run in a thread of the pool.
+"""
 
 Resolver = Callable[[int], Sequence[str]]
 """Worker id to the endpoints of its mailbox, best first. Raises ``UnknownPeerError``."""
@@ -49,8 +53,11 @@ class Mailbox(Protocol):
         """Where peers can send to, best first."""
         ...
 
-    def start(self, handler: Handler, resolve: Resolver) -> None:
-        """Begin to receive; look peers up by ``resolve`` at the first message to them."""
+    def start(self, handler: Handler, resolve: Resolver, pool: EnginePool | None = None) -> None:
+        """Begin to receive; look peers up by ``resolve`` at the first message to them.
+
+        Tasks of the handler run in ``pool``; without one, in the receiver's own thread.
+        """
         ...
 
     def send(self, peer: int, message: Message, message_id: int, frames: Sequence[Buffer] = ()) -> None:

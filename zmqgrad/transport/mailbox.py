@@ -25,6 +25,7 @@ import zmq
 
 from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport.base import Buffer, Handler, Inbound, Resolver
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.tap import Tap, Tapped
@@ -109,17 +110,17 @@ class ZmqMailbox:
         """Where peers can send to: ipc, then tcp."""
         return self._endpoints
 
-    def start(self, handler: Handler, resolve: Resolver) -> None:
-        """Begin to receive; ``handler`` is called in the receiver's thread."""
+    def start(self, handler: Handler, resolve: Resolver, pool: EnginePool | None = None) -> None:
+        """Begin to receive, in a thread of ``pool`` if there is one."""
         self._resolve = resolve
         self._handler = handler
-        self._receiver.start(self._received)
+        self._receiver.start(self._received, pool)
 
-    def _received(self, inbound: Inbound) -> None:
+    def _received(self, inbound: Inbound) -> Task | None:
         if self.tap is not None:
             envelope = inbound.envelope
             self.tap(Tapped(False, envelope.source, envelope, inbound.message, inbound.size))
-        self._handler(inbound)
+        return self._handler(inbound)
 
     def send(self, peer: int, message: Message, message_id: int, frames: Sequence[Buffer] = ()) -> None:
         """Queue ``message`` for ``peer``. Frames of ``TAKE_OVER`` bytes and more must not change after."""

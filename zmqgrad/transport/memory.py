@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.engine_pool import EnginePool
 from zmqgrad.transport.base import Buffer, Handler, Inbound, Resolver
 from zmqgrad.transport.faults import (
     WAIT_SECONDS,
@@ -207,6 +208,7 @@ class MemoryMailbox:
             ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "malformed"), 0
         )
         self._handler: Handler | None = None
+        self._pool: EnginePool | None = None
         self._resolve: Resolver = _knows_nobody
         self._thread = threading.Thread(target=self._run, name=f"{name}-receiver", daemon=True)
         self._endpoint = network.join(self)
@@ -216,9 +218,9 @@ class MemoryMailbox:
         """Where peers can send to: ``memory://<n>``."""
         return (self._endpoint,)
 
-    def start(self, handler: Handler, resolve: Resolver) -> None:
+    def start(self, handler: Handler, resolve: Resolver, pool: EnginePool | None = None) -> None:
         """Begin to deliver; ``handler`` is called in the receiver's thread."""
-        self._handler, self._resolve = handler, resolve
+        self._handler, self._resolve, self._pool = handler, resolve, pool
         self._thread.start()
 
     def send(self, peer: int, message: Message, message_id: int, frames: Sequence[Buffer] = ()) -> None:
@@ -289,7 +291,15 @@ class MemoryMailbox:
         try:
             if self.tap is not None:
                 self.tap(Tapped(False, envelope.source, envelope, message, inbound.size))
-            self._handler(inbound)
+            task = self._handler(inbound)
+            if task is None:
+                return
+            if self._pool is None:
+                task()
+            else:
+                self._pool.submit(task)
+        except ClosedError:
+            logger.debug("%s: %s came while closing", self._name, message)
         except Exception:
             logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
 

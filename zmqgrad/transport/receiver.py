@@ -1,5 +1,7 @@
-"""The receiving half of a mailbox: one thread that owns one ROUTER.
+"""The receiving half of a mailbox: one thread at a time owns one ROUTER.
 
+With an engine pool, that is a thread of the pool, which makes another its successor before it runs a task
+(:meth:`~zmqgrad.runtime.engine_pool.EnginePool.lead`); without one, it is a thread of the receiver's own.
 It reads, decodes and hands on; it never runs user code and never stops for what a stranger sends (P5).
 It blocks in one ``recv`` and needs no poll: closing is a message to itself over ``inproc``, known by a
 token that nobody outside the process can have.
@@ -7,7 +9,6 @@ token that nobody outside the process can have.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import secrets
 import threading
@@ -16,6 +17,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from zmqgrad.errors import ProtocolError
+from zmqgrad.runtime.engine_pool import EnginePool, Task
+from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Buffer, Handler, Inbound
 from zmqgrad.wire.codec import decode
 
@@ -29,7 +32,7 @@ MAX_STRANGERS = 1000
 
 
 class Receiver:
-    """Reads ``socket`` in a thread named ``<name>-receiver`` and calls ``handler`` for each message."""
+    """Reads ``socket`` and calls ``handler`` for each message; without a pool, in ``<name>-receiver``."""
 
     def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
         self._name = name
@@ -39,30 +42,45 @@ class Receiver:
         self._inproc = f"inproc://{name}-{self._stop_token.hex()}"
         self._handler: Handler | None = None
         self._strangers: set[bytes] = set()
-        self._thread = threading.Thread(target=self._run, name=f"{name}-receiver", daemon=True)
+        self._started = False
+        self._ended: Outcome[None] = Outcome()
         self._closed = False
         self.messages = 0
         self.bytes = 0
         self.malformed = 0
         socket.bind(self._inproc)
 
-    def start(self, handler: Handler) -> None:
+    def start(self, handler: Handler, pool: EnginePool | None = None) -> None:
         """Begin to read."""
         self._handler = handler
-        self._thread.start()
+        self._started = True
+        if pool is not None:
+            pool.lead(self._read)
+        else:
+            threading.Thread(target=self._run, name=f"{self._name}-receiver", daemon=True).start()
 
     def _run(self) -> None:
-        with contextlib.closing(self._socket):
+        while (task := self._read()) is not None:
+            task()
+
+    def _read(self) -> Task | None:
+        """Read until there is a task, or it is over (None)."""
+        receive, rest = self._socket.recv, self._rest
+        try:
             while True:
-                try:
-                    identity = self._socket.recv()
-                    first = self._socket.recv()
-                    frames = self._rest() if self._socket.rcvmore else ()
-                except zmq.ContextTerminated:
-                    return
+                identity = receive()
+                first = receive()
+                frames = rest() if self._socket.rcvmore else ()
                 if first == self._stop_token:
-                    return
-                self._deliver(identity, first, frames)
+                    break
+                task = self._deliver(identity, first, frames)
+                if task is not None:
+                    return task
+        except zmq.ContextTerminated:
+            logger.debug("%s: the context has ended", self._name)
+        self._socket.close(linger=0)
+        self._ended.set(None)
+        return None
 
     def _rest(self) -> list[Buffer]:
         """The frames after the first: ours, writable, and received without a copy."""
@@ -73,12 +91,12 @@ class Receiver:
             if not frame.more:
                 return frames
 
-    def _deliver(self, identity: bytes, first: bytes, frames: list[Buffer] | tuple[()]) -> None:
+    def _deliver(self, identity: bytes, first: bytes, frames: list[Buffer] | tuple[()]) -> Task | None:
         try:
             envelope, message = decode(first)
         except ProtocolError as e:
             self._refuse(identity, e)
-            return
+            return None
         self.messages += 1
         size = len(first)
         for frame in frames:
@@ -86,9 +104,10 @@ class Receiver:
         self.bytes += size
         assert self._handler is not None
         try:
-            self._handler(Inbound(envelope, message, frames, size))
+            return self._handler(Inbound(envelope, message, frames, size))
         except Exception:
             logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
+            return None
 
     def _refuse(self, identity: bytes, error: ProtocolError) -> None:
         self.malformed += 1
@@ -102,8 +121,11 @@ class Receiver:
         if self._closed:
             return
         self._closed = True
-        if not self._thread.is_alive():
+        if not self._started:
             self._socket.close(linger=0)
+            self._ended.set(None)
+            return
+        if self._ended.done():
             return
         with self._context.socket(zmq.DEALER) as waker:
             waker.linger = -1  # inproc: delivered in memory, at once
@@ -111,7 +133,7 @@ class Receiver:
             waker.send(self._stop_token)
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for the thread; gives its name if it has not ended by ``deadline``."""
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(deadline.left_or_none())
-        return [self._thread.name] if self._thread.is_alive() else []
+        """Wait until nobody reads any more; gives a name if that has not come by ``deadline``."""
+        if self._started and not self._ended.wait_done(deadline.left_or_none()):
+            return [f"{self._name}-receiver"]
+        return []

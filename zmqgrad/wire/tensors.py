@@ -25,7 +25,8 @@ INLINE = 16 << 10
 """Blobs of up to so many bytes travel in the header; larger ones in a frame of their own."""
 
 _NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+# Without the quantized ones: a strided tensor of such a dtype has no quantizer, and torch crashes on it.
+_DTYPES = {name: dtype for dtype, name in _NAMES.items() if not name.startswith("q")}
 _string_at = ctypes.string_at
 _memmove = ctypes.memmove
 
@@ -40,6 +41,13 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Buffer]) -> Tensors:
     """
     if not tensors:
         return NO_TENSORS
+    try:
+        return _describe_all(tensors, frames)
+    except RuntimeError as e:  # torch's word for tensors that have no memory to show (nested, fake, ...)
+        raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
+
+
+def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Buffer]) -> Tensors:
     blobs: list[Blob] = []
     if len(tensors) == 1 and _plain(tensors[0]):
         return Tensors((_describe_plain(tensors[0], blobs, frames),), tuple(blobs))
@@ -58,6 +66,7 @@ def _plain(t: torch.Tensor) -> bool:
         t.is_cpu
         and t.layout is torch.strided
         and t.is_contiguous()
+        and t.dim() <= MAX_DIMENSIONS
         and not (t.is_conj() or t.is_neg() or t.is_quantized)
     )
 
@@ -212,14 +221,27 @@ def rebuild(described: Tensors, frames: Sequence[Buffer]) -> list[torch.Tensor]:
     Raises:
         ProtocolError: if a descriptor does not fit its blob, or a blob its frame.
     """
+    try:
+        return _rebuild_all(described, frames)
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        OverflowError,
+    ) as e:  # torch's word on sizes, strides, dtypes
+        raise ProtocolError(f"a tensor that came does not hold together: {e}") from e
+
+
+def _rebuild_all(described: Tensors, frames: Sequence[Buffer]) -> list[torch.Tensor]:
     blobs = described.blobs
     users: dict[int, int] = {}
     for d in described.tensors:
-        users[d.blob] = users.get(d.blob, 0) + 1
+        if d.layout is Layout.STRIDED and d.device == "cpu":
+            users[d.blob] = users.get(d.blob, 0) + 1
     bases: dict[int, torch.Tensor] = {}
     out = []
     for d in described.tensors:
-        if d.layout is Layout.STRIDED and users[d.blob] == 1 and d.device == "cpu":
+        if d.layout is Layout.STRIDED and d.device == "cpu" and users[d.blob] == 1:
             t = _rebuild_alone(d, blobs, frames)
         else:
             t = _rebuild_other(d, blobs, frames, bases)
@@ -249,15 +271,19 @@ def blob_bytes(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
     return _data(blob, frames)
 
 
-def _find(d: TensorDescriptor, blobs: Sequence[Blob]) -> tuple[torch.dtype, Blob]:
+def _dtype(d: TensorDescriptor) -> torch.dtype:
     dtype = _DTYPES.get(d.dtype)
     if dtype is None:
-        raise ProtocolError(f"this torch ({torch.__version__}) has no dtype {d.dtype!r}")
+        raise ProtocolError(f"this torch ({torch.__version__}) has no dtype {d.dtype!r} for such a tensor")
+    return dtype
+
+
+def _blob_of(d: TensorDescriptor, blobs: Sequence[Blob]) -> Blob:
     if d.blob >= len(blobs):
         raise ProtocolError(f"a tensor names blob {d.blob} of {len(blobs)}")
     if d.strides and len(d.strides) != len(d.shape):
         raise ProtocolError(f"a tensor of shape {d.shape} came with strides {d.strides}")
-    return dtype, blobs[d.blob]
+    return blobs[d.blob]
 
 
 def _needed(d: TensorDescriptor, itemsize: int) -> int:
@@ -270,7 +296,7 @@ def _needed(d: TensorDescriptor, itemsize: int) -> int:
 
 
 def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
-    dtype, blob = _find(d, blobs)
+    dtype, blob = _dtype(d), _blob_of(d, blobs)
     data = _data(blob, frames)
     needed = _needed(d, dtype.itemsize)
     if needed > len(data) or d.offset:
@@ -294,19 +320,16 @@ def _rebuild_other(
     d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer], bases: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     if d.device == "meta":
-        dtype, _ = _find(d, blobs) if blobs else (_DTYPES[d.dtype], None)
-        return torch.empty_strided(d.shape, d.strides, dtype=dtype, device="meta")
+        return torch.empty_strided(d.shape, d.strides, dtype=_dtype(d), device="meta")
     if d.device != "cpu":
         raise ProtocolError(f"a tensor came for device {d.device!r}, which nobody agreed on")
     if d.layout is Layout.COO:
         return _rebuild_coo(d, blobs, frames)
-    dtype, blob = _find(d, blobs)
+    blob = _blob_of(d, blobs)
     data = _data(blob, frames)
     if d.layout is Layout.OPAQUE:
-        loaded = torch.load(io.BytesIO(data), weights_only=True)
-        if not isinstance(loaded, torch.Tensor):
-            raise ProtocolError(f"an opaque tensor turned out to be a {type(loaded).__name__}")
-        return loaded
+        return _rebuild_opaque(d, data)
+    dtype = _dtype(d)
     needed = _needed(d, dtype.itemsize)
     if needed > len(data) or d.offset % dtype.itemsize:
         raise ProtocolError(f"a tensor of shape {d.shape} at {d.offset} does not fit its blob of {len(data)}")
@@ -317,6 +340,31 @@ def _rebuild_other(
     strides = d.strides or torch.empty(d.shape, device="meta").stride()
     return torch.empty(0, dtype=dtype).set_(
         base.untyped_storage(), d.offset // dtype.itemsize, torch.Size(d.shape), tuple(strides)
+    )
+
+
+def _rebuild_opaque(d: TensorDescriptor, data: Buffer) -> torch.Tensor:
+    try:
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as e:  # whatever zipfile, pickle and torch make of bytes that are no saved tensor
+        raise ProtocolError(f"an opaque tensor cannot be read: {type(e).__name__}: {e}") from e
+    if type(loaded) is not torch.Tensor or (_NAMES[loaded.dtype], loaded.shape) != (d.dtype, d.shape):
+        raise ProtocolError(
+            f"an opaque tensor turned out to be {type(loaded).__name__}, not {d.dtype} {d.shape}"
+        )
+    return _checked_compressed(loaded) if loaded.layout in _COMPRESSED else loaded
+
+
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+def _checked_compressed(t: torch.Tensor) -> torch.Tensor:
+    by_row = t.layout in (torch.sparse_csr, torch.sparse_bsr)
+    compressed = t.crow_indices() if by_row else t.ccol_indices()
+    plain = t.col_indices() if by_row else t.row_indices()
+    # check_invariants: indices out of range would read and write outside of memory later
+    return torch.sparse_compressed_tensor(
+        compressed, plain, t.values(), t.shape, layout=t.layout, check_invariants=True
     )
 
 
