@@ -1,0 +1,479 @@
+"""Tensors on the wire: what goes in comes out, and what was damaged on the way is refused."""
+
+from __future__ import annotations
+
+import gc
+import io
+import math
+import pickle
+import warnings
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.messages import messages_of
+from zmqgrad.errors import PayloadError, ProtocolError
+from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors import INLINE, describe, rebuild
+
+# torch is not sure of half-precision complex numbers, of CSR and of quantized tensors; we only carry them.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+DTYPES = [
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.complex32, torch.complex64, torch.complex128),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool),
+    *(torch.uint16, torch.uint32, torch.uint64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+]
+
+
+def send(*tensors: torch.Tensor) -> tuple[Tensors, list[bytearray]]:
+    """Descriptors and frames as they are on the other side: through bytes, in memory of its own."""
+    frames: list[Any] = []
+    described = describe(tensors, frames)
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(described), type=Tensors)
+    return there, [bytearray(f) for f in frames]
+
+
+def travel(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    """What arrives."""
+    return rebuild(*send(*tensors))
+
+
+def sent_bytes(*tensors: torch.Tensor) -> int:
+    """How many bytes of data are sent for these."""
+    described, frames = send(*tensors)
+    return sum(len(b.data) for b in described.blobs) + sum(map(len, frames))
+
+
+def bits(t: torch.Tensor) -> bytes:
+    """The elements, bit for bit, in order."""
+    packed = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return bytes(packed.flatten().view(torch.uint8).tolist()) if packed.numel() else b""
+
+
+def assert_same(sent: torch.Tensor, got: torch.Tensor) -> None:
+    """All that shall survive."""
+    assert type(got) is torch.Tensor
+    assert got.dtype is sent.dtype
+    assert got.shape == sent.shape
+    assert got.layout is sent.layout
+    assert got.requires_grad is sent.requires_grad
+    assert got.is_leaf
+    assert bits(got) == bits(sent)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, ...]:
+    return tuple(draw(st.lists(st.integers(0, 5) | st.sampled_from([17, 130]), max_size=3)))
+
+
+@st.composite
+def tensors(draw: st.DrawFn) -> torch.Tensor:
+    """Any strided tensor, seen in some way or other."""
+    dtype = draw(st.sampled_from(DTYPES))
+    shape = draw(shapes())
+    size = math.prod(shape) * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (size,), dtype=torch.uint8)
+    t = raw.view(dtype).reshape(shape) if size else torch.empty(shape, dtype=dtype)
+    for look in draw(st.lists(st.sampled_from(LOOKS), max_size=3)):
+        t = look(t)
+    if t.dtype.is_floating_point or t.dtype.is_complex:
+        t = t.detach().requires_grad_(draw(st.booleans()))
+    return t
+
+
+def _middle(t: torch.Tensor) -> torch.Tensor:
+    return t[1:-1] if t.dim() and len(t) > 2 else t
+
+
+def _every_second(t: torch.Tensor) -> torch.Tensor:
+    return t[..., ::2] if t.dim() else t
+
+
+def _conj(t: torch.Tensor) -> torch.Tensor:
+    return t.conj() if t.dtype in (torch.complex64, torch.complex128) else t
+
+
+def _neg(t: torch.Tensor) -> torch.Tensor:
+    return t.conj().imag if t.dtype in (torch.complex64, torch.complex128) else t
+
+
+LOOKS = [
+    lambda t: t.transpose(0, -1) if t.dim() else t,
+    _middle,
+    _every_second,
+    lambda t: t.unsqueeze(0).expand(3, *t.shape),
+    lambda t: t.narrow(-1, 0, t.shape[-1] // 2) if t.dim() else t,
+    lambda t: t.select(0, 0) if t.dim() and len(t) else t,
+    _conj,
+    _neg,
+]
+
+
+# ---- round trips -----------------------------------------------------------------------------------------
+
+
+@given(tensors())
+def test_one_tensor(t: torch.Tensor) -> None:
+    (got,) = travel(t)
+    assert_same(t, got)
+
+
+@given(st.lists(tensors(), max_size=5))
+def test_several_tensors(sent: list[torch.Tensor]) -> None:
+    got = travel(*sent)
+    assert len(got) == len(sent)
+    for s, g in zip(sent, got, strict=True):
+        assert_same(s, g)
+
+
+@pytest.mark.parametrize("n", [7, INLINE], ids=["inline", "frame"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_inline_and_in_a_frame(dtype: torch.dtype, n: int) -> None:
+    raw = torch.randint(0, 2, (n * dtype.itemsize,), dtype=torch.uint8)
+    t = raw.view(dtype)
+    (got,) = travel(t)
+    assert_same(t, got)
+
+
+@pytest.mark.parametrize(
+    "t",
+    [
+        torch.tensor(3.5),
+        torch.empty(0),
+        torch.empty(2, 0, 3),
+        torch.empty(3, 0).t(),
+        torch.arange(6.0).view(2, 3).t(),
+        torch.arange(40000.0).view(200, 200).t(),
+        torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        torch.arange(12.0).as_strided((3, 3), (2, 1)),
+        torch.tensor([float("nan"), float("inf"), -0.0]),
+        torch.ones(1).as_strided((1, 1), (77, 99)),
+    ],
+    ids=["0-dim", "empty", "empty3", "empty-t", "t", "t-frame", "channels-last", "overlap", "nan", "ones"],
+)
+def test_shapes_of_note(t: torch.Tensor) -> None:
+    (got,) = travel(t)
+    assert_same(t, got)
+
+
+def test_dense_strides_survive() -> None:
+    for t in (torch.ones(3, 4).t(), torch.ones(2, 3, 4, 5).to(memory_format=torch.channels_last)):
+        assert travel(t)[0].stride() == t.stride()
+    many = torch.zeros(1).expand(1000, 1000)
+    assert travel(many)[0].stride() == (0, 0)
+
+
+def test_a_view_sends_only_what_it_shows() -> None:
+    huge = torch.zeros(1_000_000)
+    assert sent_bytes(huge[5:10]) == 20
+    assert sent_bytes(huge[::1000]) == 4000
+    assert sent_bytes(huge.view(1000, 1000)[:, 3]) == 4000
+    assert sent_bytes(huge[:1].expand(1000, 1000)) == 4
+    assert sent_bytes(huge[0:5], huge[-5:]) == 40
+    assert sent_bytes(huge[0:5], huge[500_000:]) == 20 + 2_000_000
+
+
+def test_what_overlaps_is_sent_once_and_stays_shared() -> None:
+    base = torch.arange(100.0)
+    assert sent_bytes(base, base[10:20], base.view(10, 10).t()) == 400
+    whole, part, turned = travel(base, base[10:20], base.view(10, 10).t())
+    part.fill_(-1)
+    assert torch.equal(whole[10:20], torch.full((10,), -1.0))
+    assert torch.equal(turned[:, 1], torch.full((10,), -1.0))
+    whole[0] = 7
+    assert turned[0, 0] == 7
+
+
+def test_shared_storage_of_several_dtypes_stays_shared() -> None:
+    base = torch.zeros(8, dtype=torch.int32)
+    numbers, raw = travel(base, base.view(torch.uint8)[4:8])
+    raw.fill_(1)
+    assert numbers.tolist() == [0, 0x01010101, 0, 0, 0, 0, 0, 0]
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.integers(1, 64)), min_size=2, max_size=4), st.integers(0, 3))
+def test_what_is_shared_here_is_shared_there(windows: list[tuple[int, int]], written: int) -> None:
+    base = torch.arange(64.0)
+    # With the whole among them, all are windows on one blob; else those that barely overlap may go apart.
+    views = [base, *(base[start : start + length] for start, length in windows)]
+    got = travel(*views)
+    got[written % len(views)].fill_(-1)
+    views[written % len(views)].fill_(-1)
+    for view, there in zip(views, got, strict=True):
+        assert torch.equal(view, there)
+
+
+def test_tensors_that_require_grad_do_not_share() -> None:
+    base = torch.zeros(10, requires_grad=True)
+    one, two = travel(base, base.detach())
+    with torch.no_grad():
+        one.fill_(1)
+    assert two.sum() == 0
+    assert one.requires_grad
+    assert not two.requires_grad
+
+
+@pytest.mark.parametrize("n", [10, INLINE])
+def test_results_are_the_receivers_own(n: int) -> None:
+    t = torch.zeros(n)
+    described, frames = send(t, torch.ones(n))
+    one, two = rebuild(described, frames)
+    one.fill_(5)
+    assert t.sum() == 0
+    assert two.sum() == n
+    del frames, described
+    gc.collect()
+    assert one.sum() == 5 * n
+
+
+def test_a_frame_keeps_the_memory_of_its_tensor() -> None:
+    t = torch.full((INLINE,), 3.0)
+    frames: list[Any] = []
+    described = describe([t], frames)
+    gone = weakref.ref(t)
+    del t
+    assert rebuild(described, [bytearray(f) for f in frames])[0].sum() == 3 * INLINE
+    frames.clear()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_non_leaf_arrives_as_a_leaf() -> None:
+    x = torch.ones(3, requires_grad=True)
+    (got,) = travel(x * 2)
+    assert got.is_leaf
+    assert got.requires_grad
+    assert got.grad_fn is None
+
+
+def test_in_place_work_on_an_arrived_view_is_seen_by_autograd() -> None:
+    (got,) = travel(torch.ones(4, 4).t())
+    w = torch.ones(4, 4, requires_grad=True)
+    product = w * got
+    got.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.sum().backward()
+
+
+# ---- other layouts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("coalesced", [True, False])
+def test_sparse_coo(coalesced: bool) -> None:
+    t = torch.sparse_coo_tensor([[0, 2, 2], [1, 0, 0]], [1.0, 2.0, 3.0], (3, 4), check_invariants=False)
+    t = t.coalesce() if coalesced else t
+    (got,) = travel(t)
+    assert got.layout is torch.sparse_coo
+    assert got.is_coalesced() is coalesced
+    assert torch.equal(got.to_dense(), t.to_dense())
+    assert got.shape == t.shape
+
+
+def test_sparse_coo_of_note() -> None:
+    hybrid = torch.sparse_coo_tensor(torch.tensor([[0, 1]]), torch.ones(2, 3), (2, 3), requires_grad=True)
+    empty = torch.sparse_coo_tensor(torch.empty(2, 0, dtype=torch.int64), torch.empty(0), (10**9, 10**9))
+    big = torch.sparse_coo_tensor(torch.arange(9000).view(1, -1), torch.ones(9000), (9000,))
+    for t in (hybrid, empty, big):
+        (got,) = travel(t)
+        assert got.requires_grad is t.requires_grad
+        assert got.shape == t.shape
+        assert torch.equal(got._indices(), t._indices())
+        assert torch.equal(got._values(), t._values())
+
+
+def test_compressed_and_quantized() -> None:
+    dense = torch.tensor([[0.0, 1.0], [2.0, 0.0]])
+    for t in (dense.to_sparse_csr(), dense.to_sparse_csc(), dense.to_sparse_bsr((1, 1))):
+        (got,) = travel(t)
+        assert got.layout is t.layout
+        assert torch.equal(got.to_dense(), dense)
+    q = _quantized()
+    (got,) = travel(q)
+    assert got.is_quantized
+    assert got.q_scale() == 0.5
+    assert torch.equal(got.int_repr(), q.int_repr())
+
+
+def test_meta() -> None:
+    for t in (
+        torch.empty(3, 4, device="meta").t(),
+        torch.empty((), device="meta"),
+        torch.empty(10**9, device="meta"),
+    ):
+        got, other = travel(t, torch.ones(3))
+        assert got.device.type == "meta"
+        assert (got.shape, got.stride(), got.dtype) == (t.shape, t.stride(), t.dtype)
+        assert torch.equal(other, torch.ones(3))
+        assert sent_bytes(t) == 0
+
+
+def test_too_many_dimensions_are_refused_where_they_are_sent() -> None:
+    with pytest.raises(PayloadError, match="65 dimensions"):
+        describe([torch.ones((1,) * 65)], [])
+    with pytest.raises(PayloadError, match="65 dimensions"):
+        describe([torch.ones(2, 3).t()[(None,) * 63]], [])
+    assert travel(torch.ones((1,) * 64))[0].dim() == 64
+
+
+# ---- damage ----------------------------------------------------------------------------------------------
+
+
+def try_rebuild(described: Tensors, frames: Sequence[Any]) -> None:
+    """Damaged or not: tensors that can be looked at, or ``ProtocolError``."""
+    try:
+        got = rebuild(described, frames)
+    except ProtocolError:
+        return
+    for t in got:
+        if t.device.type == "cpu" and t.layout is torch.strided:
+            if t.dtype in DTYPES and t.numel() < 10_000:
+                bits(t)
+            reached = (
+                0 if not t.numel() else 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+            )
+            assert (t.storage_offset() + reached) * t.itemsize <= t.untyped_storage().nbytes()
+
+
+def _quantized() -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch means to move these elsewhere some day
+        return torch.quantize_per_tensor(torch.arange(4.0), 0.5, 1, torch.quint8)
+
+
+SAMPLES = {
+    "plain": [torch.ones(3, 4)],
+    "frame": [torch.ones(INLINE)],
+    "strided": [torch.ones(3, 4).t(), torch.ones(4, requires_grad=True)],
+    "strided frame": [torch.ones(200, 200).t()],
+    "shared": [x := torch.arange(100.0), x[10:20], x.view(10, 10).t()],
+    "shared frame": [y := torch.arange(10_000.0), y[10:20]],
+    "coo": [torch.eye(3).to_sparse()],
+    "opaque": [_quantized()],
+    "meta": [torch.empty(3, 4, device="meta")],
+}
+
+BAD: dict[str, list[Any]] = {
+    "dtype": [
+        "float64",
+        "uint8",
+        "quint8",
+        "qint32",
+        "complex128",
+        "bits16",
+        "no such",
+        "",
+        "device",
+        "uint1",
+    ],
+    "shape": [(), (0,), (5,), (1 << 40,), (3, 4, 5), (0, 1 << 62, 1 << 62), ((1 << 63) - 1,) * 3, (2,) * 64],
+    "strides": [(1,), (0, 0), (1 << 62, 1), ((1 << 63) - 1,) * 2, (5, 1), (1, 5), (100, 100)],
+    "offset": [1, 4, 36, 48, 1 << 40, (1 << 63) - 1],
+    "blob": [1, 7, (1 << 63) - 1],
+    "requires_grad": [True],
+    "device": ["meta", "cuda:0", "", "no such device", "cpu:1"],
+    "layout": list(Layout),
+    "coalesced": [True, False],
+    "parts": [(), (TensorDescriptor("int64", (1, 3)),), (TensorDescriptor("int64", (2, 3)),) * 2],
+}
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+@pytest.mark.parametrize("field", BAD)
+def test_each_field_damaged(field: str, sample: str) -> None:
+    described, frames = send(*SAMPLES[sample])
+    for n, original in enumerate(described.tensors):
+        for value in BAD[field]:
+            damaged = msgspec.structs.replace(original, **{field: value})
+            tensors = (*described.tensors[:n], damaged, *described.tensors[n + 1 :])
+            try_rebuild(Tensors(tensors, described.blobs), frames)
+            try_rebuild(Tensors((damaged,), ()), [])
+
+
+@pytest.mark.parametrize("sample", SAMPLES)
+def test_each_blob_damaged(sample: str) -> None:
+    described, frames = send(*SAMPLES[sample])
+    for n, original in enumerate(described.blobs):
+        for change in (
+            {"place": Place.FRAME, "index": 0},
+            {"place": Place.FRAME, "index": 99},
+            {"place": Place.INLINE},
+            {"size": original.size + 1},
+            {"size": 0},
+            {"data": original.data[:-1]},
+            {"data": b"", "size": 0},
+            {"data": bytes(original.size + 8), "size": original.size + 8},
+            {"data": b"\xff" * original.size},
+        ):
+            blobs = (
+                *described.blobs[:n],
+                msgspec.structs.replace(original, **change),
+                *described.blobs[n + 1 :],
+            )
+            try_rebuild(Tensors(described.tensors, blobs), frames)
+    try_rebuild(described, [f[:-1] for f in frames])
+    try_rebuild(described, [])
+    try_rebuild(Tensors(described.tensors, ()), frames)
+
+
+@given(messages_of(Tensors), st.lists(st.binary(max_size=64), max_size=3))
+def test_whatever_comes(described: Tensors, frames: list[bytes]) -> None:
+    try_rebuild(described, [bytearray(f) for f in frames])
+
+
+@given(st.data())
+def test_descriptors_that_nearly_fit(data: st.DataObject) -> None:
+    number = st.integers(0, 9) | st.sampled_from([1 << 31, 1 << 61, (1 << 63) - 1])
+    size = data.draw(st.integers(0, 64))
+    d = TensorDescriptor(
+        data.draw(st.sampled_from(["float32", "uint8", "complex128", "quint8", "bool"])),
+        tuple(data.draw(st.lists(number, max_size=3))),
+        tuple(data.draw(st.lists(number, max_size=3))),
+        data.draw(number),
+        data.draw(st.integers(0, 1)),
+        data.draw(st.booleans()),
+    )
+    twin = TensorDescriptor("uint8", (1,), (), 0, 0)
+    inline = data.draw(st.booleans())
+    blob = Blob(Place.INLINE, size, bytes(size)) if inline else Blob(Place.FRAME, size, b"", 0)
+    frames = [] if inline else [bytearray(size)]
+    try_rebuild(Tensors((d,), (blob,)), frames)
+    try_rebuild(Tensors((d, twin), (blob,)), frames)
+
+
+def test_sparse_indices_out_of_range_are_refused() -> None:
+    described, frames = send(torch.eye(3).to_sparse())
+    (d,) = described.tensors
+    small = msgspec.structs.replace(d, shape=(2, 2))
+    with pytest.raises(ProtocolError, match="hold together"):
+        rebuild(Tensors((small,), described.blobs), frames)
+
+
+def test_compressed_indices_out_of_range_are_refused() -> None:
+    bad = torch.sparse_csr_tensor(
+        torch.tensor([0, 1, 2]), torch.tensor([0, 5]), torch.ones(2), (2, 2), check_invariants=False
+    )
+    described, frames = send(bad)
+    with pytest.raises(ProtocolError):
+        rebuild(described, frames)
+
+
+def test_an_opaque_blob_that_is_something_else() -> None:
+    class Evil:
+        def __reduce__(self) -> Any:
+            return print, ("unpickled",)
+
+    file = io.BytesIO()
+    torch.save({"a": 1}, file)
+    for data in (file.getvalue(), b"", b"garbage", pickle.dumps(Evil())):
+        d = TensorDescriptor("float32", (1,), layout=Layout.OPAQUE)
+        with pytest.raises(ProtocolError):
+            rebuild(Tensors((d,), (Blob(Place.INLINE, len(data), data),)), [])
