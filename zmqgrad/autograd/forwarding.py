@@ -31,8 +31,10 @@ from zmqgrad.wire.messages import (
     Call,
     CleanupAutogradContextReq,
     CleanupAutogradContextResp,
+    ExceptionReply,
     ForwardAutogradReq,
     ForwardAutogradResp,
+    Handled,
     Message,
     MessageType,
     RemoteCall,
@@ -209,45 +211,48 @@ class Autograd:
             work = self._pass(context, message.pass_id, message.retain_graph)
         except Exception as e:
             nowhere = Waiting(self._worker.id, 0)
-            self.report(message.root, message.pass_id, message.autograd_id, (), nowhere, e)
+            handled = Handled(message.autograd_id, (), nowhere, self.describe_error(e))
+            self.report(message.root, message.pass_id, handled)
             return
+        finally:
+            if message.handled is not None:
+                self._count(message.pass_id, message.handled)
         request = _Request(self, work, message.pass_id, message.autograd_id, message.root)
         request.carry_out(lambda: work.arrive(message.autograd_id, gradients, request.send_on))
 
-    def report(
-        self,
-        root: int,
-        pass_id: int,
-        autograd_id: int,
-        sent: tuple[tuple[int, int], ...],
-        waiting: Waiting,
-        error: Exception | None,
-    ) -> None:
-        """Tell the root of a pass that a request has been handled here."""
+    def report(self, root: int, pass_id: int, handled: Handled) -> None:
+        """Tell the root of a pass what has been handled here."""
         if root == self._worker.id:
-            tally = self._tallies.get(pass_id)
-            if tally is not None:
-                tally.handled(autograd_id, sent, waiting, error)
+            self._count(pass_id, handled)
             return
-        said = None if error is None else describe_exception(error, repr(self._worker.membership.own.info))
         try:
-            message = BackwardAutogradResp(autograd_id, sent, waiting, said)
-            self._worker.mailbox.send(root, message, pass_id)
+            self._worker.mailbox.send(root, BackwardAutogradResp(handled), pass_id)
         except (RpcError, TransportError) as e:
             logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
+
+    def describe_error(self, error: Exception) -> ExceptionReply:
+        """An error of this worker, for the root."""
+        return describe_exception(error, repr(self._worker.membership.own.info))
+
+    def _count(self, pass_id: int, handled: Handled) -> None:
+        tally = self._tallies.get(pass_id)
+        if tally is not None:
+            error = None if handled.error is None else rebuild_exception(handled.error)
+            tally.handled(handled.autograd_id, handled.sent, handled.waiting, error)
+
+    def is_here(self, worker: int) -> bool:
+        """Is that this worker?"""
+        return worker == self._worker.id
 
     def send(self, peer: int, message: BackwardAutogradReq, frames: list[Buffer]) -> None:
         """Send a request of a pass; whoever handles it tells the root."""
         self._worker.post(peer, message, frames)
 
     def on_report(self, inbound: Inbound) -> None:
-        """Another worker has handled a request of a pass that was started here. In the receiver's thread."""
+        """Another worker has handled a request of a pass that was started here. In the reading thread."""
         message = inbound.message
         assert isinstance(message, BackwardAutogradResp)
-        tally = self._tallies.get(inbound.envelope.message_id)
-        if tally is not None:
-            error = None if message.error is None else rebuild_exception(message.error)
-            tally.handled(message.autograd_id, message.sent, message.waiting, error)
+        self._count(inbound.envelope.message_id, message.handled)
 
     def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> Pass:
         with context.pass_lock:
@@ -323,6 +328,7 @@ class _Request:
         self._autograd_id = autograd_id
         self._root = root
         self._sent: list[tuple[int, int]] = []
+        self._last: tuple[RecvNote, Sequence[Gradient]] | None = None  # for the root: carries the report
 
     def carry_out(self, step: Callable[[], bool | None]) -> None:
         """Do ``step`` and report; unless it says by False that another thread does the same."""
@@ -332,9 +338,20 @@ class _Request:
                 return
         except Exception as e:
             error = e
-        self._autograd.report(
-            self._root, self._pass_id, self._autograd_id, tuple(self._sent), self._work.waiting(), error
-        )
+        last, self._last = self._last, None
+        if last is not None:
+            self._sent.append((last[0].autograd_id, self._root))
+            try:
+                self._send(*last, self._report(error))
+                return
+            except Exception as e:
+                self._sent.pop()
+                error = error or e
+        self._autograd.report(self._root, self._pass_id, self._report(error))
+
+    def _report(self, error: Exception | None) -> Handled:
+        said = None if error is None else self._autograd.describe_error(error)
+        return Handled(self._autograd_id, tuple(self._sent), self._work.waiting(), said)
 
     def send_on(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
         """Gradients that are complete at a recv go to its send."""
@@ -344,17 +361,29 @@ class _Request:
                 f"a tensor that was received in context {show_id(note.context_id)} is part of the graph of "
                 f"context {show_id(context.id)}: use one context for both, or detach it"
             )
+        if note.peer == self._root and not self._autograd.is_here(note.peer):
+            if self._last is not None:
+                self._send_counted(*self._last)
+            self._last = note, gradients
+        else:
+            self._send_counted(note, gradients)
+
+    def _send_counted(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
+        self._send(note, gradients, None)
+        self._sent.append((note.autograd_id, note.peer))
+
+    def _send(self, note: RecvNote, gradients: Sequence[Gradient], handled: Handled | None) -> None:
         present = [g for g in gradients if g is not None]
         numbers = iter(range(len(present)))
         frames: list[Buffer] = []
         message = BackwardAutogradReq(
-            context.id,
+            self._work.context.id,
             self._pass_id,
             note.autograd_id,
             self._root,
             tuple(-1 if g is None else next(numbers) for g in gradients),
             describe(present, frames),
             self._work.retain_graph,
+            handled,
         )
         self._autograd.send(note.peer, message, frames)
-        self._sent.append((note.autograd_id, note.peer))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+import reprlib
 import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,9 @@ Buffer = bytes | bytearray | memoryview
 INLINE = 64 << 10
 """Pickles of up to so many bytes travel in the header."""
 
+DEEPEST = 8
+"""So many steps into a value are named when something in it cannot be sent."""
+
 _MAIN_NAMES = ("__main__", "__mp_main__")
 
 
@@ -40,6 +44,10 @@ class References(Protocol):
 
     def fork(self, rref: Any) -> tuple[Any, ...]:
         """Make a fork of ``rref`` for whoever reads the payload; gives what it is rebuilt from."""
+        ...
+
+    def unfork(self, fork: tuple[Any, ...]) -> None:
+        """The message that ``fork`` was made for will never be sent."""
         ...
 
     def adopt(self, *fork: Any) -> Any:
@@ -94,6 +102,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
     ) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffer_callback)
         self.tensors: list[torch.Tensor] = []
+        self.forks: list[tuple[Any, ...]] = []
         self._terms = terms
 
     def reducer_override(self, obj: Any) -> Any:
@@ -105,14 +114,36 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             self.tensors.append(obj)
             return _tensor_at, (len(self.tensors) - 1,)
         if isinstance(obj, TravelsAsReference):
-            if self._terms.references is None:
-                raise PayloadError("an RRef can travel only inside a remote call or its result")
-            return _adopt, self._terms.references.fork(obj)
+            return _adopt, self._fork(obj)
         if kind is types.GeneratorType or kind is types.CoroutineType:
             raise PayloadError(f"{obj!r} cannot be sent: it runs here and cannot be copied; send a list")
         if self._terms.main_by_reference and isinstance(obj, _NAMED) and _in_main(obj):
             return _main_attribute, (obj.__qualname__,)
         return super().reducer_override(obj)
+
+    def _fork(self, rref: Any) -> tuple[Any, ...]:
+        if self._terms.references is None:
+            raise PayloadError("an RRef can travel only inside a remote call or its result")
+        fork = self._terms.references.fork(rref)
+        self.forks.append(fork)
+        return fork
+
+
+class _Probe(_Pickler):
+    """Finds out whether something can be pickled, and leaves no trace."""
+
+    def __init__(self, terms: Terms) -> None:
+        super().__init__(_Nowhere(), terms, lambda buffer: None)
+
+    def _fork(self, rref: Any) -> tuple[Any, ...]:
+        if self._terms.references is None:
+            raise PayloadError("an RRef can travel only inside a remote call or its result")
+        return ()
+
+
+class _Nowhere(io.BytesIO):
+    def write(self, data: Any) -> int:
+        return len(data)
 
 
 _NAMED = (types.FunctionType, type)
@@ -192,11 +223,20 @@ def pack_call(
     reference = reference_to(function, terms.main_by_reference)
     if not reference:
         return "", _pickle((function, args, kwargs), terms)
+    return reference, pack_arguments(args, kwargs, terms)
+
+
+def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], terms: Terms = _TERMS) -> Packed:
+    """The payload of a call whose function goes by reference.
+
+    Raises:
+        PayloadError: naming what cannot be pickled.
+    """
     if not args and not kwargs:
-        return reference, PACKED_NOTHING
+        return PACKED_NOTHING
     if not kwargs and _only_tensors(args):
-        return reference, pack(args, terms)
-    return reference, _pickle((args, kwargs), terms)
+        return pack(args, terms)
+    return _pickle((args, kwargs), terms)
 
 
 def unpack_call(reference: str, payload: Payload, content: Any) -> tuple[Any, Sequence[Any], dict[str, Any]]:
@@ -226,23 +266,21 @@ def _only_tensors(value: tuple[Any, ...]) -> bool:
 def _pickle(value: Any, terms: Terms) -> Packed:
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    try:
-        pickler = _Pickler(file, terms, buffers.append)
-        pickler.dump(value)
-    except PayloadError:
-        raise
-    except Exception as e:
-        raise PayloadError(
-            f"cannot send {_shorten(value)}: {_name_culprit(value)}{type(e).__name__}: {e}"
-        ) from e
     frames: list[Buffer] = []
-    tensors = describe(pickler.tensors, frames)
-    payload = Payload(
-        Form.PICKLE,
-        tensors,
-        _blob(file.getbuffer(), frames),
-        tuple(_blob(b.raw(), frames) for b in buffers),
-    )
+    pickler = _Pickler(file, terms, buffers.append)
+    try:
+        pickler.dump(value)
+        tensors = describe(pickler.tensors, frames)
+        outside = tuple(_blob(b.raw(), frames) for b in buffers)
+    except BaseException as e:
+        for fork in pickler.forks:
+            assert terms.references is not None
+            terms.references.unfork(fork)
+        if not isinstance(e, Exception):
+            raise
+        said = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
+        raise PayloadError(f"cannot send {_shorten(value)}: {_name_culprit(value, terms)}{said}") from e
+    payload = Payload(Form.PICKLE, tensors, _blob(file.getbuffer(), frames), outside)
     return Packed(payload, frames, pickler.tensors)
 
 
@@ -254,27 +292,46 @@ def _blob(data: memoryview, frames: list[Buffer]) -> Blob:
 
 
 def _shorten(value: Any) -> str:
-    said = repr(value) if not isinstance(value, torch.Tensor) else "a tensor"
-    return said if len(said) <= 120 else said[:117] + "..."
+    """``value`` for a message, cut short; whatever its own ``__repr__`` does."""
+    return "a tensor" if isinstance(value, torch.Tensor) else reprlib.repr(value)
 
 
-def _name_culprit(value: Any, path: str = "", depth: int = 4) -> str:
-    """Where inside ``value`` the thing is that cannot be pickled, as ``[0].name: `` or nothing."""
+def _name_culprit(value: Any, terms: Terms) -> str:
+    """Where in ``value`` the thing is that cannot be sent: ``its part [0].name (type): ``, or nothing."""
+    path, seen = "", {id(value)}
+    while (found := _first_bad(value, terms)) is not None:
+        step, value = found
+        path += step
+        if id(value) in seen or path.count("[") + path.count(".") > DEEPEST:
+            break
+        seen.add(id(value))
+    return f"its part {path} ({type(value).__name__}): " if path else ""
+
+
+def _first_bad(value: Any, terms: Terms) -> tuple[str, Any] | None:
     inner: list[tuple[str, Any]] = []
     if isinstance(value, (tuple, list)):
         inner = [(f"[{i}]", v) for i, v in enumerate(value)]
     elif isinstance(value, dict):
-        inner = [(f"[{k!r}]", v) for k, v in value.items()]
+        inner = [(f"[{_shorten(k)}]", v) for k, v in value.items()]
+    elif isinstance(value, types.MethodType):
+        inner = [(".__self__", value.__self__)]
+    elif isinstance(value, types.FunctionType):
+        names = value.__code__.co_freevars
+        inner = [(f".{n}", c) for n, c in zip(names, _contents(value), strict=True)]
     elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
         inner = [(f".{k}", v) for k, v in vars(value).items()]
     for step, member in inner:
         try:
-            cloudpickle.dumps(member)
+            _Probe(terms).dump(member)
         except Exception:
-            if depth:
-                return _name_culprit(member, path + step, depth - 1)
-            break
-    return f"its part {path} ({type(value).__name__}) cannot be pickled: " if path else ""
+            return step, member
+    return None
+
+
+def _contents(function: types.FunctionType) -> list[Any]:
+    """What a closure holds, in the order of its ``co_freevars``."""
+    return [getattr(cell, "cell_contents", None) for cell in function.__closure__ or ()]
 
 
 # ---- unpacking ------------------------------------------------------------------------------------------
@@ -363,6 +420,24 @@ def _leads_to(module: str, name: str, function: Any) -> bool:
     return found is function
 
 
+_METHOD = "rref"
+
+
+def method_reference(rref_id: int, name: str) -> str:
+    """How a call names a method of a value that the callee owns."""
+    return f"{_METHOD}:{rref_id}:{name}"
+
+
+def method_of(reference: str) -> tuple[int, str] | None:
+    """Value and method that ``reference`` names, if it names one."""
+    if not reference.startswith(f"{_METHOD}:"):
+        return None
+    _, rref_id, name = reference.split(":", 2)
+    if not rref_id.isdecimal():
+        raise ProtocolError(f"{reference!r} names no method of a value")
+    return int(rref_id), name
+
+
 def find_function(reference: str) -> Any:
     """The function that ``reference`` names in this process.
 
@@ -375,7 +450,7 @@ def find_function(reference: str) -> Any:
         found: Any = module if module is not None else importlib.import_module(module_name)
         for name in qualname.split("."):
             found = getattr(found, name)
-    except (ImportError, AttributeError) as e:
+    except (ImportError, AttributeError, ValueError) as e:
         raise FunctionNotFoundError(
             f"cannot find function {qualname!r} of module {module_name!r} here ({e}); "
             f"it must be importable on the callee as on the caller"

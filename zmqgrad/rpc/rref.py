@@ -15,7 +15,7 @@ from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.membership import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.payload import TravelsAsReference, pack_call
+from zmqgrad.rpc.payload import TravelsAsReference, method_reference, pack_arguments, pack_call
 from zmqgrad.rpc.references import Handle
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
@@ -212,21 +212,14 @@ class _Proxy:
         return f"<proxy of {self._rref!r}>"
 
 
-def call_method(rref_id: int, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Runs on the owner: a method of a value, which the calling worker keeps alive meanwhile."""
-    worker = current_worker()
-    value = worker.references.value(rref_id, worker.default_timeout or None)
-    return getattr(value, name)(*args, **kwargs)
-
-
 def _ask(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> PendingCall:
     worker = rref._worker
     peer = worker.membership.find(rref.handle.owner)
     seconds = worker.seconds(timeout)
     if rref.is_owner():
         return worker.call(peer, _call_own_method, (rref, name, args, kwargs), None, timeout)
-    content = (rref.handle.rref_id, name, args, kwargs)
-    reference, packed = pack_call(call_method, content, {}, worker.terms(peer))
+    packed = pack_arguments(args, kwargs, worker.terms(peer))
+    reference = method_reference(rref.handle.rref_id, name)
     return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle)
 
 

@@ -28,6 +28,7 @@ from zmqgrad.rpc.payload import (
     Packed,
     Terms,
     find_function,
+    method_of,
     pack,
     pack_call,
     unpack,
@@ -296,7 +297,17 @@ class Worker:
         content = unpack(call.payload, inbound.frames, tensors, self.references.of(inbound.envelope.source))
         function, args, kwargs = unpack_call(call.function, call.payload, content)
         del content
-        return (find_function(call.function) if function is None else function)(*args, **kwargs)
+        if function is None:
+            function = self._find(call.function)
+        return function(*args, **kwargs)
+
+    def _find(self, reference: str) -> Any:
+        method = method_of(reference)
+        if method is None:
+            return find_function(reference)
+        # The caller keeps the value alive until it is answered; it may not have been made yet.
+        value = self.references.value(method[0], self.default_timeout or None)
+        return getattr(value, method[1])
 
     def reply(
         self, inbound: Inbound, message: Message, packed: Packed = PACKED_NOTHING, what: str = ""

@@ -311,24 +311,6 @@ class ForwardAutogradResp(Message, frozen=True):
     wrapped: Result | RemoteResult | RRefValue
 
 
-class BackwardAutogradReq(Message, frozen=True):
-    """Worker of a *recv* to worker of its *send*: the gradients of the tensors that you sent.
-
-    ``gradients`` gives, for each tensor of the send, its index in ``tensors``, or -1 where no gradient
-    exists (which is not the same as zeros). ``root`` started the pass and counts what is under way; the
-    message id is that of the pass there.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_REQ
-    context_id: Id
-    pass_id: Id
-    autograd_id: Id
-    root: WorkerId
-    gradients: Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(max_length=MAX_TENSORS)]
-    tensors: Tensors = NO_TENSORS
-    retain_graph: bool = False
-
-
 class Waiting(_Part, frozen=True):
     """On ``worker``, after its ``tick``-th step of the pass, these sends still waited for a gradient.
 
@@ -340,18 +322,46 @@ class Waiting(_Part, frozen=True):
     sends: Annotated[tuple[tuple[Id, WorkerId, Text], ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
-class BackwardAutogradResp(Message, frozen=True):
-    """Worker to the root of the pass: I have handled the gradients for ``autograd_id``.
+class Handled(_Part, frozen=True):
+    """A worker has handled the gradients for ``autograd_id``, and that set off the requests in ``sent``.
 
-    ``sent`` are the requests that this set off, as (autograd id, worker). When the root has seen every
-    request that it was told of handled, nothing of the pass is in flight. ``error`` is what went wrong.
+    ``sent`` gives (autograd id, worker) of each. ``error`` is what went wrong.
     """
 
-    TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_RESP
     autograd_id: Id
     sent: Annotated[tuple[tuple[Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)]
     waiting: Waiting
     error: ExceptionReply | None = None
+
+
+class BackwardAutogradReq(Message, frozen=True):
+    """Worker of a *recv* to worker of its *send*: the gradients of the tensors that you sent.
+
+    ``gradients`` gives, for each tensor of the send, its index in ``tensors``, or -1 where no gradient
+    exists (which is not the same as zeros). ``root`` started the pass and counts what is under way. Where
+    the message goes to the root itself, ``handled`` spares an answer of its own (BACKWARD_AUTOGRAD_RESP,
+    whose message id is the pass id).
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_REQ
+    context_id: Id
+    pass_id: Id
+    autograd_id: Id
+    root: WorkerId
+    gradients: Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(max_length=MAX_TENSORS)]
+    tensors: Tensors = NO_TENSORS
+    retain_graph: bool = False
+    handled: Handled | None = None
+
+
+class BackwardAutogradResp(Message, frozen=True):
+    """Worker to the root of the pass: what I have handled.
+
+    When the root has seen every request that it was told of handled, nothing of the pass is in flight.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_RESP
+    handled: Handled
 
 
 class CleanupAutogradContextReq(Message, frozen=True):
