@@ -69,6 +69,7 @@ def install(worker: Worker) -> None:
     doors.control[MessageType.BACKWARD_AUTOGRAD_RESP] = autograd.on_report
     doors.openers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
     doors.closing.append(autograd.close)
+    doors.peer_lost.append(autograd.peer_lost)
 
 
 def _keeps_history() -> bool:
@@ -310,6 +311,11 @@ class Autograd:
             self._worker.request(peer, message, seconds=RETRY_SECONDS, what="clean-up", settled=settled)
         except (NotInitializedError, TransportError) as e:
             logger.debug("cannot tell worker %d %s: %s", peer, message, e)
+
+    def peer_lost(self, peer: int, error: BaseException) -> None:
+        """Passes that were started here and that ``peer`` may have a part in cannot finish."""
+        for tally in list(self._tallies.values()):
+            tally.fail(error)
 
     def close(self) -> None:
         """Forget everything."""

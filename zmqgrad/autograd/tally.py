@@ -57,6 +57,12 @@ class Tally:
         if done:
             self.finished.set(None)
 
+    def fail(self, error: BaseException) -> None:
+        """The pass cannot finish: wait for it no longer."""
+        with self._lock:
+            self._error = self._error or error
+        self.finished.set(None)
+
     def error(self) -> BaseException | None:
         """The first error, if there was any."""
         with self._lock:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from zmqgrad.errors import NotInitializedError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.errors import NotInitializedError, PeerLostError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.calls import CallTable, PendingCall
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
@@ -89,6 +89,7 @@ class Worker:
         self.doors = Doors()
         self.references = ReferenceTable(self)
         self.default_timeout = options.rpc_timeout
+        self.lost: dict[int, str] = {}  # peers that have ended, and where they were
         self._completer = Completer(self.pool)
         self._next_check = math.inf  # when the timekeeper looks for calls that are over time
         self._check_lock = threading.Lock()
@@ -107,7 +108,9 @@ class Worker:
     def start(self) -> None:
         """Start threads; calls can be made and are served from here on."""
         self.timekeeper.start()
-        self.mailbox.start(self._on_message, lambda peer: self.membership.find(peer).endpoints, self.pool)
+        self.mailbox.start(
+            self._on_message, lambda peer: self.membership.find(peer).endpoints, self.pool, self.lose
+        )
 
     # ---- calling ----------------------------------------------------------------------------------------
 
@@ -154,6 +157,8 @@ class Worker:
         """
         if self._closed:
             raise NotInitializedError(f"worker {self.name} has been shut down; call init_rpc again")
+        if peer in self.lost:
+            raise self.loss_of(peer, _describe(what))
         if self.doors.outgoing is not None:
             message = self.doors.outgoing(peer, message, packed.tensors, _describe(what))
         deadline = self.clock.now() + seconds if seconds else math.inf
@@ -352,6 +357,26 @@ class Worker:
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked "
             f"with an error: {call.describe()} on {name}"
+        )
+
+    # ---- losing -----------------------------------------------------------------------------------------
+
+    def lose(self, peer: int, where: str) -> None:
+        """The process of ``peer`` has ended: nothing waits for it any longer (P2)."""
+        if self._closed or peer in self.lost:
+            return
+        self.lost[peer] = where
+        for call in self.calls.lose(peer):
+            call.outcome.fail(self.loss_of(peer, call.describe()))
+        self.references.peer_lost(peer)
+        for told in self.doors.peer_lost:
+            told(peer, self.loss_of(peer, "a part of it"))
+
+    def loss_of(self, peer: int, what: str) -> PeerLostError:
+        """The error for ``what`` was asked of a peer that is gone."""
+        return PeerLostError(
+            f"{self.membership.name_of(peer)} (worker {peer}) is gone: nobody listens at {self.lost[peer]} "
+            f"any more; {what} will not be answered"
         )
 
     # ---- ending -----------------------------------------------------------------------------------------

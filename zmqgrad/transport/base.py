@@ -41,6 +41,10 @@ Resolver = Callable[[int], Sequence[str]]
 """Worker id to the endpoints of its mailbox, best first. Raises ``UnknownPeerError``."""
 
 
+Lost = Callable[[int, str], None]
+"""Told of a peer whose process has ended, and the address where it was; must not block."""
+
+
 class Mailbox(Protocol):
     """One worker's end of the transport."""
 
@@ -53,10 +57,17 @@ class Mailbox(Protocol):
         """Where peers can send to, best first."""
         ...
 
-    def start(self, handler: Handler, resolve: Resolver, pool: EnginePool | None = None) -> None:
+    def start(
+        self,
+        handler: Handler,
+        resolve: Resolver,
+        pool: EnginePool | None = None,
+        lost: Lost | None = None,
+    ) -> None:
         """Begin to receive; look peers up by ``resolve`` at the first message to them.
 
-        Tasks of the handler run in ``pool``; without one, in the receiver's own thread.
+        Tasks of the handler run in ``pool``; without one, in the receiver's own thread. ``lost``
+        hears of peers that were sent to and have ended.
         """
         ...
 

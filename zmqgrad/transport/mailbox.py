@@ -16,7 +16,6 @@ import os
 import platform
 import secrets
 import shutil
-import socket as sockets
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -26,7 +25,8 @@ import zmq
 from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Resolver
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver
+from zmqgrad.transport.liveness import Watch, answers
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
@@ -76,6 +76,7 @@ class ZmqMailbox:
         self._resolve: Resolver = _knows_nobody
         self._handler: Handler = _drop
         self._directory: str | None = None
+        self._watch: Watch | None = None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = self._context.socket(zmq.ROUTER)
         try:
@@ -110,8 +111,16 @@ class ZmqMailbox:
         """Where peers can send to: ipc, then tcp."""
         return self._endpoints
 
-    def start(self, handler: Handler, resolve: Resolver, pool: EnginePool | None = None) -> None:
-        """Begin to receive, in a thread of ``pool`` if there is one."""
+    def start(
+        self,
+        handler: Handler,
+        resolve: Resolver,
+        pool: EnginePool | None = None,
+        lost: Lost | None = None,
+    ) -> None:
+        """Begin to receive, in a thread of ``pool`` if there is one; tell ``lost`` of peers that end."""
+        if lost is not None:
+            self._watch = Watch(self._name, self._context, lost)
         self._resolve = resolve
         self._handler = handler
         self._receiver.start(self._received, pool)
@@ -165,6 +174,8 @@ class ZmqMailbox:
         socket = self._context.socket(zmq.DEALER)
         try:
             _set_up(socket)
+            if self._watch is not None:
+                self._watch.follow(peer, socket, endpoint)
             socket.connect(endpoint)
         except zmq.ZMQError as e:
             socket.close(linger=0)
@@ -196,11 +207,15 @@ class ZmqMailbox:
             ways = list(self._peers.values())
         for way in ways:
             self._shut(way, linger)
+        if self._watch is not None:
+            self._watch.close()
         self._receiver.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the receiver and for libzmq; names what has not ended by ``deadline``."""
         left = self._receiver.join(deadline)
+        if self._watch is not None:
+            left += self._watch.join(deadline)
         if left:
             return left
         for way in list(self._peers.values()):
@@ -269,12 +284,6 @@ def _best(endpoints: Sequence[str]) -> str:
     An ipc address is tried for real: boot ids are equal across containers that share nothing.
     """
     for endpoint in endpoints:
-        if not endpoint.startswith("ipc://") or _answers(endpoint[len("ipc://") :]):
+        if not endpoint.startswith("ipc://") or answers(endpoint):
             return endpoint
     raise UnknownPeerError(f"none of the addresses {list(endpoints)} can be reached from this host")
-
-
-def _answers(path: str) -> bool:
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex("\0" + path[1:] if path.startswith("@") else path) == 0

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Resolver
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver
 from zmqgrad.transport.faults import (
     WAIT_SECONDS,
     Delay,
@@ -218,8 +218,15 @@ class MemoryMailbox:
         """Where peers can send to: ``memory://<n>``."""
         return (self._endpoint,)
 
-    def start(self, handler: Handler, resolve: Resolver, pool: EnginePool | None = None) -> None:
-        """Begin to deliver; ``handler`` is called in the receiver's thread."""
+    def start(
+        self,
+        handler: Handler,
+        resolve: Resolver,
+        pool: EnginePool | None = None,
+        lost: Lost | None = None,
+    ) -> None:
+        """Begin to deliver; ``handler`` is called in the receiver's thread. Nobody is ever ``lost`` here."""
+        del lost
         self._handler, self._resolve, self._pool = handler, resolve, pool
         self._thread.start()
 
