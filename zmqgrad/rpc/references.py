@@ -196,10 +196,6 @@ class ReferenceTable:
             effects += self._locked(lambda fork_id=fork_id: self._user.release(fork_id))  # type: ignore[misc]
         self._carry_out(effects)
 
-    def forget_child(self, fork_id: int) -> None:
-        """A fork that was made for a message which could not be sent."""
-        self._carry_out(self._locked(lambda: self._user.child_accepted(fork_id)))
-
     # ---- travelling -------------------------------------------------------------------------------------
 
     def fork_for(self, peer: int, handle: Handle) -> tuple[int, int, int, int, str]:
@@ -230,6 +226,13 @@ class ReferenceTable:
         self._carry_out(effects)
         return self.make_rref(Handle(self, rref_id, fork_id, owner, None, type_name))
 
+    def unfork(self, owner: int, rref_id: int, fork_id: int) -> None:
+        """A fork was made for a message that will never be sent."""
+        if owner == self._worker.id:
+            self._carry_out(self._locked(lambda: self._owner.delete(rref_id, fork_id)))
+        else:
+            self._carry_out(self._locked(lambda: self._user.child_accepted(fork_id)))
+
     # ---- control messages -------------------------------------------------------------------------------
 
     def _on_fork_request(self, inbound: Inbound) -> None:
@@ -237,8 +240,9 @@ class ReferenceTable:
         assert isinstance(message, RRefForkRequest)
         with self._lock:
             if message.rref_id not in self._dropped:
-                self._values.setdefault(message.rref_id, Outcome())
                 self._owner.note(message.rref_id, message.fork_id, inbound.envelope.source)
+                if self._owner.knows(message.rref_id):  # else it comes too late
+                    self._values.setdefault(message.rref_id, Outcome())
         self._worker.reply(inbound, RRefAck())
 
     def _on_child_accept(self, inbound: Inbound) -> None:
@@ -355,6 +359,10 @@ class PeerReferences:
     def fork(self, rref: Any) -> tuple[Any, ...]:
         """A fork of ``rref`` for the peer."""
         return self._table.fork_for(self._peer, rref if isinstance(rref, Handle) else rref.handle)
+
+    def unfork(self, fork: tuple[Any, ...]) -> None:
+        """A fork that will not reach the peer."""
+        self._table.unfork(*fork[:3])
 
     def adopt(self, *fork: Any) -> Any:
         """The RRef of a fork that the peer sent."""

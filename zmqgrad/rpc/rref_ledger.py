@@ -18,7 +18,11 @@ Methods return the effects that the caller must carry out; none of them sends, w
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
+
+REMEMBERED = 100_000
+"""How many deleted forks an owner remembers, for words about them that come late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,21 +67,24 @@ class OwnerLedger:
 
     def __init__(self) -> None:
         self._forks: dict[int, dict[int, int]] = {}
-        # Deleted forks of values that live: a late repetition of their request must not revive them.
-        self._gone: dict[int, set[int]] = {}
+        # A fork can be deleted before it is noted (its user gave up on a call that is still to run), and a
+        # request for it be repeated after: neither must revive it.
+        self._gone: OrderedDict[int, None] = OrderedDict()
 
     def note(self, rref_id: int, fork_id: int, holder: int) -> None:
         """``holder`` has fork ``fork_id``. Noting it twice is harmless, and so is noting it too late."""
-        if fork_id not in self._gone.get(rref_id, ()):
+        if fork_id not in self._gone:
             self._forks.setdefault(rref_id, {})[fork_id] = holder
 
     def delete(self, rref_id: int, fork_id: int) -> list[Effect]:
         """Fork ``fork_id`` is gone."""
+        self._gone[fork_id] = None
+        if len(self._gone) > REMEMBERED:
+            self._gone.popitem(last=False)
         forks = self._forks.get(rref_id)
         if forks is None:
             return []
         forks.pop(fork_id, None)
-        self._gone.setdefault(rref_id, set()).add(fork_id)
         return self._dropped_if_empty(rref_id)
 
     def lose(self, worker: int) -> list[Effect]:
@@ -92,7 +99,6 @@ class OwnerLedger:
         if self._forks[rref_id]:
             return []
         del self._forks[rref_id]
-        self._gone.pop(rref_id, None)
         return [DropValue(rref_id)]
 
     def knows(self, rref_id: int) -> bool:

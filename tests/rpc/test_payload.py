@@ -1,0 +1,409 @@
+"""Values to payloads and back: by reference, by value, beside the pickle, and not at all."""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.errors import FunctionNotFoundError, PayloadError, ProtocolError
+from zmqgrad.rpc.payload import (
+    INLINE,
+    Terms,
+    TravelsAsReference,
+    find_function,
+    pack,
+    pack_call,
+    reference_to,
+    unpack,
+    unpack_call,
+    unpack_tensors,
+)
+from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place, TensorDescriptor, Tensors
+
+NO_TERMS = Terms()
+
+
+def travel(value: Any, terms: Terms = NO_TERMS, references: Any = None) -> Any:
+    """What arrives, through bytes and in memory of its own."""
+    packed = pack(value, terms)
+    payload, frames = through_bytes(packed.payload, packed.frames)
+    return unpack(payload, frames, unpack_tensors(payload, frames), references)
+
+
+def through_bytes(payload: Payload, frames: list[Any]) -> tuple[Payload, list[bytearray]]:
+    there = msgspec.msgpack.decode(msgspec.msgpack.encode(payload), type=Payload)
+    return there, [bytearray(memoryview(f)) for f in frames]
+
+
+def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What a remote call of it returns."""
+    reference, packed = pack_call(function, args, kwargs, Terms())
+    payload, frames = through_bytes(packed.payload, packed.frames)
+    content = unpack(payload, frames, unpack_tensors(payload, frames))
+    function, args, kwargs = unpack_call(reference, payload, content)
+    return (find_function(reference) if reference else function)(*args, **kwargs)
+
+
+def plain(x: Any, y: Any = 1) -> Any:
+    """A function of a module."""
+    return x + y
+
+
+class Thing:
+    """With methods of all kinds."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def grow(self, by: int) -> int:
+        """An instance's."""
+        return self.size + by
+
+    @staticmethod
+    def double(x: int) -> int:
+        """A class's."""
+        return 2 * x
+
+    @classmethod
+    def make(cls, size: int) -> Thing:
+        """A class's, too."""
+        return cls(size)
+
+    def __call__(self, x: int) -> int:
+        return self.size * x
+
+
+class NoRepr:
+    """Cannot even be shown."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@dataclass
+class Pair:
+    """Holds two things."""
+
+    left: Any
+    right: Any
+
+
+# ---- functions -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        plain,
+        Thing,
+        Thing.double,
+        torch.add,
+        torch.nn.functional.relu,
+        torch.relu,
+        math.sqrt,
+        operator.add,
+        len,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_what_can_be_imported_goes_by_reference(function: Callable[..., Any]) -> None:
+    reference = reference_to(function)
+    assert reference
+    assert find_function(reference) is function
+
+
+def test_functions_of_all_kinds() -> None:
+    factor = 3
+    assert call(plain, 1, y=2) == 3
+    assert call(Thing, 4).size == 4
+    assert call(Thing.double, 4) == 8
+    assert call(Thing.make, 4).size == 4
+    assert call(Thing(2).grow, 3) == 5
+    assert call(Thing(2), 3) == 6
+    assert call(lambda x: x * factor, 2) == 6
+    assert call(functools.partial(plain, 1), 2) == 3
+    assert call(torch.Tensor.add, torch.ones(2), 1).tolist() == [2, 2]
+    assert call(operator.attrgetter("size"), Thing(9)) == 9
+    assert call(torch.ones(2).add, 1).tolist() == [2, 2]
+
+
+def test_a_closure_arrives_with_a_state_of_its_own() -> None:
+    seen: list[int] = []
+
+    def note(x: int) -> list[int]:
+        seen.append(x)
+        return seen
+
+    assert call(note, 1) == [1]
+    assert seen == []
+
+
+def test_a_local_class_goes_by_value() -> None:
+    class Local:
+        def __init__(self, x: int) -> None:
+            self.x = x
+
+    got = travel(Local(3))
+    assert got.x == 3
+    assert call(Local, 4).x == 4
+
+
+def test_a_decorated_function_is_the_decorated_one() -> None:
+    def twice(f: Callable[..., int]) -> Callable[..., int]:
+        @functools.wraps(f)
+        def inner(*args: Any) -> int:
+            return 2 * f(*args)
+
+        return inner
+
+    assert call(twice(plain), 1) == 4
+
+
+def test_what_is_no_function_is_refused() -> None:
+    with pytest.raises(PayloadError, match="3 cannot be called"):
+        pack_call(3, (), {}, Terms())
+
+
+@pytest.mark.parametrize(
+    ("reference", "missing"),
+    [("no_such:f", "no_such"), ("math:no_such", "no_such"), ("math:", "math"), (":f", "f")],
+)
+def test_a_function_that_is_not_there(reference: str, missing: str) -> None:
+    with pytest.raises(FunctionNotFoundError, match=missing):
+        find_function(reference)
+
+
+# ---- values ----------------------------------------------------------------------------------------------
+
+atoms = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
+values = st.recursive(
+    atoms,
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    max_leaves=10,
+)
+
+
+@given(values)
+def test_plain_values(value: Any) -> None:
+    assert travel(value) == value
+
+
+@given(values, st.integers(0, 3))
+def test_tensors_anywhere_in_a_value(value: Any, n: int) -> None:
+    sent = {"value": value, "tensors": [torch.full((k,), float(k)) for k in range(n)]}
+    got = travel(sent)
+    assert got["value"] == value
+    assert all(torch.equal(s, g) for s, g in zip(sent["tensors"], got["tensors"], strict=True))
+
+
+@pytest.mark.parametrize("where", ["tuple", "list", "call"])
+def test_one_tensor_twice_is_one_tensor_there(where: str) -> None:
+    t = torch.zeros(3)
+    if where == "call":
+        one, two = call(lambda a, b: (a, b), t, t)
+    else:
+        one, two = travel((t, t) if where == "tuple" else [t, t])
+    assert one is two
+
+
+def test_a_call_with_one_tensor_twice_and_no_pickle_otherwise() -> None:
+    t = torch.ones(2)
+    assert call(operator.is_, t, t) is True
+    assert call(operator.is_, t, torch.ones(2)) is False
+
+
+def test_views_in_a_value_stay_shared() -> None:
+    base = torch.zeros(10)
+    got = travel({"base": base, "view": base[:5]})
+    got["view"].fill_(1)
+    assert got["base"].sum() == 5
+
+
+def test_modules_and_parameters() -> None:
+    layer = torch.nn.Linear(2, 3)
+    got = travel(layer)
+    assert isinstance(got.weight, torch.nn.Parameter)
+    assert got.weight.requires_grad
+    x = torch.ones(1, 2)
+    assert torch.equal(got(x), layer(x))
+
+
+@pytest.mark.parametrize("n", [3, 100_000], ids=["inline", "frame"])
+def test_numpy_arrays_arrive_writable_and_independent(n: int) -> None:
+    sent = np.arange(n)
+    (got,) = travel([sent])
+    assert np.array_equal(sent, got)
+    got[0] = 77
+    assert sent[0] == 0
+    turned = travel({"a": np.ones((3, n)).T})["a"]
+    assert turned.shape == (n, 3)
+
+
+def test_large_pickles_travel_in_a_frame() -> None:
+    small, large = pack("x" * 100), pack("x" * (INLINE + 1))
+    assert small.frames == []
+    assert len(large.frames) == 1
+    assert large.payload.pickled is not None
+    assert large.payload.pickled.place is Place.FRAME
+    assert travel("x" * (INLINE + 1)) == "x" * (INLINE + 1)
+
+
+# ---- refusals --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("value", "path"),
+    [
+        ([1, threading.Lock()], r"its part \[1\] \(lock\)"),
+        ({"a": (1, [threading.Lock()])}, r"its part \['a'\]\[1\]\[0\] \(lock\)"),
+        (Pair(1, Pair(threading.Lock(), 2)), r"its part \.right\.left \(lock\)"),
+        ([threading.Event().wait], r"its part \[0\]\.__self__"),
+        ([1, (n for n in "ab")], r"its part \[1\] \(generator\).*send a list"),
+        (threading.Lock(), "cannot pickle"),
+        (NoRepr(), r"NoRepr instance.*its part \.lock \(lock\)"),
+    ],
+    ids=["list", "nested", "attributes", "method", "generator", "itself", "no repr"],
+)
+def test_what_cannot_be_sent_is_named_with_its_path(value: Any, path: str) -> None:
+    with pytest.raises(PayloadError, match=path):
+        pack(value)
+
+
+def test_what_a_closure_holds_is_named() -> None:
+    door = threading.Lock()
+    with pytest.raises(PayloadError, match=r"\[0\]\.door\S* \(lock\)|\[0\]\.door"):
+        pack_call(lambda: door, (), {}, Terms())
+
+
+def test_a_value_that_holds_itself() -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    got = travel(loop)
+    assert got[1] is got
+    loop.append(threading.Lock())
+    with pytest.raises(PayloadError, match="lock"):
+        pack(loop)
+
+
+def test_a_huge_value_is_not_shown_whole() -> None:
+    with pytest.raises(PayloadError) as caught:
+        pack([list(range(100_000)), threading.Lock()])
+    assert len(str(caught.value)) < 1000
+
+
+def test_a_tensor_that_cannot_be_sent_inside_a_value() -> None:
+    with pytest.raises(PayloadError, match="65 dimensions"):
+        pack({"deep": torch.ones((1,) * 65)})
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
+    with pytest.raises(PayloadError):
+        pack(nested)
+
+
+class Reference(TravelsAsReference):
+    """Stands for an RRef."""
+
+
+class Book:
+    """Notes forks made and undone."""
+
+    def __init__(self) -> None:
+        self.open: list[int] = []
+        self.made = 0
+
+    def fork(self, rref: Any) -> tuple[Any, ...]:
+        """Number the forks."""
+        self.made += 1
+        self.open.append(self.made)
+        return (self.made,)
+
+    def unfork(self, fork: tuple[Any, ...]) -> None:
+        """It was not sent."""
+        self.open.remove(fork[0])
+
+    def adopt(self, *fork: Any) -> Any:
+        """What arrives."""
+        return ("adopted", *fork)
+
+
+def test_references_are_forked_as_they_leave_and_adopted_as_they_come() -> None:
+    book = Book()
+    r = Reference()
+    assert travel([r, {"again": r}], Terms(book), book) == [("adopted", 1), {"again": ("adopted", 1)}]
+    assert book.open == [1]
+
+
+def test_forks_of_a_message_that_cannot_be_sent_are_undone() -> None:
+    book = Book()
+    for bad in (threading.Lock(), torch.ones((1,) * 65)):
+        with pytest.raises(PayloadError, match=r"its part \[2\]|65"):
+            pack([Reference(), Reference(), bad], Terms(book))
+    assert book.open == []
+    assert book.made == 4, "looking for the culprit makes no forks"
+
+
+def test_references_outside_of_calls_are_refused() -> None:
+    with pytest.raises(PayloadError, match="only inside a remote call"):
+        pack([Reference()])
+    payload = pack([Reference()], Terms(Book())).payload
+    with pytest.raises(PayloadError, match="stands in pickles only"):
+        unpack(payload, [], [])
+
+
+# ---- damage ----------------------------------------------------------------------------------------------
+
+
+def test_damaged_payloads_are_refused() -> None:
+    tensor = Tensors((TensorDescriptor("float32", (1,)),), (Blob(Place.INLINE, 4, bytes(4)),))
+    two = [torch.ones(1), torch.ones(1)]
+    good = pack([1]).payload
+    assert good.pickled is not None
+    for payload, tensors in (
+        (Payload(Form.TENSOR, tensor), two),
+        (Payload(Form.TENSOR, tensor), []),
+        (Payload(Form.PICKLE), []),
+        (msgspec.structs.replace(good, pickled=Blob(Place.FRAME, 3, b"", 0)), []),
+        (msgspec.structs.replace(good, pickled=Blob(Place.INLINE, 3, b"1")), []),
+        (msgspec.structs.replace(good, buffers=(Blob(Place.FRAME, 3, b"", 5),)), []),
+    ):
+        with pytest.raises(ProtocolError):
+            unpack(payload, [], tensors)
+    cut = msgspec.structs.replace(good.pickled, data=good.pickled.data[:-3], size=good.pickled.size - 3)
+    with pytest.raises(PayloadError, match="cannot rebuild"):
+        unpack(msgspec.structs.replace(good, pickled=cut), [], [])
+
+
+def test_payloads_that_are_no_calls_are_refused() -> None:
+    assert unpack_call("m:f", NOTHING, None) == (None, (), {})
+    for reference, value in (("m:f", 3), ("m:f", (1,)), ("", ((), {})), ("m:f", (1, 2, 3))):
+        packed = pack([value]).payload
+        with pytest.raises(ProtocolError, match="tuple"):
+            unpack_call(reference, packed, value)
+
+
+def test_a_pickle_that_names_a_tensor_which_did_not_come() -> None:
+    payload = pack([torch.ones(1)]).payload
+    with pytest.raises(PayloadError, match="IndexError"):
+        unpack(payload, [], [])
+
+
+def test_what_cannot_be_imported_here() -> None:
+    payload = pack([Thing(1)]).payload
+    assert payload.pickled is not None
+    data = payload.pickled.data.replace(b"Thing", b"Thong")
+    with pytest.raises(FunctionNotFoundError, match="Thong"):
+        unpack(msgspec.structs.replace(payload, pickled=Blob(Place.INLINE, len(data), data)), [], [])
