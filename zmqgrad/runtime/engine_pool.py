@@ -7,9 +7,9 @@ task first retires. A task that blocks somewhere we cannot see (a lock of the us
 noticed when tasks queue, nothing has finished for a while, and fewer than ``size`` threads have used the
 processor meanwhile; then, too, a thread is added. Long computations add none.
 
-One thread may *lead*: it reads where tasks come from. It runs the task that it has read itself, after it
-has made another thread the leader, so that a task starts without waiting for a thread to wake: on an idle
-machine that costs more than the rest of a small call together.
+One thread may *lead*: it reads where tasks come from, and runs what it has read itself, so that a task
+starts without waiting for a thread to wake. If the task blocks, or takes longer than a millisecond or two,
+another thread becomes the leader meanwhile: nothing waits behind user code for longer than that.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from queue import SimpleQueue
 from zmqgrad.errors import ClosedError
 from zmqgrad.runtime.blocking import about_to_block, belong_to
 from zmqgrad.runtime.clock import Deadline, cpu_seconds
+from zmqgrad.runtime.overseer import Overseer
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,10 @@ STALL_SECONDS = 0.1
 
 STUCK_SECONDS = 0.001
 """A thread that has used less of the processor between two looks is stuck."""
+
+
+EAGER_TASKS = 16
+"""After a task that took long, so many are expected to."""
 
 
 class EnginePool:
@@ -64,6 +69,10 @@ class EnginePool:
         self._leaving: list[threading.Thread] = []  # no longer counted, perhaps at their last instruction
         self._numbers = 0
         self._at_rest = threading.Condition(self._lock)
+        self._vacancy: _Vacancy | None = None  # the leader works, and will lead again if it is quick
+        self._seen: _Vacancy | None = None  # by the overseer, when it looked last
+        self._eager = 0  # so many tasks more are not expected to be quick
+        self._overseer: Overseer | None = None
 
     def submit(self, task: Task) -> None:
         """Run ``task`` soon. It must handle its own errors; one that escapes is logged.
@@ -99,6 +108,8 @@ class EnginePool:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the engine pool of {self._name} is closed")
+            if self._overseer is None:
+                self._overseer = Overseer(self._name, self._oversee)
             self._pass_on(read)
 
     def _pass_on(self, read: Callable[[], Task | None]) -> None:
@@ -111,21 +122,79 @@ class EnginePool:
         self._tasks.put(lambda: self._lead(read))
 
     def _lead(self, read: Callable[[], Task | None]) -> None:
-        while True:
-            task = read()
+        """In the leader's thread, until another leads or there is nothing to read any more."""
+        while (task := read()) is not None:
             with self._lock:
-                self._leading = 0
-                if task is None:
-                    return
-                if self._has_room_beside_leader() and not self._closed:
-                    self._pass_on(read)
-                    break
-                self._leading = 1
+                room = self._has_room_beside_leader() and not self._closed
+                vacancy = self._step_down(read) if room else None
+            if not room:
+                self._leave_to_others(task)
+                continue
+            if vacancy is not None and self._overseer is not None:
+                self._overseer.rouse()
             try:
-                self.submit(task)
-            except ClosedError:
-                logger.debug("%s: a task came while closing", self._name)
-        task()
+                task()
+            except BaseException:
+                logger.exception("a task of %s failed", self._name)
+            del task
+            if vacancy is None or not self._lead_again(vacancy):
+                return
+        with self._lock:
+            self._leading = 0
+
+    def _step_down(self, read: Callable[[], Task | None]) -> _Vacancy | None:
+        """The leader is about to work. Called with the lock held.
+
+        Waking a thread to read costs more than a short task takes. So the lead is left vacant, unless tasks
+        were long lately; whoever notices first that this one is (the wait that it blocks in, or the
+        overseer) makes another thread the leader.
+        """
+        self._leading = 0
+        if self._eager:
+            self._eager -= 1
+            self._pass_on(read)
+            return None
+        self._vacancy = _Vacancy(read, threading.get_ident())
+        return self._vacancy
+
+    def _lead_again(self, vacancy: _Vacancy) -> bool:
+        """After a task: is the lead still vacant? Then the calling thread takes it."""
+        with self._lock:
+            if self._vacancy is not vacancy:
+                return False
+            self._vacancy = None
+            if self._backlog:  # which this thread is needed for
+                self._pass_on(vacancy.read)
+                return False
+            self._finished += 1
+            self._leading = 1
+            if self._live - self._leading == self._idle:
+                self._at_rest.notify_all()
+            return True
+
+    def _fill_vacancy(self) -> None:
+        """Make another thread the leader where there is none. Called with the lock held."""
+        vacancy, self._vacancy = self._vacancy, None
+        if vacancy is not None:
+            self._pass_on(vacancy.read)
+
+    def _oversee(self) -> bool:
+        """Is a task under way beside a vacant lead? If it is the same as last time, it takes long."""
+        with self._lock:
+            vacancy = self._vacancy
+            if vacancy is None:
+                return False
+            if vacancy is self._seen:
+                self._eager = EAGER_TASKS
+                self._fill_vacancy()
+            self._seen = vacancy
+            return True
+
+    def _leave_to_others(self, task: Task) -> None:
+        try:
+            self.submit(task)
+        except ClosedError:
+            logger.debug("%s: a task came while closing", self._name)
 
     def _has_room_beside_leader(self) -> bool:
         """May the leader, which does not count as such any more, work? Called with the lock held."""
@@ -138,6 +207,8 @@ class EnginePool:
     def _block(self) -> None:
         with self._lock:
             self._blocked += 1
+            if self._vacancy is not None and self._vacancy.thread == threading.get_ident():
+                self._fill_vacancy()
             if self._backlog and not self._closed and self._has_room():
                 self._backlog -= 1
                 self._spawn()
@@ -235,10 +306,14 @@ class EnginePool:
     def close(self) -> None:
         """Take no more tasks; those queued are dropped, those running go on. Idempotent."""
         with self._lock:
+            self._fill_vacancy()  # before the words that end threads: whoever reads must go on to its own end
             self._closed = True
             self._backlog = self._idle = 0
             for _ in range(self._live):
                 self._tasks.put(None)
+            overseer = self._overseer
+        if overseer is not None:
+            overseer.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the threads to end; gives the names of those that did not by ``deadline``."""
@@ -247,7 +322,8 @@ class EnginePool:
         with about_to_block():
             for thread in threads:
                 thread.join(deadline.left_or_none())
-        return [t.name for t in threads if t.is_alive()]
+        left = [t.name for t in threads if t.is_alive()]
+        return left if self._overseer is None else left + self._overseer.join(deadline)
 
     def statistics(self) -> dict[str, int]:
         """How many threads and tasks there are, by state."""
@@ -276,6 +352,16 @@ class EnginePool:
     def __repr__(self) -> str:
         said = ", ".join(f"{v} {k}" for k, v in self.statistics().items())
         return f"<EnginePool {self._name}: {said}>"
+
+
+class _Vacancy:
+    """Nobody leads: the leader runs a task. One for each task."""
+
+    __slots__ = ("read", "thread")
+
+    def __init__(self, read: Callable[[], Task | None], thread: int) -> None:
+        self.read = read
+        self.thread = thread
 
 
 class _Blocked:
