@@ -1,0 +1,502 @@
+"""Distributed autograd, scenario by scenario: what a program may do, and what it is told when it may not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from zmqgrad import rpc
+from zmqgrad.autograd import backward, context, get_gradients
+from zmqgrad.autograd.forwarding import autograd_of
+from zmqgrad.errors import AutogradError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.testing import Cluster, cluster
+
+
+@pytest.fixture
+def c() -> Iterator[Cluster]:
+    """Three workers; at the end of every test, whatever happened in it, none knows any context."""
+    with cluster(3) as made:
+        yield made
+        limit, pause = Deadline.after(5.0), threading.Event()
+        while left := [ctx for worker in made.workers for ctx in autograd_of(worker).contexts.live()]:
+            assert not limit.passed(), f"not released: {left}"
+            pause.wait(0.002)  # nothing tells when a context goes
+
+
+def leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.tensor(values, dtype=dtype, requires_grad=True)
+
+
+skips_the_way = pytest.mark.xfail(
+    strict=False, reason="engine: a leaf that was sent hides what other tensors of that message bring it"
+)
+runs_through = pytest.mark.xfail(
+    strict=False, reason="engine: torch runs on through a border from which another outgoing edge is reached"
+)
+hooks_of_parts = pytest.mark.xfail(
+    strict=False, reason="engine: hooks at borders and leaves run on each part of a sum, not on the sum"
+)
+
+
+def assert_gradients(context_id: int, *expected: tuple[Tensor, Any]) -> None:
+    """Exactly these tensors have gradients in the context, and these ones."""
+    gradients = get_gradients(context_id)
+    assert {id(t) for t in gradients} == {id(t) for t, _ in expected}
+    for tensor, value in expected:
+        torch.testing.assert_close(gradients[tensor], torch.as_tensor(value, dtype=tensor.dtype))
+
+
+# ---- what runs on the other workers ---------------------------------------------------------------------
+
+
+def same(x: Any) -> Any:
+    return x
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+def relay(route: list[int], x: Tensor) -> Tensor:
+    """Doubles ``x`` here and at each stop of ``route``."""
+    y = x * 2
+    return rpc.rpc_sync(route[0], relay, (route[1:], y)) if route else y
+
+
+def scale_in_place(x: Tensor, by: float) -> Tensor:
+    x.mul_(by)
+    return x.add_(1)
+
+
+def make(values: list[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def gradient_there(context_id: int, owner: rpc.RRef[Tensor]) -> Tensor | None:
+    return get_gradients(context_id).get(owner.local_value())
+
+
+def known_there(context_id: int) -> bool:
+    try:
+        get_gradients(context_id)
+    except AutogradError:
+        return False
+    return True
+
+
+# ---- what a program may do ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("route", [[], [0], [2], [0, 1], [2, 0, 1, 1], [0, 1, 0, 1, 0]], ids=str)
+def test_nested_calls_go_anywhere_and_come_back(c: Cluster, route: list[int]) -> None:
+    x = leaf(1, -2)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, relay, (route, x)).sum()])
+        assert_gradients(ctx, (x, [2.0 ** (len(route) + 1)] * 2))
+
+
+@pytest.mark.parametrize("to", [0, 1])
+@pytest.mark.parametrize("how", ["sync", "async", "remote"])
+def test_a_leaf_that_is_sent_itself(c: Cluster, to: int, how: str) -> None:
+    x = leaf(3, 4)
+    with context() as ctx:
+        if how == "sync":
+            y = rpc.rpc_sync(to, double, (x,))
+        elif how == "async":
+            y = rpc.rpc_async(to, double, (x,)).wait()
+        else:
+            y = rpc.remote(to, double, (x,)).to_here()
+        backward(ctx, [(y * y).sum()])
+        assert_gradients(ctx, (x, [24.0, 32.0]))
+
+
+def test_a_received_tensor_returned_as_it_is(c: Cluster) -> None:
+    x = leaf(3)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, same, (x * 5,)).sum()])
+        assert_gradients(ctx, (x, [5.0]))
+
+
+def test_an_answer_that_is_a_root_itself(c: Cluster) -> None:
+    x = leaf(3)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, double, (x,))])
+        assert_gradients(ctx, (x, [2.0]))
+
+
+def test_a_leaf_that_is_a_root_itself(c: Cluster) -> None:
+    x = leaf(3)
+    with context() as ctx:
+        backward(ctx, [x, x])
+        assert_gradients(ctx, (x, [2.0]))
+
+
+def test_in_place_work_on_received_tensors_stays_there(c: Cluster) -> None:
+    x = leaf(1, 2)
+    with context() as ctx:
+        y = rpc.rpc_sync(1, scale_in_place, (x, 3.0))
+        y.mul_(7)
+        backward(ctx, [y.sum()])
+        assert_gradients(ctx, (x, [21.0, 21.0]))
+    assert x.tolist() == [1, 2]
+
+
+def test_one_tensor_sent_to_many_and_twice_in_a_call(c: Cluster) -> None:
+    x = leaf(1, 2)
+    with context() as ctx:
+        y = x * 3
+        parts = [rpc.rpc_async(to, add, (y, y)) for to in (0, 1, 2, 1)]
+        backward(ctx, [sum(p.wait() for p in parts).sum()])  # type: ignore[union-attr]
+        assert_gradients(ctx, (x, [24.0, 24.0]))
+
+
+@skips_the_way
+def test_tensors_that_need_no_gradient_travel_among_those_that_do(c: Cluster) -> None:
+    x, constant = leaf(2), torch.tensor([10.0], dtype=torch.float64)
+    with context() as ctx:
+        got = rpc.rpc_sync(1, same, ([constant, x, {"n": torch.tensor([3]), "x": x * 2}],))
+        assert [got[0].requires_grad, got[1].requires_grad, got[2]["n"].requires_grad] == [False, True, False]
+        backward(ctx, [(got[0] * got[1] + got[2]["n"] * got[2]["x"]).sum()])
+        assert_gradients(ctx, (x, [16.0]))
+
+
+def top(x: Tensor) -> Any:
+    return torch.topk(x, 2)
+
+
+def test_outputs_that_cannot_be_differentiated(c: Cluster) -> None:
+    x = leaf(3, 1, 2)
+    with context() as ctx:
+        values, indices = rpc.rpc_sync(1, top, (x,))
+        assert not indices.requires_grad
+        backward(ctx, [values.sum()])
+        assert_gradients(ctx, (x, [1.0, 0.0, 1.0]))
+
+
+@skips_the_way
+def test_a_parameter_sent_as_an_argument_has_a_gradient(c: Cluster) -> None:
+    p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, add, (p, double(p))).sum()])
+        assert_gradients(ctx, (p, [3.0, 3.0]))
+
+
+def test_a_parameter_by_reference(c: Cluster) -> None:
+    p = rpc.remote(1, make, ([1.0, 2.0],))
+    with context() as ctx:
+        backward(ctx, [(p.to_here() * 3).sum() + p.to_here().sum()])
+        assert get_gradients(ctx) == {}
+        assert rpc.rpc_sync(1, gradient_there, (ctx, p)).tolist() == [4.0, 4.0]
+        assert rpc.rpc_sync(2, known_there, (ctx,))  # by this very call
+    assert p.rpc_sync().requires_grad_().grad is None
+
+
+@pytest.mark.parametrize("driver", [1, 2])
+def test_any_worker_may_start(c: Cluster, driver: int) -> None:
+    with c.acting(driver):
+        x = leaf(1)
+        with context() as ctx:
+            backward(ctx, [rpc.rpc_sync(0, relay, ([driver, 0], x)).sum()])
+            assert_gradients(ctx, (x, [8.0]))
+
+
+def test_gradients_of_two_passes_add_up(c: Cluster) -> None:
+    x = leaf(3)
+    with context() as ctx:
+        loss = (rpc.rpc_sync(1, double, (x,)) ** 2).sum()
+        backward(ctx, [loss], retain_graph=True)
+        assert_gradients(ctx, (x, [24.0]))
+        backward(ctx, [loss])
+        assert_gradients(ctx, (x, [48.0]))
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_second_pass_without_retain_graph_is_torchs_error(c: Cluster, where: str) -> None:
+    x = leaf(3)
+    with context() as ctx:
+        y = rpc.rpc_sync(1, square, (x,))
+        loss = (y * y if where == "here" else y).sum()
+        backward(ctx, [loss])
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            backward(ctx, [loss])
+
+
+def test_contexts_in_parallel_threads_do_not_mix(c: Cluster) -> None:
+    x = leaf(1, 2)
+    together = threading.Barrier(6)
+    results: dict[int, Tensor] = {}
+
+    def train(factor: int) -> None:
+        with c.acting(factor % 3), context() as ctx:
+            together.wait(10)
+            for _ in range(3):
+                y = rpc.rpc_sync((factor + 1) % 3, relay, ([(factor + 2) % 3], x * factor))
+                backward(ctx, [y.sum()])
+            results[factor] = get_gradients(ctx)[x]
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(6)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert {f: g.tolist() for f, g in results.items()} == {f: [12.0 * f] * 2 for f in range(6)}
+
+
+def test_grad_is_left_alone(c: Cluster) -> None:
+    x = leaf(1)
+    x.grad = torch.tensor([5.0], dtype=torch.float64)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, double, (x,)).sum()])
+        assert_gradients(ctx, (x, [2.0]))
+    assert x.grad.tolist() == [5.0]
+
+
+def test_gradients_belong_to_their_context(c: Cluster) -> None:
+    x = leaf(1)
+    for factor in (2, 3):
+        with context() as ctx:
+            assert get_gradients(ctx) == {}
+            backward(ctx, [rpc.rpc_sync(1, same, (x * factor,)).sum()])
+            assert_gradients(ctx, (x, [float(factor)]))
+
+
+def sum_of(*tensors: Tensor) -> Tensor:
+    return sum(tensors)  # type: ignore[return-value]
+
+
+def joined(*tensors: Tensor) -> Tensor:
+    return torch.cat([t * t for t in tensors])
+
+
+@pytest.mark.parametrize("function", [sum_of, joined])
+@pytest.mark.parametrize("remote", [True, False])
+def test_gradients_do_not_share_memory(c: Cluster, function: Callable[..., Tensor], remote: bool) -> None:
+    leaves = [leaf(1, 2) for _ in range(3)]
+    with context() as ctx:
+        y = rpc.rpc_sync(1, function, tuple(leaves)) if remote else function(*leaves)
+        backward(ctx, [y.sum()])
+        gradients = [get_gradients(ctx)[x] for x in leaves]
+        before = [g.clone() for g in gradients]
+        gradients[0].zero_()
+        assert [g.tolist() for g in gradients[1:]] == [g.tolist() for g in before[1:]]
+        for g in gradients:
+            g += torch.tensor([1.0, 2.0])  # would be refused by an expanded one
+
+
+def look_up(weight: Tensor, rows: Tensor) -> Tensor:
+    return torch.nn.functional.embedding(rows, weight, sparse=True)
+
+
+@pytest.mark.parametrize("remote", [False, True])
+def test_sparse_gradients_of_embeddings(c: Cluster, remote: bool) -> None:
+    weight = torch.ones(4, 2, requires_grad=True)
+    rows = torch.tensor([1, 3, 1])
+    with context() as ctx:
+        y = (
+            rpc.rpc_sync(1, look_up, (weight, rows))
+            if remote
+            else rpc.rpc_sync(1, same, (look_up(weight, rows),))
+        )
+        backward(ctx, [y.sum()])
+        gradient = get_gradients(ctx)[weight]
+        assert gradient.is_sparse
+        assert gradient.to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
+def test_other_types_of_numbers(c: Cluster, dtype: torch.dtype) -> None:
+    x = torch.tensor([1, 2], dtype=dtype, requires_grad=True)
+    expected = torch.tensor([1, 2], dtype=dtype, requires_grad=True)
+    (square(expected) * 3).abs().sum().backward()
+    with context() as ctx:
+        backward(ctx, [(rpc.rpc_sync(1, square, (x,)) * 3).abs().sum()])
+        gradient = get_gradients(ctx)[x]
+        assert gradient.dtype is dtype
+        torch.testing.assert_close(gradient, expected.grad)
+
+
+def test_without_grad_mode_nothing_is_recorded(c: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        with torch.no_grad():
+            assert rpc.rpc_sync(1, same, (x,)).is_leaf
+        backward(ctx, [rpc.rpc_sync(1, double, (x,)).sum()])
+        assert_gradients(ctx, (x, [2.0]))
+
+
+@runs_through
+@pytest.mark.parametrize("retain_graph", [False, True])
+def test_a_leaf_used_beside_a_tensor_made_from_it_that_was_sent(c: Cluster, retain_graph: bool) -> None:
+    w = leaf(1)
+    with context() as ctx:
+        x = w * w
+        backward(ctx, [(x + rpc.rpc_sync(1, same, (x,)) + w).sum()], retain_graph)
+        assert_gradients(ctx, (w, [5.0]))
+
+
+@hooks_of_parts
+def test_a_hook_of_a_tensor_sees_the_whole_gradient_once(c: Cluster) -> None:
+    w = leaf(1)
+    seen: list[float] = []
+
+    def triple(gradient: Tensor) -> Tensor:
+        seen.append(gradient.item())
+        return gradient * 3
+
+    with context() as ctx:
+        x = w * 1
+        x.register_hook(triple)
+        backward(ctx, [(x + rpc.rpc_sync(1, same, (x,))).sum()])
+        assert_gradients(ctx, (w, [6.0]))
+    assert seen == [2.0]
+
+
+@hooks_of_parts
+def test_a_hook_of_a_leaf_sees_the_whole_gradient_once(c: Cluster) -> None:
+    w = leaf(1)
+    w.register_hook(lambda g: g.clamp(max=1.0))
+    with context() as ctx:
+        backward(ctx, [(w + rpc.rpc_sync(1, same, (w * 1,))).sum()])
+        assert_gradients(ctx, (w, [1.0]))
+
+
+# ---- what it is told when it may not --------------------------------------------------------------------
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        raise LookupError("no gradient today")
+
+
+def fails_later(x: Tensor) -> Tensor:
+    y: Tensor = _Fails.apply(x)
+    return y
+
+
+@pytest.mark.parametrize("to", [0, 1])
+def test_an_error_in_a_backward_function_reaches_the_caller(c: Cluster, to: int) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        y = rpc.rpc_sync(2, double, (rpc.rpc_sync(to, fails_later, (x,)),))
+        with pytest.raises(LookupError, match="no gradient today") as caught:
+            backward(ctx, [y.sum()])
+        if to:
+            assert f"worker{to}" in str(caught.value)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(to, double, (x,)).sum()])
+        assert_gradients(ctx, (x, [2.0]))
+
+
+def unused_result_of(x: Tensor) -> Tensor:
+    rpc.rpc_sync(2, double, (x * 2,))
+    return x * x
+
+
+@pytest.mark.parametrize("where", ["here", "there"])
+def test_a_result_that_nobody_uses_is_named_in_fast_mode(c: Cluster, where: str) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        y = x * 2
+        if where == "here":
+            rpc.rpc_sync(1, double, (y,))
+            loss = (y * 3).sum()
+        else:
+            loss = rpc.rpc_sync(1, unused_result_of, (y,)).sum()
+        with pytest.raises(AutogradError, match=r"FAST mode.*\n.*double") as caught:
+            backward(ctx, [loss])
+        assert ("worker0 to worker1" if where == "here" else "worker1 to worker2") in str(caught.value)
+
+
+BAD_ROOTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
+    (lambda: [leaf(1, 2) * 2], RuntimeError, "is not a scalar, all roots need to be scalar"),
+    (lambda: [torch.ones(1)], RuntimeError, "requires_grad not set on root"),
+    (lambda: [leaf(1).sum(), torch.ones(1)], RuntimeError, r"requires_grad not set on root roots\[1\]"),
+    (lambda: [], RuntimeError, "No tensors provided for gradient computation"),
+    (lambda: [3.0], TypeError, r"roots\[0\] must be a tensor, not float"),
+    (lambda: leaf(1).sum(), TypeError, "roots must be a list of tensors, not Tensor"),
+    (lambda: None, TypeError, "roots must be a list"),
+]
+
+
+@pytest.mark.parametrize(("roots", "kind", "text"), BAD_ROOTS, ids=[text for *_, text in BAD_ROOTS])
+def test_roots_that_cannot_be(c: Cluster, roots: Callable[[], Any], kind: type[Exception], text: str) -> None:
+    with context() as ctx, pytest.raises(kind, match=text):
+        backward(ctx, roots())
+
+
+@pytest.mark.parametrize("bad", ["1", 1.0, None, True], ids=repr)
+def test_context_ids_that_cannot_be(c: Cluster, bad: Any) -> None:
+    with pytest.raises(TypeError, match="context_id must be an int"):
+        backward(bad, [leaf(1).sum()])
+
+
+@pytest.mark.parametrize("number", [0, -1, 12345, 2**70])
+def test_an_unknown_context(c: Cluster, number: int) -> None:
+    text = f"Could not find autograd context with id: {number}"
+    with pytest.raises(RuntimeError, match=text):
+        get_gradients(number)
+    with pytest.raises(RuntimeError, match=text):
+        backward(number, [leaf(1).sum()])
+
+
+def test_a_released_context_says_so(c: Cluster) -> None:
+    with context() as ctx:
+        pass
+    text = f"Could not find autograd context with id: {ctx}; it has been released"
+    with pytest.raises(AutogradError, match=text):
+        get_gradients(ctx)
+    with pytest.raises(AutogradError, match=text):
+        backward(ctx, [leaf(1).sum()])
+
+
+def test_contexts_do_not_nest_in_one_thread(c: Cluster) -> None:
+    with context() as ctx:
+        with pytest.raises(AutogradError, match="already have autograd context"), context():
+            pass
+        assert get_gradients(ctx) == {}
+    with context():
+        pass
+
+
+def test_an_unknown_mode(c: Cluster) -> None:
+    with context() as ctx, pytest.raises(AutogradError, match="mode must be one of fast"):
+        backward(ctx, [leaf(1).sum()], mode="slow")
+
+
+def test_a_tensor_of_another_context_is_refused(c: Cluster) -> None:
+    with context():
+        old = rpc.rpc_sync(1, double, (leaf(1),))
+    with context() as ctx, pytest.raises(AutogradError, match=r"received in context .* use one context"):
+        backward(ctx, [old.sum()])
+
+
+def test_plain_backward_through_a_call_is_refused(c: Cluster) -> None:
+    with context():
+        y = rpc.rpc_sync(1, double, (leaf(1),))
+        with pytest.raises(AutogradError, match=r"call zmqgrad.autograd.backward"):
+            y.sum().backward()
+
+
+def test_a_context_ends_everywhere_when_its_block_fails(c: Cluster) -> None:
+    with pytest.raises(ZeroDivisionError), context():  # noqa: PT012
+        rpc.rpc_sync(1, relay, ([2], leaf(1)))
+        raise ZeroDivisionError
