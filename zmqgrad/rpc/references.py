@@ -157,7 +157,10 @@ class ReferenceTable:
         """
         outcome = self._expect(rref_id)
         if not outcome.wait_done(timeout):
-            raise RpcTimeoutError(f"value {show_id(rref_id)} was not there within {timeout} s")
+            raise RpcTimeoutError(
+                f"RPC ran for more than set timeout ({(timeout or 0.0) * 1000:.0f} ms): value "
+                f"{show_id(rref_id)} of {self._worker.name} was not made within it"
+            )
         return outcome.result()
 
     # ---- user -------------------------------------------------------------------------------------------

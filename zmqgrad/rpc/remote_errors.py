@@ -20,12 +20,22 @@ logger = logging.getLogger(__name__)
 
 _LONGEST = MAX_TEXT // 4
 
+LARGEST = 1 << 20
+"""An exception whose pickle has more bytes travels as its text alone."""
+
 
 def describe_exception(error: BaseException, worker: str) -> ExceptionReply:
-    """What to send instead of an answer. ``worker`` is shown as where it happened."""
+    """What to send instead of an answer. ``worker`` is shown as where it happened. Never fails."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return ExceptionReply(worker, kind, _cut(repr(error)), _cut(trace), _pickled(error))
+    return ExceptionReply(worker, _cut(kind), _cut(_show(error)), _cut(trace), _pickled(error))
+
+
+def _show(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception as e:  # user code
+        return f"{type(error).__qualname__} (whose repr fails: {type(e).__name__})"
 
 
 def _pickled(error: BaseException) -> bytes:
@@ -33,9 +43,9 @@ def _pickled(error: BaseException) -> bytes:
         data: bytes = cloudpickle.dumps(error, protocol=5)
         pickle.loads(data)  # an exception with required arguments pickles well and fails here
     except Exception as e:
-        logger.debug("cannot send %r as an object (%s): its text will do", error, e)
+        logger.debug("cannot send %s as an object (%s): its text will do", type(error).__qualname__, e)
         return b""
-    return data
+    return data if len(data) <= LARGEST else b""
 
 
 def rebuild_exception(reply: ExceptionReply) -> BaseException:
@@ -48,8 +58,15 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
     if all(isinstance(a, str) for a in error.args) and len(error.args) <= 1:
         error.args = (text,)
     # For exceptions that make their text from other things than one string.
-    error.__cause__ = None if text in str(error) else RemoteError(text)
+    error.__cause__ = None if text in _text_of(error) else RemoteError(text)
     return error
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception as e:  # user code
+        return f"(no text: {type(e).__name__})"
 
 
 def _unpickled(reply: ExceptionReply) -> BaseException | None:
@@ -64,4 +81,6 @@ def _unpickled(reply: ExceptionReply) -> BaseException | None:
 
 
 def _cut(text: str) -> str:
+    # Half a surrogate pair (a file's name that is no text) cannot be written as UTF-8.
+    text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _LONGEST else text[: _LONGEST // 2] + "\n...\n" + text[-_LONGEST // 2 :]

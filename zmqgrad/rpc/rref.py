@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from zmqgrad.errors import RRefError
+from zmqgrad.errors import RpcTimeoutError, RRefError
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import RpcFuture
@@ -78,8 +78,17 @@ class RRef(TravelsAsReference, Generic[T]):
                 f"Can't call RRef.local_value() on a non-owner: {self} lives on {self.owner_name()}; "
                 f"use to_here(), or call a function there"
             )
-        assert self.handle.outcome is not None
-        result: T = self.handle.outcome.wait(self._worker.default_timeout or None)
+        return self._own_value(self._worker.default_timeout)
+
+    def _own_value(self, seconds: float) -> T:
+        outcome = self.handle.outcome
+        assert outcome is not None
+        if not outcome.wait_done(seconds or None):
+            raise RpcTimeoutError(
+                f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked with an "
+                f"error: making the value of {self} on {self._worker.name}"
+            )
+        result: T = outcome.result()
         return result
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
@@ -93,7 +102,7 @@ class RRef(TravelsAsReference, Generic[T]):
         """
         seconds = self._worker.seconds(timeout)
         if self.is_owner():
-            return self.local_value()
+            return self._own_value(seconds)
         if self.handle.outcome is not None:
             self.handle.outcome.result()  # creating it failed: raise that
         message = RRefFetch(self.handle.rref_id, seconds)
@@ -172,9 +181,10 @@ def call_remote(
 def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
     """Quick, as the receiver's thread may call it."""
     error = answer.error()
-    if error is None and isinstance(answer.result().message, ExceptionReply):
-        inbound = answer.result()
-        error = RRefError(f"the value could not be made: {inbound.message}")
+    if error is None and isinstance(message := answer.result().message, ExceptionReply):
+        error = RRefError(
+            f"the value could not be made. On {message.worker}:\n{message.text}\n{message.traceback}"
+        )
     if error is not None:
         failed: Outcome[Any] = handle.outcome if handle.outcome is not None else Outcome()
         failed.fail(error)
@@ -223,8 +233,8 @@ def _ask(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> 
     return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle)
 
 
-def _call_own_method(rref: RRef[Any], name: str, args: Any, kwargs: Any) -> Any:
-    return getattr(rref.local_value(), name)(*args, **kwargs)
+def _call_own_method(rref: RRef[Any], seconds: float, name: str, args: Any, kwargs: Any) -> Any:
+    return getattr(rref._own_value(seconds), name)(*args, **kwargs)
 
 
 def _sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
@@ -238,4 +248,5 @@ def _async(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -
 
 def _remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> RRef[Any]:
     worker = rref._worker
-    return call_remote(worker, rref.handle.owner, _call_own_method, (rref, name, args, kwargs), None, timeout)
+    content = (rref, worker.seconds(timeout), name, args, kwargs)
+    return call_remote(worker, rref.handle.owner, _call_own_method, content, None, timeout)

@@ -1,0 +1,393 @@
+"""Calls over a cluster in memory: to whom, with what, what comes back, and when it does not."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+
+from zmqgrad import rpc
+from zmqgrad.errors import (
+    ConfigurationError,
+    FunctionNotFoundError,
+    PayloadError,
+    RemoteError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.testing import Cluster, cluster
+from zmqgrad.wire.messages import MessageType
+
+OVER_TIME = "RPC ran for more than set timeout"
+
+
+waits_in_callback = pytest.mark.skip(reason="RpcFuture.wait() in a callback of the same future hangs")
+gives_up = pytest.mark.open_outcomes  # Worker.wait gives a call up without settling its outcome
+
+
+@pytest.fixture
+def pair() -> Iterator[Cluster]:
+    with cluster(2) as c:
+        yield c
+
+
+def where() -> str:
+    """Who runs this?"""
+    return current_worker().name
+
+
+def fail(error: BaseException) -> None:
+    """Raise it."""
+    raise error
+
+
+@contextmanager
+def gate() -> Iterator[int]:
+    """The number of an event that :func:`wait_at` waits for; set at the end."""
+    number, event = len(GATES), threading.Event()
+    GATES.append(event)
+    try:
+        yield number
+    finally:
+        event.set()
+
+
+GATES: list[threading.Event] = []
+
+
+def wait_at(number: int, value: Any = None) -> Any:
+    """Wait until the test lets go."""
+    GATES[number].wait(20)
+    return value
+
+
+# ---- to whom, with what ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["worker1", 1, rpc.WorkerInfo("worker1", 1), "worker0", 0])
+def test_a_worker_is_a_name_a_rank_or_an_info(pair: Cluster, to: Any) -> None:
+    name = "worker0" if to in ("worker0", 0) else "worker1"
+    assert rpc.rpc_sync(to, where) == name
+    assert rpc.rpc_async(to, where).wait() == name
+    assert rpc.remote(to, where).to_here() == name
+
+
+@pytest.mark.parametrize("to", ["nobody", 7, -1, None, 1.5, rpc.WorkerInfo("x", 9)])
+def test_an_unknown_worker_is_refused_and_the_known_are_named(pair: Cluster, to: Any) -> None:
+    for how in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        with pytest.raises(UnknownWorkerError):
+            how(to, where)
+    with pytest.raises(UnknownWorkerError, match=r"worker0 \(0\), worker1 \(1\)"):
+        rpc.rpc_sync("nobody", where)
+
+
+def test_arguments(pair: Cluster) -> None:
+    assert rpc.rpc_sync(1, sorted, args=([3, 1, 2],), kwargs={"reverse": True}) == [3, 2, 1]
+    assert rpc.rpc_sync(1, dict, kwargs={"a": 1}) == {"a": 1}
+    assert torch.equal(rpc.rpc_sync(1, torch.add, args=(torch.ones(2), 1)), torch.full((2,), 2.0))
+    one, two = rpc.rpc_sync(1, lambda *a: a, args=(torch.ones(1), torch.zeros(1)))
+    assert (one.item(), two.item()) == (1, 0)
+    with pytest.raises(PayloadError, match="its part"):
+        rpc.rpc_sync(1, len, args=([threading.Lock()],))
+
+
+def test_infos_and_timeouts(pair: Cluster) -> None:
+    assert rpc.get_worker_info() == rpc.WorkerInfo("worker0", 0)
+    assert rpc.get_worker_info("worker1").id == 1
+    assert rpc.get_rpc_timeout() == 20.0
+    rpc._set_rpc_timeout(timedelta(minutes=1))
+    assert rpc.get_rpc_timeout() == 60.0
+
+
+# ---- errors ----------------------------------------------------------------------------------------------
+
+
+class OwnError(Exception):
+    """Made from two things."""
+
+    def __init__(self, one: int, two: str) -> None:
+        super().__init__(f"{one} and {two}")
+        self.one = one
+
+
+class Unprintable(Exception):
+    """Has neither repr nor str."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no repr")
+
+    __str__ = __repr__
+
+
+def fail_with_own() -> None:
+    """Cannot be rebuilt: its constructor wants more than its args hold."""
+    raise OwnError(1, "two")
+
+
+def fail_unprintably() -> None:
+    """Nothing can be said of it."""
+    raise Unprintable
+
+
+def fail_with_baggage() -> None:
+    """Holds what cannot travel."""
+    error = ValueError("with baggage")
+    error.lock = threading.Lock()  # type: ignore[attr-defined]
+    raise error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("so"), KeyError("key"), OSError(2, "nothing there"), ZeroDivisionError(), StopIteration(3)],
+)
+def test_an_exception_has_its_own_type_and_tells_of_its_origin(pair: Cluster, error: Exception) -> None:
+    for how in (
+        rpc.rpc_sync,
+        lambda *a, **k: rpc.rpc_async(*a, **k).wait(),
+        lambda *a, **k: rpc.remote(*a, **k).to_here(),
+    ):
+        with pytest.raises(type(error)) as caught:
+            how("worker1", fail, args=(error,))
+        told = f"{caught.value}\n{caught.value.__cause__}"
+        assert "worker1" in told
+        assert "in fail" in told, "the traceback over there"
+        assert type(error).__name__ in told
+
+
+@pytest.mark.parametrize("function", [fail_with_own, fail_unprintably, fail_with_baggage])
+def test_an_exception_that_cannot_be_rebuilt_is_a_remote_error(pair: Cluster, function: Any) -> None:
+    with pytest.raises((RemoteError, Unprintable)) as caught:
+        rpc.rpc_sync(1, function)
+    if not isinstance(caught.value, Unprintable):
+        assert f"in {function.__name__}" in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
+def test_what_would_end_a_process_ends_neither(pair: Cluster, error: BaseException) -> None:
+    with pytest.raises(RemoteError, match=type(error).__name__):
+        rpc.rpc_sync(1, fail, args=(error,))
+    assert rpc.rpc_sync(1, where) == "worker1"
+
+
+def test_texts_that_cannot_be_encoded_and_huge_ones(pair: Cluster) -> None:
+    with pytest.raises(ValueError, match="udcff"):
+        rpc.rpc_sync(1, fail, args=(ValueError("a bad name: \udcff"),))
+    with pytest.raises((ValueError, RemoteError)) as caught:
+        rpc.rpc_sync(1, fail, args=(ValueError(b"x" * (8 << 20)),))
+    assert len(str(caught.value)) < 1 << 20
+
+
+def test_results_that_cannot_be_sent_are_told_of(pair: Cluster) -> None:
+    with pytest.raises(PayloadError, match="lock"):
+        rpc.rpc_sync(1, threading.Lock)
+    lock = rpc.remote(1, threading.Lock)
+    with pytest.raises(PayloadError, match="lock"):
+        lock.to_here()
+    assert lock.rpc_sync().locked() is False, "the value itself is there"
+
+
+def test_a_function_that_is_not_there(pair: Cluster) -> None:
+    here_only.__module__ = "no_such_module"
+    here_only.__qualname__ = "here_only"
+    with pytest.MonkeyPatch.context() as patch:
+        import sys
+        import types
+
+        module = types.ModuleType("no_such_module")
+        module.here_only = here_only  # type: ignore[attr-defined]
+        patch.setitem(sys.modules, "no_such_module", module)
+        with pair.network.hold(MessageType.CALL) as held:
+            future = rpc.rpc_async(1, here_only)
+            held.wait()
+            patch.delitem(sys.modules, "no_such_module")
+        with pytest.raises(FunctionNotFoundError, match="no_such_module"):
+            future.wait()
+
+
+def here_only() -> None:
+    """In a module that comes and goes."""
+
+
+# ---- timeouts --------------------------------------------------------------------------------------------
+
+
+@gives_up
+def test_every_way_of_waiting_has_its_timeout(pair: Cluster) -> None:
+    with gate() as g:
+        slow = rpc.remote(1, wait_at, args=(g, "value"))
+        owned = rpc.remote(0, wait_at, args=(g, "value"))
+        for wait in (
+            lambda: rpc.rpc_sync(1, wait_at, args=(g,), timeout=0.01),
+            lambda: rpc.rpc_async(1, wait_at, args=(g,), timeout=0.01).wait(),
+            lambda: slow.to_here(timeout=0.01),
+            lambda: owned.to_here(timeout=0.01),
+            lambda: slow.rpc_sync(timeout=0.01).upper(),
+            lambda: slow.rpc_async(timeout=0.01).upper().wait(),
+            lambda: rpc.rpc_sync(1, wait_at, args=(g,), timeout=timedelta(milliseconds=10)),
+        ):
+            with pytest.raises(RpcTimeoutError, match=OVER_TIME):
+                wait()
+    assert slow.to_here() == owned.to_here() == "value"
+
+
+def test_a_remote_call_over_time_is_told_of_when_the_reference_is_used(pair: Cluster) -> None:
+    with gate() as g:
+        rref = rpc.remote(1, wait_at, args=(g,), timeout=0.01)
+        with pytest.raises(RpcTimeoutError, match=OVER_TIME):
+            rref.to_here(timeout=0.05)
+
+
+@gives_up
+def test_the_default_timeout(pair: Cluster) -> None:
+    rpc._set_rpc_timeout(0.01)
+    with gate() as g:
+        with pytest.raises(RpcTimeoutError, match=r"10 ms.*wait_at on worker1"):
+            rpc.rpc_sync(1, wait_at, args=(g,))
+        unlimited = rpc.rpc_async(1, wait_at, args=(g, 5), timeout=0)
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_async(1, wait_at, args=(g,)).wait()
+        assert not unlimited.done()
+    assert unlimited.wait() == 5
+    rpc._set_rpc_timeout(0)
+    assert rpc.rpc_sync(1, where) == "worker1"
+
+
+@pytest.mark.parametrize("timeout", [-2, -0.5, float("nan"), "1", None, True])
+def test_timeouts_that_cannot_be(pair: Cluster, timeout: Any) -> None:
+    for use in (
+        lambda: rpc.rpc_sync(1, where, timeout=timeout),
+        lambda: rpc.rpc_async(1, where, timeout=timeout),
+        lambda: rpc.remote(1, where, timeout=timeout),
+        lambda: rpc.remote(1, list).to_here(timeout=timeout),
+        lambda: rpc.remote(1, list).rpc_sync(timeout=timeout).copy(),
+        lambda: rpc._set_rpc_timeout(timeout),
+        lambda: RpcBackendOptions(rpc_timeout=timeout),
+    ):
+        with pytest.raises(ConfigurationError, match="timeout"):
+            use()
+
+
+@gives_up
+def test_a_lost_answer_is_a_timeout_and_a_late_one_is_nothing(pair: Cluster) -> None:
+    with pair.network.drop(MessageType.RESULT), pytest.raises(RpcTimeoutError, match=OVER_TIME):
+        rpc.rpc_sync(1, where, timeout=0.02)
+    with pair.network.hold(MessageType.RESULT) as held:
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync(1, where, timeout=0.02)
+        held.wait()
+    with pair.network.duplicate(MessageType.RESULT):
+        assert [rpc.rpc_sync(1, abs, args=(-n,)) for n in range(5)] == [0, 1, 2, 3, 4]
+    pair.network.wait_quiet()
+    assert pair.workers[0].quiet()
+
+
+# ---- nested ----------------------------------------------------------------------------------------------
+
+
+def bounce(depth: int) -> int:
+    """Call back and forth."""
+    if depth == 0:
+        return 0
+    me = current_worker().id
+    return 1 + rpc.rpc_sync((me + 1) % 2, bounce, args=(depth - 1,))
+
+
+def bounce_by_reference(depth: int) -> int:
+    """The same by references."""
+    if depth == 0:
+        return 0
+    me = current_worker().id
+    return 1 + rpc.remote((me + 1) % 2, bounce_by_reference, args=(depth - 1,)).to_here()
+
+
+def fan(depth: int, size: int) -> int:
+    """Call everybody, oneself too, who do the same."""
+    if depth == 0:
+        return 1
+    return sum(torch.futures.wait_all([rpc.rpc_async(w, fan, args=(depth - 1, size)) for w in range(size)]))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_nested_calls_cannot_starve_the_pool(threads: int) -> None:
+    with cluster(2, RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=threads)):
+        assert bounce(20) == 20
+        assert bounce_by_reference(10) == 10
+        assert fan(3, 2) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("threads", [1, 2])
+def test_all_to_all_from_many_threads(threads: int) -> None:
+    with cluster(3, RpcBackendOptions(rpc_timeout=30.0, num_worker_threads=threads)) as c:
+        results: list[int] = []
+
+        def run(rank: int) -> None:
+            with c.acting(rank):
+                results.append(fan(2, 3) + bounce(4))
+
+        all_threads = [threading.Thread(target=run, args=(n % 2,)) for n in range(12)]
+        for t in all_threads:
+            t.start()
+        for t in all_threads:
+            t.join(40)
+        assert results == [13] * 12
+
+
+# ---- futures ---------------------------------------------------------------------------------------------
+
+
+def test_futures_are_torchs(pair: Cluster) -> None:
+    futures = [rpc.rpc_async(n % 2, abs, args=(-n,)) for n in range(6)]
+    assert all(isinstance(f, torch.futures.Future) for f in futures)
+    assert torch.futures.wait_all(futures) == list(range(6))
+    assert [f.wait() for f in torch.futures.collect_all(futures).wait()] == list(range(6))
+    assert futures[0].done()
+    assert futures[3].value() == 3
+
+
+def test_wait_all_raises_what_one_raised(pair: Cluster) -> None:
+    with pytest.raises(ValueError, match="one of them"):
+        torch.futures.wait_all(
+            [rpc.rpc_async(1, where), rpc.rpc_async(1, fail, args=(ValueError("one of them"),))]
+        )
+
+
+@waits_in_callback
+def test_callbacks(pair: Cluster) -> None:
+    chained = rpc.rpc_async(1, abs, args=(-2,)).then(lambda f: f.wait() + 1).then(lambda f: f.wait() * 10)
+    assert chained.wait() == 30
+    with pytest.raises(RuntimeError, match="in the callback"):
+        rpc.rpc_async(1, where).then(lambda f: fail(ValueError("in the callback"))).wait()
+    seen: list[str] = []
+    called = threading.Event()
+    future = rpc.rpc_async(1, where)
+    future.add_done_callback(lambda f: (seen.append(f.wait()), called.set()))
+    assert called.wait(10)
+    assert seen == ["worker1"]
+    assert rpc.rpc_sync(1, where) == "worker1"
+
+
+@waits_in_callback
+def test_a_callback_may_call(pair: Cluster) -> None:
+    assert rpc.rpc_async(1, where).then(lambda f: f.wait()).wait() == "worker1"
+    chained = rpc.rpc_async(1, where).then(lambda f: bounce(3))
+    assert chained.wait() == 3
+
+
+def test_many_threads_wait_for_one_future(pair: Cluster) -> None:
+    with gate() as g:
+        future = rpc.rpc_async(1, wait_at, args=(g, 5))
+        got: list[int] = []
+        threads = [threading.Thread(target=lambda: got.append(future.wait())) for _ in range(5)]
+        for t in threads:
+            t.start()
+    for t in threads:
+        t.join(10)
+    assert got == [5] * 5
