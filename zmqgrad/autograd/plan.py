@@ -16,6 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
+
+T = TypeVar("T")
 
 Edge = tuple[int, int]
 
@@ -70,14 +73,14 @@ class Plan:
 
     def _build(self, graph: Graph, masks: Sequence[int]) -> None:
         group = self._group
-        borders: set[Edge] = set()
+        add = _Adder()
         for number, edges in enumerate(self.entries):
             for edge in edges:
                 node = edge[0]
                 home = group(1 << number if node in graph.leaves else masks[node])
-                _add(home.incoming, edge)
+                add(home.incoming, edge)
                 if node in graph.leaves or node in graph.recvs:
-                    _add(home.outgoing, edge)
+                    add(home.outgoing, edge)
         for node, edges in enumerate(graph.following):
             if not masks[node]:
                 continue
@@ -85,20 +88,17 @@ class Plan:
             for edge in edges:
                 target = edge[0]
                 if target in graph.leaves:
-                    _add(home.outgoing, edge)
+                    add(home.outgoing, edge)
                 elif masks[target] != masks[node]:
                     following = group(masks[target])
-                    _add(home.outgoing, edge)
-                    if edge not in borders:
-                        borders.add(edge)
-                        _add(following.incoming, edge)
-                    if following not in home.after:
-                        home.after.append(following)
+                    add(home.outgoing, edge)
+                    add(following.incoming, edge)
+                    if add(home.after, following):
                         following.before += 1
                     if target in graph.recvs:
-                        _add(following.outgoing, edge)
+                        add(following.outgoing, edge)
                 elif target in graph.recvs:
-                    _add(home.outgoing, edge)
+                    add(home.outgoing, edge)
         for recv in graph.recvs:
             if masks[recv]:
                 group(masks[recv]).recvs.append(recv)
@@ -164,9 +164,19 @@ class Plan:
         return "\n".join(lines)
 
 
-def _add(edges: list[Edge], edge: Edge) -> None:
-    if edge not in edges:
-        edges.append(edge)
+class _Adder:
+    """Adds to lists what is not in them yet; tells whether it was new. A list may hold thousands of edges."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[int, object]] = set()
+
+    def __call__(self, to: list[T], item: T) -> bool:
+        key = id(to), item
+        if key in self._known:
+            return False
+        self._known.add(key)
+        to.append(item)
+        return True
 
 
 def _reach(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[int]:
