@@ -23,6 +23,29 @@ from zmqgrad.wire.messages import Waiting
 
 Gradient = torch.Tensor | None
 
+
+def run_engine(
+    starts: tuple[GradientEdge, ...],
+    gradients: tuple[torch.Tensor, ...],
+    ends: tuple[GradientEdge, ...],
+    retain_graph: bool,
+) -> Sequence[Gradient]:
+    """What ``torch.autograd.grad`` does, without its preparations.
+
+    Those load sympy at the first call (half a second in every process) and take as long as the engine needs
+    for a small graph; what they check and fill in, we know.
+    """
+    if _engine is None:
+        return torch.autograd.grad(starts, ends, gradients, retain_graph=retain_graph, allow_unused=True)
+    found: Sequence[Gradient] = _engine(
+        starts, gradients, retain_graph, False, ends, True, accumulate_grad=False
+    )
+    return found
+
+
+_engine: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
 SendOn = Callable[[RecvNote, Sequence[Gradient]], None]
 """Sends the gradients of a recv to its send."""
 
@@ -124,12 +147,11 @@ class Pass:
         if all(self._is_plain_leaf(node) for node, _ in outgoing) and {e for e, _ in inputs} >= set(outgoing):
             present = dict(inputs)  # leaves that were sent: there is nothing on the way
             return [present[edge] for edge in outgoing]
-        return torch.autograd.grad(
-            [self._edge(e) for e, _ in inputs],
-            [self._edge(e) for e in outgoing],
-            [g for _, g in inputs],
-            retain_graph=self.retain_graph,
-            allow_unused=True,
+        return run_engine(
+            tuple(self._edge(e) for e, _ in inputs),
+            tuple(g for _, g in inputs),
+            tuple(self._edge(e) for e in outgoing),
+            self.retain_graph,
         )
 
     def _is_plain_leaf(self, node: int) -> bool:

@@ -65,12 +65,12 @@ class Receiver:
 
     def _read(self) -> Task | None:
         """Read until there is a task, or it is over (None)."""
-        receive, rest = self._socket.recv, self._rest
+        receive, more, rest = self._socket.recv, self._socket.getsockopt, self._rest
         try:
             while True:
                 identity = receive()
                 first = receive()
-                frames = rest() if self._socket.rcvmore else ()
+                frames = rest() if more(zmq.RCVMORE) else ()
                 if first == self._stop_token:
                     break
                 task = self._deliver(identity, first, frames)
