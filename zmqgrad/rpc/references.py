@@ -244,8 +244,9 @@ class ReferenceTable:
         with self._lock:
             if message.rref_id not in self._dropped:
                 self._owner.note(message.rref_id, message.fork_id, inbound.envelope.source)
-                if self._owner.knows(message.rref_id):  # else it comes too late
-                    self._values.setdefault(message.rref_id, Outcome())
+                # Unknown even now: it was deleted before. Known without a value: its maker's call comes yet.
+                if self._owner.knows(message.rref_id) and message.rref_id not in self._values:
+                    self._values[message.rref_id] = Outcome()
         self._worker.reply(inbound, RRefAck())
 
     def _on_child_accept(self, inbound: Inbound) -> None:

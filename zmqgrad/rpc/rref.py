@@ -227,7 +227,7 @@ def _ask(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> 
     peer = worker.membership.find(rref.handle.owner)
     seconds = worker.seconds(timeout)
     if rref.is_owner():
-        return worker.call(peer, _call_own_method, (rref, name, args, kwargs), None, timeout)
+        return worker.call(peer, _call_own_method, (rref, seconds, name, args, kwargs), None, timeout)
     packed = pack_arguments(args, kwargs, worker.terms(peer))
     reference = method_reference(rref.handle.rref_id, name)
     return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle)
