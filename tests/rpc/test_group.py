@@ -1,0 +1,137 @@
+"""Joining and leaving, of workers that are threads of this process and meet at a store in memory."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+
+from tests.support.processes import free_port
+from zmqgrad import rpc
+from zmqgrad.errors import (
+    ConfigurationError,
+    NotInitializedError,
+    RendezvousTimeoutError,
+    RpcError,
+    RpcTimeoutError,
+    StoreTimeoutError,
+)
+from zmqgrad.rpc.group import Group, make_worker
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import HashStore, PrefixStore, TCPStore
+from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
+
+OPTIONS = RpcBackendOptions(rpc_timeout=10.0, num_worker_threads=2)
+
+
+def groups(n: int) -> list[Group]:
+    """So many workers that have not joined yet."""
+    network, store = MemoryNetwork(), HashStore()
+    made = []
+    for rank in range(n):
+        mailbox = MemoryMailbox(network, f"worker{rank}", rank)
+        made.append(Group(make_worker(f"worker{rank}", rank, n, mailbox, OPTIONS), PrefixStore("g", store)))
+    return made
+
+
+def all_at_once(steps: list[Any]) -> list[BaseException | None]:
+    """Run each step in a thread; what each raised."""
+    raised: list[BaseException | None] = [None] * len(steps)
+
+    def run(n: int) -> None:
+        try:
+            steps[n]()
+        except BaseException as e:
+            raised[n] = e
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(steps))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(20)
+    return raised
+
+
+def test_all_join_and_leave() -> None:
+    made = groups(3)
+    assert all_at_once([lambda g=g: g.join(Deadline.after(5)) for g in made]) == [None] * 3
+    assert [r.name for r in made[0].worker.membership.all()] == ["worker0", "worker1", "worker2"]
+    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(5)) for g in made]) == [None] * 3
+
+
+def test_those_who_do_not_come_are_named() -> None:
+    one, *others = groups(3)
+    with pytest.raises(
+        RendezvousTimeoutError, match=r"of 3 workers, these ranks did not come in time: \[1, 2\]"
+    ):
+        one.join(Deadline.after(0.05))
+    for g in (one, *others):
+        g.close()
+
+
+def test_shutdown_names_those_who_do_not_leave() -> None:
+    made = groups(3)
+    all_at_once([lambda g=g: g.join(Deadline.after(5)) for g in made])
+    with pytest.raises(
+        RpcTimeoutError, match=r"waiting for worker1, worker2 to call shutdown.*graceful=False"
+    ):
+        made[0].leave(True, Deadline.after(0.05))
+    for g in made:
+        g.close()
+
+
+@pytest.mark.slow
+def test_a_store_that_is_about_to_close_takes_no_newcomers() -> None:
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=5) as master,
+        TCPStore("127.0.0.1", master.port, timeout=5) as guest,
+    ):
+        master.refuse_newcomers()
+        guest.set("key", "value")
+        assert guest.get("key") == b"value"
+        with pytest.raises(StoreTimeoutError, match="no store answered"):
+            TCPStore("127.0.0.1", master.port, timeout=0.05)
+
+
+def test_one_worker_alone_over_real_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    for use in (rpc.shutdown, rpc.get_worker_info, lambda: rpc.RRef(1), lambda: rpc.rpc_sync(0, len)):
+        with pytest.raises(NotInitializedError, match="init_rpc first"):
+            use()
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=10)
+    for _ in range(3):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        with pytest.raises(RpcError, match=r"already initialized in this process .as alone.; call shutdown"):
+            rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        assert rpc.rpc_sync("alone", len, args=("abc",)) == 3
+        rpc.shutdown()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 200, None, 3, "a/b"])
+def test_names_that_cannot_be(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="name"):
+        rpc.init_rpc(name, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_worker_threads": 0},
+        {"num_worker_threads": 1.5},
+        {"rpc_timeout": -1},
+        {"device_maps": {"a": {0: 0}}},
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        rpc.RpcBackendOptions(**options)
+
+
+def test_other_arguments_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match="backend must be one of"):
+        rpc.init_rpc("a", backend="GLOO", rank=0, world_size=1)
+    with pytest.raises(ConfigurationError, match="rpc_backend_options"):
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options={"rpc_timeout": 3})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="timeout"):
+        rpc.shutdown(timeout=-3)
