@@ -33,14 +33,8 @@ def leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(values, dtype=dtype, requires_grad=True)
 
 
-skips_the_way = pytest.mark.xfail(
-    strict=False, reason="engine: a leaf that was sent hides what other tensors of that message bring it"
-)
-runs_through = pytest.mark.xfail(
-    strict=False, reason="engine: torch runs on through a border from which another outgoing edge is reached"
-)
 hooks_of_parts = pytest.mark.xfail(
-    strict=False, reason="engine: hooks at borders and leaves run on each part of a sum, not on the sum"
+    strict=True, reason="engine: hooks at borders and leaves run on each part of a sum, not on the sum"
 )
 
 
@@ -160,7 +154,6 @@ def test_one_tensor_sent_to_many_and_twice_in_a_call(c: Cluster) -> None:
         assert_gradients(ctx, (x, [24.0, 24.0]))
 
 
-@skips_the_way
 def test_tensors_that_need_no_gradient_travel_among_those_that_do(c: Cluster) -> None:
     x, constant = leaf(2), torch.tensor([10.0], dtype=torch.float64)
     with context() as ctx:
@@ -183,7 +176,6 @@ def test_outputs_that_cannot_be_differentiated(c: Cluster) -> None:
         assert_gradients(ctx, (x, [1.0, 0.0, 1.0]))
 
 
-@skips_the_way
 def test_a_parameter_sent_as_an_argument_has_a_gradient(c: Cluster) -> None:
     p = torch.nn.Parameter(torch.tensor([1.0, 2.0]))
     with context() as ctx:
@@ -338,7 +330,6 @@ def test_without_grad_mode_nothing_is_recorded(c: Cluster) -> None:
         assert_gradients(ctx, (x, [2.0]))
 
 
-@runs_through
 @pytest.mark.parametrize("retain_graph", [False, True])
 def test_a_leaf_used_beside_a_tensor_made_from_it_that_was_sent(c: Cluster, retain_graph: bool) -> None:
     w = leaf(1)

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
@@ -21,13 +21,7 @@ from zmqgrad.wire.messages import MessageType
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.open_outcomes,  # RRefs that are deleted while their fork request is on its way leave one
-    pytest.mark.xfail(
-        strict=False,
-        reason="engine: torch runs on through a border from which another outgoing edge is reached",
-    ),
 ]
-quickly = settings(phases=[Phase.explicit, Phase.generate])  # while the above fails, shrinking is a waste
-
 OPTIONS = RpcBackendOptions(rpc_timeout=5.0)
 """What hangs shall say so before the test's own limit."""
 
@@ -59,7 +53,6 @@ def check(c: Cluster, program: Program) -> None:
 def test_gradients_equal_those_of_one_process(workers: int) -> None:
     with cluster(workers, OPTIONS) as c:
 
-        @quickly
         @given(programs(workers))
         def gradients_equal(program: Program) -> None:
             check(c, program)
@@ -120,7 +113,6 @@ def happening(c: Cluster, misfortunes: list[tuple[str, int, int]]) -> Iterator[N
 def test_gradients_equal_whatever_happens_to_messages() -> None:
     with cluster(3, OPTIONS) as c:
 
-        @quickly
         @given(programs(3), MISFORTUNES)
         def gradients_equal(program: Program, misfortunes: list[tuple[str, int, int]]) -> None:
             with happening(c, misfortunes):

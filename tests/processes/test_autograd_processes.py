@@ -45,9 +45,6 @@ def run_programs(rank: int, todo: list[Program]) -> list[str]:
     return wrong
 
 
-@pytest.mark.xfail(
-    strict=False, reason="engine: torch runs on through a border from which another outgoing edge is reached"
-)
 def test_drawn_programs_have_the_gradients_of_one_process() -> None:
     todo = drawn(workers=3, count=15, from_seed=20)
     wrong = [text for texts in run_processes(run_programs, 3, (todo,)) for text in texts]

@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, Send
 from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
+from zmqgrad.autograd.single import outputs_of, run_node
 from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import Waiting
@@ -67,6 +68,7 @@ class Pass:
         starts += [list(send.edges) for send in self._sends]
         walked = _Walk(starts)
         self._nodes = walked.nodes
+        self._numbers = walked.numbers
         self._graph = walked.graph
         self.plan = Plan(walked.graph, walked.entries)
         self._gradients: dict[Edge, torch.Tensor] = {}
@@ -121,15 +123,11 @@ class Pass:
         """Run ``group``; gives the recvs that are complete now, and their gradients (None: none)."""
         with self._lock:
             inputs = [(e, g) for e in group.incoming if (g := self._gradients.pop(e, None)) is not None]
-        results: Sequence[Gradient] = [None] * len(group.outgoing)
-        if inputs and group.outgoing:
-            results = self._differentiate(inputs, group.outgoing)
+        results = self._differentiate(group, dict(inputs)) if inputs else {}
         at_recv: dict[int, list[Gradient]] = {
             recv: [None] * self._nodes[recv].note.outputs for recv in group.recvs
         }
-        for edge, gradient in zip(group.outgoing, results, strict=True):
-            if gradient is None:
-                continue
+        for edge, gradient in results.items():
             node, number = edge
             if node in self._graph.leaves:
                 self.context.accumulate(self._nodes[node].variable, gradient)
@@ -140,19 +138,35 @@ class Pass:
                     self._add(edge, gradient)
         return [(self._nodes[recv].note, gradients) for recv, gradients in at_recv.items()]
 
-    def _differentiate(
-        self, inputs: Sequence[tuple[Edge, torch.Tensor]], outgoing: Sequence[Edge]
-    ) -> Sequence[Gradient]:
-        """From gradients at ``inputs`` to those at ``outgoing``, on torch's engine."""
-        if all(self._is_plain_leaf(node) for node, _ in outgoing) and {e for e, _ in inputs} >= set(outgoing):
-            present = dict(inputs)  # leaves that were sent: there is nothing on the way
-            return [present[edge] for edge in outgoing]
-        return run_engine(
-            tuple(self._edge(e) for e, _ in inputs),
-            tuple(g for _, g in inputs),
-            tuple(self._edge(e) for e in outgoing),
+    def _differentiate(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
+        """From gradients at the group's incoming edges to those at its outgoing ones, on torch's engine."""
+        if set(group.incoming) == set(group.outgoing) and self._are_plain_leaves(group.outgoing):
+            return flowing  # leaves that were sent: there is nothing on the way
+        if self.plan.runs_through(group):
+            return self._node_by_node(group, flowing)
+        starts = tuple(flowing)
+        gradients = run_engine(
+            tuple(self._edge(e) for e in starts),
+            tuple(flowing[e] for e in starts),
+            tuple(self._edge(e) for e in group.outgoing),
             self.retain_graph,
         )
+        return {e: g for e, g in zip(group.outgoing, gradients, strict=True) if g is not None}
+
+    def _node_by_node(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
+        """As the engine would, but for where it would not stop."""
+        for number in self.plan.members(group):
+            node = self._nodes[number]
+            gradients = [flowing.pop((number, i), None) for i in range(outputs_of(node))]
+            for gradient, (following, i) in zip(run_node(node, gradients), node.next_functions, strict=True):
+                if gradient is not None:
+                    edge = self._numbers[following], i
+                    present = flowing.get(edge)
+                    flowing[edge] = gradient if present is None else present + gradient
+        return flowing
+
+    def _are_plain_leaves(self, edges: Sequence[Edge]) -> bool:
+        return all(self._is_plain_leaf(node) for node, _ in edges)
 
     def _is_plain_leaf(self, node: int) -> bool:
         """Is it a leaf without hooks?"""
@@ -185,6 +199,7 @@ class _Walk:
     def __init__(self, starts: Sequence[Sequence[GradientEdge]]) -> None:
         self.nodes: list[Any] = []
         numbers: dict[Any, int] = {}
+        self.numbers = numbers
         following: list[list[Edge]] = []
         leaves: set[int] = set()
         recvs: set[int] = set()

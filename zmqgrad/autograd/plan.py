@@ -18,6 +18,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from zmqgrad.autograd.border import members, runs_through
+
 T = TypeVar("T")
 
 Edge = tuple[int, int]
@@ -69,7 +71,9 @@ class Plan:
         self.arrived = 0
         self.dropped = 0
         self.groups: dict[int, Group] = {}
-        self._build(graph, _reach(graph, self.entries))
+        self._graph = graph
+        self._masks = _reach(graph, self.entries)
+        self._build(graph, self._masks)
 
     def _build(self, graph: Graph, masks: Sequence[int]) -> None:
         group = self._group
@@ -134,6 +138,14 @@ class Plan:
             if self._may_run(following):
                 ready.append(following)
         return ready
+
+    def runs_through(self, group: Group) -> bool:
+        """Would torch's engine run through a border of ``group`` to another of its targets?"""
+        return runs_through(self._graph, group.outgoing)
+
+    def members(self, group: Group) -> list[int]:
+        """The nodes of ``group``, each before those that follow it."""
+        return members(self._graph, self._masks, group.entries, group.incoming)
 
     def _ready(self, changed: int) -> list[Group]:
         return [g for g in self.groups.values() if g.entries & changed and self._may_run(g)]

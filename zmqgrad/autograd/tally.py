@@ -27,6 +27,7 @@ class Tally:
         self._lock = threading.Lock()  # guards all below
         self._under_way: dict[int, int] = {ROOTS: root}  # and the worker that it was sent to
         self._early: set[int] = set()
+        self._handled: set[int] = set()
         self._reports: dict[int, Waiting] = {}
         self._error: BaseException | None = None
         self.steps = 0
@@ -41,6 +42,9 @@ class Tally:
     ) -> None:
         """A request has been handled, and set off those in ``sent``. Of several errors the first counts."""
         with self._lock:
+            if autograd_id in self._handled:
+                return  # a repetition
+            self._handled.add(autograd_id)
             self.steps += 1
             self._error = self._error or error
             known = self._reports.get(waiting.worker)
