@@ -28,10 +28,6 @@ from zmqgrad.wire.messages import MessageType
 OVER_TIME = "RPC ran for more than set timeout"
 
 
-waits_in_callback = pytest.mark.skip(reason="RpcFuture.wait() in a callback of the same future hangs")
-gives_up = pytest.mark.open_outcomes  # Worker.wait gives a call up without settling its outcome
-
-
 @pytest.fixture
 def pair() -> Iterator[Cluster]:
     with cluster(2) as c:
@@ -218,7 +214,6 @@ def here_only() -> None:
 # ---- timeouts --------------------------------------------------------------------------------------------
 
 
-@gives_up
 def test_every_way_of_waiting_has_its_timeout(pair: Cluster) -> None:
     with gate() as g:
         slow = rpc.remote(1, wait_at, args=(g, "value"))
@@ -244,7 +239,6 @@ def test_a_remote_call_over_time_is_told_of_when_the_reference_is_used(pair: Clu
             rref.to_here(timeout=0.05)
 
 
-@gives_up
 def test_the_default_timeout(pair: Cluster) -> None:
     rpc._set_rpc_timeout(0.01)
     with gate() as g:
@@ -274,7 +268,6 @@ def test_timeouts_that_cannot_be(pair: Cluster, timeout: Any) -> None:
             use()
 
 
-@gives_up
 def test_a_lost_answer_is_a_timeout_and_a_late_one_is_nothing(pair: Cluster) -> None:
     with pair.network.drop(MessageType.RESULT), pytest.raises(RpcTimeoutError, match=OVER_TIME):
         rpc.rpc_sync(1, where, timeout=0.02)
@@ -359,7 +352,6 @@ def test_wait_all_raises_what_one_raised(pair: Cluster) -> None:
         )
 
 
-@waits_in_callback
 def test_callbacks(pair: Cluster) -> None:
     chained = rpc.rpc_async(1, abs, args=(-2,)).then(lambda f: f.wait() + 1).then(lambda f: f.wait() * 10)
     assert chained.wait() == 30
@@ -374,7 +366,6 @@ def test_callbacks(pair: Cluster) -> None:
     assert rpc.rpc_sync(1, where) == "worker1"
 
 
-@waits_in_callback
 def test_a_callback_may_call(pair: Cluster) -> None:
     assert rpc.rpc_async(1, where).then(lambda f: f.wait()).wait() == "worker1"
     chained = rpc.rpc_async(1, where).then(lambda f: bounce(3))

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zmqgrad.runtime.engine_pool import EnginePool
+from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 
@@ -51,7 +51,8 @@ class RpcFuture(torch.futures.Future[T]):
         Raises:
             what the remote function raised, with its own type; ``RpcTimeoutError``, ``PeerLostError``.
         """
-        if not self._completed.done():
+        # done() is torch's: true already for callbacks, which run while the future is being completed.
+        if not self.done():
             self.waiting = True
             try:
                 self._answer.wait_done()  # has a deadline: every pending call does, or the user said 0
@@ -68,10 +69,10 @@ class RpcFuture(torch.futures.Future[T]):
 
 
 class Completer:
-    """Completes futures whose answers arrive while nobody waits, many to one task of the pool."""
+    """Completes futures whose answers arrive while nobody waits, many to one task of an engine thread."""
 
-    def __init__(self, pool: EnginePool) -> None:
-        self._pool = pool
+    def __init__(self, submit: Callable[[Task], None]) -> None:
+        self._submit = submit
         self._ready: deque[RpcFuture[Any]] = deque()
         self._running = threading.Lock()
 
@@ -82,7 +83,7 @@ class Completer:
         self._ready.append(future)
         if self._running.acquire(blocking=False):
             try:
-                self._pool.submit(self._run)
+                self._submit(self._run)
             except BaseException:
                 self._running.release()
                 raise

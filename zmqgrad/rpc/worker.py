@@ -90,7 +90,7 @@ class Worker:
         self.references = ReferenceTable(self)
         self.default_timeout = options.rpc_timeout
         self.lost: dict[int, str] = {}  # peers that have ended, and where they were
-        self._completer = Completer(self.pool)
+        self._completer = Completer(lambda task: self.pool.submit(partial(self._act, task)))
         self._next_check = math.inf  # when the timekeeper looks for calls that are over time
         self._check_lock = threading.Lock()
         self._closed = False
@@ -194,7 +194,7 @@ class Worker:
         outcome = call.outcome
         left = None if call.deadline == math.inf else max(0.0, call.deadline - self.clock.now())
         if not outcome.wait_done(left) and self.calls.take(call.message_id) is not None:
-            raise self._over_time(call)
+            outcome.fail(self._over_time(call))
         outcome.wait_done()  # at most the moment between its being taken and set by another thread
         return outcome.result()
 
@@ -274,6 +274,14 @@ class Worker:
             handler(inbound)
         except BaseException as e:
             self.reply_error(inbound, e)
+        finally:
+            act_again(token)
+
+    def _act(self, task: Task) -> None:
+        """In an engine thread: ``task``, whose user code may call."""
+        token = act_for(self)
+        try:
+            task()
         finally:
             act_again(token)
 
