@@ -23,6 +23,7 @@ from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
 from zmqgrad.transport.base import Mailbox
+from zmqgrad.transport.liveness import answers
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +70,7 @@ class Group:
         self.worker = worker
         self.store = store
         self._served = served
+        self._gone: set[int] = set()  # ranks that ended without a word
 
     def join(self, deadline: Deadline) -> None:
         """Claim name and rank, wait for all others, and start.
@@ -116,32 +118,47 @@ class Group:
             counts = self.worker.counts()
             posted = self._meet(f"quiet/{number}", "to finish its work", deadline, f"{counts[0]} {counts[1]}")
             sent, received = (sum(int(p.split()[i]) for p in posted) for i in (0, 1))
-            if sent == received and (sent, received) == before:
-                break
+            if self._gone or (sent == received and (sent, received) == before):
+                break  # with the dead, what they sent and received is lost, too
             before = sent, received
         self._part(deadline)
 
     def _meet(self, step: str, why: str, deadline: Deadline, value: str = "-") -> list[str]:
         """Post ``value`` under ``step`` and wait until all have; gives what all posted, by rank."""
         self.store.set(f"{step}/{self.worker.id}", value)
-        keys = [f"{step}/{rank}" for rank in range(self.worker.membership.world_size)]
-        self._wait_for(keys, why, deadline)
+        keys = self._wait_for(step, why, deadline)
         return [raw.decode() for raw in self.store.multi_get(keys)]
 
-    def _wait_for(self, keys: list[str], why: str, deadline: Deadline) -> None:
+    def _wait_for(self, step: str, why: str, deadline: Deadline) -> list[str]:
+        """Wait until all have posted under ``step``, but for those that are gone; gives the keys."""
+        # That others still have work of their own is nothing to warn of.
+        level = logging.INFO if step == "arrived" else logging.WARNING
         while True:
+            ranks = [r for r in range(self.worker.membership.world_size) if r not in self._gone]
+            keys = [f"{step}/{rank}" for rank in ranks]
             try:
                 self.store.wait(keys, min(deadline.left(), SAY_EVERY))
-                return
+                return keys
             except StoreTimeoutError as e:
-                missing = [int(k.rpartition("/")[2]) for k in keys if not self.store.check([k])]
+                missing = [r for r, key in zip(ranks, keys, strict=True) if not self.store.check([key])]
+                gone = {rank for rank in missing if self._is_gone(rank)}
+                self._gone |= gone
                 names = ", ".join(self.worker.membership.name_of(rank) for rank in missing)
+                if gone:
+                    logger.warning("%s: shutdown goes on without the dead among %s", self.worker.name, names)
+                    continue
                 if deadline.passed():
                     raise RpcTimeoutError(
                         f"{self.worker.name}: shutdown gave up waiting for {names} {why}; "
                         f"shutdown(graceful=False) does not wait for others"
                     ) from e
-                logger.warning("%s: shutdown waits for %s %s", self.worker.name, names, why)
+                logger.log(level, "%s: shutdown waits for %s %s", self.worker.name, names, why)
+
+    def _is_gone(self, rank: int) -> bool:
+        """Has that worker ended without a word? (In good order, nobody ends before all have arrived.)"""
+        if rank in self.worker.lost:
+            return True
+        return not any(answers(endpoint) for endpoint in self.worker.membership.find(rank).endpoints)
 
     def _wait_until_quiet(self, deadline: Deadline) -> None:
         worker = self.worker
@@ -174,8 +191,8 @@ class Group:
                 if self._served is not None:
                     self._served.refuse_newcomers()
                 self.store.set("gone", "-")
-                others = range(1, self.worker.membership.world_size)
-                self.store.wait([f"left/{rank}" for rank in others], seconds)
+                others = set(range(1, self.worker.membership.world_size)) - self._gone
+                self.store.wait([f"left/{rank}" for rank in sorted(others)], seconds)
             else:
                 self.store.wait(["gone"], seconds)
                 self.store.set_timeout(PART_SECONDS)

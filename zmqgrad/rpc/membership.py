@@ -19,6 +19,7 @@ from zmqgrad.errors import (
     ConfigurationError,
     DuplicateWorkerError,
     RendezvousTimeoutError,
+    StoreError,
     StoreTimeoutError,
     UnknownWorkerError,
 )
@@ -27,6 +28,9 @@ from zmqgrad.store import Store
 from zmqgrad.wire.ids import MAX_WORKER
 
 MAX_NAME = 128
+
+LOOK_SECONDS = 1.0
+"""While workers are waited for, who is missing is looked up so often."""
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
@@ -136,17 +140,25 @@ class Membership:
             RendezvousTimeoutError: naming the ranks that did not come.
         """
         keys = [f"worker/{i}" for i in range(self.world_size)]
-        try:
-            store.wait(keys, min(deadline.left(), 1e8))
-            for raw in store.multi_get(keys):
-                self.learn(msgspec.json.decode(raw, type=WorkerRecord))
-        except StoreTimeoutError as e:
-            missing = [i for i, key in enumerate(keys) if not store.check([key])]
-            raise RendezvousTimeoutError(
-                f"{self.own.name}: of {self.world_size} workers, these ranks did not come in time: "
-                f"{missing}; start them with the same MASTER_ADDR, MASTER_PORT and world size, "
-                f"or allow more time"
-            ) from e
+        missing = [i for i in range(self.world_size) if i != self.own.id]
+        while True:
+            try:
+                store.wait(keys, min(deadline.left(), LOOK_SECONDS))
+                break
+            except StoreTimeoutError as e:
+                missing = [i for i, key in enumerate(keys) if not store.check([key])]
+                if deadline.passed():
+                    raise self._did_not_come(missing) from e
+            except StoreError as e:  # rank 0 gave up before us, and took its store along
+                raise self._did_not_come(missing) from e
+        for raw in store.multi_get(keys):
+            self.learn(msgspec.json.decode(raw, type=WorkerRecord))
+
+    def _did_not_come(self, ranks: list[int]) -> RendezvousTimeoutError:
+        return RendezvousTimeoutError(
+            f"{self.own.name}: of {self.world_size} workers, these ranks did not come in time: {ranks}; start "
+            f"them with the same MASTER_ADDR, MASTER_PORT and world size, or allow more time"
+        )
 
     def learn(self, record: WorkerRecord) -> None:
         """Note a worker."""

@@ -35,12 +35,14 @@ EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
 
 
 def answers(endpoint: str) -> bool:
-    """Does anybody listen at ``endpoint``? For tcp, True as well if that cannot be told in time."""
+    """Does anybody listen at ``endpoint``? True as well if that cannot be told."""
     if endpoint.startswith("ipc://"):
         path = endpoint[len("ipc://") :]
         with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
             probe.setblocking(False)
             return probe.connect_ex("\0" + path[1:] if path.startswith("@") else path) == 0
+    if not endpoint.startswith("tcp://"):
+        return True
     host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
     try:
         sockets.create_connection((host.strip("[]"), int(port)), PROBE_SECONDS).close()
