@@ -134,6 +134,7 @@ class Group:
         # That others still have work of their own is nothing to warn of.
         level = logging.INFO if step == "arrived" else logging.WARNING
         while True:
+            self._gone |= self.worker.lost.keys()
             ranks = [r for r in range(self.worker.membership.world_size) if r not in self._gone]
             keys = [f"{step}/{rank}" for rank in ranks]
             try:

@@ -156,8 +156,8 @@ class Membership:
 
     def _did_not_come(self, ranks: list[int]) -> RendezvousTimeoutError:
         return RendezvousTimeoutError(
-            f"{self.own.name}: of {self.world_size} workers, these ranks did not come in time: {ranks}; start "
-            f"them with the same MASTER_ADDR, MASTER_PORT and world size, or allow more time"
+            f"{self.own.name}: of {self.world_size} workers, these ranks did not come in time: {ranks}; "
+            f"start them with the same MASTER_ADDR, MASTER_PORT and world size, or allow more time"
         )
 
     def learn(self, record: WorkerRecord) -> None:
