@@ -1,0 +1,81 @@
+"""One node, run by itself, against torch's engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from zmqgrad.autograd.border import runs_through
+from zmqgrad.autograd.plan import Graph
+from zmqgrad.autograd.single import outputs_of, run_node
+
+
+class Scale(torch.autograd.Function):
+    """Arguments that are no tensors, two outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, factor: float, x: torch.Tensor, y: torch.Tensor) -> Any:
+        ctx.factor = factor
+        return x * factor, y + 1
+
+    @staticmethod
+    def backward(ctx: Any, to_x: torch.Tensor, to_y: torch.Tensor) -> Any:
+        return None, to_x * ctx.factor, to_y
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.rand(*shape, dtype=dtype).requires_grad_()
+
+
+MADE = {
+    "broadcast": lambda a, b: a * b,
+    "matmul": lambda a, b: a @ b.reshape(4, 1),
+    "function": lambda a, b: Scale.apply(3.0, a, b)[0],
+    "mixed types": lambda a, b: a.float() + b,
+    "reduction": lambda a, b: (a + b).sum(0),
+}
+
+
+@pytest.mark.parametrize("what", sorted(MADE))
+def test_it_gives_what_the_engine_gives(what: str) -> None:
+    a, b = leaf(3, 4), leaf(4)
+    result = MADE[what](a, b)
+    node, gradient = result.grad_fn, torch.rand_like(result)
+    gradients = [None] * outputs_of(node)
+    gradients[result.output_nr] = gradient
+    given = run_node(node, gradients)
+    edges = [torch.autograd.graph.GradientEdge(n, i) for n, i in node.next_functions if n is not None]
+    wanted = torch.autograd.grad(result, edges, gradient, allow_unused=True)
+    present = [g for g, (n, _) in zip(given, node.next_functions, strict=True) if n is not None]
+    for mine, theirs in zip(present, wanted, strict=True):
+        if theirs is None:
+            assert mine is None or not mine.any()
+        else:
+            assert mine is not None
+            assert mine.dtype == theirs.dtype
+            torch.testing.assert_close(mine, theirs)
+
+
+def test_hooks_of_the_tensor_run_once_and_may_change_the_gradient() -> None:
+    seen = []
+    y = leaf(2) * 2
+    y.register_hook(lambda g: (seen.append(g.clone()), g * 10)[1])
+    (to_x, *_) = run_node(y.grad_fn, [torch.ones(2, dtype=torch.float64)])
+    assert to_x is not None
+    assert to_x.tolist() == [20, 20]
+    assert len(seen) == 1
+
+
+def test_no_gradient_gives_none() -> None:
+    assert run_node((leaf(2) * 2).grad_fn, [None]) == [None, None]
+
+
+@pytest.mark.parametrize(
+    ("outgoing", "through"),
+    [([(1, 0), (2, 0)], False), ([(1, 0), (3, 0)], True), ([(3, 0)], False), ([(1, 0), (1, 1)], False)],
+)
+def test_a_target_behind_another_is_found(outgoing: list[tuple[int, int]], through: bool) -> None:
+    graph = Graph([[(1, 0), (2, 0)], [(3, 0)], [], []], frozenset({3}), frozenset())
+    assert runs_through(graph, outgoing) is through

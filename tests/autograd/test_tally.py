@@ -1,0 +1,62 @@
+"""The tally: reports in any order, once or twice, end the pass exactly when all is handled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.autograd.tally import ROOTS, Tally
+from zmqgrad.wire.messages import Waiting
+
+QUIET = Waiting(0, 0)
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=30), st.randoms(use_true_random=False), st.booleans())
+def test_any_order_of_reports_ends_with_the_last_one(
+    parents: list[int], shuffle: random.Random, twice: bool
+) -> None:
+    """Request i + 1 was set off by an earlier one, as ``parents`` say: a tree."""
+    children: dict[int, list[tuple[int, int]]] = {n: [] for n in range(len(parents) + 1)}
+    for i, parent in enumerate(parents):
+        children[parent % (i + 1)].append((i + 1, 0))
+    order = list(children)
+    shuffle.shuffle(order)
+    tally = Tally(root=0)
+    for i, request in enumerate(order):
+        assert not tally.finished.done()
+        tally.handled(request, tuple(children[request]), QUIET)
+        if twice and i + 1 < len(order):
+            tally.handled(request, tuple(children[request]), QUIET)
+    assert tally.finished.done()
+    assert tally.under_way() == {}
+
+
+def test_the_first_error_counts_and_does_not_end_the_pass() -> None:
+    tally = Tally(root=0)
+    first = ValueError("first")
+    tally.handled(7, (), QUIET, first)
+    tally.handled(ROOTS, ((7, 1), (8, 2)), QUIET, ValueError("second"))
+    assert tally.error() is first
+    assert tally.under_way() == {8: 2}
+    tally.handled(8, (), QUIET)
+    assert tally.finished.done()
+
+
+def test_a_pass_that_cannot_finish_is_ended() -> None:
+    tally = Tally(root=0)
+    tally.fail(ConnectionError("gone"))
+    assert tally.finished.done()
+    assert isinstance(tally.error(), ConnectionError)
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_of_the_reports_of_a_worker_the_latest_counts(order: tuple[int, int]) -> None:
+    tally = Tally(root=0)
+    tally.handled(ROOTS, ((1, 3), (2, 3)), QUIET)
+    for tick in order:
+        sends = ((5, 1, "call"),) if tick == 1 else ()
+        tally.handled(tick, (), Waiting(3, tick, sends))
+    assert tally.waiting() == []

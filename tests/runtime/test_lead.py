@@ -1,0 +1,118 @@
+"""A leader reads tasks and runs them itself; whatever a task does, somebody goes on reading."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+
+import pytest
+
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.engine_pool import EnginePool, Task
+from zmqgrad.runtime.future import Outcome
+
+WAIT = 10.0
+
+
+class Source:
+    """What a leader reads from."""
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[Task | None] = SimpleQueue()
+        self.changed = threading.Semaphore(0)
+
+    def read(self) -> Task | None:
+        task = self.tasks.get()
+        self.changed.release()
+        return task
+
+
+@pytest.fixture
+def source() -> Source:
+    return Source()
+
+
+@pytest.fixture
+def make_pool(source: Source) -> Iterator[Callable[[int], EnginePool]]:
+    made: list[EnginePool] = []
+
+    def make(size: int) -> EnginePool:
+        pool = EnginePool("led", size)
+        made.append(pool)
+        pool.lead(source.read)
+        return pool
+
+    yield make
+    for pool in made:
+        source.tasks.put(None)
+        pool.close()
+        assert pool.join(Deadline.after(WAIT)) == []
+
+
+def result_of(source: Source, work: Callable[[], object]) -> Outcome[object]:
+    outcome: Outcome[object] = Outcome()
+    source.tasks.put(lambda: outcome.set(work()) and None)
+    return outcome
+
+
+def test_quick_tasks_are_run_by_the_one_thread_that_reads_them(
+    source: Source, make_pool: Callable[[int], EnginePool]
+) -> None:
+    pool = make_pool(4)
+    idents = [result_of(source, threading.get_ident).wait(WAIT) for _ in range(20)]
+    assert len(set(idents)) == 1
+    assert pool.statistics()["threads"] == 1
+    assert pool.wait_idle(Deadline.after(WAIT))
+    assert not pool.busy()
+
+
+def test_a_task_that_blocks_in_our_waits_hands_on_the_lead(
+    source: Source, make_pool: Callable[[int], EnginePool]
+) -> None:
+    make_pool(1)
+    inner: Outcome[int] = Outcome()
+    outer = result_of(source, lambda: inner.wait(WAIT))
+    assert result_of(source, lambda: inner.set(3)).wait(WAIT) is True
+    assert outer.wait(WAIT) == 3
+
+
+def test_a_task_that_blocks_elsewhere_is_noticed(
+    source: Source, make_pool: Callable[[int], EnginePool]
+) -> None:
+    make_pool(2)
+    gate = threading.Event()
+    outer = result_of(source, lambda: gate.wait(WAIT))
+    assert result_of(source, lambda: gate.set() or "set").wait(WAIT) == "set"
+    assert outer.wait(WAIT) is True
+
+
+def test_with_no_room_tasks_queue_and_reading_goes_on(
+    source: Source, make_pool: Callable[[int], EnginePool]
+) -> None:
+    make_pool(1)
+    gate = threading.Event()
+    first = result_of(source, lambda: gate.wait(WAIT))
+    others = [result_of(source, lambda i=i: i) for i in range(5)]
+    while source.tasks.qsize():  # the lead goes on beside the one thread that may work, and queues them
+        source.changed.acquire(timeout=WAIT)
+    assert not any(o.done() for o in others)
+    gate.set()
+    assert first.wait(WAIT) is True
+    assert [o.wait(WAIT) for o in others] == list(range(5))
+
+
+def test_a_failing_task_does_not_end_the_lead(
+    source: Source, make_pool: Callable[[int], EnginePool], caplog: pytest.LogCaptureFixture
+) -> None:
+    make_pool(1)
+    source.tasks.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
+    assert result_of(source, lambda: "on").wait(WAIT) == "on"
+    assert "a task of led failed" in caplog.text
+
+
+def test_many_tasks_from_many_threads_all_run(source: Source, make_pool: Callable[[int], EnginePool]) -> None:
+    make_pool(3)
+    outcomes = [[result_of(source, lambda i=i: i) for i in range(200)] for _ in range(4)]
+    for batch in outcomes:
+        assert [o.wait(WAIT) for o in batch] == list(range(200))
