@@ -20,6 +20,7 @@ from zmqgrad.wire.messages import MessageType
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(240),  # a hundred programs with the ci profile, and twice that time to shrink one
     pytest.mark.open_outcomes,  # RRefs that are deleted while their fork request is on its way leave one
 ]
 OPTIONS = RpcBackendOptions(rpc_timeout=5.0)

@@ -247,9 +247,8 @@ class _Value:
         self._tensor = tensor
 
     def shares_memory_with(self, other: _Value) -> bool:
-        if other._tensor is None:
-            return False
-        return self.get().untyped_storage().data_ptr() == other._tensor.untyped_storage().data_ptr()
+        # Waits for a result that is still on its way: two results of one call may be one tensor.
+        return self.get().untyped_storage().data_ptr() == other.get().untyped_storage().data_ptr()
 
 
 def run_body(body: Body, world: World, values: list[_Value]) -> list[Tensor]:
@@ -294,7 +293,9 @@ def _in_place(step: InPlace, target: _Value, other: _Value, values: list[_Value]
     b = tensor
     if step.name not in _UNARY_IN_PLACE:
         b = other.use() if distinct else fresh(tensor, tensor)
-    alone = not any(target.shares_memory_with(v) for v in values if v is not target)
+    alone = 0 not in tensor.stride() and not any(
+        target.shares_memory_with(v) for v in values if v is not target
+    )
     distinct = distinct or step.name in _UNARY_IN_PLACE
     if world.in_place and target.received and not target.touched and distinct and alone:
         target.replace(in_place(tensor, b))
