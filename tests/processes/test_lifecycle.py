@@ -319,7 +319,10 @@ def interrupted(rank: int, where: str) -> tuple[float, list[str]]:
         join(rank)
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            wait_in(where, rank)
+            try:
+                wait_in(where, rank)
+            except PeerLostError:  # the other one was interrupted first, and has gone; our turn comes
+                threading.Event().wait(20)
         if where != "shutdown" or rank == 1:
             rpc.shutdown(graceful=False)
     seconds = MONOTONIC.now() - began
