@@ -319,15 +319,19 @@ def interrupted(rank: int, where: str) -> tuple[float, list[str]]:
         join(rank)
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            try:
-                wait_in(where, rank)
-            except PeerLostError:  # the other one was interrupted first, and has gone; our turn comes
-                threading.Event().wait(20)
+            wait_to_be_interrupted(where, rank)
         if where != "shutdown" or rank == 1:
             rpc.shutdown(graceful=False)
     seconds = MONOTONIC.now() - began
     timer.join()
     return seconds, what_is_open()[0]
+
+
+def wait_to_be_interrupted(where: str, rank: int) -> None:
+    try:
+        wait_in(where, rank)
+    except PeerLostError:  # the other one was interrupted first, and has gone; our turn comes
+        threading.Event().wait(20)
 
 
 def wait_in(where: str, rank: int) -> None:
