@@ -11,7 +11,8 @@
     |   |-- ClosedError
     |   `-- UnknownPeerError
     |-- StoreError (RuntimeError)
-    |   `-- StoreTimeoutError (TimeoutError)   a key did not come, or the server did not answer
+    |   |-- StoreTimeoutError (TimeoutError)   a key did not come, or the server did not answer
+    |   `-- QueueEmptyError                    a pop that would not wait found nothing
     |-- RpcError (RuntimeError)
     |   |-- NotInitializedError                call init_rpc first
     |   |-- UnknownWorkerError (ValueError)    no worker of that name
@@ -76,6 +77,10 @@ class StoreError(ZmqgradError, RuntimeError):
 
 class StoreTimeoutError(StoreError, TimeoutError):
     """A key did not come, or the server did not answer, within the timeout."""
+
+
+class QueueEmptyError(StoreError):
+    """A queue was empty, and ``queue_pop`` was told not to wait."""
 
 
 class RpcError(ZmqgradError, RuntimeError):

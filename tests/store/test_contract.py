@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
+from zmqgrad.errors import ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
 from zmqgrad.wire.messages import MAX_KEY, MAX_VALUE
@@ -67,7 +67,7 @@ def machine_of(store: Store) -> Any:
         assert store._server is not None
         return store._server._state
     assert isinstance(store, HashStore)
-    return store._state
+    return store._table.state
 
 
 def until_parked(store: Store, count: int) -> None:
@@ -161,9 +161,62 @@ def test_queues(store: Store) -> None:
     assert store.queue_pop("q") == b"1"
     assert store.queue_pop("q", False) == b"2"
     assert store.queue_len("q") == 0
-    with pytest.raises(StoreError, match="q' is empty"):
+    with pytest.raises(QueueEmptyError, match="q' is empty"):
         store.queue_pop("q", block=False)
+
+
+def test_a_queue_exists_for_check_and_wait_while_it_holds_something(
+    store: Store, in_thread: Callable[..., Outcome[Any]]
+) -> None:
     assert not store.check(["q"])
+    wait = in_thread(store.wait, ["q", "k"])
+    until_parked(store, 1)
+    store.set("k", "")
+    store.queue_push("q", "1")
+    wait.wait(PATIENCE)
+    assert store.check(["q"])
+    assert store.num_keys() == 1
+    assert store.delete_key("q") is False
+    store.set("q", "a key beside it")
+    assert (store.queue_pop("q"), store.get("q")) == (b"1", b"a key beside it")
+    store.delete_key("q")
+    assert not store.check(["q"])
+
+
+def test_a_barrier_lets_nobody_through_before_the_last(
+    store: Store, in_thread: Callable[..., Outcome[Any]]
+) -> None:
+    for _ in range(3):
+        waits = [in_thread(store.barrier, "b", 3) for _ in range(2)]
+        until_parked(store, 2)
+        assert not any(wait.done() for wait in waits)
+        store.barrier("b", 3)
+        for wait in waits:
+            wait.wait(PATIENCE)
+    store.barrier("alone", 1, timedelta(0))
+
+
+def test_a_barrier_that_times_out_says_how_many_came(store: Store) -> None:
+    with pytest.raises(StoreTimeoutError, match=r"barrier\('b'\): 1 of 2 came within 0\.01 s"):
+        store.barrier("b", 2, 0.01)
+    for size in (0, -1, "2"):
+        with pytest.raises(ConfigurationError, match="world size"):
+            store.barrier("b", size)  # type: ignore[arg-type]
+
+
+def test_a_clone_shares_the_keys_and_lives_by_itself(store: Store) -> None:
+    store.set_timeout(0.5 * PATIENCE)
+    clone = store.clone()
+    assert type(clone) is type(store)
+    assert clone.timeout == store.timeout
+    store.set("k", "1")
+    assert clone.get("k") == b"1"
+    clone.set_timeout(0.01)
+    clone.close()
+    assert store.timeout == timedelta(seconds=0.5 * PATIENCE)
+    assert store.get("k") == b"1"
+    with pytest.raises(StoreError, match="closed"):
+        clone.get("k")
 
 
 def test_list_keys(store: Store) -> None:

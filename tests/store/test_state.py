@@ -80,7 +80,7 @@ class Model:
             case StoreDeleteKey(key):
                 return int(self.values.pop(key, None) is not None)
             case StoreCheck(keys):
-                return int(self.values.keys() >= set(keys))
+                return int(self.exist(keys))
             case StoreGetNumKeys():
                 return len(self.values)
             case StoreListKeys(prefix):
@@ -93,7 +93,7 @@ class Model:
             case StoreGet(key):
                 return self.values.get(key)
             case StoreWait(keys):
-                return "done" if self.values.keys() >= set(keys) else None
+                return "done" if self.exist(keys) else None
             case StoreMultiGet(keys):
                 return [self.values[k] for k in keys] if self.values.keys() >= set(keys) else None
             case StoreQueuePop(key, block):
@@ -101,6 +101,9 @@ class Model:
                     return self.queues[key].pop(0)
                 return None if block else Refusal.MISSING
         raise AssertionError(query)
+
+    def exist(self, keys: tuple[str, ...]) -> bool:
+        return self.values.keys() | {key for key, queue in self.queues.items() if queue} >= set(keys)
 
     def apply(self, asker: int, query: Any, now: float) -> Counter[Any]:
         said: Counter[Any] = Counter()
@@ -116,7 +119,8 @@ class Model:
             self.waiting.append((asker, query, now + query.timeout))
         else:
             said[asker, repr(answer)] += 1
-        for entry in list(self.waiting):
+        # Pops first: what is pushed while one waits is never in the queue.
+        for entry in sorted(self.waiting, key=lambda w: not isinstance(w[1], StoreQueuePop)):
             answer = self.answer(entry[1])
             if answer is not None:
                 self.waiting.remove(entry)

@@ -17,10 +17,27 @@ Threads: the server's one; with watches, one that receives notices, and those th
 
 from __future__ import annotations
 
+from zmqgrad.errors import QueueEmptyError, StoreError, TransportError, ZmqgradError
 from zmqgrad.store.base import Store, WatchCallback
 from zmqgrad.store.client import TCPStore
 from zmqgrad.store.local import HashStore
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.views import PrefixStore
 
-__all__ = ["HashStore", "PrefixStore", "Store", "StoreServer", "TCPStore", "WatchCallback"]
+# torch's names for the errors of a store, so that its "except" goes on working with the import swapped.
+DistError = ZmqgradError
+DistNetworkError = TransportError
+DistStoreError = StoreError
+
+__all__ = [
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "HashStore",
+    "PrefixStore",
+    "QueueEmptyError",
+    "Store",
+    "StoreServer",
+    "TCPStore",
+    "WatchCallback",
+]

@@ -14,7 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from zmqgrad.errors import ConfigurationError, StoreError
+from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.store.state import MAX_TOGETHER
 from zmqgrad.wire.messages import (
@@ -83,7 +83,7 @@ class Store(ABC):
 
     @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
-        """Do all ``keys`` exist?"""
+        """Do all ``keys`` exist? A queue that is not empty counts as one, here and in :meth:`wait`."""
 
     @abstractmethod
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
@@ -115,14 +115,14 @@ class Store(ABC):
 
     @abstractmethod
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Push ``value`` to the end of the queue ``key``. Queues and keys do not share their names."""
+        """Push ``value`` to the end of the queue ``key``; a key of that name is another thing."""
 
     @abstractmethod
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Take the first value of the queue ``key``; with ``block``, wait until there is one.
 
         Raises:
-            StoreError: if the queue is empty, and not ``block``.
+            QueueEmptyError: if the queue is empty, and not ``block``.
             StoreTimeoutError: if it stays empty for the store's timeout.
         """
 
@@ -146,6 +146,13 @@ class Store(ABC):
     def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
         """Call ``callback`` (None: any) no more for ``key``; one that runs now may still be running after."""
 
+    @abstractmethod
+    def clone(self) -> Store:
+        """Another store over the same keys, to be used in another thread and closed by itself.
+
+        Its timeout is this one's, to begin with. Watches and the serving of a master stay here.
+        """
+
     @property
     @abstractmethod
     def timeout(self) -> timedelta:
@@ -162,6 +169,31 @@ class Store(ABC):
     def has_extended_api(self) -> bool:
         """Are ``append``, ``multi_get`` and ``multi_set`` there? Always, here."""
         return True
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Wait until this was called ``world_size`` times with ``key``; it can be used again and again.
+
+        After one that timed out use another key: those who came are counted already.
+
+        Raises:
+            StoreTimeoutError: if not all came within ``timeout``, or the store's own where that is None.
+        """
+        if not isinstance(world_size, int) or world_size < 1:
+            raise ConfigurationError(f"barrier: the world size is {world_size!r}; it must be at least 1")
+        name = as_key(key)
+        seconds = self.timeout.total_seconds() if timeout is None else seconds_of(timeout)
+        come = self.add(f"{name}/num_members", 1)
+        complete = f"{name}/last_member/{(come - 1) // world_size}"  # each time of use has its own
+        if come % world_size == 0:
+            self.set(complete, "")
+            return
+        try:
+            self.wait([complete], seconds)
+        except StoreTimeoutError as e:
+            there = (self.add(f"{name}/num_members", 0) - 1) % world_size + 1
+            raise StoreTimeoutError(
+                f"barrier({name!r}): {there} of {world_size} came within {seconds:g} s"
+            ) from e
 
     def __enter__(self) -> Store:
         return self

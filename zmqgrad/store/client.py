@@ -29,6 +29,8 @@ class TCPStore(QueryStore):
         timeout: how long connecting and the calls wait.
         wait_for_workers: on the master: wait until ``world_size`` clients have connected.
         multi_tenant: on the master: share the server with another master of this process at that port.
+        master_listen_fd: torch's; must be None.
+        use_libuv: torch's; without effect, as there is one kind of server.
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if the master cannot listen.
@@ -44,8 +46,14 @@ class TCPStore(QueryStore):
         timeout: Timeout = DEFAULT_TIMEOUT,
         wait_for_workers: bool = True,
         multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
     ) -> None:
         super().__init__(timeout)
+        if master_listen_fd is not None:
+            raise ConfigurationError(
+                "master_listen_fd: the server opens its own socket; give it the port, or 0 to have one picked"
+            )
         if not isinstance(host_name, str):
             raise TypeError(f"the host name must be a str, not {type(host_name).__name__}")
         connecting_address(host_name, check_port(port))
@@ -122,6 +130,9 @@ class TCPStore(QueryStore):
         if self._connection.watches.remove(key, callback):
             self._connection.unsubscribe_if_unwatched(key)
             self._ask(StoreUnwatchKey(key), self._timeout)
+
+    def clone(self) -> TCPStore:
+        return TCPStore(self._host, self._port, timeout=self._timeout)
 
     def set_timeout(self, timeout: Timeout) -> None:
         super().set_timeout(timeout)

@@ -6,7 +6,7 @@ import re
 import secrets
 import threading
 
-from zmqgrad.errors import ClosedError, ProtocolError, StoreError, StoreTimeoutError
+from zmqgrad.errors import ClosedError, ProtocolError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import connecting_address, same_host, why_unknown
 from zmqgrad.store.topics import sync_topic, topic_of
@@ -83,7 +83,8 @@ class Connection:
         where = f"the store at {self._host}:{self._port}"
         if answer.reason is Refusal.TIMEOUT:
             return StoreTimeoutError(f"{_name(query)}: after {seconds:g} s at {where}: {answer.text}")
-        return StoreError(f"{_name(query)}: {where} refused: {answer.text}")
+        kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
+        return kind(f"{_name(query)}: {where} refused: {answer.text}")
 
     def ping(self) -> str:
         """The address at which the store publishes notices.

@@ -6,7 +6,7 @@ import threading
 import weakref
 from functools import partial
 
-from zmqgrad.errors import ClosedError, StoreError, StoreTimeoutError
+from zmqgrad.errors import ClosedError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout, WatchCallback, as_key
@@ -23,49 +23,86 @@ from zmqgrad.wire.messages import (
 )
 
 
+class Table:
+    """A state machine, and the stores (clones of each other) that share it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # guards all of this
+        self.state = State()
+        self.books: set[WatchBook] = set()
+        """Those of the stores that are open; the machine stops with the last."""
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        """Reply and give notice. Called with the lock held."""
+        for effect in effects:
+            if isinstance(effect, Notice):
+                for book in self.books:
+                    book.noticed(effect.message)
+            else:
+                effect.asker.set(effect.message)
+
+    def leave(self, book: WatchBook, waiting: set[Outcome[Message]]) -> None:
+        """The store of ``book`` closes: refuse those of it who wait."""
+        with self.lock:
+            self.books.discard(book)
+            for outcome in waiting:
+                outcome.set(StoreRefused(Refusal.CLOSING, "the store is closing"))
+            if not self.books:
+                self.state.close()
+
+
 class HashStore(QueryStore):
     """A store for the threads of one process.
 
     Args:
         timeout: how long ``get`` and its like wait.
+        table: what it shares with the store that it is a clone of; None: a new one.
     """
 
-    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, table: Table | None = None) -> None:
         super().__init__(timeout)
-        self._state = State()
-        self._lock = threading.Lock()  # guards _state and _closed
-        self._closed = False
+        self._table = Table() if table is None else table
+        self._waiting: set[Outcome[Message]] = set()  # guarded by the table's lock
         self._watches = WatchBook("hash-store", partial(_register, weakref.ref(self)))
-        self._ending = Ending(self, self._watches.close)
+        with self._table.lock:
+            self._table.books.add(self._watches)
+        self._ending = Ending(self, partial(_close, self._table, self._watches, self._waiting))
 
     def _ask(self, query: Message, seconds: float) -> Message:
         outcome: Outcome[Message] = Outcome()
-        with self._lock:
-            if self._closed:
+        table = self._table
+        with table.lock:
+            if self._watches not in table.books:
                 outcome.set(StoreRefused(Refusal.CLOSING, "the store is closed"))
             else:
-                self._carry_out(self._state.apply(query, outcome, self._clock.now()))
-        deadline = Deadline.after(seconds, self._clock)
+                table.carry_out(table.state.apply(query, outcome, self._clock.now()))
+                if not outcome.done():
+                    self._waiting.add(outcome)
+        if not outcome.done():
+            self._wait_for(outcome, Deadline.after(seconds, self._clock))
+        answer = outcome.result()
+        if type(answer) is StoreRefused:
+            raise self._refused(answer, seconds)
+        return answer
+
+    def _wait_for(self, outcome: Outcome[Message], deadline: Deadline) -> None:
+        table = self._table
         try:
             while not outcome.wait_done(deadline.left_or_none()):
-                with self._lock:
-                    self._carry_out(self._state.expire(self._clock.now()))
+                with table.lock:
+                    table.carry_out(table.state.expire(self._clock.now()))
         except BaseException as e:  # a Ctrl-C; the reply will find nobody
             outcome.fail(e)
             raise
-        answer = outcome.result()
-        if type(answer) is StoreRefused:
-            kind = StoreTimeoutError if answer.reason is Refusal.TIMEOUT else StoreError
-            waited = f" after {seconds:g} s" if answer.reason is Refusal.TIMEOUT else ""
-            raise kind(f"{self!r}{waited}: {answer.text}")
-        return answer
+        finally:
+            with table.lock:
+                self._waiting.discard(outcome)
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, Notice):
-                self._watches.noticed(effect.message)
-            else:
-                effect.asker.set(effect.message)
+    def _refused(self, answer: StoreRefused, seconds: float) -> StoreError:
+        if answer.reason is Refusal.TIMEOUT:
+            return StoreTimeoutError(f"{self!r} after {seconds:g} s: {answer.text}")
+        kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
+        return kind(f"{self!r}: {answer.text}")
 
     def _register(self, key: str) -> KeyCallbackRegistered:
         answer = self._ask(StoreWatchKey(key, ""), self._timeout)
@@ -83,20 +120,26 @@ class HashStore(QueryStore):
         key = as_key(key)
         if self._watches.remove(key, callback):
             self._ask(StoreUnwatchKey(key), self._timeout)
-            with self._lock:
-                if not self._watches.watches(key):
-                    self._state.unwatch(key)
+            with self._table.lock:
+                if not any(book.watches(key) for book in self._table.books):
+                    self._table.state.unwatch(key)
+
+    def clone(self) -> HashStore:
+        return HashStore(self._timeout, table=self._table)
 
     def close(self) -> None:
-        """Refuse all who wait, and all who come. Idempotent."""
-        with self._lock:
-            self._closed = True
-            self._carry_out(self._state.close())
+        """Refuse all who wait, and all who come; clones go on. Idempotent."""
         self._ending.now()
 
     def __repr__(self) -> str:
-        statistics = self._state.statistics()
-        return f"<HashStore of {statistics['keys']} keys{', closed' if self._closed else ''}>"
+        statistics = self._table.state.statistics()
+        closed = "" if self._watches in self._table.books else ", closed"
+        return f"<HashStore of {statistics['keys']} keys{closed}>"
+
+
+def _close(table: Table, book: WatchBook, waiting: set[Outcome[Message]]) -> None:
+    table.leave(book, waiting)
+    book.close()
 
 
 def _register(store: weakref.ref[HashStore], key: str) -> KeyCallbackRegistered:

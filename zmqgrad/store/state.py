@@ -4,7 +4,8 @@ No socket, thread or clock: the server and :class:`~zmqgrad.store.local.HashStor
 What it promises:
 
 (S1) Every query gets exactly one reply: at once, when what it waits for is there, or when its time is up.
-(S2) ``get``, ``wait`` and ``multi_get`` answer at a moment at which *all* their keys exist.
+(S2) ``get``, ``wait`` and ``multi_get`` answer at a moment at which *all* their keys exist. For ``wait``
+     and ``check``, as with torch, a queue that is not empty exists, too.
 (S3) Blocked pops of one queue are served in the order in which they came, each value to one of them.
 (S4) Each change of a key raises the revision by one, and each change of a watched key makes one notice,
      which names the revision of the notice before it.
@@ -63,6 +64,8 @@ MAX_NOTICE_VALUE = 64 << 10
 
 MAX_TOGETHER = MAX_HEADER - (64 << 20)
 """Bytes of values in one message; the rest is room for their heads."""
+
+_NO_QUEUES: dict[str, deque[bytes]] = {}
 
 _NUMBERS = (-(1 << 63), (1 << 63) - 1)
 
@@ -182,10 +185,11 @@ class State:
 
     def _first_missing(self, parked: Parked) -> str | None:
         values, keys = self._values, parked.keys
+        queues = self._queues if type(parked.query) is StoreWait else _NO_QUEUES
         # Those before `next` were there when last looked at, but may have been deleted since (S2).
         for indices in (range(parked.next, len(keys)), range(parked.next)):
             for i in indices:
-                if keys[i] not in values:
+                if keys[i] not in values and keys[i] not in queues:
                     parked.next = i
                     return keys[i]
         return None
@@ -282,8 +286,9 @@ class State:
         self._when_all_exist(query, query.keys, asker, now, effects)
 
     def _check(self, query: StoreCheck, asker: Any, now: float, effects: list[Effect]) -> None:
-        values = self._values
-        effects.append(Reply(asker, StoreNumber(int(all(key in values for key in query.keys)))))
+        values, queues = self._values, self._queues
+        there = all(key in values or key in queues for key in query.keys)
+        effects.append(Reply(asker, StoreNumber(int(there))))
 
     def _num_keys(self, query: StoreGetNumKeys, asker: Any, now: float, effects: list[Effect]) -> None:
         effects.append(Reply(asker, StoreNumber(len(self._values) - self._hidden)))
@@ -301,6 +306,8 @@ class State:
             effects.append(Reply(first.asker, StoreValue(query.value, self.revision)))
         else:
             self._queues.setdefault(query.key, deque()).append(query.value)
+            if query.key in self._parking:
+                self._wake(query.key, effects)
 
     def _queue_pop(self, query: StoreQueuePop, asker: Any, now: float, effects: list[Effect]) -> None:
         queue = self._queues.get(query.key)

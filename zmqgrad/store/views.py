@@ -93,6 +93,9 @@ class PrefixStore(Store):
     def set_timeout(self, timeout: Timeout) -> None:
         self._store.set_timeout(timeout)
 
+    def clone(self) -> PrefixStore:
+        return PrefixStore(self._prefix[:-1], self._store.clone(), owned=True)
+
     def close(self) -> None:
         """Close the store beneath, if this view owns it."""
         if self._owned:
