@@ -10,6 +10,7 @@ floors take part through :mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.payloa
 
 from __future__ import annotations
 
+from zmqgrad.rpc import functions
 from zmqgrad.rpc.api import (
     _set_rpc_timeout,
     get_rpc_timeout,
@@ -37,6 +38,7 @@ __all__ = [
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
     "_set_rpc_timeout",
+    "functions",
     "get_rpc_timeout",
     "get_worker_info",
     "init_rpc",

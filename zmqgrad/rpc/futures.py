@@ -1,4 +1,4 @@
-"""The future of a remote call: a ``torch.futures.Future`` that Ctrl-C can interrupt.
+"""The future of a remote call: a ``torch.futures.Future`` that Ctrl-C can interrupt and asyncio can await.
 
 The answer is rebuilt by whoever gets there first: a thread that waits for it, or an engine thread, so that
 callbacks (user code) never run in the receiver's thread.
@@ -6,9 +6,11 @@ callbacks (user code) never run in the receiver's thread.
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, TypeVar
 
 import torch
@@ -17,10 +19,104 @@ from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 
+logger = logging.getLogger(__name__)
+
 T = TypeVar("T")
+S = TypeVar("S")
+
+STUCK_SECONDS = 0.02
+"""Answers wait behind a callback for so long before another thread completes their futures."""
 
 
-class RpcFuture(torch.futures.Future[T]):
+class PythonFuture(torch.futures.Future[T]):
+    """A ``torch.futures.Future`` whose wait can be interrupted, and which ``await`` understands.
+
+    Safe to use from any thread; ``await`` it in any running event loop.
+    """
+
+    def wait(self) -> T:
+        """The result; waits for it.
+
+        Raises:
+            what was set instead of a result.
+        """
+        if not self.done():  # torch waits in C++, deaf to Ctrl-C (DESIGN 16.10)
+            settled: Outcome[None] = Outcome()
+            super().add_done_callback(_setter(settled))
+            settled.wait_done()
+        result: T = super().wait()
+        return result
+
+    def then(self, callback: Callable[[Any], S]) -> PythonFuture[S]:
+        """A future of what ``callback(self)`` returns, once this one is done.
+
+        What ``callback`` raises is a RuntimeError of that future, as with torch; the cause is the original.
+        """
+        child: PythonFuture[S] = PythonFuture()
+
+        def call(_: object) -> None:
+            try:
+                value = callback(self)
+            except Exception as e:
+                child.set_exception(_runtime_error(e))  # type: ignore[arg-type]  # torch's stub asks for T
+            else:
+                child.set_result(value)
+
+        self.add_done_callback(call)
+        return child
+
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback(self)`` when this is done, at once if it is; what it raises is logged."""
+
+        def call(_: object) -> None:
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("a callback of %r failed", self)
+
+        super().add_done_callback(call)
+
+    def __await__(self) -> Generator[Any, None, T]:
+        loop = asyncio.get_running_loop()
+        awaited: asyncio.Future[T] = loop.create_future()
+
+        def settle() -> None:
+            if awaited.cancelled():
+                return
+            try:
+                awaited.set_result(self.wait())
+            except Exception as e:
+                awaited.set_exception(e)
+
+        def tell(_: object) -> None:
+            try:
+                loop.call_soon_threadsafe(settle)
+            except RuntimeError as e:  # the loop was closed: nobody awaits any more
+                logger.debug("the event loop that awaited %r is gone: %s", self, e)
+
+        super().add_done_callback(tell)
+        return awaited.__await__()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {'done' if self.done() else 'pending'}>"
+
+
+def _setter(outcome: Outcome[None]) -> Callable[[object], None]:
+    def settle(_: object) -> None:
+        outcome.set(None)
+
+    return settle
+
+
+def _runtime_error(error: Exception) -> RuntimeError:
+    if isinstance(error, RuntimeError):
+        return error
+    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+class RpcFuture(PythonFuture[T]):
     """What ``rpc_async`` gives."""
 
     def __init__(self, answer: Outcome[Inbound], open_answer: Callable[[Outcome[Inbound]], T]) -> None:
@@ -28,22 +124,19 @@ class RpcFuture(torch.futures.Future[T]):
         self._answer = answer
         self._open = open_answer
         self._claim = threading.Lock()  # taken, never given back, by whoever completes the future
-        self._completed: Outcome[None] = Outcome()
         self.waiting = False
+        self.called_back = False
 
     def complete(self) -> None:
         """Rebuild the answer, which must be there, and settle. Only the first call does anything."""
         if not self._claim.acquire(blocking=False):
             return
         try:
-            try:
-                value = self._open(self._answer)
-            except Exception as e:
-                self.set_exception(e)  # type: ignore[arg-type]  # torch's stub asks for T
-            else:
-                self.set_result(value)
-        finally:
-            self._completed.set(None)
+            value = self._open(self._answer)
+        except Exception as e:
+            self.set_exception(e)  # type: ignore[arg-type]  # torch's stub asks for T
+        else:
+            self.set_result(value)
 
     def wait(self) -> T:
         """The result; waits for it.
@@ -60,43 +153,90 @@ class RpcFuture(torch.futures.Future[T]):
                 self.waiting = False
                 if self._answer.done():
                     self.complete()
-            self._completed.wait_done()
-        result: T = super().wait()
+        # Done but for a moment, if another thread is just rebuilding the answer.
+        result: T = torch.futures.Future.wait(self)
         return result
 
-    def __repr__(self) -> str:
-        return f"<RpcFuture {'done' if self.done() else 'pending'}>"
+    def add_done_callback(self, callback: Callable[[Any], None]) -> None:
+        """Call ``callback(self)`` when this is done, at once if it is; what it raises is logged."""
+        self.called_back = True
+        super().add_done_callback(callback)
 
 
 class Completer:
-    """Completes futures whose answers arrive while nobody waits, many to one task of an engine thread."""
+    """Completes futures whose answers arrive while nobody waits, many to one task of an engine thread.
 
-    def __init__(self, submit: Callable[[Task], None]) -> None:
+    A future with callbacks has a task of its own, as callbacks may take long, or wait for other futures.
+    That of others can call back, too (``torch.futures.collect_all`` does so unseen): where a task is stuck
+    in one of them, another takes its place.
+    """
+
+    def __init__(
+        self, submit: Callable[[Task], None], call_later: Callable[[float, Callable[[], None]], object]
+    ) -> None:
         self._submit = submit
+        self._call_later = call_later
         self._ready: deque[RpcFuture[Any]] = deque()
-        self._running = threading.Lock()
+        self._running: threading.Lock = threading.Lock()  # one for each task that should be the only one
+        self._watched = False
+        self._apart: set[RpcFuture[Any]] = set()  # those with a task of their own that has not begun
 
     def answered(self, future: RpcFuture[Any]) -> None:
         """Called in the receiver's thread when the answer of ``future`` is there."""
         if future.waiting:
             return  # the waiting thread wakes and completes it
+        if future.called_back:
+            self._apart.add(future)
+            self._submit(lambda: self._complete_apart(future))
+            return
         self._ready.append(future)
-        if self._running.acquire(blocking=False):
-            try:
-                self._submit(self._run)
-            except BaseException:
-                self._running.release()
-                raise
+        self._have_run()
 
-    def _run(self) -> None:
+    def _complete_apart(self, future: RpcFuture[Any]) -> None:
+        self._apart.discard(future)
+        future.complete()
+
+    def close(self) -> None:
+        """There will be no engine threads: the thread that brings an answer completes the future."""
+        self._submit = _do
+
+    def finish(self) -> None:
+        """The engine threads have dropped their tasks: complete in the calling thread what those left."""
+        for future in [*self._apart, *self._ready]:
+            future.complete()
+
+    def _have_run(self) -> None:
+        running = self._running
+        if running.acquire(blocking=False):
+            try:
+                self._submit(lambda: self._run(running))
+            except BaseException:
+                running.release()
+                raise
+        elif not self._watched:
+            self._watched = True
+            self._call_later(STUCK_SECONDS, self._check)
+
+    def _check(self) -> None:
+        """Somebody found a task running: is there still something to do? Then it may be stuck."""
+        self._watched = False
+        if self._ready and self._running.locked():
+            self._running = threading.Lock()  # the old task ends with the futures that it has
+            self._have_run()
+
+    def _run(self, running: threading.Lock) -> None:
         while True:
             try:
-                while self._ready:
+                while self._ready and running is self._running:
                     self._ready.popleft().complete()
             except IndexError:
                 pass
             finally:
-                self._running.release()
+                running.release()
             # One may have been added between the last look and the release.
-            if not self._ready or not self._running.acquire(blocking=False):
+            if not self._ready or running is not self._running or not running.acquire(blocking=False):
                 return
+
+
+def _do(task: Task) -> None:
+    task()

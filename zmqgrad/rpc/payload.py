@@ -117,6 +117,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _adopt, self._fork(obj)
         if kind is types.GeneratorType or kind is types.CoroutineType:
             raise PayloadError(f"{obj!r} cannot be sent: it runs here and cannot be copied; send a list")
+        if kind is types.MethodType and getattr(obj.__self__, obj.__name__, None) == obj:
+            # By name: behind a method that is decorated, or of a class, cloudpickle finds its bare function,
+            # which has no name to be found by, and would send its code.
+            return getattr, (obj.__self__, obj.__name__)
         if self._terms.main_by_reference and isinstance(obj, _NAMED) and _in_main(obj):
             return _main_attribute, (obj.__qualname__,)
         return super().reducer_override(obj)

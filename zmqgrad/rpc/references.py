@@ -122,20 +122,19 @@ class ReferenceTable:
         rref_id = self._worker.ids.next()
         return Handle(self, rref_id, 0, self._worker.id, self._expect(rref_id))
 
-    def created(self, holder: int, rref_id: int, fork_id: int, make: Callable[[], Any]) -> None:
-        """Run ``make`` and keep what it returns, or raises, as ``rref_id``."""
+    def expect(self, holder: int, rref_id: int, fork_id: int) -> Outcome[Any]:
+        """The outcome that will hold ``rref_id``, which is about to be made for ``holder``."""
         outcome = self._expect(rref_id)
         if fork_id:
             with self._lock:
                 self._owner.note(rref_id, fork_id, holder)
-        try:
-            outcome.set(make())
-        except BaseException as e:  # told to whoever fetches the value
-            outcome.fail(e)
-        finally:
-            with self._lock:
-                if not self._owner.knows(rref_id):  # made for this worker itself: its handle keeps it
-                    self._values.pop(rref_id, None)
+        return outcome
+
+    def made(self, rref_id: int) -> None:
+        """The outcome that :meth:`expect` gave has been set."""
+        with self._lock:
+            if not self._owner.knows(rref_id):  # made for this worker itself: its handle keeps it
+                self._values.pop(rref_id, None)
 
     def _expect(self, rref_id: int) -> Outcome[Any]:
         """The outcome of ``rref_id``; made if it is not here yet, for messages of two peers have no order."""
@@ -338,6 +337,8 @@ class ReferenceTable:
         with self._lock:
             values, self._values = self._values, {}
             self._owner, self._user = OwnerLedger(), UserLedger()
+        for outcome in values.values():  # of what will not be made any more
+            outcome.fail(RRefError(f"worker {self._worker.name} was shut down before this value was made"))
         values.clear()
 
     def statistics(self) -> dict[str, int]:

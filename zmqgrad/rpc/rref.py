@@ -12,6 +12,7 @@ from typing import Any, Generic, TypeVar
 from zmqgrad.errors import RpcTimeoutError, RRefError
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.functions import run
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.membership import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
@@ -234,7 +235,7 @@ def _ask(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> 
 
 
 def _call_own_method(rref: RRef[Any], seconds: float, name: str, args: Any, kwargs: Any) -> Any:
-    return getattr(rref._own_value(seconds), name)(*args, **kwargs)
+    return run(getattr(rref._own_value(seconds), name), args, kwargs)
 
 
 def _sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:

@@ -7,6 +7,7 @@ run user code; a thread that waits for a call opens the answer itself.
 
 from __future__ import annotations
 
+import contextvars
 import logging
 import math
 import threading
@@ -20,6 +21,7 @@ from zmqgrad.errors import NotInitializedError, PeerLostError, RpcError, RpcTime
 from zmqgrad.rpc.calls import CallTable, PendingCall
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
+from zmqgrad.rpc.functions import Later, run
 from zmqgrad.rpc.futures import Completer, RpcFuture
 from zmqgrad.rpc.membership import Membership, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, check_timeout
@@ -90,7 +92,9 @@ class Worker:
         self.references = ReferenceTable(self)
         self.default_timeout = options.rpc_timeout
         self.lost: dict[int, str] = {}  # peers that have ended, and where they were
-        self._completer = Completer(lambda task: self.pool.submit(partial(self._act, task)))
+        self._completer = Completer(
+            lambda task: self.pool.submit(partial(self._act, task)), self.timekeeper.call_later
+        )
         self._next_check = math.inf  # when the timekeeper looks for calls that are over time
         self._check_lock = threading.Lock()
         self._closed = False
@@ -290,19 +294,53 @@ class Worker:
         source = inbound.envelope.source
         if isinstance(message, Call):
             value = self._invoke(inbound, message, tensors)
-            packed = pack(value, self.terms(self.membership.find(source)))
-            self.reply(inbound, Result(packed.payload), packed, message.function)
+            if value.__class__ is Later:
+                self._await(inbound, value, lambda: self._answer(inbound, message, value.value()))
+            else:
+                self._answer(inbound, message, value)
         elif isinstance(message, RemoteCall):
-            self.references.created(
-                source, message.rref_id, message.fork_id, lambda: self._invoke(inbound, message, tensors)
-            )
-            self.reply(inbound, RemoteResult(message.rref_id, message.fork_id))
+            self._make(inbound, message, tensors)
         elif isinstance(message, RRefFetch):
             value = self.references.value(message.rref_id, message.timeout or None)
             packed = pack(value, self.terms(self.membership.find(source)))
             self.reply(inbound, RRefValue(packed.payload), packed, "to_here")
         else:
             raise RpcError(f"{type(message).__name__} is no call")
+
+    def _answer(self, inbound: Inbound, call: Call, value: Any) -> None:
+        packed = pack(value, self.terms(self.membership.find(inbound.envelope.source)))
+        self.reply(inbound, Result(packed.payload), packed, call.function)
+
+    def _make(self, inbound: Inbound, call: RemoteCall, tensors: list[torch.Tensor] | None) -> None:
+        """Make the value of an RRef; that it failed is told to whoever fetches it."""
+        made = self.references.expect(inbound.envelope.source, call.rref_id, call.fork_id)
+        try:
+            value = self._invoke(inbound, call, tensors)
+        except BaseException as e:
+            made.fail(e)
+        else:
+            if value.__class__ is Later:
+                self._await(inbound, value, lambda: self._made(inbound, call, value.into(made)))
+                return
+            made.set(value)
+        self._made(inbound, call, made)
+
+    def _made(self, inbound: Inbound, call: RemoteCall, made: Outcome[Any]) -> None:
+        assert made.done()
+        self.references.made(call.rref_id)
+        self.reply(inbound, RemoteResult(call.rref_id, call.fork_id))
+
+    def _await(self, inbound: Inbound, value: Later, finish: Callable[[], None]) -> None:
+        """Call ``finish`` once ``value`` is there, on behalf of whom the calling thread acts for now."""
+        context = contextvars.copy_context()
+
+        def answer() -> None:
+            try:
+                finish()
+            except BaseException as e:
+                self.reply_error(inbound, e)
+
+        value.when_done(lambda: context.run(answer))
 
     def _invoke(self, inbound: Inbound, call: Call | RemoteCall, tensors: list[torch.Tensor] | None) -> Any:
         if tensors is None:
@@ -312,7 +350,7 @@ class Worker:
         del content
         if function is None:
             function = self._find(call.function)
-        return function(*args, **kwargs)
+        return run(function, args, kwargs)
 
     def _find(self, reference: str) -> Any:
         method = method_of(reference)
@@ -409,8 +447,10 @@ class Worker:
         self._closed = True
         for told in self.doors.closing:
             told()
+        self._completer.close()
         self.fail_all(RpcError(f"worker {self.name} was shut down while this call was on its way"))
         self.pool.close()
+        self._completer.finish()
         self.references.close()
         self.mailbox.close()
         self.timekeeper.close()
