@@ -157,7 +157,7 @@ class MailboxContract:
         a.mailbox.send(1, CALL, 99, [b"tensor"])
         (inbound,) = b.take()
         assert inbound.message == CALL
-        assert inbound.envelope == (MessageType.STORE_SET, 0, a.mailbox.incarnation, 99)
+        assert inbound.envelope == (MessageType.STORE_SET, 0, a.mailbox.incarnation, 99, 0)
         assert content(inbound) == [b"tensor"]
         assert inbound.size == len(encode(CALL, 0, a.mailbox.incarnation, 99)) + 6
 
@@ -453,7 +453,7 @@ class MailboxContract:
         b.take()
         out, into = sorted((seen.get(timeout=20) for _ in range(2)), key=lambda t: not t.outgoing)
         assert (out.outgoing, out.peer, into.outgoing, into.peer) == (True, 1, False, 0)
-        assert out.envelope == into.envelope == (MessageType.HELLO, 0, a.mailbox.incarnation, 3)
+        assert out.envelope == into.envelope == (MessageType.HELLO, 0, a.mailbox.incarnation, 3, 0)
         assert out.message == into.message == HELLO
         assert out.size == into.size == len(encode(HELLO, 0, a.mailbox.incarnation, 3)) + 5
         a.mailbox.tap = b.mailbox.tap = None

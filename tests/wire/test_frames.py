@@ -18,6 +18,7 @@ envelopes = st.builds(
     st.integers(0, 0xFFFF),
     st.integers(0, (1 << 64) - 1),
     st.integers(0, (1 << 64) - 1),
+    st.integers(0, 0xFF),
 )
 
 

@@ -170,7 +170,7 @@ def rpc_sync(
         Anything else: what ``func`` raised there, with the traceback in its text.
     """
     worker = current_worker()
-    return worker.open(worker.wait(worker.call(to, func, args, kwargs, timeout)))
+    return worker.open(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
 
 
 def rpc_async(

@@ -13,12 +13,31 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.base import Inbound, Lane
+
+
+class LaneOutcome(Outcome[Inbound]):
+    """The outcome of a call whose caller waits at a lane, where it must be told of any other outcome."""
+
+    __slots__ = ("_lane",)
+
+    def __init__(self, lane: Lane) -> None:
+        super().__init__()
+        self._lane = lane
+
+    def _settle(self, value: Inbound, error: BaseException | None) -> bool:
+        first = super()._settle(value, error)
+        if first:
+            self._lane.poke()
+        return first
 
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """One request on its way. ``what`` says what was asked for, for people; ``keep`` stays alive as long."""
+    """One request on its way. ``what`` says what was asked for, for people; ``keep`` stays alive as long.
+
+    ``lane``: where the calling thread waits; the outcome is set only if the answer does not come there.
+    """
 
     message_id: int
     peer: int
@@ -27,6 +46,7 @@ class PendingCall:
     what: str | Callable[..., Any]
     keep: Any = None
     outcome: Outcome[Inbound] = field(default_factory=Outcome)
+    lane: Lane | None = None
 
     def describe(self) -> str:
         """What was asked for."""

@@ -108,7 +108,7 @@ class RRef(TravelsAsReference, Generic[T]):
             self.handle.outcome.result()  # creating it failed: raise that
         message = RRefFetch(self.handle.rref_id, seconds)
         call = self._worker.request(
-            self.handle.owner, message, seconds=seconds, what="to_here", keep=self.handle
+            self.handle.owner, message, seconds=seconds, what="to_here", keep=self.handle, waits=True
         )
         value: T = self._worker.open(self._worker.wait(call))
         return value
@@ -223,15 +223,17 @@ class _Proxy:
         return f"<proxy of {self._rref!r}>"
 
 
-def _ask(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> PendingCall:
+def _ask(
+    rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any, waits: bool = False
+) -> PendingCall:
     worker = rref._worker
     peer = worker.membership.find(rref.handle.owner)
     seconds = worker.seconds(timeout)
     if rref.is_owner():
-        return worker.call(peer, _call_own_method, (rref, seconds, name, args, kwargs), None, timeout)
+        return worker.call(peer, _call_own_method, (rref, seconds, name, args, kwargs), None, timeout, waits)
     packed = pack_arguments(args, kwargs, worker.terms(peer))
     reference = method_reference(rref.handle.rref_id, name)
-    return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle)
+    return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)
 
 
 def _call_own_method(rref: RRef[Any], seconds: float, name: str, args: Any, kwargs: Any) -> Any:
@@ -240,7 +242,7 @@ def _call_own_method(rref: RRef[Any], seconds: float, name: str, args: Any, kwar
 
 def _sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
     worker = rref._worker
-    return worker.open(worker.wait(_ask(rref, timeout, name, args, kwargs)))
+    return worker.open(worker.wait(_ask(rref, timeout, name, args, kwargs, waits=True)))
 
 
 def _async(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> RpcFuture[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import NotInitializedError, PeerLostError, RpcError, RpcTimeoutError, TransportError
-from zmqgrad.rpc.calls import CallTable, PendingCall
+from zmqgrad.rpc.calls import CallTable, LaneOutcome, PendingCall
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
 from zmqgrad.rpc.functions import Later, run
@@ -39,11 +39,12 @@ from zmqgrad.rpc.payload import (
 )
 from zmqgrad.rpc.references import ReferenceTable
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
+from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.runtime.timekeeper import Timekeeper
-from zmqgrad.transport.base import Buffer, Inbound, Mailbox
+from zmqgrad.transport.base import Buffer, Inbound, Lane, Mailbox
 from zmqgrad.wire.ids import IdSource
 from zmqgrad.wire.messages import (
     RESPONSE,
@@ -125,12 +126,13 @@ class Worker:
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         timeout: Any = UNSET_RPC_TIMEOUT,
+        waits: bool = False,
     ) -> PendingCall:
-        """Ask worker ``to`` to run ``function(*args, **kwargs)``."""
+        """Ask worker ``to`` to run ``function(*args, **kwargs)``; see :meth:`request` for ``waits``."""
         peer = self.membership.find(to)
         seconds = self.seconds(timeout)
         reference, packed = pack_call(function, args or (), kwargs or {}, self.terms(peer))
-        return self.request_call(peer.id, reference, packed, seconds, function)
+        return self.request_call(peer.id, reference, packed, seconds, function, waits=waits)
 
     def request_call(
         self,
@@ -140,9 +142,11 @@ class Worker:
         seconds: float,
         what: str | Callable[..., Any],
         keep: Any = None,
+        waits: bool = False,
     ) -> PendingCall:
         """Send a CALL of a function that is packed already."""
-        return self.request(peer, Call(reference, packed.payload, seconds), packed, seconds, what, keep)
+        call = Call(reference, packed.payload, seconds)
+        return self.request(peer, call, packed, seconds, what, keep, waits=waits)
 
     def request(
         self,
@@ -153,11 +157,13 @@ class Worker:
         what: str | Callable[..., Any] = "",
         keep: Any = None,
         settled: Callable[[Outcome[Inbound]], None] | None = None,
+        waits: bool = False,
     ) -> PendingCall:
         """Send a request that will be answered within ``seconds`` (0: no limit).
 
         ``keep`` is kept alive until then; ``settled`` is called with the outcome, in whichever thread
-        brings it, and must not block.
+        brings it, and must not block. ``waits``: the calling thread goes on to :meth:`wait` at once, so it
+        may as well read the answer itself.
         """
         if self._closed:
             raise NotInitializedError(f"worker {self.name} has been shut down; call init_rpc again")
@@ -166,14 +172,22 @@ class Worker:
         if self.doors.outgoing is not None:
             message = self.doors.outgoing(peer, message, packed.tensors, _describe(what))
         deadline = self.clock.now() + seconds if seconds else math.inf
-        call = PendingCall(self.ids.next(), peer, deadline, seconds, what, keep)
+        lane = self.mailbox.take_lane(peer) if waits else None
+        if lane is None:
+            call = PendingCall(self.ids.next(), peer, deadline, seconds, what, keep)
+        else:
+            call = PendingCall(self.ids.next(), peer, deadline, seconds, what, keep, LaneOutcome(lane), lane)
         if settled is not None:
             call.outcome.then(settled)
         self.calls.add(call)
         try:
-            self.mailbox.send(peer, message, call.message_id, packed.frames)
+            self.mailbox.send(
+                peer, message, call.message_id, packed.frames, 0 if lane is None else lane.number
+            )
         except BaseException:
             self.calls.take(call.message_id)
+            if lane is not None:
+                lane.give_back()
             if self.doors.unsent is not None:
                 self.doors.unsent(message)
             raise
@@ -195,12 +209,41 @@ class Worker:
         Raises:
             RpcTimeoutError: if it does not come in time. Others: as the outcome says.
         """
+        if call.lane is not None:
+            return self._wait_at(call.lane, call)
         outcome = call.outcome
         left = None if call.deadline == math.inf else max(0.0, call.deadline - self.clock.now())
         if not outcome.wait_done(left) and self.calls.take(call.message_id) is not None:
             outcome.fail(self._over_time(call))
         outcome.wait_done()  # at most the moment between its being taken and set by another thread
         return outcome.result()
+
+    def _wait_at(self, lane: Lane, call: PendingCall) -> Inbound:
+        """Read answers at ``lane`` until that of ``call`` is there, or its outcome is set from elsewhere."""
+        try:
+            with about_to_block():
+                while not call.outcome.done():
+                    left = None if call.deadline == math.inf else call.deadline - self.clock.now()
+                    inbound = lane.receive(None if left is None else max(0.0, left))
+                    if inbound is None:
+                        if left is not None and left <= 0 and self.calls.take(call.message_id) is not None:
+                            call.outcome.fail(self._over_time(call))
+                    elif inbound.envelope.message_id != call.message_id:
+                        self._on_answer(inbound)  # to somebody who gave up; or a stranger
+                    elif self.calls.take(call.message_id) is not None:
+                        return inbound
+                    else:
+                        call.outcome.wait_done()  # another thread has taken it and is about to settle it
+            return call.outcome.result()
+        finally:
+            lane.give_back()
+
+    def _on_answer(self, inbound: Inbound) -> None:
+        """What came in by a lane for nobody who waits there."""
+        if inbound.envelope.type & RESPONSE:
+            self._on_message(inbound)
+        else:
+            logger.warning("%s: a request came where answers are read; dropped", self.name)
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """The answer of ``call`` as a future."""
@@ -367,15 +410,17 @@ class Worker:
         source = inbound.envelope.source
         if self.doors.outgoing is not None:
             message = self.doors.outgoing(source, message, packed.tensors, what)
-        self.mailbox.send(source, message, inbound.envelope.message_id, packed.frames)
+        envelope = inbound.envelope
+        self.mailbox.send(source, message, envelope.message_id, packed.frames, envelope.lane)
 
     def reply_error(self, inbound: Inbound, error: BaseException) -> None:
         """Answer ``inbound`` by an exception."""
         reply = describe_exception(error, repr(self.membership.own.info))
+        envelope = inbound.envelope
         try:
-            self.mailbox.send(inbound.envelope.source, reply, inbound.envelope.message_id)
+            self.mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.lane)
         except (TransportError, RpcError) as e:
-            logger.warning("%s cannot tell worker %d of %r: %s", self.name, inbound.envelope.source, error, e)
+            logger.warning("%s cannot tell worker %d of %r: %s", self.name, envelope.source, error, e)
 
     # ---- deadlines --------------------------------------------------------------------------------------
 

@@ -45,6 +45,27 @@ Lost = Callable[[int, str], None]
 """Told of a peer whose process has ended, and the address where it was; must not block."""
 
 
+class Lane(Protocol):
+    """Where one thread waits for answers to what it asked (see :mod:`zmqgrad.transport.lanes`)."""
+
+    @property
+    def number(self) -> int:
+        """What the envelope of a request says; not 0."""
+        ...
+
+    def receive(self, seconds: float | None) -> Inbound | None:
+        """The next message; None if there is none within ``seconds`` (None: no limit), or after a poke."""
+        ...
+
+    def poke(self) -> None:
+        """Let the thread that waits here look around. From any thread."""
+        ...
+
+    def give_back(self) -> None:
+        """The calling thread waits no more."""
+        ...
+
+
 class Mailbox(Protocol):
     """One worker's end of the transport."""
 
@@ -71,8 +92,22 @@ class Mailbox(Protocol):
         """
         ...
 
-    def send(self, peer: int, message: Message, message_id: int, frames: Sequence[Buffer] = ()) -> None:
+    def take_lane(self, peer: int) -> Lane | None:
+        """A lane by which ``peer`` can answer the calling thread; None if there is none to be had."""
+        ...
+
+    def send(
+        self,
+        peer: int,
+        message: Message,
+        message_id: int,
+        frames: Sequence[Buffer] = (),
+        lane: int = 0,
+    ) -> None:
         """Queue ``message`` for ``peer``; ``frames`` have been copied or handed over when this returns.
+
+        ``lane``: of a request, the number of the lane at which its sender waits; of an answer, that of the
+        request's envelope.
 
         Raises:
             ClosedError: after :meth:`close`.

@@ -26,12 +26,13 @@ from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, Unkno
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver
+from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes, lane_address
 from zmqgrad.transport.liveness import Watch, answers
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import Message
+from zmqgrad.wire.messages import RESPONSE, Message
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class ZmqMailbox:
         self._pid = os.getpid()
         self._closed = False
         self._peers: dict[int, _Peer] = {}
-        self._peers_lock = threading.Lock()  # guards _peers and _closed
+        self._ways_to_lanes: dict[tuple[int, int], _Peer] = {}
+        self._peers_lock = threading.Lock()  # guards the ways and _closed
         self._resolve: Resolver = _knows_nobody
         self._handler: Handler = _drop
         self._directory: str | None = None
@@ -83,6 +85,7 @@ class ZmqMailbox:
             _set_up(router)
             self._endpoints = tuple(self._bind(router, tcp_host))
             self._receiver = Receiver(name, self._context, router)
+            self._lanes = Lanes(self._context, self._endpoints[0], _set_up_lane, self._decode)
         except BaseException:
             router.close(linger=0)
             self._context.term()
@@ -127,17 +130,45 @@ class ZmqMailbox:
 
     def _received(self, inbound: Inbound) -> Task | None:
         if self.tap is not None:
-            envelope = inbound.envelope
-            self.tap(Tapped(False, envelope.source, envelope, inbound.message, inbound.size))
+            self._show(inbound)
         return self._handler(inbound)
 
-    def send(self, peer: int, message: Message, message_id: int, frames: Sequence[Buffer] = ()) -> None:
+    def _decode(self, first: bytes, frames: list[Buffer] | tuple[()]) -> Inbound | None:
+        """What came in by a lane."""
+        inbound = self._receiver.decode(first, frames)
+        if self.tap is not None and inbound is not None:
+            self._show(inbound)
+        return inbound
+
+    def _show(self, inbound: Inbound) -> None:
+        assert self.tap is not None
+        envelope = inbound.envelope
+        self.tap(Tapped(False, envelope.source, envelope, inbound.message, inbound.size))
+
+    def take_lane(self, peer: int) -> Lane | None:
+        """A lane, if ``peer`` is reached over ipc (then it reaches us so) and not too many threads wait."""
+        way = self._peers.get(peer)
+        if way is None or not way.endpoint.startswith("ipc:"):
+            return None  # the first message has yet to find out
+        return self._lanes.take()
+
+    def send(
+        self,
+        peer: int,
+        message: Message,
+        message_id: int,
+        frames: Sequence[Buffer] = (),
+        lane: int = 0,
+    ) -> None:
         """Queue ``message`` for ``peer``. Frames of ``TAKE_OVER`` bytes and more must not change after."""
-        first = encode(message, self.worker_id, self.incarnation, message_id)
+        first = encode(message, self.worker_id, self.incarnation, message_id, lane)
         size = len(first)
         for frame in frames:
             size += len(frame)
-        way = self._peers.get(peer) or self._way_to(peer)
+        if lane and message.TYPE & RESPONSE:
+            way = self._lane_of(peer, lane)
+        else:
+            way = self._peers.get(peer) or self._way_to(peer)
         with way.lock:
             socket = way.socket
             if socket is None:
@@ -155,12 +186,37 @@ class ZmqMailbox:
                 socket.close(linger=0)
                 raise
         if self.tap is not None:
-            envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id)
+            envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, lane)
             self.tap(Tapped(True, peer, envelope, message, size))
 
     def _way_to(self, peer: int) -> _Peer:
         with self._peers_lock:
             return self._peers.setdefault(peer, _Peer())
+
+    def _lane_of(self, peer: int, lane: int) -> _Peer:
+        """The way to a lane of ``peer``; the way to its ROUTER if there is none to the lane."""
+        way = self._ways_to_lanes.get((peer, lane))
+        if way is not None and way.socket is not None:
+            return way
+        main = self._peers.get(peer) or self._way_to(peer)
+        if lane > MAX_LANES:
+            return main
+        with main.lock:
+            # The way to the ROUTER is the one that is watched, so it is there beside every other.
+            if main.socket is None:
+                self._connect(peer, main)
+            if not main.endpoint.startswith("ipc:"):
+                return main
+            with self._peers_lock:
+                way = self._ways_to_lanes.setdefault((peer, lane), _Peer())
+            with way.lock:
+                if way.socket is None:
+                    socket = self._context.socket(zmq.DEALER)
+                    _set_up(socket)
+                    way.endpoint = lane_address(main.endpoint, lane)
+                    socket.connect(way.endpoint)
+                    way.socket = socket
+        return way
 
     def _connect(self, peer: int, way: _Peer) -> zmq.Socket[bytes]:
         if self._closed:
@@ -188,9 +244,16 @@ class ZmqMailbox:
         """Drop the way to ``peer``; what was queued for it is lost."""
         # Its place stays: a thread that is about to send by it must find this one, or nobody would ever
         # close the socket that it opens.
-        way = self._peers.get(peer)
-        if way is not None:
+        for way in self._all_ways(peer):
             self._shut(way, linger=0)
+
+    def _all_ways(self, peer: int | None = None) -> list[_Peer]:
+        with self._peers_lock:
+            ways = [way for number, way in self._peers.items() if peer is None or number == peer]
+            lanes = [
+                way for (number, _), way in self._ways_to_lanes.items() if peer is None or number == peer
+            ]
+        return ways + lanes
 
     def _shut(self, way: _Peer, linger: int) -> None:
         with way.lock:
@@ -204,9 +267,9 @@ class ZmqMailbox:
             if self._closed:
                 return
             self._closed = True
-            ways = list(self._peers.values())
-        for way in ways:
+        for way in self._all_ways():
             self._shut(way, linger)
+        self._lanes.close()
         if self._watch is not None:
             self._watch.close()
         self._receiver.close()
@@ -218,7 +281,9 @@ class ZmqMailbox:
             left += self._watch.join(deadline)
         if left:
             return left
-        for way in list(self._peers.values()):
+        if not self._lanes.join(deadline.left_or_none()):
+            return [f"{self._name}-lanes"]
+        for way in self._all_ways():
             self._shut(way, 0)  # a send that raced with close may have connected anew
         # term() waits for sockets of ours that are still open: there are none, and lingers are bounded.
         self._context.term()
@@ -232,14 +297,14 @@ class ZmqMailbox:
 
     def statistics(self) -> dict[str, int]:
         """Messages and bytes in and out, peers with an open way, malformed messages."""
-        ways = list(self._peers.values())
+        ways = self._all_ways()
         return {
             "messages_sent": sum(w.messages for w in ways),
             "bytes_sent": sum(w.bytes for w in ways),
             "messages_received": self._receiver.messages,
             "bytes_received": self._receiver.bytes,
             "malformed": self._receiver.malformed,
-            "peers": sum(w.socket is not None for w in ways),
+            "peers": sum(w.socket is not None for w in list(self._peers.values())),
         }
 
     def __repr__(self) -> str:
@@ -259,6 +324,12 @@ def _set_up(socket: zmq.Socket[bytes]) -> None:
     socket.linger = 0
     socket.sndhwm = 0
     socket.rcvhwm = 0
+
+
+def _set_up_lane(socket: zmq.Socket[bytes]) -> None:
+    _set_up(socket)
+    if platform.system() == "Linux":
+        socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:

@@ -230,7 +230,17 @@ class MemoryMailbox:
         self._handler, self._resolve, self._pool = handler, resolve, pool
         self._thread.start()
 
-    def send(self, peer: int, message: Message, message_id: int, frames: Sequence[Buffer] = ()) -> None:
+    def take_lane(self, peer: int) -> None:
+        """None: there are no lanes in memory."""
+
+    def send(
+        self,
+        peer: int,
+        message: Message,
+        message_id: int,
+        frames: Sequence[Buffer] = (),
+        lane: int = 0,
+    ) -> None:
         """Queue ``message`` for ``peer``; see :class:`~zmqgrad.transport.base.Mailbox`."""
         first = encode(message, self.worker_id, self.incarnation, message_id)
         endpoint = self._way_to(peer)

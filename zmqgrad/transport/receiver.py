@@ -73,7 +73,8 @@ class Receiver:
                 frames = rest() if more(zmq.RCVMORE) else ()
                 if first == self._stop_token:
                     break
-                task = self._deliver(identity, first, frames)
+                inbound = self.decode(first, frames, identity)
+                task = None if inbound is None else self._deliver(inbound)
                 if task is not None:
                     return task
         except zmq.ContextTerminated:
@@ -91,7 +92,10 @@ class Receiver:
             if not frame.more:
                 return frames
 
-    def _deliver(self, identity: bytes, first: bytes, frames: list[Buffer] | tuple[()]) -> Task | None:
+    def decode(
+        self, first: bytes, frames: list[Buffer] | tuple[()], identity: bytes = b"lane"
+    ) -> Inbound | None:
+        """The message of these frames; None, and counted, if it is none of ours. From any thread."""
         try:
             envelope, message = decode(first)
         except ProtocolError as e:
@@ -102,11 +106,15 @@ class Receiver:
         for frame in frames:
             size += len(frame)
         self.bytes += size
+        return Inbound(envelope, message, frames, size)
+
+    def _deliver(self, inbound: Inbound) -> Task | None:
         assert self._handler is not None
         try:
-            return self._handler(Inbound(envelope, message, frames, size))
+            return self._handler(inbound)
         except Exception:
-            logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
+            source = inbound.envelope.source
+            logger.exception("%s: handling %s from worker %d failed", self._name, inbound.message, source)
             return None
 
     def _refuse(self, identity: bytes, error: ProtocolError) -> None:

@@ -14,7 +14,7 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.items()}
 
 
-def encode(message: Message, source: int, incarnation: int, message_id: int) -> bytearray:
+def encode(message: Message, source: int, incarnation: int, message_id: int, lane: int = 0) -> bytearray:
     """The first frame of ``message``: envelope and header.
 
     Raises:
@@ -25,7 +25,7 @@ def encode(message: Message, source: int, incarnation: int, message_id: int) -> 
     frame = bytearray(ENVELOPE_SIZE)
     try:
         _encoder.encode_into(message, frame, ENVELOPE_SIZE)
-        write_envelope(frame, Envelope(message.TYPE, source, incarnation, message_id))
+        write_envelope(frame, Envelope(message.TYPE, source, incarnation, message_id, lane))
     except (msgspec.MsgspecError, OverflowError, TypeError, UnicodeError, RecursionError, struct.error) as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
     if len(frame) > MAX_HEADER:

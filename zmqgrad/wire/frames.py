@@ -3,7 +3,7 @@
     offset  size  field
          0     2  magic          b"zg"
          2     1  version        1
-         3     1  flags          0 (reserved)
+         3     1  lane           0, or by which lane a request is to be answered (transport/lanes.py)
          4     2  type           MessageType
          6     2  source         worker id of the sender
          8     8  incarnation    of the sender: random, new at every start
@@ -36,6 +36,7 @@ class Envelope(NamedTuple):
     source: int
     incarnation: int
     message_id: int
+    lane: int = 0
 
 
 def write_envelope(buffer: bytearray, envelope: Envelope) -> None:
@@ -45,7 +46,7 @@ def write_envelope(buffer: bytearray, envelope: Envelope) -> None:
         0,
         MAGIC,
         VERSION,
-        0,
+        envelope.lane,
         envelope.type,
         envelope.source,
         envelope.incarnation,
@@ -61,11 +62,11 @@ def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
     """
     if not ENVELOPE_SIZE <= len(frame) <= MAX_HEADER:
         raise ProtocolError(f"first frame of {len(frame)} bytes (expected {ENVELOPE_SIZE} to {MAX_HEADER})")
-    magic, version, _flags, kind, source, incarnation, message_id = ENVELOPE.unpack_from(frame)
+    magic, version, lane, kind, source, incarnation, message_id = ENVELOPE.unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError(f"first bytes are {magic!r}, not {MAGIC!r}: the sender does not speak zmqgrad")
     if version != VERSION:
         raise ProtocolError(
             f"protocol version {version}, this side speaks {VERSION}: install the same release"
         )
-    return Envelope(kind, source, incarnation, message_id)
+    return Envelope(kind, source, incarnation, message_id, lane)

@@ -1,0 +1,172 @@
+"""Lanes: answers go to the thread that waits, and to the ROUTER where that cannot be."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.transport.contract import Box, Office, content, office_of
+from tests.transport.test_contract import OverZmq
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.base import Inbound, Lane
+from zmqgrad.transport.lanes import MAX_LANES
+from zmqgrad.wire.messages import Hello, RRefAck
+
+ANSWER = RRefAck()
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    with office_of(OverZmq("ipc")) as opened:
+        yield opened
+
+
+def pair(office: Office) -> tuple[Box, Box]:
+    """Two boxes; the first has sent to the second before, as lanes are for peers whose way is known."""
+    a, b = office.pair()
+    assert a.mailbox.take_lane(1) is None
+    a.mailbox.send(1, Hello("x"), 1)
+    b.take()
+    return a, b
+
+
+def lane_to(box: Box, peer: int = 1) -> Lane:
+    lane = box.mailbox.take_lane(peer)
+    assert lane is not None
+    return lane
+
+
+def received(lane: Lane) -> Inbound:
+    inbound = lane.receive(20)
+    assert inbound is not None
+    return inbound
+
+
+def test_an_answer_comes_by_the_lane_that_the_request_names(office: Office) -> None:
+    a, b = pair(office)
+    lane = lane_to(a)
+    for message_id in range(2, 20):
+        a.mailbox.send(1, Hello("x"), message_id, [b"q"], lane.number)
+        (request,) = b.take()
+        assert request.envelope.lane == lane.number
+        b.mailbox.send(0, ANSWER, message_id, [b"an", b"swer"], request.envelope.lane)
+        answer = received(lane)
+        assert answer.envelope.message_id == message_id
+        assert content(answer) == [b"an", b"swer"]
+    assert a.nothing_more()
+    lane.give_back()
+
+
+def test_requests_never_travel_by_lanes(office: Office) -> None:
+    a, b = pair(office)
+    a.mailbox.send(1, Hello("x"), 2, (), 1)
+    b.take()
+    lane = lane_to(b) if b.mailbox.take_lane(0) else None
+    assert lane is None
+    b.mailbox.send(0, Hello("back"), 3, (), 1)
+    (request,) = a.take()
+    assert request.message == Hello("back")
+
+
+@pytest.mark.parametrize("number", [MAX_LANES + 1, 255])
+def test_an_answer_for_a_lane_that_there_cannot_be_comes_in_at_the_router(
+    office: Office, number: int
+) -> None:
+    a, b = pair(office)
+    b.mailbox.send(0, ANSWER, 5, [b"x"], number)
+    (answer,) = a.take()
+    assert answer.envelope.message_id == 5
+
+
+def test_without_an_ipc_address_answers_come_in_at_the_router() -> None:
+    with office_of(OverZmq("tcp")) as office:
+        a, b = office.pair()
+        a.mailbox.send(1, Hello("x"), 1)
+        b.take()
+        assert a.mailbox.take_lane(1) is None
+        b.mailbox.send(0, ANSWER, 1, (), 1)
+        a.take()
+
+
+def test_each_thread_has_its_own_and_they_end(office: Office) -> None:
+    a, _ = pair(office)
+    lanes = [lane_to(a) for _ in range(MAX_LANES)]
+    assert len({lane.number for lane in lanes}) == MAX_LANES
+    assert a.mailbox.take_lane(1) is None
+    lanes[3].give_back()
+    assert lane_to(a) is lanes[3]
+    for lane in lanes:
+        lane.give_back()
+
+
+def test_a_poke_ends_a_wait_and_does_no_harm_to_the_next(office: Office) -> None:
+    a, b = pair(office)
+    lane = lane_to(a)
+    threading.Timer(0.01, lane.poke).start()
+    assert lane.receive(None) is None
+    lane.poke()
+    lane.give_back()
+    lane = lane_to(a)
+    a.mailbox.send(1, Hello("x"), 7, (), lane.number)
+    b.take()
+    b.mailbox.send(0, ANSWER, 7, (), lane.number)
+    got = [inbound for inbound in (lane.receive(20), lane.receive(20)) if inbound is not None]
+    assert [inbound.envelope.message_id for inbound in got] == [7]
+    lane.give_back()
+
+
+def test_time_passes_without_an_answer(office: Office) -> None:
+    a, _ = pair(office)
+    lane = lane_to(a)
+    assert lane.receive(0.0) is None
+    assert lane.receive(0.001) is None
+    lane.give_back()
+
+
+def test_a_late_answer_is_found_by_whoever_waits_next(office: Office) -> None:
+    a, b = pair(office)
+    lane = lane_to(a)
+    a.mailbox.send(1, Hello("x"), 8, (), lane.number)
+    b.take()
+    lane.give_back()
+    b.mailbox.send(0, ANSWER, 8, (), lane.number)
+    again = lane_to(a)
+    assert received(again).envelope.message_id == 8
+    again.give_back()
+
+
+def test_garbage_at_a_lane_is_counted_and_dropped(office: Office) -> None:
+    a, b = pair(office)
+    lane = lane_to(a)
+    b.mailbox.send(0, ANSWER, 1, (), lane.number)
+    received(lane)
+    way = b.mailbox._ways_to_lanes[0, lane.number]  # type: ignore[attr-defined]
+    way.socket.send(b"GET / HTTP/1.1")
+    assert lane.receive(20) is None
+    assert a.mailbox.statistics()["malformed"] == 1
+    lane.give_back()
+
+
+def test_a_lane_that_is_held_outlasts_close_until_it_is_given_back(office: Office) -> None:
+    a, _ = pair(office)
+    lane = lane_to(a)
+    a.mailbox.close()
+    assert a.mailbox.take_lane(1) is None
+    assert a.mailbox.join(Deadline.after(0.05)) == ["w0-lanes"]
+    lane.poke()
+    assert lane.receive(20) is None
+    lane.give_back()
+    lane.poke()  # of one that is closed
+    assert a.mailbox.join(Deadline.after(20)) == []
+
+
+def test_a_peer_that_is_forgotten_is_found_again(office: Office) -> None:
+    a, b = pair(office)
+    lane = lane_to(a)
+    for message_id in (1, 2):
+        b.mailbox.send(0, ANSWER, message_id, (), lane.number)
+        assert received(lane).envelope.message_id == message_id
+        b.mailbox.forget(0)
+    lane.give_back()
