@@ -22,8 +22,10 @@ from zmqgrad.errors import (
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.exposure import is_loopback
-from zmqgrad.transport.requests import MAX_IDLE, RequestClient, RequestServer
+from zmqgrad.transport.request_client import MAX_IDLE, RequestClient
+from zmqgrad.transport.request_server import Client, RequestServer
 from zmqgrad.wire.codec import encode
+from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, StoreDone, StoreGet, StoreKeys, StorePing, StoreValue
 
 PATIENCE = 10.0
@@ -35,11 +37,13 @@ class Echo:
 
     def __init__(self, server: RequestServer) -> None:
         self.server = server
-        self.parked: list[tuple[bytes, int]] = []
+        self.parked: list[tuple[Client, int]] = []
         self.waits_for: list[float] = []
         self.arrived = threading.Semaphore(0)
+        self.gone_clients = threading.Semaphore(0)
 
-    def handle(self, client: bytes, message_id: int, message: Message) -> None:
+    def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
+        message_id = envelope.message_id
         match message:
             case StoreGet("park", timeout):
                 self.parked.append((client, message_id))
@@ -59,7 +63,16 @@ class Echo:
         self.parked.clear()
         self.waits_for.clear()
 
-    def misunderstood(self, client: bytes, message_id: int, why: str) -> None:
+    def unwelcome(self, client: Client, message_id: int, limit: int) -> None:
+        self.server.reply(client, message_id, StoreKeys((f"limit {limit}",)))
+
+    def gone(self, client: Client) -> None:
+        self.gone_clients.release()
+
+    def settle(self) -> None:
+        pass
+
+    def misunderstood(self, client: Client, message_id: int, why: str) -> None:
         self.server.reply(client, message_id, StoreKeys((why,)))
 
     def next_due(self) -> float:
@@ -86,7 +99,6 @@ class Running:
         self.server.stop()
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
-        self.server.context.term()
 
 
 @pytest.fixture
@@ -219,7 +231,6 @@ def test_a_server_that_never_served_stops() -> None:
     server = RequestServer("idle", LOOPBACK)
     server.stop()
     server.serve(Echo(server))
-    server.context.term()
 
 
 def test_closing_the_client_ends_what_waits(running: Running) -> None:
@@ -266,7 +277,7 @@ def test_garbage_is_counted_and_logged_once(
 ) -> None:
     """(P5): and the server goes on."""
     with (
-        caplog.at_level(logging.WARNING, "zmqgrad.transport.requests"),
+        caplog.at_level(logging.WARNING, "zmqgrad.transport.request_server"),
         zmq.Context() as context,
         context.socket(zmq.DEALER) as stranger,
     ):

@@ -12,7 +12,7 @@ from zmqgrad.store.addresses import connecting_address, same_host, why_unknown
 from zmqgrad.store.topics import sync_topic, topic_of
 from zmqgrad.store.watch import CallbackNotice, WatchBook
 from zmqgrad.transport.notices import NoticeSubscriber
-from zmqgrad.transport.requests import RequestClient
+from zmqgrad.transport.request_client import RequestClient
 from zmqgrad.wire.messages import (
     KeyCallbackRegistered,
     Message,

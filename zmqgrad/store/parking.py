@@ -15,7 +15,10 @@ from zmqgrad.wire.messages import Message
 
 
 class Parked:
-    """A query that waits: for ``keys``, of which those before ``next`` were there when last looked at."""
+    """A query that waits: for ``keys``, of which those before ``next`` were there when last looked at.
+
+    Each has an ``asker`` of its own, by which it can be found again.
+    """
 
     __slots__ = ("asker", "keys", "next", "place", "query")
 
@@ -33,6 +36,7 @@ class Parking:
     def __init__(self) -> None:
         self._places: dict[Hashable, dict[Parked, None]] = {}  # in the order in which they came
         self._deadlines: list[tuple[float, int, Parked]] = []
+        self._by_asker: dict[Any, Parked] = {}
         self._numbers = itertools.count()
         self._count = 0
 
@@ -46,6 +50,7 @@ class Parking:
     def park(self, parked: Parked, place: Hashable, deadline: float) -> None:
         """``parked`` waits at ``place`` until ``deadline``."""
         self._count += 1
+        self._by_asker[parked.asker] = parked
         self.move(parked, place)
         heapq.heappush(self._deadlines, (deadline, next(self._numbers), parked))
         if len(self._deadlines) > 64 + 2 * self._count:  # mostly of queries answered long before
@@ -62,7 +67,14 @@ class Parking:
         """``parked`` waits no more."""
         self._leave(parked)
         parked.place = None
+        self._by_asker.pop(parked.asker, None)
         self._count -= 1
+
+    def cancel(self, asker: Any) -> None:
+        """The query of ``asker``, if it waits, waits no more."""
+        parked = self._by_asker.get(asker)
+        if parked is not None:
+            self.release(parked)
 
     def _leave(self, parked: Parked) -> None:
         line = self._places.get(parked.place)

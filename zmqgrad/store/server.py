@@ -8,11 +8,21 @@ from collections import deque
 
 from zmqgrad.errors import StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
-from zmqgrad.store.state import Effect, Notice, Reply, State
+from zmqgrad.store.answers import Answers
+from zmqgrad.store.state import CHANGING, Effect, Notice, Reply, State
 from zmqgrad.store.topics import key_of, sync_topic, topic_of
 from zmqgrad.transport.notices import NoticePublisher
-from zmqgrad.transport.requests import RequestServer
-from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused, StoreWatchKey
+from zmqgrad.transport.request_server import MAX_CLIENTS, Client, RequestServer
+from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.messages import (
+    Message,
+    Refusal,
+    StorePing,
+    StorePong,
+    StoreQueuePop,
+    StoreRefused,
+    StoreWatchKey,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -22,7 +32,18 @@ SUBSCRIPTION_SECONDS = 30.0
 CLOSE_SECONDS = 10.0
 """How long closing may take; it is a matter of milliseconds, too."""
 
-Asker = tuple[bytes, int]
+
+class Asker:
+    """Who asked what: request ``number`` on ``line``, which came from ``client``."""
+
+    __slots__ = ("client", "line", "number", "query", "waits")
+
+    def __init__(self, client: Client, line: int, number: int, query: Message) -> None:
+        self.client = client
+        self.line = line
+        self.number = number
+        self.query = query
+        self.waits = False
 
 
 class StoreServer:
@@ -30,25 +51,35 @@ class StoreServer:
 
     Notices are published at a port beside it, that the system picks; clients are told by ``STORE_PONG``.
 
+    Args:
+        max_clients: how many connections are served; a client has one for each of its threads that ask.
+
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if it cannot listen there.
     """
 
-    def __init__(self, address: str, *, name: str = "zmqgrad-store", clock: Clock = MONOTONIC) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        name: str = "zmqgrad-store",
+        max_clients: int = MAX_CLIENTS,
+        clock: Clock = MONOTONIC,
+    ) -> None:
         self.name = name
         self._clock = clock
         self._no_newcomers = False
         self._state = State()
-        self._registrations: deque[tuple[float, bytes, Asker, StoreWatchKey]] = deque()  # by deadline
-        self._requests = RequestServer(name, address, clock=clock)
+        self._answers = Answers()
+        self._waiting: dict[tuple[int, int], Asker] = {}  # by line and number
+        self._waiting_of: dict[Client, set[Asker]] = {}
+        self._registrations: deque[tuple[float, bytes, Asker]] = deque()  # by deadline
+        self._requests = RequestServer(name, address, max_clients=max_clients, clock=clock)
         interface = self._requests.endpoint.rpartition(":")[0]
         try:
-            self._publisher = NoticePublisher(
-                self._requests.context, f"{interface}:*", self._requests.incarnation, self._abandoned
-            )
+            self._publisher = NoticePublisher(f"{interface}:*", self._requests.incarnation, self._abandoned)
         except BaseException:
             self._requests.stop()
-            self._requests.context.term()
             raise
         self._thread = threading.Thread(target=self._run, name=f"{name}-server", daemon=True)
         self._thread.start()
@@ -73,32 +104,84 @@ class StoreServer:
 
     # ---- the service, called in the server's thread -----------------------------------------------------
 
-    def handle(self, client: bytes, message_id: int, message: Message) -> None:
-        """Answer a query, now or later."""
-        asker = (client, message_id)
-        match message:
-            case StorePing() if self._no_newcomers:
-                pass  # its client asks again, until another store listens here
-            case StorePing(nonce=nonce):
-                pong = StorePong(nonce, self._publisher.endpoint, self._state.revision)
-                self._requests.reply(client, message_id, pong)
-            case StoreWatchKey():
-                self._register(message, asker)
-            case _:
-                self._carry_out(self._state.apply(message, asker, self._clock.now()))
+    def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
+        """Answer a query, now or later; a change that was made already is not made again."""
+        line, number, kind = envelope.incarnation, envelope.message_id, type(message)
+        if kind in CHANGING:
+            answer = self._answers.find(line, number)
+            if answer is not None:
+                if answer.number == number:
+                    self._requests.reply(client, number, answer.message)
+                return
+        asker = Asker(client, line, number, message)
+        if kind is StorePing:
+            self._pong(asker)
+        elif kind is StoreWatchKey:
+            self._register(asker)
+        else:
+            self._apply(asker)
 
-    def misunderstood(self, client: bytes, message_id: int, why: str) -> None:
+    def _apply(self, asker: Asker) -> None:
+        state = self._state
+        before = state.changes
+        effects = state.apply(asker.query, asker, self._clock.now())
+        if not effects:
+            self._park(asker)
+            return
+        changed = state.changes != before
+        for effect in effects:
+            if type(effect) is Reply:
+                whose: Asker = effect.asker
+                if whose.waits:
+                    self._unpark(whose)
+                if changed and (whose is asker or type(whose.query) is StoreQueuePop):
+                    self._answers.remember(whose.line, whose.number, effect.message)
+        self._carry_out(effects)
+
+    def _park(self, asker: Asker) -> None:
+        before = self._waiting.get((asker.line, asker.number))
+        if before is not None:  # it was asked on a connection of which we do not know yet that it broke
+            self._unpark(before)
+            self._state.cancel(before)
+        asker.waits = True
+        self._waiting[asker.line, asker.number] = asker
+        self._waiting_of.setdefault(asker.client, set()).add(asker)
+
+    def _unpark(self, asker: Asker) -> None:
+        asker.waits = False
+        del self._waiting[asker.line, asker.number]
+        of_client = self._waiting_of[asker.client]
+        of_client.discard(asker)
+        if not of_client:
+            del self._waiting_of[asker.client]
+
+    def gone(self, client: Client) -> None:
+        """Nobody waits there any more; above all, nobody is to take a value from a queue."""
+        for asker in list(self._waiting_of.get(client, ())):
+            self._unpark(asker)
+            self._state.cancel(asker)
+
+    def misunderstood(self, client: Client, message_id: int, why: str) -> None:
         """Refuse what could not be read."""
         self._requests.reply(client, message_id, StoreRefused(Refusal.INVALID, why))
 
-    def _register(self, query: StoreWatchKey, asker: Asker) -> None:
+    def unwelcome(self, client: Client, message_id: int, limit: int) -> None:
+        """Refuse a client too many."""
+        said = f"it serves {limit} connections already, which is its limit"
+        self._requests.reply(client, message_id, StoreRefused(Refusal.LIMIT, said))
+
+    def _pong(self, asker: Asker) -> None:
+        if not self._no_newcomers:  # otherwise its client asks again, until another store listens here
+            assert type(asker.query) is StorePing
+            pong = StorePong(asker.query.nonce, self._publisher.endpoint, self._state.revision)
+            self._requests.reply(asker.client, asker.number, pong)
+
+    def _register(self, asker: Asker) -> None:
         """Answer once the subscription of the asker is known to be in place (DESIGN 16.1)."""
-        topic = sync_topic(query.nonce)
-        deadline = self._clock.now() + SUBSCRIPTION_SECONDS
-        self._registrations.append((deadline, topic, asker, query))
-        self._publisher.when_subscribed(
-            topic, lambda: self._carry_out(self._state.apply(query, asker, self._clock.now()))
-        )
+        assert type(asker.query) is StoreWatchKey
+        topic = sync_topic(asker.query.nonce)
+        self._registrations.append((self._clock.now() + SUBSCRIPTION_SECONDS, topic, asker))
+        self._publisher.when_subscribed(topic, lambda: self._apply(asker))
 
     def _abandoned(self, topic: bytes) -> None:
         key = key_of(topic)
@@ -108,10 +191,13 @@ class StoreServer:
     def _carry_out(self, effects: list[Effect]) -> None:
         for effect in effects:
             if type(effect) is Reply:
-                client, message_id = effect.asker
-                self._requests.reply(client, message_id, effect.message)
+                asker: Asker = effect.asker
+                self._requests.reply(asker.client, asker.number, effect.message)
             elif type(effect) is Notice:
                 self._publisher.publish(topic_of(effect.key), effect.message)
+
+    def settle(self) -> None:
+        """Nothing is put off."""
 
     def next_due(self) -> float:
         """When the time of a parked query or of a registration is up."""
@@ -120,16 +206,23 @@ class StoreServer:
 
     def do_due(self, now: float) -> None:
         """Refuse those whose time is up."""
-        self._carry_out(self._state.expire(now))
+        self._refuse_waiting(self._state.expire(now))
         while self._registrations and self._registrations[0][0] <= now:
-            _, topic, (client, message_id), query = self._registrations.popleft()
+            _, topic, asker = self._registrations.popleft()
             if self._publisher.expect_no_more(topic):
-                said = f"no subscription came to {self._publisher.endpoint} for {query.key!r}"
-                self._requests.reply(client, message_id, StoreRefused(Refusal.TIMEOUT, said))
+                said = f"no subscription came to {self._publisher.endpoint} for {asker.query!r}"
+                refusal = StoreRefused(Refusal.TIMEOUT, said)
+                self._requests.reply(asker.client, asker.number, refusal)
 
     def stopping(self) -> None:
         """Refuse all who wait."""
-        self._carry_out(self._state.close())
+        self._refuse_waiting(self._state.close())
+
+    def _refuse_waiting(self, refusals: list[Effect]) -> None:
+        for refusal in refusals:
+            assert type(refusal) is Reply
+            self._unpark(refusal.asker)
+        self._carry_out(refusals)
 
     # ---- from any thread --------------------------------------------------------------------------------
 
@@ -147,13 +240,13 @@ class StoreServer:
         self._thread.join(Deadline.after(CLOSE_SECONDS).left_or_none())
         if self._thread.is_alive():
             raise StoreError(f"the thread {self._thread.name} has not ended within {CLOSE_SECONDS} s")
-        self._requests.context.term()
 
     def statistics(self) -> dict[str, int]:
         """Counters and sizes, read without a lock: each is right, all together perhaps not of one moment."""
         requests = self._requests
         return {
             **self._state.statistics(),
+            "clients": requests.clients,
             "requests": requests.requests,
             "malformed": requests.malformed,
             "undeliverable": requests.undeliverable,

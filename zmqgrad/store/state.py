@@ -92,6 +92,7 @@ class State:
 
     def __init__(self) -> None:
         self.revision = 0
+        self.changes = 0  # of keys and of queues
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
         self._hidden = 0
@@ -125,6 +126,10 @@ class State:
         everybody = self._parking.pop_expired(math.inf)
         return [_refuse(parked.asker, Refusal.CLOSING, "the store is closing") for parked in everybody]
 
+    def cancel(self, asker: Any) -> None:
+        """Nobody waits for the answer to the query of ``asker`` any more, if that waits."""
+        self._parking.cancel(asker)
+
     def unwatch(self, key: str) -> None:
         """Nobody watches ``key`` any more: make no notices of it."""
         self._watched.pop(key, None)
@@ -151,6 +156,7 @@ class State:
         """Set ``key``, and note it for those who watch."""
         old = self._values.get(key)
         self._values[key] = value
+        self.changes += 1
         self.revision += 1
         if key in self._watched:
             previous, self._watched[key] = self._watched[key], self.revision
@@ -269,6 +275,7 @@ class State:
         old = self._values.pop(key, None)
         if old is not None:
             self._hidden -= key.startswith(HIDDEN)
+            self.changes += 1
             self.revision += 1
             if key in self._watched:
                 previous, self._watched[key] = self._watched[key], self.revision
@@ -299,6 +306,7 @@ class State:
         effects.append(Reply(asker, StoreKeys(tuple(keys))))
 
     def _queue_push(self, query: StoreQueuePush, asker: Any, now: float, effects: list[Effect]) -> None:
+        self.changes += 1
         effects.append(Reply(asker, StoreDone()))
         first = self._parking.first(_line_of(query.key))
         if first is not None:
@@ -312,6 +320,7 @@ class State:
     def _queue_pop(self, query: StoreQueuePop, asker: Any, now: float, effects: list[Effect]) -> None:
         queue = self._queues.get(query.key)
         if queue:
+            self.changes += 1
             effects.append(Reply(asker, StoreValue(queue.popleft(), self.revision)))
             if not queue:
                 del self._queues[query.key]
@@ -353,6 +362,20 @@ _ACTIONS: dict[type[Message], Callable[[State, Any, Any, float, list[Effect]], N
     StoreWatchKey: State._watch_key,
     StoreUnwatchKey: State._unwatch_key,
 }
+
+CHANGING: frozenset[type[Message]] = frozenset(
+    {
+        StoreSet,
+        StoreMultiSet,
+        StoreCompareSet,
+        StoreAdd,
+        StoreAppend,
+        StoreDeleteKey,
+        StoreQueuePush,
+        StoreQueuePop,
+    }
+)
+"""Queries that may change something."""
 
 
 def _refuse(asker: Any, reason: Refusal, text: str) -> Reply:

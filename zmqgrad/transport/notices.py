@@ -22,7 +22,7 @@ import zmq
 
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.requests import bind, connect, send, set_up
+from zmqgrad.transport.sockets import bind, connect, send, set_up
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
 
@@ -42,7 +42,6 @@ class NoticePublisher:
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         incarnation: int,
         on_abandoned: Callable[[Topic], None],
@@ -54,19 +53,14 @@ class NoticePublisher:
         self.published = 0
         # Not verbose: the second subscriber to a topic is not reported, and need not be, for one-time
         # topics have one subscriber each.
-        self._socket = context.socket(zmq.XPUB)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = self._context.socket(zmq.XPUB)
         try:
             set_up(self._socket)
             self.endpoint = bind(self._socket, address)
         except BaseException:
-            self._socket.close(linger=0)
+            self.close()
             raise
-        self._poller = zmq.Poller()
-
-    @property
-    def expecting(self) -> bool:
-        """Is somebody's subscription waited for?"""
-        return bool(self._expected)
 
     def when_subscribed(self, topic: Topic, action: Callable[[], None]) -> None:
         """Call ``action`` once somebody is subscribed to ``topic``: at once, if so already."""
@@ -80,14 +74,10 @@ class NoticePublisher:
         """Do not wait for ``topic``. Was it still waited for?"""
         return self._expected.pop(topic, None) is not None
 
-    def wait_beside(self, socket: zmq.Socket[bytes], timeout: int) -> bool:
-        """Wait up to ``timeout`` ms for subscriptions, taken here, and for ``socket``. Can that be read?"""
-        self._poller.register(socket, zmq.POLLIN)
-        self._poller.register(self._socket, zmq.POLLIN)
-        ready = dict(self._poller.poll(timeout))
-        if self._socket in ready:
-            self.take_subscriptions()
-        return socket in ready
+    @property
+    def fd(self) -> int:
+        """Readable when there may be subscriptions to take; but publishing can swallow that sign."""
+        return int(self._socket.getsockopt(zmq.FD))
 
     def take_subscriptions(self) -> None:
         """Note who came and who went since the last look."""
@@ -115,6 +105,7 @@ class NoticePublisher:
     def close(self) -> None:
         """Close the socket. Idempotent."""
         self._socket.close(linger=0)
+        self._context.term()
 
 
 class NoticeSubscriber:

@@ -14,23 +14,26 @@ _encoder = msgspec.msgpack.Encoder()
 _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.items()}
 
 
-def encode(message: Message, source: int, incarnation: int, message_id: int, lane: int = 0) -> bytearray:
-    """The first frame of ``message``: envelope and header.
+def encode(
+    message: Message, source: int, incarnation: int, message_id: int, lane: int = 0, *, room: int = 0
+) -> bytearray:
+    """The first frame of ``message``: envelope and header, after ``room`` bytes that are the caller's.
 
     Raises:
         ProtocolError: if a field of ``message`` cannot be written (a number beyond 64 bits, a text with
             half a surrogate pair), or if the frame is one that no reader would take (``MAX_HEADER``).
             Bounds of single fields are the reader's to check.
     """
-    frame = bytearray(ENVELOPE_SIZE)
+    frame = bytearray(room + ENVELOPE_SIZE)
     try:
-        _encoder.encode_into(message, frame, ENVELOPE_SIZE)
-        write_envelope(frame, Envelope(message.TYPE, source, incarnation, message_id, lane))
+        _encoder.encode_into(message, frame, room + ENVELOPE_SIZE)
+        write_envelope(frame, Envelope(message.TYPE, source, incarnation, message_id, lane), room)
     except (msgspec.MsgspecError, OverflowError, TypeError, UnicodeError, RecursionError, struct.error) as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
-    if len(frame) > MAX_HEADER:
+    size = len(frame) - room
+    if size > MAX_HEADER:
         raise ProtocolError(
-            f"cannot encode {type(message).__name__}: {len(frame)} bytes in one frame (at most {MAX_HEADER})"
+            f"cannot encode {type(message).__name__}: {size} bytes in one frame (at most {MAX_HEADER})"
         )
     return frame
 

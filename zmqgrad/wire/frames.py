@@ -39,11 +39,11 @@ class Envelope(NamedTuple):
     lane: int = 0
 
 
-def write_envelope(buffer: bytearray, envelope: Envelope) -> None:
-    """Write ``envelope`` at the start of ``buffer``, which must be at least ``ENVELOPE_SIZE`` long."""
+def write_envelope(buffer: bytearray, envelope: Envelope, at: int = 0) -> None:
+    """Write ``envelope`` into ``buffer``, which must have ``ENVELOPE_SIZE`` bytes there."""
     ENVELOPE.pack_into(
         buffer,
-        0,
+        at,
         MAGIC,
         VERSION,
         envelope.lane,

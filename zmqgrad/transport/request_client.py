@@ -1,0 +1,239 @@
+"""Asks one server, from any thread: the thread that asks sends and receives itself, over a line of its own.
+
+A client keeps a few lines and lends one to each request for as long as that takes, so a round trip costs
+no hop to another thread, and a long wait in one thread is in nobody's way. A line whose request was given
+up is closed, so a late answer never meets a later question.
+
+When its connection breaks (the server was started again, the network failed), a line connects anew and says
+what it said before, until the request's deadline. It numbers its requests and has one at a time, so that
+the server can tell a repetition by the line and the number (see :mod:`zmqgrad.store.answers`).
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import threading
+from collections import deque
+
+from zmqgrad.errors import ClosedError, ProtocolError
+from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.tcp import dial, hang_up, limit_waits
+from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, Unpacker, opening, write_head
+from zmqgrad.wire.codec import decode, encode
+from zmqgrad.wire.messages import Message
+
+MAX_IDLE = 8
+"""How many lines a client keeps between requests."""
+
+SLICE_SECONDS = 1.0
+"""How long a line waits in the kernel at a time. Only a wait shorter than this must set another."""
+
+CONNECT_SECONDS = 5.0
+"""How long one attempt to connect may take."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25
+"""Seconds between attempts to connect."""
+
+CHUNK = 64 << 10
+
+_OPENING = opening("DEALER")
+
+
+class RequestClient:
+    """Asks the server at ``address``. Connects at the first request, and by itself anew."""
+
+    def __init__(self, address: str, *, name: str = "client") -> None:
+        self.address = address
+        self.name = name
+        self._pid = os.getpid()
+        self._idle: deque[_Line] = deque()
+        self._lines: set[_Line] = set()
+        self._closing = threading.Event()
+        self._lock = threading.Lock()  # guards _lines
+
+    def request(self, message: Message, deadline: Deadline) -> Message:
+        """Send ``message`` and give the answer. A Ctrl-C in the meantime gives the request up.
+
+        Raises:
+            TimeoutError: if there is no answer by ``deadline``; says what was tried last.
+            ClosedError: after, or by, :meth:`close`; and in a fork of the process that made this client.
+            ProtocolError: if ``message`` cannot be written, or what comes back is no message of ours.
+        """
+        line = self._take()
+        line.number += 1
+        try:
+            frame = encode(message, 0, line.id, line.number, room=HEAD_ROOM)
+            with about_to_block():
+                answer = line.ask(write_head(frame), deadline)
+        except BaseException:
+            with self._lock:
+                self._lines.discard(line)
+            line.disconnect()
+            raise
+        self._give_back(line)
+        return answer
+
+    def _take(self) -> _Line:
+        if self._closing.is_set():
+            raise ClosedError(f"{self.name}, connected to {self.address}, is closed")
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"{self.name}, connected to {self.address}, belongs to process {self._pid} and cannot be "
+                f"used in a fork of it: start processes by spawn or forkserver, or connect in the child"
+            )
+        try:
+            return self._idle.pop()
+        except IndexError:
+            line = _Line(self.address, self.name, self._closing)
+            with self._lock:
+                self._lines.add(line)
+            return line
+
+    def _give_back(self, line: _Line) -> None:
+        if len(self._idle) < MAX_IDLE:
+            self._idle.append(line)
+            if not self._closing.is_set():  # otherwise close() may have looked before we appended
+                return
+        with self._lock:
+            self._lines.discard(line)
+        line.disconnect()
+
+    def close(self) -> None:
+        """Disconnect; requests under way end with ``ClosedError``. Idempotent."""
+        if os.getpid() != self._pid:
+            return
+        self._closing.set()
+        with self._lock:
+            lines, self._lines = list(self._lines), set()
+        while self._idle:
+            try:
+                self._idle.pop().disconnect()
+            except IndexError:
+                break  # somebody took it, and finds that this is closed
+        for line in lines:
+            line.hang_up()
+
+    def __repr__(self) -> str:
+        closed = ": closed" if self._closing.is_set() else ""
+        return f"<RequestClient {self.name} of {self.address}{closed}>"
+
+
+class _Line:
+    """One request at a time, over one connection after the other. Used by one thread at a time."""
+
+    def __init__(self, address: str, name: str, closing: threading.Event) -> None:
+        self.id = secrets.randbits(63)
+        self.number = 0
+        self._address = address
+        self._name = name
+        self._closing = closing
+        self._socket: socket.socket | None = None
+        self._unpacker = Unpacker("ROUTER")
+        self._limit = -1.0  # what the socket's waits are limited to
+
+    def ask(self, data: bytearray, deadline: Deadline) -> Message:
+        """Send ``data``, again on each new connection, until an answer to it comes."""
+        pause = FIRST_PAUSE
+        while True:
+            try:
+                if self._socket is None:
+                    self._connect(deadline)
+                self._send(data, deadline)
+                return self._answer(deadline)
+            except TimeoutError as e:  # of connecting or of asking, by the deadline
+                if deadline.passed():
+                    raise TimeoutError(f"no answer from {self._address}") from e
+                self.disconnect()
+            except OSError as e:
+                self.disconnect()
+                # Nothing tells when somebody listens there again; only that nobody wants to know any more.
+                if self._closing.wait(min(pause, deadline.left())):
+                    raise ClosedError(f"{self._name}, connected to {self._address}, was closed") from e
+                if deadline.passed():
+                    raise TimeoutError(f"no answer from {self._address} ({e})") from e
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _connect(self, deadline: Deadline) -> None:
+        self._unpacker = Unpacker("ROUTER")
+        self._socket = dial(self._address, max(0.001, min(CONNECT_SECONDS, deadline.left())))
+        self._socket.settimeout(None)
+        self._limit = -1.0
+        if self._closing.is_set():
+            raise ConnectionAbortedError("closed while it connected")
+        self._send(_OPENING, deadline)
+        while not self._unpacker.ready:
+            self._receive(deadline)
+
+    def _send(self, data: bytes | bytearray, deadline: Deadline) -> None:
+        assert self._socket is not None
+        view = memoryview(data)
+        while True:
+            self._limit_waits(deadline)
+            try:
+                sent = self._socket.send(view)
+            except BlockingIOError:
+                sent = 0
+            if sent == len(view):
+                return
+            view = view[sent:]
+            if deadline.passed():
+                raise TimeoutError
+
+    def _answer(self, deadline: Deadline) -> Message:
+        while True:
+            for frame in self._receive(deadline):
+                if frame is None:
+                    raise ProtocolError(f"{self._address} answered with several frames (expected one)")
+                envelope, answer = decode(frame)
+                if envelope.message_id == self.number:
+                    return answer
+                if envelope.message_id > self.number:
+                    raise ProtocolError(
+                        f"{self._address} answered request {envelope.message_id}, not {self.number}"
+                    )
+                # An answer to what was asked twice, as its first answer seemed lost.
+
+    def _receive(self, deadline: Deadline) -> list[Frame | None]:
+        """What has come, after waiting for some bytes."""
+        assert self._socket is not None
+        missing = self._unpacker.missing
+        self._limit_waits(deadline)
+        try:
+            if missing > CHUNK:
+                data = self._socket.recv(min(missing, 64 * CHUNK), socket.MSG_WAITALL)
+            else:
+                data = self._socket.recv(CHUNK)
+        except BlockingIOError:
+            if deadline.passed():
+                raise TimeoutError from None
+            return []
+        if not data:
+            raise ConnectionResetError(f"{self._address} hung up")
+        frames = self._unpacker.feed(data)
+        if self._unpacker.answers:
+            self._send(bytes(self._unpacker.answers), deadline)
+            self._unpacker.answers.clear()
+        return frames
+
+    def _limit_waits(self, deadline: Deadline) -> None:
+        left = deadline.left()
+        limit = SLICE_SECONDS if left >= SLICE_SECONDS else left
+        if limit != self._limit and self._socket is not None:
+            limit_waits(self._socket, limit)
+            self._limit = limit
+
+    def hang_up(self) -> None:
+        """From another thread: end what this line waits for. The line's own thread closes the socket."""
+        connection = self._socket
+        if connection is not None:
+            hang_up(connection)
+
+    def disconnect(self) -> None:
+        """Close the connection, if there is one."""
+        connection, self._socket = self._socket, None
+        if connection is not None:
+            hang_up(connection)
+            connection.close()

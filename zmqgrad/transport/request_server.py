@@ -1,0 +1,379 @@
+"""Answers requests on the connection on which they came: the store's server.
+
+Unlike mailboxes (one-way), this serves many light clients. One thread owns the listening socket and all
+connections; it waits for all of them at once, reads what has come, and writes answers at once. An answer
+that the other end does not take is kept, and nothing more is read from there until it has.
+
+Speaks ZMTP as a ROUTER does (see :mod:`~zmqgrad.transport.zmtp` for why not through libzmq). What does not
+speak it costs a counter and a line in the log (P5).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import secrets
+import selectors
+import socket
+import threading
+from collections import deque
+from typing import Protocol
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.transport.notices import NoticePublisher
+from zmqgrad.transport.tcp import listen, set_up
+from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, Unpacker, opening, write_head
+from zmqgrad.wire.codec import decode, encode
+from zmqgrad.wire.frames import Envelope, read_envelope
+from zmqgrad.wire.messages import Message
+
+logger = logging.getLogger(__name__)
+
+CHUNK = 64 << 10
+LARGE_CHUNK = 4 << 20
+"""How much is read at a time, and of a large frame."""
+
+MAX_STRANGERS = 1000
+"""How many addresses that sent garbage are remembered, so that each is logged once."""
+
+MAX_CLIENTS = 16_384
+"""How many connections are answered at a time; a client has one for each thread that asks."""
+
+SPARE = 64
+"""How many connections beyond those are taken, to be told so."""
+
+GREETING_SECONDS = 10.0
+"""How long a connection may take to say who it is."""
+
+_OPENING = opening("ROUTER")
+_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+
+
+class Client:
+    """One connection, at the server's end. To a service it is a name."""
+
+    __slots__ = ("address", "closed", "out", "socket", "surplus", "unpacker")
+
+    def __init__(self, connection: socket.socket, address: str, surplus: bool) -> None:
+        self.socket = connection
+        self.address = address
+        self.surplus = surplus
+        self.unpacker = Unpacker("DEALER")
+        self.out: deque[memoryview] = deque()  # what the other end did not take yet
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"<Client at {self.address}{', closed' if self.closed else ''}>"
+
+
+class Service(Protocol):
+    """What a server serves; called in the server's thread alone."""
+
+    def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
+        """Answer by :meth:`RequestServer.reply`, now or in a later call."""
+        ...
+
+    def misunderstood(self, client: Client, message_id: int, why: str) -> None:
+        """A request of ours was malformed; it has been logged."""
+        ...
+
+    def unwelcome(self, client: Client, message_id: int, limit: int) -> None:
+        """A request came from a client beyond the ``limit``: say so."""
+        ...
+
+    def gone(self, client: Client) -> None:
+        """The connection has ended; answers to it are dropped."""
+        ...
+
+    def settle(self) -> None:
+        """What had come has been handled; more is waited for after this."""
+        ...
+
+    def next_due(self) -> float:
+        """The moment when :meth:`do_due` wants to be called; infinite for never."""
+        ...
+
+    def do_due(self, now: float) -> None:
+        """Do what was due by ``now``."""
+        ...
+
+    def stopping(self) -> None:
+        """The last chance to reply."""
+        ...
+
+
+class RequestServer:
+    """Receives requests at ``address`` (``tcp://127.0.0.1:*`` for a port that the system picks).
+
+    Raises:
+        AddressInUseError: if another socket listens there.
+        ConfigurationError: if others than this host could connect, and nothing protects the traffic.
+        TransportError: if the address cannot be listened on.
+    """
+
+    def __init__(
+        self, name: str, address: str, *, max_clients: int = MAX_CLIENTS, clock: Clock = MONOTONIC
+    ) -> None:
+        self.name = name
+        self.incarnation = secrets.randbits(63)
+        self._clock = clock
+        self._max_clients = max_clients
+        self._lock = threading.Lock()  # guards _stopped and _serving
+        self._stopped = False
+        self._serving = False
+        self._listening = True
+        self._strangers: set[str] = set()
+        self._fresh: deque[tuple[float, Client]] = deque()  # have not said READY, by deadline
+        self._clients: set[Client] = set()
+        self.requests = 0
+        self.malformed = 0
+        self.undeliverable = 0
+        self._listener, self.endpoint = listen(address)
+        self._ear, self._bell = socket.socketpair()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, _READ, self._accept)
+        self._selector.register(self._ear, _READ, None)
+
+    @property
+    def port(self) -> int:
+        """The tcp port."""
+        return int(self.endpoint.rpartition(":")[2])
+
+    @property
+    def clients(self) -> int:
+        """How many connections there are."""
+        return len(self._clients)
+
+    def serve(self, service: Service, publisher: NoticePublisher | None = None) -> None:
+        """Hand requests to ``service`` until :meth:`stop`; then close all connections. Blocks.
+
+        Subscriptions at ``publisher`` are taken as they come.
+        """
+        with self._lock:
+            if self._serving or self._stopped:
+                return
+            self._serving = True
+        self._service = service
+        if publisher is not None:
+            self._selector.register(publisher.fd, _READ, publisher.take_subscriptions)
+        try:
+            self._loop(service, publisher)
+        finally:
+            with self._lock:
+                self._stopped = True
+                self._close_all()
+
+    def _loop(self, service: Service, publisher: NoticePublisher | None) -> None:
+        select, now = self._selector.select, self._clock.now
+        published = 0
+        while True:
+            due = service.next_due()
+            if self._fresh:
+                due = min(due, self._fresh[0][0])
+            if due == math.inf:
+                events = select()
+            else:
+                moment = now()
+                if moment >= due:
+                    self._drop_silent(moment)
+                    service.do_due(moment)
+                    service.settle()
+                    continue
+                events = select(due - moment)
+            for key, mask in events:
+                whose = key.data
+                if type(whose) is Client:
+                    if mask & _READ:
+                        self._read(whose)
+                    if mask & _WRITE and not whose.closed:
+                        self._flush(whose)
+                elif whose is None:
+                    service.stopping()
+                    service.settle()
+                    return
+                else:
+                    whose()
+            service.settle()
+            if publisher is not None and publisher.published != published:
+                # Publishing makes libzmq swallow the sign by which its socket became readable.
+                published = publisher.published
+                publisher.take_subscriptions()
+
+    # ---- connections ------------------------------------------------------------------------------------
+
+    def _accept(self) -> None:
+        for _ in range(64):  # then it is the others' turn
+            try:
+                connection, where = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    logger.error("%s at %s: cannot take more clients: %s", self.name, self.endpoint, e)
+                    self._selector.unregister(self._listener)  # until one goes
+                    return
+                continue  # it went before we looked
+            if len(self._clients) >= self._max_clients + SPARE:
+                connection.close()
+                continue
+            connection.setblocking(False)
+            set_up(connection)
+            surplus = len(self._clients) >= self._max_clients
+            client = Client(connection, f"{where[0]}:{where[1]}", surplus)
+            self._clients.add(client)
+            self._fresh.append((self._clock.now() + GREETING_SECONDS, client))
+            self._selector.register(connection, _READ, client)
+            self._send(client, _OPENING)
+
+    def _drop_silent(self, now: float) -> None:
+        while self._fresh and self._fresh[0][0] <= now:
+            client = self._fresh.popleft()[1]
+            if not client.closed and not client.unpacker.ready:
+                self._refuse(client, f"it has not said who it is within {GREETING_SECONDS:g} s")
+                self._close(client)
+
+    def _close(self, client: Client) -> None:
+        if client.closed:
+            return
+        client.closed = True
+        self._clients.discard(client)
+        self._selector.unregister(client.socket)
+        client.socket.close()
+        client.out.clear()
+        if not self._listening:
+            self._selector.register(self._listener, _READ, self._accept)
+            self._listening = True
+        self._service.gone(client)
+
+    def _close_all(self) -> None:
+        for client in self._clients:
+            client.closed = True
+            client.socket.close()
+        self._clients.clear()
+        self._selector.close()
+        for closing in (self._listener, self._ear, self._bell):
+            closing.close()
+
+    # ---- in ---------------------------------------------------------------------------------------------
+
+    def _read(self, client: Client) -> None:
+        unpacker = client.unpacker
+        size = CHUNK if unpacker.missing <= CHUNK else LARGE_CHUNK
+        try:
+            data = client.socket.recv(size)
+            frames = unpacker.feed(data) if data else None
+        except BlockingIOError:
+            return
+        except OSError:
+            frames = None
+        except ProtocolError as e:
+            self._refuse(client, str(e))
+            frames = None
+        if frames is None:
+            self._close(client)
+            return
+        if unpacker.answers:
+            self._send(client, bytes(unpacker.answers))
+            unpacker.answers.clear()
+        for frame in frames:
+            if frame is None:
+                self._refuse(client, "a request of several frames (expected one)")
+            else:
+                self._hand_on(client, frame)
+
+    def _hand_on(self, client: Client, frame: Frame) -> None:
+        try:
+            envelope, message = decode(frame)
+        except ProtocolError as e:
+            self._refuse(client, str(e))
+            self._tell(client, frame, str(e))
+            return
+        self.requests += 1
+        if client.surplus:
+            self._service.unwelcome(client, envelope.message_id, self._max_clients)
+            self._close(client)
+            return
+        try:
+            self._service.handle(client, envelope, message)
+        except Exception:
+            logger.exception("%s: handling %s failed", self.name, type(message).__name__)
+
+    def _tell(self, client: Client, frame: Frame, why: str) -> None:
+        """Let a client of ours (of another release, perhaps) know; a stranger would not understand."""
+        try:
+            message_id = read_envelope(frame).message_id
+        except ProtocolError:
+            return
+        self._service.misunderstood(client, message_id, why)
+
+    def _refuse(self, client: Client, why: str) -> None:
+        self.malformed += 1
+        host = client.address.rpartition(":")[0]
+        if host not in self._strangers and len(self._strangers) < MAX_STRANGERS:
+            self._strangers.add(host)
+            logger.warning(
+                "%s at %s: dropped a malformed request from %s (%s); more from there will only be counted",
+                self.name,
+                self.endpoint,
+                client.address,
+                why,
+            )
+
+    # ---- out --------------------------------------------------------------------------------------------
+
+    def reply(self, client: Client, message_id: int, message: Message) -> None:
+        """Send an answer; only in the server's thread. It is dropped, and counted, if the client has gone."""
+        if client.closed:
+            self.undeliverable += 1
+            return
+        frame = encode(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
+        self._send(client, write_head(frame))
+
+    def _send(self, client: Client, data: bytes | bytearray) -> None:
+        if client.out:
+            client.out.append(memoryview(data))
+            return
+        try:
+            sent = client.socket.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.undeliverable += 1
+            return  # it is about to be read from, and found to have gone
+        if sent < len(data):
+            client.out.append(memoryview(data)[sent:])
+            # Nothing more is read from who does not take what he asked for.
+            self._selector.modify(client.socket, _WRITE, client)
+
+    def _flush(self, client: Client) -> None:
+        out = client.out
+        try:
+            while out:
+                sent = client.socket.send(out[0])
+                if sent < len(out[0]):
+                    out[0] = out[0][sent:]
+                    return
+                out.popleft()
+        except BlockingIOError:
+            return
+        except OSError:
+            self._close(client)
+            return
+        self._selector.modify(client.socket, _READ, client)
+
+    def stop(self) -> None:
+        """Let :meth:`serve` return. Safe from any thread; idempotent."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            if not self._serving:
+                self._close_all()
+                return
+            self._bell.send(b"\0")
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._stopped else f"{len(self._clients)} clients, {self.requests} requests"
+        return f"<RequestServer {self.name} at {self.endpoint}: {state}>"

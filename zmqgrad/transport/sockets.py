@@ -1,0 +1,54 @@
+"""How this floor opens ZeroMQ sockets: bounds at birth, and errors that name the address."""
+
+from __future__ import annotations
+
+import zmq
+
+from zmqgrad.errors import AddressInUseError, TransportError
+from zmqgrad.transport.exposure import check_exposure
+from zmqgrad.wire.frames import MAX_HEADER
+
+LARGE = 64 << 10
+"""Frames of at least so many bytes are handed to libzmq without a copy."""
+
+
+def set_up(socket: zmq.Socket[bytes]) -> None:
+    """What every socket gets at birth: no linger, no high-water mark, a bound on a frame's size."""
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, 0)
+    socket.setsockopt(zmq.RCVHWM, 0)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER)
+    socket.setsockopt(zmq.RECONNECT_IVL, 10)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
+
+
+def bind(socket: zmq.Socket[bytes], address: str) -> str:
+    """Listen on ``address``; gives it with the port that was picked."""
+    check_exposure(address)
+    if "[" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as e:
+        if e.errno == zmq.EADDRINUSE:
+            raise AddressInUseError(
+                f"cannot listen on {address}: another socket does. Choose another port, or end the process "
+                f"that has this one"
+            ) from e
+        raise TransportError(f"cannot listen on {address}: {e}") from e
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def connect(socket: zmq.Socket[bytes], address: str) -> None:
+    """Connect to ``address``, now or whenever somebody listens there."""
+    if "[" in address:
+        socket.setsockopt(zmq.IPV6, 1)
+    try:
+        socket.connect(address)
+    except zmq.ZMQError as e:
+        raise TransportError(f"cannot connect to {address}: {e}") from e
+
+
+def send(socket: zmq.Socket[bytes], frame: bytearray) -> None:
+    """Queue a last frame; high-water marks are zero, so this never blocks."""
+    socket.send(frame, zmq.NOBLOCK, copy=len(frame) < LARGE)

@@ -1,0 +1,100 @@
+"""Plain TCP sockets by ZeroMQ's addresses (``tcp://host:port``), for those who speak ZMTP themselves."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import struct
+
+from zmqgrad.errors import AddressInUseError, TransportError
+from zmqgrad.transport.exposure import check_exposure
+
+BACKLOG = 4096
+"""Connections that wait to be taken; the system may allow fewer."""
+
+KEEPALIVE_IDLE, KEEPALIVE_EVERY, KEEPALIVE_TIMES = 20, 5, 4
+"""Seconds of silence, seconds between probes, and how many may go unanswered: a host that vanished
+without a word is noticed within 40 s."""
+
+
+def listen(address: str) -> tuple[socket.socket, str]:
+    """A socket that listens at ``address`` (port ``*``: the system picks), and that address with its port.
+
+    Raises:
+        AddressInUseError: if another socket listens there.
+        ConfigurationError: if others than this host could connect, and nothing protects the traffic.
+        TransportError: if the address cannot be listened on.
+    """
+    check_exposure(address)
+    host, port = _parts(address)
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            None if host == "*" else host,
+            0 if port == "*" else int(port),
+            socket.AF_UNSPEC if ":" in host else socket.AF_INET,
+            socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+    except (OSError, ValueError) as e:
+        raise TransportError(f"cannot listen on {address}: {e}") from e
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(where)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except (OSError, OverflowError) as e:
+        listener.close()
+        if isinstance(e, OSError) and e.errno == errno.EADDRINUSE:
+            raise AddressInUseError(
+                f"cannot listen on {address}: another socket does. Choose another port, or end the process "
+                f"that has this one"
+            ) from e
+        raise TransportError(f"cannot listen on {address}: {e}") from e
+    bound = listener.getsockname()
+    return listener, f"tcp://[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"tcp://{bound[0]}:{bound[1]}"
+
+
+def dial(address: str, seconds: float) -> socket.socket:
+    """A socket connected to ``address``, or to the first that answers if its host has several.
+
+    Raises:
+        OSError: if nobody listens there, or the name is not known, or it takes longer than ``seconds``.
+    """
+    host, port = _parts(address)
+    return set_up(socket.create_connection((host, int(port)), seconds))
+
+
+def set_up(connection: socket.socket) -> socket.socket:
+    """What every connection gets at birth: small messages leave at once, dead hosts are noticed."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if hasattr(socket, "TCP_KEEPIDLE"):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_IDLE)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_EVERY)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, KEEPALIVE_TIMES)
+    return connection
+
+
+def limit_waits(connection: socket.socket, seconds: float) -> None:
+    """Let ``recv`` and ``send`` block for so long at most; then they raise ``BlockingIOError``.
+
+    By the kernel's own timeout: one of Python's would cost each call a ``poll`` before it.
+    """
+    micros = max(1, round(seconds * 1e6))
+    limit = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+
+def hang_up(connection: socket.socket) -> None:
+    """End ``connection`` for whoever reads or writes it, here in other threads and at the other end."""
+    try:
+        connection.shutdown(socket.SHUT_RDWR)
+    except OSError:
+        pass  # the other end was first
+
+
+def _parts(address: str) -> tuple[str, str]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    return host.strip("[]"), port
