@@ -295,6 +295,8 @@ class ReferenceTable:
 
     def _drop(self, rref_id: int) -> list[Outcome[Any]]:
         with self._lock:
+            if self._owner.knows(rref_id):
+                return []  # the owner has sent another fork since the last one was deleted
             outcome = self._values.pop(rref_id, None)
             self._dropped[rref_id] = None
             if len(self._dropped) > REMEMBERED:
