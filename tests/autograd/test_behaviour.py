@@ -403,18 +403,40 @@ def unused_result_of(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-def test_a_result_that_nobody_uses_is_named_in_fast_mode(c: Cluster, where: str) -> None:
+def test_a_result_that_nobody_uses(c: Cluster, where: str) -> None:
+    """Fast mode names the call, to whom, and the line; the others give the gradients."""
+    x = leaf(1)
+
+    def loss() -> Tensor:
+        y = x * 2
+        if where == "there":
+            return rpc.rpc_sync(1, unused_result_of, (y,)).sum()
+        rpc.rpc_sync(1, double, (y,))
+        return (y * 3).sum()
+
+    with context() as ctx, pytest.raises(AutogradError, match=r"FAST mode.*\n.*double") as caught:
+        backward(ctx, [loss()], mode="fast")
+    text = str(caught.value)
+    assert ("worker0 to worker1" if where == "here" else "worker1 to worker2") in text
+    maker = loss if where == "here" else unused_result_of
+    line = maker.__code__.co_firstlineno + (4 if where == "here" else 1)
+    assert f"called in {__file__}:{line}" in text
+    for mode in ("smart", "auto"):
+        with context() as ctx:
+            backward(ctx, [loss()], mode=mode)
+            assert_gradients(ctx, (x, [6.0 if where == "here" else 8.0]))
+
+
+def test_what_waits_for_a_dead_branch_is_not_named_itself(c: Cluster) -> None:
+    """Behind the unused call, a used one waits; only the unused one is the reason."""
     x = leaf(1)
     with context() as ctx:
-        y = x * 2
-        if where == "here":
-            rpc.rpc_sync(1, double, (y,))
-            loss = (y * 3).sum()
-        else:
-            loss = rpc.rpc_sync(1, unused_result_of, (y,)).sum()
-        with pytest.raises(AutogradError, match=r"FAST mode.*\n.*double") as caught:
-            backward(ctx, [loss])
-        assert ("worker0 to worker1" if where == "here" else "worker1 to worker2") in str(caught.value)
+        y = rpc.rpc_sync(1, double, (x,))
+        rpc.rpc_sync(2, same, (y,))
+        with pytest.raises(AutogradError) as caught:
+            backward(ctx, [y.sum()], mode="fast")
+    assert str(caught.value).count("tensors sent by") == 1
+    assert "same" in str(caught.value)
 
 
 BAD_ROOTS: list[tuple[Callable[[], Any], type[Exception], str]] = [
@@ -469,7 +491,7 @@ def test_contexts_do_not_nest_in_one_thread(c: Cluster) -> None:
 
 
 def test_an_unknown_mode(c: Cluster) -> None:
-    with context() as ctx, pytest.raises(AutogradError, match="mode must be one of fast"):
+    with context() as ctx, pytest.raises(AutogradError, match="mode must be one of fast, smart, auto"):
         backward(ctx, [leaf(1).sum()], mode="slow")
 
 

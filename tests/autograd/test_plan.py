@@ -200,6 +200,7 @@ def test_stalled_names_what_a_reached_group_waits_for(case: Case, count: int) ->
     inner = [mask for node, mask in executor.masks.items() if node not in case.graph.leaves]
     expected = {i for mask in inner if set(bits(mask)) & here for i in set(bits(mask)) - here}
     assert executor.plan.stalled() == sorted(expected)
+    assert executor.plan.waits() == bool(expected)
 
 
 @given(cases(), st.integers(0, 5))
@@ -224,6 +225,13 @@ def test_an_entry_that_arrives_twice_is_an_error() -> None:
     plan.arrive(0)
     with pytest.raises(ValueError, match="entry 0 arrived twice"):
         plan.arrive(0)
+
+
+def test_an_entry_that_arrives_though_it_was_dropped_is_an_error() -> None:
+    plan = Plan(chain(3), [[(0, 0)], [(0, 0)]])
+    plan.drop(1)
+    with pytest.raises(ValueError, match="entry 1 arrived twice, or after it was dropped"):
+        plan.arrive(1)
 
 
 def test_a_leaf_that_is_an_entry_itself() -> None:

@@ -57,6 +57,24 @@ def test_of_the_reports_of_a_worker_the_latest_counts(order: tuple[int, int]) ->
     tally = Tally(root=0)
     tally.handled(ROOTS, ((1, 3), (2, 3)), QUIET)
     for tick in order:
-        sends = ((5, 1, "call"),) if tick == 1 else ()
-        tally.handled(tick, (), Waiting(3, tick, sends))
-    assert tally.waiting() == []
+        tally.handled(tick, (), Waiting(3, tick, tick == 1))
+    assert tally.waiting() == set()
+
+
+def test_a_tally_that_has_ended_goes_on_with_what_is_expected() -> None:
+    tally = Tally(root=0)
+    tally.handled(ROOTS, (), Waiting(0, 1, True))
+    assert tally.finished.done()
+    assert tally.waiting() == {0}
+    tally.expect({9: 0})
+    assert not tally.finished.done()
+    tally.handled(9, (), Waiting(0, 2))
+    assert tally.finished.done()
+    assert tally.waiting() == set()
+
+
+def test_nothing_is_expected_of_a_pass_that_failed() -> None:
+    tally = Tally(root=0)
+    tally.fail(ConnectionError("gone"))
+    tally.expect({9: 0})
+    assert tally.finished.done()

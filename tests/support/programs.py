@@ -450,14 +450,14 @@ def gradients_of(context_id: int, holder: rpc.RRef[Any]) -> Gradients:
     return [gradients.get(leaf) for leaf in leaves_of(holder.local_value())]
 
 
-def gradients_over_rpc(program: Program) -> Gradients:
+def gradients_over_rpc(program: Program, mode: str = "auto") -> Gradients:
     """The gradients of all parameters, of zmqgrad. To be called as the program's driver."""
     leaves = [rpc.remote(home, make_leaf, args=(i,)) for i, home in enumerate(program.leaves)]
     layers = [rpc.remote(home, make_layer, args=(i,)) for i, home in enumerate(program.layers)]
     with context() as context_id:
         roots = _roots(program, _OverRpc(leaves, layers))
         if roots:
-            backward(context_id, roots)
+            backward(context_id, roots, mode=mode)
         asked = [rpc.rpc_async(r.owner(), gradients_of, args=(context_id, r)) for r in [*leaves, *layers]]
         return [gradient for answer in asked for gradient in answer.wait()]
 

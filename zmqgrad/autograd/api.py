@@ -9,11 +9,10 @@ import torch
 
 from zmqgrad.autograd.context import Recording, recording
 from zmqgrad.autograd.forwarding import autograd_of
+from zmqgrad.autograd.passes import MODES
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
-
-MODES = ("fast",)
 
 
 class context:
@@ -39,11 +38,11 @@ class context:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._recording.__exit__()
-        autograd_of(self._worker).release(self._context.id)
+        autograd_of(self._worker).releases.release(self._context.id)
 
 
 def backward(
-    context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, mode: str = "fast"
+    context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, mode: str = "auto"
 ) -> None:
     """Run one backward pass from ``roots`` over all workers that the context went to.
 
@@ -53,11 +52,14 @@ def backward(
         context_id: from :class:`context`.
         roots: local scalars (one element, any shape) that require grad.
         retain_graph: keep the graphs for another pass.
-        mode: "fast" expects a gradient for everything that was sent, and says so where none comes.
+        mode: "fast" expects a gradient for everything that was sent, as torch does, and raises an error
+            that names the call where none comes. "smart" finds out first what will never get a gradient,
+            by a round of small messages. "auto" begins as fast, and turns smart only if parts of the
+            graph still wait when nothing is under way; it costs nothing where everything is used.
 
     Raises:
-        AutogradError: if the context is not known here, the roots cannot be right, or a part of the graph
-            waits for a gradient that cannot come.
+        AutogradError: if the context is not known here, the roots cannot be right, or, in fast mode, a part
+            of the graph waits for a gradient that cannot come.
         Anything else: what failed in a backward function, on any worker, with its own type.
     """
     if not isinstance(context_id, int) or isinstance(context_id, bool):
@@ -66,7 +68,7 @@ def backward(
         raise AutogradError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     autograd = autograd_of(current_worker())
     found = autograd.contexts.find(context_id)
-    autograd.backward(found, check_roots(roots), bool(retain_graph))
+    autograd.passes.run(found, check_roots(roots), bool(retain_graph), mode)
 
 
 def check_roots(roots: object) -> list[torch.Tensor]:

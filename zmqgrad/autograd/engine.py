@@ -20,7 +20,7 @@ from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
 from zmqgrad.autograd.single import outputs_of, run_node
 from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id
-from zmqgrad.wire.messages import Waiting
+from zmqgrad.wire.messages import Reach, Waiting
 
 Gradient = torch.Tensor | None
 
@@ -72,6 +72,7 @@ class Pass:
         self._graph = walked.graph
         self.plan = Plan(walked.graph, walked.entries)
         self._gradients: dict[Edge, torch.Tensor] = {}
+        self._dropped_by: set[int] = set()  # requests
 
     def start(self, gradients: Sequence[torch.Tensor], send_on: SendOn) -> None:
         """Enter at the roots. Runs what becomes ready in the calling thread."""
@@ -102,17 +103,37 @@ class Pass:
         with self._lock:
             if self.plan.arrived >> entry & 1:
                 return False
+            ready = self.plan.arrive(entry)
             for edge, gradient in zip(self.plan.entries[entry], gradients, strict=True):
                 self._add(edge, gradient)
             self._tick += 1
-            ready = self.plan.arrive(entry)
+        self._run_all(ready, send_on)
+        return True
+
+    def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
+        """Nothing will arrive for ``sends``. Runs what becomes ready in the calling thread.
+
+        False if ``request`` has come before: nothing is done.
+        """
+        with self._lock:
+            if request in self._dropped_by:
+                return False
+            self._dropped_by.add(request)
+            entries = [self._entry_of[send] for send in sends]
+            ready = [group for entry in entries for group in self.plan.drop(entry)]
+            self._tick += 1
+        self._run_all(ready, send_on)
+        return True
+
+    def _run_all(self, ready: list[Group], send_on: SendOn) -> None:
+        """Run groups, and those that become ready by it."""
         while ready:
             group = ready.pop(0)
-            for note, complete in self._run(group):
-                send_on(note, complete)
+            if not self.plan.is_dead(group):
+                for note, complete in self._run(group):
+                    send_on(note, complete)
             with self._lock:
                 ready += self.plan.finished(group)
-        return True
 
     def _add(self, edge: Edge, gradient: Gradient) -> None:
         if gradient is not None:
@@ -176,10 +197,27 @@ class Pass:
         return GradientEdge(self._nodes[edge[0]], edge[1])
 
     def waiting(self) -> Waiting:
-        """Which sends hold up groups that others have reached."""
+        """Does anything wait that has been reached?"""
         with self._lock:
-            sends = [self._sends[i - 1] for i in self.plan.stalled() if i]
-            return Waiting(self._worker, self._tick, tuple((s.autograd_id, s.peer, s.what) for s in sends))
+            return Waiting(self._worker, self._tick, self.plan.waits())
+
+    def reach(self, starts_here: bool) -> Reach:
+        """What leads where. ``starts_here``: the roots are here, whether or not they have been entered."""
+        with self._lock:
+            arrived = self.plan.arrived | starts_here
+            ahead = self.plan.ahead()
+        size = len(self._sends) // 8 + 1
+        groups = []
+        for group in ahead:
+            notes = [self._nodes[recv].note for recv in group.recvs]
+            mask = group.entries.to_bytes(size, "little")
+            groups.append((mask, tuple((note.autograd_id, note.peer) for note in notes)))
+        return Reach(
+            self._worker,
+            tuple((send.autograd_id, send.peer, send.describe()) for send in self._sends),
+            arrived.to_bytes(size, "little"),
+            tuple(groups),
+        )
 
     def describe(self) -> str:
         """The plan as text."""
@@ -190,7 +228,7 @@ class Pass:
         if not entry:
             return "roots"
         send: Send = self._sends[entry - 1]
-        return f"send {show_id(send.autograd_id)} to worker {send.peer} ({send.what})"
+        return f"send {show_id(send.autograd_id)} to worker {send.peer} ({send.describe()})"
 
 
 class _Walk:

@@ -13,8 +13,13 @@ that came. The engine never runs it: it stops at its edges and sends on what arr
 
 from __future__ import annotations
 
+import os
+import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -25,17 +30,41 @@ from zmqgrad.errors import AutogradError
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Tensors that went to ``peer`` in message ``autograd_id``. ``what`` names the call, for people."""
+    """Tensors that went to ``peer`` in message ``autograd_id``.
+
+    For people: ``what`` names the call, ``file`` and ``line`` say where the program made it; answers have
+    no line.
+    """
 
     autograd_id: int
     peer: int
     edges: tuple[GradientEdge, ...]
     what: str
+    file: str = ""
+    line: int = 0
+
+    def describe(self) -> str:
+        """What was sent, and where."""
+        where = f", called in {self.file}:{self.line}" if self.file else ""
+        return f"{self.what or 'a call'}{where}"
 
 
 def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str) -> Send:
-    """The send of those ``tensors`` (all of which require grad)."""
-    return Send(autograd_id, peer, tuple(get_gradient_edge(t) for t in tensors), what)
+    """The send of those ``tensors`` (all of which require grad), made by the line that the program is at."""
+    return Send(autograd_id, peer, tuple(get_gradient_edge(t) for t in tensors), what, *_line_of_program())
+
+
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+
+
+def _line_of_program() -> tuple[str, int]:
+    """File and line of the innermost frame outside this package; nothing if there is but the thread's own."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename == threading.__file__:
+        return "", 0
+    return frame.f_code.co_filename, frame.f_lineno
 
 
 @dataclass(frozen=True, slots=True)

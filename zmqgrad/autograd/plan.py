@@ -117,10 +117,10 @@ class Plan:
         """The gradient of ``entry`` is there. Gives the groups that may run now.
 
         Raises:
-            ValueError: if it was there before.
+            ValueError: if it was there before, or has been dropped.
         """
-        if self.arrived >> entry & 1:
-            raise ValueError(f"entry {entry} arrived twice")
+        if (self.arrived | self.dropped) >> entry & 1:
+            raise ValueError(f"entry {entry} arrived twice, or after it was dropped")
         self.arrived |= 1 << entry
         return self._ready(1 << entry)
 
@@ -153,6 +153,11 @@ class Plan:
     def _may_run(self, group: Group) -> bool:
         return not group.ran and not group.before and not group.entries & ~(self.arrived | self.dropped)
 
+    def waits(self) -> bool:
+        """Does a group that some entry has reached wait for another entry?"""
+        arrived, missing = self.arrived, ~(self.arrived | self.dropped)
+        return any(g.entries & arrived and g.entries & missing for g in self.groups.values() if not g.ran)
+
     def stalled(self) -> list[int]:
         """Entries that have not arrived and hold up a group that some other entry has reached."""
         missing = 0
@@ -160,6 +165,14 @@ class Plan:
             if not group.ran and group.entries & self.arrived:
                 missing |= group.entries & ~(self.arrived | self.dropped)
         return list(bits(missing))
+
+    def is_dead(self, group: Group) -> bool:
+        """Has every entry of ``group`` been dropped?"""
+        return not group.entries & ~self.dropped
+
+    def ahead(self) -> list[Group]:
+        """Groups that have not run, but for those that one entry has to itself and that lead to no recv."""
+        return [g for g in self.groups.values() if not g.ran and (g.recvs or g.entries & (g.entries - 1))]
 
     def describe(self, name: Callable[[int], str] = str) -> str:
         """Entries and groups as text: who waits for what."""

@@ -61,6 +61,15 @@ class Tally:
         if done:
             self.finished.set(None)
 
+    def expect(self, requests: dict[int, int]) -> None:
+        """More is about to be set off, by the root itself: these requests, of those workers."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._under_way.update(requests)
+            if self.finished.done():
+                self.finished = Outcome()
+
     def fail(self, error: BaseException) -> None:
         """The pass cannot finish: wait for it no longer."""
         with self._lock:
@@ -77,7 +86,7 @@ class Tally:
         with self._lock:
             return dict(self._under_way)
 
-    def waiting(self) -> list[Waiting]:
-        """Workers where groups wait for a gradient, as they last said."""
+    def waiting(self) -> set[int]:
+        """Workers where something that was reached waits for a gradient, as they last said."""
         with self._lock:
-            return [report for report in self._reports.values() if report.sends]
+            return {worker for worker, report in self._reports.items() if report.waits}

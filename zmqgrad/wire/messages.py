@@ -33,6 +33,7 @@ Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 Name = Annotated[str, Meta(max_length=1024)]
 Key = Annotated[str, Meta(max_length=MAX_KEY)]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE)]
+Mask = Annotated[bytes, Meta(max_length=MAX_TENSORS >> 3)]
 Keys = Annotated[tuple[Key, ...], Meta(max_length=MAX_KEYS)]
 Values = Annotated[tuple[Value, ...], Meta(max_length=MAX_KEYS)]
 
@@ -60,6 +61,9 @@ class MessageType(enum.IntEnum):
     BACKWARD_AUTOGRAD_RESP = 0x12 | RESPONSE
     CLEANUP_AUTOGRAD_CONTEXT_REQ = 0x13 | REQUEST
     CLEANUP_AUTOGRAD_CONTEXT_RESP = 0x14 | RESPONSE
+    DISCOVER_AUTOGRAD_REQ = 0x1A | REQUEST
+    DISCOVER_AUTOGRAD_RESP = 0x1B | RESPONSE
+    DROP_AUTOGRAD_REQ = 0x1C | REQUEST
     # store queries
     STORE_SET = 0x40 | REQUEST
     STORE_COMPARE_SET = 0x41 | REQUEST
@@ -312,14 +316,12 @@ class ForwardAutogradResp(Message, frozen=True):
 
 
 class Waiting(_Part, frozen=True):
-    """On ``worker``, after its ``tick``-th step of the pass, these sends still waited for a gradient.
-
-    Each send is ``(autograd id, receiving worker, what was called)``.
-    """
+    """What stood still on ``worker`` after its ``tick``-th step of a pass."""
 
     worker: WorkerId
     tick: Size
-    sends: Annotated[tuple[tuple[Id, WorkerId, Text], ...], Meta(max_length=MAX_TENSORS)] = ()
+    waits: bool = False
+    """Groups that something has reached wait for something else."""
 
 
 class Handled(_Part, frozen=True):
@@ -362,6 +364,57 @@ class BackwardAutogradResp(Message, frozen=True):
 
     TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_RESP
     handled: Handled
+
+
+class Reach(_Part, frozen=True):
+    """Which recvs on ``worker`` each of its entries leads to, as far as they have not been sent on.
+
+    ``sends`` gives (autograd id, receiving worker, what was sent). Masks are little-endian, bit 0 for the
+    roots of the pass and bit i + 1 for send i: ``arrived``, and in ``groups`` that of each group, beside the
+    (autograd id, worker) of its recvs.
+    """
+
+    worker: WorkerId
+    sends: Annotated[tuple[tuple[Id, WorkerId, Text], ...], Meta(max_length=MAX_TENSORS)]
+    arrived: Mask
+    groups: Annotated[
+        tuple[tuple[Mask, Annotated[tuple[tuple[Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)]], ...],
+        Meta(max_length=MAX_TENSORS),
+    ]
+
+
+class DiscoverAutogradReq(Message, frozen=True):
+    """Root of a pass to a worker: what may still arrive with you, and where would it lead?
+
+    Answer: DISCOVER_AUTOGRAD_RESP.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.DISCOVER_AUTOGRAD_REQ
+    context_id: Id
+    pass_id: Id
+    retain_graph: bool
+
+
+class DiscoverAutogradResp(Message, frozen=True):
+    """Answer to the above."""
+
+    TYPE: ClassVar[MessageType] = MessageType.DISCOVER_AUTOGRAD_RESP
+    reach: Reach
+
+
+class DropAutogradReq(Message, frozen=True):
+    """Root of a pass to a worker: no gradient will come for ``sends``, go on without them.
+
+    ``request`` stands for this message in the report, which is a BACKWARD_AUTOGRAD_RESP.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.DROP_AUTOGRAD_REQ
+    context_id: Id
+    pass_id: Id
+    request: Id
+    root: WorkerId
+    retain_graph: bool
+    sends: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
 
 
 class CleanupAutogradContextReq(Message, frozen=True):

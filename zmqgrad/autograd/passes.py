@@ -1,0 +1,336 @@
+"""Backward passes over workers: the root that starts one and waits, and the workers that carry it on.
+
+A pass is a set of requests, each handled once: gradients for a send, or word that none will come. Whoever
+handles one tells the root what that set off, and the root's tally knows when nothing is under way. If groups
+wait somewhere at that point, they wait for ever, unless the pass goes on as ``mode`` says:
+
+- *fast*: it does not; the error names what was sent and never used;
+- *smart*: the root has found out before the start (:mod:`~zmqgrad.autograd.discovery`) what will never
+  arrive, and told the workers to go on without it;
+- *auto*: it begins as fast, and if groups wait at the end, it goes on as smart. Where everything is used
+  this costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zmqgrad.autograd.context import Context, Contexts
+from zmqgrad.autograd.discovery import Discovery
+from zmqgrad.autograd.engine import Gradient, Pass
+from zmqgrad.autograd.functions import RecvNote
+from zmqgrad.autograd.tally import ROOTS, Tally
+from zmqgrad.errors import AutogradError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.transport.base import Buffer, Inbound
+from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.messages import (
+    BackwardAutogradReq,
+    BackwardAutogradResp,
+    DiscoverAutogradReq,
+    DiscoverAutogradResp,
+    DropAutogradReq,
+    ExceptionReply,
+    Handled,
+    MessageType,
+    Reach,
+    Waiting,
+)
+from zmqgrad.wire.tensors import describe, rebuild
+
+logger = logging.getLogger(__name__)
+
+MODES = ("fast", "smart", "auto")
+
+
+class Passes:
+    """What one worker does of backward passes, its own and those of others."""
+
+    def __init__(self, worker: Worker, contexts: Contexts) -> None:
+        self._worker = worker
+        self._contexts = contexts
+        self._tallies: dict[int, Tally] = {}  # of passes that were started here, by pass id
+
+    def install(self) -> None:
+        """Fill the doors of the worker."""
+        doors = self._worker.doors
+        doors.requests[MessageType.BACKWARD_AUTOGRAD_REQ] = self.on_backward
+        doors.requests[MessageType.DISCOVER_AUTOGRAD_REQ] = self.on_discover
+        doors.requests[MessageType.DROP_AUTOGRAD_REQ] = self.on_drop
+        doors.control[MessageType.BACKWARD_AUTOGRAD_RESP] = self.on_report
+        doors.peer_lost.append(self.peer_lost)
+
+    # ---- at the root ------------------------------------------------------------------------------------
+
+    def run(self, context: Context, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
+        """One pass from ``roots``; returns when it has finished on all workers.
+
+        Raises:
+            AutogradError: in fast mode, if groups somewhere wait for a gradient that will never come.
+            RpcTimeoutError: if nothing is heard of the pass for the default timeout, naming the workers.
+            Anything else: what failed, anywhere.
+        """
+        pass_id = self._worker.ids.next()
+        tally = self._tallies[pass_id] = Tally(self._worker.id)
+        try:
+            with context.pass_lock:
+                work = context.passes[pass_id] = Pass(context, self._worker.id, retain_graph, roots)
+            if mode == "smart":
+                self._drop(self._discover({self._worker.id}, work, pass_id), tally, work, pass_id)
+            request = _Request(self, work, pass_id, ROOTS, self._worker.id)
+            request.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], request.send_on))
+            self._wait_for(tally)
+            if tally.waiting():
+                discovery = self._discover(tally.waiting(), work, pass_id)
+                if mode == "fast":
+                    self._complain(discovery)
+                self._drop(discovery, tally, work, pass_id)
+                self._wait_for(tally)
+            if tally.waiting():
+                raise AutogradError(f"the backward pass stands still, though nothing is missing:\n{work}")
+        finally:
+            del self._tallies[pass_id]
+
+    def _wait_for(self, tally: Tally) -> None:
+        """Wait until nothing of the pass is under way, and raise what went wrong."""
+        patience = self._worker.default_timeout or None
+        while True:
+            steps = tally.steps
+            if tally.finished.wait_done(patience):
+                break
+            if tally.steps == steps:
+                names = ", ".join(sorted({self._name(worker) for worker in tally.under_way().values()}))
+                raise RpcTimeoutError(
+                    f"nothing was heard of the backward pass for {patience} s; "
+                    f"it waits for {names or 'reports'}"
+                )
+        error = tally.error()
+        if error is not None:
+            raise error
+
+    def _discover(self, workers: set[int], work: Pass, pass_id: int) -> Discovery:
+        """Find out what may still arrive, beginning with ``workers``."""
+        discovery = Discovery(workers)
+        message = DiscoverAutogradReq(work.context.id, pass_id, work.retain_graph)
+        seconds = self._worker.default_timeout
+        while unknown := discovery.unknown():
+            asked = [
+                self._worker.request(peer, message, seconds=seconds, what="the discovery of a backward pass")
+                for peer in unknown
+                if peer != self._worker.id
+            ]
+            if self._worker.id in unknown:
+                discovery.learn(work.reach(starts_here=True))
+            for call in asked:
+                discovery.learn(self._reach_of(self._worker.wait(call)))
+        return discovery
+
+    def _reach_of(self, answer: Inbound) -> Reach:
+        message = answer.message
+        if isinstance(message, ExceptionReply):
+            raise rebuild_exception(message)
+        assert isinstance(message, DiscoverAutogradResp)
+        return message.reach
+
+    def _drop(self, discovery: Discovery, tally: Tally, work: Pass, pass_id: int) -> None:
+        """Have all workers go on without what will never arrive."""
+        never = {
+            worker: tuple(number for number, _, _ in sends) for worker, sends in discovery.never().items()
+        }
+        requests = {worker: self._worker.ids.next() for worker in never}
+        tally.expect({number: worker for worker, number in requests.items()})
+        own = self._worker.id
+        for worker, number in requests.items():
+            if worker != own:
+                self._worker.post(
+                    worker,
+                    DropAutogradReq(work.context.id, pass_id, number, own, work.retain_graph, never[worker]),
+                )
+        if own in requests:
+            request = _Request(self, work, pass_id, requests[own], own)
+            request.carry_out(lambda: work.drop(requests[own], never[own], request.send_on))
+
+    def _complain(self, discovery: Discovery) -> None:
+        lines = [
+            f"  {what}: tensors sent by {self._name(worker)} to {self._name(peer)} ({show_id(number)})"
+            for worker, sends in discovery.never().items()
+            for number, peer, what in sends
+        ]
+        raise AutogradError(
+            "the backward pass cannot finish in FAST mode, which expects a gradient for everything that was "
+            "sent. Nothing came back for\n" + "\n".join(lines) + "\n"
+            "as no root depends on it. Do not ask for results that the loss does not use, call .detach() "
+            "on what need not be differentiated, or use mode='auto'."
+        )
+
+    def _name(self, worker: int) -> str:
+        return self._worker.membership.name_of(worker)
+
+    def peer_lost(self, peer: int, error: BaseException) -> None:
+        """Passes that were started here and that ``peer`` may have a part in cannot finish."""
+        for tally in list(self._tallies.values()):
+            tally.fail(error)
+
+    # ---- at every worker --------------------------------------------------------------------------------
+
+    def on_backward(self, inbound: Inbound) -> None:
+        """Gradients for a send of this worker."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradReq)
+        try:
+            context = self._contexts.find(message.context_id)
+            context.know(inbound.envelope.source)
+            tensors = rebuild(message.tensors, inbound.frames)
+            gradients = [None if i < 0 else tensors[i] for i in message.gradients]
+            work = self._pass(context, message.pass_id, message.retain_graph)
+        except Exception as e:
+            self._refuse(message.root, message.pass_id, message.autograd_id, e)
+            return
+        finally:
+            if message.handled is not None:
+                self._count(message.pass_id, message.handled)
+        request = _Request(self, work, message.pass_id, message.autograd_id, message.root)
+        request.carry_out(lambda: work.arrive(message.autograd_id, gradients, request.send_on))
+
+    def on_discover(self, inbound: Inbound) -> None:
+        """The root of a pass asks what leads where."""
+        message = inbound.message
+        assert isinstance(message, DiscoverAutogradReq)
+        context = self._contexts.find(message.context_id)
+        context.know(inbound.envelope.source)
+        work = self._pass(context, message.pass_id, message.retain_graph)
+        self._worker.reply(inbound, DiscoverAutogradResp(work.reach(starts_here=False)))
+
+    def on_drop(self, inbound: Inbound) -> None:
+        """The root of a pass knows that some gradients will never arrive."""
+        message = inbound.message
+        assert isinstance(message, DropAutogradReq)
+        try:
+            context = self._contexts.find(message.context_id)
+            work = self._pass(context, message.pass_id, message.retain_graph)
+        except Exception as e:
+            self._refuse(message.root, message.pass_id, message.request, e)
+            return
+        request = _Request(self, work, message.pass_id, message.request, message.root)
+        request.carry_out(lambda: work.drop(message.request, message.sends, request.send_on))
+
+    def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> Pass:
+        with context.pass_lock:
+            work = context.passes.get(pass_id)
+            if work is None:
+                work = context.passes[pass_id] = Pass(context, self._worker.id, retain_graph)
+            return work
+
+    def _refuse(self, root: int, pass_id: int, request: int, error: Exception) -> None:
+        """There is no pass here to carry on."""
+        handled = Handled(request, (), Waiting(self._worker.id, 0), self.describe_error(error))
+        self.report(root, pass_id, handled)
+
+    def report(self, root: int, pass_id: int, handled: Handled) -> None:
+        """Tell the root of a pass what has been handled here."""
+        if root == self._worker.id:
+            self._count(pass_id, handled)
+            return
+        try:
+            self._worker.mailbox.send(root, BackwardAutogradResp(handled), pass_id)
+        except (RpcError, TransportError) as e:
+            logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
+
+    def describe_error(self, error: Exception) -> ExceptionReply:
+        """An error of this worker, for the root."""
+        return describe_exception(error, repr(self._worker.membership.own.info))
+
+    def on_report(self, inbound: Inbound) -> None:
+        """Another worker has handled a request of a pass that was started here. In the reading thread."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradResp)
+        self._count(inbound.envelope.message_id, message.handled)
+
+    def _count(self, pass_id: int, handled: Handled) -> None:
+        tally = self._tallies.get(pass_id)
+        if tally is not None:
+            error = None if handled.error is None else rebuild_exception(handled.error)
+            tally.handled(handled.autograd_id, handled.sent, handled.waiting, error)
+
+    def is_here(self, worker: int) -> bool:
+        """Is that this worker?"""
+        return worker == self._worker.id
+
+    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Buffer]) -> None:
+        """Send a request of a pass; whoever handles it tells the root."""
+        self._worker.post(peer, message, frames)
+
+
+class _Request:
+    """One request of a pass, while this worker handles it: what it sets off, and the report at its end."""
+
+    def __init__(self, passes: Passes, work: Pass, pass_id: int, autograd_id: int, root: int) -> None:
+        self._passes = passes
+        self._work = work
+        self._pass_id = pass_id
+        self._autograd_id = autograd_id
+        self._root = root
+        self._sent: list[tuple[int, int]] = []
+        self._last: tuple[RecvNote, Sequence[Gradient]] | None = None  # for the root: carries the report
+
+    def carry_out(self, step: Callable[[], bool | None]) -> None:
+        """Do ``step`` and report; unless it says by False that another thread does the same."""
+        error: Exception | None = None
+        try:
+            if step() is False:
+                return
+        except Exception as e:
+            error = e
+        last, self._last = self._last, None
+        if last is not None:
+            self._sent.append((last[0].autograd_id, self._root))
+            try:
+                self._send(*last, self._report(error))
+                return
+            except Exception as e:
+                self._sent.pop()
+                error = error or e
+        self._passes.report(self._root, self._pass_id, self._report(error))
+
+    def _report(self, error: Exception | None) -> Handled:
+        said = None if error is None else self._passes.describe_error(error)
+        return Handled(self._autograd_id, tuple(self._sent), self._work.waiting(), said)
+
+    def send_on(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
+        """Gradients that are complete at a recv go to its send."""
+        context = self._work.context
+        if note.context_id != context.id:
+            raise AutogradError(
+                f"a tensor that was received in context {show_id(note.context_id)} is part of the graph of "
+                f"context {show_id(context.id)}: use one context for both, or detach it"
+            )
+        if note.peer == self._root and not self._passes.is_here(note.peer):
+            if self._last is not None:
+                self._send_counted(*self._last)
+            self._last = note, gradients
+        else:
+            self._send_counted(note, gradients)
+
+    def _send_counted(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
+        self._send(note, gradients, None)
+        self._sent.append((note.autograd_id, note.peer))
+
+    def _send(self, note: RecvNote, gradients: Sequence[Gradient], handled: Handled | None) -> None:
+        present = [g for g in gradients if g is not None]
+        numbers = iter(range(len(present)))
+        frames: list[Buffer] = []
+        message = BackwardAutogradReq(
+            self._work.context.id,
+            self._pass_id,
+            note.autograd_id,
+            self._root,
+            tuple(-1 if g is None else next(numbers) for g in gradients),
+            describe(present, frames),
+            self._work.retain_graph,
+            handled,
+        )
+        self._passes.send(note.peer, message, frames)

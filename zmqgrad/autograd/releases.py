@@ -1,0 +1,97 @@
+"""The end of contexts: forgotten here at once, and soon wherever else they went.
+
+Whoever leaves a context tells the workers that it exchanged messages of it with, and those pass it on. It
+is told off the path of the next step, for all contexts that ended meanwhile in one message a peer, and again
+until it is answered.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+
+from zmqgrad.autograd.context import Contexts
+from zmqgrad.errors import NotInitializedError, PeerLostError, RpcTimeoutError, TransportError
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.future import Outcome
+from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.messages import (
+    CleanupAutogradContextReq,
+    CleanupAutogradContextResp,
+    Message,
+    MessageType,
+)
+
+logger = logging.getLogger(__name__)
+
+TELL_SECONDS = 0.01
+"""The end of a context is told so long after, together with that of others: off the path of the next one."""
+
+RETRY_SECONDS = 5.0
+"""A clean-up message that nobody answers is sent again after so long."""
+
+
+class Releases:
+    """Tells other workers which contexts have ended, and hears it of them."""
+
+    def __init__(self, worker: Worker, contexts: Contexts) -> None:
+        self._worker = worker
+        self._contexts = contexts
+        self._closed = False
+        self._untold: deque[tuple[int, set[int]]] = deque()
+        self._telling = False
+
+    def install(self) -> None:
+        """Fill the doors of the worker."""
+        self._worker.doors.requests[MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ] = self.on_cleanup
+        self._worker.doors.closing.append(self.close)
+
+    def release(self, context_id: int, told_by: int | None = None) -> None:
+        """Forget a context, and tell of it soon; but not the worker that told us."""
+        context = self._contexts.release(context_id)
+        if context is None:
+            return
+        peers = context.peers() - {self._worker.id, told_by}
+        if peers:
+            self._untold.append((context_id, peers))
+            if not self._telling:
+                self._telling = True
+                self._worker.timekeeper.call_later(TELL_SECONDS, self._tell_all)
+
+    def _tell_all(self) -> None:
+        """In the timekeeper's thread: one message a peer for all contexts that ended meanwhile."""
+        self._telling = False
+        by_peer: dict[int, list[int]] = {}
+        while self._untold:
+            context_id, peers = self._untold.popleft()
+            for peer in peers:
+                by_peer.setdefault(peer, []).append(context_id)
+        for peer, contexts in by_peer.items():
+            self._tell(peer, CleanupAutogradContextReq(tuple(contexts)))
+
+    def _tell(self, peer: int, message: Message) -> None:
+        """Send until it is answered. Hearing it twice is harmless."""
+
+        def settled(outcome: Outcome[Inbound]) -> None:
+            if isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
+                logger.info("worker %d did not answer %s, again", peer, type(message).__name__)
+                self._tell(peer, message)
+
+        try:
+            self._worker.request(peer, message, seconds=RETRY_SECONDS, what="clean-up", settled=settled)
+        except (NotInitializedError, PeerLostError, TransportError) as e:
+            logger.debug("cannot tell worker %d %s: %s", peer, message, e)
+
+    def on_cleanup(self, inbound: Inbound) -> None:
+        """Another worker has released contexts."""
+        message = inbound.message
+        assert isinstance(message, CleanupAutogradContextReq)
+        self._worker.reply(inbound, CleanupAutogradContextResp())
+        for context_id in message.contexts:
+            self.release(context_id, inbound.envelope.source)
+
+    def close(self) -> None:
+        """Forget everything."""
+        self._closed = True
+        for context in self._contexts.live():
+            self._contexts.release(context.id)
