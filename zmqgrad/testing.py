@@ -20,16 +20,16 @@ from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.group import JOIN_SECONDS, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
 
 __all__ = ["Cluster", "cluster"]
 
 
 class Cluster:
-    """``workers`` named ``worker0``, ``worker1``, ... on one ``network``."""
+    """``workers`` named ``worker0``, ``worker1``, ... on one ``network``, whose time ``clock`` tells."""
 
-    def __init__(self, size: int, options: RpcBackendOptions | None = None) -> None:
+    def __init__(self, size: int, options: RpcBackendOptions | None = None, clock: Clock = MONOTONIC) -> None:
         if size < 1:
             raise ValueError(f"a cluster has at least one worker, not {size}")
         self.network = MemoryNetwork()
@@ -37,7 +37,7 @@ class Cluster:
         options = options or RpcBackendOptions(rpc_timeout=20.0)
         for rank in range(size):
             mailbox = MemoryMailbox(self.network, f"worker{rank}", rank)
-            self.workers.append(make_worker(f"worker{rank}", rank, size, mailbox, options))
+            self.workers.append(make_worker(f"worker{rank}", rank, size, mailbox, options, clock))
         for worker in self.workers:
             for other in self.workers:
                 worker.membership.learn(other.membership.own)
@@ -67,9 +67,14 @@ class Cluster:
 
 
 @contextmanager
-def cluster(size: int, options: RpcBackendOptions | None = None) -> Iterator[Cluster]:
-    """``size`` workers, for the time of a ``with`` block; worker 0 is the one that the block acts for."""
-    made = Cluster(size, options)
+def cluster(
+    size: int, options: RpcBackendOptions | None = None, clock: Clock = MONOTONIC
+) -> Iterator[Cluster]:
+    """``size`` workers, for the time of a ``with`` block; worker 0 is the one that the block acts for.
+
+    With a ``ManualClock``, calls run over time when the test says so.
+    """
+    made = Cluster(size, options, clock)
     try:
         with made.acting(0):
             yield made

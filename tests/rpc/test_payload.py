@@ -323,21 +323,28 @@ class Book:
 
     def __init__(self) -> None:
         self.open: list[int] = []
+        self.adopted: list[int] = []
+        self.discarded: list[int] = []
         self.made = 0
 
     def fork(self, rref: Any) -> tuple[Any, ...]:
         """Number the forks."""
         self.made += 1
         self.open.append(self.made)
-        return (self.made,)
+        return (0, 0, self.made, 0)
 
     def unfork(self, fork: tuple[Any, ...]) -> None:
         """It was not sent."""
-        self.open.remove(fork[0])
+        self.open.remove(fork[2])
 
     def adopt(self, *fork: Any) -> Any:
         """What arrives."""
-        return ("adopted", *fork)
+        self.adopted.append(fork[2])
+        return ("adopted", fork[2])
+
+    def discard(self, forks: Any) -> None:
+        """What nobody will adopt."""
+        self.discarded += [fork[2] for fork in forks]
 
 
 def test_references_are_forked_as_they_leave_and_adopted_as_they_come() -> None:
@@ -354,6 +361,27 @@ def test_forks_of_a_message_that_cannot_be_sent_are_undone() -> None:
             pack([Reference(), Reference(), bad], Terms(book))
     assert book.open == []
     assert book.made == 4, "looking for the culprit makes no forks"
+
+
+def break_here() -> None:
+    """Fails where it is rebuilt."""
+    raise ValueError("cannot be rebuilt")
+
+
+class Breaks:
+    """Can be sent, and not be rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return break_here, ()
+
+
+def test_references_behind_what_cannot_be_rebuilt_are_let_go() -> None:
+    book = Book()
+    payload = pack([Reference(), Breaks(), Reference(), Reference()], Terms(book)).payload
+    assert [fork[2] for fork in payload.forks] == [1, 2, 3]
+    with pytest.raises(PayloadError, match="cannot be rebuilt"):
+        unpack(payload, [], [], book)
+    assert (book.adopted, book.discarded) == ([1], [2, 3])
 
 
 def test_references_outside_of_calls_are_refused() -> None:

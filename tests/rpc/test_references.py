@@ -211,6 +211,51 @@ def test_forks_of_a_call_that_cannot_be_sent(trio: Cluster) -> None:
         rpc.rpc_sync(2, print, args=(own, other, threading.Lock()))
 
 
+class Breaks:
+    """Can be sent, and not be rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return fail, ()
+
+
+def fail() -> None:
+    """Fails where it is rebuilt."""
+    raise ValueError("cannot be rebuilt")
+
+
+def give(rref: rpc.RRef[Any], broken: bool = False) -> list[Any]:
+    """References from everywhere, perhaps behind something that cannot be rebuilt."""
+    return [*([Breaks()] if broken else []), rref, rpc.RRef(Value()), rpc.remote(2, Value)]
+
+
+def test_references_in_answers_that_nobody_reads(trio: Cluster) -> None:
+    rref = rpc.RRef(1)
+    with trio.network.hold(MessageType.RESULT) as held:
+        late = rpc.rpc_async(1, give, args=(rref,), timeout=0.01)
+        with pytest.raises(RpcTimeoutError):
+            late.wait()
+        held.wait()
+    with pytest.raises(PayloadError, match="cannot be rebuilt"):
+        rpc.rpc_sync(1, give, args=(rref, True))
+
+
+def test_references_in_calls_that_cannot_be_rebuilt_or_are_not_run(trio: Cluster) -> None:
+    own, other = rpc.RRef(1), rpc.remote(2, Value)
+    with pytest.raises(PayloadError, match="cannot be rebuilt"):
+        rpc.rpc_sync(1, give, args=(Breaks(), own, other))
+    with trio.network.hold(MessageType.CALL) as held:
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync(1, give_back, args=([own, other],), timeout=0.01)
+        held.wait()
+        with trio.network.hold(MessageType.REMOTE_CALL) as also:
+            refused = rpc.remote(1, give_back, args=([own, other],), timeout=0.01)
+            also.wait()
+            with pytest.raises(RpcTimeoutError):
+                refused.to_here(timeout=0.05)
+            trio.network.wait_carried(MessageType.CANCEL)
+            del refused
+
+
 # ---- faults ----------------------------------------------------------------------------------------------
 
 

@@ -35,7 +35,7 @@ def test_a_peer_that_ends_is_lost(kind: str) -> None:
         b.close()
         assert b.join(Deadline.after(WAIT)) == []
         assert lost.wait(WAIT)
-        assert told == [(1, endpoint)]
+        assert told == [(1, f"nobody listens at {endpoint} any more")]
     finally:
         for mailbox in (a, b):
             mailbox.close()

@@ -26,6 +26,7 @@ from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.membership import WorkerInfo
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from zmqgrad.rpc.rref import RRef
+from zmqgrad.rpc.serving import cancelled, time_left
 
 PyRRef = RRef
 
@@ -38,6 +39,7 @@ __all__ = [
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
     "_set_rpc_timeout",
+    "cancelled",
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
@@ -47,4 +49,5 @@ __all__ = [
     "rpc_sync",
     "set_rpc_timeout",
     "shutdown",
+    "time_left",
 ]

@@ -34,8 +34,9 @@ class LaneOutcome(Outcome[Inbound]):
 
 @dataclass(slots=True, eq=False)
 class PendingCall:
-    """One request on its way. ``what`` says what was asked for, for people; ``keep`` stays alive as long.
+    """One request on its way.
 
+    ``what`` says what was asked for, for people; ``keep`` stays alive as long; ``kind`` is its MessageType.
     ``lane``: where the calling thread waits; the outcome is set only if the answer does not come there.
     """
 
@@ -45,6 +46,7 @@ class PendingCall:
     timeout: float
     what: str | Callable[..., Any]
     keep: Any = None
+    kind: int = 0
     outcome: Outcome[Inbound] = field(default_factory=Outcome)
     lane: Lane | None = None
 

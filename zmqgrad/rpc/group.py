@@ -20,7 +20,7 @@ from zmqgrad.rpc.membership import Membership, WorkerRecord, program_fingerprint
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref import install_rrefs
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store import Store, TCPStore
 from zmqgrad.transport.base import Mailbox
 from zmqgrad.transport.liveness import answers
@@ -41,7 +41,12 @@ PART_SECONDS = 2.0
 
 
 def make_worker(
-    name: str, rank: int, world_size: int, mailbox: Mailbox, options: RpcBackendOptions
+    name: str,
+    rank: int,
+    world_size: int,
+    mailbox: Mailbox,
+    options: RpcBackendOptions,
+    clock: Clock = MONOTONIC,
 ) -> Worker:
     """A worker with all its floors, not yet started."""
     own = WorkerRecord(
@@ -53,7 +58,7 @@ def make_worker(
         os.getpid(),
         program_fingerprint(),
     )
-    worker = Worker(Membership(own, world_size), mailbox, options)
+    worker = Worker(Membership(own, world_size), mailbox, options, clock)
     install_rrefs(worker)
     for extension in EXTENSIONS:
         install_extension(extension, worker)

@@ -193,6 +193,12 @@ class Membership:
         found = self._by_id.get(worker_id)
         return found.name if found else f"worker {worker_id}"
 
+    def successor(self, worker_id: int) -> WorkerRecord | None:
+        """The worker that has the name of ``worker_id`` now, if that is another one."""
+        before = self._by_id.get(worker_id)
+        now = None if before is None else self._by_name.get(before.name)
+        return None if now is None or now.id == worker_id else now
+
     def all(self) -> list[WorkerRecord]:
         """All workers known."""
         with self._lock:

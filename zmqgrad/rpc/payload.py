@@ -54,6 +54,10 @@ class References(Protocol):
         """The reader's RRef of such a fork."""
         ...
 
+    def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
+        """Let go of forks (their first four items) that came, and that nobody will adopt."""
+        ...
+
 
 class Terms(NamedTuple):
     """On which terms a value travels.
@@ -177,13 +181,25 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data), buffers=buffers)
         self._tensors = tensors
         self._references = references
+        self._adopted: set[int] = set()  # fork ids
+
+    def _adopt(self, *fork: Any) -> Any:
+        assert self._references is not None
+        self._adopted.add(fork[2])
+        return self._references.adopt(*fork)
+
+    def discard_rest(self, payload: Payload) -> None:
+        """Reading has failed: let go of the references that were not reached."""
+        rest = [fork for fork in payload.forks if fork[2] not in self._adopted]
+        if rest and self._references is not None:
+            self._references.discard(rest)
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__:
             if name == "_tensor_at":
                 return self._tensors.__getitem__
             if name == "_adopt" and self._references is not None:
-                return self._references.adopt
+                return self._adopt
         if module == "__mp_main__":
             module = "__main__"
         return super().find_class(module, name)
@@ -284,7 +300,8 @@ def _pickle(value: Any, terms: Terms) -> Packed:
             raise
         said = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
         raise PayloadError(f"cannot send {_shorten(value)}: {_name_culprit(value, terms)}{said}") from e
-    payload = Payload(Form.PICKLE, tensors, _blob(file.getbuffer(), frames), outside)
+    forks = tuple([fork[:4] for fork in pickler.forks])
+    payload = Payload(Form.PICKLE, tensors, _blob(file.getbuffer(), frames), outside, forks)
     return Packed(payload, frames, pickler.tensors)
 
 
@@ -380,8 +397,11 @@ def unpack(
         bytearray(blob_bytes(b, frames)) if b.place is Place.INLINE else blob_bytes(b, frames)
         for b in payload.buffers
     ]
+    unpickler = _Unpickler(data, buffers, tensors, references)
+    complete = False
     try:
-        return _Unpickler(data, buffers, tensors, references).load()
+        value = unpickler.load()
+        complete = True
     except (ProtocolError, PayloadError, FunctionNotFoundError):
         raise
     except (AttributeError, ModuleNotFoundError) as e:
@@ -390,6 +410,10 @@ def unpack(
         ) from e
     except Exception as e:
         raise PayloadError(f"cannot rebuild a value that was sent: {type(e).__name__}: {e}") from e
+    finally:
+        if not complete:
+            unpickler.discard_rest(payload)
+    return value
 
 
 # ---- functions ------------------------------------------------------------------------------------------

@@ -12,10 +12,17 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from zmqgrad.errors import NotInitializedError, RpcTimeoutError, RRefError, TransportError
+from zmqgrad.errors import (
+    NotInitializedError,
+    PeerLostError,
+    RpcError,
+    RpcTimeoutError,
+    RRefError,
+    TransportError,
+)
 from zmqgrad.rpc.dispatch import Doors
 from zmqgrad.rpc.payload import TravelsAsReference
 from zmqgrad.rpc.rref_ledger import (
@@ -90,6 +97,7 @@ class ReferenceTable:
         self._dropped: OrderedDict[int, None] = OrderedDict()
         self._owner = OwnerLedger()
         self._user = UserLedger()
+        self._lost: set[int] = set()  # workers that are gone; ids are never given twice
         self._released: deque[int] = deque()
         self._sweeping = False
         self._closed = False
@@ -127,7 +135,8 @@ class ReferenceTable:
         outcome = self._expect(rref_id)
         if fork_id:
             with self._lock:
-                self._owner.note(rref_id, fork_id, holder)
+                if holder not in self._lost:
+                    self._owner.note(rref_id, fork_id, holder)
         return outcome
 
     def made(self, rref_id: int) -> None:
@@ -198,6 +207,30 @@ class ReferenceTable:
             effects += self._locked(lambda fork_id=fork_id: self._user.release(fork_id))  # type: ignore[misc]
         self._carry_out(effects)
 
+    def check_alive(self, handle: Handle) -> None:
+        """Can ``handle``, a user's, still be used?
+
+        Raises:
+            PeerLostError: if the worker that owned the value is gone. RRefError: if this one was shut down.
+        """
+        with self._lock:
+            if not self._user.holds(handle.fork_id):
+                raise self._dead(handle)
+
+    def _dead(self, handle: Handle) -> RpcError:
+        """Why ``handle`` cannot be used any more."""
+        shown = show_id(handle.rref_id)
+        if handle.owner not in self._lost:
+            return RRefError(f"value {shown} is out of reach: this worker was shut down since")
+        name = self._worker.membership.name_of(handle.owner)
+        now = self._worker.membership.successor(handle.owner)
+        also = (
+            f"; the {name} that runs now (worker {now.id}) is a new one and does not have it" if now else ""
+        )
+        return PeerLostError(
+            f"value {shown} was lost with {name} (worker {handle.owner}), which owned it and is gone{also}"
+        )
+
     # ---- travelling -------------------------------------------------------------------------------------
 
     def fork_for(self, peer: int, handle: Handle) -> tuple[int, int, int, int, str]:
@@ -206,13 +239,17 @@ class ReferenceTable:
             raise RRefError("this RRef belongs to another worker, or to one that was shut down")
         fork_id = self._worker.ids.next()
         with self._lock:
+            if peer in self._lost:  # nobody would ever take the fork back
+                raise self._worker.loss_of(peer, "a message with an RRef")
             if handle.owner == self._worker.id:
                 assert handle.outcome is not None
                 self._values[handle.rref_id] = handle.outcome
                 self._dropped.pop(handle.rref_id, None)  # nobody else referred to it; now somebody does again
                 self._owner.note(handle.rref_id, fork_id, peer)
-            else:
+            elif self._user.holds(handle.fork_id):
                 self._user.fork(handle.fork_id, fork_id, peer)
+            else:
+                raise self._dead(handle)
         return handle.owner, handle.rref_id, fork_id, self._worker.id, handle.type_name
 
     def adopt_from(self, owner: int, rref_id: int, fork_id: int, parent: int, type_name: str) -> Any:
@@ -224,9 +261,24 @@ class ReferenceTable:
             else:
                 self._carry_out([SendChildAccept(parent, rref_id, fork_id)])
             return self.make_rref(Handle(self, rref_id, 0, owner, outcome, type_name))
-        effects = self._locked(lambda: self._user.adopt(rref_id, fork_id, owner, parent))
+        with self._lock:
+            effects = [] if owner in self._lost else self._user.adopt(rref_id, fork_id, owner, parent)
         self._carry_out(effects)
         return self.make_rref(Handle(self, rref_id, fork_id, owner, None, type_name))
+
+    def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
+        """Let go of forks that came here in a message which nobody will read."""
+        for owner, rref_id, fork_id, parent in forks:
+            if owner == self._worker.id:
+                if parent == owner:
+                    self.unfork(owner, rref_id, fork_id)
+                else:
+                    self._carry_out([SendChildAccept(parent, rref_id, fork_id)])
+                continue
+            with self._lock:
+                effects = [] if owner in self._lost else self._user.adopt(rref_id, fork_id, owner, parent)
+            self._carry_out(effects)
+            self.release_later(fork_id)
 
     def unfork(self, owner: int, rref_id: int, fork_id: int) -> None:
         """A fork was made for a message that will never be sent."""
@@ -241,7 +293,7 @@ class ReferenceTable:
         message = inbound.message
         assert isinstance(message, RRefForkRequest)
         with self._lock:
-            if message.rref_id not in self._dropped:
+            if message.rref_id not in self._dropped and inbound.envelope.source not in self._lost:
                 self._owner.note(message.rref_id, message.fork_id, inbound.envelope.source)
                 # Unknown even now: it was deleted before. Known without a value: its maker's call comes yet.
                 if self._owner.knows(message.rref_id) and message.rref_id not in self._values:
@@ -266,7 +318,10 @@ class ReferenceTable:
 
     def peer_lost(self, peer: int) -> None:
         """``peer`` died, with its forks and its values."""
-        self._carry_out(self._locked(lambda: self._owner.lose(peer) + self._user.lose(peer)))
+        with self._lock:
+            self._lost.add(peer)
+            effects = self._owner.lose(peer) + self._user.lose(peer)
+        self._carry_out(effects)
 
     # ---- effects ----------------------------------------------------------------------------------------
 
@@ -324,7 +379,7 @@ class ReferenceTable:
             self._worker.request(
                 peer, message, seconds=RETRY_SECONDS, what=type(message).__name__, settled=settled
             )
-        except (TransportError, NotInitializedError) as e:
+        except (TransportError, NotInitializedError, PeerLostError) as e:
             logger.debug("%s: cannot tell worker %d %s: %s", self._worker.name, peer, message, e)
 
     # ---- ending -----------------------------------------------------------------------------------------
@@ -374,6 +429,10 @@ class PeerReferences:
     def adopt(self, *fork: Any) -> Any:
         """The RRef of a fork that the peer sent."""
         return self._table.adopt_from(*fork)
+
+    def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
+        """Let go of forks that the peer sent, unread."""
+        self._table.discard(forks)
 
 
 def _nothing() -> None:

@@ -79,7 +79,7 @@ class RRef(TravelsAsReference, Generic[T]):
                 f"Can't call RRef.local_value() on a non-owner: {self} lives on {self.owner_name()}; "
                 f"use to_here(), or call a function there"
             )
-        return self._own_value(self._worker.default_timeout)
+        return self._own_value(self._worker.seconds(UNSET_RPC_TIMEOUT))
 
     def _own_value(self, seconds: float) -> T:
         outcome = self.handle.outcome
@@ -106,11 +106,15 @@ class RRef(TravelsAsReference, Generic[T]):
             return self._own_value(seconds)
         if self.handle.outcome is not None:
             self.handle.outcome.result()  # creating it failed: raise that
+        self._worker.references.check_alive(self.handle)
         message = RRefFetch(self.handle.rref_id, seconds)
-        call = self._worker.request(
-            self.handle.owner, message, seconds=seconds, what="to_here", keep=self.handle, waits=True
+        worker, owner = self._worker, self.handle.owner
+        # In no variable: the traceback of its error would make a cycle, and this reference outlive it.
+        value: T = worker.open(
+            worker.wait(
+                worker.request(owner, message, seconds=seconds, what="to_here", keep=self.handle, waits=True)
+            )
         )
-        value: T = self._worker.open(self._worker.wait(call))
         return value
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
@@ -231,6 +235,7 @@ def _ask(
     seconds = worker.seconds(timeout)
     if rref.is_owner():
         return worker.call(peer, _call_own_method, (rref, seconds, name, args, kwargs), None, timeout, waits)
+    worker.references.check_alive(rref.handle)
     packed = pack_arguments(args, kwargs, worker.terms(peer))
     reference = method_reference(rref.handle.rref_id, name)
     return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)

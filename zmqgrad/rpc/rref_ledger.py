@@ -154,6 +154,10 @@ class UserLedger:
             effects.append(SendChildAccept(fork.parent, fork.rref_id, fork_id))
         return effects + self._delete_if_free(fork)
 
+    def holds(self, fork_id: int) -> bool:
+        """Is ``fork_id`` held here? Not any more once its owner was lost."""
+        return fork_id in self._forks
+
     def is_confirmed(self, fork_id: int) -> bool:
         """Does the owner know of ``fork_id``?"""
         fork = self._forks.get(fork_id)

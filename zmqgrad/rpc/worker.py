@@ -39,6 +39,7 @@ from zmqgrad.rpc.payload import (
 )
 from zmqgrad.rpc.references import ReferenceTable
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
+from zmqgrad.rpc.serving import ServedCall, ServingTable, serve, serve_no_more, time_left
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
@@ -49,9 +50,11 @@ from zmqgrad.wire.ids import IdSource
 from zmqgrad.wire.messages import (
     RESPONSE,
     Call,
+    Cancel,
     ExceptionReply,
     Message,
     MessageType,
+    Payload,
     RemoteCall,
     RemoteResult,
     Result,
@@ -89,10 +92,11 @@ class Worker:
         self.timekeeper = Timekeeper(own.name, clock)
         self.pool = EnginePool(own.name, options.num_worker_threads, self.timekeeper.call_later)
         self.calls = CallTable()
+        self.serving = ServingTable(clock)
         self.doors = Doors()
         self.references = ReferenceTable(self)
         self.default_timeout = options.rpc_timeout
-        self.lost: dict[int, str] = {}  # peers that have ended, and where they were
+        self.lost: dict[int, str] = {}  # peers that are gone, and why that is believed
         self._completer = Completer(
             lambda task: self.pool.submit(partial(self._act, task)), self.timekeeper.call_later
         )
@@ -108,6 +112,7 @@ class Worker:
             MessageType.RREF_FETCH: lambda i: self.run_call(i, i.message, None),
         }
         self.doors.requests.update(requests)
+        self.doors.control[MessageType.CANCEL] = self._on_cancel
         self.references.install(self.doors)
 
     def start(self) -> None:
@@ -167,20 +172,26 @@ class Worker:
         """
         if self._closed:
             raise NotInitializedError(f"worker {self.name} has been shut down; call init_rpc again")
+        kind = message.TYPE
         if peer in self.lost:
+            self._unfork(peer, packed)
             raise self.loss_of(peer, _describe(what))
         if self.doors.outgoing is not None:
             message = self.doors.outgoing(peer, message, packed.tensors, _describe(what))
         deadline = self.clock.now() + seconds if seconds else math.inf
         lane = self.mailbox.take_lane(peer) if waits else None
         if lane is None:
-            call = PendingCall(self.ids.next(), peer, deadline, seconds, what, keep)
+            call = PendingCall(self.ids.next(), peer, deadline, seconds, what, keep, kind)
         else:
-            call = PendingCall(self.ids.next(), peer, deadline, seconds, what, keep, LaneOutcome(lane), lane)
+            call = PendingCall(
+                self.ids.next(), peer, deadline, seconds, what, keep, kind, LaneOutcome(lane), lane
+            )
         if settled is not None:
             call.outcome.then(settled)
         self.calls.add(call)
         try:
+            if peer in self.lost:  # since we looked: whoever noted the loss may not have seen this call
+                raise self.loss_of(peer, _describe(what))
             self.mailbox.send(
                 peer, message, call.message_id, packed.frames, 0 if lane is None else lane.number
             )
@@ -190,6 +201,7 @@ class Worker:
                 lane.give_back()
             if self.doors.unsent is not None:
                 self.doors.unsent(message)
+            self._unfork(peer, packed)
             raise
         self._sent += 1
         if deadline < self._next_check:
@@ -213,10 +225,40 @@ class Worker:
             return self._wait_at(call.lane, call)
         outcome = call.outcome
         left = None if call.deadline == math.inf else max(0.0, call.deadline - self.clock.now())
-        if not outcome.wait_done(left) and self.calls.take(call.message_id) is not None:
-            outcome.fail(self._over_time(call))
-        outcome.wait_done()  # at most the moment between its being taken and set by another thread
-        return outcome.result()
+        try:
+            if not outcome.wait_done(left) and self.calls.take(call.message_id) is not None:
+                outcome.fail(self._over_time(call))
+                self._cancel(call)
+            outcome.wait_done()  # at most the moment between its being taken and set by another thread
+        except BaseException:  # Ctrl-C: the caller does not want it any more
+            self.give_up(call)
+            raise
+        try:
+            return outcome.result()
+        finally:
+            del call, outcome  # an error's traceback holds this frame: make no cycle of it
+
+    def give_up(self, call: PendingCall) -> None:
+        """Nobody waits for ``call`` any more: tell its callee; drop the answer if it is here already."""
+        if self.calls.take(call.message_id) is not None:
+            call.outcome.fail(RpcError(f"{call.describe()} was given up by its caller"))
+            self._cancel(call)
+        elif call.outcome.done() and call.outcome.error() is None:
+            self._drop_unread(call.outcome.result())
+
+    def _cancel(self, call: PendingCall) -> None:
+        """Tell the callee that nobody waits for ``call`` any more."""
+        if call.kind not in _CANCELLABLE or call.peer in self.lost:
+            return
+        try:
+            self.post(call.peer, Cancel(call.message_id))
+        except (TransportError, RpcError) as e:
+            logger.debug("%s: cannot cancel %s: %s", self.name, call.describe(), e)
+
+    def _on_cancel(self, inbound: Inbound) -> None:
+        message = inbound.message
+        assert isinstance(message, Cancel)
+        self.serving.cancel(inbound.envelope.source, message.call)
 
     def _wait_at(self, lane: Lane, call: PendingCall) -> Inbound:
         """Read answers at ``lane`` until that of ``call`` is there, or its outcome is set from elsewhere."""
@@ -228,15 +270,22 @@ class Worker:
                     if inbound is None:
                         if left is not None and left <= 0 and self.calls.take(call.message_id) is not None:
                             call.outcome.fail(self._over_time(call))
+                            self._cancel(call)
                     elif inbound.envelope.message_id != call.message_id:
                         self._on_answer(inbound)  # to somebody who gave up; or a stranger
                     elif self.calls.take(call.message_id) is not None:
                         return inbound
                     else:
                         call.outcome.wait_done()  # another thread has taken it and is about to settle it
-            return call.outcome.result()
+        except BaseException:  # Ctrl-C
+            self.give_up(call)
+            raise
         finally:
             lane.give_back()
+        try:
+            return call.outcome.result()
+        finally:
+            del call  # as in wait()
 
     def _on_answer(self, inbound: Inbound) -> None:
         """What came in by a lane for nobody who waits there."""
@@ -277,12 +326,21 @@ class Worker:
     def seconds(self, timeout: Any) -> float:
         """What a ``timeout`` argument means: seconds, 0 for no limit, -1 for the default.
 
+        Inside a call that is served here, never more than what that call has left.
+
         Raises:
-            ConfigurationError: for anything else.
+            ConfigurationError: for anything else. RpcTimeoutError: if that call has no time left.
         """
-        if timeout == UNSET_RPC_TIMEOUT:
-            return self.default_timeout
-        return check_timeout(timeout)
+        seconds = self.default_timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
+        left = time_left()
+        if left == math.inf:
+            return seconds
+        if left == 0.0:
+            raise RpcTimeoutError(
+                f"RPC ran for more than set timeout and will now be marked with an error: nobody waits any "
+                f"more for the call that {self.name} serves here, so it can make no further calls"
+            )
+        return min(seconds, left) if seconds else left
 
     def terms(self, peer: WorkerRecord) -> Terms:
         """On which terms values travel to ``peer``."""
@@ -306,23 +364,58 @@ class Worker:
             call = self.calls.take(inbound.envelope.message_id)
             if call is not None:
                 call.outcome.set(inbound)
+            else:
+                self._drop_unread(inbound)
             return None
         self._served += 1
         handler = self.doors.requests.get(kind)
         if handler is None:
             logger.warning("%s: nobody here answers %s", self.name, type(inbound.message).__name__)
             return None
-        return partial(self._serve, handler, inbound)
+        return partial(self._serve, handler, inbound, self.serving.begin(inbound))
 
-    def _serve(self, handler: RequestHandler, inbound: Inbound) -> None:
+    def _serve(self, handler: RequestHandler, inbound: Inbound, served: ServedCall | None) -> None:
         """In an engine thread."""
-        token = act_for(self)
+        tokens = act_for(self), serve(served)
         try:
-            handler(inbound)
+            if served is not None and served.left() == 0.0:
+                self._too_late(inbound)
+            else:
+                handler(inbound)
         except BaseException as e:
             self.reply_error(inbound, e)
         finally:
-            act_again(token)
+            if served is not None:
+                self.serving.end(served)
+            serve_no_more(tokens[1])
+            act_again(tokens[0])
+
+    def _too_late(self, inbound: Inbound) -> None:
+        """A call whose caller gave up while it waited for a thread: it is not run."""
+        message = getattr(inbound.message, "wrapped", inbound.message)
+        error = RpcTimeoutError(
+            f"RPC ran for more than set timeout and will now be marked with an error: its caller had given "
+            f"up before {self.name} could run it, so it was not run"
+        )
+        self._drop_unread(inbound)
+        if isinstance(message, RemoteCall):
+            made = self.references.expect(inbound.envelope.source, message.rref_id, message.fork_id)
+            made.fail(error)
+            self.references.made(message.rref_id)
+        raise error
+
+    def _drop_unread(self, inbound: Inbound) -> None:
+        """Nobody will read this message: let go of the references in it."""
+        message = getattr(inbound.message, "wrapped", inbound.message)
+        payload: Payload | None = getattr(message, "payload", None)
+        if payload is not None and payload.forks:
+            self.references.discard(payload.forks)
+
+    def _unfork(self, peer: int, packed: Packed) -> None:
+        """``packed`` will not be sent: undo the references made for it."""
+        references = self.references.of(peer)
+        for fork in packed.payload.forks:
+            references.unfork(fork)
 
     def _act(self, task: Task) -> None:
         """In an engine thread: ``task``, whose user code may call."""
@@ -408,10 +501,16 @@ class Worker:
     ) -> None:
         """Answer ``inbound``."""
         source = inbound.envelope.source
-        if self.doors.outgoing is not None:
-            message = self.doors.outgoing(source, message, packed.tensors, what)
         envelope = inbound.envelope
-        self.mailbox.send(source, message, envelope.message_id, packed.frames, envelope.lane)
+        try:
+            if source in self.lost:
+                raise self.loss_of(source, f"the answer to {what}")
+            if self.doors.outgoing is not None:
+                message = self.doors.outgoing(source, message, packed.tensors, what)
+            self.mailbox.send(source, message, envelope.message_id, packed.frames, envelope.lane)
+        except BaseException:
+            self._unfork(source, packed)
+            raise
 
     def reply_error(self, inbound: Inbound, error: BaseException) -> None:
         """Answer ``inbound`` by an exception."""
@@ -435,6 +534,7 @@ class Worker:
         now = self.clock.now()
         for call in self.calls.expire(now):
             call.outcome.fail(self._over_time(call))
+            self._cancel(call)
         with self._check_lock:
             if self._next_check > now:
                 return  # a later check is on its way
@@ -452,13 +552,14 @@ class Worker:
 
     # ---- losing -----------------------------------------------------------------------------------------
 
-    def lose(self, peer: int, where: str) -> None:
+    def lose(self, peer: int, why: str) -> None:
         """The process of ``peer`` has ended: nothing waits for it any longer (P2)."""
         if self._closed or peer in self.lost:
             return
-        self.lost[peer] = where
+        self.lost[peer] = why
         for call in self.calls.lose(peer):
             call.outcome.fail(self.loss_of(peer, call.describe()))
+        self.serving.lose(peer)
         self.references.peer_lost(peer)
         for told in self.doors.peer_lost:
             told(peer, self.loss_of(peer, "a part of it"))
@@ -466,8 +567,8 @@ class Worker:
     def loss_of(self, peer: int, what: str) -> PeerLostError:
         """The error for ``what`` was asked of a peer that is gone."""
         return PeerLostError(
-            f"{self.membership.name_of(peer)} (worker {peer}) is gone: nobody listens at {self.lost[peer]} "
-            f"any more; {what} will not be answered"
+            f"{self.membership.name_of(peer)} (worker {peer}) is gone: {self.lost[peer]}; "
+            f"{what} will not be answered"
         )
 
     # ---- ending -----------------------------------------------------------------------------------------
@@ -508,6 +609,9 @@ class Worker:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self.calls)} calls pending, {self.pool!r}"
         return f"<Worker {self.name} id={self.id}: {state}>"
+
+
+_CANCELLABLE = frozenset((MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH))
 
 
 def _describe(what: str | Callable[..., Any]) -> str:

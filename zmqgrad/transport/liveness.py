@@ -131,7 +131,7 @@ class Watch:
             if not answers(endpoint):
                 del suspects[peer]
                 try:
-                    self._lost(peer, endpoint)
+                    self._lost(peer, f"nobody listens at {endpoint} any more")
                 except Exception:
                     logger.exception("telling of the loss of worker %d failed", peer)
             elif deadline.passed():

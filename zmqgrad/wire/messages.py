@@ -47,6 +47,7 @@ class MessageType(enum.IntEnum):
     REMOTE_CALL = 0x05 | REQUEST
     REMOTE_RESULT = 0x06 | RESPONSE
     EXCEPTION = 0x37 | RESPONSE
+    CANCEL = 0x38 | REQUEST
     # references
     RREF_FETCH = 0x08 | REQUEST
     RREF_VALUE = 0x0A | RESPONSE
@@ -175,12 +176,17 @@ class Form(enum.IntEnum):
 
 
 class Payload(_Part, frozen=True):
-    """A Python value. ``pickled`` names a blob, ``buffers`` those of its out-of-band buffers."""
+    """A Python value. ``pickled`` names a blob, ``buffers`` those of its out-of-band buffers.
+
+    ``forks`` gives the references in it as (owner, rref id, fork id, parent): whoever drops a payload unread
+    has to let go of them.
+    """
 
     form: Form = Form.NOTHING
     tensors: Tensors = NO_TENSORS
     pickled: Blob | None = None
     buffers: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
+    forks: Annotated[tuple[tuple[WorkerId, Id, Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
 NOTHING = Payload()
@@ -241,6 +247,13 @@ class ExceptionReply(Message, frozen=True, tag=5):
     text: str
     traceback: str
     pickled: bytes = b""
+
+
+class Cancel(Message, frozen=True):
+    """Caller to callee: I have given up waiting for ``call`` (a message id). Not answered."""
+
+    TYPE: ClassVar[MessageType] = MessageType.CANCEL
+    call: Id
 
 
 # ---- references -----------------------------------------------------------------------------------------

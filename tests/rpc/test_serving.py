@@ -1,0 +1,178 @@
+"""What a callee knows of the call that it serves: time left, and whether anybody still waits."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from zmqgrad import rpc
+from zmqgrad.errors import PeerLostError, RpcTimeoutError
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.runtime.clock import ManualClock
+from zmqgrad.testing import Cluster, cluster
+from zmqgrad.wire.messages import MessageType
+
+ONE_THREAD = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=1)
+
+WAIT = 20.0
+
+
+@pytest.fixture
+def pair(clock: ManualClock) -> Iterator[Cluster]:
+    with cluster(2, ONE_THREAD, clock) as c:
+        yield c
+
+
+class Stage:
+    """What the functions below and their test tell each other; in one process, so by a global."""
+
+    def __init__(self) -> None:
+        self.running = threading.Event()
+        self.go_on = threading.Event()
+        self.seen: list[Any] = []
+
+
+stage = Stage()
+
+
+@pytest.fixture(autouse=True)
+def fresh_stage() -> Iterator[None]:
+    global stage
+    stage = Stage()
+    yield
+    stage.go_on.set()
+
+
+def left_here() -> float:
+    """Of the call that asks."""
+    return rpc.time_left()
+
+
+def left_there(timeout: float) -> float:
+    """Of a call that the call makes."""
+    return rpc.rpc_sync(0, left_here, timeout=timeout)
+
+
+def left_by_remote(to: int) -> float:
+    """Of making a value, for a call."""
+    return rpc.remote(to, left_here).to_here()
+
+
+def stop_and_look() -> Any:
+    """Wait, then say whether anybody still waits."""
+    mine = stage
+    mine.running.set()
+    mine.go_on.wait(WAIT)
+    mine.seen.append((rpc.cancelled(), rpc.time_left()))
+    try:
+        mine.seen.append(rpc.rpc_sync(0, left_here))
+    except RpcTimeoutError as e:
+        mine.seen.append(e)
+
+
+def count() -> None:
+    """To see how often it ran."""
+    stage.seen.append("ran")
+
+
+def test_outside_of_calls_there_is_no_limit() -> None:
+    assert rpc.time_left() == math.inf
+    assert not rpc.cancelled()
+
+
+@pytest.mark.parametrize(("timeout", "left"), [(3, 3.0), (0, math.inf), (rpc.api.UNSET_RPC_TIMEOUT, 20.0)])
+def test_the_callee_can_ask(pair: Cluster, timeout: float, left: float) -> None:
+    assert rpc.rpc_sync(1, left_here, timeout=timeout) == left
+    assert rpc.rpc_async(1, left_here, timeout=timeout).wait() == left
+    assert rpc.remote(1, left_here, timeout=timeout).to_here() == left
+
+
+@pytest.mark.parametrize(("outer", "inner", "left"), [(3, 5, 3.0), (3, 0, 3.0), (5, 3, 3.0), (0, 3, 3.0)])
+def test_nested_calls_do_not_outlive_the_call(pair: Cluster, outer: float, inner: float, left: float) -> None:
+    assert rpc.rpc_sync(1, left_there, args=(inner,), timeout=outer) == left
+
+
+def test_nor_do_nested_remote_calls(pair: Cluster) -> None:
+    assert rpc.rpc_sync(1, left_by_remote, args=(0,), timeout=4) == 4.0
+    assert rpc.rpc_sync(1, left_by_remote, args=(1,), timeout=4) == 4.0
+
+
+def test_a_call_over_time_is_cancelled_and_can_make_no_more(pair: Cluster, clock: ManualClock) -> None:
+    future = rpc.rpc_async(1, stop_and_look, timeout=5)
+    assert stage.running.wait(WAIT)
+    queued = rpc.rpc_async(0, left_here, timeout=0)
+    assert queued.wait() == math.inf
+    clock.advance(6)
+    with pytest.raises(RpcTimeoutError, match=r"more than set timeout .5000 ms"):
+        future.wait()
+    stage.go_on.set()
+    pair.network.wait_carried(MessageType.RESULT, 2)
+    assert stage.seen[0] == (True, 0.0)
+    assert "nobody waits any more" in str(stage.seen[1])
+
+
+def test_a_queued_call_whose_time_is_over_is_not_run(pair: Cluster, clock: ManualClock) -> None:
+    with pair.network.hold(MessageType.CANCEL):  # so that the callee has nothing but its own clock
+        first = rpc.rpc_async(1, stop_and_look, timeout=0)
+        assert stage.running.wait(WAIT)
+        late = rpc.rpc_async(1, count, timeout=5)
+        made = rpc.remote(1, count, timeout=5)
+        on_time = rpc.rpc_async(1, count, timeout=50)
+        pair.network.wait_quiet()  # all have arrived, and wait for the one thread
+        clock.advance(6)
+        stage.go_on.set()
+        first.wait()
+        on_time.wait()
+    with pytest.raises(RpcTimeoutError):
+        late.wait()
+    with pytest.raises(RpcTimeoutError):
+        made.to_here()
+    assert stage.seen.count("ran") == 1
+
+
+def test_a_caller_that_gives_up_tells_the_callee(pair: Cluster) -> None:
+    worker = current_worker()
+    call = worker.call(1, stop_and_look, timeout=0)
+    assert stage.running.wait(WAIT)
+    queued = worker.call(1, count, timeout=0)
+    pair.network.wait_quiet()
+    for given_up in (queued, call):
+        worker.give_up(given_up)
+    pair.network.wait_carried(MessageType.CANCEL, 2)
+    pair.network.wait_quiet()
+    stage.go_on.set()
+    assert rpc.rpc_sync(1, left_here) == 20.0, "the one thread is free again"
+    assert stage.seen[0] == (True, 0.0)
+    assert "ran" not in stage.seen
+    assert len(pair.workers[1].serving) == 0
+
+
+def test_nobody_else_can_cancel_a_call() -> None:
+    with cluster(3, ONE_THREAD) as c:
+        call = c.workers[0].call(1, stop_and_look)
+        assert stage.running.wait(WAIT)
+        c.workers[2]._cancel(call)
+        c.network.wait_carried(MessageType.CANCEL)
+        c.network.wait_quiet()
+        stage.go_on.set()
+        c.workers[0].wait(call)
+        assert stage.seen[0][0] is False
+
+
+def test_the_calls_of_a_dead_caller_are_cancelled(pair: Cluster) -> None:
+    future = rpc.rpc_async(1, stop_and_look, timeout=0)
+    assert stage.running.wait(WAIT)
+    pair.workers[1].lose(0, "it fell over")
+    stage.go_on.set()
+    pair.workers[0].lose(1, "it fell over")
+    with pytest.raises(PeerLostError, match=r"worker1 .worker 1. is gone.*it fell over.*stop_and_look"):
+        future.wait()
+    assert pair.workers[1].pool.wait_idle(rpc.worker.Deadline.after(WAIT))
+    assert stage.seen[0] == (True, 0.0)
+    with pytest.raises(PeerLostError, match="it fell over"):
+        rpc.rpc_sync(1, count)
