@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from zmqgrad import __version__
-from zmqgrad.cli import run
+from zmqgrad.cli import run, store
 from zmqgrad.errors import ConfigurationError
 
 
@@ -23,7 +23,7 @@ class Command(Protocol):
     def execute(self, arguments: argparse.Namespace) -> int: ...
 
 
-_COMMANDS: dict[str, Command] = {"run": run}
+_COMMANDS: dict[str, Command] = {"run": run, "store": store}
 
 EXIT_USAGE = 2
 

@@ -226,6 +226,11 @@ class StoreServer:
 
     # ---- from any thread --------------------------------------------------------------------------------
 
+    @property
+    def serves(self) -> bool:
+        """Does it still? It ends when it is closed, and should it fail."""
+        return self._thread.is_alive()
+
     def refuse_newcomers(self) -> None:
         """Answer no pings from now on: a client's first question, and a new watch's."""
         self._no_newcomers = True

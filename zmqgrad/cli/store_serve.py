@@ -1,0 +1,59 @@
+"""``zmqgrad store serve``: a store's server as a process of its own, which outlives the workers."""
+
+from __future__ import annotations
+
+import argparse
+import select
+import sys
+
+from zmqgrad.cli.signals import SignalInbox
+from zmqgrad.errors import TransportError
+from zmqgrad.store.addresses import check_port, listening_address
+from zmqgrad.store.server import StoreServer
+
+HELP = "Serve a key-value store until interrupted."
+
+DEFAULT_PORT = 29500
+
+EXIT_FAILED = 1
+
+LOOK_SECONDS = 1.0
+"""How often it is looked whether the server still serves; signals are seen at once."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="where to listen: an address of this host, or its name for all interfaces (default: 127.0.0.1)",
+    )
+    parser.add_argument(
+        "--port",
+        type=int,
+        default=DEFAULT_PORT,
+        help=f"the port (default: {DEFAULT_PORT}); 0 for one that is free",
+    )
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Serve, and return the exit code for the shell.
+
+    Raises:
+        ConfigurationError: the address cannot be right.
+    """
+    address = listening_address(arguments.host, check_port(arguments.port))
+    with SignalInbox() as signals:
+        try:
+            server = StoreServer(address)
+        except TransportError as error:
+            print(f"zmqgrad store serve: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        print(f"serving a store at {server.endpoint}", flush=True)
+        while server.serves:
+            select.select([signals], [], [], LOOK_SECONDS)
+            if signals.take():
+                server.close()
+                return 0
+    print(f"zmqgrad store serve: the server at {server.endpoint} failed", file=sys.stderr)
+    return EXIT_FAILED
