@@ -1,29 +1,34 @@
-"""The ``zmqgrad`` command, also as ``python -m zmqgrad``: finds the subcommand and hands over to it."""
+"""The ``zmqgrad`` command, also as ``python -m zmqgrad``: finds the subcommand and hands over to it.
+
+Only the module of the command that is asked for is loaded: a launcher must not wait for what a store needs.
+"""
 
 from __future__ import annotations
 
 import argparse
 import difflib
+import importlib
 import sys
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, cast
 
 from zmqgrad import __version__
-from zmqgrad.cli import run, store
 from zmqgrad.errors import ConfigurationError
 
 
 class Command(Protocol):
     """What a module of :mod:`zmqgrad.cli` has to offer to be a command."""
 
-    HELP: str
-
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def execute(self, arguments: argparse.Namespace) -> int: ...
 
 
-_COMMANDS: dict[str, Command] = {"run": run, "store": store}
+_COMMANDS = {
+    "run": "Start a script as several workers on this host.",
+    "store": "Serve a key-value store.",
+}
+"""What each command is for; ``zmqgrad.cli.<name>`` is its module."""
 
 EXIT_USAGE = 2
 
@@ -31,30 +36,34 @@ EXIT_USAGE = 2
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command in ``argv`` (default: that of the process) and return its exit code."""
     argv = sys.argv[1:] if argv is None else argv
-    parser = _parser()
+    name = argv[0] if argv else ""
+    command = cast("Command", importlib.import_module(f"zmqgrad.cli.{name}")) if name in _COMMANDS else None
+    parser = _parser(name, command)
     if not argv:
         parser.print_help()
         return EXIT_USAGE
-    if not argv[0].startswith("-") and argv[0] not in _COMMANDS:
-        parser.error(_unknown(argv[0]))
+    if not name.startswith("-") and command is None:
+        parser.error(_unknown(name))
     arguments = parser.parse_args(argv)
+    if command is None:
+        parser.error("a command is missing")  # options alone, and none that ends here
     try:
-        return _COMMANDS[arguments.command].execute(arguments)
+        return command.execute(arguments)
     except ConfigurationError as error:
         print(f"zmqgrad {arguments.command}: {error}", file=sys.stderr)
         return EXIT_USAGE
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(chosen: str, command: Command | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="zmqgrad", description="PyTorch RPC and distributed autograd over ZeroMQ.", allow_abbrev=False
     )
     parser.add_argument("--version", action="version", version=f"zmqgrad {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, title="commands", metavar="COMMAND")
-    for name, module in _COMMANDS.items():
-        module.add_arguments(
-            commands.add_parser(name, help=module.HELP, description=module.HELP, allow_abbrev=False)
-        )
+    for name, purpose in _COMMANDS.items():
+        its_parser = commands.add_parser(name, help=purpose, description=purpose, allow_abbrev=False)
+        if command is not None and name == chosen:
+            command.add_arguments(its_parser)
     return parser
 
 

@@ -20,8 +20,6 @@ from zmqgrad.cli.report import failure_report
 from zmqgrad.cli.workers import STDERR, STDOUT, window_of
 from zmqgrad.errors import ConfigurationError
 
-HELP = "Start a script as several workers on this host."
-
 EXIT_CANNOT_START = 126
 
 _COLOURS = (36, 33, 35, 32, 34, 31)

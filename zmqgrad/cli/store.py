@@ -7,11 +7,9 @@ from typing import Protocol
 
 from zmqgrad.cli import store_serve
 
-HELP = "Serve a key-value store."
-
 
 class Subcommand(Protocol):
-    """What a module ``store_<name>`` has to offer; as :class:`zmqgrad.__main__.Command`."""
+    """What a module ``store_<name>`` has to offer."""
 
     HELP: str
 
