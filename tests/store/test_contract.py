@@ -6,6 +6,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,19 +15,21 @@ from hypothesis import strategies as st
 
 from zmqgrad.errors import ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
+from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore
 from zmqgrad.wire.messages import MAX_KEY, MAX_VALUE
 
 PATIENCE = 10.0
 
-KINDS = ["tcp", "hash", "prefix of tcp", "prefix of prefix"]
+KINDS = ["tcp", "hash", "file", "prefix of tcp", "prefix of file", "prefix of prefix"]
 
 
 @pytest.fixture(params=KINDS)
-def store(request: pytest.FixtureRequest) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     beneath: Store
     if "tcp" in request.param:
         beneath = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
+    elif "file" in request.param:
+        beneath = FileStore(str(tmp_path / "store"), 1, PATIENCE)
     else:
         beneath = HashStore(PATIENCE)
     with beneath:
@@ -66,6 +69,8 @@ def machine_of(store: Store) -> Any:
     if isinstance(store, TCPStore):
         assert store._server is not None
         return store._server._state
+    if isinstance(store, FileStore):
+        return store._replica
     assert isinstance(store, HashStore)
     return store._table.state
 
@@ -419,7 +424,7 @@ def test_a_view_of_something_else_is_refused() -> None:
 def test_every_call_of_the_contract_is_public_everywhere() -> None:
     """No store adds arguments to the contract, so that one can take the place of another."""
     names = [name for name in vars(Store) if not name.startswith("_")]
-    for cls in (TCPStore, HashStore, PrefixStore):
+    for cls in (TCPStore, FileStore, HashStore, PrefixStore):
         for name in names:
             if callable(getattr(Store, name)):
                 ours, theirs = (inspect.signature(getattr(c, name)) for c in (cls, Store))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from zmqgrad.errors import QueueEmptyError, StoreError, TransportError, ZmqgradError
 from zmqgrad.store.base import Store, WatchCallback
 from zmqgrad.store.client import TCPStore
+from zmqgrad.store.file import FileStore
 from zmqgrad.store.local import HashStore
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.views import PrefixStore
@@ -33,6 +34,7 @@ __all__ = [
     "DistError",
     "DistNetworkError",
     "DistStoreError",
+    "FileStore",
     "HashStore",
     "PrefixStore",
     "QueueEmptyError",

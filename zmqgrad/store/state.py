@@ -110,6 +110,23 @@ class State:
         act(self, query, asker, now, effects)
         return effects
 
+    @staticmethod
+    def may_change(query: Message) -> bool:
+        """Is ``query`` of a kind that changes something?"""
+        return type(query) in _CHANGING
+
+    def would_change(self, query: Message) -> bool:
+        """Would ``query``, applied now, change something (or, at most, be refused)?"""
+        match query:
+            case StoreCompareSet(key=key, expected=expected, desired=desired):
+                held = self._values.get(key)
+                return (held or b"") == expected and held != desired
+            case StoreDeleteKey(key=key):
+                return key in self._values
+            case StoreQueuePop(key=key):
+                return key in self._queues
+        return type(query) in _CHANGING
+
     def expire(self, now: float) -> list[Effect]:
         """Refuse the queries whose time is up."""
         return [
@@ -376,6 +393,20 @@ CHANGING: frozenset[type[Message]] = frozenset(
     }
 )
 """Queries that may change something."""
+
+
+_CHANGING = frozenset(
+    {
+        StoreSet,
+        StoreMultiSet,
+        StoreCompareSet,
+        StoreAdd,
+        StoreAppend,
+        StoreDeleteKey,
+        StoreQueuePush,
+        StoreQueuePop,
+    }
+)
 
 
 def _refuse(asker: Any, reason: Refusal, text: str) -> Reply:

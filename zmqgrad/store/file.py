@@ -1,0 +1,157 @@
+"""``FileStore``: a store that is a file, for processes that share a file system and nothing else."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import operator
+import os
+import weakref
+from functools import partial
+
+from zmqgrad.errors import ClosedError, ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout, WatchCallback, as_key
+from zmqgrad.store.ending import Ending
+from zmqgrad.store.replica import Replica
+from zmqgrad.store.shared_log import SharedLog
+from zmqgrad.store.state import HIDDEN
+from zmqgrad.store.watch import WatchBook
+from zmqgrad.wire.messages import (
+    KeyCallbackRegistered,
+    Message,
+    Refusal,
+    StoreAdd,
+    StoreRefused,
+    StoreUnwatchKey,
+    StoreWatchKey,
+)
+
+logger = logging.getLogger(__name__)
+
+OPEN_SECONDS = 10.0
+CLOSE_SECONDS = 5.0
+"""How long opening and closing try for the lock on the file."""
+
+_CLOSED = f"{HIDDEN}stores/closed"
+
+_numbers = itertools.count()
+
+
+class FileStore(QueryStore):
+    """A store in the file ``file_name``, which all processes must see; made if it is not there.
+
+    Every process reads the file, and holds all its keys. What one has written others see when they next
+    ask; who waits looks again every 25 ms at the latest. Processes may be killed at any moment: others go
+    on without what was not written to its end. Blocked pops are served in no particular order. The file
+    grows with each change, so this is for finding each other, not for a counter that never rests.
+
+    Args:
+        file_name: the path. A file that an earlier job left holds that job's keys: give each its own.
+        world_size: the file is removed once so many stores on it were closed; -1: nobody removes it.
+        timeout: how long ``get`` and its like wait.
+
+    Raises:
+        StoreError: if the file cannot be opened or is none of ours.
+    """
+
+    def __init__(self, file_name: str, world_size: int = -1, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        super().__init__(timeout)
+        self._path = _as_path(file_name)
+        self._world_size = operator.index(world_size)
+        name = f"file-store-{next(_numbers)}"
+        log = _open(self._path)
+        self._watches = WatchBook(name, partial(_register, weakref.ref(self)))
+        self._replica = Replica(name, log, self._watches, self._clock)
+        self._ending = Ending(self, partial(_close, self._replica, self._watches, self._world_size))
+        try:
+            self._replica.look(Deadline.after(OPEN_SECONDS))
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def path(self) -> str:
+        """The file, as given."""
+        return self._path
+
+    def _ask(self, query: Message, seconds: float) -> Message:
+        try:
+            answer = self._replica.ask(query, Deadline.after(seconds, self._clock))
+        except StoreTimeoutError as e:
+            raise StoreTimeoutError(f"{self!r} after {seconds:g} s: {e}") from e
+        if type(answer) is not StoreRefused:
+            return answer
+        if answer.reason is Refusal.TIMEOUT:
+            raise StoreTimeoutError(f"{self!r} after {seconds:g} s: {answer.text}")
+        kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
+        raise kind(f"{self!r}: {answer.text}")
+
+    def _register(self, key: str) -> KeyCallbackRegistered:
+        answer = self._ask(StoreWatchKey(key, ""), self._timeout)
+        if type(answer) is not KeyCallbackRegistered:
+            raise self._expect(KeyCallbackRegistered, answer)
+        self._replica.keep_looking()
+        return answer
+
+    def watch_key(self, key: str, callback: WatchCallback) -> None:
+        try:
+            self._watches.add(as_key(key), callback)
+        except ClosedError as e:
+            raise StoreError(f"watch_key({key!r}): {e}") from e
+
+    def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
+        key = as_key(key)
+        if self._watches.remove(key, callback):
+            self._ask(StoreUnwatchKey(key), self._timeout)
+            self._replica.unwatch(key)
+
+    def clone(self) -> FileStore:
+        return FileStore(self._path, timeout=self._timeout)
+
+    def close(self) -> None:
+        """Close the file, and remove it if this is the last of ``world_size`` stores. Idempotent."""
+        self._ending.now()
+
+    def __repr__(self) -> str:
+        return f"<FileStore {self._path!r} of {self._replica.statistics()['keys']} keys>"
+
+
+def _as_path(name: str | os.PathLike[str]) -> str:
+    if not isinstance(name, (str, os.PathLike)):
+        raise TypeError(f"the file name must be a str, not {type(name).__name__}")
+    path = os.fspath(name)
+    if not path or "\0" in path:
+        raise ConfigurationError(f"{path!r} is no name of a file")
+    return path
+
+
+def _open(path: str) -> SharedLog:
+    """The file that is at ``path`` now, and not one that somebody is just about to remove."""
+    deadline = Deadline.after(OPEN_SECONDS)
+    while True:
+        log = SharedLog(path)
+        try:
+            with log.locked(deadline, alone=False):
+                if log.is_at_its_path():
+                    return log
+        except BaseException:
+            log.close()
+            raise
+        log.close()
+
+
+def _close(replica: Replica, book: WatchBook, world_size: int) -> None:
+    farewell = StoreAdd(_CLOSED, 1) if world_size >= 0 else None
+    try:
+        replica.close(farewell, world_size, Deadline.after(CLOSE_SECONDS))
+    finally:
+        book.close()
+
+
+def _register(store: weakref.ref[FileStore], key: str) -> KeyCallbackRegistered:
+    """Without keeping the store alive: callbacks run in threads that do."""
+    alive = store()
+    if alive is None:
+        raise ClosedError("the store is gone")
+    return alive._register(key)
