@@ -6,6 +6,7 @@ A test that starts something must end it. What is ending is waited for, up to ``
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import random
 import shutil
@@ -30,14 +31,14 @@ hypothesis.settings.register_profile("soak", parent=hypothesis.settings.get_prof
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "dev"))
 
 _seed = pytest.StashKey[int]()
-_temporary = pytest.StashKey[str]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
     # Files of other test runs on this machine are none of our business, so ours get a place of their own.
     directory = tempfile.mkdtemp(prefix="zg-tests-")
-    config.stash[_temporary] = directory
     os.environ["TMPDIR"] = tempfile.tempdir = directory
+    # After those of multiprocessing itself (-100), whose own directory is in there, too.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (directory, True), exitpriority=-101)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
@@ -45,10 +46,6 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     # takes a millisecond instead of a tenth of a second.
     gc.collect()
     gc.freeze()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    shutil.rmtree(config.stash[_temporary], ignore_errors=True)
 
 
 @pytest.fixture(autouse=True)

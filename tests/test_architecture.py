@@ -31,9 +31,12 @@ def imported(tree: ast.AST) -> Iterator[str]:
             yield node.module.partition(".")[0]
 
 
+IMPORTED = {name: frozenset(imported(tree)) for name, tree in TREES.items()}
+
+
 def importers(package: str) -> set[str]:
     """The modules that import ``package``."""
-    return {name for name, tree in TREES.items() if package in imported(tree)}
+    return {name for name, packages in IMPORTED.items() if package in packages}
 
 
 def within(names: set[str], *rooms: str) -> bool:

@@ -23,7 +23,7 @@ def c() -> Iterator[Cluster]:
     """Three workers; at the end of every test, whatever happened in it, none knows any context."""
     with cluster(3) as made:
         yield made
-        limit, pause = Deadline.after(5.0), threading.Event()
+        limit, pause = Deadline.after(20.0), threading.Event()
         while left := [ctx for worker in made.workers for ctx in autograd_of(worker).contexts.live()]:
             assert not limit.passed(), f"not released: {left}"
             pause.wait(0.002)  # nothing tells when a context goes

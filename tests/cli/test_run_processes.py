@@ -25,7 +25,8 @@ pytestmark = [
 ]
 
 LAUNCHER = [sys.executable, "-m", "zmqgrad", "run"]
-ENDS_WITHIN = 2.0
+ENDS_WITHIN = 15.0
+"""Seconds: two periods of grace, and plenty for the machine; what is not ended stays for ever."""
 
 TELL = """
 import json, os, sys
@@ -78,7 +79,7 @@ def script(tmp_path: Path) -> Path:
 
 def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [*LAUNCHER, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=45, check=False, cwd=cwd)
 
 
 class Launched:
@@ -104,7 +105,7 @@ class Launched:
     def stop(self, signum: int) -> tuple[str, str]:
         """Signal the launcher; what it printed after that."""
         self.launcher.send_signal(signum)
-        return self.launcher.communicate(timeout=10)
+        return self.launcher.communicate(timeout=30)
 
     def all_gone(self, seconds: float) -> bool:
         """Have all processes ended, at the latest in ``seconds``?"""
@@ -217,7 +218,7 @@ def test_a_signal_ends_everything_in_time(
     began = time.monotonic()
     stdout, stderr = launched.stop(signum)
     assert time.monotonic() - began < ENDS_WITHIN
-    assert launched.all_gone(0.1)
+    assert launched.all_gone(ENDS_WITHIN)
     assert launched.launcher.returncode == 128 + signum
     assert f"zmqgrad run: stopped by {signal.Signals(signum).name}\n" in stderr
     assert stdout.count("interrupted") == (2 if signum == signal.SIGINT and not manner else 0)
@@ -233,9 +234,9 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, launch: 
 def test_what_a_worker_leaves_behind_ends_with_the_job(script: Path, launch: type[Launched]) -> None:
     script.write_text(WAIT)
     launched = launch("--nproc-per-node", 2, script, "family", "leave", processes=4)
-    launched.launcher.communicate(timeout=10)
+    launched.launcher.communicate(timeout=30)
     assert launched.launcher.returncode == 0
-    assert launched.all_gone(0.1)
+    assert launched.all_gone(ENDS_WITHIN)
 
 
 def test_what_a_worker_leaves_behind_may_tidy_up(script: Path, tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ def test_the_last_words_are_heard_though_the_stream_stays_open(script: Path, lau
         "print('last words', end='')\n"
     )
     launched = launch(script, processes=1)
-    assert launched.launcher.communicate(timeout=10)[0] == "[worker 0] last words\n"
+    assert launched.launcher.communicate(timeout=30)[0] == "[worker 0] last words\n"
     assert launched.launcher.returncode == 0
 
 
@@ -277,8 +278,8 @@ def test_a_reader_that_goes_away_ends_the_job(script: Path, launch: type[Launche
     launched = launch("--nproc-per-node", 2, script, processes=2)
     assert launched.launcher.stdout is not None
     launched.launcher.stdout.close()
-    assert launched.launcher.wait(10) == 128 + signal.SIGPIPE
-    assert launched.all_gone(0.1)
+    assert launched.launcher.wait(30) == 128 + signal.SIGPIPE
+    assert launched.all_gone(ENDS_WITHIN)
 
 
 def run_in_terminal(*command: object, **environ: str) -> str:
@@ -301,7 +302,7 @@ def run_in_terminal(*command: object, **environ: str) -> str:
     except OSError:  # EIO: everybody has let go of it
         pass
     os.close(ours)
-    assert process.wait(10) == 0, seen.decode()
+    assert process.wait(30) == 0, seen.decode()
     return seen.decode()
 
 

@@ -21,12 +21,16 @@ from zmqgrad.errors import (
     RendezvousTimeoutError,
     RpcTimeoutError,
 )
+from zmqgrad.rpc.group import PART_SECONDS
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import TCPStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-QUICK = rpc.RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=4)
+QUICK = rpc.RpcBackendOptions(rpc_timeout=30.0, num_worker_threads=4)
+
+AT_ONCE = 10.0
+"""Seconds: plenty for what waits for nobody, on any machine, and well below the timeouts above."""
 
 
 def join(rank: int, **how: Any) -> None:
@@ -60,7 +64,7 @@ def ten_rounds(rank: int, rounds: int) -> tuple[float, list[tuple[list[str], int
 
 def test_rounds_at_one_port_are_quick_and_leave_nothing() -> None:
     for seconds, open_after in run_processes(ten_rounds, 3, args=(10,)):
-        assert seconds < 8.0
+        assert seconds < 10 * PART_SECONDS, "a round in which workers wait in vain takes longer"
         assert [threads for threads, _ in open_after] == [[]] * 10
         assert open_after[-1][1] <= open_after[0][1] + 2, "file descriptors"
 
@@ -110,7 +114,7 @@ def leave_alone(rank: int) -> float:
 
 
 def test_leaving_without_grace() -> None:
-    assert all(seconds < 2.0 for seconds in run_processes(leave_alone, 2))
+    assert all(seconds < AT_ONCE for seconds in run_processes(leave_alone, 2))
 
 
 def forget_to_leave(rank: int) -> int:
@@ -121,7 +125,7 @@ def forget_to_leave(rank: int) -> int:
 
 
 def test_a_program_that_ends_without_shutdown_ends() -> None:
-    assert run_processes(forget_to_leave, 2, timeout=20) == [0, 1]
+    assert run_processes(forget_to_leave, 2) == [0, 1]
 
 
 # ---- bad order -------------------------------------------------------------------------------------------
@@ -185,7 +189,7 @@ def same(rank: int, what: str) -> str:
 
 @pytest.mark.parametrize("what", ["name", "rank"])
 def test_two_workers_of_one_name_or_rank(what: str) -> None:
-    told = run_processes(same, 3, args=(what,), timeout=25)
+    told = run_processes(same, 3, args=(what,))
     refused = [t for t in told if t.startswith("DuplicateWorkerError")]
     assert len(refused) == 1
     assert ("'worker'" if what == "name" else "rank 1") in refused[0]
@@ -205,7 +209,7 @@ def one_never_comes(rank: int) -> tuple[float, str]:
 
 def test_a_worker_that_never_comes_is_named_within_the_timeout() -> None:
     for rank, (seconds, told) in enumerate(run_processes(one_never_comes, 3)[:2]):
-        assert seconds < 4.5
+        assert seconds < 3.0 + AT_ONCE
         assert told.startswith(f"worker{rank}: of 3 workers")
         assert "2" in told.partition("in time:")[2]
         assert "MASTER_ADDR" in told
@@ -250,6 +254,11 @@ def go() -> None:
     told_to_go.set()
 
 
+def wait_to_go() -> None:
+    """Be busy until told."""
+    told_to_go.wait(50)
+
+
 def take(seconds: float) -> None:
     """Be busy for so long."""
     threading.Event().wait(seconds)
@@ -261,7 +270,7 @@ def one_is_killed(rank: int) -> tuple[float, str, list[str]]:
     if rank == 1:
         rpc.rpc_sync("worker0", go)
         os.kill(os.getpid(), signal.SIGKILL)
-    assert told_to_go.wait(20)
+    assert told_to_go.wait(30)
     # A long one: worker1 may still be alive for the moment between its last answer and its end.
     with pytest.raises(PeerLostError, match=r"worker1 .* is gone"):
         rpc.rpc_sync("worker1", take, args=(50.0,))
@@ -274,7 +283,7 @@ def test_calls_and_shutdown_do_not_wait_for_the_dead(tmp_path: Path) -> None:
     env = {"TMPDIR": str(tmp_path)}
     alive, _ = run_processes(one_is_killed, 2, may_die=[1], env=env)
     seconds, _, left = alive
-    assert seconds < 2.5
+    assert seconds < AT_ONCE
     assert left == []
     assert os.listdir(tmp_path) == [], "files of the killed process"
 
@@ -285,7 +294,7 @@ def master_is_killed(rank: int) -> tuple[float, str, list[str]]:
     if rank == 0:
         rpc.rpc_sync("worker1", go)
         os.kill(os.getpid(), signal.SIGKILL)
-    assert told_to_go.wait(20)
+    assert told_to_go.wait(30)
     began = MONOTONIC.now()
     with pytest.raises(RpcTimeoutError, match="worker0") as caught:
         rpc.shutdown(timeout=1.0)
@@ -294,7 +303,7 @@ def master_is_killed(rank: int) -> tuple[float, str, list[str]]:
 
 def test_shutdown_when_the_master_is_dead() -> None:
     _, (seconds, _told, left) = run_processes(master_is_killed, 2, may_die=[0])
-    assert seconds < 3.0
+    assert seconds < 1.0 + AT_ONCE
     assert left == []
 
 
@@ -303,56 +312,54 @@ def test_shutdown_when_the_master_is_dead() -> None:
 
 def interrupted(rank: int, where: str) -> tuple[float, list[str]]:
     """Wait where it says, and be interrupted there."""
-    me = os.getpid()
     began = 0.0
 
     def press_ctrl_c() -> None:
         nonlocal began
         began = MONOTONIC.now()
-        os.kill(me, signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
 
     timer = threading.Timer(0.5, press_ctrl_c)
-    if where == "init_rpc":
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            join(rank, world_size=2)
-    else:
+    if where != "init_rpc":
         join(rank)
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            wait_to_be_interrupted(where, rank)
-        if where != "shutdown" or rank == 1:
-            rpc.shutdown(graceful=False)
+    with pytest.raises(KeyboardInterrupt):
+        wait_to_be_interrupted(where, rank, timer)
+    told_to_go.set()  # what the other one has called ends now, and not before
+    if where != "init_rpc" and (where != "shutdown" or rank == 1):
+        rpc.shutdown(graceful=False)
     seconds = MONOTONIC.now() - began
     timer.join()
     return seconds, what_is_open()[0]
 
 
-def wait_to_be_interrupted(where: str, rank: int) -> None:
+def wait_to_be_interrupted(where: str, rank: int, timer: threading.Timer) -> None:
+    timer.start()
     try:
         wait_in(where, rank)
-    except PeerLostError:  # the other one was interrupted first, and has gone; our turn comes
-        threading.Event().wait(20)
+    except PeerLostError:
+        pass  # the other one was interrupted first, and has gone
+    threading.Event().wait(20)  # our turn comes
 
 
 def wait_in(where: str, rank: int) -> None:
     """Wait, in one of the ways that there are, for longer than anybody would."""
     other = f"worker{1 - rank}"
-    if where == "shutdown":
-        if rank == 1:
-            threading.Event().wait(20)
-        rpc.shutdown()
+    if where == "init_rpc":
+        join(rank, world_size=2)
+    elif where == "shutdown":
+        if rank == 0:
+            rpc.shutdown()
     elif where == "rpc_sync":
-        rpc.rpc_sync(other, take, args=(1.0,))
+        rpc.rpc_sync(other, wait_to_go)
     elif where == "wait":
-        rpc.rpc_async(other, take, args=(1.0,)).wait()
+        rpc.rpc_async(other, wait_to_go).wait()
     elif where == "to_here":
-        rpc.remote(other, take, args=(1.0,)).to_here()
+        rpc.remote(other, wait_to_go).to_here()
 
 
 @pytest.mark.parametrize("where", ["init_rpc", "rpc_sync", "wait", "to_here", "shutdown"])
-def test_ctrl_c_ends_the_wait_within_two_seconds_and_leaves_nothing(where: str) -> None:
+def test_ctrl_c_ends_the_wait_at_once_and_leaves_nothing(where: str) -> None:
     n = 1 if where == "init_rpc" else 2
     for seconds, left in run_processes(interrupted, n, args=(where,)):
-        assert seconds < 2.0
+        assert seconds < AT_ONCE
         assert left == []

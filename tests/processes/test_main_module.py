@@ -51,8 +51,8 @@ def run(tmp_path: Path, other: str) -> str:
         programs.append([sys.executable, str(tmp_path / f"{rank}.py"), str(rank), state])
     callee = subprocess.Popen(programs[1], env=env)
     try:
-        caller = subprocess.run(programs[0], env=env, check=True, capture_output=True, text=True, timeout=30)
-        assert callee.wait(10) == 0
+        caller = subprocess.run(programs[0], env=env, check=True, capture_output=True, text=True, timeout=40)
+        assert callee.wait(30) == 0
     finally:
         callee.kill()
         callee.wait()

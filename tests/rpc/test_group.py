@@ -23,7 +23,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore, TCPStore
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
 
-OPTIONS = RpcBackendOptions(rpc_timeout=10.0, num_worker_threads=2)
+OPTIONS = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=2)
 
 
 def groups(n: int) -> list[Group]:
@@ -50,15 +50,15 @@ def all_at_once(steps: list[Any]) -> list[BaseException | None]:
     for t in threads:
         t.start()
     for t in threads:
-        t.join(20)
+        t.join(30)
     return raised
 
 
 def test_all_join_and_leave() -> None:
     made = groups(3)
-    assert all_at_once([lambda g=g: g.join(Deadline.after(5)) for g in made]) == [None] * 3
+    assert all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made]) == [None] * 3
     assert [r.name for r in made[0].worker.membership.all()] == ["worker0", "worker1", "worker2"]
-    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(5)) for g in made]) == [None] * 3
+    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None] * 3
 
 
 def test_those_who_do_not_come_are_named() -> None:
@@ -73,7 +73,7 @@ def test_those_who_do_not_come_are_named() -> None:
 
 def test_shutdown_names_those_who_do_not_leave() -> None:
     made = groups(3)
-    all_at_once([lambda g=g: g.join(Deadline.after(5)) for g in made])
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     with pytest.raises(
         RpcTimeoutError, match=r"waiting for worker1, worker2 to call shutdown.*graceful=False"
     ):
@@ -85,8 +85,8 @@ def test_shutdown_names_those_who_do_not_leave() -> None:
 @pytest.mark.slow
 def test_a_store_that_is_about_to_close_takes_no_newcomers() -> None:
     with (
-        TCPStore("127.0.0.1", 0, is_master=True, timeout=5) as master,
-        TCPStore("127.0.0.1", master.port, timeout=5) as guest,
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as master,
+        TCPStore("127.0.0.1", master.port, timeout=20) as guest,
     ):
         master.refuse_newcomers()
         guest.set("key", "value")
@@ -99,7 +99,7 @@ def test_one_worker_alone_over_real_sockets(monkeypatch: pytest.MonkeyPatch) -> 
     for use in (rpc.shutdown, rpc.get_worker_info, lambda: rpc.RRef(1), lambda: rpc.rpc_sync(0, len)):
         with pytest.raises(NotInitializedError, match="init_rpc first"):
             use()
-    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=10)
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=20)
     for _ in range(3):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
         with pytest.raises(RpcError, match=r"already initialized in this process .as alone.; call shutdown"):

@@ -15,10 +15,17 @@ from hypothesis import strategies as st
 
 from zmqgrad.errors import ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore
+from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, connection
 from zmqgrad.wire.messages import MAX_KEY, MAX_VALUE
 
-PATIENCE = 10.0
+PATIENCE = 20.0
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However slow the machine is, a timeout is told of by the store itself, in words about the key."""
+    monkeypatch.setattr(connection, "LATE_SECONDS", PATIENCE)
+
 
 KINDS = ["tcp", "hash", "file", "prefix of tcp", "prefix of file", "prefix of prefix"]
 

@@ -26,7 +26,7 @@ from zmqgrad.wire.messages import (
     StoreWatchKey,
 )
 
-PATIENCE = 10.0
+PATIENCE = 20.0
 
 # ---- the follower, on a channel that loses what it likes --------------------------------------------------
 

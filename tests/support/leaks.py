@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import sys
@@ -20,7 +21,7 @@ from zmq.utils.garbage import gc as pyzmq_gc
 
 from zmqgrad.runtime.future import Outcome
 
-PATIENCE = 5.0
+PATIENCE = 15.0
 """Seconds that something which is ending may take."""
 
 PREFIX = "zmqgrad-"
@@ -84,7 +85,7 @@ def _open_zmq() -> list[Any]:
 
 
 def _children() -> set[int]:
-    """Living child processes, less Python's own helper; zombies count, for nobody has waited for them."""
+    """Living child processes, less Python's own helpers; zombies count, for nobody has waited for them."""
     multiprocessing.active_children()  # waits for those of multiprocessing that have ended
     found: set[int] = set()
     for task in Path("/proc/self/task").glob("*/children"):
@@ -93,7 +94,8 @@ def _children() -> set[int]:
         except OSError:  # the thread ended while we looked
             continue
     tracker = getattr(multiprocessing.resource_tracker._resource_tracker, "_pid", None)
-    return found - {tracker}
+    forker = getattr(multiprocessing.forkserver._forkserver, "_forkserver_pid", None)
+    return found - {tracker, forker}
 
 
 def _files() -> set[str]:

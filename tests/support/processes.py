@@ -7,6 +7,7 @@ import faulthandler
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import sys
@@ -21,7 +22,21 @@ from typing import Any
 GRACE = 5.0
 """Seconds that the others have to end once one process has failed."""
 
-_spawn = multiprocessing.get_context("spawn")
+START = 40.0
+"""Seconds that all processes together have to import what they need."""
+
+WHOLE = 52.0
+"""Seconds that all of it may take: less than a test's own limit, which ends the run without our words."""
+
+READY, BEGIN = b"ready", b"begin"
+
+STACKS = 5.0
+"""Seconds that a process has to write down its stacks."""
+
+# Each process is a fork of one that has imported what is large, and not ours: a fresh interpreter would take
+# seconds of processor time to import torch.
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["cloudpickle", "hypothesis", "msgspec", "pytest", "torch", "zmq"])
 
 
 class ProcessFailure(AssertionError):
@@ -32,21 +47,24 @@ def run_processes(
     fn: Callable[..., Any],
     n: int,
     args: Sequence[Any] = (),
-    timeout: float = 50.0,
+    timeout: float = 40.0,
     env: Mapping[str, str] | None = None,
     may_die: Collection[int] = (),
 ) -> list[Any]:
     """Run ``fn(rank, *args)`` in ``n`` fresh processes; what they return, by rank.
 
-    Each has MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK and WORLD_SIZE, and ``env``, in its environment
-    before ``fn``'s module is imported. ``fn`` must be importable. Ranks in ``may_die`` may end in any way;
-    their result is None where they did not return.
+    All begin ``fn`` together, once each has imported its module: so what a test says of the order of things
+    does not depend on how long imports take. Each has MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK and
+    WORLD_SIZE, and ``env``, in its environment before ``fn``'s module is imported. ``fn`` must be importable.
+    Ranks in ``may_die`` may end in any way; their result is None where they did not return.
 
     Raises:
         ProcessFailure: if one of the others raised, or ended without a result, or if not all had ended
-            within ``timeout`` seconds: then all stacks are in the message, and the processes are killed.
+            within ``timeout`` seconds of the beginning: then all stacks are in the message, and the
+            processes are killed.
     """
     common = {
+        **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(free_port()),
         "WORLD_SIZE": str(n),
@@ -69,15 +87,28 @@ def run_processes(
 
 
 def free_port() -> int:
-    """A port on which nobody listens just now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port: int = s.getsockname()[1]
-        return port
+    """A port on which nobody listens just now.
+
+    Not one that the system picks: the next connection of any program could be given it before we use it.
+    """
+    picked_from = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    end = picked_from if picked_from > 11_000 else 65_536
+    while True:
+        port = _lots.randrange(10_000, end)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+
+
+_lots = random.SystemRandom()  # not seeded, for the same test may be running beside this one
 
 
 def _run_all(workers: list[_Worker], timeout: float, may_die: Collection[int]) -> None:
-    limit = time.monotonic() + timeout
+    started = time.monotonic()
+    if all(worker.is_ready(started + START - time.monotonic()) for worker in workers):
+        for worker in workers:
+            worker.begin()
+    limit = min(time.monotonic() + timeout, started + WHOLE)
     failed = False
     running = {w.connection: w for w in workers}
     while running and (left := limit - time.monotonic()) > 0:
@@ -104,21 +135,37 @@ class _Worker:
         self._error = "no result came, and it had not ended: killed"
         self._output = output
         env = {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        self.connection, theirs = _spawn.Pipe(duplex=False)
-        self._process = _spawn.Process(
+        self.connection, theirs = _processes.Pipe()
+        self._process = _processes.Process(
             target=_child, args=(theirs, call, env, str(output), list(sys.path)), name=f"rank-{rank}"
         )
         self._process.start()
         theirs.close()
 
+    def is_ready(self, seconds: float) -> bool:
+        """Has it imported what it needs, within ``seconds``? (No, if it has died.)"""
+        try:
+            return self.connection.poll(max(0.0, seconds)) and self.connection.recv_bytes() == READY
+        except (EOFError, ConnectionResetError):
+            return False
+
+    def begin(self) -> None:
+        """Let it call the function."""
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # died: collect() will say so
+            self.connection.send_bytes(BEGIN)
+
     def collect(self) -> None:
         """Take in what it sent, or note that it ended without."""
         try:
-            self.ok, answer = pickle.loads(self.connection.recv_bytes())
-        except EOFError:
+            sent = self.connection.recv_bytes()
+        except (EOFError, ConnectionResetError):
             self._process.join(GRACE)
             self._error = f"ended without a result, exit code {self._process.exitcode}"
             return
+        if sent == READY:
+            self._error = f"was not ready to begin within {START:g} s: killed"
+            return
+        self.ok, answer = pickle.loads(sent)
         if self.ok:
             self.value = answer
         else:
@@ -134,9 +181,13 @@ class _Worker:
 
     def dump_stacks(self) -> None:
         """Have it write the stacks of all threads to its output."""
-        if self._process.pid is not None and self._process.is_alive():
-            os.kill(self._process.pid, signal.SIGUSR1)
-            self._process.join(0.5)  # the time to write
+        if self._process.pid is None or not self._process.is_alive():
+            return
+        before = self._said()
+        os.kill(self._process.pid, signal.SIGUSR1)
+        limit = time.monotonic() + STACKS
+        while not self._said()[len(before) :].endswith("in <module>\n") and time.monotonic() < limit:
+            self._process.join(0.01)  # nothing tells when it has written all
 
     def kill(self) -> None:
         """End it, and whatever it started."""
@@ -150,8 +201,10 @@ class _Worker:
 
     def report(self) -> str:
         """What went wrong, and what it printed."""
-        said = self._output.read_text(errors="replace") if self._output.exists() else ""
-        return f"--- rank {self.rank}: {self._error}\n--- its output:\n{said}"
+        return f"--- rank {self.rank}: {self._error}\n--- its output:\n{self._said()}"
+
+    def _said(self) -> str:
+        return self._output.read_text(errors="replace") if self._output.exists() else ""
 
 
 def _child(connection: Connection, call: bytes, env: dict[str, str], output: str, path: list[str]) -> None:
@@ -161,10 +214,15 @@ def _child(connection: Connection, call: bytes, env: dict[str, str], output: str
     os.dup2(fd, 2)
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+    os.environ.clear()
     os.environ.update(env)
     sys.path[:] = path
     try:
-        fn, args = pickle.loads(call)
+        try:
+            fn, args = pickle.loads(call)
+        finally:
+            connection.send_bytes(READY)
+            connection.recv_bytes()
         # Plain pickle: torch would send tensors by shared memory, which ends with this process.
         answer = pickle.dumps((True, fn(int(env["RANK"]), *args)))
     except BaseException:

@@ -155,7 +155,7 @@ def test_processes_return_by_rank_and_have_their_environment() -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_process_that_fails_is_told_of_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tests.support.processes.GRACE", 0.2)
+    monkeypatch.setattr("tests.support.processes.GRACE", 1.0)
     with pytest.raises(ProcessFailure) as caught:
         run_processes(fail_one, 2)
     said = str(caught.value)
@@ -169,7 +169,7 @@ def test_a_process_that_fails_is_told_of_with_its_traceback(monkeypatch: pytest.
 @pytest.mark.processes
 def test_a_process_that_does_not_end_shows_its_stacks() -> None:
     with pytest.raises(ProcessFailure, match="in never_ends"):
-        run_processes(never_ends, 1, timeout=2)
+        run_processes(never_ends, 1, timeout=1)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ from zmqgrad.transport.notices import NoticePublisher, NoticeSubscriber
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import KeyCreated, KeyDeleted, Message
 
-PATIENCE = 10.0
+PATIENCE = 20.0
 LOOPBACK = "tcp://127.0.0.1:*"
 
 
