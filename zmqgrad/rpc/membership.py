@@ -143,7 +143,8 @@ class Membership:
         missing = [i for i in range(self.world_size) if i != self.own.id]
         while True:
             try:
-                store.wait(keys, min(deadline.left(), LOOK_SECONDS))
+                # One query waits and reads. Between two, whoever has met all might be gone, store and all.
+                records = _read_all(store, keys, min(deadline.left(), LOOK_SECONDS))
                 break
             except StoreTimeoutError as e:
                 missing = [i for i, key in enumerate(keys) if not store.check([key])]
@@ -151,7 +152,7 @@ class Membership:
                     raise self._did_not_come(missing) from e
             except StoreError as e:  # rank 0 gave up before us, and took its store along
                 raise self._did_not_come(missing) from e
-        for raw in store.multi_get(keys):
+        for raw in records:
             self.learn(msgspec.json.decode(raw, type=WorkerRecord))
 
     def _did_not_come(self, ranks: list[int]) -> RendezvousTimeoutError:
@@ -203,3 +204,13 @@ class Membership:
         """All workers known."""
         with self._lock:
             return list(self._by_id.values())
+
+
+def _read_all(store: Store, keys: list[str], seconds: float) -> list[bytes]:
+    """The values of ``keys``, once they are there; waits up to ``seconds``."""
+    patience = store.timeout
+    store.set_timeout(seconds)
+    try:
+        return store.multi_get(keys)
+    finally:
+        store.set_timeout(patience)
