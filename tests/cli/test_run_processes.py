@@ -79,7 +79,7 @@ def script(tmp_path: Path) -> Path:
 
 def run(*arguments: object, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     command = [*LAUNCHER, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, timeout=45, check=False, cwd=cwd)
+    return subprocess.run(command, capture_output=True, text=True, timeout=90, check=False, cwd=cwd)
 
 
 class Launched:
@@ -105,7 +105,7 @@ class Launched:
     def stop(self, signum: int) -> tuple[str, str]:
         """Signal the launcher; what it printed after that."""
         self.launcher.send_signal(signum)
-        return self.launcher.communicate(timeout=30)
+        return self.launcher.communicate(timeout=60)
 
     def all_gone(self, seconds: float) -> bool:
         """Have all processes ended, at the latest in ``seconds``?"""
@@ -234,7 +234,7 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, launch: 
 def test_what_a_worker_leaves_behind_ends_with_the_job(script: Path, launch: type[Launched]) -> None:
     script.write_text(WAIT)
     launched = launch("--nproc-per-node", 2, script, "family", "leave", processes=4)
-    launched.launcher.communicate(timeout=30)
+    launched.launcher.communicate(timeout=60)
     assert launched.launcher.returncode == 0
     assert launched.all_gone(ENDS_WITHIN)
 
@@ -269,7 +269,7 @@ def test_the_last_words_are_heard_though_the_stream_stays_open(script: Path, lau
         "print('last words', end='')\n"
     )
     launched = launch(script, processes=1)
-    assert launched.launcher.communicate(timeout=30)[0] == "[worker 0] last words\n"
+    assert launched.launcher.communicate(timeout=60)[0] == "[worker 0] last words\n"
     assert launched.launcher.returncode == 0
 
 

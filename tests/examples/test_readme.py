@@ -21,7 +21,7 @@ def test_its_program_runs(tmp_path: Path) -> None:
     (tmp_path / "ten_lines.py").write_text(program)
     done = subprocess.run(
         [sys.executable, "-m", "zmqgrad", "run", "--nproc-per-node", "2", "ten_lines.py"],
-        cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False,
+        cwd=tmp_path, capture_output=True, text=True, timeout=90, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"[worker 0] {expected}\n"

@@ -51,7 +51,7 @@ def run(tmp_path: Path, other: str) -> str:
         programs.append([sys.executable, str(tmp_path / f"{rank}.py"), str(rank), state])
     callee = subprocess.Popen(programs[1], env=env)
     try:
-        caller = subprocess.run(programs[0], env=env, check=True, capture_output=True, text=True, timeout=40)
+        caller = subprocess.run(programs[0], env=env, check=True, capture_output=True, text=True, timeout=80)
         assert callee.wait(30) == 0
     finally:
         callee.kill()

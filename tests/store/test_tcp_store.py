@@ -261,7 +261,7 @@ s.set("k", "1")
 print("end", flush=True)
 {then}
 """
-    assert run_python(code, timeout=30.0) == "end\n"
+    assert run_python(code) == "end\n"
 
 
 @pytest.mark.processes
@@ -284,7 +284,7 @@ with TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as s:
             sys.exit(7)
     print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), s.add("n", 1))
 """
-    assert run_python(code, timeout=30.0) == "7 1\n"
+    assert run_python(code) == "7 1\n"
 
 
 def test_a_store_that_became_garbage_is_closed() -> None:
@@ -336,4 +336,4 @@ with TCPStore("127.0.0.1", 0, is_master=True, timeout=60) as s:
         done.set()
         print("interrupted", s.add("n", 1))
 """
-    assert run_python(code, timeout=30.0) == "interrupted 1\n"
+    assert run_python(code) == "interrupted 1\n"

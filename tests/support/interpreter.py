@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 
 
-def run_python(code: str, *args: str, timeout: float = 50.0, env: Mapping[str, str] | None = None) -> str:
+def run_python(code: str, *args: str, timeout: float = 90.0, env: Mapping[str, str] | None = None) -> str:
     """What ``python -c code args`` prints, with warnings as errors; ``env`` comes on top of ours.
 
     Raises:
