@@ -61,4 +61,79 @@ def test_what_is_missing_says_where_it_was_looked_for() -> None:
         environment.missing("MASTER_ADDR")
     )
     said = str(environment.missing("RANK", "the argument rank"))
-    assert "in the environment and the argument rank: set RANK, give it as the argument rank, or" in said
+    assert "in the environment and the argument rank, nor was OMPI_COMM_WORLD_RANK (Open MPI) or" in said
+    assert "SLURM_PROCID (Slurm): set RANK, give it as the argument rank, or" in said
+
+
+SRUN = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_NTASKS": "9",
+    "SLURM_STEP_NODELIST": "gpu[03-04,09],login",
+}
+
+MPIRUN = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "prterun-host-123@1",
+}
+
+
+def test_slurm() -> None:
+    launch = environment.read_launch(SRUN)
+    assert (launch.rank, launch.world_size, launch.local_rank) == (3, 4, 1)
+    assert launch.master_addr == "gpu03"
+    assert launch.master_port is not None
+    assert 20000 <= launch.master_port < 30000
+    assert launch.master_port == environment.read_launch({**SRUN, "SLURM_PROCID": "0"}).master_port
+    assert launch.master_port != environment.read_launch({**SRUN, "SLURM_STEP_ID": "1"}).master_port
+
+
+def test_a_batch_script_of_slurm_is_no_worker() -> None:
+    batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
+    assert environment.read_launch(batch) == Launch()
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("a", "a"),
+        ("a,b", "a"),
+        ("n[1-4]", "n1"),
+        ("n[007,9],m", "n007"),
+        ("r[1-2]n[03-08]-ib,x", "r1n03-ib"),
+        ("10.0.0.1", "10.0.0.1"),
+    ],
+)
+def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
+    assert environment.first_node(nodes) == first
+
+
+def test_open_mpi_on_one_host() -> None:
+    launch = environment.read_launch({**SRUN, **MPIRUN})
+    assert (launch.rank, launch.world_size, launch.local_rank) == (1, 2, 1), "mpirun inside a Slurm job"
+    assert launch.master_addr == "127.0.0.1"
+    assert launch.master_port == environment.read_launch({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0"}).master_port
+
+
+def test_open_mpi_on_several_hosts_does_not_say_where_rank_0_runs() -> None:
+    launch = environment.read_launch({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
+    assert (launch.master_addr, launch.master_port, launch.rank, launch.world_size) == (None, None, 1, 4)
+
+
+def test_what_is_set_by_hand_wins() -> None:
+    by_hand = {"MASTER_ADDR": "host", "MASTER_PORT": "1"}
+    launch = environment.read_launch({**SRUN, **by_hand})
+    assert (launch.master_addr, launch.master_port, launch.rank) == ("host", 1, 3)
+    launch = environment.read_launch({**SRUN, "RANK": "0"})
+    assert (launch.rank, launch.world_size, launch.local_rank) == (0, None, None), "not some of each"
+
+
+def test_what_a_launcher_sets_and_is_malformed_is_named() -> None:
+    with pytest.raises(RendezvousError, match=r"SLURM_PROCID \(the rank of this worker.* is 'x'"):
+        environment.read_launch({**SRUN, "SLURM_PROCID": "x"})

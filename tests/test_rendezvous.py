@@ -6,6 +6,7 @@ import re
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,10 @@ from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
 
 PATIENCE = 20.0
 
-VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE")
+VARIABLES = (
+    *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"),
+    *("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"),
+)
 
 
 @pytest.fixture(autouse=True)
@@ -70,6 +74,37 @@ def test_by_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert other.get("k") == again.get("k") == b"1"
     for each in (other, again, store):
         each.close()
+
+
+def test_by_file(tmp_path: Path) -> None:
+    path = tmp_path / "a file"
+    met = meet_in_threads([f"file://{path}?rank={rank}&world_size=2" for rank in (1, 0)])
+    assert [(rank, size) for _, rank, size in met] == [(1, 2), (0, 2)]
+    met[0][0].set("k", "1")
+    assert met[1][0].get("k") == b"1"
+    assert met[1][0].timeout == timedelta(seconds=PATIENCE)
+    met[0][0].close()
+    assert path.exists()
+    met[1][0].close()
+    assert not path.exists(), "it goes with the last"
+
+
+def test_by_slurm(monkeypatch: pytest.MonkeyPatch) -> None:
+    set_up(
+        monkeypatch,
+        SLURM_JOB_ID=7,
+        SLURM_STEP_ID=0,
+        SLURM_PROCID=0,
+        SLURM_STEP_NUM_TASKS=2,
+        SLURM_STEP_NODELIST="localhost,other",
+        MASTER_PORT=free_port(),
+    )
+    store, rank, size = next(iter(rendezvous("env://", timeout=PATIENCE)))
+    assert (rank, size) == (0, 2)
+    store.close()
+    set_up(monkeypatch, SLURM_PROCID=2)
+    said = failure("env://")
+    assert "the rank is 2 (the rank from SLURM_PROCID, the world size from SLURM_STEP_NUM_TASKS)" in said
 
 
 def test_rank_0_may_meet_twice_in_one_process() -> None:
@@ -131,7 +166,9 @@ def test_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("url", ["nowhere://x", "env", "", "127.0.0.1:29500"])
 def test_a_scheme_that_nobody_handles(url: str) -> None:
-    with pytest.raises(RendezvousError, match=re.escape(f"no handler for {url!r}") + ".*env://, tcp://"):
+    with pytest.raises(
+        RendezvousError, match=re.escape(f"no handler for {url!r}") + ".*env://, file://, tcp://"
+    ):
         rendezvous(url)
 
 
@@ -187,6 +224,11 @@ def test_a_variable_that_is_malformed_is_named(
         ("tcp://127.0.0.1:1?rank", -1, -1, "cannot be read"),
         ("tcp://127.0.0.1", 0, 1, "lacks a host or a port"),
         ("tcp://:5", 0, 1, "lacks a host or a port"),
+        ("zmq://127.0.0.1", 0, 1, "write zmq://host:port"),
+        ("file:///", 0, 1, "names no file"),
+        ("file://relative/path", 0, 1, "names no file; write file:///path"),
+        ("file:///x", 0, -1, "world_size is neither"),
+        ("file:///no/such/directory/x", 0, 1, "rendezvous by 'file:.*No such file or directory"),
         ("tcp://127.0.0.1:0", 0, 1, "the port is 0 .*from 1 to 65535"),
         ("tcp://127.0.0.1:70000", 0, 1, "cannot be read"),
         ("tcp://127.0.0.1:x", 0, 1, "cannot be read"),

@@ -6,8 +6,11 @@ A setting that is missing or malformed names itself, says where it was looked fo
 from __future__ import annotations
 
 import os
+import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from zmqgrad.errors import ConfigurationError, RendezvousError
 
@@ -37,21 +40,96 @@ class Launch:
     rank: int | None = None
     world_size: int | None = None
     local_rank: int | None = None
+    rank_from: str = "RANK"
+    world_size_from: str = "WORLD_SIZE"
+
+
+class _Launcher(NamedTuple):
+    """A launcher that has variables of its own; it has started us if ``present`` is set."""
+
+    name: str
+    present: str
+    rank: str
+    world_size: str
+    local_rank: str
+
+
+_OPEN_MPI = _Launcher(
+    "Open MPI",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+)
+# A batch script has most of Slurm's variables, too; only what srun starts has a step.
+_SLURM = _Launcher("Slurm", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+
+# mpirun inside a Slurm job leaves Slurm's variables of its own daemons to what it starts.
+_LAUNCHERS = (_OPEN_MPI, _SLURM)
+
+_PORTS = (20000, 30000)
+"""From where to (exclusive) where ports are made up from the number of a job."""
 
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """The launcher's variables.
 
+    RANK, WORLD_SIZE and LOCAL_RANK, as torchrun and ``zmqgrad run`` set them, count if one of the first two
+    is there; otherwise those of Open MPI's ``mpirun``, or of Slurm's ``srun``. MASTER_ADDR and MASTER_PORT
+    always count. Where they are missing, they follow from the launcher: under Slurm, the first host of the
+    step, and a port made of the numbers of job and step; under Open MPI, if all workers are on one host,
+    this one, and a port made of the name of the job.
+
     Raises:
         RendezvousError: if one is there and malformed.
     """
+    plain = _Launcher("", "", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    launcher = plain
+    if not _text(environ, "RANK") and not _text(environ, "WORLD_SIZE"):
+        launcher = next((each for each in _LAUNCHERS if _text(environ, each.present)), plain)
+    address, port = _text(environ, "MASTER_ADDR"), _number(environ, "MASTER_PORT", 0, MAX_PORT)
     return Launch(
-        master_addr=environ.get("MASTER_ADDR", "").strip() or None,
-        master_port=_number(environ, "MASTER_PORT", 0, MAX_PORT),
-        rank=_number(environ, "RANK", 0),
-        world_size=_number(environ, "WORLD_SIZE", 1),
-        local_rank=_number(environ, "LOCAL_RANK", 0),
+        master_addr=_master_of(environ, launcher) if address is None else address,
+        master_port=_port_of(environ, launcher) if port is None else port,
+        rank=_number(environ, launcher.rank, 0),
+        world_size=_number(environ, launcher.world_size, 1),
+        local_rank=_number(environ, launcher.local_rank, 0),
+        rank_from=launcher.rank,
+        world_size_from=launcher.world_size,
     )
+
+
+def _text(environ: Mapping[str, str], name: str) -> str | None:
+    return environ.get(name, "").strip() or None
+
+
+def _master_of(environ: Mapping[str, str], launcher: _Launcher) -> str | None:
+    """Where rank 0 runs, if ``launcher`` lets us know."""
+    if launcher is _SLURM:
+        nodes = _text(environ, "SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
+        return nodes and first_node(nodes)
+    return "127.0.0.1" if _on_one_host(environ, launcher) else None
+
+
+def _port_of(environ: Mapping[str, str], launcher: _Launcher) -> int | None:
+    """A port that all workers of this job, and of few others, come to."""
+    job = None
+    if launcher is _SLURM:
+        job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
+    elif _on_one_host(environ, launcher):
+        job = _text(environ, "PMIX_NAMESPACE")
+    return None if job is None else _PORTS[0] + zlib.crc32(job.encode()) % (_PORTS[1] - _PORTS[0])
+
+
+def _on_one_host(environ: Mapping[str, str], launcher: _Launcher) -> bool:
+    size = _text(environ, "OMPI_COMM_WORLD_SIZE")
+    return launcher is _OPEN_MPI and size is not None and size == _text(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+def first_node(nodes: str) -> str:
+    """The first host of a list as Slurm writes it: ``gpu[03-05,9],login`` begins with ``gpu03``."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group() if first else nodes).strip()
 
 
 def agent_serves_store(environ: Mapping[str, str] = os.environ) -> bool:
@@ -64,8 +142,8 @@ def agent_serves_store(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def _number(environ: Mapping[str, str], name: str, least: int, most: int | None = None) -> int | None:
-    text = environ.get(name, "").strip()
-    if not text:
+    text = _text(environ, name)
+    if text is None:
         return None
     try:
         number = int(text)
@@ -74,16 +152,30 @@ def _number(environ: Mapping[str, str], name: str, least: int, most: int | None 
     if number < least or (most is not None and number > most):
         bounds = f"from {least} to {most}" if most is not None else f"of at least {least}"
         raise RendezvousError(
-            f"the environment variable {name} ({_MEANINGS[name]}) is {text!r}; it must be a number {bounds}"
+            f"the environment variable {name} ({_meaning(name)}) is {text!r}; it must be a number {bounds}"
         )
     return number
+
+
+def _meaning(name: str) -> str:
+    for launcher in _LAUNCHERS:
+        for field in ("rank", "world_size", "local_rank"):
+            if getattr(launcher, field) == name:
+                return _MEANINGS[field.upper()]
+    return _MEANINGS[name]
 
 
 def missing(name: str, also: str | None = None) -> RendezvousError:
     """The error to raise where variable ``name`` is needed and not set; ``also``: where else it may stand."""
     places = f"the environment{f' and {also}' if also else ''}"
+    others = [
+        f"{getattr(launcher, name.lower())} ({launcher.name})"
+        for launcher in _LAUNCHERS
+        if hasattr(launcher, name.lower())
+    ]
+    nor = f", nor was {' or '.join(others)}" if others else ""
     ways = f"set {name}{f', give it as {also}' if also else ''}, or start this program by a launcher"
-    return RendezvousError(f"{name} ({_MEANINGS[name]}) was not found in {places}: {ways}")
+    return RendezvousError(f"{name} ({_MEANINGS[name]}) was not found in {places}{nor}: {ways}")
 
 
 def allows_insecure(environ: Mapping[str, str] = os.environ) -> bool:

@@ -3,11 +3,14 @@
 ``rendezvous(url)`` is a generator, as torch's is: the first item is what one wants, and asking for a second
 fails, for no handler here can meet again. Handlers are registered by scheme:
 
-- ``env://``: MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from the environment; ``?rank=..&world_size=..``
-  and the arguments of :func:`rendezvous` win over it.
-- ``tcp://host:port?rank=..&world_size=..``: from the URL and the arguments.
+- ``env://``: MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from the environment, or what Slurm or Open MPI
+  set (:func:`zmqgrad.environment.read_launch`); ``?rank=..&world_size=..`` and the arguments of
+  :func:`rendezvous` win over it.
+- ``tcp://host:port?rank=..&world_size=..``, and the same as ``zmq://``: from the URL and the arguments.
+- ``file:///path?rank=..&world_size=..``: likewise, by a file that all can reach; it must not be there yet,
+  and goes with the last worker that closes its store.
 
-Rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE).
+By ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE).
 """
 
 from __future__ import annotations
@@ -18,9 +21,15 @@ from datetime import timedelta
 from typing import NamedTuple, NoReturn
 from urllib.parse import parse_qsl, urlsplit
 
-from zmqgrad.environment import MAX_PORT, agent_serves_store, missing, read_launch
-from zmqgrad.errors import RendezvousError, RendezvousTimeoutError, StoreTimeoutError, TransportError
-from zmqgrad.store import PrefixStore, Store, TCPStore
+from zmqgrad.environment import MAX_PORT, Launch, agent_serves_store, missing, read_launch
+from zmqgrad.errors import (
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreError,
+    StoreTimeoutError,
+    TransportError,
+)
+from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -38,6 +47,7 @@ class Request(NamedTuple):
     scheme: str
     host: str | None
     port: int | None
+    path: str
     rank: int | None
     world_size: int | None
 
@@ -99,7 +109,7 @@ def parse(url: str) -> Request:
     except ValueError as e:
         raise RendezvousError(f"the URL {url!r} cannot be read: {e}") from e
     rank, world_size = _number(url, query, "rank"), _number(url, query, "world_size")
-    return Request(url, parts.scheme, host, port, rank, world_size)
+    return Request(url, parts.scheme, host, port, parts.path, rank, world_size)
 
 
 def _number(url: str, query: dict[str, str], name: str) -> int | None:
@@ -130,16 +140,39 @@ def check_rank(rank: int, world_size: int, where: str) -> None:
 def _tcp(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[Met]:
     request = parse(url)
     if request.host is None or request.port is None:
-        raise RendezvousError(f"{url!r} lacks a host or a port; write tcp://host:port?rank=..&world_size=..")
+        scheme = request.scheme
+        raise RendezvousError(
+            f"{url!r} lacks a host or a port; write {scheme}://host:port?rank=..&world_size=.."
+        )
+    rank, world_size = _place(request)
+    store = _open(request.host, request.port, rank, world_size, timeout, repr(url))
+    yield store, rank, world_size
+    _meet_again(url)
+
+
+def _file(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[Met]:
+    request = parse(url)
+    if request.host is not None or not request.path.strip("/"):
+        raise RendezvousError(f"{url!r} names no file; write file:///path?rank=..&world_size=..")
+    rank, world_size = _place(request)
+    try:
+        store = FileStore(request.path, world_size, timeout)
+    except StoreError as e:
+        raise RendezvousError(f"rendezvous by {url!r}: {e}") from e
+    yield store, rank, world_size
+    _meet_again(url)
+
+
+def _place(request: Request) -> tuple[int, int]:
+    """Rank and world size, where the URL and the arguments must say both."""
     if request.rank is None or request.world_size is None:
         lacking = "rank" if request.rank is None else "world_size"
         raise RendezvousError(
-            f"{lacking} is neither an argument nor in {url!r}; give {lacking}=, or append &{lacking}=.."
+            f"{lacking} is neither an argument nor in {request.url!r}; give {lacking}=, or append "
+            f"&{lacking}=.."
         )
-    check_rank(request.rank, request.world_size, f"from {url!r}")
-    store = _open(request.host, request.port, request.rank, request.world_size, timeout, repr(url))
-    yield store, request.rank, request.world_size
-    _meet_again(url)
+    check_rank(request.rank, request.world_size, f"from {request.url!r}")
+    return request.rank, request.world_size
 
 
 def _env(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[Met]:
@@ -155,16 +188,16 @@ def _env(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[Met
         raise missing("MASTER_ADDR")
     if port is None:
         raise missing("MASTER_PORT")
-    check_rank(rank, world_size, _said_by(request))
-    where = "MASTER_ADDR and MASTER_PORT of the environment"
+    check_rank(rank, world_size, _said_by(request, launch))
+    where = f"the environment, which says {host}:{port}"
     store = _open(host, port, rank, world_size, timeout, where)
     yield store, rank, world_size
     _meet_again(url)
 
 
-def _said_by(request: Request) -> str:
-    rank = "RANK" if request.rank is None else "an argument"
-    size = "WORLD_SIZE" if request.world_size is None else "an argument"
+def _said_by(request: Request, launch: Launch) -> str:
+    rank = launch.rank_from if request.rank is None else "an argument"
+    size = launch.world_size_from if request.world_size is None else "an argument"
     return f"the rank from {rank}, the world size from {size}"
 
 
@@ -200,4 +233,6 @@ def _meet_again(url: str) -> NoReturn:
 
 
 register_rendezvous_handler("tcp", _tcp)
+register_rendezvous_handler("zmq", _tcp)
+register_rendezvous_handler("file", _file)
 register_rendezvous_handler("env", _env)
