@@ -2,6 +2,8 @@
 
     ZmqgradError
     |-- ConfigurationError (ValueError)        what you passed in, or the environment, cannot be right
+    |   |-- ArgumentTypeError (TypeError)      an argument is of a class that it cannot be of
+    |   |-- WorkerNameError (RuntimeError)     no worker can be called so
     |   `-- RendezvousError (RuntimeError)     the workers could not find each other
     |       |-- RendezvousTimeoutError (TimeoutError)
     |       `-- DuplicateWorkerError           a worker of that name or rank is already there
@@ -37,6 +39,14 @@ class ZmqgradError(Exception):
 
 class ConfigurationError(ZmqgradError, ValueError):
     """An argument or an environment variable cannot be right; nothing was started."""
+
+
+class ArgumentTypeError(ConfigurationError, TypeError):
+    """An argument is of a class that it cannot be of."""
+
+
+class WorkerNameError(ConfigurationError, RuntimeError):
+    """A name that no worker can have."""
 
 
 class RendezvousError(ConfigurationError, RuntimeError):

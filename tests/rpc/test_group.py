@@ -129,9 +129,9 @@ def test_options_that_cannot_be(options: dict[str, Any]) -> None:
 
 
 def test_other_arguments_that_cannot_be() -> None:
-    with pytest.raises(ConfigurationError, match="backend must be one of"):
+    with pytest.raises(ConfigurationError, match="Argument backend must be a member"):
         rpc.init_rpc("a", backend="GLOO", rank=0, world_size=1)
-    with pytest.raises(ConfigurationError, match="rpc_backend_options"):
+    with pytest.raises(ConfigurationError, match="Argument rpc_backend_options must be an instance of"):
         rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options={"rpc_timeout": 3})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="timeout"):
         rpc.shutdown(timeout=-3)

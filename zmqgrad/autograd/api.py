@@ -10,6 +10,7 @@ import torch
 from zmqgrad.autograd.context import Recording, recording
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.passes import MODES
+from zmqgrad.autograd.roots import check_roots
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
@@ -69,31 +70,6 @@ def backward(
     autograd = autograd_of(current_worker())
     found = autograd.contexts.find(context_id)
     autograd.passes.run(found, check_roots(roots), bool(retain_graph), mode)
-
-
-def check_roots(roots: object) -> list[torch.Tensor]:
-    """``roots`` as a list, if a backward pass can start there.
-
-    Raises:
-        AutogradError: otherwise, naming the root.
-    """
-    if not isinstance(roots, (list, tuple)):
-        raise TypeError(f"roots must be a list of tensors, not {type(roots).__name__}")
-    if not roots:
-        raise AutogradError("No tensors provided for gradient computation.")
-    for i, root in enumerate(roots):
-        if not isinstance(root, torch.Tensor):
-            raise TypeError(f"roots[{i}] must be a tensor, not {type(root).__name__}")
-        if not root.requires_grad:
-            raise AutogradError(
-                f"requires_grad not set on root roots[{i}]: nothing that it was made from requires grad"
-            )
-        if root.numel() != 1:
-            raise AutogradError(
-                f"roots[{i}] of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: "
-                f"reduce it first, as by .sum() or .mean()"
-            )
-    return list(roots)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,7 @@ from zmqgrad.autograd.context import Context, Contexts, Recording, recording
 from zmqgrad.autograd.functions import record_send
 from zmqgrad.autograd.passes import Passes
 from zmqgrad.autograd.releases import Releases
+from zmqgrad.autograd.roots import check_roots
 from zmqgrad.rpc.dispatch import Opened
 from zmqgrad.rpc.payload import unpack_tensors
 from zmqgrad.rpc.worker import Worker
@@ -42,6 +43,7 @@ def install(worker: Worker) -> None:
     doors.outgoing = autograd.outgoing
     doors.unsent = autograd.unsent
     doors.with_history = _keeps_history
+    doors.backward = autograd.backward_from
     doors.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.on_forward
     doors.openers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
     autograd.passes.install()
@@ -120,3 +122,7 @@ class Autograd:
         source = inbound.envelope.source
         context.know(source)
         return context.receive(autograd_id, source, tensors)
+
+    def backward_from(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
+        """One backward pass from one tensor of this worker, for ``RRef.backward``."""
+        self.passes.run(self.contexts.find(context_id), check_roots([root]), retain_graph, "auto")

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zmqgrad.errors import ConfigurationError, NotInitializedError, RpcError
+from zmqgrad.errors import ArgumentTypeError, NotInitializedError, RpcError
 from zmqgrad.rendezvous import rendezvous
 from zmqgrad.rpc.current import current_worker, set_default_worker
 from zmqgrad.rpc.futures import RpcFuture
@@ -21,6 +21,7 @@ from zmqgrad.rpc.options import (
     UNSET_RPC_TIMEOUT,
     BackendType,
     RpcBackendOptions,
+    TensorPipeRpcBackendOptions,
     check_timeout,
 )
 from zmqgrad.rpc.rref import RRef, call_remote
@@ -61,9 +62,8 @@ def init_rpc(
     global _group
     check_name(name)
     _check_backend(backend)
-    options = rpc_backend_options or RpcBackendOptions()
-    if not isinstance(options, RpcBackendOptions):
-        raise ConfigurationError(f"rpc_backend_options must be RpcBackendOptions, not {options!r}")
+    options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
+    _check_options(backend, options)
     with _lock:
         if _group is not None:
             raise RpcError(
@@ -114,9 +114,20 @@ def _listening_host(store: Store) -> str:
 def _check_backend(backend: Any) -> None:
     if backend is None or isinstance(backend, BackendType):
         return
-    name = getattr(backend, "name", backend)
-    if name not in BackendType.__members__:
-        raise ConfigurationError(f"backend must be one of {list(BackendType.__members__)}, not {backend!r}")
+    if getattr(backend, "name", None) not in BackendType.__members__:  # torch's own enumeration will do
+        raise ArgumentTypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
+
+
+def _check_options(backend: Any, options: object) -> None:
+    if not isinstance(options, RpcBackendOptions):
+        raise ArgumentTypeError(
+            f"Argument rpc_backend_options must be an instance of RpcBackendOptions, not {options!r}"
+        )
+    if type(options) is RpcBackendOptions or isinstance(options, TensorPipeRpcBackendOptions):
+        return
+    if backend is None:
+        raise ArgumentTypeError(f"Could not infer backend for options {options!r}")
+    raise ArgumentTypeError(f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`, not {options!r}")
 
 
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:

@@ -54,6 +54,8 @@ class Doors:
     outgoing: Outgoing | None = None
     unsent: Callable[[Message], None] | None = None
     """Called with what ``outgoing`` gave, if that could not be sent after all."""
+    backward: Callable[[int, torch.Tensor, bool], None] | None = None
+    """(context id, root, retain_graph): run a distributed backward pass from a tensor of this worker."""
     with_history: Callable[[], bool] = lambda: False
     peer_lost: list[Callable[[int, BaseException], None]] = field(default_factory=list)
     closing: list[Callable[[], None]] = field(default_factory=list)

@@ -16,12 +16,14 @@ from pathlib import Path
 import msgspec
 
 from zmqgrad.errors import (
+    ArgumentTypeError,
     ConfigurationError,
     DuplicateWorkerError,
     RendezvousTimeoutError,
     StoreError,
     StoreTimeoutError,
     UnknownWorkerError,
+    WorkerNameError,
 )
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
@@ -38,6 +40,9 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
     name: str
     id: int
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
 
     def __repr__(self) -> str:
         return f"WorkerInfo(id={self.id}, name={self.name})"
@@ -64,13 +69,14 @@ def check_name(name: object) -> str:
     """``name`` if a worker can be called so.
 
     Raises:
-        ConfigurationError: otherwise, saying why.
+        WorkerNameError: otherwise, saying why. ArgumentTypeError: if it is no string.
     """
-    if not isinstance(name, str) or not name:
-        raise ConfigurationError(f"a worker's name must be a non-empty string, not {name!r}")
-    if len(name) > MAX_NAME or not all(c.isalnum() or c in "_-:." for c in name):
-        raise ConfigurationError(
-            f"worker name {name!r} must match ^[A-Za-z0-9_-:.]*$ and be at most {MAX_NAME} characters"
+    if not isinstance(name, str):
+        raise ArgumentTypeError(f"a worker's name must be a string, not {name!r}")
+    if not 0 < len(name) < MAX_NAME or not all(c.isalnum() or c in "_-:." for c in name):
+        raise WorkerNameError(
+            f"Worker name must match ^[A-Za-z0-9-_:.]*$, and must be non-empty and shorter than {MAX_NAME} "
+            f"characters, not {name!r}"
         )
     return name
 
@@ -128,7 +134,7 @@ class Membership:
             holder = store.compare_set(key, "", mine).decode()
             if holder != mine:
                 raise DuplicateWorkerError(
-                    f"another worker already has {what} (worker {holder.split('/')[0]}): "
+                    f"{what} is not unique: another worker already has it (worker {holder.split('/')[0]}); "
                     f"give each of the {self.world_size} workers a name and rank of its own"
                 )
         store.set(f"worker/{own.id}", msgspec.json.encode(own))

@@ -406,7 +406,8 @@ def unpack(
         raise
     except (AttributeError, ModuleNotFoundError) as e:
         raise FunctionNotFoundError(
-            f"{e}; what is sent by reference must be importable on both workers"
+            f"{e}; the RPC pickler does not serialize what can be imported on the caller: "
+            f"it must be importable on the callee as well"
         ) from e
     except Exception as e:
         raise PayloadError(f"cannot rebuild a value that was sent: {type(e).__name__}: {e}") from e
@@ -481,6 +482,7 @@ def find_function(reference: str) -> Any:
     except (ImportError, AttributeError, ValueError) as e:
         raise FunctionNotFoundError(
             f"cannot find function {qualname!r} of module {module_name!r} here ({e}); "
-            f"it must be importable on the callee as on the caller"
+            f"the RPC pickler does not serialize the code of what the caller can import: it must be "
+            f"importable on the callee as well"
         ) from e
     return found

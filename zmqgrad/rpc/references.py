@@ -36,7 +36,7 @@ from zmqgrad.rpc.rref_ledger import (
 )
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
-from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.ids import IdSource, show_id
 from zmqgrad.wire.messages import (
     Message,
     MessageType,
@@ -64,7 +64,17 @@ REMEMBERED = 10_000
 class Handle(TravelsAsReference):
     """What an RRef is made of: ids, the owner, and on the owner the outcome that holds the value."""
 
-    __slots__ = ("__weakref__", "fork_id", "outcome", "owner", "rref_id", "table", "type_name")
+    __slots__ = (
+        "__weakref__",
+        "creation",
+        "fork_id",
+        "outcome",
+        "owner",
+        "rref_id",
+        "table",
+        "type_name",
+        "value_type",
+    )
 
     def __init__(
         self,
@@ -81,6 +91,8 @@ class Handle(TravelsAsReference):
         self.owner = owner
         self.outcome = outcome  # on the owner: the value; on a user: None until creating it failed
         self.type_name = type_name
+        self.value_type: Any = None  # once it was asked for
+        self.creation: Outcome[Inbound] | None = None  # the owner's answer, where this worker had it made
 
     def __del__(self) -> None:
         if self.fork_id:
@@ -102,6 +114,7 @@ class ReferenceTable:
         self._sweeping = False
         self._closed = False
         self._views: dict[int, PeerReferences] = {}
+        self._ids = IdSource(worker.id)  # of their own: people count references, not messages
         self.make_rref: Callable[[Handle], Any] = lambda handle: handle
 
     def install(self, doors: Doors) -> None:
@@ -123,11 +136,11 @@ class ReferenceTable:
         """A handle on a value of this worker, not known to anybody else yet."""
         outcome: Outcome[Any] = Outcome()
         outcome.set(value)
-        return Handle(self, self._worker.ids.next(), 0, self._worker.id, outcome)
+        return Handle(self, self._ids.next(), 0, self._worker.id, outcome)
 
     def own_later(self) -> Handle:
         """A handle on a value that a remote call of this worker to itself will make."""
-        rref_id = self._worker.ids.next()
+        rref_id = self._ids.next()
         return Handle(self, rref_id, 0, self._worker.id, self._expect(rref_id))
 
     def expect(self, holder: int, rref_id: int, fork_id: int) -> Outcome[Any]:
@@ -175,7 +188,7 @@ class ReferenceTable:
 
     def refer(self, owner: int) -> Handle:
         """A handle on a value that ``owner`` is about to be asked for."""
-        rref_id, fork_id = self._worker.ids.next(), self._worker.ids.next()
+        rref_id, fork_id = self._ids.next(), self._ids.next()
         with self._lock:
             self._user.create(rref_id, fork_id, owner)
         return Handle(self, rref_id, fork_id, owner)
@@ -183,6 +196,19 @@ class ReferenceTable:
     def confirm(self, fork_id: int) -> None:
         """The owner knows of ``fork_id``."""
         self._carry_out(self._locked(lambda: self._user.confirm(fork_id)))
+
+    def confirm_now(self, handle: Handle) -> None:
+        """Tell the owner of ``handle``, as is being done anyway, and wait for its word.
+
+        Raises:
+            RpcError: if that does not come.
+        """
+        worker = self._worker
+        request = RRefForkRequest(handle.rref_id, handle.fork_id)
+        worker.wait(
+            worker.request(handle.owner, request, seconds=worker.default_timeout, what="RRefForkRequest")
+        )
+        self.confirm(handle.fork_id)
 
     def is_confirmed(self, handle: Handle) -> bool:
         """Does the owner know of this reference? (On the owner: yes.)"""
@@ -207,21 +233,24 @@ class ReferenceTable:
             effects += self._locked(lambda fork_id=fork_id: self._user.release(fork_id))  # type: ignore[misc]
         self._carry_out(effects)
 
-    def check_alive(self, handle: Handle) -> None:
-        """Can ``handle``, a user's, still be used?
+    def check_alive(self, handle: Handle, what: str) -> None:
+        """Can ``handle``, a user's, still be used for ``what``?
 
         Raises:
             PeerLostError: if the worker that owned the value is gone. RRefError: if this one was shut down.
         """
         with self._lock:
             if not self._user.holds(handle.fork_id):
-                raise self._dead(handle)
+                raise self._dead(handle, what)
 
-    def _dead(self, handle: Handle) -> RpcError:
+    def _dead(self, handle: Handle, what: str) -> RpcError:
         """Why ``handle`` cannot be used any more."""
         shown = show_id(handle.rref_id)
         if handle.owner not in self._lost:
-            return RRefError(f"value {shown} is out of reach: this worker was shut down since")
+            return RRefError(
+                f"value {shown} is out of reach: this worker was shut down since, and its reference has been "
+                f"deleted. Cannot call {what} after deletion."
+            )
         name = self._worker.membership.name_of(handle.owner)
         now = self._worker.membership.successor(handle.owner)
         also = (
@@ -236,8 +265,11 @@ class ReferenceTable:
     def fork_for(self, peer: int, handle: Handle) -> tuple[int, int, int, int, str]:
         """A fork of ``handle`` for ``peer``."""
         if handle.table is not self:
-            raise RRefError("this RRef belongs to another worker, or to one that was shut down")
-        fork_id = self._worker.ids.next()
+            raise RRefError(
+                "this RRef belongs to another worker, or to one that was shut down. "
+                "Cannot call fork an UserRRef after deletion."
+            )
+        fork_id = self._ids.next()
         with self._lock:
             if peer in self._lost:  # nobody would ever take the fork back
                 raise self._worker.loss_of(peer, "a message with an RRef")
@@ -249,7 +281,7 @@ class ReferenceTable:
             elif self._user.holds(handle.fork_id):
                 self._user.fork(handle.fork_id, fork_id, peer)
             else:
-                raise self._dead(handle)
+                raise self._dead(handle, "fork an UserRRef")
         return handle.owner, handle.rref_id, fork_id, self._worker.id, handle.type_name
 
     def adopt_from(self, owner: int, rref_id: int, fork_id: int, parent: int, type_name: str) -> Any:

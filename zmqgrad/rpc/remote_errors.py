@@ -33,7 +33,9 @@ def describe_exception(error: BaseException, worker: str) -> ExceptionReply:
 
 def _show(error: BaseException) -> str:
     try:
-        return repr(error)
+        text = str(error)
+        # What spans lines is shown as lines, not as repr would escape them.
+        return f"{type(error).__qualname__}({text})" if "\n" in text else repr(error)
     except Exception as e:  # user code
         return f"{type(error).__qualname__} (whose repr fails: {type(e).__name__})"
 
@@ -54,7 +56,9 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
     error = _unpickled(reply)
     if error is None or not isinstance(error, Exception):
         # SystemExit or KeyboardInterrupt over there must not end this process
-        return RemoteError(text)
+        return RemoteError(
+            f"{reply.kind} cannot be rebuilt here. Original exception on remote side was:\n{text}"
+        )
     if all(isinstance(a, str) for a in error.args) and len(error.args) <= 1:
         error.args = (text,)
     # For exceptions that make their text from other things than one string.

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
-from zmqgrad.errors import RpcTimeoutError, RRefError
-from zmqgrad.rpc.calls import PendingCall
-from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.functions import run
-from zmqgrad.rpc.futures import RpcFuture
+import torch
+
+from zmqgrad.errors import NotInitializedError, RpcTimeoutError, RRefError
+from zmqgrad.rpc import proxies
+from zmqgrad.rpc.current import current_worker_or_none
+from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.membership import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.payload import TravelsAsReference, method_reference, pack_arguments, pack_call
+from zmqgrad.rpc.payload import TravelsAsReference, pack_call
 from zmqgrad.rpc.references import Handle
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
@@ -41,7 +42,13 @@ class RRef(TravelsAsReference, Generic[T]):
 
     def __init__(self, value: T, type_hint: Any = None, devices: Any = None) -> None:
         del devices  # of no meaning on the CPU
-        self._worker: Worker = current_worker()
+        worker = current_worker_or_none()
+        if worker is None:
+            raise NotInitializedError(
+                "Current RPC agent is not set! Did you initialize the RPC framework "
+                "(e.g. by calling `rpc.init_rpc`)? Call init_rpc first."
+            )
+        self._worker: Worker = worker
         self.handle: Handle = self._worker.references.own(value)
         self.handle.type_name = _type_name(type_hint if type_hint is not None else type(value))
 
@@ -65,8 +72,14 @@ class RRef(TravelsAsReference, Generic[T]):
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Does the owner know of this reference?"""
-        return self._worker.references.is_confirmed(self.handle)
+        """Does the owner know of this reference?
+
+        One that came in a message is being told to the owner; this waits until it has been.
+        """
+        references = self._worker.references
+        if not references.is_confirmed(self.handle) and self.handle.creation is None:
+            references.confirm_now(self.handle)
+        return references.is_confirmed(self.handle)
 
     def local_value(self) -> T:
         """The value itself; on the owner only. Waits for it if it is being made.
@@ -75,9 +88,10 @@ class RRef(TravelsAsReference, Generic[T]):
             RRefError: on any other worker. Others: as making the value raised.
         """
         if not self.is_owner():
+            rref, fork = _show(self.handle.rref_id), _show(self.handle.fork_id)
             raise RRefError(
-                f"Can't call RRef.local_value() on a non-owner: {self} lives on {self.owner_name()}; "
-                f"use to_here(), or call a function there"
+                f"For UserRRef(rref_id={rref}, fork_id={fork}), can't call localValue() on user "
+                f"{self._worker.membership.own.info}. Call it on owner {self.owner()}, or use to_here()"
             )
         return self._own_value(self._worker.seconds(UNSET_RPC_TIMEOUT))
 
@@ -106,7 +120,7 @@ class RRef(TravelsAsReference, Generic[T]):
             return self._own_value(seconds)
         if self.handle.outcome is not None:
             self.handle.outcome.result()  # creating it failed: raise that
-        self._worker.references.check_alive(self.handle)
+        self._worker.references.check_alive(self.handle, "to_here() on it")
         message = RRefFetch(self.handle.rref_id, seconds)
         worker, owner = self._worker, self.handle.owner
         # In no variable: the traceback of its error would make a cycle, and this reference outlive it.
@@ -119,15 +133,74 @@ class RRef(TravelsAsReference, Generic[T]):
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """A stand-in for the value whose methods run on the owner: ``rref.rpc_sync().size()``."""
-        return _Proxy(self, _sync, timeout)
+        return proxies.Proxy(self, proxies.sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """As :meth:`rpc_sync`; methods give a future."""
-        return _Proxy(self, _async, timeout)
+        return proxies.Proxy(self, proxies.asynchronous, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
         """As :meth:`rpc_sync`; methods give an RRef to their result."""
-        return _Proxy(self, _remote, timeout)
+        return proxies.Proxy(self, proxies.remote, timeout)
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Run the backward pass from the value, a tensor of one element, on its owner.
+
+        Args:
+            dist_autograd_ctx_id: the distributed autograd context that takes the gradients; -1, on the owner
+                only: a local pass, whose gradients go to ``.grad``.
+            retain_graph: keep the graph for another pass.
+
+        Raises:
+            RRefError: if the value is no tensor, or there is no context on a user.
+            Anything else: as ``torch.autograd.backward`` or ``zmqgrad.autograd.backward`` raise.
+        """
+        if self.is_owner():
+            _backward(self, dist_autograd_ctx_id, retain_graph)
+        elif dist_autograd_ctx_id == -1:
+            raise RRefError(
+                "User RRefs require 'dist_autograd_ctx_id' to be specified: enter zmqgrad.autograd.context() "
+                "and give the id that it gives"
+            )
+        else:
+            worker = self._worker
+            worker.open(
+                worker.wait(
+                    worker.call(self.handle.owner, _backward, (self, dist_autograd_ctx_id, retain_graph))
+                )
+            )
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The class of the value, or with ``blocking=False`` a future of it. Its owner is asked once.
+
+        Raises:
+            RpcTimeoutError: if it does not come in time. Others: as making the value raised.
+        """
+        handle, worker = self.handle, self._worker
+        if handle.value_type is None and not self.is_owner():
+            call = worker.call(handle.owner, _rref_typeof_on_owner, (self,), None, timeout)
+            if not blocking:
+                return worker.future(call)
+            handle.value_type = worker.open(worker.wait(call))
+        elif handle.value_type is None:
+            handle.value_type = type(self._own_value(worker.seconds(timeout)))
+        if blocking:
+            return handle.value_type
+        known: PythonFuture[Any] = PythonFuture()
+        known.set_result(handle.value_type)
+        return known
+
+    def _get_future(self) -> PythonFuture[Any]:
+        """A future that is done when the owner has made the value (of None), or has failed to."""
+        creation = self.handle.creation
+        if creation is not None:
+            return self._worker.future_of(creation)
+        made: PythonFuture[Any] = PythonFuture()
+        made.set_result(None)
+        return made
+
+    def _call_there(self, function: Callable[..., Any], args: Any, timeout: float) -> RRef[Any]:
+        return call_remote(self._worker, self.handle.owner, function, args, None, timeout)
 
     def __reduce__(self) -> Any:
         raise RRefError(
@@ -136,13 +209,13 @@ class RRef(TravelsAsReference, Generic[T]):
         )
 
     def __str__(self) -> str:
-        rref = _show("GloballyUniqueId", self.handle.rref_id)
+        rref = _show(self.handle.rref_id)
         if self.is_owner():
             return f"OwnerRRef({rref})"
-        return f"UserRRef(RRefId = {rref}, ForkId = {_show('GloballyUniqueId', self.handle.fork_id)})"
+        return f"UserRRef(RRefId = {rref}, ForkId = {_show(self.handle.fork_id)})"
 
     def __repr__(self) -> str:
-        known = "" if self.confirmed_by_owner() else ", not confirmed yet"
+        known = "" if self._worker.references.is_confirmed(self.handle) else ", not confirmed yet"
         return f"<{self} of {self._worker.membership.name_of(self.handle.owner)}{known}>"
 
 
@@ -151,9 +224,27 @@ def install_rrefs(worker: Worker) -> None:
     worker.references.make_rref = lambda handle: RRef._of(worker, handle)
 
 
-def _show(kind: str, value: int) -> str:
+def _show(value: int) -> str:
     worker, counter = split_id(value)
-    return f"{kind}(created_on={worker}, local_id={counter})"
+    return f"GloballyUniqueId(created_on={worker}, local_id={counter - 1})"  # torch counts from 0
+
+
+def _rref_typeof_on_owner(rref: RRef[Any]) -> type:
+    return type(rref.local_value())
+
+
+def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
+    """On the owner."""
+    root = rref.local_value()
+    if not isinstance(root, torch.Tensor):
+        raise RRefError(f"RRef should contain a tensor for .backward(), not {type(root).__name__}")
+    if context_id == -1:
+        root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        return
+    backward = rref._worker.doors.backward
+    if backward is None:
+        raise RRefError("this worker has no distributed autograd")
+    backward(context_id, root, retain_graph)
 
 
 def _type_name(hint: Any) -> str:
@@ -177,19 +268,23 @@ def call_remote(
     handle = references.own_later() if peer.id == worker.id else references.refer(peer.id)
     rref = RRef._of(worker, handle)
     message = RemoteCall(reference, packed.payload, handle.rref_id, handle.fork_id, seconds)
-    worker.request(
+    call = worker.request(
         peer.id, message, packed, seconds, function, keep=handle, settled=lambda o: _created(handle, o)
     )
+    handle.creation = call.outcome
     return rref
 
 
 def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
     """Quick, as the receiver's thread may call it."""
     error = answer.error()
-    if error is None and isinstance(message := answer.result().message, ExceptionReply):
-        error = RRefError(
-            f"the value could not be made. On {message.worker}:\n{message.text}\n{message.traceback}"
+    if isinstance(error, RpcTimeoutError):
+        error = RpcTimeoutError(
+            f"RRef creation via rpc.remote() timed out, so there may be no value: {error}"
         )
+    if error is None and isinstance(message := answer.result().message, ExceptionReply):
+        told = f"On {message.worker}:\n{message.text}\n{message.traceback}"
+        error = RRefError(f"RRef creation via rpc.remote() failed. {told}")
     if error is not None:
         failed: Outcome[Any] = handle.outcome if handle.outcome is not None else Outcome()
         failed.fail(error)
@@ -197,64 +292,3 @@ def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
     if handle.fork_id:
         # After a failure as well: the owner may know of it all the same, and has to hear of its end.
         handle.table.confirm(handle.fork_id)
-
-
-# ---- calling methods of the value -----------------------------------------------------------------------
-
-
-class _Proxy:
-    """Stands for the value of an RRef; attributes are methods that run on its owner."""
-
-    def __init__(self, rref: RRef[Any], how: Callable[..., Any], timeout: float) -> None:
-        self._rref = rref
-        self._how = how
-        self._timeout = timeout
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # copy, pickle and inspect ask for these; the owner is not meant
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            return self._how(self._rref, self._timeout, name, args, kwargs)
-
-        return method
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the value itself."""
-        return self._how(self._rref, self._timeout, "__call__", args, kwargs)
-
-    def __repr__(self) -> str:
-        return f"<proxy of {self._rref!r}>"
-
-
-def _ask(
-    rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any, waits: bool = False
-) -> PendingCall:
-    worker = rref._worker
-    peer = worker.membership.find(rref.handle.owner)
-    seconds = worker.seconds(timeout)
-    if rref.is_owner():
-        return worker.call(peer, _call_own_method, (rref, seconds, name, args, kwargs), None, timeout, waits)
-    worker.references.check_alive(rref.handle)
-    packed = pack_arguments(args, kwargs, worker.terms(peer))
-    reference = method_reference(rref.handle.rref_id, name)
-    return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)
-
-
-def _call_own_method(rref: RRef[Any], seconds: float, name: str, args: Any, kwargs: Any) -> Any:
-    return run(getattr(rref._own_value(seconds), name), args, kwargs)
-
-
-def _sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
-    worker = rref._worker
-    return worker.open(worker.wait(_ask(rref, timeout, name, args, kwargs, waits=True)))
-
-
-def _async(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> RpcFuture[Any]:
-    return rref._worker.future(_ask(rref, timeout, name, args, kwargs))
-
-
-def _remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> RRef[Any]:
-    worker = rref._worker
-    content = (rref, worker.seconds(timeout), name, args, kwargs)
-    return call_remote(worker, rref.handle.owner, _call_own_method, content, None, timeout)

@@ -296,8 +296,12 @@ class Worker:
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """The answer of ``call`` as a future."""
-        future: RpcFuture[Any] = RpcFuture(call.outcome, self._open_outcome)
-        call.outcome.then(lambda _: self._completer.answered(future))
+        return self.future_of(call.outcome)
+
+    def future_of(self, answer: Outcome[Inbound]) -> RpcFuture[Any]:
+        """An answer as a future."""
+        future: RpcFuture[Any] = RpcFuture(answer, self._open_outcome)
+        answer.then(lambda _: self._completer.answered(future))
         return future
 
     def _open_outcome(self, outcome: Outcome[Inbound]) -> Any:
@@ -322,6 +326,11 @@ class Worker:
             tensors = unpack_tensors(message.payload, inbound.frames)
         references = self.references.of(inbound.envelope.source)
         return unpack(message.payload, inbound.frames, tensors, references)
+
+    @property
+    def closed(self) -> bool:
+        """Has it been shut down?"""
+        return self._closed
 
     def seconds(self, timeout: Any) -> float:
         """What a ``timeout`` argument means: seconds, 0 for no limit, -1 for the default.

@@ -21,6 +21,9 @@ from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Blob, Layout, Plac
 
 Buffer = bytes | bytearray | memoryview
 
+GAPS = 8 << 10
+"""A view of up to so many bytes, gaps included, is sent as it lies, and so keeps its strides."""
+
 INLINE = 16 << 10
 """Blobs of up to so many bytes travel in the header; larger ones in a frame of their own."""
 
@@ -157,8 +160,9 @@ def _extent(t: torch.Tensor) -> int:
 
 
 def _dense(t: torch.Tensor) -> bool:
-    """Would sending the window as it lies send no more than sending it packed? (transposed, expanded)"""
-    return _extent(t) <= t.numel()
+    """Would sending the window as it lies send hardly more than sending it packed? (transposed, expanded)"""
+    extent = _extent(t)
+    return extent <= t.numel() or extent * t.itemsize <= GAPS
 
 
 class _Sharing:

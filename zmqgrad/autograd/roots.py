@@ -1,0 +1,32 @@
+"""Where a backward pass can start."""
+
+from __future__ import annotations
+
+import torch
+
+from zmqgrad.errors import AutogradError
+
+
+def check_roots(roots: object) -> list[torch.Tensor]:
+    """``roots`` as a list, if a backward pass can start there.
+
+    Raises:
+        AutogradError: otherwise, naming the root.
+    """
+    if not isinstance(roots, (list, tuple)):
+        raise TypeError(f"roots must be a list of tensors, not {type(roots).__name__}")
+    if not roots:
+        raise AutogradError("No tensors provided for gradient computation.")
+    for i, root in enumerate(roots):
+        if not isinstance(root, torch.Tensor):
+            raise TypeError(f"roots[{i}] must be a tensor, not {type(root).__name__}")
+        if not root.requires_grad:
+            raise AutogradError(
+                f"requires_grad not set on root roots[{i}]: nothing that it was made from requires grad"
+            )
+        if root.numel() != 1:
+            raise AutogradError(
+                f"roots[{i}] of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: "
+                f"reduce it first, as by .sum() or .mean()"
+            )
+    return list(roots)

@@ -1,0 +1,92 @@
+"""Stand-ins for the value of an RRef: their methods run where the value lives.
+
+    rref.rpc_sync().size()     rref.rpc_async().size()     rref.remote().view(1, 4)
+    rref.rpc_sync()(x)         calls the value itself
+
+The first two ask the owner at once: a method that the value does not have is an AttributeError of the call.
+The third would hide that until its result is fetched; so it looks at the value's class first, which is asked
+for once and remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from zmqgrad.rpc.calls import PendingCall
+from zmqgrad.rpc.functions import run
+from zmqgrad.rpc.payload import method_reference, pack_arguments
+
+if TYPE_CHECKING:
+    from zmqgrad.rpc.rref import RRef
+
+How = Callable[["RRef[Any]", float, str, Any, Any], Any]
+
+
+class Proxy:
+    """Stands for the value of an RRef; attributes are methods that run on its owner."""
+
+    __slots__ = ("_how", "_rref", "_timeout")
+
+    def __init__(self, rref: RRef[Any], how: How, timeout: float) -> None:
+        self._rref = rref
+        self._how = how
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)  # copy, pickle and inspect ask for these; the owner is not meant
+
+        def method(*args: Any, **kwargs: Any) -> Any:
+            return self._how(self._rref, self._timeout, name, args, kwargs)
+
+        return method
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the value itself."""
+        return self._how(self._rref, self._timeout, "__call__", args, kwargs)
+
+    def __repr__(self) -> str:
+        return f"<proxy of {self._rref!r}>"
+
+
+def sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+    """Call method ``name`` of the value; gives its result."""
+    worker = rref._worker
+    return worker.open(worker.wait(_ask(rref, timeout, name, args, kwargs, waits=True)))
+
+
+def asynchronous(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+    """The same; gives a future of it."""
+    return rref._worker.future(_ask(rref, timeout, name, args, kwargs))
+
+
+def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
+    """The same; gives an RRef to it.
+
+    Raises:
+        AttributeError: if the value has no such method.
+    """
+    if not hasattr(rref._get_type(timeout), name):
+        sync(rref, timeout, "__getattribute__", (name,), {})  # perhaps the object itself has it
+    content = (rref, rref._worker.seconds(timeout), name, args, kwargs)
+    return rref._call_there(call_own_method, content, timeout)
+
+
+def _ask(
+    rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any, waits: bool = False
+) -> PendingCall:
+    worker = rref._worker
+    peer = worker.membership.find(rref.handle.owner)
+    seconds = worker.seconds(timeout)
+    if rref.is_owner():
+        return worker.call(peer, call_own_method, (rref, seconds, name, args, kwargs), None, timeout, waits)
+    worker.references.check_alive(rref.handle, f"method {name} on it")
+    packed = pack_arguments(args, kwargs, worker.terms(peer))
+    reference = method_reference(rref.handle.rref_id, name)
+    return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)
+
+
+def call_own_method(rref: RRef[Any], seconds: float, name: str, args: Any, kwargs: Any) -> Any:
+    """On the owner."""
+    return run(getattr(rref._own_value(seconds), name), args, kwargs)
