@@ -6,20 +6,17 @@ worker are serialised by a lock, so that optimizers which share parameters do no
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from zmqgrad.autograd import get_gradients
+from zmqgrad.autograd.hooks import grads_lent
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc import RRef, rpc_async
 
 __all__ = ["DistributedOptimizer"]
-
-_step_lock = threading.Lock()
-"""One step at a time in this process, whichever optimizer it belongs to: they may share parameters."""
 
 
 class _LocalOptimizer:
@@ -32,15 +29,8 @@ class _LocalOptimizer:
         """One step on the gradients of a context. ``.grad`` of the parameters is as before afterwards."""
         gradients = get_gradients(context_id)
         params = [p for group in self._optimizer.param_groups for p in group["params"]]
-        with _step_lock:
-            before = [p.grad for p in params]
-            try:
-                for p in params:
-                    p.grad = gradients.get(p)
-                self._optimizer.step()
-            finally:
-                for p, gradient in zip(params, before, strict=True):
-                    p.grad = gradient
+        with grads_lent(params, [gradients.get(p) for p in params]):
+            self._optimizer.step()
 
 
 def _make(optimizer_class: type, params: Sequence[RRef[Any]], args: Any, kwargs: Any) -> RRef[Any]:

@@ -33,11 +33,6 @@ def leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:
     return torch.tensor(values, dtype=dtype, requires_grad=True)
 
 
-hooks_of_parts = pytest.mark.xfail(
-    strict=True, reason="engine: hooks at borders and leaves run on each part of a sum, not on the sum"
-)
-
-
 def assert_gradients(context_id: int, *expected: tuple[Tensor, Any]) -> None:
     """Exactly these tensors have gradients in the context, and these ones."""
     gradients = get_gradients(context_id)
@@ -339,7 +334,6 @@ def test_a_leaf_used_beside_a_tensor_made_from_it_that_was_sent(c: Cluster, reta
         assert_gradients(ctx, (w, [5.0]))
 
 
-@hooks_of_parts
 def test_a_hook_of_a_tensor_sees_the_whole_gradient_once(c: Cluster) -> None:
     w = leaf(1)
     seen: list[float] = []
@@ -356,13 +350,143 @@ def test_a_hook_of_a_tensor_sees_the_whole_gradient_once(c: Cluster) -> None:
     assert seen == [2.0]
 
 
-@hooks_of_parts
 def test_a_hook_of_a_leaf_sees_the_whole_gradient_once(c: Cluster) -> None:
     w = leaf(1)
     w.register_hook(lambda g: g.clamp(max=1.0))
     with context() as ctx:
         backward(ctx, [(w + rpc.rpc_sync(1, same, (w * 1,))).sum()])
         assert_gradients(ctx, (w, [1.0]))
+
+
+class Doubling:
+    """Hooks that count how often they run, and double."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def of_tensor(self, gradient: Tensor) -> Tensor:
+        self.seen.append(gradient.item())
+        return gradient * 2
+
+    def before_node(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        self.seen.append(gradients[0].item())
+        return (gradients[0] * 2, *gradients[1:])
+
+    def after_node(self, made: tuple[Any, ...], gradients: tuple[Tensor, ...]) -> tuple[Any, ...]:
+        self.seen.append(gradients[0].item())
+        return tuple(None if m is None else m * 2 for m in made)
+
+    def after_accumulation(self, leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        self.seen.append(leaf.grad.item())
+        leaf.grad *= 2
+
+    def attach(self, how: str, x: Tensor) -> None:
+        if how == "tensor":
+            x.register_hook(self.of_tensor)
+        elif how == "before":
+            x.grad_fn.register_prehook(self.before_node)  # type: ignore[union-attr]
+        else:
+            x.grad_fn.register_hook(self.after_node)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("how", ["tensor", "before", "after"])
+@pytest.mark.parametrize("at", ["sent", "deep", "received", "answer"])
+@pytest.mark.parametrize("mode", ["fast", "auto"])
+def test_hooks_run_once_on_the_sum(c: Cluster, how: str, at: str, mode: str) -> None:
+    """Of ``x -> y``, sent twice and used here, whichever tensor or node they are of; against one process."""
+
+    def run(call: Callable[[Tensor], Tensor], finish: Callable[[Tensor, Tensor], Any]) -> tuple[Any, Any]:
+        hooks = Doubling()
+        w = leaf(0.5)
+        x = w.sin()
+        y = x.exp()
+        a = call(y)
+        b = call(y * a)
+        attached = {"sent": y, "deep": x, "received": b, "answer": a}[at]
+        if not (how != "tensor" and at in ("received", "answer")):  # there, the nodes are recvs
+            hooks.attach(how, attached)
+        finish(w, (a * b + y + x * y + w).sum())
+        return hooks.seen, w.grad
+
+    def finish(w: Tensor, loss: Tensor) -> None:
+        with_id = current.pop()
+        backward(with_id, [loss], mode=mode)
+        w.grad = get_gradients(with_id)[w]
+
+    current: list[int] = []
+    with context() as ctx:
+        current.append(ctx)
+        seen, gradient = run(lambda t: rpc.rpc_sync(1, double, (t,)), finish)
+    expected_seen, expected = run(double, lambda w, loss: loss.backward())
+    assert seen == pytest.approx(expected_seen)
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_a_post_accumulate_hook_runs_once_with_the_sum(c: Cluster) -> None:
+    hooks = Doubling()
+    w = leaf(1)
+    w.grad = torch.full((1,), 9.0, dtype=torch.float64)
+    w.register_post_accumulate_grad_hook(hooks.after_accumulation)
+    with context() as ctx:
+        loss = (w * 3 + rpc.rpc_sync(1, same, (w * 1,)) + rpc.rpc_sync(2, same, (w,))).sum()
+        backward(ctx, [loss], retain_graph=True)
+        assert_gradients(ctx, (w, [10.0]))
+        backward(ctx, [loss])
+        assert_gradients(ctx, (w, [30.0]))
+    assert hooks.seen == [5.0, 15.0]
+    assert w.grad.tolist() == [9.0]
+
+
+def test_a_post_accumulate_hook_may_consume_the_gradient(c: Cluster) -> None:
+    def step(p: Tensor) -> None:
+        assert p.grad is not None
+        with torch.no_grad():
+            p -= p.grad
+        p.grad = None
+
+    w = leaf(1)
+    w.register_post_accumulate_grad_hook(step)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, double, (w,)).sum()])
+        assert get_gradients(ctx) == {}
+    assert w.item() == -1.0
+
+
+def test_hooks_of_modules_run_where_the_module_is(c: Cluster) -> None:
+    layer = rpc.remote(1, hooked_layer)
+    x = leaf(1, 2)
+    with context() as ctx:
+        y = layer.rpc_sync().forward(x) + layer.rpc_sync().forward(x * 2)
+        backward(ctx, [y.sum()])
+        assert rpc.rpc_sync(1, ran_of, (layer,)) == ["full", "full", "weight"]
+
+
+def hooked_layer() -> torch.nn.Module:
+    layer = torch.nn.Linear(2, 2, dtype=torch.float64)
+    ran: list[str] = []
+    layer.ran = ran  # type: ignore[assignment]
+    layer.weight.register_hook(lambda g: ran.append("weight"))
+    outer = torch.nn.Sequential(layer)
+    outer.register_full_backward_hook(lambda *_: ran.append("full"))
+    return Calling(outer)
+
+
+class Calling(torch.nn.Module):
+    """Calls the module, so that its hooks run, where a method call would go past them."""
+
+    def __init__(self, inner: torch.nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.inner(x)
+        return y
+
+
+def ran_of(layer: rpc.RRef[Any]) -> list[str]:
+    ran: list[str] = layer.local_value().inner[0].ran
+    return ran
 
 
 # ---- what it is told when it may not --------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """The plan of a local graph: groups, order, and what waits, against counting paths directly.
 
 Counting paths is a backward pass in numbers: a node passes on, to each node that follows it, the sum of
-what came to it. So what a plan gathers at leaves and recvs, run group by group, has to be what one
+what came to it. So what a plan gathers at leaves and ends, run group by group, has to be what one
 walk over the graph gives.
 """
 
@@ -80,7 +80,7 @@ def paths(case: Case, live: set[int]) -> Counter[Edge]:
         (node, number), value = todo.pop()
         sums[node, number] += value
         todo += [(edge, value) for edge in graph.following[node]]
-    return Counter({e: v for e, v in sums.items() if e[0] in graph.leaves | graph.recvs})
+    return Counter({e: v for e, v in sums.items() if e[0] in graph.leaves | graph.ends})
 
 
 class Executor:
@@ -127,14 +127,14 @@ class Executor:
                 arriving[edge] += total
         for edge, value in arriving.items():
             node = edge[0]
-            if node in mine and node not in self.graph.recvs:
+            if node in mine and node not in self.graph.ends:
                 continue
             assert edge in group.outgoing, "a gradient would be lost at the border"
-            if node in self.graph.leaves or node in group.recvs:
+            if node in self.graph.leaves or node in group.ends:
                 self.results[edge] += value
             else:
                 self.waiting[edge] += value
-        assert set(group.recvs) == mine & self.graph.recvs
+        assert set(group.ends) == mine & self.graph.ends
 
     def check_order(self) -> None:
         """Each node ran after all nodes before it that are ever to run."""
@@ -153,7 +153,7 @@ def test_groups_hold_every_reached_node_once_and_by_definition(case: Case) -> No
     for group in plan.groups.values():
         assert len(set(group.incoming)) == len(group.incoming)
         assert len(set(group.outgoing)) == len(group.outgoing)
-        assert sorted(group.recvs) == sorted(r for r in case.graph.recvs if inner.get(r) == group.entries)
+        assert sorted(group.ends) == sorted(r for r in case.graph.ends if inner.get(r) == group.entries)
 
 
 @given(cases())

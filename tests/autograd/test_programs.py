@@ -96,6 +96,17 @@ def test_gradients_equal_those_of_one_process_in_every_mode(workers: int) -> Non
         wait_until_released(c)
 
 
+def test_hooks_run_once_on_whole_gradients() -> None:
+    with cluster(3, OPTIONS) as c:
+
+        @given(programs(3, all_used=False, hooks=True))
+        def gradients_equal(program: Program) -> None:
+            check_all_modes(c, program)
+
+        gradients_equal()
+        wait_until_released(c)
+
+
 class _Pushed:
     """Inside it, messages that a fault holds back go on whenever nothing else moves."""
 

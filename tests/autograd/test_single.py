@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from zmqgrad.autograd import hooks
 from zmqgrad.autograd.border import runs_through
 from zmqgrad.autograd.plan import Graph
 from zmqgrad.autograd.single import outputs_of, run_node
@@ -66,6 +67,23 @@ def test_hooks_of_the_tensor_run_once_and_may_change_the_gradient() -> None:
     assert to_x is not None
     assert to_x.tolist() == [20, 20]
     assert len(seen) == 1
+
+
+def test_hooks_of_the_node_run_once_and_may_change_what_it_makes() -> None:
+    y = leaf(2) * 2
+    y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 3,))
+    y.grad_fn.register_hook(lambda made, _: (made[0] + 1, made[1]))
+    assert run_node(y.grad_fn, [torch.ones(2, dtype=torch.float64)])[0].tolist() == [7, 7]
+
+
+def test_a_hook_of_ours_counts_as_none_and_goes() -> None:
+    node = (leaf(2) * 2).grad_fn
+    before = hooks.any_registered()
+    for _ in range(2):
+        run_node(node, [torch.ones(2, dtype=torch.float64)], retain_graph=True)
+    assert hooks.any_registered() is before
+    leaf(2).register_hook(lambda g: g)
+    assert hooks.any_registered()
 
 
 def test_no_gradient_gives_none() -> None:

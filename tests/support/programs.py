@@ -49,6 +49,13 @@ class InPlace:
 
 
 @dataclass(frozen=True)
+class Hook:
+    """A hook on ``a`` if that is what an operation of this body gave; it bends the gradient."""
+
+    a: int
+
+
+@dataclass(frozen=True)
 class Leaf:
     """A parameter: itself on its own worker, elsewhere a copy that to_here brings."""
 
@@ -83,7 +90,7 @@ class Body:
     fold: bool = True
 
 
-Step = Op | InPlace | Leaf | Layer | Call
+Step = Op | InPlace | Hook | Leaf | Layer | Call
 
 
 @dataclass(frozen=True, repr=False)
@@ -118,6 +125,7 @@ _OPS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
     "detach": lambda a, b: (a.detach().cos(),),
 }
 _UNARY = ("sin", "mean", "transposed", "column", "chunk", "unbind")
+_MAKE = ("add", "mul", "matmul", "sin")
 _UNDIFFERENTIABLE = ("constant", "detach")
 _IN_PLACE: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
     "mul_": (lambda a, b: a.mul_(b), lambda a, b: a * b),
@@ -130,7 +138,7 @@ _UNARY_IN_PLACE = ("half_", "tanh_")
 
 
 @st.composite
-def programs(draw: st.DrawFn, workers: int, all_used: bool = True) -> Program:
+def programs(draw: st.DrawFn, workers: int, all_used: bool = True, hooks: bool = False) -> Program:
     """A program for ``workers`` workers. ``all_used``: each remote result reaches a root, as FAST needs."""
     homes = st.integers(0, workers - 1)
     return Program(
@@ -138,13 +146,13 @@ def programs(draw: st.DrawFn, workers: int, all_used: bool = True) -> Program:
         driver=draw(homes),
         leaves=tuple(draw(st.lists(homes, min_size=1, max_size=4))),
         layers=tuple(draw(st.lists(homes, max_size=2))),
-        body=draw(_bodies(homes, 3, st.just(True) if all_used else st.booleans())),
+        body=draw(_bodies(homes, 3, st.just(True) if all_used else st.booleans(), hooks)),
         roots=draw(st.integers(1, 3)),
     )
 
 
 def _bodies(
-    homes: st.SearchStrategy[int], depth: int, folds: st.SearchStrategy[bool]
+    homes: st.SearchStrategy[int], depth: int, folds: st.SearchStrategy[bool], hooks: bool
 ) -> st.SearchStrategy[Body]:
     value = st.integers(0, 7)
     kinds: list[st.SearchStrategy[Any]] = [
@@ -153,9 +161,11 @@ def _bodies(
         st.builds(Leaf, value),
         st.builds(Layer, value, value, st.sampled_from(HOWS)),
     ]
+    if hooks:
+        kinds.append(st.builds(Hook, value))
     if depth:
         args = st.lists(value, max_size=3).map(tuple)
-        inner = _bodies(homes, depth - 1, folds)
+        inner = _bodies(homes, depth - 1, folds, hooks)
         kinds += [st.builds(Call, homes, st.sampled_from(HOWS), args, inner)] * 3
     returns = st.lists(value, min_size=1, max_size=3).map(tuple)
     return st.builds(Body, st.lists(st.one_of(kinds), max_size=4).map(tuple), returns, folds)
@@ -180,6 +190,8 @@ def _show(program: Program, body: Body, count: int, lines: list[str], indent: st
         elif isinstance(step, InPlace):
             with_what = "" if step.name in _UNARY_IN_PLACE else v(step.b)
             lines.append(f"{indent}{v(step.a)}.{step.name}({with_what})")
+        elif isinstance(step, Hook):
+            lines.append(f"{indent}hook on {v(step.a)}")
         elif isinstance(step, Leaf):
             lines.append(f"{indent}{made} = leaf {step.number % len(program.leaves)}")
             count += 1
@@ -225,7 +237,8 @@ class World(Protocol):
 class _Value:
     """A value of a body while it runs."""
 
-    def __init__(self, get: Get, received: bool) -> None:
+    def __init__(self, get: Get, received: bool, made: bool = False) -> None:
+        self.made = made  # a tensor of its own, no view
         self._get: Get | None = get
         self._tensor: Tensor | None = None
         self.received = received
@@ -263,9 +276,12 @@ def run_body(body: Body, world: World, values: list[_Value]) -> list[Tensor]:
             wanted = step.name not in _UNDIFFERENTIABLE
             a = at(step.a).use(wanted)
             b = a if step.name in _UNARY else at(step.b).use(wanted)
-            values += _there(_OPS[step.name](a, b), False)
+            values += _there(_OPS[step.name](a, b), False, made=step.name in _MAKE)
         elif isinstance(step, InPlace):
             _in_place(step, at(step.a), at(step.b), values, world)
+        elif isinstance(step, Hook):
+            if (a := at(step.a)).made and a.get().requires_grad:
+                a.get().register_hook(torch.tanh)
         elif isinstance(step, Leaf):
             tensor, received = world.leaf(step.number)
             values += _there([tensor], received)
@@ -308,8 +324,8 @@ def _constant() -> Tensor:
     return torch.tensor([[0.3, -0.8], [0.6, 0.9]], dtype=torch.float64)
 
 
-def _there(tensors: Sequence[Tensor], received: bool) -> list[_Value]:
-    return [_Value(lambda t=t: t, received) for t in tensors]  # type: ignore[misc]
+def _there(tensors: Sequence[Tensor], received: bool, made: bool = False) -> list[_Value]:
+    return [_Value(lambda t=t: t, received, made) for t in tensors]  # type: ignore[misc]
 
 
 def _roots(program: Program, world: World) -> list[Tensor]:

@@ -33,8 +33,8 @@ def runs_through(graph: Graph, outgoing: Sequence[Edge]) -> bool:
 
 
 def members(graph: Graph, masks: Sequence[int], mask: int, incoming: Iterable[Edge]) -> list[int]:
-    """Nodes of the group of ``mask``, each before those that follow it; leaves and recvs are left out."""
-    sinks = graph.leaves | graph.recvs
+    """Nodes of the group of ``mask``, each before those that follow it; leaves and ends are left out."""
+    sinks = graph.leaves | graph.ends
     order: list[int] = []
     seen: set[int] = set()
     for start, _ in incoming:

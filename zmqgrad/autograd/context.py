@@ -67,14 +67,21 @@ class Context:
             return tensors
         return attach_recv(RecvNote(self.id, autograd_id, peer, outputs), tensors)
 
-    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Add to the gradient of ``leaf``."""
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Add to the gradient of ``leaf``; gives the sum."""
         with self._lock:
             present = self._gradients.get(leaf)
-            if present is not None:
-                self._gradients[leaf] = present + gradient
-                return
-            self._gradients[leaf] = self._own(gradient)
+            total = self._own(gradient) if present is None else present + gradient
+            self._gradients[leaf] = total
+            return total
+
+    def replace(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """The gradient of ``leaf`` is another, or none."""
+        with self._lock:
+            if gradient is None:
+                self._gradients.pop(leaf, None)
+            else:
+                self._gradients[leaf] = gradient
 
     def _own(self, gradient: torch.Tensor) -> torch.Tensor:
         """``gradient`` in memory of its own, so that users may write to it. Called with the lock held."""

@@ -16,36 +16,12 @@ from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, Send
+from zmqgrad.autograd.hooks import any_registered, has_hooks, run_post_accumulate_hooks
 from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
-from zmqgrad.autograd.single import outputs_of, run_node
+from zmqgrad.autograd.single import Gradient, outputs_of, run_engine, run_node
 from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import Reach, Waiting
-
-Gradient = torch.Tensor | None
-
-
-def run_engine(
-    starts: tuple[GradientEdge, ...],
-    gradients: tuple[torch.Tensor, ...],
-    ends: tuple[GradientEdge, ...],
-    retain_graph: bool,
-) -> Sequence[Gradient]:
-    """What ``torch.autograd.grad`` does, without its preparations.
-
-    Those load sympy at the first call (half a second in every process) and take as long as the engine needs
-    for a small graph; what they check and fill in, we know.
-    """
-    if _engine is None:
-        return torch.autograd.grad(starts, ends, gradients, retain_graph=retain_graph, allow_unused=True)
-    found: Sequence[Gradient] = _engine(
-        starts, gradients, retain_graph, False, ends, True, accumulate_grad=False
-    )
-    return found
-
-
-_engine: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
-
 
 SendOn = Callable[[RecvNote, Sequence[Gradient]], None]
 """Sends the gradients of a recv to its send."""
@@ -66,7 +42,8 @@ class Pass:
         self._entry_of = {send.autograd_id: i + 1 for i, send in enumerate(self._sends)}
         starts = [[torch.autograd.graph.get_gradient_edge(r) for r in roots]]
         starts += [list(send.edges) for send in self._sends]
-        walked = _Walk(starts)
+        self._hooks = any_registered()
+        walked = _Walk(starts, self._hooks)
         self._nodes = walked.nodes
         self._numbers = walked.numbers
         self._graph = walked.graph
@@ -145,53 +122,66 @@ class Pass:
         with self._lock:
             inputs = [(e, g) for e in group.incoming if (g := self._gradients.pop(e, None)) is not None]
         results = self._differentiate(group, dict(inputs)) if inputs else {}
-        at_recv: dict[int, list[Gradient]] = {
-            recv: [None] * self._nodes[recv].note.outputs for recv in group.recvs
-        }
+        at_recv: dict[int, list[Gradient]] = {}
+        for end in group.ends:
+            node: Any = self._nodes[end]
+            if type(node) is RECV_NODE:
+                at_recv[end] = [None] * node.note.outputs
+            elif (gradient := results.pop((end, 0), None)) is not None:
+                self._accumulate(node.variable, gradient)
         for edge, gradient in results.items():
-            node, number = edge
-            if node in self._graph.leaves:
-                self.context.accumulate(self._nodes[node].variable, gradient)
-            elif node in at_recv:
-                at_recv[node][number] = gradient
+            number = edge[0]
+            if number in self._graph.leaves:
+                self.context.accumulate(self._nodes[number].variable, gradient)
+            elif number in at_recv:
+                at_recv[number][edge[1]] = gradient
             else:
                 with self._lock:
                     self._add(edge, gradient)
         return [(self._nodes[recv].note, gradients) for recv, gradients in at_recv.items()]
 
+    def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The whole gradient of a leaf with hooks; those before have run."""
+        gradient = self.context.accumulate(leaf, gradient)
+        if leaf._post_accumulate_grad_hooks:
+            self.context.replace(leaf, run_post_accumulate_hooks(leaf, gradient))
+
     def _differentiate(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
         """From gradients at the group's incoming edges to those at its outgoing ones, on torch's engine."""
-        if set(group.incoming) == set(group.outgoing) and self._are_plain_leaves(group.outgoing):
+        if self._graph.leaves.issuperset(node for node, _ in group.incoming):
             return flowing  # leaves that were sent: there is nothing on the way
-        if self.plan.runs_through(group):
+        if (group.after and self._hooks) or self.plan.runs_through(group):
             return self._node_by_node(group, flowing)
+        return self._through_engine(flowing, group.outgoing)
+
+    def _through_engine(
+        self, flowing: dict[Edge, torch.Tensor], ends: Sequence[Edge]
+    ) -> dict[Edge, torch.Tensor]:
         starts = tuple(flowing)
         gradients = run_engine(
             tuple(self._edge(e) for e in starts),
             tuple(flowing[e] for e in starts),
-            tuple(self._edge(e) for e in group.outgoing),
+            tuple(self._edge(e) for e in ends),
             self.retain_graph,
         )
-        return {e: g for e, g in zip(group.outgoing, gradients, strict=True) if g is not None}
+        return {e: g for e, g in zip(ends, gradients, strict=True) if g is not None}
 
     def _node_by_node(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
-        """As the engine would, but for where it would not stop."""
+        """As the engine would, but for where it would not stop, or run hooks too early."""
         for number in self.plan.members(group):
             node = self._nodes[number]
             gradients = [flowing.pop((number, i), None) for i in range(outputs_of(node))]
-            for gradient, (following, i) in zip(run_node(node, gradients), node.next_functions, strict=True):
+            made = run_node(node, gradients, self.retain_graph)
+            for gradient, (following, i) in zip(made, node.next_functions, strict=True):
                 if gradient is not None:
                     edge = self._numbers[following], i
                     present = flowing.get(edge)
                     flowing[edge] = gradient if present is None else present + gradient
+        for end in group.ends:
+            complete = {e: flowing.pop(e) for e in list(flowing) if e[0] == end}
+            if complete:
+                flowing.update(self._through_engine(complete, tuple(complete)))  # for the hooks
         return flowing
-
-    def _are_plain_leaves(self, edges: Sequence[Edge]) -> bool:
-        return all(self._is_plain_leaf(node) for node, _ in edges)
-
-    def _is_plain_leaf(self, node: int) -> bool:
-        """Is it a leaf without hooks?"""
-        return node in self._graph.leaves and not self._nodes[node].variable._backward_hooks
 
     def _edge(self, edge: Edge) -> GradientEdge:
         return GradientEdge(self._nodes[edge[0]], edge[1])
@@ -209,7 +199,9 @@ class Pass:
         size = len(self._sends) // 8 + 1
         groups = []
         for group in ahead:
-            notes = [self._nodes[recv].note for recv in group.recvs]
+            notes = [
+                node.note for node in map(self._nodes.__getitem__, group.ends) if type(node) is RECV_NODE
+            ]
             mask = group.entries.to_bytes(size, "little")
             groups.append((mask, tuple((note.autograd_id, note.peer) for note in notes)))
         return Reach(
@@ -234,13 +226,13 @@ class Pass:
 class _Walk:
     """The part of torch's graph that is reached from some edges, with its nodes numbered."""
 
-    def __init__(self, starts: Sequence[Sequence[GradientEdge]]) -> None:
+    def __init__(self, starts: Sequence[Sequence[GradientEdge]], hooks: bool) -> None:
         self.nodes: list[Any] = []
         numbers: dict[Any, int] = {}
         self.numbers = numbers
         following: list[list[Edge]] = []
         leaves: set[int] = set()
-        recvs: set[int] = set()
+        ends: set[int] = set()
         nodes = self.nodes
 
         def number(node: Any) -> int:
@@ -256,10 +248,10 @@ class _Walk:
         while at < len(nodes):
             node = nodes[at]
             if type(node) is RECV_NODE:
-                recvs.add(at)
+                ends.add(at)
             elif type(node) is LEAF_NODE:
-                leaves.add(at)
+                (ends if hooks and has_hooks(node.variable) else leaves).add(at)
             else:
                 following[at] = [(number(n), nr) for n, nr in node.next_functions if n is not None]
             at += 1
-        self.graph = Graph(following, frozenset(leaves), frozenset(recvs))
+        self.graph = Graph(following, frozenset(leaves), frozenset(ends))

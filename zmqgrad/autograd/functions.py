@@ -106,11 +106,11 @@ class Recv(torch.autograd.Function):
         )
 
 
-RECV_NODE: type = Recv._backward_cls
+RECV_NODE: Any = Recv._backward_cls
 """The class of the nodes that :class:`Recv` leaves in a graph; they have a ``note``."""
 
 
-LEAF_NODE: type = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+LEAF_NODE: Any = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 """The class of the nodes that stand for leaves (AccumulateGrad); they have a ``variable``."""
 
 

@@ -20,8 +20,9 @@ import torch
 
 from zmqgrad.autograd.context import Context, Contexts
 from zmqgrad.autograd.discovery import Discovery
-from zmqgrad.autograd.engine import Gradient, Pass
+from zmqgrad.autograd.engine import Pass
 from zmqgrad.autograd.functions import RecvNote
+from zmqgrad.autograd.single import Gradient
 from zmqgrad.autograd.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception

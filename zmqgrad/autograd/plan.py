@@ -7,9 +7,9 @@ has to wait for the entries that can reach it, and for no others. Nodes with the
 it have run. Sets grow along edges, so the groups before one have smaller sets, and no cycle can arise.
 
 Edges are ``(node, input number)``. A group takes gradients at its ``incoming`` edges, stops at its
-``outgoing`` ones, and what arrives there waits for the next group, or is a result: nodes without a way on
-(*leaves*) collect from any group as it runs; *recvs* are nodes like others, but the last on their way, and
-what a group has gathered at them is complete when it has run.
+``outgoing`` ones, and what arrives there waits for the next group, or is a result: *leaves* collect from any
+group as it runs; *ends* (recvs, and leaves with hooks) are nodes like others, but the last on their way, and
+what has been gathered at them is complete when their own group has run.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """``following[n]`` are the edges out of node ``n``. ``leaves`` and ``recvs`` have none that count."""
+    """``following[n]`` are the edges out of node ``n``. ``leaves`` and ``ends`` have none that count."""
 
     following: Sequence[Sequence[Edge]]
     leaves: frozenset[int]
-    recvs: frozenset[int]
+    ends: frozenset[int]
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +41,7 @@ class Group:
     entries: int
     incoming: list[Edge] = field(default_factory=list)
     outgoing: list[Edge] = field(default_factory=list)
-    recvs: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
     before: int = 0  # groups that have to run first and have not
     after: list[Group] = field(default_factory=list)
     ran: bool = False
@@ -83,7 +83,7 @@ class Plan:
                 node = edge[0]
                 home = group(1 << number if node in graph.leaves else masks[node])
                 add(home.incoming, edge)
-                if node in graph.leaves or node in graph.recvs:
+                if node in graph.leaves or node in graph.ends:
                     add(home.outgoing, edge)
         for node, edges in enumerate(graph.following):
             if not masks[node]:
@@ -99,13 +99,13 @@ class Plan:
                     add(following.incoming, edge)
                     if add(home.after, following):
                         following.before += 1
-                    if target in graph.recvs:
+                    if target in graph.ends:
                         add(following.outgoing, edge)
-                elif target in graph.recvs:
+                elif target in graph.ends:
                     add(home.outgoing, edge)
-        for recv in graph.recvs:
-            if masks[recv]:
-                group(masks[recv]).recvs.append(recv)
+        for end in graph.ends:
+            if masks[end]:
+                group(masks[end]).ends.append(end)
 
     def _group(self, mask: int) -> Group:
         found = self.groups.get(mask)
@@ -171,8 +171,8 @@ class Plan:
         return not group.entries & ~self.dropped
 
     def ahead(self) -> list[Group]:
-        """Groups that have not run, but for those that one entry has to itself and that lead to no recv."""
-        return [g for g in self.groups.values() if not g.ran and (g.recvs or g.entries & (g.entries - 1))]
+        """Groups that have not run, but for those that one entry has to itself and that lead to no end."""
+        return [g for g in self.groups.values() if not g.ran and (g.ends or g.entries & (g.entries - 1))]
 
     def describe(self, name: Callable[[int], str] = str) -> str:
         """Entries and groups as text: who waits for what."""

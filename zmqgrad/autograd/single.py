@@ -1,69 +1,78 @@
-"""One node of the autograd graph, run by itself, as the engine would run it.
+"""One node of the autograd graph, run by itself on torch's engine, and stopped before anything follows.
 
-Used where the engine cannot be told to stop (:mod:`~zmqgrad.autograd.border`). What the engine does around
-a node is done here as well: hooks of its tensors run once, on the whole gradient; what comes out is summed
-to the shape, and cast to the type, that the next node was made with; a Python function gets zeros for
-gradients that do not exist. Hooks of the node itself (``Node.register_hook``) do not run.
+Used where the engine cannot be told to stop (:mod:`~zmqgrad.autograd.border`), or would run hooks on parts
+of sums where it does (:mod:`~zmqgrad.autograd.hooks`). What the engine does around a node it does here too:
+hooks of its tensors and of the node itself, checks, sums to the shape and casts to the type that the next
+node was made with. It is stopped by an exception in a hook of ours, the last that runs; so what the node
+has saved is not freed before the graph is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
+
+from zmqgrad.autograd.hooks import our_hook
 
 Gradient = torch.Tensor | None
 
 
-def run_node(node: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
+class _Stop(Exception):
+    """The node has run."""
+
+
+def run_engine(
+    starts: tuple[GradientEdge, ...],
+    gradients: tuple[torch.Tensor, ...],
+    ends: tuple[GradientEdge, ...],
+    retain_graph: bool,
+) -> Sequence[Gradient]:
+    """What ``torch.autograd.grad`` does, without its preparations.
+
+    Those load sympy at the first call (half a second in every process) and take as long as the engine needs
+    for a small graph; what they check and fill in, we know.
+    """
+    if _engine is None:
+        return torch.autograd.grad(starts, ends, gradients, retain_graph=retain_graph, allow_unused=True)
+    found: Sequence[Gradient] = _engine(
+        starts, gradients, retain_graph, False, ends, True, accumulate_grad=False
+    )
+    return found
+
+
+_engine: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+
+
+def run_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool = False) -> list[Gradient]:
     """What ``node`` makes of the ``gradients`` of its outputs: one for each of ``node.next_functions``."""
-    if all(g is None for g in gradients):
+    given = [(GradientEdge(node, i), g) for i, g in enumerate(gradients) if g is not None]
+    # All of them: a node makes nothing for what the engine has not been asked for.
+    onward = {e: GradientEdge(*e) for e in node.next_functions if e[0] is not None}
+    if not given or not onward:
         return [None] * len(node.next_functions)
-    with torch.no_grad():
-        gradients = [_through_hooks(node, i, g) for i, g in enumerate(gradients)]
-        given = _run_python(node, gradients) if isinstance(node, BackwardCFunction) else node(*gradients)
-        if not isinstance(given, (tuple, list)):
-            given = (given,)
-        return [
-            None if following is None or g is None else _fit(g, following._input_metadata[number])
-            for g, (following, number) in zip(given, node.next_functions, strict=True)
-        ]
+    made: list[Gradient] = []
+    us = threading.get_ident()
+    on_cpu = all(g.device.type == "cpu" for _, g in given)
+
+    def catch(outputs: Sequence[Gradient], _: Any) -> None:
+        if on_cpu and threading.get_ident() != us:
+            return  # another pass runs the same node; on other devices the engine uses threads of its own
+        made.extend(outputs)
+        raise _Stop
+
+    edges, flowing = zip(*given, strict=True)
+    with our_hook(node, catch):
+        try:
+            run_engine(edges, flowing, tuple(onward.values()), retain_graph)
+        except _Stop:
+            return made
+    raise AssertionError(f"torch's engine did not run {node}")
 
 
 def outputs_of(node: Any) -> int:
     """How many outputs ``node`` has, each with a gradient of its own."""
     return len(node._input_metadata)
-
-
-def _through_hooks(node: Any, number: int, gradient: Gradient) -> Gradient:
-    """``gradient``, as the hooks of the tensor leave it: the engine runs them where it hands it back."""
-    if gradient is None:
-        return None
-    edge = GradientEdge(node, number)
-    (seen,) = torch.autograd.grad((edge,), (edge,), (gradient,), retain_graph=True, allow_unused=True)
-    return seen
-
-
-def _run_python(node: Any, gradients: Sequence[Gradient]) -> list[Gradient]:
-    """A ``torch.autograd.Function``: its backward answers for each argument of forward, tensor or not."""
-    filled = [
-        torch.zeros(tuple(m.shape), dtype=m.dtype, device=m.device) if g is None else g
-        for g, m in zip(gradients, node._input_metadata, strict=True)
-    ]
-    answers = node.apply(*filled)
-    if not isinstance(answers, (tuple, list)):
-        answers = (answers,)
-    wanted = iter([a for a, needed in zip(answers, node.needs_input_grad, strict=False) if needed])
-    return [None if following is None else next(wanted) for following, _ in node.next_functions]
-
-
-def _fit(gradient: torch.Tensor, made_with: Any) -> torch.Tensor:
-    """``gradient`` in the shape and type of the tensor that it is for."""
-    if tuple(gradient.shape) != tuple(made_with.shape):
-        gradient = gradient.sum_to_size(tuple(made_with.shape))
-    if gradient.is_complex() and not made_with.dtype.is_complex:
-        gradient = gradient.real
-    return gradient.to(made_with.dtype) if gradient.dtype != made_with.dtype else gradient

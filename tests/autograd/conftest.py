@@ -1,0 +1,14 @@
+"""What the tests of autograd share."""
+
+from __future__ import annotations
+
+import pytest
+from torch.utils.hooks import RemovableHandle
+
+from zmqgrad.autograd import hooks
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_registered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test begins as a process in which nobody has registered a hook."""
+    monkeypatch.setattr(hooks, "_ours", RemovableHandle.next_id)

@@ -1,0 +1,70 @@
+"""Hooks run once, on the whole gradient, as in one process.
+
+Torch's engine runs the hooks of a tensor wherever it hands its gradient back, which at a border
+(:mod:`~zmqgrad.autograd.plan`) is a part of a sum. It does not tell whether a node has any. So as soon as a
+hook has been registered anywhere in this process, groups with borders are run node by node
+(:mod:`~zmqgrad.autograd.single`), and a leaf with hooks waits for all that reaches it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+_lock = threading.Lock()  # guards the number
+_ours = 0
+
+
+def any_registered() -> bool:
+    """Has anybody but us registered a hook in this process? Torch counts the handles that it gives out."""
+    return getattr(RemovableHandle, "next_id", -1) != _ours
+
+
+@contextmanager
+def our_hook(node: Any, hook: Any) -> Iterator[None]:
+    """Inside it, ``hook`` runs after ``node``, behind the hooks of others. It counts as none."""
+    global _ours
+    with _lock:
+        before = getattr(RemovableHandle, "next_id", 0)
+        handle = node.register_hook(hook)
+        _ours += getattr(RemovableHandle, "next_id", 0) - before
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+def has_hooks(leaf: torch.Tensor) -> bool:
+    """Does anything run when a gradient comes to ``leaf``?"""
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+
+
+_grad_lock = threading.RLock()
+"""One borrower of ``.grad`` at a time in this process: passes, and optimizers, may share parameters."""
+
+
+@contextmanager
+def grads_lent(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
+    """Inside it, ``.grad`` of ``tensors`` are ``gradients``; afterwards they are as before."""
+    with _grad_lock:
+        before = [t.grad for t in tensors]
+        try:
+            for t, gradient in zip(tensors, gradients, strict=True):
+                t.grad = gradient
+            yield
+        finally:
+            for t, gradient in zip(tensors, before, strict=True):
+                t.grad = gradient
+
+
+def run_post_accumulate_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+    """Show ``gradient`` as ``leaf.grad`` to the hooks; gives what they leave there."""
+    with grads_lent((leaf,), (gradient,)):
+        for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+            hook(leaf)
+        return leaf.grad
