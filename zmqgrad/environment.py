@@ -20,6 +20,12 @@ ALLOW_INSECURE = "ZMQGRAD_ALLOW_INSECURE"
 SECRET = "ZMQGRAD_SECRET"
 """The job's secret."""
 
+ARENA_LIMIT = "ZMQGRAD_ARENA_LIMIT"
+"""Bytes of shared memory that a worker may lend to others of its host at a time (512M, 4G; 0: off)."""
+
+ARENA_THRESHOLD = "ZMQGRAD_ARENA_THRESHOLD"
+"""Bytes of tensors in a message from which on they go through shared memory."""
+
 MAX_PORT = 65535
 
 _MEANINGS = {
@@ -190,6 +196,40 @@ def allows_insecure(environ: Mapping[str, str] = os.environ) -> bool:
 def has_secret(environ: Mapping[str, str] = os.environ) -> bool:
     """Was this job given a secret?"""
     return bool(environ.get(SECRET))
+
+
+def arena_limit(environ: Mapping[str, str] = os.environ) -> int | None:
+    """What ZMQGRAD_ARENA_LIMIT says, in bytes; None where nothing.
+
+    Raises:
+        ConfigurationError: if it is malformed.
+    """
+    return _bytes(environ, ARENA_LIMIT)
+
+
+def arena_threshold(environ: Mapping[str, str] = os.environ) -> int | None:
+    """What ZMQGRAD_ARENA_THRESHOLD says, in bytes; None where nothing.
+
+    Raises:
+        ConfigurationError: if it is malformed.
+    """
+    return _bytes(environ, ARENA_THRESHOLD)
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _bytes(environ: Mapping[str, str], name: str) -> int | None:
+    text = environ.get(name, "").strip().upper()
+    if not text:
+        return None
+    digits = text.rstrip("KMG")
+    unit = _UNITS.get(text[len(digits) :])
+    if unit is None or not (digits.isascii() and digits.isdigit()):
+        raise ConfigurationError(
+            f"the environment variable {name} is {text!r}; it must be a number of bytes: 65536, 64K, 2G"
+        )
+    return int(digits) * unit
 
 
 def _switch(environ: Mapping[str, str], name: str) -> bool:

@@ -14,6 +14,7 @@ from zmqgrad.rpc import functions
 from zmqgrad.rpc.api import (
     _set_rpc_timeout,
     get_rpc_timeout,
+    get_stats,
     get_worker_info,
     init_rpc,
     remote,
@@ -42,6 +43,7 @@ __all__ = [
     "cancelled",
     "functions",
     "get_rpc_timeout",
+    "get_stats",
     "get_worker_info",
     "init_rpc",
     "remote",

@@ -87,7 +87,7 @@ def init_rpc(
 def _form(name: str, rank: int, world_size: int, store: Store, options: RpcBackendOptions) -> Group:
     try:
         check_rank(rank, world_size)
-        mailbox = ZmqMailbox(name, rank, tcp_host=_listening_host(store))
+        mailbox = ZmqMailbox(name, rank, tcp_host=_listening_host(store), arena=options.arena())
         worker = make_worker(name, rank, world_size, mailbox, options)
     except BaseException:
         store.close()
@@ -218,6 +218,18 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """
     membership = current_worker().membership
     return membership.own.info if worker_name is None else membership.find(worker_name).info
+
+
+def get_stats() -> dict[str, Any]:
+    """What this worker has sent and received so far, by path, and how its shared memory is used.
+
+    ``sent_by_path`` and ``received_by_path`` give bytes: ``inline`` (small things, beside the header),
+    ``frames`` (of a socket) and ``arena`` (shared memory). ``arena`` gives its ``limit``, the ``memory`` it
+    takes, ``bytes_lent`` to peers, ``blocks_in_use`` here of those that peers lent, how many messages went
+    by frames all the same (``fallbacks``, by reason), and which workers cannot map it and why
+    (``refused_by``).
+    """
+    return current_worker().mailbox.statistics()
 
 
 def get_rpc_timeout() -> float:

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
+from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
@@ -33,6 +35,12 @@ class RpcBackendOptions:
         rpc_timeout: seconds (or a timedelta) that a call may take by default; 0 for no limit.
         init_method: URL where the workers meet (see :mod:`zmqgrad.rendezvous`).
         num_worker_threads: engine threads that may work at a time.
+        arena_limit: bytes of shared memory that this worker may lend to others of its host at a time;
+            beyond it, tensors go through sockets, which is slower. 0: none at all. None: the environment
+            variable ZMQGRAD_ARENA_LIMIT, or else a quarter of the machine's (or container's) memory.
+            Memory is taken as it is used, and given back when it was not used for a while.
+        arena_threshold: a message whose tensors have at least so many bytes goes by shared memory. None:
+            ZMQGRAD_ARENA_THRESHOLD, or else what was measured to be best.
 
     Raises:
         ConfigurationError: if a value cannot be right.
@@ -43,6 +51,8 @@ class RpcBackendOptions:
     num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS
     device_maps: Mapping[str, Any] = field(default_factory=dict)
     devices: Sequence[Any] = ()
+    arena_limit: int | None = None
+    arena_threshold: int | None = None
 
     def __post_init__(self) -> None:
         self.rpc_timeout = check_timeout(self.rpc_timeout, "rpc_timeout")
@@ -52,6 +62,22 @@ class RpcBackendOptions:
             )
         if self.device_maps or self.devices:
             raise ConfigurationError("device_maps and devices are not supported yet: only CPU tensors travel")
+        self.arena()  # says what is wrong with it now, not later
+
+    def arena(self) -> ArenaSettings:
+        """The settings of this worker's arena, with what the environment says.
+
+        Raises:
+            ConfigurationError: if they cannot be right.
+        """
+        limit, threshold = self.arena_limit, self.arena_threshold
+        if limit is None:
+            limit = environment.arena_limit()
+        if threshold is None:
+            threshold = environment.arena_threshold()
+        return ArenaSettings(
+            default_limit() if limit is None else limit, THRESHOLD if threshold is None else threshold
+        )
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):

@@ -119,7 +119,11 @@ class Worker:
         """Start threads; calls can be made and are served from here on."""
         self.timekeeper.start()
         self.mailbox.start(
-            self._on_message, lambda peer: self.membership.find(peer).endpoints, self.pool, self.lose
+            self._on_message,
+            lambda peer: self.membership.find(peer).endpoints,
+            self.pool,
+            self.lose,
+            self.timekeeper,
         )
 
     # ---- calling ----------------------------------------------------------------------------------------

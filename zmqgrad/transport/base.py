@@ -8,7 +8,7 @@ responses alike (DESIGN section 4). Two implementations keep this contract and p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
@@ -66,6 +66,14 @@ class Lane(Protocol):
         ...
 
 
+class Timer(Protocol):
+    """Who runs what has to wait (:class:`~zmqgrad.runtime.timekeeper.Timekeeper`)."""
+
+    def call_later(self, seconds: float, job: Callable[[], None]) -> object:
+        """Run ``job`` in ``seconds``. Safe inside finalizers."""
+        ...
+
+
 class Mailbox(Protocol):
     """One worker's end of the transport."""
 
@@ -84,11 +92,12 @@ class Mailbox(Protocol):
         resolve: Resolver,
         pool: EnginePool | None = None,
         lost: Lost | None = None,
+        timer: Timer | None = None,
     ) -> None:
         """Begin to receive; look peers up by ``resolve`` at the first message to them.
 
         Tasks of the handler run in ``pool``; without one, in the receiver's own thread. ``lost``
-        hears of peers that were sent to and have ended.
+        hears of peers that were sent to and have ended. ``timer`` runs what the mailbox does now and then.
         """
         ...
 
@@ -127,6 +136,6 @@ class Mailbox(Protocol):
         """Wait for threads and sockets to end; names those that did not."""
         ...
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, Any]:
         """Counters: messages and bytes in and out, malformed messages."""
         ...

@@ -7,6 +7,8 @@ are zero: a send never blocks inside libzmq (DESIGN section 4).
 On Linux the ipc address lies in the abstract namespace, so a killed process leaves no file behind, and
 the kernel's word for the peer's user id is checked at connect. Elsewhere it is a socket in a private
 directory (0700).
+
+Large frames between workers of one host do not go through sockets: see :mod:`zmqgrad.transport.arena`.
 """
 
 from __future__ import annotations
@@ -19,38 +21,45 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 import zmq
 
 from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver
+from zmqgrad.transport.arena.exchange import Exchange, Load
+from zmqgrad.transport.arena.settings import OFF, ArenaSettings
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Timer
 from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes, lane_address
 from zmqgrad.transport.liveness import Watch, answers
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import RESPONSE, Message
+from zmqgrad.wire.messages import RESPONSE, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
 TAKE_OVER = 256 << 10
 """Frames of at least so many bytes are handed to libzmq without a copy; the sender must not write to them."""
 
+FOR_EXCHANGE = frozenset({MessageType.ARENA_OFFER, MessageType.ARENA_ANSWER, MessageType.RELEASE})
+NO_LOAD = Load(None, ())
+
 
 class _Peer:
     """The way out to one peer; ``lock`` guards everything else."""
 
-    __slots__ = ("bytes", "endpoint", "lock", "messages", "socket")
+    __slots__ = ("endpoint", "frame_bytes", "header_bytes", "lock", "messages", "socket")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.socket: zmq.Socket[bytes] | None = None
         self.endpoint = ""
         self.messages = 0
-        self.bytes = 0
+        self.header_bytes = 0
+        self.frame_bytes = 0
 
 
 class ZmqMailbox:
@@ -60,12 +69,20 @@ class ZmqMailbox:
         name: of the worker, for its threads.
         worker_id: 0 to 65535.
         tcp_host: address to listen on with tcp, at a port that the system picks; None for ipc alone.
+        arena: how much memory to share with workers of this host; by default none.
 
     Raises:
         TransportError: if a socket cannot be bound.
     """
 
-    def __init__(self, name: str, worker_id: int, *, tcp_host: str | None = "127.0.0.1") -> None:
+    def __init__(
+        self,
+        name: str,
+        worker_id: int,
+        *,
+        tcp_host: str | None = "127.0.0.1",
+        arena: ArenaSettings = OFF,
+    ) -> None:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None
@@ -79,12 +96,13 @@ class ZmqMailbox:
         self._handler: Handler = _drop
         self._directory: str | None = None
         self._watch: Watch | None = None
+        self._exchange = Exchange(name, arena, self.send)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = self._context.socket(zmq.ROUTER)
         try:
             _set_up(router)
             self._endpoints = tuple(self._bind(router, tcp_host))
-            self._receiver = Receiver(name, self._context, router)
+            self._receiver = Receiver(name, self._context, router, self._exchange.open)
             self._lanes = Lanes(self._context, self._endpoints[0], _set_up_lane, self._decode)
         except BaseException:
             router.close(linger=0)
@@ -120,20 +138,31 @@ class ZmqMailbox:
         resolve: Resolver,
         pool: EnginePool | None = None,
         lost: Lost | None = None,
+        timer: Timer | None = None,
     ) -> None:
         """Begin to receive, in a thread of ``pool`` if there is one; tell ``lost`` of peers that end."""
         if lost is not None:
-            self._watch = Watch(self._name, self._context, lost)
+            self._lost = lost
+            self._watch = Watch(self._name, self._context, self._lose)
+        self._exchange.start(timer)
         self._resolve = resolve
         self._handler = handler
         self._receiver.start(self._received, pool)
 
+    def _lose(self, peer: int, where: str) -> None:
+        self._exchange.forget(peer)
+        self._lost(peer, where)
+
     def _received(self, inbound: Inbound) -> Task | None:
         if self.tap is not None:
             self._show(inbound)
+        envelope = inbound.envelope
+        if envelope.type in FOR_EXCHANGE:
+            self._exchange.heard(envelope.source, inbound.message, envelope.message_id)
+            return None
         return self._handler(inbound)
 
-    def _decode(self, first: bytes, frames: list[Buffer] | tuple[()]) -> Inbound | None:
+    def _decode(self, first: bytes, frames: Sequence[Buffer]) -> Inbound | None:
         """What came in by a lane."""
         inbound = self._receiver.decode(first, frames)
         if self.tap is not None and inbound is not None:
@@ -161,33 +190,48 @@ class ZmqMailbox:
         lane: int = 0,
     ) -> None:
         """Queue ``message`` for ``peer``. Frames of ``TAKE_OVER`` bytes and more must not change after."""
-        first = encode(message, self.worker_id, self.incarnation, message_id, lane)
-        size = len(first)
-        for frame in frames:
-            size += len(frame)
         if lane and message.TYPE & RESPONSE:
             way = self._lane_of(peer, lane)
         else:
             way = self._peers.get(peer) or self._way_to(peer)
+        load = NO_LOAD
+        if frames or self._exchange.owes(peer):
+            if way.socket is None:
+                self._open_way(peer, way)  # only then is it known whether the peer is on this host
+            load = self._exchange.load(peer, way.endpoint.startswith("ipc:"), frames)
+        try:
+            first = encode(message, self.worker_id, self.incarnation, message_id, lane, load.manifest)
+            self._put(peer, way, first, load.frames)
+        except BaseException:
+            self._exchange.unload(peer, load)
+            raise
+        if self.tap is not None:
+            envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, lane)
+            self.tap(Tapped(True, peer, envelope, message, len(first) + sum(map(len, frames))))
+
+    def _open_way(self, peer: int, way: _Peer) -> None:
+        with way.lock:
+            if way.socket is None:
+                self._connect(peer, way)
+
+    def _put(self, peer: int, way: _Peer, first: Buffer, frames: Sequence[Buffer]) -> None:
         with way.lock:
             socket = way.socket
             if socket is None:
                 socket = self._connect(peer, way)
             way.messages += 1
-            way.bytes += size
+            way.header_bytes += len(first)
             try:
                 if not frames:
                     socket.send(first, zmq.NOBLOCK)
                 else:
+                    way.frame_bytes += sum(map(len, frames))
                     _send_all(socket, first, frames)
             except BaseException:
                 # Half a message may be in the pipe: nothing must follow it.
                 way.socket = None
                 socket.close(linger=0)
                 raise
-        if self.tap is not None:
-            envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, lane)
-            self.tap(Tapped(True, peer, envelope, message, size))
 
     def _way_to(self, peer: int) -> _Peer:
         with self._peers_lock:
@@ -246,6 +290,7 @@ class ZmqMailbox:
         # close the socket that it opens.
         for way in self._all_ways(peer):
             self._shut(way, linger=0)
+        self._exchange.forget(peer)
 
     def _all_ways(self, peer: int | None = None) -> list[_Peer]:
         with self._peers_lock:
@@ -273,6 +318,7 @@ class ZmqMailbox:
         if self._watch is not None:
             self._watch.close()
         self._receiver.close()
+        self._exchange.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the receiver and for libzmq; names what has not ended by ``deadline``."""
@@ -295,16 +341,33 @@ class ZmqMailbox:
             shutil.rmtree(self._directory, ignore_errors=True)
             self._directory = None
 
-    def statistics(self) -> dict[str, int]:
-        """Messages and bytes in and out, peers with an open way, malformed messages."""
+    def statistics(self) -> dict[str, Any]:
+        """Messages in and out, bytes by their path, the arena, peers with an open way, malformed messages.
+
+        Paths: ``inline`` (beside the header), ``frames`` (of a socket), ``arena`` (shared memory).
+        """
         ways = self._all_ways()
+        exchange, receiver = self._exchange, self._receiver
+        sent = {
+            "inline": sum(w.header_bytes for w in ways),
+            "frames": sum(w.frame_bytes for w in ways),
+            "arena": exchange.bytes_out,
+        }
+        received = {
+            "inline": receiver.header_bytes,
+            "frames": receiver.frame_bytes,
+            "arena": exchange.bytes_in,
+        }
         return {
             "messages_sent": sum(w.messages for w in ways),
-            "bytes_sent": sum(w.bytes for w in ways),
-            "messages_received": self._receiver.messages,
-            "bytes_received": self._receiver.bytes,
-            "malformed": self._receiver.malformed,
+            "bytes_sent": sum(sent.values()),
+            "sent_by_path": sent,
+            "messages_received": receiver.messages,
+            "bytes_received": sum(received.values()),
+            "received_by_path": received,
+            "malformed": receiver.malformed,
             "peers": sum(w.socket is not None for w in list(self._peers.values())),
+            "arena": exchange.statistics(),
         }
 
     def __repr__(self) -> str:

@@ -15,11 +15,12 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Timer
 from zmqgrad.transport.faults import (
     WAIT_SECONDS,
     Delay,
@@ -224,9 +225,10 @@ class MemoryMailbox:
         resolve: Resolver,
         pool: EnginePool | None = None,
         lost: Lost | None = None,
+        timer: Timer | None = None,
     ) -> None:
         """Begin to deliver; ``handler`` is called in the receiver's thread. Nobody is ever ``lost`` here."""
-        del lost
+        del lost, timer
         self._handler, self._resolve, self._pool = handler, resolve, pool
         self._thread.start()
 
@@ -338,7 +340,7 @@ class MemoryMailbox:
             self._thread.join(deadline.left_or_none())
         return [self._thread.name] if self._thread.is_alive() else []
 
-    def statistics(self) -> dict[str, int]:
+    def statistics(self) -> dict[str, Any]:
         """Messages and bytes in and out, malformed messages, peers looked up."""
         with self._network.lock:
             return {**self._counters, "peers": len(self._ways)}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import zmq
@@ -20,7 +21,8 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Buffer, Handler, Inbound
-from zmqgrad.wire.codec import decode
+from zmqgrad.wire.codec import decode_all
+from zmqgrad.wire.messages import Manifest
 
 if TYPE_CHECKING:
     from zmqgrad.runtime.clock import Deadline
@@ -30,14 +32,27 @@ logger = logging.getLogger(__name__)
 MAX_STRANGERS = 1000
 """How many senders of garbage are remembered, so that each is logged once."""
 
+FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Buffer]]
+"""(who sent it, manifest, the frames that came) -> the frames of the message."""
+
 
 class Receiver:
-    """Reads ``socket`` and calls ``handler`` for each message; without a pool, in ``<name>-receiver``."""
+    """Reads ``socket`` and calls ``handler`` for each message; without a pool, in ``<name>-receiver``.
 
-    def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> None:
+    ``find_frames`` gives the frames of a message that came with a manifest; it may raise ``ProtocolError``.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        find_frames: FindFrames,
+    ) -> None:
         self._name = name
         self._context = context
         self._socket = socket
+        self._find_frames = find_frames
         self._stop_token = secrets.token_bytes(16)
         self._inproc = f"inproc://{name}-{self._stop_token.hex()}"
         self._handler: Handler | None = None
@@ -46,7 +61,8 @@ class Receiver:
         self._ended: Outcome[None] = Outcome()
         self._closed = False
         self.messages = 0
-        self.bytes = 0
+        self.header_bytes = 0
+        self.frame_bytes = 0
         self.malformed = 0
         socket.bind(self._inproc)
 
@@ -92,12 +108,15 @@ class Receiver:
             if not frame.more:
                 return frames
 
-    def decode(
-        self, first: bytes, frames: list[Buffer] | tuple[()], identity: bytes = b"lane"
-    ) -> Inbound | None:
+    def decode(self, first: bytes, frames: Sequence[Buffer], identity: bytes = b"lane") -> Inbound | None:
         """The message of these frames; None, and counted, if it is none of ours. From any thread."""
+        self.header_bytes += len(first)
+        for frame in frames:
+            self.frame_bytes += len(frame)
         try:
-            envelope, message = decode(first)
+            envelope, manifest, message = decode_all(first)
+            if manifest is not None:
+                frames = self._find_frames(envelope.source, manifest, frames)
         except ProtocolError as e:
             self._refuse(identity, e)
             return None
@@ -105,7 +124,6 @@ class Receiver:
         size = len(first)
         for frame in frames:
             size += len(frame)
-        self.bytes += size
         return Inbound(envelope, message, frames, size)
 
     def _deliver(self, inbound: Inbound) -> Task | None:

@@ -7,17 +7,35 @@ import struct
 import msgspec
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.wire.frames import ENVELOPE_SIZE, MAX_HEADER, Envelope, read_envelope, write_envelope
-from zmqgrad.wire.messages import BY_TYPE, Message
+from zmqgrad.wire.frames import (
+    ENVELOPE_SIZE,
+    MANIFEST_SIZE,
+    MAX_HEADER,
+    WITH_MANIFEST,
+    Envelope,
+    read_envelope,
+    write_envelope,
+)
+from zmqgrad.wire.messages import BY_TYPE, Manifest, Message
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.items()}
+_manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def encode(
-    message: Message, source: int, incarnation: int, message_id: int, lane: int = 0, *, room: int = 0
+    message: Message,
+    source: int,
+    incarnation: int,
+    message_id: int,
+    lane: int = 0,
+    manifest: Manifest | None = None,
+    *,
+    room: int = 0,
 ) -> bytearray:
-    """The first frame of ``message``: envelope and header, after ``room`` bytes that are the caller's.
+    """The first frame of ``message``, after ``room`` bytes that are the caller's.
+
+    That is: envelope, ``manifest`` if there is one, and header.
 
     Raises:
         ProtocolError: if a field of ``message`` cannot be written (a number beyond 64 bits, a text with
@@ -26,8 +44,12 @@ def encode(
     """
     frame = bytearray(room + ENVELOPE_SIZE)
     try:
-        _encoder.encode_into(message, frame, room + ENVELOPE_SIZE)
-        write_envelope(frame, Envelope(message.TYPE, source, incarnation, message_id, lane), room)
+        kind: int = message.TYPE
+        if manifest is not None:
+            _write_manifest(frame, manifest)
+            kind |= WITH_MANIFEST
+        _encoder.encode_into(message, frame, len(frame))
+        write_envelope(frame, Envelope(kind, source, incarnation, message_id, lane), room)
     except (msgspec.MsgspecError, OverflowError, TypeError, UnicodeError, RecursionError, struct.error) as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
     size = len(frame) - room
@@ -38,18 +60,52 @@ def encode(
     return frame
 
 
+def _write_manifest(frame: bytearray, manifest: Manifest) -> None:
+    at = len(frame) + MANIFEST_SIZE.size
+    frame += bytes(MANIFEST_SIZE.size)
+    _encoder.encode_into(manifest, frame, at)
+    MANIFEST_SIZE.pack_into(frame, at - MANIFEST_SIZE.size, len(frame) - at)
+
+
 def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
-    """The envelope and message of a first frame.
+    """The envelope and message of a first frame that has no manifest.
+
+    Raises:
+        ProtocolError: naming what is wrong with the bytes. Nothing else escapes.
+    """
+    envelope, manifest, message = decode_all(frame)
+    if manifest is not None:
+        raise ProtocolError(f"worker {envelope.source} sent a manifest where nobody takes memory of others")
+    return envelope, message
+
+
+def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifest | None, Message]:
+    """The envelope, manifest (if there is one) and message of a first frame.
 
     Raises:
         ProtocolError: naming what is wrong with the bytes. Nothing else escapes.
     """
     envelope = read_envelope(frame)
+    start, with_manifest = ENVELOPE_SIZE, envelope.type & WITH_MANIFEST
+    if with_manifest:
+        envelope = envelope._replace(type=envelope.type & ~WITH_MANIFEST)
     decoder = _decoders.get(envelope.type)
     if decoder is None:
-        raise ProtocolError(f"unknown message type {envelope.type:#x} from worker {envelope.source}")
+        raise ProtocolError(
+            f"unknown message type {envelope.type | with_manifest:#x} from worker {envelope.source}"
+        )
     try:
-        return envelope, decoder.decode(memoryview(frame)[ENVELOPE_SIZE:])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+        manifest = None
+        if with_manifest:
+            manifest, start = _read_manifest(frame)
+        return envelope, manifest, decoder.decode(memoryview(frame)[start:])
+    except (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionError) as e:
         kind = BY_TYPE[envelope.type].__name__  # type: ignore[index]
         raise ProtocolError(f"malformed {kind} from worker {envelope.source}: {e}") from e
+
+
+def _read_manifest(frame: bytes | bytearray | memoryview) -> tuple[Manifest, int]:
+    """The manifest, and where the header begins."""
+    start = ENVELOPE_SIZE + MANIFEST_SIZE.size
+    end = start + MANIFEST_SIZE.unpack_from(frame, ENVELOPE_SIZE)[0]
+    return _manifest_decoder.decode(memoryview(frame)[start:end]), end

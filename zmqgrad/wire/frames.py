@@ -4,14 +4,15 @@
          0     2  magic          b"zg"
          2     1  version        1
          3     1  lane           0, or by which lane a request is to be answered (transport/lanes.py)
-         4     2  type           MessageType
+         4     2  type           MessageType; 0x8000 more if a manifest comes before the header
          6     2  source         worker id of the sender
          8     8  incarnation    of the sender: random, new at every start
         16     8  message id     of the request; a response repeats it
         24        header         msgpack, see messages.py
 
-All numbers are big-endian. A reader checks magic, version and size before it looks further, so that
-a stranger on the port (an HTTP client, a scanner) costs nothing but a counter (P5).
+A manifest (of the frames that follow, see messages.py) begins with its size, in 4 bytes. All numbers are
+big-endian. A reader checks magic, version and size before it looks further, so that a stranger on the
+port (an HTTP client, a scanner) costs nothing but a counter (P5).
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ MAGIC = b"zg"
 VERSION = 1
 ENVELOPE = struct.Struct("!2sBBHHQQ")
 ENVELOPE_SIZE = ENVELOPE.size
+WITH_MANIFEST = 0x8000
+MANIFEST_SIZE = struct.Struct("!I")
 MAX_HEADER = 512 << 20
 """Bytes of envelope and header together; larger first frames are refused unread."""
 

@@ -99,6 +99,9 @@ class MessageType(enum.IntEnum):
     # delivery
     HELLO = 0x70
     GOODBYE = 0x71
+    ARENA_OFFER = 0x72 | REQUEST
+    ARENA_ANSWER = 0x73 | RESPONSE
+    RELEASE = 0x74
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -109,6 +112,41 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
 class _Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Base of what messages are made of."""
+
+
+# ---- where frames are -----------------------------------------------------------------------------------
+
+
+class Piece(_Part, frozen=True):
+    """Memory that frames lie in: block ``block`` of the sender's arena, or the next frame that follows.
+
+    ``segment`` names the arena's segment, in which the block has ``size`` bytes at ``offset``; 0: no block.
+    """
+
+    segment: Id = 0
+    block: Id = 0
+    offset: Size = 0
+    size: Size = 0
+
+
+class Window(_Part, frozen=True):
+    """One frame as its reader sees it: ``size`` bytes at ``offset`` of piece number ``piece``."""
+
+    piece: Size
+    offset: Size
+    size: Size
+
+
+class Manifest(_Part, frozen=True):
+    """Where the frames of a message are, if not one by one behind it, and blocks that go back.
+
+    Without ``windows``, the frames are those that follow. ``released``: blocks of the reader's own arena
+    that the sender of the message has finished with.
+    """
+
+    pieces: Annotated[tuple[Piece, ...], Meta(max_length=MAX_TENSORS)] = ()
+    windows: Annotated[tuple[Window, ...], Meta(max_length=MAX_TENSORS)] = ()
+    released: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
 # ---- what calls carry -----------------------------------------------------------------------------------
@@ -710,6 +748,39 @@ class Goodbye(Message, frozen=True):
     """Worker to its peers: I leave in good order; nothing more will come from me."""
 
     TYPE: ClassVar[MessageType] = MessageType.GOODBYE
+
+
+class ArenaOffer(Message, frozen=True):
+    """Worker to a peer, before the first large message: can you read my memory?
+
+    ``segment`` is ``size`` bytes of shared memory, descriptor ``descriptor`` of process ``pid``, whose
+    device and inode are ``device`` and ``inode``. What stands at ``nonce_at`` is the proof that you can.
+    While you use it, hold the lock of byte ``lock``.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.ARENA_OFFER
+    segment: Id
+    size: Size
+    pid: Size
+    descriptor: Size
+    device: Id
+    inode: Id
+    nonce_at: Size
+    lock: Size
+
+
+class ArenaAnswer(Message, frozen=True):
+    """Answer to ARENA_OFFER: the ``nonce`` that I read, or empty if I cannot, and ``why``."""
+
+    TYPE: ClassVar[MessageType] = MessageType.ARENA_ANSWER
+    nonce: Annotated[bytes, Meta(max_length=64)]
+    why: Text = ""
+
+
+class Release(Message, frozen=True):
+    """Worker to a peer that it has no message for: its manifest releases blocks."""
+
+    TYPE: ClassVar[MessageType] = MessageType.RELEASE
 
 
 def _all_messages(base: type[Message]) -> list[type[Message]]:

@@ -1,0 +1,190 @@
+"""What peers have lent to this worker: their segments, the blocks in use, and those to give back.
+
+A block is in use as long as anything is built on it; a finalizer notices the end, and only enqueues (DESIGN
+16.3). What is built on a block is the reader's own: its maker does not touch it before it is released.
+
+Note [Forks and blocks]: a fork sees the blocks that were in use, for shared memory is not copied by a fork.
+Were the parent to release them, the child's tensors would change under it. So what is in use at a fork is
+never released; it comes back when both processes have unmapped the segment.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.transport.arena.allocator import ALIGNMENT
+from zmqgrad.transport.arena.segment import NONCE, MappedSegment, supported
+from zmqgrad.transport.base import Buffer
+from zmqgrad.wire.messages import MAX_TENSORS, ArenaAnswer, ArenaOffer, Manifest, Piece, Window
+
+logger = logging.getLogger(__name__)
+
+MAX_SEGMENTS = 64
+"""Segments of one peer that are mapped at most."""
+
+_everywhere: weakref.WeakValueDictionary[int, _Source] = weakref.WeakValueDictionary()
+
+
+class _Source:
+    """One mapped segment, and which of its blocks are in use."""
+
+    def __init__(self, mapped: MappedSegment, dead: deque[int], tell: Callable[[], None]) -> None:
+        self.mapped = mapped
+        self._in_use: set[int] = set()
+        self._pinned: set[int] = set()  # in use at a fork: see Note [Forks and blocks]
+        self._dead = dead
+        self._tell = tell
+        _everywhere[id(self)] = self
+
+    def open(self, piece: Piece) -> memoryview:
+        """The bytes of a block, which is in use until nothing refers to them."""
+        if piece.block in self._in_use:
+            raise ProtocolError(f"block {piece.block} came twice")
+        if piece.offset % ALIGNMENT or not 0 < piece.size <= self.mapped.size - piece.offset:
+            raise ProtocolError(
+                f"a block of {piece.size} bytes at {piece.offset} does not lie in its segment "
+                f"of {self.mapped.size}"
+            )
+        array = self.mapped.block(piece.offset, piece.size)
+        self._in_use.add(piece.block)
+        weakref.finalize(array, self._died, piece.block).atexit = False
+        return memoryview(array).cast("B")
+
+    def _died(self, block: int) -> None:
+        """A finalizer: runs at any line of any thread, and so enqueues and nothing else."""
+        self._in_use.discard(block)
+        if block not in self._pinned:
+            self._dead.append(block)
+            self._tell()
+
+    def pin(self) -> None:
+        """Never release what is in use now."""
+        self._pinned |= self._in_use
+
+    def counts(self) -> tuple[int, int]:
+        """Blocks in use, and blocks pinned."""
+        return len(self._in_use), len(self._pinned)
+
+
+def _pin_everything() -> None:
+    for source in _everywhere.valuerefs():
+        found = source()
+        if found is not None:
+            found.pin()
+
+
+if hasattr(os, "register_at_fork"):
+    # Once more in the parent: another thread may have opened a block in between.
+    os.register_at_fork(before=_pin_everything, after_in_parent=_pin_everything)
+
+
+class Borrowings:
+    """Blocks of peers. ``owing`` is called, at any line of any thread, when there is one to give back."""
+
+    def __init__(self, owing: Callable[[], None]) -> None:
+        self._owing = owing
+        self._sources: dict[tuple[int, int], _Source] = {}  # by peer and segment id
+        self._dead: dict[int, deque[int]] = {}  # by peer
+
+    def accept(self, peer: int, offer: ArenaOffer) -> ArenaAnswer:
+        """Map what ``peer`` offers; the answer to it, whether or not that went well."""
+        if not supported():
+            return ArenaAnswer(b"", "this system has no shared memory of this kind")
+        if sum(1 for p, _ in self._sources if p == peer) >= MAX_SEGMENTS:
+            return ArenaAnswer(b"", f"{MAX_SEGMENTS} segments are mapped already")
+        try:
+            mapped = MappedSegment(offer)
+            nonce = mapped.read(offer.nonce_at, NONCE)
+        except (OSError, ValueError, OverflowError) as e:
+            return ArenaAnswer(b"", str(e))
+        dead = self._dead.setdefault(peer, deque())
+        self._sources[peer, offer.segment] = _Source(mapped, dead, self._owing)
+        return ArenaAnswer(nonce)
+
+    def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+        """The frames of a message of ``peer``.
+
+        Raises:
+            ProtocolError: if the manifest does not fit the segments or the frames that came.
+        """
+        if not manifest.windows and not manifest.pieces:
+            return frames
+        following = iter(frames)
+        pieces = [self._open(peer, piece, following) for piece in manifest.pieces]
+        if next(following, None) is not None:
+            raise ProtocolError(f"a manifest speaks of fewer than the {len(frames)} frames that came")
+        return [_window(w, pieces) for w in manifest.windows]
+
+    def _open(self, peer: int, piece: Piece, following: Any) -> memoryview:
+        if not piece.segment:
+            frame = next(following, None)
+            if frame is None:
+                raise ProtocolError("a manifest speaks of more frames than came")
+            return memoryview(frame)
+        source = self._sources.get((peer, piece.segment))
+        if source is None:
+            raise ProtocolError(f"a block came of segment {piece.segment}, which worker {peer} never offered")
+        return source.open(piece)
+
+    def owed(self, peer: int) -> bool:
+        """Is there a block to give back to ``peer``?"""
+        return bool(self._dead.get(peer))
+
+    def take_owed(self, peer: int) -> tuple[int, ...]:
+        """The blocks to give back to ``peer``; whoever takes them must tell it."""
+        dead = self._dead.get(peer)
+        taken: list[int] = []
+        while dead and len(taken) < MAX_TENSORS:
+            try:
+                taken.append(dead.popleft())
+            except IndexError:  # another thread took the last one
+                break
+        return tuple(taken)
+
+    def untake(self, peer: int, blocks: Sequence[int]) -> None:
+        """They could not be told."""
+        dead = self._dead.get(peer)
+        if dead is not None:
+            dead.extend(blocks)
+
+    def creditors(self) -> list[int]:
+        """The peers that have blocks to get back."""
+        return [peer for peer, dead in list(self._dead.items()) if dead]
+
+    def forget(self, peer: int) -> None:
+        """``peer`` is gone: its segments stay mapped as long as something is built on them, no longer."""
+        self._dead.pop(peer, None)
+        for key in [k for k in self._sources if k[0] == peer]:
+            self._sources.pop(key, None)
+
+    def close(self) -> None:
+        """Forget everybody."""
+        self._dead.clear()
+        self._sources.clear()
+
+    def statistics(self) -> dict[str, int]:
+        """Segments mapped, blocks in use, blocks that a fork keeps from going back."""
+        sources = list(self._sources.values())
+        return {
+            "segments_mapped": len(sources),
+            "blocks_in_use": sum(s.counts()[0] for s in sources),
+            "blocks_pinned": sum(s.counts()[1] for s in sources),
+        }
+
+
+def _window(window: Window, pieces: Sequence[memoryview]) -> memoryview:
+    if window.piece >= len(pieces):
+        raise ProtocolError(f"a frame lies in piece {window.piece} of {len(pieces)}")
+    piece = pieces[window.piece]
+    end = window.offset + window.size
+    if end > len(piece):
+        raise ProtocolError(
+            f"a frame of {window.size} bytes at {window.offset} lies in a piece of {len(piece)}"
+        )
+    return piece[window.offset : end]

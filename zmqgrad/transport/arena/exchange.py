@@ -1,0 +1,273 @@
+"""What a mailbox does with frames: into the arena where the peer can read it, side by side where not.
+
+Whether a peer can is found out by a real round trip, at the first message that is large enough: it maps a
+segment and sends back the nonce that it finds there (never by comparing host or boot ids). Until its answer
+is here, and wherever that is no, or the arena is full, frames travel as frames, and a counter says why.
+
+Blocks that are done with go back in the manifest of the next message to their owner, or after
+:data:`RELEASE_SECONDS` in a message of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+from zmqgrad.errors import ZmqgradError
+from zmqgrad.transport.arena.borrowings import Borrowings
+from zmqgrad.transport.arena.lender import Borrower, Lender, Loan
+from zmqgrad.transport.arena.packing import arrange
+from zmqgrad.transport.arena.segment import supported
+from zmqgrad.transport.arena.settings import ArenaSettings
+from zmqgrad.transport.base import Buffer, Timer
+from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release
+
+logger = logging.getLogger(__name__)
+
+RELEASE_SECONDS = 0.05
+"""Blocks that are done with wait so long for a message that takes them along."""
+
+JOIN = 8
+"""From so many frames on, small ones are joined where there is no arena: each costs system calls."""
+
+TRIM_SECONDS = 30.0
+"""Free memory of an arena that nobody used for so long, or at most twice that, goes back to the system."""
+
+
+class Send(Protocol):
+    """How the exchange says something itself."""
+
+    def __call__(self, peer: int, message: Message, message_id: int) -> None:
+        """Queue ``message`` for ``peer``."""
+        ...
+
+
+class Load(NamedTuple):
+    """Frames ready to send: what stands before the header, and what follows it."""
+
+    manifest: Manifest | None
+    frames: Sequence[Buffer]
+
+
+class Exchange:
+    """The data plane of one mailbox.
+
+    Args:
+        name: of the worker.
+        settings: of its arena; where that is off, it lends nothing, and still reads what others lend.
+        send: of the mailbox.
+    """
+
+    def __init__(self, name: str, settings: ArenaSettings, send: Send) -> None:
+        self._name = name
+        self._threshold = settings.threshold
+        self._send = send
+        self._pid = os.getpid()
+        self._lender = Lender(settings.limit) if settings.limit and supported() else None
+        self._borrowings = Borrowings(self._owing)
+        self._lock = threading.Lock()  # guards _borrowers and _offers
+        self._borrowers: dict[int, Borrower] = {}
+        self._offers: dict[int, tuple[Borrower, int]] = {}  # message id -> of whom, and which segment
+        self._next_offer = 1
+        self._timer: Timer | None = None
+        self._armed = False
+        self._trimming = False
+        self._closed = False
+        self.fallbacks: Counter[str] = Counter()
+        self.bytes_out = 0
+        self.bytes_in = 0
+
+    def start(self, timer: Timer | None) -> None:
+        """From here on, blocks go back in time even if nothing else is said."""
+        self._timer = timer
+
+    # ---- sending ----------------------------------------------------------------------------------------
+
+    def owes(self, peer: int) -> bool:
+        """Is there a block to give back to ``peer``?"""
+        return self._borrowings.owed(peer)
+
+    def load(self, peer: int, local: bool, frames: Sequence[Buffer]) -> Load:
+        """``frames`` ready for ``peer``, which is on this host if ``local``; with what it gets back."""
+        released = self._borrowings.take_owed(peer)
+        sizes = [len(f) for f in frames]
+        if sum(sizes) >= self._threshold:
+            pieces, windows = arrange(sizes)
+            blocks = self._lend(peer, local, pieces)
+            if blocks is not None:
+                for window, frame in zip(windows, frames, strict=True):
+                    block = blocks[window.piece]
+                    block.segment.write(block.offset + window.offset, frame)
+                self.bytes_out += sum(sizes)
+                placed = tuple(Piece(b.segment.id, b.number, b.offset, b.size) for b in blocks)
+                return Load(Manifest(placed, windows, released), ())
+        return _in_frames(frames, sizes, released)
+
+    def unload(self, peer: int, load: Load) -> None:
+        """``load`` could not be sent after all."""
+        if load.manifest is not None:
+            self._borrowings.untake(peer, load.manifest.released)
+            borrower = self._borrowers.get(peer)
+            blocks = [p.block for p in load.manifest.pieces if p.segment]
+            if blocks and borrower is not None and self._lender is not None:
+                self._lender.release(borrower, blocks)
+
+    def _lend(self, peer: int, local: bool, sizes: list[int]) -> list[Loan] | None:
+        if self._lender is None or self._pid != os.getpid():
+            self.fallbacks["off"] += 1
+            return None
+        if not local:
+            self.fallbacks["other host"] += 1
+            return None
+        borrower = self._borrowers.get(peer)
+        if borrower is None:
+            with self._lock:
+                borrower = self._borrowers.setdefault(peer, Borrower(peer))
+        if borrower.refused:
+            self.fallbacks["refused"] += 1
+            return None
+        blocks = self._lender.lend(borrower, sizes)
+        if blocks is None:
+            self.fallbacks[self._offer(borrower, sizes)] += 1
+            return None
+        if not self._trimming:
+            self._trimming = True
+            self._later(TRIM_SECONDS, self._trim)
+        return blocks
+
+    def _offer(self, borrower: Borrower, sizes: list[int]) -> str:
+        """Offer memory in which blocks of ``sizes`` fit; gives why there is none of it yet."""
+        assert self._lender is not None
+        try:
+            offer = self._lender.room_for(borrower, sizes)
+        except OSError as e:
+            logger.debug("%s gets no shared memory: %s", self._name, e)
+            return "no memory"
+        if offer is None:
+            return "full" if borrower.mapped else "no answer yet"
+        with self._lock:
+            number = self._next_offer
+            self._next_offer += 1
+            self._offers[number] = borrower, offer.segment
+        self._say(borrower.peer, offer, number)
+        return "no answer yet"
+
+    def _say(self, peer: int, message: Message, message_id: int) -> None:
+        try:
+            self._send(peer, message, message_id)
+        except ZmqgradError as e:
+            logger.debug("%s cannot tell worker %d %s: %s", self._name, peer, message, e)
+
+    # ---- receiving --------------------------------------------------------------------------------------
+
+    def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+        """The frames of a message that came with ``manifest``; takes in what it releases.
+
+        Raises:
+            ProtocolError: if it does not fit what came, or what was lent.
+        """
+        if manifest.released and self._lender is not None:
+            borrower = self._borrowers.get(peer)
+            if borrower is not None:
+                self._lender.release(borrower, manifest.released)
+        opened = self._borrowings.open(peer, manifest, frames)
+        self.bytes_in += sum(p.size for p in manifest.pieces if p.segment)
+        return opened
+
+    def heard(self, peer: int, message: Message, message_id: int) -> bool:
+        """In the reading thread: is ``message`` for the exchange? Then it is dealt with."""
+        if isinstance(message, ArenaOffer):
+            self._say(peer, self._borrowings.accept(peer, message), message_id)
+        elif isinstance(message, ArenaAnswer):
+            self._answered(peer, message, message_id)
+        elif not isinstance(message, Release):
+            return False
+        return True
+
+    def _answered(self, peer: int, answer: ArenaAnswer, message_id: int) -> None:
+        with self._lock:
+            borrower, segment = self._offers.get(message_id, (None, 0))
+            if borrower is None or borrower.peer != peer:
+                return  # an answer to nothing: of no consequence
+            del self._offers[message_id]
+        assert self._lender is not None
+        if not self._lender.answered(borrower, answer.nonce, segment, answer.why):
+            logger.debug("%s sends frames to worker %d: %s", self._name, peer, borrower.refused)
+
+    # ---- giving back ------------------------------------------------------------------------------------
+
+    def _owing(self) -> None:
+        """Called by finalizers: enqueues. See Note [Finalizers only enqueue]."""
+        if not self._armed:
+            self._armed = True
+            self._later(RELEASE_SECONDS, self._release)
+
+    def _later(self, seconds: float, job: Callable[[], None]) -> None:
+        if self._timer is not None and not self._closed:
+            self._timer.call_later(seconds, job)
+
+    def _release(self) -> None:
+        self._armed = False
+        for peer in self._borrowings.creditors():
+            if not self._closed:
+                self._say(peer, Release(), 0)  # its manifest says it all
+        if self._lender is not None:
+            self._lender.reclaim()
+
+    def _trim(self) -> None:
+        if self._lender is not None and not self._closed:
+            given = self._lender.trim()
+            if given:
+                logger.debug("%s gave %d bytes of its arena back", self._name, given)
+            self._later(TRIM_SECONDS, self._trim)
+
+    # ---- ends -------------------------------------------------------------------------------------------
+
+    def forget(self, peer: int) -> None:
+        """The way to ``peer`` was dropped; if it comes back, it is asked anew."""
+        with self._lock:
+            borrower = self._borrowers.pop(peer, None)
+            for number in [n for n, (b, _) in self._offers.items() if b.peer == peer]:
+                del self._offers[number]
+        self._borrowings.forget(peer)
+        if borrower is not None and self._lender is not None:
+            self._lender.lose(borrower)
+
+    def close(self) -> None:
+        """Lend and release no more. Tensors that were received stay valid. Idempotent."""
+        self._closed = True
+        self._borrowings.close()
+        if self._lender is not None:
+            self._lender.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """Use of the arena, fallbacks by their reason, and who refused why."""
+        refused = {b.peer: b.refused for b in list(self._borrowers.values()) if b.refused}
+        return {
+            **(self._lender.statistics() if self._lender is not None else {"limit": 0}),
+            **self._borrowings.statistics(),
+            "fallbacks": dict(self.fallbacks),
+            "refused_by": refused,
+        }
+
+
+def _in_frames(frames: Sequence[Buffer], sizes: Sequence[int], released: tuple[int, ...]) -> Load:
+    """``frames`` without an arena; if they are many, the small ones side by side."""
+    if len(frames) < JOIN:
+        return Load(Manifest(released=released) if released else None, frames)
+    pieces, windows = arrange(sizes)
+    if len(pieces) == len(frames):
+        return Load(Manifest(released=released) if released else None, frames)
+    joined: list[Any] = [None] * len(pieces)
+    for window, frame in zip(windows, frames, strict=True):
+        if window.size == pieces[window.piece]:
+            joined[window.piece] = frame
+            continue
+        if joined[window.piece] is None:
+            joined[window.piece] = bytearray(pieces[window.piece])
+        joined[window.piece][window.offset : window.offset + window.size] = frame
+    return Load(Manifest(tuple(Piece(size=s) for s in pieces), windows, released), joined)

@@ -1,0 +1,194 @@
+"""The arena of one worker: blocks of its segments, lent to peers until they release them.
+
+A block has a number that is never used again, so that a release heard twice, or late, frees nothing that is
+in use. A peer that is lost gives back its blocks; but not while its process, or a fork of it, still maps the
+segment: a worker may have left and its program still hold tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from zmqgrad.transport.arena.allocator import PAGE, rounded
+from zmqgrad.transport.arena.segment import Segment
+from zmqgrad.wire.messages import ArenaOffer
+
+logger = logging.getLogger(__name__)
+
+SEGMENT = 1 << 30
+"""Bytes of a segment (of address space: memory is taken as it is used), unless a block needs more."""
+
+
+class Loan(NamedTuple):
+    """A block that a peer has."""
+
+    number: int
+    segment: Segment
+    offset: int
+    size: int
+
+
+class Borrower:
+    """One peer, as long as it lives. Touched with the lender's lock held."""
+
+    def __init__(self, peer: int) -> None:
+        self.peer = peer
+        self.locks: dict[int, int] = {}  # segment id -> the byte that this peer locks, of all offered
+        self.mapped: set[int] = set()  # ids of the segments that it has mapped
+        self.loans: dict[int, Loan] = {}
+        self.refused = ""  # why it takes no blocks
+        self.lost = False
+
+    def __repr__(self) -> str:
+        said = f"refused: {self.refused}" if self.refused else f"{len(self.loans)} blocks"
+        return f"<Borrower {self.peer}: {said}>"
+
+
+class Lender:
+    """Segments of up to ``limit`` bytes together, and who has what of them."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.strange = 0  # releases of blocks that the peer did not have
+        self._lock = threading.Lock()  # guards everything
+        self._segments: list[Segment] = []
+        self._departed: list[Borrower] = []  # lost, but something of them still maps segments
+        self._numbers = itertools.count(1)
+        self._byte = itertools.count(1)
+        self._used = False  # was anything lent since the last look of trim?
+        self._trimmed = True
+        self._closed = False
+
+    def lend(self, borrower: Borrower, sizes: Sequence[int]) -> list[Loan] | None:
+        """A block for each of ``sizes``, of what ``borrower`` has mapped; None if there is no room."""
+        with self._lock:
+            if self._closed or borrower.lost:
+                return None
+            if self._departed:
+                self._reclaim()
+            self._used, self._trimmed = True, False
+            loans: list[Loan] = []
+            for size in sizes:
+                loan = self._take(borrower, size)
+                if loan is None:
+                    self._free(loans)
+                    return None
+                loans.append(loan)
+            borrower.loans.update((loan.number, loan) for loan in loans)
+            return loans
+
+    def _take(self, borrower: Borrower, size: int) -> Loan | None:
+        for segment in self._segments:
+            if segment.id in borrower.mapped:
+                offset = segment.space.take(size)
+                if offset is not None:
+                    return Loan(next(self._numbers), segment, offset, size)
+        return None
+
+    def release(self, borrower: Borrower, numbers: Iterable[int]) -> None:
+        """``borrower`` has finished with these blocks."""
+        with self._lock:
+            loans = [borrower.loans.pop(n, None) for n in numbers]
+            mine = [loan for loan in loans if loan is not None]
+            self.strange += len(loans) - len(mine)
+            self._free(mine)
+
+    def _free(self, loans: Iterable[Loan]) -> None:
+        for loan in loans:
+            loan.segment.space.give_back(loan.offset)
+
+    def room_for(self, borrower: Borrower, sizes: Sequence[int]) -> ArenaOffer | None:
+        """What to offer to ``borrower`` so that blocks of ``sizes`` fit; None if there is nothing to offer.
+
+        That may be a segment that others have, or a new one, if the limit allows.
+
+        Raises:
+            OSError: if the system gives no memory.
+        """
+        with self._lock:
+            if self._closed or borrower.lost or borrower.locks.keys() - borrower.mapped:
+                return None  # an answer is on its way: wait for it
+            needed = sum(map(rounded, sizes))
+            known = [s for s in self._segments if s.id not in borrower.locks]
+            segment = next((s for s in known if s.size - s.space.used >= needed), None) or self._grow(needed)
+            if segment is None:
+                return None
+            lock = borrower.locks[segment.id] = next(self._byte)
+            return segment.offer(lock)
+
+    def _grow(self, needed: int) -> Segment | None:
+        left = self.limit - sum(s.size for s in self._segments)
+        least = needed + PAGE  # for the nonce
+        size = min(max(SEGMENT, least), left)
+        if size < least:
+            return None
+        segment = Segment(size)
+        self._segments.append(segment)
+        return segment
+
+    def answered(self, borrower: Borrower, nonce: bytes, segment_id: int, why: str) -> bool:
+        """``borrower`` answered an offer; has it mapped the segment?"""
+        with self._lock:
+            segment = next((s for s in self._segments if s.id == segment_id), None)
+            if segment is not None and nonce == segment.nonce:
+                borrower.mapped.add(segment_id)
+                return True
+            borrower.refused = why or "the proof is wrong"
+            return False
+
+    def lose(self, borrower: Borrower) -> None:
+        """``borrower`` is gone; its blocks come back as soon as nothing of it maps them any more."""
+        with self._lock:
+            borrower.lost = True
+            self._departed.append(borrower)
+            self._reclaim()
+
+    def reclaim(self) -> None:
+        """Take back what those who are gone have let go since."""
+        with self._lock:
+            if self._departed and not self._closed:
+                self._reclaim()
+
+    def _reclaim(self) -> None:
+        for borrower in self._departed:
+            held = {s.id for s in self._segments if s.is_held(borrower.locks.get(s.id, 0))}
+            back = [loan for loan in borrower.loans.values() if loan.segment.id not in held]
+            for loan in back:
+                del borrower.loans[loan.number]
+            self._free(back)
+        self._departed = [b for b in self._departed if b.loans]
+
+    def trim(self) -> int:
+        """Give memory that was not used since the last time back to the system; gives how many bytes."""
+        with self._lock:
+            used, self._used = self._used, False
+            if self._closed or used or self._trimmed:
+                return 0
+            self._trimmed = True
+            self._reclaim()
+            return sum(s.trim() for s in self._segments)
+
+    def close(self) -> None:
+        """Lend no more; what is lent stays valid. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                for segment in self._segments:
+                    segment.close()
+                self._segments = []
+
+    def statistics(self) -> dict[str, int]:
+        """The limit, segments and their memory, blocks and bytes that are lent, strange releases."""
+        with self._lock:
+            return {
+                "limit": self.limit,
+                "segments": len(self._segments),
+                "memory": sum(s.memory() for s in self._segments),
+                "blocks_lent": sum(len(s.space) - 1 for s in self._segments),
+                "bytes_lent": sum(s.space.used for s in self._segments),
+                "strange_releases": self.strange,
+            }
