@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from zmqgrad import rpc
-from zmqgrad.errors import PayloadError, RpcTimeoutError, RRefError
+from zmqgrad.errors import PayloadError, PeerLostError, RpcTimeoutError, RRefError
 from zmqgrad.rpc import references
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.runtime.clock import Deadline
@@ -304,3 +304,29 @@ def test_references_of_a_worker_that_is_lost(trio: Cluster) -> None:
         worker.references.peer_lost(1)
     lost.doors.extensions.clear()
     assert trio.workers[0].references.statistics() == {"owner_rrefs": 0, "forks": 0, "user_rrefs": 0}
+
+
+def test_a_reference_that_came_and_went_before_its_value_is_made(trio: Cluster) -> None:
+    """The owner hears of a grandchild first, and of its end: the maker's own fork is still to come."""
+    with trio.network.hold(MessageType.REMOTE_CALL, target=2) as held:
+        rref = rpc.remote(2, Value, args=(5,))
+        held.wait()
+        rpc.rpc_sync(1, str, args=(rref,))
+        trio.network.wait_carried(MessageType.RREF_USER_DELETE)
+        trio.network.wait_quiet()
+    assert rref.to_here().content == 5
+
+
+def test_a_value_whose_maker_died_before_its_call_came(trio: Cluster) -> None:
+    with trio.network.hold(MessageType.REMOTE_CALL, source=0, target=2) as held:
+        rref = rpc.remote(2, Value)
+        held.wait()
+        fetching = rpc.rpc_async(1, fetch, args=(rref,))
+        trio.network.wait_carried(MessageType.RREF_FETCH)
+        trio.network.wait_quiet()
+        trio.workers[2].lose(0, "it fell over")
+        with pytest.raises(PeerLostError, match="the call that makes value"):
+            fetching.wait()
+        trio.workers[0].lose(2, "it does not talk to us")
+        trio.workers[1].lose(0, "it fell over")
+        del rref, fetching

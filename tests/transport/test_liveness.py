@@ -1,45 +1,246 @@
-"""A peer that ends is noticed; one whose connection breaks and that goes on to listen is not lost."""
+"""Peers that end, that are silent, and that cannot be told from the dead at first sight."""
 
 from __future__ import annotations
 
+import os
+import secrets
 import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
+from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.liveness import answers
+from zmqgrad.transport.liveness import Judgement, Limits, Vital, answers
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.pulse import SUFFIX, TOKEN_SIZE, Listener, Watch
 from zmqgrad.wire.messages import Hello
 
-WAIT = 10.0
+WAIT = 20.0
+
+QUICK = Limits(local=0.03, remote=0.06, frozen=0.0)
+
+
+class Heard:
+    """What a watch tells."""
+
+    def __init__(self) -> None:
+        self.lost: list[tuple[int, str]] = []
+        self.silent: list[tuple[int, bool]] = []
+        self.changed = threading.Condition()
+
+    def on_lost(self, peer: int, why: str) -> None:
+        """A peer is gone."""
+        with self.changed:
+            self.lost.append((peer, why))
+            self.changed.notify_all()
+
+    def on_suspected(self, peer: int, seconds: float) -> None:
+        """A peer is silent, or is not any more."""
+        with self.changed:
+            self.silent.append((peer, seconds > 0))
+            self.changed.notify_all()
+
+    def wait(self, what: Any) -> None:
+        """Until that is so."""
+        with self.changed:
+            assert self.changed.wait_for(what, WAIT), (self.lost, self.silent)
+
+
+@contextmanager
+def watch(heard: Heard, limits: Limits = QUICK) -> Iterator[Watch]:
+    """A worker that watches."""
+    made = Watch("w", a_listener(), heard.on_lost, heard.on_suspected, limits)
+    try:
+        yield made
+    finally:
+        made.close()
+        assert made.join(Deadline.after(WAIT)) == []
+
+
+def a_listener() -> Listener:
+    """At an address of its own."""
+    return Listener(f"ipc://@zmqgrad-{secrets.token_hex(8)}", "127.0.0.1")
+
+
+# ---- judging ---------------------------------------------------------------------------------------------
+
+
+def test_silence_is_suspected_and_forgiven() -> None:
+    vital = Vital(3.0, 20.0, now=100.0)
+    assert vital.interval == 1.0
+    assert [vital.tick(100.0 + n) for n in range(1, 4)] == [
+        Judgement.NOTHING,
+        Judgement.NOTHING,
+        Judgement.SUSPECTED,
+    ]
+    assert vital.tick(104.0) is Judgement.NOTHING, "told once"
+    assert vital.heard(104.5) is Judgement.RECOVERED
+    assert vital.heard(104.6) is Judgement.NOTHING
+    told = [vital.tick(104.6 + n) for n in range(1, 22)]
+    assert told.index(Judgement.SUSPECTED) == 2
+    assert told.index(Judgement.FROZEN) == 19
+
+
+def test_without_a_limit_the_frozen_are_never_lost() -> None:
+    vital = Vital(3.0, 0.0, now=0.0)
+    assert {vital.tick(float(n)) for n in range(1, 1000)} == {Judgement.NOTHING, Judgement.SUSPECTED}
+
+
+def test_a_watcher_that_was_stopped_itself_holds_it_against_nobody() -> None:
+    vital = Vital(3.0, 20.0, now=0.0)
+    vital.heard(1.0)
+    assert vital.tick(5000.0) is Judgement.NOTHING, "two intervals, whatever the clock says"
+    assert vital.tick(5001.0) is Judgement.SUSPECTED
+    assert vital.last_heard == 1.0
+
+
+@pytest.mark.parametrize("limits", [Limits(local=0), Limits(remote=-1), Limits(frozen=-1)])
+def test_limits_that_cannot_be(limits: Limits) -> None:
+    with pytest.raises(ConfigurationError, match="liveness limit"):
+        limits.check()
+
+
+# ---- over sockets ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["ipc", "tcp"])
 def test_a_peer_that_ends_is_lost(kind: str) -> None:
     a, b = ZmqMailbox("a", 0), ZmqMailbox("b", 1)
-    arrived, lost = threading.Event(), threading.Event()
-    told: list[tuple[int, str]] = []
-    [endpoint] = [e for e in b.endpoints if e.startswith(kind)]
-
-    def on_lost(peer: int, where: str) -> None:
-        told.append((peer, where))
-        lost.set()
-
+    arrived = threading.Event()
+    heard = Heard()
+    endpoints = [e for e in b.endpoints if e.startswith((kind, "pulse"))]
     try:
-        a.start(lambda inbound: None, lambda peer: [endpoint], None, on_lost)
-        b.start(lambda inbound: arrived.set(), lambda peer: a.endpoints)
+        a.start(lambda inbound: None, lambda peer: endpoints, None, heard.on_lost)
+        b.start(lambda inbound: arrived.set(), lambda peer: a.endpoints, None, heard.on_lost)
         a.send(1, Hello("a"), 1)
         assert arrived.wait(WAIT)
-        assert not lost.is_set()
+        assert not heard.lost
         b.close()
         assert b.join(Deadline.after(WAIT)) == []
-        assert lost.wait(WAIT)
-        assert told == [(1, f"nobody listens at {endpoint} any more")]
+        heard.wait(lambda: heard.lost)
+        [(peer, why)] = heard.lost
+        assert peer == 1
+        assert why.startswith("its process has ended (last heard of ")
     finally:
         for mailbox in (a, b):
             mailbox.close()
             assert mailbox.join(Deadline.after(WAIT)) == []
+
+
+@pytest.mark.parametrize("kind", ["ipc", "pulse"])
+def test_a_peer_that_is_silent_is_suspected_until_it_speaks(kind: str) -> None:
+    """Its kernel takes the connection, as that of a stopped process does; then it goes on."""
+    heard = Heard()
+    other = a_listener()
+    address = other.endpoint if kind == "pulse" else name_of(other)
+    assert address is not None
+    with watch(heard) as watching:
+        watching.follow(7, address)
+        heard.wait(lambda: (7, True) in heard.silent)
+        assert not heard.lost
+        goes_on = Watch("o", other, heard.on_lost, heard.on_suspected, Limits())
+        heard.wait(lambda: (7, False) in heard.silent)
+        assert not heard.lost
+        goes_on.close()
+        assert goes_on.join(Deadline.after(WAIT)) == []
+        heard.wait(lambda: heard.lost)
+        assert heard.lost[0][1].startswith("its process has ended")
+
+
+def test_a_peer_that_is_silent_for_too_long_is_lost() -> None:
+    heard = Heard()
+    other = a_listener()
+    with watch(heard, QUICK._replace(frozen=0.1)) as watching:
+        watching.follow(7, name_of(other))
+        heard.wait(lambda: heard.lost)
+        assert heard.silent == [(7, True)]
+        assert "though it exists" in heard.lost[0][1]
+    other.close()
+
+
+def name_of(listener: Listener) -> str:
+    """Where it listens on this host."""
+    name = listener.sockets[0].getsockname()
+    return f"ipc://@{name[1:].decode()}"
+
+
+def test_another_process_at_the_same_port_is_another() -> None:
+    heard = Heard()
+    with watch(heard) as watching, socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = listening.getsockname()[1]
+        watching.follow(7, f"pulse://127.0.0.1:{port}/{'ab' * TOKEN_SIZE}")
+        guest, _ = listening.accept()
+        guest.send(bytes(TOKEN_SIZE))
+        heard.wait(lambda: heard.lost)
+        assert heard.lost[0][1].startswith(f"another process listens at pulse://127.0.0.1:{port} now")
+        guest.close()
+
+
+def test_a_connection_that_breaks_is_opened_again() -> None:
+    heard = Heard()
+    with watch(heard) as watching, socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        listening.settimeout(WAIT)
+        watching.follow(7, f"pulse://127.0.0.1:{listening.getsockname()[1]}/{'ab' * TOKEN_SIZE}")
+        for _ in range(3):
+            guest, _ = listening.accept()
+            guest.send(b"\xab" * TOKEN_SIZE)
+            guest.close()
+        assert not heard.lost
+
+
+def test_a_peer_that_is_forgotten_may_end() -> None:
+    heard = Heard()
+    first, second = a_listener(), a_listener()
+    with watch(heard) as watching:
+        watching.follow(1, name_of(first))
+        watching.forget(1)
+        watching.follow(2, name_of(second))
+        heard.wait(lambda: (2, True) in heard.silent)  # so the orders have been read
+        first.close()
+        second.close()
+        heard.wait(lambda: heard.lost)
+        assert [peer for peer, _ in heard.lost] == [2]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_does_not_keep_its_parent_alive() -> None:
+    """The kernel keeps a connection open while any process has it: also one that a fork has by accident."""
+    heard, other = Heard(), Heard()
+    watched = Watch("o", a_listener(), other.on_lost, other.on_suspected, Limits())
+    with watch(heard) as watching:
+        watching.follow(7, name_of(watched._listener))
+        until_token(watching, 7)
+        reading, writing = os.pipe()
+        child = os.fork()
+        if child == 0:
+            os.close(writing)
+            os.read(reading, 1)  # until the test is over
+            os._exit(0)
+        try:
+            watched.close()
+            assert watched.join(Deadline.after(WAIT)) == []
+            heard.wait(lambda: heard.lost)
+        finally:
+            os.close(reading)
+            os.close(writing)
+            os.waitpid(child, 0)
+
+
+def until_token(watching: Watch, peer: int) -> None:
+    """The connection to ``peer`` stands."""
+    deadline = Deadline.after(WAIT)
+    tick = threading.Event()
+    while peer not in watching._contacts or len(watching._contacts[peer].greeting) < TOKEN_SIZE:
+        assert not deadline.passed()
+        tick.wait(0.002)  # nobody is told
 
 
 def test_answers_tells_who_listens() -> None:
@@ -48,6 +249,8 @@ def test_answers_tells_who_listens() -> None:
         listening.listen()
         endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
         assert answers(endpoint)
+        assert answers(endpoint.replace("tcp", "pulse") + "/abcd")
     assert not answers(endpoint)
-    assert not answers("ipc://@zmqgrad-nobody-is-here")
+    assert not answers(endpoint.replace("tcp", "pulse") + "/abcd")
+    assert not answers(f"ipc://@zmqgrad-nobody-is-here{SUFFIX}")
     assert answers("memory://3")  # cannot be told: not held against it

@@ -87,7 +87,9 @@ def init_rpc(
 def _form(name: str, rank: int, world_size: int, store: Store, options: RpcBackendOptions) -> Group:
     try:
         check_rank(rank, world_size)
-        mailbox = ZmqMailbox(name, rank, tcp_host=_listening_host(store), arena=options.arena())
+        mailbox = ZmqMailbox(
+            name, rank, tcp_host=_listening_host(store), arena=options.arena(), limits=options.limits
+        )
         worker = make_worker(name, rank, world_size, mailbox, options)
     except BaseException:
         store.close()

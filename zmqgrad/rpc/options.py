@@ -11,6 +11,7 @@ from typing import Any
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
+from zmqgrad.transport.liveness import Limits
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
@@ -41,6 +42,10 @@ class RpcBackendOptions:
             Memory is taken as it is used, and given back when it was not used for a while.
         arena_threshold: a message whose tensors have at least so many bytes goes by shared memory. None:
             ZMQGRAD_ARENA_THRESHOLD, or else what was measured to be best.
+        liveness_timeout: seconds after which a silent peer of this host is suspected, and one of another host
+            that is out of reach is lost; None: 3 and 10.
+        frozen_timeout: seconds after which a peer is lost that exists, but says nothing; 0: never. Not less
+            than a process may be kept waiting on a loaded machine.
 
     Raises:
         ConfigurationError: if a value cannot be right.
@@ -53,8 +58,11 @@ class RpcBackendOptions:
     devices: Sequence[Any] = ()
     arena_limit: int | None = None
     arena_threshold: int | None = None
+    liveness_timeout: float | None = None
+    frozen_timeout: float = Limits().frozen
 
     def __post_init__(self) -> None:
+        self.limits.check()
         self.rpc_timeout = check_timeout(self.rpc_timeout, "rpc_timeout")
         if not isinstance(self.num_worker_threads, int) or self.num_worker_threads < 1:
             raise ConfigurationError(
@@ -78,6 +86,13 @@ class RpcBackendOptions:
         return ArenaSettings(
             default_limit() if limit is None else limit, THRESHOLD if threshold is None else threshold
         )
+
+    @property
+    def limits(self) -> Limits:
+        """How long peers may be silent."""
+        if self.liveness_timeout is None:
+            return Limits(frozen=self.frozen_timeout)
+        return Limits(self.liveness_timeout, self.liveness_timeout, self.frozen_timeout)
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):

@@ -174,6 +174,18 @@ def _main_attribute(qualname: str) -> Any:
     return found
 
 
+class _Adopted:
+    """Notes which forks have been adopted. No part of the unpickler, whose memo keeps it: no cycle."""
+
+    def __init__(self, references: References) -> None:
+        self._references = references
+        self.fork_ids: set[int] = set()
+
+    def __call__(self, *fork: Any) -> Any:
+        self.fork_ids.add(fork[2])
+        return self._references.adopt(*fork)
+
+
 class _Unpickler(pickle.Unpickler):
     def __init__(
         self, data: Buffer, buffers: Sequence[Any], tensors: list[torch.Tensor], references: References | None
@@ -181,16 +193,12 @@ class _Unpickler(pickle.Unpickler):
         super().__init__(io.BytesIO(data), buffers=buffers)
         self._tensors = tensors
         self._references = references
-        self._adopted: set[int] = set()  # fork ids
-
-    def _adopt(self, *fork: Any) -> Any:
-        assert self._references is not None
-        self._adopted.add(fork[2])
-        return self._references.adopt(*fork)
+        self._adopted: _Adopted | None = None
 
     def discard_rest(self, payload: Payload) -> None:
         """Reading has failed: let go of the references that were not reached."""
-        rest = [fork for fork in payload.forks if fork[2] not in self._adopted]
+        reached = () if self._adopted is None else self._adopted.fork_ids
+        rest = [fork for fork in payload.forks if fork[2] not in reached]
         if rest and self._references is not None:
             self._references.discard(rest)
 
@@ -199,7 +207,8 @@ class _Unpickler(pickle.Unpickler):
             if name == "_tensor_at":
                 return self._tensors.__getitem__
             if name == "_adopt" and self._references is not None:
-                return self._adopt
+                self._adopted = self._adopted or _Adopted(self._references)
+                return self._adopted
         if module == "__mp_main__":
             module = "__main__"
         return super().find_class(module, name)

@@ -36,7 +36,7 @@ from zmqgrad.rpc.rref_ledger import (
 )
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
-from zmqgrad.wire.ids import IdSource, show_id
+from zmqgrad.wire.ids import IdSource, show_id, split_id
 from zmqgrad.wire.messages import (
     Message,
     MessageType,
@@ -107,6 +107,9 @@ class ReferenceTable:
         self._lock = threading.Lock()  # guards all below but the deque
         self._values: dict[int, Outcome[Any]] = {}
         self._dropped: OrderedDict[int, None] = OrderedDict()
+        # Values that others told of before their maker's call has come: its fork is yet to be noted, so they
+        # are not dropped when those others let go.
+        self._awaited: set[int] = set()
         self._owner = OwnerLedger()
         self._user = UserLedger()
         self._lost: set[int] = set()  # workers that are gone; ids are never given twice
@@ -146,10 +149,10 @@ class ReferenceTable:
     def expect(self, holder: int, rref_id: int, fork_id: int) -> Outcome[Any]:
         """The outcome that will hold ``rref_id``, which is about to be made for ``holder``."""
         outcome = self._expect(rref_id)
-        if fork_id:
-            with self._lock:
-                if holder not in self._lost:
-                    self._owner.note(rref_id, fork_id, holder)
+        with self._lock:
+            self._awaited.discard(rref_id)
+            if fork_id and holder not in self._lost:
+                self._owner.note(rref_id, fork_id, holder)
         return outcome
 
     def made(self, rref_id: int) -> None:
@@ -166,9 +169,13 @@ class ReferenceTable:
                     f"value {show_id(rref_id)} of {self._worker.name} is gone: nothing referred to it"
                 )
             outcome = self._values.get(rref_id)
-            if outcome is None:
-                outcome = self._values[rref_id] = Outcome()
-            return outcome
+            return self._await(rref_id) if outcome is None else outcome
+
+    def _await(self, rref_id: int) -> Outcome[Any]:
+        """An outcome for what will be made. Called with the lock held."""
+        self._awaited.add(rref_id)
+        outcome = self._values[rref_id] = Outcome()
+        return outcome
 
     def value(self, rref_id: int, timeout: float | None) -> Any:
         """The value of ``rref_id``; waits up to ``timeout`` seconds for it to be made.
@@ -329,7 +336,7 @@ class ReferenceTable:
                 self._owner.note(message.rref_id, message.fork_id, inbound.envelope.source)
                 # Unknown even now: it was deleted before. Known without a value: its maker's call comes yet.
                 if self._owner.knows(message.rref_id) and message.rref_id not in self._values:
-                    self._values[message.rref_id] = Outcome()
+                    self._await(message.rref_id)
         self._worker.reply(inbound, RRefAck())
 
     def _on_child_accept(self, inbound: Inbound) -> None:
@@ -352,7 +359,14 @@ class ReferenceTable:
         """``peer`` died, with its forks and its values."""
         with self._lock:
             self._lost.add(peer)
+            orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
+            self._awaited -= orphans.keys()
             effects = self._owner.lose(peer) + self._user.lose(peer)
+            for rref_id in orphans:
+                if not self._owner.knows(rref_id):
+                    del self._values[rref_id]
+        for rref_id, outcome in orphans.items():
+            outcome.fail(self._worker.loss_of(peer, f"the call that makes value {show_id(rref_id)}"))
         self._carry_out(effects)
 
     # ---- effects ----------------------------------------------------------------------------------------
@@ -382,8 +396,8 @@ class ReferenceTable:
 
     def _drop(self, rref_id: int) -> list[Outcome[Any]]:
         with self._lock:
-            if self._owner.knows(rref_id):
-                return []  # the owner has sent another fork since the last one was deleted
+            if self._owner.knows(rref_id) or rref_id in self._awaited:
+                return []  # another fork was sent since the last one was deleted, or is to come
             outcome = self._values.pop(rref_id, None)
             self._dropped[rref_id] = None
             if len(self._dropped) > REMEMBERED:
@@ -425,6 +439,7 @@ class ReferenceTable:
         self._closed = True
         with self._lock:
             values, self._values = self._values, {}
+            self._awaited.clear()
             self._owner, self._user = OwnerLedger(), UserLedger()
         for outcome in values.values():  # of what will not be made any more
             outcome.fail(RRefError(f"worker {self._worker.name} was shut down before this value was made"))

@@ -17,7 +17,14 @@ from typing import Any
 
 import torch
 
-from zmqgrad.errors import NotInitializedError, PeerLostError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.errors import (
+    NotInitializedError,
+    PeerLostError,
+    RpcError,
+    RpcTimeoutError,
+    TransportError,
+    UnknownPeerError,
+)
 from zmqgrad.rpc.calls import CallTable, LaneOutcome, PendingCall
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
@@ -97,6 +104,7 @@ class Worker:
         self.references = ReferenceTable(self)
         self.default_timeout = options.rpc_timeout
         self.lost: dict[int, str] = {}  # peers that are gone, and why that is believed
+        self.silent: dict[int, float] = {}  # peers that do not answer heartbeats, and since when
         self._completer = Completer(
             lambda task: self.pool.submit(partial(self._act, task)), self.timekeeper.call_later
         )
@@ -124,6 +132,7 @@ class Worker:
             self.pool,
             self.lose,
             self.timekeeper,
+            self.suspect,
         )
 
     # ---- calling ----------------------------------------------------------------------------------------
@@ -199,13 +208,16 @@ class Worker:
             self.mailbox.send(
                 peer, message, call.message_id, packed.frames, 0 if lane is None else lane.number
             )
-        except BaseException:
+        except BaseException as e:
             self.calls.take(call.message_id)
             if lane is not None:
                 lane.give_back()
             if self.doors.unsent is not None:
                 self.doors.unsent(message)
             self._unfork(peer, packed)
+            if isinstance(e, UnknownPeerError):  # it ended before it was ever sent to
+                self.lose(peer, str(e))
+                raise self.loss_of(peer, _describe(what)) from e
             raise
         self._sent += 1
         if deadline < self._next_check:
@@ -558,18 +570,37 @@ class Worker:
 
     def _over_time(self, call: PendingCall) -> RpcTimeoutError:
         name = self.membership.name_of(call.peer)
+        since = self.silent.get(call.peer)
+        silence = f", silent for {self.clock.now() - since:.1f} s by now" if since is not None else ""
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked "
-            f"with an error: {call.describe()} on {name}"
+            f"with an error: {call.describe()} on {name}{silence}"
         )
 
     # ---- losing -----------------------------------------------------------------------------------------
+
+    def suspect(self, peer: int, seconds: float) -> None:
+        """``peer`` has been silent for so long; 0: it answers again. Nothing is given up for that."""
+        name = self.membership.name_of(peer)
+        if seconds:
+            self.silent[peer] = self.clock.now() - seconds
+            logger.warning(
+                "%s: %s (worker %d) has not answered for %.1f s: stopped, or kept waiting by its machine",
+                self.name,
+                name,
+                peer,
+                seconds,
+            )
+        elif self.silent.pop(peer, None) is not None:
+            logger.warning("%s: %s (worker %d) answers again", self.name, name, peer)
 
     def lose(self, peer: int, why: str) -> None:
         """The process of ``peer`` has ended: nothing waits for it any longer (P2)."""
         if self._closed or peer in self.lost:
             return
         self.lost[peer] = why
+        self.silent.pop(peer, None)
+        logger.info("%s: %s (worker %d) is gone: %s", self.name, self.membership.name_of(peer), peer, why)
         for call in self.calls.lose(peer):
             call.outcome.fail(self.loss_of(peer, call.describe()))
         self.serving.lose(peer)

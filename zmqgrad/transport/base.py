@@ -42,7 +42,10 @@ Resolver = Callable[[int], Sequence[str]]
 
 
 Lost = Callable[[int, str], None]
-"""Told of a peer whose process has ended, and the address where it was; must not block."""
+"""Told of a peer that is gone, and why that is believed; must not block."""
+
+Suspected = Callable[[int, float], None]
+"""Told of a peer that has been silent for so many seconds; 0: it answers again. Must not block."""
 
 
 class Lane(Protocol):
@@ -93,11 +96,13 @@ class Mailbox(Protocol):
         pool: EnginePool | None = None,
         lost: Lost | None = None,
         timer: Timer | None = None,
+        suspected: Suspected | None = None,
     ) -> None:
         """Begin to receive; look peers up by ``resolve`` at the first message to them.
 
         Tasks of the handler run in ``pool``; without one, in the receiver's own thread. ``lost``
-        hears of peers that were sent to and have ended. ``timer`` runs what the mailbox does now and then.
+        hears of peers that were sent to and are gone, ``suspected`` of those that have fallen silent.
+        ``timer`` runs what the mailbox does now and then.
         """
         ...
 

@@ -30,9 +30,10 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport.arena.exchange import Exchange, Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Timer
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Suspected, Timer
 from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes, lane_address
-from zmqgrad.transport.liveness import Watch, answers
+from zmqgrad.transport.liveness import Limits, answers
+from zmqgrad.transport.pulse import SCHEME, Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
@@ -70,6 +71,7 @@ class ZmqMailbox:
         worker_id: 0 to 65535.
         tcp_host: address to listen on with tcp, at a port that the system picks; None for ipc alone.
         arena: how much memory to share with workers of this host; by default none.
+        limits: how long peers may be silent.
 
     Raises:
         TransportError: if a socket cannot be bound.
@@ -82,6 +84,7 @@ class ZmqMailbox:
         *,
         tcp_host: str | None = "127.0.0.1",
         arena: ArenaSettings = OFF,
+        limits: Limits = Limits(),  # noqa: B008 (immutable)
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
@@ -95,6 +98,7 @@ class ZmqMailbox:
         self._resolve: Resolver = _knows_nobody
         self._handler: Handler = _drop
         self._directory: str | None = None
+        self._limits = limits
         self._watch: Watch | None = None
         self._exchange = Exchange(name, arena, self.send)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -104,6 +108,9 @@ class ZmqMailbox:
             self._endpoints = tuple(self._bind(router, tcp_host))
             self._receiver = Receiver(name, self._context, router, self._exchange.open)
             self._lanes = Lanes(self._context, self._endpoints[0], _set_up_lane, self._decode)
+            self._listener = Listener(self._endpoints[0], tcp_host)
+            if self._listener.endpoint is not None:
+                self._endpoints += (self._listener.endpoint,)
         except BaseException:
             router.close(linger=0)
             self._context.term()
@@ -129,7 +136,7 @@ class ZmqMailbox:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where peers can send to: ipc, then tcp."""
+        """Where peers can send to: ipc, then tcp; last, where those of other hosts ask whether it lives."""
         return self._endpoints
 
     def start(
@@ -139,11 +146,12 @@ class ZmqMailbox:
         pool: EnginePool | None = None,
         lost: Lost | None = None,
         timer: Timer | None = None,
+        suspected: Suspected | None = None,
     ) -> None:
-        """Begin to receive, in a thread of ``pool`` if there is one; tell ``lost`` of peers that end."""
+        """Begin to receive, in a thread of ``pool`` if there is one, and to watch those that are sent to."""
         if lost is not None:
             self._lost = lost
-            self._watch = Watch(self._name, self._context, self._lose)
+            self._watch = Watch(self._name, self._listener, self._lose, suspected or _unheard, self._limits)
         self._exchange.start(timer)
         self._resolve = resolve
         self._handler = handler
@@ -270,17 +278,19 @@ class ZmqMailbox:
                 f"the mailbox of {self._name} belongs to process {self._pid}; it cannot be used in a "
                 f"fork of it: start processes by spawn or forkserver, or call init_rpc in the child"
             )
-        endpoint = _best(self._resolve(peer))
+        known = self._resolve(peer)
+        endpoint = _best(known)
         socket = self._context.socket(zmq.DEALER)
         try:
             _set_up(socket)
-            if self._watch is not None:
-                self._watch.follow(peer, socket, endpoint)
             socket.connect(endpoint)
         except zmq.ZMQError as e:
             socket.close(linger=0)
             raise TransportError(f"cannot connect to worker {peer} at {endpoint}: {e}") from e
         way.socket, way.endpoint = socket, endpoint
+        pulse = pulse_of(endpoint, known)
+        if self._watch is not None and peer != self.worker_id and pulse is not None:
+            self._watch.follow(peer, pulse)
         logger.debug("%s sends to worker %d at %s", self._name, peer, endpoint)
         return socket
 
@@ -288,6 +298,8 @@ class ZmqMailbox:
         """Drop the way to ``peer``; what was queued for it is lost."""
         # Its place stays: a thread that is about to send by it must find this one, or nobody would ever
         # close the socket that it opens.
+        if self._watch is not None:
+            self._watch.forget(peer)
         for way in self._all_ways(peer):
             self._shut(way, linger=0)
         self._exchange.forget(peer)
@@ -317,6 +329,8 @@ class ZmqMailbox:
         self._lanes.close()
         if self._watch is not None:
             self._watch.close()
+        else:
+            self._listener.close()
         self._receiver.close()
         self._exchange.close()
 
@@ -379,6 +393,10 @@ def _knows_nobody(peer: int) -> Sequence[str]:
     raise UnknownPeerError(f"no address is known for worker {peer}: the mailbox was not started")
 
 
+def _unheard(peer: int, silent: float) -> None:
+    logger.debug("worker %d has been silent for %.1f s", peer, silent)
+
+
 def _drop(inbound: Inbound) -> None:
     logger.debug("no handler yet for %s", inbound.message)
 
@@ -418,6 +436,8 @@ def _best(endpoints: Sequence[str]) -> str:
     An ipc address is tried for real: boot ids are equal across containers that share nothing.
     """
     for endpoint in endpoints:
+        if endpoint.startswith(SCHEME):
+            continue
         if not endpoint.startswith("ipc://") or answers(endpoint):
             return endpoint
     raise UnknownPeerError(f"none of the addresses {list(endpoints)} can be reached from this host")

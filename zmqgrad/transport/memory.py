@@ -20,7 +20,7 @@ from typing import Any
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Timer
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Suspected, Timer
 from zmqgrad.transport.faults import (
     WAIT_SECONDS,
     Delay,
@@ -226,9 +226,10 @@ class MemoryMailbox:
         pool: EnginePool | None = None,
         lost: Lost | None = None,
         timer: Timer | None = None,
+        suspected: Suspected | None = None,
     ) -> None:
         """Begin to deliver; ``handler`` is called in the receiver's thread. Nobody is ever ``lost`` here."""
-        del lost, timer
+        del lost, timer, suspected
         self._handler, self._resolve, self._pool = handler, resolve, pool
         self._thread.start()
 
