@@ -50,7 +50,7 @@ class InPlace:
 
 @dataclass(frozen=True)
 class Hook:
-    """A hook on ``a`` if that is what an operation of this body gave; it bends the gradient."""
+    """A hook on value ``a`` of those that operations of this body gave; it bends the gradient."""
 
     a: int
 
@@ -162,13 +162,13 @@ def _bodies(
         st.builds(Layer, value, value, st.sampled_from(HOWS)),
     ]
     if hooks:
-        kinds.append(st.builds(Hook, value))
+        kinds += [st.builds(Op, st.sampled_from(_MAKE), value, value), st.builds(Hook, value)] * 3
     if depth:
         args = st.lists(value, max_size=3).map(tuple)
         inner = _bodies(homes, depth - 1, folds, hooks)
         kinds += [st.builds(Call, homes, st.sampled_from(HOWS), args, inner)] * 3
     returns = st.lists(value, min_size=1, max_size=3).map(tuple)
-    return st.builds(Body, st.lists(st.one_of(kinds), max_size=4).map(tuple), returns, folds)
+    return st.builds(Body, st.lists(st.one_of(kinds), max_size=6 if hooks else 4).map(tuple), returns, folds)
 
 
 def _show(program: Program, body: Body, count: int, lines: list[str], indent: str) -> None:
@@ -191,7 +191,7 @@ def _show(program: Program, body: Body, count: int, lines: list[str], indent: st
             with_what = "" if step.name in _UNARY_IN_PLACE else v(step.b)
             lines.append(f"{indent}{v(step.a)}.{step.name}({with_what})")
         elif isinstance(step, Hook):
-            lines.append(f"{indent}hook on {v(step.a)}")
+            lines.append(f"{indent}hook on made value {step.a}, counted round")
         elif isinstance(step, Leaf):
             lines.append(f"{indent}{made} = leaf {step.number % len(program.leaves)}")
             count += 1
@@ -280,16 +280,17 @@ def run_body(body: Body, world: World, values: list[_Value]) -> list[Tensor]:
         elif isinstance(step, InPlace):
             _in_place(step, at(step.a), at(step.b), values, world)
         elif isinstance(step, Hook):
-            if (a := at(step.a)).made and a.get().requires_grad:
-                a.get().register_hook(torch.tanh)
+            made = [v for v in values if v.made and v.get().requires_grad]
+            if made:
+                made[step.a % len(made)].get().register_hook(torch.tanh)
         elif isinstance(step, Leaf):
             tensor, received = world.leaf(step.number)
             values += _there([tensor], received)
         elif isinstance(step, Layer):
-            made = world.layer(step, at(step.a).get())
-            if made is not None:
+            applied = world.layer(step, at(step.a).get())
+            if applied is not None:
                 at(step.a).use()
-                values.append(_Value(made, False))
+                values.append(_Value(applied, False))
         else:
             gets, received = world.call(step, [at(i).use() for i in step.args])
             values += [_Value(get, received) for get in gets]
