@@ -321,8 +321,48 @@ def test_without_grad_mode_nothing_is_recorded(c: Cluster) -> None:
     with context() as ctx:
         with torch.no_grad():
             assert rpc.rpc_sync(1, same, (x,)).is_leaf
+            assert not rpc.rpc_sync(1, double, (x,)).grad_fn
+            assert rpc.rpc_sync(1, known_there, (ctx,))
         backward(ctx, [rpc.rpc_sync(1, double, (x,)).sum()])
         assert_gradients(ctx, (x, [2.0]))
+
+
+def without_grad(x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return x * 3
+
+
+def partly_without_grad(x: Tensor) -> Tensor:
+    y = x * 2
+    with torch.no_grad():
+        scale = rpc.rpc_sync(2, double, (y,))
+    return y * scale
+
+
+def test_regions_without_grad_on_either_side(c: Cluster) -> None:
+    """What comes out of such a region is a constant, as in one process; in fast mode too."""
+    x = leaf(1)
+    with context() as ctx:
+        assert not rpc.rpc_sync(1, without_grad, (x,)).requires_grad
+        y = rpc.rpc_sync(1, partly_without_grad, (x,))
+        with torch.no_grad():
+            z = rpc.rpc_sync(1, relay, ([2], y))
+        backward(ctx, [(y * z).sum()], mode="fast")
+        assert_gradients(ctx, (x, [8.0 * 32.0]))
+
+
+def trained(layer: torch.nn.Module, x: Tensor) -> tuple[bool, Tensor]:
+    return all(type(p) is torch.nn.Parameter and p.is_leaf for p in layer.parameters()), layer(x)
+
+
+def test_a_module_that_is_sent_is_a_copy_with_parameters_of_its_own(c: Cluster) -> None:
+    layer = torch.nn.Linear(2, 2, dtype=torch.float64)
+    x = leaf(1, 2)
+    with context() as ctx:
+        whole, y = rpc.rpc_sync(1, trained, (layer, x))
+        assert whole
+        backward(ctx, [y.sum()])
+        assert_gradients(ctx, (x, layer.weight.sum(0)))
 
 
 @pytest.mark.parametrize("retain_graph", [False, True])

@@ -104,6 +104,7 @@ class Context:
 
 
 _recording: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
+_answer_wanted: ContextVar[bool] = ContextVar("zmqgrad_autograd_answer", default=True)
 
 
 def recording() -> Context | None:
@@ -111,18 +112,26 @@ def recording() -> Context | None:
     return _recording.get()
 
 
+def answer_wanted() -> bool:
+    """Does whoever called what the calling thread runs differentiate the answer?"""
+    return _answer_wanted.get()
+
+
 class Recording:
-    """Inside it the calling thread records for ``context``."""
+    """Inside it the calling thread records for ``context``; ``answer``: for its answer as well."""
 
-    __slots__ = ("_context", "_token")
+    __slots__ = ("_answer", "_answer_token", "_context", "_token")
 
-    def __init__(self, context: Context | None) -> None:
+    def __init__(self, context: Context | None, answer: bool = True) -> None:
         self._context = context
+        self._answer = answer
 
     def __enter__(self) -> None:
         self._token = _recording.set(self._context)
+        self._answer_token = _answer_wanted.set(self._answer)
 
     def __exit__(self, *exc: object) -> None:
+        _answer_wanted.reset(self._answer_token)
         _recording.reset(self._token)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from zmqgrad.autograd.context import Context, Contexts, Recording, recording
+from zmqgrad.autograd.context import Context, Contexts, Recording, answer_wanted, recording
 from zmqgrad.autograd.functions import record_send
 from zmqgrad.autograd.passes import Passes
 from zmqgrad.autograd.releases import Releases
@@ -76,20 +76,26 @@ class Autograd:
     def outgoing(self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: str) -> Message:
         """``message``, wrapped if the calling thread records."""
         context = recording()
-        if context is None or not torch.is_grad_enabled():
+        if context is None:
             return message
-        request = isinstance(message, (Call, RemoteCall, RRefFetch))
-        if not request and not isinstance(message, (Result, RemoteResult, RRefValue)):
-            return message
+        if isinstance(message, (Call, RemoteCall, RRefFetch)):
+            differentiates = torch.is_grad_enabled()
+            autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
+            return ForwardAutogradReq(context.id, autograd_id, message, differentiates)
+        if isinstance(message, (Result, RemoteResult, RRefValue)):
+            autograd_id = self._record(context, peer, tensors, what) if answer_wanted() else 0
+            return ForwardAutogradResp(context.id, autograd_id, message)
+        return message
+
+    def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: str) -> int:
+        """The id of a send of ``tensors``; 0 if none of them requires grad."""
         context.know(peer)
-        autograd_id = 0
         differentiable = [t for t in tensors if t.requires_grad]
-        if differentiable:
-            autograd_id = self._worker.ids.next()
-            context.add_send(record_send(autograd_id, peer, differentiable, what))
-        if request:
-            return ForwardAutogradReq(context.id, autograd_id, message)  # type: ignore[arg-type]
-        return ForwardAutogradResp(context.id, autograd_id, message)  # type: ignore[arg-type]
+        if not differentiable:
+            return 0
+        autograd_id = self._worker.ids.next()
+        context.add_send(record_send(autograd_id, peer, differentiable, what))
+        return autograd_id
 
     def unsent(self, message: Message) -> None:
         """What was recorded for ``message`` did not go."""
@@ -103,7 +109,7 @@ class Autograd:
         assert isinstance(message, ForwardAutogradReq)
         context = self.contexts.heard_of(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
-        with Recording(context):
+        with Recording(context, message.answer_wanted):
             self._worker.run_call(inbound, message.wrapped, tensors)
 
     def open_forward(self, inbound: Inbound) -> Opened:
@@ -111,7 +117,10 @@ class Autograd:
         message = inbound.message
         assert isinstance(message, ForwardAutogradResp)
         context = self.contexts.heard_of(message.context_id)
-        return Opened(message.wrapped, self._received(context, message.autograd_id, message.wrapped, inbound))
+        tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
+        if not message.autograd_id:  # asked for under no_grad: constants, whatever they are over there
+            tensors = [t.detach() if t.requires_grad else t for t in tensors]
+        return Opened(message.wrapped, tensors)
 
     def _received(
         self, context: Context | None, autograd_id: int, wrapped: Message, inbound: Inbound

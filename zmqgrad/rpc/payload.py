@@ -64,7 +64,8 @@ class Terms(NamedTuple):
 
     ``main_by_reference``: the peer runs the same program, so what ``__main__`` defines goes by name.
     ``with_history``: Parameters that require grad go as tensors, so that autograd can follow them; a
-    Parameter at the other end could not have a history.
+    Parameter at the other end could not have a history. Those of a module that travels stay Parameters of
+    the copy.
     """
 
     references: References | None = None
@@ -108,13 +109,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.tensors: list[torch.Tensor] = []
         self.forks: list[tuple[Any, ...]] = []
         self._terms = terms
+        self._of_modules: set[int] = set()  # ids of Parameters that stay what they are
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind is torch.Tensor:
             self.tensors.append(obj)
             return _tensor_at, (len(self.tensors) - 1,)
-        if kind is torch.nn.Parameter and obj.requires_grad and self._terms.with_history:
+        if self._terms.with_history and isinstance(obj, torch.nn.Module):
+            self._of_modules.update(map(id, obj.parameters()))
+        if (
+            kind is torch.nn.Parameter
+            and self._terms.with_history
+            and obj.requires_grad
+            and id(obj) not in self._of_modules
+        ):
             self.tensors.append(obj)
             return _tensor_at, (len(self.tensors) - 1,)
         if isinstance(obj, TravelsAsReference):

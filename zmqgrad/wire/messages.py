@@ -348,13 +348,15 @@ class ForwardAutogradReq(Message, frozen=True):
     """Caller to callee: ``wrapped``, as part of a context.
 
     ``autograd_id`` joins the *send* of the caller to the *recv* of the callee; 0 if no tensor that
-    travels requires grad.
+    travels requires grad. Without ``answer_wanted`` the caller does not differentiate (``torch.no_grad``),
+    and the answer shall leave no send.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_REQ
     context_id: Id
     autograd_id: Id
     wrapped: Call | RemoteCall | RRefFetch
+    answer_wanted: bool = True
 
 
 class ForwardAutogradResp(Message, frozen=True):
