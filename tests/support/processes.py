@@ -34,9 +34,10 @@ STACKS = 5.0
 """Seconds that a process has to write down its stacks."""
 
 # Each process is a fork of one that has imported what is large, and not ours: a fresh interpreter would take
-# seconds of processor time to import torch.
+# seconds of processor time to import torch, what torch's optimizers import, and what its assert_close does.
+LARGE = ("cloudpickle", "hypothesis", "msgspec", "pytest", "zmq", "torch._dynamo", "torch.distributed.tensor")
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["cloudpickle", "hypothesis", "msgspec", "pytest", "torch", "zmq"])
+_processes.set_forkserver_preload(list(LARGE))
 
 
 class ProcessFailure(AssertionError):
