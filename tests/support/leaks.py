@@ -87,6 +87,10 @@ def _open_zmq() -> list[Any]:
 def _children() -> set[int]:
     """Living child processes, less Python's own helpers; zombies count, for nobody has waited for them."""
     multiprocessing.active_children()  # waits for those of multiprocessing that have ended
+    try:
+        os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:  # there are none: told ten times as fast as below
+        return set()
     found: set[int] = set()
     for task in Path("/proc/self/task").glob("*/children"):
         try:

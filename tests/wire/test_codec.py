@@ -6,7 +6,7 @@ import struct
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.messages import messages, messages_of
@@ -26,6 +26,7 @@ def raw(kind: int, header: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("cls", BY_TYPE.values(), ids=lambda c: c.__name__)
+@settings(max_examples=settings.default.max_examples // 3)  # for each of sixty classes
 @given(data=st.data(), source=st.integers(0, 0xFFFF), numbers=st.tuples(*[st.integers(0, FULL)] * 2))
 def test_every_message_survives_the_way(
     cls: type[Message], data: st.DataObject, source: int, numbers: tuple[int, int]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import io
 import math
@@ -56,7 +57,7 @@ def sent_bytes(*tensors: torch.Tensor) -> int:
 def bits(t: torch.Tensor) -> bytes:
     """The elements, bit for bit, in order."""
     packed = t.detach().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return bytes(packed.flatten().view(torch.uint8).tolist()) if packed.numel() else b""
+    return ctypes.string_at(packed.data_ptr(), packed.nbytes)
 
 
 def assert_same(sent: torch.Tensor, got: torch.Tensor) -> None:
