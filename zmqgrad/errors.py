@@ -14,7 +14,8 @@
     |   `-- UnknownPeerError
     |-- StoreError (RuntimeError)
     |   |-- StoreTimeoutError (TimeoutError)   a key did not come, or the server did not answer
-    |   `-- QueueEmptyError                    a pop that would not wait found nothing
+    |   |-- QueueEmptyError                    a pop that would not wait found nothing
+    |   `-- JournalError                       the file that makes a store durable cannot be read or opened
     |-- RpcError (RuntimeError)
     |   |-- NotInitializedError                call init_rpc first
     |   |-- UnknownWorkerError (ValueError)    no worker of that name
@@ -91,6 +92,10 @@ class StoreTimeoutError(StoreError, TimeoutError):
 
 class QueueEmptyError(StoreError):
     """A queue was empty, and ``queue_pop`` was told not to wait."""
+
+
+class JournalError(StoreError):
+    """A store's journal is damaged, in use, or cannot be opened; the message says where and what to do."""
 
 
 class RpcError(ZmqgradError, RuntimeError):

@@ -1,11 +1,11 @@
-"""``zmqgrad store``: serves a key-value store. Finds the subcommand and hands over to it."""
+"""``zmqgrad store``: serves a key-value store, and repairs its journal."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Protocol
 
-from zmqgrad.cli import store_serve
+from zmqgrad.cli import store_salvage, store_serve
 
 
 class Subcommand(Protocol):
@@ -18,7 +18,7 @@ class Subcommand(Protocol):
     def execute(self, arguments: argparse.Namespace) -> int: ...
 
 
-_SUBCOMMANDS: dict[str, Subcommand] = {"serve": store_serve}
+_SUBCOMMANDS: dict[str, Subcommand] = {"serve": store_serve, "salvage": store_salvage}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,7 +7,7 @@ import select
 import sys
 
 from zmqgrad.cli.signals import SignalInbox
-from zmqgrad.errors import TransportError
+from zmqgrad.errors import ConfigurationError, JournalError, TransportError
 from zmqgrad.store.addresses import check_port, listening_address
 from zmqgrad.store.server import StoreServer
 
@@ -34,6 +34,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_PORT,
         help=f"the port (default: {DEFAULT_PORT}); 0 for one that is free",
     )
+    parser.add_argument(
+        "--journal",
+        metavar="PATH",
+        help="write each change to this file before it is answered, and begin with what is there: so the "
+        "store survives if this process is killed, and clients go on with the next one",
+    )
+    parser.add_argument(
+        "--sync",
+        action="store_true",
+        help="flush each change to the disk, to survive a power failure, too (needs --journal)",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -42,11 +53,13 @@ def execute(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigurationError: the address cannot be right.
     """
+    if arguments.sync and arguments.journal is None:
+        raise ConfigurationError("--sync says how to write a journal, and there is none (--journal PATH)")
     address = listening_address(arguments.host, check_port(arguments.port))
     with SignalInbox() as signals:
         try:
-            server = StoreServer(address)
-        except TransportError as error:
+            server = StoreServer(address, journal=arguments.journal, sync=arguments.sync)
+        except (TransportError, JournalError) as error:
             print(f"zmqgrad store serve: {error}", file=sys.stderr)
             return EXIT_FAILED
         print(f"serving a store at {server.endpoint}", flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 from zmqgrad.errors import ClosedError, ConfigurationError, StoreError, StoreTimeoutError
@@ -31,9 +32,11 @@ class TCPStore(QueryStore):
         multi_tenant: on the master: share the server with another master of this process at that port.
         master_listen_fd: torch's; must be None.
         use_libuv: torch's; without effect, as there is one kind of server.
+        journal: on the master: a file that keeps what was written, for the next master that is given it.
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if the master cannot listen.
+        JournalError: if the journal is damaged, in use, or cannot be opened.
         StoreTimeoutError: if no store answers there, or the workers do not come, within ``timeout``.
     """
 
@@ -48,6 +51,8 @@ class TCPStore(QueryStore):
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
+        *,
+        journal: str | os.PathLike[str] | None = None,
     ) -> None:
         super().__init__(timeout)
         if master_listen_fd is not None:
@@ -60,7 +65,9 @@ class TCPStore(QueryStore):
         if port == 0 and not is_master:
             raise ConfigurationError("a client must be told the port of its master; 0 is none")
         self._host = host_name
-        self._server = servers.lend(listening_address(host_name, port), multi_tenant) if is_master else None
+        self._server = (
+            servers.lend(listening_address(host_name, port), multi_tenant, journal) if is_master else None
+        )
         self._port = port if self._server is None else self._server.port
         self._connection = Connection(host_name, self._port, self._timeout)
         self._ending = Ending(self, _Closing(self._connection, self._server))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections import deque
+from contextlib import ExitStack
 
 from zmqgrad.errors import StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.answers import Answers
+from zmqgrad.store.durable import compact, replay
+from zmqgrad.store.journal import Journal
 from zmqgrad.store.state import CHANGING, Effect, Notice, Reply, State
 from zmqgrad.store.topics import key_of, sync_topic, topic_of
 from zmqgrad.transport.notices import NoticePublisher
@@ -52,10 +56,13 @@ class StoreServer:
     Notices are published at a port beside it, that the system picks; clients are told by ``STORE_PONG``.
 
     Args:
+        journal: the file that makes the store durable (see :mod:`~zmqgrad.store.journal`); it is read first.
+        sync: flush each change of it to the disk.
         max_clients: how many connections are served; a client has one for each of its threads that ask.
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if it cannot listen there.
+        JournalError: if the journal is damaged, in use, or cannot be opened.
     """
 
     def __init__(
@@ -63,6 +70,8 @@ class StoreServer:
         address: str,
         *,
         name: str = "zmqgrad-store",
+        journal: str | os.PathLike[str] | None = None,
+        sync: bool = False,
         max_clients: int = MAX_CLIENTS,
         clock: Clock = MONOTONIC,
     ) -> None:
@@ -71,16 +80,20 @@ class StoreServer:
         self._no_newcomers = False
         self._state = State()
         self._answers = Answers()
+        self._journal = None if journal is None else Journal(journal, sync=sync)
+        self._held: list[Effect] = []  # until the journal has what they tell of
         self._waiting: dict[tuple[int, int], Asker] = {}  # by line and number
         self._waiting_of: dict[Client, set[Asker]] = {}
         self._registrations: deque[tuple[float, bytes, Asker]] = deque()  # by deadline
-        self._requests = RequestServer(name, address, max_clients=max_clients, clock=clock)
-        interface = self._requests.endpoint.rpartition(":")[0]
-        try:
+        with ExitStack() as undo:
+            if self._journal is not None:
+                undo.callback(self._journal.close)
+                replay(self._journal, self._state, self._answers)
+            self._requests = RequestServer(name, address, max_clients=max_clients, clock=clock)
+            undo.callback(self._requests.stop)
+            interface = self._requests.endpoint.rpartition(":")[0]
             self._publisher = NoticePublisher(f"{interface}:*", self._requests.incarnation, self._abandoned)
-        except BaseException:
-            self._requests.stop()
-            raise
+            undo.pop_all()
         self._thread = threading.Thread(target=self._run, name=f"{name}-server", daemon=True)
         self._thread.start()
 
@@ -101,6 +114,8 @@ class StoreServer:
             logger.exception("the store at %s is lost", self.endpoint)
         finally:
             self._publisher.close()
+            if self._journal is not None:
+                self._journal.close()
 
     # ---- the service, called in the server's thread -----------------------------------------------------
 
@@ -111,7 +126,7 @@ class StoreServer:
             answer = self._answers.find(line, number)
             if answer is not None:
                 if answer.number == number:
-                    self._requests.reply(client, number, answer.message)
+                    self._carry_out([Reply(Asker(client, line, number, message), answer.message)])
                 return
         asker = Asker(client, line, number, message)
         if kind is StorePing:
@@ -136,6 +151,8 @@ class StoreServer:
                     self._unpark(whose)
                 if changed and (whose is asker or type(whose.query) is StoreQueuePop):
                     self._answers.remember(whose.line, whose.number, effect.message)
+                    if self._journal is not None:
+                        self._journal.note(whose.line, whose.number, whose.query)
         self._carry_out(effects)
 
     def _park(self, asker: Asker) -> None:
@@ -189,6 +206,12 @@ class StoreServer:
             self._state.unwatch(key)
 
     def _carry_out(self, effects: list[Effect]) -> None:
+        if self._journal is None:
+            self._deliver(effects)
+        else:
+            self._held += effects
+
+    def _deliver(self, effects: list[Effect]) -> None:
         for effect in effects:
             if type(effect) is Reply:
                 asker: Asker = effect.asker
@@ -197,7 +220,20 @@ class StoreServer:
                 self._publisher.publish(topic_of(effect.key), effect.message)
 
     def settle(self) -> None:
-        """Nothing is put off."""
+        """Write down what has changed, all that came together at once, and only then tell."""
+        if self._journal is None or not self._held:
+            return
+        held, self._held = self._held, []
+        try:
+            self._journal.commit()
+        except OSError as e:
+            said = f"it ends, as its journal {self._journal.path} cannot be written: {e.strerror}"
+            refusal = StoreRefused(Refusal.CLOSING, said)
+            self._deliver([Reply(effect.asker, refusal) for effect in held if type(effect) is Reply])
+            raise
+        self._deliver(held)
+        if self._journal.has_grown:
+            compact(self._journal, self._state, self._answers)
 
     def next_due(self) -> float:
         """When the time of a parked query or of a registration is up."""
@@ -215,8 +251,9 @@ class StoreServer:
                 self._requests.reply(asker.client, asker.number, refusal)
 
     def stopping(self) -> None:
-        """Refuse all who wait."""
-        self._refuse_waiting(self._state.close())
+        """Refuse all who wait; if there is a journal, they had better wait for the store's next life."""
+        if self._journal is None:
+            self._refuse_waiting(self._state.close())
 
     def _refuse_waiting(self, refusals: list[Effect]) -> None:
         for refusal in refusals:
@@ -269,12 +306,12 @@ class Servers:
         self._lock = threading.Lock()  # guards _shared
         self._shared: dict[str, tuple[StoreServer, int]] = {}  # and how many use it
 
-    def lend(self, address: str, shared: bool) -> StoreServer:
+    def lend(self, address: str, shared: bool, journal: str | os.PathLike[str] | None = None) -> StoreServer:
         """A server at ``address``: with ``shared`` the one that is there, if it is shared, too."""
         if not shared or address.endswith(":*"):
-            return StoreServer(address)
+            return StoreServer(address, journal=journal)
         with self._lock:
-            server, users = self._shared.get(address) or (StoreServer(address), 0)
+            server, users = self._shared.get(address) or (StoreServer(address, journal=journal), 0)
             self._shared[address] = (server, users + 1)
             return server
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zmqgrad.store.parking import Parked, Parking
@@ -113,7 +113,7 @@ class State:
     @staticmethod
     def may_change(query: Message) -> bool:
         """Is ``query`` of a kind that changes something?"""
-        return type(query) in _CHANGING
+        return type(query) in CHANGING
 
     def would_change(self, query: Message) -> bool:
         """Would ``query``, applied now, change something (or, at most, be refused)?"""
@@ -125,7 +125,7 @@ class State:
                 return key in self._values
             case StoreQueuePop(key=key):
                 return key in self._queues
-        return type(query) in _CHANGING
+        return type(query) in CHANGING
 
     def expire(self, now: float) -> list[Effect]:
         """Refuse the queries whose time is up."""
@@ -150,6 +150,14 @@ class State:
     def unwatch(self, key: str) -> None:
         """Nobody watches ``key`` any more: make no notices of it."""
         self._watched.pop(key, None)
+
+    def contents(self) -> Iterator[Message]:
+        """Queries that make an empty state the same as this, less the revision and who waits or watches."""
+        for key, value in self._values.items():
+            yield StoreSet(key, value)
+        for name, queue in self._queues.items():
+            for value in queue:
+                yield StoreQueuePush(name, value)
 
     def statistics(self) -> dict[str, int]:
         """How many keys, queues, parked queries and watched keys there are, and the revision."""
@@ -393,20 +401,6 @@ CHANGING: frozenset[type[Message]] = frozenset(
     }
 )
 """Queries that may change something."""
-
-
-_CHANGING = frozenset(
-    {
-        StoreSet,
-        StoreMultiSet,
-        StoreCompareSet,
-        StoreAdd,
-        StoreAppend,
-        StoreDeleteKey,
-        StoreQueuePush,
-        StoreQueuePop,
-    }
-)
 
 
 def _refuse(asker: Any, reason: Refusal, text: str) -> Reply:
