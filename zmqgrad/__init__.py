@@ -3,6 +3,7 @@
     import zmqgrad.rpc as rpc                       # was torch.distributed.rpc
     import zmqgrad.autograd as dist_autograd        # was torch.distributed.autograd
     from zmqgrad.optim import DistributedOptimizer  # was torch.distributed.optim
+    from zmqgrad.nn import RemoteModule             # was torch.distributed.nn
 
 This module imports nothing of the package by itself: whoever wants only ``zmqgrad.store`` must not load
 torch for it (DESIGN 16.2). Its submodules are there at first use (``zmqgrad.rpc``, ``zmqgrad.store``, ...).
@@ -15,7 +16,7 @@ from types import ModuleType
 
 __version__ = "0.1.0"
 
-_ROOMS = ("autograd", "errors", "optim", "rendezvous", "rpc", "store", "testing")
+_ROOMS = ("autograd", "errors", "nn", "optim", "rendezvous", "rpc", "store", "testing")
 
 __all__ = ["__version__", *_ROOMS]
 

@@ -84,7 +84,17 @@ class Packed(NamedTuple):
 PACKED_NOTHING = Packed(NOTHING, [], ())
 
 
-class TravelsAsReference:
+class TravelsInCalls:
+    """Base of classes whose instances travel in calls and their results, and in no other pickle."""
+
+    __slots__ = ()
+
+    def reduce_for_call(self) -> tuple[Any, ...]:
+        """As ``__reduce__``."""
+        raise NotImplementedError
+
+
+class TravelsAsReference(TravelsInCalls):
     """Base of classes whose instances are forked, not copied, when they travel (RRef)."""
 
     __slots__ = ()
@@ -126,8 +136,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         ):
             self.tensors.append(obj)
             return _tensor_at, (len(self.tensors) - 1,)
-        if isinstance(obj, TravelsAsReference):
-            return _adopt, self._fork(obj)
+        if isinstance(obj, TravelsInCalls):
+            return self._reduce(obj)
         if kind is types.GeneratorType or kind is types.CoroutineType:
             raise PayloadError(f"{obj!r} cannot be sent: it runs here and cannot be copied; send a list")
         if kind is types.MethodType and getattr(obj.__self__, obj.__name__, None) == obj:
@@ -137,6 +147,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if self._terms.main_by_reference and isinstance(obj, _NAMED) and _in_main(obj):
             return _main_attribute, (obj.__qualname__,)
         return super().reducer_override(obj)
+
+    def _reduce(self, obj: TravelsInCalls) -> tuple[Any, ...]:
+        if isinstance(obj, TravelsAsReference):
+            return _adopt, self._fork(obj)
+        return obj.reduce_for_call()
 
     def _fork(self, rref: Any) -> tuple[Any, ...]:
         if self._terms.references is None:
