@@ -160,12 +160,13 @@ class Place(enum.IntEnum):
 
 
 class Blob(_Part, frozen=True):
-    """Some bytes: inline in ``data``, or ``size`` bytes in frame number ``index`` after the header."""
+    """Some bytes: inline in ``data``, or ``size`` bytes at ``offset`` of frame number ``index``."""
 
     place: Place
     size: Size
     data: bytes = b""
     index: Size = 0
+    offset: Size = 0
 
 
 class Layout(enum.IntEnum):

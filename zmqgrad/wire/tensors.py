@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import io
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -26,6 +27,13 @@ GAPS = 8 << 10
 
 INLINE = 16 << 10
 """Blobs of up to so many bytes travel in the header; larger ones in a frame of their own."""
+
+MANY = 64 << 10
+LITTLE = 256
+"""In a message with more than ``MANY`` bytes of tensors, only blobs of up to so many go in the header."""
+
+ALIGNMENT = 64
+"""Blobs that share a frame begin at multiples of so many bytes: enough for every dtype, and a cache line."""
 
 _NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
 # Without the quantized ones: a strided tensor of such a dtype has no quantizer, and torch crashes on it.
@@ -50,18 +58,90 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Buffer]) -> Tensors:
         raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
 
 
+class _Out:
+    """Where the bytes of the tensors of one message go.
+
+    What is small goes in the header. Where the small ones are many, they lie side by side in one frame
+    instead, which needs no encoding and which tensors can be built on.
+    """
+
+    __slots__ = ("_inline", "_pool", "_pool_index", "blobs", "frames")
+
+    def __init__(self, frames: list[Buffer], many: bool) -> None:
+        self.blobs: list[Blob] = []
+        self.frames = frames
+        self._inline = LITTLE if many else INLINE
+        self._pool: bytearray | None = None
+        self._pool_index = 0
+
+    def add(self, owner: torch.Tensor, address: int, size: int) -> int:
+        """Take in ``size`` bytes at ``address``, which ``owner`` keeps alive; gives the blob's number."""
+        if size <= self._inline:
+            blob = Blob(Place.INLINE, size, _string_at(address, size) if size else b"")
+        elif size <= INLINE:
+            offset = self._beside(_string_at(address, size))
+            blob = Blob(Place.FRAME, size, b"", self._pool_index, offset)
+        else:
+            window: Any = (ctypes.c_char * size).from_address(address)
+            window.owner = owner  # the memory lives as long as the frame
+            blob = Blob(Place.FRAME, size, b"", len(self.frames))
+            self.frames.append(memoryview(window).cast("B"))
+        self.blobs.append(blob)
+        return len(self.blobs) - 1
+
+    def _beside(self, data: bytes) -> int:
+        """Put ``data`` beside the other small ones; gives where in their frame."""
+        pool = self._pool
+        if pool is None:
+            pool = self._pool = bytearray()
+            self._pool_index = len(self.frames)
+            self.frames.append(pool)
+        pool += bytes(-len(pool) % ALIGNMENT)
+        offset = len(pool)
+        pool += data
+        return offset
+
+    def add_bytes(self, data: bytes) -> int:
+        """Take in ``data``; gives the number of the blob."""
+        if len(data) <= self._inline:
+            self.blobs.append(Blob(Place.INLINE, len(data), data))
+        else:
+            self.blobs.append(Blob(Place.FRAME, len(data), b"", len(self.frames)))
+            self.frames.append(data)
+        return len(self.blobs) - 1
+
+
 def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Buffer]) -> Tensors:
-    blobs: list[Blob] = []
     if len(tensors) == 1 and _plain(tensors[0]):
-        return Tensors((_describe_plain(tensors[0], blobs, frames),), tuple(blobs))
+        out = _Out(frames, many=False)
+        return Tensors((_describe_plain(tensors[0], out),), tuple(out.blobs))
+    spans = _spans(tensors)
+    if spans is not None:
+        out = _Out(frames, sum([end - start for start, end in spans]) > MANY)
+        return Tensors(tuple([_describe_plain(t, out) for t in tensors]), tuple(out.blobs))
     shared = _Sharing(tensors)
-    out = tuple(
-        shared.describe(t, blobs, frames)
-        if shared.shares(t)
-        else (_describe_plain if _plain(t) else _describe_other)(t, blobs, frames)
-        for t in tensors
+    out = _Out(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY)
+    descriptors = tuple(
+        [
+            shared.describe(t, out)
+            if shared.shares(t)
+            else (_describe_plain if _plain(t) else _describe_other)(t, out)
+            for t in tensors
+        ]
     )
-    return Tensors(out, tuple(blobs))
+    return Tensors(descriptors, tuple(out.blobs))
+
+
+def _spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
+    """Where in memory each of ``tensors`` is, sorted; None unless all are plain and apart from each other."""
+    spans = []
+    for t in tensors:
+        if not _plain(t):
+            return None
+        start = t.data_ptr()
+        spans.append((start, start + t.nbytes))
+    spans.sort()
+    return spans if all([one[1] <= two[0] for one, two in itertools.pairwise(spans)]) else None
 
 
 def _plain(t: torch.Tensor) -> bool:
@@ -74,27 +154,17 @@ def _plain(t: torch.Tensor) -> bool:
     )
 
 
-def _describe_plain(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
-    number = len(blobs)
-    blobs.append(_blob(t, t.data_ptr(), t.nbytes, frames))
+def _describe_plain(t: torch.Tensor, out: _Out) -> TensorDescriptor:
+    number = out.add(t, t.data_ptr(), t.nbytes)
     return TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), (), 0, number, t.requires_grad)
 
 
-def _blob(owner: torch.Tensor, address: int, size: int, frames: list[Buffer]) -> Blob:
-    if size <= INLINE:
-        return Blob(Place.INLINE, size, _string_at(address, size) if size else b"")
-    window: Any = (ctypes.c_char * size).from_address(address)
-    window.owner = owner  # the memory lives as long as the frame
-    frames.append(memoryview(window).cast("B"))
-    return Blob(Place.FRAME, size, b"", len(frames) - 1)
-
-
-def _describe_other(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
+def _describe_other(t: torch.Tensor, out: _Out) -> TensorDescriptor:
     """Whatever is not a contiguous tensor in main memory."""
     if t.dim() > MAX_DIMENSIONS:
         raise PayloadError(f"a tensor of {t.dim()} dimensions cannot be sent (at most {MAX_DIMENSIONS})")
     if t.layout is torch.sparse_coo and t.is_cpu:
-        return _describe_coo(t, blobs, frames)
+        return _describe_coo(t, out)
     if t.device.type == "meta":
         return TensorDescriptor(
             _NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), 0, 0, t.requires_grad, "meta"
@@ -105,24 +175,22 @@ def _describe_other(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) ->
             f"move it with .cpu() before the call"
         )
     if t.layout is not torch.strided or t.is_quantized:
-        return _describe_opaque(t, blobs, frames)
+        return _describe_opaque(t, out)
     plain = t.detach().resolve_conj().resolve_neg()
     if _dense(plain):
-        size = _extent(plain) * plain.itemsize
-        blobs.append(_blob(plain, plain.data_ptr(), size, frames))
+        number = out.add(plain, plain.data_ptr(), _extent(plain) * plain.itemsize)
         strides = tuple(plain.stride())
     else:
         plain = plain.contiguous()
-        blobs.append(_blob(plain, plain.data_ptr(), plain.nbytes, frames))
+        number = out.add(plain, plain.data_ptr(), plain.nbytes)
         strides = ()
-    return TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), strides, 0, len(blobs) - 1, t.requires_grad)
+    return TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), strides, 0, number, t.requires_grad)
 
 
-def _describe_coo(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
+def _describe_coo(t: torch.Tensor, out: _Out) -> TensorDescriptor:
     flat = t.detach()
     parts = tuple(
-        (_describe_plain if _plain(p) else _describe_other)(p, blobs, frames)
-        for p in (flat._indices(), flat._values())
+        (_describe_plain if _plain(p) else _describe_other)(p, out) for p in (flat._indices(), flat._values())
     )
     return TensorDescriptor(
         _NAMES[t.dtype],
@@ -134,19 +202,14 @@ def _describe_coo(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> T
     )
 
 
-def _describe_opaque(t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
+def _describe_opaque(t: torch.Tensor, out: _Out) -> TensorDescriptor:
     file = io.BytesIO()
     torch.save(t.detach(), file)
-    data = file.getvalue()
-    if len(data) <= INLINE:
-        blobs.append(Blob(Place.INLINE, len(data), data))
-    else:
-        frames.append(data)
-        blobs.append(Blob(Place.FRAME, len(data), b"", len(frames) - 1))
+    number = out.add_bytes(file.getvalue())
     return TensorDescriptor(
         _NAMES[t.dtype],
         tuple(t.shape),
-        blob=len(blobs) - 1,
+        blob=number,
         requires_grad=t.requires_grad,
         layout=Layout.OPAQUE,
     )
@@ -207,12 +270,11 @@ class _Sharing:
     def shares(self, t: torch.Tensor) -> bool:
         return id(t) in self._spans
 
-    def describe(self, t: torch.Tensor, blobs: list[Blob], frames: list[Buffer]) -> TensorDescriptor:
+    def describe(self, t: torch.Tensor, out: _Out) -> TensorDescriptor:
         span = self._spans[id(t)]
         number = self._blobs.get(span)
         if number is None:
-            number = self._blobs[span] = len(blobs)
-            blobs.append(_blob(t, span[0], span[1] - span[0], frames))
+            number = self._blobs[span] = out.add(t, span[0], span[1] - span[0])
         offset = t.data_ptr() - span[0]
         return TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), offset, number, False)
 
@@ -259,6 +321,8 @@ def _data(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
         data: Buffer = blob.data
     elif blob.index < len(frames):
         data = frames[blob.index]
+        if blob.offset or len(data) != blob.size:  # one of several in this frame
+            data = memoryview(data)[blob.offset : blob.offset + blob.size]
     else:
         raise ProtocolError(f"a blob names frame {blob.index} of a message with {len(frames)}")
     if len(data) != blob.size:
@@ -317,6 +381,8 @@ def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[
     if 0 in d.shape:
         return torch.empty(d.shape, dtype=dtype)
     flat = torch.frombuffer(data, dtype=dtype, count=needed // dtype.itemsize)
+    if len(d.shape) == 1 and not d.strides:
+        return flat
     return flat.as_strided(d.shape, d.strides) if d.strides else flat.view(d.shape)
 
 
