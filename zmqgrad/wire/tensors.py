@@ -62,66 +62,75 @@ class _Out:
     """Where the bytes of the tensors of one message go.
 
     What is small goes in the header. Where the small ones are many, they lie side by side in one frame
-    instead, which needs no encoding and which tensors can be built on.
+    instead, which needs no encoding and which tensors can be built on. :meth:`finish` must follow.
     """
 
-    __slots__ = ("_inline", "_pool", "_pool_index", "blobs", "frames")
+    __slots__ = ("_inline", "_shared", "_shared_index", "_shared_size", "blobs", "frames")
 
     def __init__(self, frames: list[Buffer], many: bool) -> None:
         self.blobs: list[Blob] = []
         self.frames = frames
         self._inline = LITTLE if many else INLINE
-        self._pool: bytearray | None = None
-        self._pool_index = 0
+        self._shared: list[bytes] = []
+        self._shared_index = -1
+        self._shared_size = 0
 
     def add(self, owner: torch.Tensor, address: int, size: int) -> int:
         """Take in ``size`` bytes at ``address``, which ``owner`` keeps alive; gives the blob's number."""
+        if size <= INLINE:
+            return self.add_bytes(_string_at(address, size) if size else b"")
+        window: Any = (ctypes.c_char * size).from_address(address)
+        window.owner = owner  # the memory lives as long as the frame
+        self.blobs.append(Blob(Place.FRAME, size, b"", len(self.frames)))
+        self.frames.append(memoryview(window).cast("B"))
+        return len(self.blobs) - 1
+
+    def add_bytes(self, data: bytes) -> int:
+        """Take in ``data``; gives the blob's number."""
+        size = len(data)
         if size <= self._inline:
-            blob = Blob(Place.INLINE, size, _string_at(address, size) if size else b"")
+            blob = Blob(Place.INLINE, size, data)
         elif size <= INLINE:
-            offset = self._beside(_string_at(address, size))
-            blob = Blob(Place.FRAME, size, b"", self._pool_index, offset)
+            if self._shared_index < 0:
+                self._shared_index = len(self.frames)
+                self.frames.append(b"")  # finish() puts them here
+            gap = -self._shared_size % ALIGNMENT
+            if gap:
+                self._shared.append(bytes(gap))
+            offset = self._shared_size + gap
+            self._shared.append(data)
+            self._shared_size = offset + size
+            blob = Blob(Place.FRAME, size, b"", self._shared_index, offset)
         else:
-            window: Any = (ctypes.c_char * size).from_address(address)
-            window.owner = owner  # the memory lives as long as the frame
             blob = Blob(Place.FRAME, size, b"", len(self.frames))
-            self.frames.append(memoryview(window).cast("B"))
+            self.frames.append(data)
         self.blobs.append(blob)
         return len(self.blobs) - 1
 
-    def _beside(self, data: bytes) -> int:
-        """Put ``data`` beside the other small ones; gives where in their frame."""
-        pool = self._pool
-        if pool is None:
-            pool = self._pool = bytearray()
-            self._pool_index = len(self.frames)
-            self.frames.append(pool)
-        pool += bytes(-len(pool) % ALIGNMENT)
-        offset = len(pool)
-        pool += data
-        return offset
-
-    def add_bytes(self, data: bytes) -> int:
-        """Take in ``data``; gives the number of the blob."""
-        if len(data) <= self._inline:
-            self.blobs.append(Blob(Place.INLINE, len(data), data))
-        else:
-            self.blobs.append(Blob(Place.FRAME, len(data), b"", len(self.frames)))
-            self.frames.append(data)
-        return len(self.blobs) - 1
+    def finish(self, descriptors: Sequence[TensorDescriptor]) -> Tensors:
+        """All is taken in."""
+        if self._shared_index >= 0:
+            self.frames[self._shared_index] = b"".join(self._shared)
+        return Tensors(tuple(descriptors), tuple(self.blobs))
 
 
 def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Buffer]) -> Tensors:
     if len(tensors) == 1 and _plain(tensors[0]):
         out = _Out(frames, many=False)
-        return Tensors((_describe_plain(tensors[0], out),), tuple(out.blobs))
-    spans = _spans(tensors)
-    if spans is not None:
-        out = _Out(frames, sum([end - start for start, end in spans]) > MANY)
-        return Tensors(tuple([_describe_plain(t, out) for t in tensors]), tuple(out.blobs))
+        return out.finish([_describe_plain(tensors[0], out)])
+    places = _places(tensors)
+    if places is not None:
+        out = _Out(frames, sum([size for _, size in places]) > MANY)
+        add = out.add
+        return out.finish(
+            [
+                TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), (), 0, add(t, at, size), t.requires_grad)
+                for t, (at, size) in zip(tensors, places, strict=True)
+            ]
+        )
     shared = _Sharing(tensors)
     out = _Out(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY)
-    descriptors = tuple(
+    return out.finish(
         [
             shared.describe(t, out)
             if shared.shares(t)
@@ -129,19 +138,18 @@ def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Buffer]) -> Tens
             for t in tensors
         ]
     )
-    return Tensors(descriptors, tuple(out.blobs))
 
 
-def _spans(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
-    """Where in memory each of ``tensors`` is, sorted; None unless all are plain and apart from each other."""
-    spans = []
+def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
+    """Address and size in bytes of each of ``tensors``; None unless all are plain, and apart in memory."""
+    places = []
     for t in tensors:
         if not _plain(t):
             return None
-        start = t.data_ptr()
-        spans.append((start, start + t.nbytes))
-    spans.sort()
-    return spans if all([one[1] <= two[0] for one, two in itertools.pairwise(spans)]) else None
+        places.append((t.data_ptr(), t.nbytes))
+    by_address = sorted(places)
+    apart = all([one[0] + one[1] <= two[0] for one, two in itertools.pairwise(by_address)])
+    return places if apart else None
 
 
 def _plain(t: torch.Tensor) -> bool:
@@ -367,7 +375,7 @@ def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[
     dtype, blob = _dtype(d), _blob_of(d, blobs)
     data = _data(blob, frames)
     needed = _needed(d, dtype.itemsize)
-    if needed > len(data) or d.offset:
+    if needed > blob.size or d.offset:
         raise ProtocolError(f"a tensor of shape {d.shape} needs {needed} bytes, its blob has {len(data)}")
     if blob.place is Place.INLINE:
         t = (
