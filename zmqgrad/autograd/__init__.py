@@ -16,7 +16,7 @@ drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding` fills 
 
 from __future__ import annotations
 
-from zmqgrad.autograd.api import backward, context, get_gradients
+from zmqgrad.autograd.api import _get_debug_info, backward, context, get_gradients
 from zmqgrad.autograd.forwarding import install
 
-__all__ = ["backward", "context", "get_gradients", "install"]
+__all__ = ["_get_debug_info", "backward", "context", "get_gradients", "install"]

@@ -72,6 +72,11 @@ def backward(
     autograd.passes.run(found, check_roots(roots), bool(retain_graph), mode)
 
 
+def _get_debug_info() -> dict[str, str]:
+    """Numbers of contexts and passes on this worker, as torch's of that name."""
+    return {name: str(value) for name, value in autograd_of(current_worker()).debug_info().items()}
+
+
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """Leaf tensor to gradient, of all backward passes of the context so far, on this worker.
 

@@ -44,6 +44,7 @@ def install(worker: Worker) -> None:
     doors.unsent = autograd.unsent
     doors.with_history = _keeps_history
     doors.backward = autograd.backward_from
+    doors.debug["autograd"] = autograd.debug_info
     doors.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.on_forward
     doors.openers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
     autograd.passes.install()
@@ -131,6 +132,13 @@ class Autograd:
         source = inbound.envelope.source
         context.know(source)
         return context.receive(autograd_id, source, tensors)
+
+    def debug_info(self) -> dict[str, int]:
+        """How many contexts are known here, and how many passes that began here are under way."""
+        return {
+            "num_autograd_contexts": len(self.contexts.live()),
+            "num_current_backward_passes": self.passes.under_way(),
+        }
 
     def backward_from(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """One backward pass from one tensor of this worker, for ``RRef.backward``."""

@@ -96,6 +96,10 @@ class Passes:
         finally:
             del self._tallies[pass_id]
 
+    def under_way(self) -> int:
+        """How many passes that began here have not finished."""
+        return len(self._tallies)
+
     def _wait_for(self, tally: Tally) -> None:
         """Wait until nothing of the pass is under way, and raise what went wrong."""
         patience = self._worker.default_timeout or None

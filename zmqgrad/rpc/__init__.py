@@ -10,13 +10,18 @@ floors take part through :mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.payloa
 
 from __future__ import annotations
 
-from zmqgrad.rpc import functions
+from zmqgrad.rpc import constants, functions
 from zmqgrad.rpc.api import (
+    _get_debug_info,
+    _is_current_rpc_agent_set,
+    _rref_context_get_debug_info,
     _set_rpc_timeout,
+    get_debug_info,
     get_rpc_timeout,
     get_stats,
     get_worker_info,
     init_rpc,
+    is_available,
     remote,
     rpc_async,
     rpc_sync,
@@ -39,13 +44,19 @@ __all__ = [
     "RpcFuture",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
+    "_get_debug_info",
+    "_is_current_rpc_agent_set",
+    "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "cancelled",
+    "constants",
     "functions",
+    "get_debug_info",
     "get_rpc_timeout",
     "get_stats",
     "get_worker_info",
     "init_rpc",
+    "is_available",
     "remote",
     "rpc_async",
     "rpc_sync",

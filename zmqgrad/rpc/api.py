@@ -12,7 +12,8 @@ from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, RpcError
 from zmqgrad.rendezvous import rendezvous
-from zmqgrad.rpc.current import current_worker, set_default_worker
+from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
+from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.group import Group, close_quietly, make_worker
 from zmqgrad.rpc.membership import WorkerInfo, check_name, check_rank
@@ -24,6 +25,7 @@ from zmqgrad.rpc.options import (
     TensorPipeRpcBackendOptions,
     check_timeout,
 )
+from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.rref import RRef, call_remote
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import PrefixStore, Store, TCPStore
@@ -183,6 +185,9 @@ def rpc_sync(
         Anything else: what ``func`` raised there, with the traceback in its text.
     """
     worker = current_worker()
+    if profiled_here():
+        with caller_range("sync", worker, to, func):
+            return worker.open(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
     return worker.open(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
 
 
@@ -195,6 +200,9 @@ def rpc_async(
 ) -> RpcFuture[Any]:
     """As :func:`rpc_sync`, but gives a ``torch.futures.Future`` at once."""
     worker = current_worker()
+    if profiled_here():
+        with caller_range("async", worker, to, func):
+            return worker.future(worker.call(to, func, args, kwargs, timeout))
     return worker.future(worker.call(to, func, args, kwargs, timeout))
 
 
@@ -209,7 +217,11 @@ def remote(
 
     If the function fails or does not end within ``timeout``, using the reference raises that.
     """
-    return call_remote(current_worker(), to, func, args, kwargs, timeout)
+    worker = current_worker()
+    if profiled_here():
+        with caller_range("remote", worker, to, func):
+            return call_remote(worker, to, func, args, kwargs, timeout)
+    return call_remote(worker, to, func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
@@ -232,6 +244,31 @@ def get_stats() -> dict[str, Any]:
     (``refused_by``).
     """
     return current_worker().mailbox.statistics()
+
+
+def get_debug_info() -> dict[str, Any]:
+    """What this worker is doing just now; see :func:`zmqgrad.rpc.debug.debug_info`."""
+    return debug_info(current_worker())
+
+
+def _get_debug_info() -> dict[str, str]:
+    """The same in short, as torch's of that name: of references, threads and contexts."""
+    return flat_debug_info(current_worker())
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    """What of it concerns references, as torch's of that name."""
+    return rref_debug_info(current_worker())
+
+
+def is_available() -> bool:
+    """Can RPC be used in this process? (It can, wherever this can be imported.)"""
+    return True
+
+
+def _is_current_rpc_agent_set() -> bool:
+    """Has this process joined a group?"""
+    return current_worker_or_none() is not None
 
 
 def get_rpc_timeout() -> float:

@@ -14,6 +14,7 @@ from typing import Any
 
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound, Lane
+from zmqgrad.wire.messages import MessageType
 
 
 class LaneOutcome(Outcome[Inbound]):
@@ -49,6 +50,11 @@ class PendingCall:
     kind: int = 0
     outcome: Outcome[Inbound] = field(default_factory=Outcome)
     lane: Lane | None = None
+
+    @property
+    def makes_value(self) -> bool:
+        """Is it a ``remote``?"""
+        return self.kind == MessageType.REMOTE_CALL
 
     def describe(self) -> str:
         """What was asked for."""

@@ -59,5 +59,7 @@ class Doors:
     with_history: Callable[[], bool] = lambda: False
     peer_lost: list[Callable[[int, BaseException], None]] = field(default_factory=list)
     closing: list[Callable[[], None]] = field(default_factory=list)
+    debug: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    """What an upper floor tells ``rpc.get_debug_info``, by the floor's name."""
     extensions: dict[str, Any] = field(default_factory=dict)
     """Where an upper floor keeps what it has for this worker, by the floor's name."""

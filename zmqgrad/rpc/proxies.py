@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.functions import run
 from zmqgrad.rpc.payload import method_reference, pack_arguments
+from zmqgrad.rpc.profiling import caller_range, profiled_here
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.rref import RRef
@@ -53,11 +54,17 @@ class Proxy:
 def sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
     """Call method ``name`` of the value; gives its result."""
     worker = rref._worker
+    if profiled_here():
+        with caller_range("sync", worker, rref.handle.owner, name):
+            return worker.open(worker.wait(_ask(rref, timeout, name, args, kwargs)))
     return worker.open(worker.wait(_ask(rref, timeout, name, args, kwargs, waits=True)))
 
 
 def asynchronous(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
     """The same; gives a future of it."""
+    if profiled_here():
+        with caller_range("async", rref._worker, rref.handle.owner, name):
+            return rref._worker.future(_ask(rref, timeout, name, args, kwargs))
     return rref._worker.future(_ask(rref, timeout, name, args, kwargs))
 
 

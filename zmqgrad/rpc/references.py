@@ -453,6 +453,7 @@ class ReferenceTable:
                 "owner_rrefs": len(self._values),
                 "forks": sum(map(len, forks.values())),
                 "user_rrefs": len(self._user),
+                "unconfirmed": sum(not fork.confirmed for fork in self._user.forks()),
             }
 
 

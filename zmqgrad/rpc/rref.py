@@ -18,6 +18,7 @@ from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.membership import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.payload import TravelsAsReference, pack_call
+from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.references import Handle
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
@@ -178,7 +179,11 @@ class RRef(TravelsAsReference, Generic[T]):
         """
         handle, worker = self.handle, self._worker
         if handle.value_type is None and not self.is_owner():
-            call = worker.call(handle.owner, _rref_typeof_on_owner, (self,), None, timeout)
+            if profiled_here():
+                with caller_range("async", worker, handle.owner, _rref_typeof_on_owner):
+                    call = worker.call(handle.owner, _rref_typeof_on_owner, (self,), None, timeout)
+            else:
+                call = worker.call(handle.owner, _rref_typeof_on_owner, (self,), None, timeout)
             if not blocking:
                 return worker.future(call)
             handle.value_type = worker.open(worker.wait(call))

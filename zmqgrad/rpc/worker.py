@@ -44,6 +44,7 @@ from zmqgrad.rpc.payload import (
     unpack_call,
     unpack_tensors,
 )
+from zmqgrad.rpc.profiling import callee_range, profiled_anywhere
 from zmqgrad.rpc.references import ReferenceTable
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
 from zmqgrad.rpc.serving import ServedCall, ServingTable, serve, serve_no_more, time_left
@@ -511,6 +512,9 @@ class Worker:
         del content
         if function is None:
             function = self._find(call.function)
+        if profiled_anywhere():
+            with callee_range(self, inbound.envelope.source, call.function or function):
+                return run(function, args, kwargs)
         return run(function, args, kwargs)
 
     def _find(self, reference: str) -> Any:

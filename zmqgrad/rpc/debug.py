@@ -1,0 +1,101 @@
+"""What a worker is doing just now, for people: ``rpc.get_debug_info()``.
+
+Nothing here waits or asks another worker; what is shown may be out of date as soon as it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zmqgrad.rpc.worker import Worker
+
+
+def debug_info(worker: Worker) -> dict[str, Any]:
+    """All of it: plain dictionaries, lists, strings and numbers.
+
+    ``worker``: name, id, requests sent and served. ``pending_calls``: what this worker waits for, with the
+    seconds left. ``peers``: who takes part, and in which state. ``threads``: of the engine pool, by state.
+    ``references``: values kept for others, forks that others hold, references held here. Upper floors add
+    entries of their own (``autograd``: contexts).
+    """
+    sent, served = worker.counts()
+    return {
+        "worker": {
+            "name": worker.name,
+            "id": worker.id,
+            "closed": worker.closed,
+            "timeout": worker.default_timeout,
+            "requests_sent": sent,
+            "requests_served": served,
+        },
+        "pending_calls": _pending(worker),
+        "peers": _peers(worker),
+        "threads": worker.pool.statistics(),
+        "references": worker.references.statistics(),
+        **{name: tell() for name, tell in worker.doors.debug.items()},
+    }
+
+
+def _pending(worker: Worker) -> list[dict[str, Any]]:
+    now = worker.clock.now()
+    return [
+        {
+            "call": call.describe(),
+            "to": worker.membership.name_of(call.peer),
+            "seconds_left": None if call.deadline == math.inf else round(call.deadline - now, 3),
+        }
+        for call in worker.calls.pending()
+    ]
+
+
+def _peers(worker: Worker) -> list[dict[str, Any]]:
+    return [
+        {"name": record.name, "id": record.id, "state": _state(worker, record.id), "host": record.host}
+        for record in sorted(worker.membership.all(), key=lambda r: r.id)
+    ]
+
+
+def _state(worker: Worker, peer: int) -> str:
+    if peer == worker.id:
+        return "this worker"
+    if peer in worker.lost:
+        return f"lost: {worker.lost[peer]}"
+    if peer in worker.silent:
+        return f"silent for {worker.clock.now() - worker.silent[peer]:.1f} s"
+    return "up"
+
+
+# ---- as torch has it -------------------------------------------------------------------------------------
+
+
+def rref_debug_info(worker: Worker) -> dict[str, str]:
+    """The entries of torch's ``_rref_context_get_debug_info``, by its names."""
+    counts = worker.references.statistics()
+    return {
+        "num_owner_rrefs": str(counts["owner_rrefs"]),
+        "num_forks": str(counts["forks"]),
+        "num_pending_users": str(counts["unconfirmed"]),
+        "num_pending_futures": str(sum(1 for call in worker.calls.pending() if call.makes_value)),
+    }
+
+
+def agent_debug_info(worker: Worker) -> dict[str, str]:
+    """Those of a torch agent's ``get_debug_info``."""
+    threads = worker.pool.statistics()
+    return {
+        "agent.num_pending_requests": str(len(worker.calls)),
+        "agent.thread_pool_size": str(worker.options.num_worker_threads),
+        "agent.num_idle_threads": str(threads["idle"]),
+        "agent.client_active_calls": str(len(worker.calls)),
+        "agent.server_active_calls": str(threads["threads"] - threads["idle"] + threads["queued"]),
+    }
+
+
+def flat_debug_info(worker: Worker) -> dict[str, str]:
+    """Those of torch's ``_get_debug_info``: of references, agent and autograd."""
+    info = {**rref_debug_info(worker), **agent_debug_info(worker)}
+    for tell in worker.doors.debug.values():
+        info.update({name: str(value) for name, value in tell().items() if isinstance(value, int)})
+    return info

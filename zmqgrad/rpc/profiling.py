@@ -1,0 +1,47 @@
+"""Calls in ``torch.profiler``: a range ``rpc_sync#function(worker0 -> worker1)`` around each.
+
+On the caller a range spans what the calling thread does: for ``rpc_sync`` the whole call, for ``rpc_async``
+and ``remote`` the sending. On the callee ``rpc_serve#...`` spans the function. A profiler records the thread
+that started it; engine threads show where it was told to record all
+(``experimental_config=_ExperimentalConfig(profile_all_threads=True)``).
+
+While no profiler is active, a call pays for two looks at a flag.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.autograd import profiler
+
+if TYPE_CHECKING:
+    from zmqgrad.rpc.worker import Worker
+
+_profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+
+
+def profiled_here() -> bool:
+    """May a profiler record the calling thread? (The one that records all sets no flag of the thread.)"""
+    return profiler._is_profiler_enabled or _profiler_enabled()
+
+
+def profiled_anywhere() -> bool:
+    """Does a profiler record any thread of this process?"""
+    return profiler._is_profiler_enabled
+
+
+def caller_range(how: str, worker: Worker, to: object, what: Any) -> Any:
+    """A range for a call that ``worker`` makes; ``how`` is sync, async or remote."""
+    callee = worker.membership.find(to).name
+    return profiler.record_function(f"rpc_{how}#{_name(what)}({worker.name} -> {callee})")
+
+
+def callee_range(worker: Worker, source: int, what: Any) -> Any:
+    """A range for a function that ``worker`` runs for another."""
+    caller = worker.membership.name_of(source)
+    return profiler.record_function(f"rpc_serve#{_name(what)}({caller} -> {worker.name})")
+
+
+def _name(what: Any) -> str:
+    return what if isinstance(what, str) else getattr(what, "__qualname__", None) or repr(what)
