@@ -37,7 +37,9 @@ CONNECT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25
 """Seconds between attempts to connect."""
 
-CHUNK = 64 << 10
+CHUNK = 16 << 10
+LARGE_CHUNK = 4 << 20
+"""How much is read at a time, and of a large answer."""
 
 _OPENING = opening("DEALER")
 
@@ -65,9 +67,9 @@ class RequestClient:
         line = self._take()
         line.number += 1
         try:
-            frame = encode(message, 0, line.id, line.number, room=HEAD_ROOM)
+            frame = write_head(encode(message, 0, line.id, line.number, room=HEAD_ROOM))
             with about_to_block():
-                answer = line.ask(write_head(frame), deadline)
+                answer = line.ask(frame, deadline)
         except BaseException:
             with self._lock:
                 self._lines.discard(line)
@@ -141,6 +143,8 @@ class _Line:
             try:
                 if self._socket is None:
                     self._connect(deadline)
+                else:
+                    self._limit_waits(deadline)
                 self._send(data, deadline)
                 return self._answer(deadline)
             except TimeoutError as e:  # of connecting or of asking, by the deadline
@@ -163,15 +167,16 @@ class _Line:
         self._limit = -1.0
         if self._closing.is_set():
             raise ConnectionAbortedError("closed while it connected")
+        self._limit_waits(deadline)
         self._send(_OPENING, deadline)
         while not self._unpacker.ready:
             self._receive(deadline)
+            self._limit_waits(deadline)
 
     def _send(self, data: bytes | bytearray, deadline: Deadline) -> None:
         assert self._socket is not None
         view = memoryview(data)
         while True:
-            self._limit_waits(deadline)
             try:
                 sent = self._socket.send(view)
             except BlockingIOError:
@@ -179,8 +184,7 @@ class _Line:
             if sent == len(view):
                 return
             view = view[sent:]
-            if deadline.passed():
-                raise TimeoutError
+            self._limit_waits(deadline)
 
     def _answer(self, deadline: Deadline) -> Message:
         while True:
@@ -195,33 +199,36 @@ class _Line:
                         f"{self._address} answered request {envelope.message_id}, not {self.number}"
                     )
                 # An answer to what was asked twice, as its first answer seemed lost.
+            self._limit_waits(deadline)
 
     def _receive(self, deadline: Deadline) -> list[Frame | None]:
-        """What has come, after waiting for some bytes."""
+        """What has come, after waiting for some bytes; may be nothing."""
         assert self._socket is not None
-        missing = self._unpacker.missing
-        self._limit_waits(deadline)
+        unpacker = self._unpacker
+        missing = unpacker.missing
         try:
             if missing > CHUNK:
-                data = self._socket.recv(min(missing, 64 * CHUNK), socket.MSG_WAITALL)
+                data = self._socket.recv(min(missing, LARGE_CHUNK), socket.MSG_WAITALL)
             else:
                 data = self._socket.recv(CHUNK)
         except BlockingIOError:
-            if deadline.passed():
-                raise TimeoutError from None
             return []
         if not data:
             raise ConnectionResetError(f"{self._address} hung up")
-        frames = self._unpacker.feed(data)
-        if self._unpacker.answers:
-            self._send(bytes(self._unpacker.answers), deadline)
-            self._unpacker.answers.clear()
+        frames = unpacker.feed(data)
+        if unpacker.answers:
+            self._send(bytes(unpacker.answers), deadline)
+            unpacker.answers.clear()
         return frames
 
     def _limit_waits(self, deadline: Deadline) -> None:
+        """Let no wait outlast ``deadline``. Raises ``TimeoutError`` if it has passed."""
         left = deadline.left()
         limit = SLICE_SECONDS if left >= SLICE_SECONDS else left
-        if limit != self._limit and self._socket is not None:
+        if limit != self._limit:
+            assert self._socket is not None
+            if not limit:
+                raise TimeoutError
             limit_waits(self._socket, limit)
             self._limit = limit
 
