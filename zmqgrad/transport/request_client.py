@@ -38,8 +38,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.005, 0.25
 """Seconds between attempts to connect."""
 
 CHUNK = 16 << 10
-LARGE_CHUNK = 4 << 20
-"""How much is read at a time, and of a large answer."""
+"""How much is read at a time, but for large answers."""
 
 _OPENING = opening("DEALER")
 
@@ -205,17 +204,15 @@ class _Line:
         """What has come, after waiting for some bytes; may be nothing."""
         assert self._socket is not None
         unpacker = self._unpacker
-        missing = unpacker.missing
+        room = unpacker.room
         try:
-            if missing > CHUNK:
-                data = self._socket.recv(min(missing, LARGE_CHUNK), socket.MSG_WAITALL)
-            else:
-                data = self._socket.recv(CHUNK)
+            data = self._socket.recv(CHUNK) if room is None else b""
+            size = len(data) if room is None else self._socket.recv_into(room, 0, socket.MSG_WAITALL)
         except BlockingIOError:
             return []
-        if not data:
+        if not size:
             raise ConnectionResetError(f"{self._address} hung up")
-        frames = unpacker.feed(data)
+        frames = unpacker.feed(data) if room is None else unpacker.filled(size)
         if unpacker.answers:
             self._send(bytes(unpacker.answers), deadline)
             unpacker.answers.clear()

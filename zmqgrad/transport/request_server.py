@@ -32,8 +32,7 @@ from zmqgrad.wire.messages import Message
 logger = logging.getLogger(__name__)
 
 CHUNK = 64 << 10
-LARGE_CHUNK = 4 << 20
-"""How much is read at a time, and of a large frame."""
+"""How much is read at a time, but for large requests."""
 
 MAX_STRANGERS = 1000
 """How many addresses that sent garbage are remembered, so that each is logged once."""
@@ -260,15 +259,20 @@ class RequestServer:
 
     def _read(self, client: Client) -> None:
         unpacker = client.unpacker
-        size = CHUNK if unpacker.missing <= CHUNK else LARGE_CHUNK
+        room = unpacker.room
+        frames: list[Frame | None] | None
         try:
-            data = client.socket.recv(size)
-            frames = unpacker.feed(data) if data else None
+            if room is None:
+                data = client.socket.recv(CHUNK)
+                frames = unpacker.feed(data) if data else None
+            else:
+                size = client.socket.recv_into(room)
+                frames = unpacker.filled(size) if size else None
         except BlockingIOError:
             return
         except OSError:
             frames = None
-        except ProtocolError as e:
+        except (ProtocolError, MemoryError) as e:
             self._refuse(client, str(e))
             frames = None
         if frames is None:

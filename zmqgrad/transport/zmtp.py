@@ -29,6 +29,9 @@ MAX_COMMAND = 4096
 HEAD_ROOM = 9
 """Bytes that the head of a message may need."""
 
+LARGE = 64 << 10
+"""Frames of at least so many bytes are received where they stay."""
+
 Frame = bytes | memoryview
 
 
@@ -59,12 +62,24 @@ class Unpacker:
         expected: the socket type that the other end must be of.
     """
 
-    __slots__ = ("_buffer", "_expected", "_greeted", "_more", "_need", "answers", "ready")
+    __slots__ = (
+        "_buffer",
+        "_expected",
+        "_filled",
+        "_greeted",
+        "_large",
+        "_more",
+        "_need",
+        "answers",
+        "ready",
+    )
 
     def __init__(self, expected: str) -> None:
         self._expected = expected
         self._buffer = bytearray()
         self._need = GREETING_SIZE  # bytes in the buffer without which there is nothing to be done
+        self._large: bytearray | None = None  # for a frame that has begun, of which so much is there:
+        self._filled = 0
         self._greeted = False
         self._more = False  # in the middle of a message of several frames
         self.ready = False
@@ -73,9 +88,18 @@ class Unpacker:
         """What is to be sent because the protocol wants it; the caller takes it away."""
 
     @property
-    def missing(self) -> int:
-        """How many bytes at least have to come before there is another frame; 0 if none has begun."""
-        return self._need - len(self._buffer) if self._buffer else 0
+    def room(self) -> memoryview | None:
+        """Where the rest of a large frame is to be put, for :meth:`filled`; None: use :meth:`feed`."""
+        return None if self._large is None else memoryview(self._large)[self._filled :]
+
+    def filled(self, size: int) -> list[Frame | None]:
+        """So many bytes were put into :attr:`room`. Gives messages as :meth:`feed` does."""
+        assert self._large is not None
+        self._filled += size
+        if self._filled < len(self._large):
+            return []
+        frame, self._large = self._large, None
+        return [memoryview(frame)]
 
     def feed(self, data: bytes) -> list[Frame | None]:
         """The messages that are complete with ``data``: each its one frame, or None if it had several.
@@ -105,6 +129,9 @@ class Unpacker:
             end = begin + size
             if begin == start or end > len(buffer):
                 self._need = max(end - start, 2)
+                if size >= LARGE and not flags & _COMMAND and not flags & _MORE and not self._more:
+                    self._begin_large(buffer[begin:], size)
+                    return found
                 break
             if flags & _COMMAND:
                 self._obey(bytes(buffer[begin:end]))
@@ -115,14 +142,18 @@ class Unpacker:
             elif self._more:
                 self._more = False
                 found.append(None)
-            elif start == 0 and end == len(buffer):  # large, as a rule: hand it on as it is
-                self._buffer, self._need = bytearray(), 2
-                return [memoryview(buffer)[begin:]]
             else:
                 found.append(bytes(buffer[begin:end]))
             start = end
         del buffer[:start]
         return found
+
+    def _begin_large(self, there: bytearray, size: int) -> None:
+        if not self.ready:
+            raise ProtocolError("a message before READY")
+        self._buffer, self._need = bytearray(), 2
+        self._large, self._filled = bytearray(size), len(there)  # the kernel gives pages as they are used
+        self._large[: len(there)] = there
 
     def _read_head(self, start: int) -> tuple[int, int, int]:
         """Flags, size and where the body begins; that is ``start`` if the head is not all there."""
