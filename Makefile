@@ -1,5 +1,5 @@
 # Shortcuts; each is a command that README.md spells out.
-.PHONY: demo test check
+.PHONY: demo test check bench
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -7,6 +7,10 @@ demo:  ## the main job: a model over three processes learns to read digits
 
 test:  ## set up, then all checks and all tests
 	tools/test
+
+bench:  ## the same work through zmqgrad and through torch, side by side
+	tools/setup
+	.venv/bin/python -m tools.bench
 
 check:  ## format, lint, types, arrows, fast tests
 	tools/check

@@ -1,0 +1,126 @@
+"""The benchmarks: that they run, that they are fair, and that they tell what could not be measured."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tools.bench import __main__ as command
+from tools.bench.limits import COPIES, ROUND_TRIP
+from tools.bench.plan import Piece, Row, limits, pieces
+from tools.bench.processes import PieceFailed
+from tools.bench.report import duration, print_table
+from tools.bench.results import LIMIT, Results
+from tools.bench.sides import OURS, TORCH
+from tools.bench.timing import Budget
+
+ROOT = Path(__file__).parents[2]
+ROWS = [Row("a", "what a is", ROUND_TRIP), Row("b", "what b is")]
+
+
+def results() -> Results:
+    found = Results(ROWS)
+    for ours, torchs, limit in ((1e-3, 4e-3, 1e-4), (2e-3, 5e-3, 2e-4), (9e-3, 8e-3, 9e-4)):
+        found.add(OURS, [{"a": ours}, {"a": ours / 2, "b": 1.0}])
+        found.add(TORCH, [{"a": torchs}])
+        found.add(LIMIT, [{ROUND_TRIP: limit}])
+    return found
+
+
+def test_the_slowest_process_and_the_median_round_count() -> None:
+    found = results()
+    assert found.median(OURS, "a") == 2e-3
+    assert found.ratio(ROWS[0]) == pytest.approx(0.4)
+    assert found.times_limit(ROWS[0]) == pytest.approx(10)
+    assert found.ratio(ROWS[1]) is None
+    assert found.as_json()[0]["seconds"] == {OURS: [1e-3, 2e-3, 9e-3], TORCH: [4e-3, 5e-3, 8e-3]}
+
+
+@pytest.mark.parametrize("rich", [True, False])
+def test_the_table(rich: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    if not rich:
+        monkeypatch.setitem(sys.modules, "rich.console", None)
+    print_table(results())
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines[1] == "a 2 ms 5 ms 0.40 200 us 10.00 what a is"
+    assert lines[2] == "b 1 s - - - - what b is"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(None, "-"), (1.5, "1.5 s"), (0.0123, "12.3 ms"), (9.994e-4, "999 us"), (3e-7, "0.3 us")],
+)
+def test_durations(seconds: float | None, said: str) -> None:
+    assert duration(seconds) == said
+
+
+def test_each_name_is_there_once_and_each_limit_is_measured() -> None:
+    made = pieces(lambda name: True, [2, 8], Budget())
+    rows = [row for piece in made for row in piece.rows]
+    names = [row.name for row in rows]
+    assert len(names) == len(set(names))
+    bounds = limits(rows, Budget())
+    assert bounds is not None
+    assert {row.limit for row in rows} - {""} <= {row.name for row in bounds.rows} <= {ROUND_TRIP, *COPIES}
+    assert limits(ROWS[1:], Budget()) is None
+
+
+def test_what_fails_is_told_of_and_the_sides_take_turns() -> None:
+    begun: list[tuple[str, str]] = []
+
+    def run(title: str) -> Callable[[str, Callable[[str], None]], list[dict[str, float]]]:
+        def run(side: str, hear: Callable[[str], None]) -> list[dict[str, float]]:
+            begun.append((title, side))
+            if side == TORCH and title == "two":
+                raise PieceFailed("rank 1 died")
+            return [{title: 1.0}]
+
+        return run
+
+    todo = [Piece(title, [Row(title, "")], run(title)) for title in ("one", "two")]
+    found = Results([row for piece in todo for row in piece.rows])
+    options = command._parser().parse_args(["-r", "2"])
+    assert command._measure(options, todo, None, found) == 1
+    order = [("one", OURS), ("one", TORCH), ("two", OURS), ("two", TORCH)]
+    assert begun == order + order[::-1]
+    assert [failure.partition(":")[0] for failure in found.failures] == [
+        f"two, torch, round {n}" for n in (1, 2)
+    ]
+    assert found.median(TORCH, "one") == found.median(OURS, "two") == 1.0
+
+
+def test_names_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["-k", "no_such_row"]) == 2
+    said = capsys.readouterr().err
+    assert "no_such_row" in said
+    assert "send_64MB" in said
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.timeout(300)
+def test_it_measures_both_sides(tmp_path: Path) -> None:
+    chosen = "call,send_64B,send_1MB,train_step,init_2,store_get,store_wake"
+    arguments = ["--quick", "--seconds", "0.01", "--workers", "2", "-k", chosen, "--out", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench", *arguments],
+        cwd=ROOT, env={**os.environ, "COLUMNS": "120"}, capture_output=True, text=True, timeout=250,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    saved = json.loads((tmp_path / "results.json").read_text())
+    assert [row["name"] for row in saved["rows"]] == chosen.split(",")
+    assert all(row["ratio"] > 0 for row in saved["rows"]), saved
+    assert {row["name"]: row["times_limit"] is not None for row in saved["rows"]} == {
+        name: name.startswith(("call", "send")) for name in chosen.split(",")
+    }
+    assert saved["machine"]["processor"] in done.stdout
+    assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert "round 1 of 1: calls, torch" in done.stderr

@@ -1,0 +1,104 @@
+"""Which rows there are, and which pieces measure them: a piece is one run of fresh processes of one side."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tools.bench.limits import COPIES, ROUND_TRIP, run_limits
+from tools.bench.processes import Hear, run_together
+from tools.bench.startup import ROUNDS, run_group
+from tools.bench.stores import PROCESSES, QUESTIONS, TOGETHER, run_store
+from tools.bench.timing import Budget
+from tools.bench.workloads import WORKLOADS, run_workloads
+
+PATIENCE = 600.0
+"""Seconds that a piece may take at most."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """Something that is measured. ``limit``: the row of what the machine would take for it at least."""
+
+    name: str
+    says: str
+    limit: str = ""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Measures ``rows``; ``run(side, hear)`` gives seconds by name, from each process."""
+
+    title: str
+    rows: Sequence[Row]
+    run: Callable[[str, Hear], list[dict[str, float]]]
+
+
+def pieces(chosen: Callable[[str], bool], workers: Sequence[int], budget: Budget) -> list[Piece]:
+    """What measures the rows whose names are ``chosen``, with groups of so many ``workers``."""
+    calls = [Row(w.name, w.says, w.limit) for w in WORKLOADS]
+    stores = [Row(name, says) for name, (says, _) in QUESTIONS.items()]
+    stores += [Row(name, says) for name, says in TOGETHER.items()]
+    made = [
+        Piece("calls", calls, lambda side, hear: _calls(side, hear, _names(calls, chosen), budget)),
+        *[_group(size) for size in workers],
+        Piece("store", stores, lambda side, hear: _store(side, hear, _names(stores, chosen), budget)),
+    ]
+    kept = [Piece(p.title, [row for row in p.rows if chosen(row.name)], p.run) for p in made]
+    return [piece for piece in kept if piece.rows]
+
+
+def limits(rows: Sequence[Row], budget: Budget) -> Piece | None:
+    """What measures the limits of ``rows``, if they have any."""
+    names = {row.limit for row in rows} - {""}
+    if not names:
+        return None
+    found = [Row(ROUND_TRIP, "a message there and back over bare ZeroMQ")]
+    found += [Row(name, "a copy of so much in warm memory") for name in COPIES if name in names]
+    return Piece("limits", found, lambda side, hear: _limits(hear, sorted(names), budget))
+
+
+def _names(rows: Sequence[Row], chosen: Callable[[str], bool]) -> list[str]:
+    return [row.name for row in rows if chosen(row.name)]
+
+
+def _group(size: int) -> Piece:
+    rows = [
+        Row(f"init_{size}", f"{size} workers start, imports aside"),
+        Row(f"all_to_all_{size}", f"each of {size} calls each, one round of {ROUNDS}"),
+        Row(f"shutdown_{size}", f"{size} workers leave"),
+    ]
+
+    def run(side: str, hear: Hear) -> list[dict[str, float]]:
+        _meet_at_a_free_port()
+        return run_together(run_group, size, PATIENCE, hear, side)
+
+    return Piece(f"{size} workers", rows, run)
+
+
+def _calls(side: str, hear: Hear, names: list[str], budget: Budget) -> list[dict[str, float]]:
+    _meet_at_a_free_port()
+    return run_together(run_workloads, 2, PATIENCE, hear, side, names, budget)
+
+
+def _store(side: str, hear: Hear, names: list[str], budget: Budget) -> list[dict[str, float]]:
+    return run_together(run_store, PROCESSES, PATIENCE, hear, side, _free_port(), names, budget)
+
+
+def _limits(hear: Hear, names: list[str], budget: Budget) -> list[dict[str, float]]:
+    endpoint = f"ipc://@zmqgrad-bench-{secrets.token_hex(8)}"
+    return run_together(run_limits, 2, PATIENCE, hear, endpoint, names, budget)
+
+
+def _meet_at_a_free_port() -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
