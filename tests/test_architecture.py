@@ -79,7 +79,8 @@ def test_only_transport_speaks_zmq() -> None:
 
 
 def test_only_the_upper_floors_know_torch() -> None:
-    upper = ("zmqgrad.wire.tensors", "zmqgrad.rpc", "zmqgrad.autograd", "zmqgrad.optim", "zmqgrad.testing")
+    rooms = ("wire.tensors", "rpc", "autograd", "optim", "nn", "testing")
+    upper = [f"zmqgrad.{room}" for room in rooms]
     assert within(importers("torch") - {"zmqgrad.store.torch_store"}, *upper)
 
 

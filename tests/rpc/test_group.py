@@ -11,6 +11,7 @@ from tests.support.processes import free_port
 from zmqgrad import rpc
 from zmqgrad.errors import (
     ConfigurationError,
+    DuplicateWorkerError,
     NotInitializedError,
     RendezvousTimeoutError,
     RpcError,
@@ -26,13 +27,14 @@ from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
 OPTIONS = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=2)
 
 
-def groups(n: int) -> list[Group]:
-    """So many workers that have not joined yet."""
+def groups(n: int, names: str = "") -> list[Group]:
+    """So many workers that have not joined yet; ``names`` has a letter for each, or they have numbers."""
     network, store = MemoryNetwork(), HashStore()
     made = []
     for rank in range(n):
-        mailbox = MemoryMailbox(network, f"worker{rank}", rank)
-        made.append(Group(make_worker(f"worker{rank}", rank, n, mailbox, OPTIONS), PrefixStore("g", store)))
+        name = names[rank] if names else f"worker{rank}"
+        mailbox = MemoryMailbox(network, name, rank)
+        made.append(Group(make_worker(name, rank, n, mailbox, OPTIONS), PrefixStore("g", store)))
     return made
 
 
@@ -68,6 +70,14 @@ def test_those_who_do_not_come_are_named() -> None:
     ):
         one.join(Deadline.after(0.05))
     for g in (one, *others):
+        g.close()
+
+
+def test_a_name_that_two_have_is_told_to_all() -> None:
+    made = groups(3, "aba")
+    raised = all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    assert all(isinstance(e, DuplicateWorkerError) and "'a' is not unique" in str(e) for e in raised), raised
+    for g in made:
         g.close()
 
 

@@ -52,6 +52,7 @@ class PythonFuture(torch.futures.Future[T]):
 
         What ``callback`` raises is a RuntimeError of that future, as with torch; the cause is the original.
         """
+        _check_callable(callback)
         child: PythonFuture[S] = PythonFuture()
 
         def call(_: object) -> None:
@@ -67,6 +68,7 @@ class PythonFuture(torch.futures.Future[T]):
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback(self)`` when this is done, at once if it is; what it raises is logged."""
+        _check_callable(callback)
 
         def call(_: object) -> None:
             try:
@@ -99,6 +101,11 @@ class PythonFuture(torch.futures.Future[T]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'done' if self.done() else 'pending'}>"
+
+
+def _check_callable(callback: object) -> None:
+    if not callable(callback):
+        raise TypeError(f"incompatible function arguments. A callback must be callable, not {callback!r}")
 
 
 def _setter(outcome: Outcome[None]) -> Callable[[object], None]:

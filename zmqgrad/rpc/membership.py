@@ -31,6 +31,9 @@ from zmqgrad.wire.ids import MAX_WORKER
 
 MAX_NAME = 128
 
+REFUSED = "!"
+"""What a worker that was refused publishes instead of its record, before it says why."""
+
 LOOK_SECONDS = 1.0
 """While workers are waited for, who is missing is looked up so often."""
 
@@ -133,10 +136,13 @@ class Membership:
         for key, what in ((f"name/{own.name}", f"name {own.name!r}"), (f"rank/{own.id}", f"rank {own.id}")):
             holder = store.compare_set(key, "", mine).decode()
             if holder != mine:
-                raise DuplicateWorkerError(
+                said = (
                     f"{what} is not unique: another worker already has it (worker {holder.split('/')[0]}); "
                     f"give each of the {self.world_size} workers a name and rank of its own"
                 )
+                if not store.check([f"rank/{own.id}"]):
+                    store.set(f"worker/{own.id}", REFUSED + said)  # nobody else will come for this rank
+                raise DuplicateWorkerError(said)
         store.set(f"worker/{own.id}", msgspec.json.encode(own))
 
     def meet(self, store: Store, deadline: Deadline) -> None:
@@ -144,6 +150,7 @@ class Membership:
 
         Raises:
             RendezvousTimeoutError: naming the ranks that did not come.
+            DuplicateWorkerError: if one of them was refused, so that the group will never be whole.
         """
         keys = [f"worker/{i}" for i in range(self.world_size)]
         missing = [i for i in range(self.world_size) if i != self.own.id]
@@ -159,6 +166,8 @@ class Membership:
             except StoreError as e:  # rank 0 gave up before us, and took its store along
                 raise self._did_not_come(missing) from e
         for raw in records:
+            if raw.startswith(REFUSED.encode()):
+                raise DuplicateWorkerError(raw.decode().removeprefix(REFUSED))
             self.learn(msgspec.json.decode(raw, type=WorkerRecord))
 
     def _did_not_come(self, ranks: list[int]) -> RendezvousTimeoutError:
