@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable
 
 import zmq
+from zmq.backend import zmq_poll
 
 from zmqgrad.transport.base import Buffer, Inbound
 
@@ -28,7 +29,7 @@ MAX_LANES = 8
 
 LONGEST_WAIT_MS = 1 << 30
 
-LOOKS = 100
+LOOKS = 80
 """A thread looks so many times (some 200 us) before it sleeps: waking costs as much as a short call takes."""
 
 MOST_LUCK = 8
@@ -47,13 +48,14 @@ def lane_address(endpoint: str, number: int) -> str:
 class Lane:
     """One lane, held by one thread at a time."""
 
-    __slots__ = ("_inproc", "_lanes", "_limit", "_luck", "_socket", "number")
+    __slots__ = ("_inproc", "_lanes", "_limit", "_luck", "_socket", "_there", "number")
 
     def __init__(self, lanes: Lanes, number: int, socket: zmq.Socket[bytes], inproc: str) -> None:
         self.number = number
         self._lanes = lanes
         self._socket = socket
         self._inproc = inproc
+        self._there = [(socket, zmq.POLLIN)]
         self._limit = -1
         self._luck = MOST_LUCK  # falls by looks in vain; below zero nobody looks, and it counts up
 
@@ -85,14 +87,11 @@ class Lane:
         if self._luck <= 0:
             self._luck += 1
             return None
-        receive = self._socket.recv
+        there = self._there
         for _ in range(LOOKS):
-            try:
-                first = receive(zmq.NOBLOCK)
-            except zmq.Again:
-                continue
-            self._luck = min(self._luck + 1, MOST_LUCK)
-            return first
+            if zmq_poll(there, 0):  # a third of what a recv with NOBLOCK costs in vain, with its exception
+                self._luck = min(self._luck + 1, MOST_LUCK)
+                return self._socket.recv()
         self._luck = self._luck - 2 if self._luck > 2 else -PATIENCE
         return None
 
