@@ -182,11 +182,13 @@ class MailboxContract:
         for inbound in b.take(2):
             assert content(inbound) == frames
 
-    def test_messages_arrive_in_the_order_sent(self, office: Office) -> None:
+    def test_each_message_arrives_once(self, office: Office) -> None:
+        """In the order sent, if they are of one kind; large ones may be overtaken."""
         a, b = office.pair()
         for i in range(500):
             a.mailbox.send(1, HELLO, i, [b"x" * (i % 7 * 20_000)] if i % 3 else ())
-        assert [inbound.envelope.message_id for inbound in b.take(500)] == list(range(500))
+        assert sorted(inbound.envelope.message_id for inbound in b.take(500)) == list(range(500))
+        assert b.nothing_more()
 
     @pytest.mark.parametrize("cls", [bytes, bytearray, memoryview])
     def test_any_buffer_can_be_sent(self, office: Office, cls: Callable[[bytes], bytes]) -> None:

@@ -1,26 +1,30 @@
 """Lanes: answers that are read by the very thread that waits for them.
 
-An answer that comes in at the ROUTER is read by one thread and then wakes another, the one that asked; on
-an idle machine that second wake-up costs as much as the way between the processes. So a thread that is
-about to wait takes a lane, a small DEALER of its own, names it in the envelope of its request, and blocks
-in ``recv`` until the answer is there. Lanes are few and only for peers of this host; who gets none, or whose
-answer cannot be sent by one, finds the answer at the ROUTER as ever.
+An answer that comes in at the ROUTER is read by libzmq's thread, then by the one that reads the ROUTER, and
+then wakes a third, the one that asked; on an idle machine each wake-up costs as much as the way between the
+processes. So a thread that is about to wait takes a lane, a small listener of its own on which ZMTP is spoken
+(:mod:`zmqgrad.transport.zmtp`), names it in the envelope of its request, and blocks in a system call until
+the answer is there. Lanes are few and only for peers of this host. Who gets none, or whose answer is not
+one small frame, finds the answer at the ROUTER as ever.
 
-What ends a wait from elsewhere (a lost peer, the end of this worker) pokes the lane: a message to it over
-``inproc``, known by a token that nobody outside the process can have.
+What ends a wait from elsewhere (an answer at the ROUTER, a lost peer, the end of this worker) pokes the lane.
 """
 
 from __future__ import annotations
 
 import logging
-import secrets
+import os
+import select
+import socket as sockets
+import struct
+import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 
-import zmq
-from zmq.backend import zmq_poll
-
-from zmqgrad.transport.base import Buffer, Inbound
+from zmqgrad.errors import ProtocolError
+from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.zmtp import Unpacker, opening
 
 logger = logging.getLogger(__name__)
 
@@ -29,15 +33,19 @@ MAX_LANES = 8
 
 LONGEST_WAIT_MS = 1 << 30
 
-LOOKS = 80
+LOOKS = 150
 """A thread looks so many times (some 200 us) before it sleeps: waking costs as much as a short call takes."""
 
 MOST_LUCK = 8
 PATIENCE = 64
 """A lane whose looks were in vain too often sleeps at once for so many answers."""
 
-Decode = Callable[[bytes, "list[Buffer] | tuple[()]"], "Inbound | None"]
-"""First frame and the others to a message; None for what was none of ours and has been counted."""
+READ_SIZE = 64 << 10
+
+Decode = Callable[[bytes], "Inbound | None"]
+"""A frame to a message; None for what was none of ours and has been counted."""
+
+_OPENING = opening("DEALER")
 
 
 def lane_address(endpoint: str, number: int) -> str:
@@ -45,78 +53,136 @@ def lane_address(endpoint: str, number: int) -> str:
     return f"{endpoint}-{number}"
 
 
+def unix_address(endpoint: str) -> str:
+    """The name by which the system knows an ipc endpoint."""
+    path = endpoint.removeprefix("ipc://")
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
 class Lane:
-    """One lane, held by one thread at a time."""
+    """One lane, held by one thread at a time.
 
-    __slots__ = ("_inproc", "_lanes", "_limit", "_luck", "_socket", "_there", "number")
+    Raises:
+        OSError: if it cannot listen.
+    """
 
-    def __init__(self, lanes: Lanes, number: int, socket: zmq.Socket[bytes], inproc: str) -> None:
+    def __init__(self, number: int, endpoint: str, decode: Decode, free: Callable[[Lane], None]) -> None:
         self.number = number
-        self._lanes = lanes
-        self._socket = socket
-        self._inproc = inproc
-        self._there = [(socket, zmq.POLLIN)]
-        self._limit = -1
+        self._decode = decode
+        self._free = free
+        self._arrived: deque[bytes | memoryview] = deque()
+        self._peers: dict[int, tuple[sockets.socket, Unpacker]] = {}
         self._luck = MOST_LUCK  # falls by looks in vain; below zero nobody looks, and it counts up
+        self._listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+        try:
+            self._listener.setblocking(False)
+            self._listener.bind(unix_address(lane_address(endpoint, number)))
+            self._listener.listen(128)
+            self._woken, self._waker = sockets.socketpair()
+        except OSError:
+            self._listener.close()
+            raise
+        self._woken.setblocking(False)
+        self._waker.setblocking(False)
+        self._poll = select.poll()
+        self._poll.register(self._listener, select.POLLIN)
+        self._poll.register(self._woken, select.POLLIN)
 
     def receive(self, seconds: float | None) -> Inbound | None:
         """The next message; None if there is none within ``seconds`` (None: no limit), or after a poke."""
-        socket = self._socket
-        first = self._look()
-        if first is None:
-            first = self._sleep(seconds)
-            if first is None:
+        while not self._arrived:
+            ready = self._look() or self._poll.poll(
+                -1 if seconds is None else min(int(seconds * 1000) + 1, LONGEST_WAIT_MS)
+            )
+            poked = not ready
+            for number, _ in ready:
+                peer = self._peers.get(number)
+                if peer is not None:
+                    self._read(number, *peer)
+                elif number == self._listener.fileno():
+                    self._accept()
+                else:
+                    poked = bool(self._woken.recv(4096))
+            if poked and not self._arrived:
                 return None
-        frames: list[Buffer] | tuple[()] = ()
-        if socket.getsockopt(zmq.RCVMORE):
-            frames = []
-            while True:
-                frame = socket.recv(copy=False)
-                frames.append(frame.buffer)
-                if not frame.more:
-                    break
-        if first == self._lanes.token:
-            return None
-        return self._lanes.decode(first, frames)
+        return self._decode(self._arrived.popleft())  # type: ignore[arg-type]
 
-    def _look(self) -> bytes | None:
-        """The first frame, if it comes soon and such looks have paid lately.
+    def _look(self) -> list[tuple[int, int]]:
+        """What is ready, if something is soon and such looks have paid lately.
 
         Each look lets go of the interpreter, so that other threads of this process are not kept from it.
         """
         if self._luck <= 0:
             self._luck += 1
-            return None
-        there = self._there
+            return []
+        poll = self._poll.poll
         for _ in range(LOOKS):
-            if zmq_poll(there, 0):  # a third of what a recv with NOBLOCK costs in vain, with its exception
+            ready = poll(0)
+            if ready:
                 self._luck = min(self._luck + 1, MOST_LUCK)
-                return self._socket.recv()
+                return ready
         self._luck = self._luck - 2 if self._luck > 2 else -PATIENCE
-        return None
+        return []
 
-    def _sleep(self, seconds: float | None) -> bytes | None:
-        """The first frame; None if it does not come within ``seconds``."""
-        limit = -1 if seconds is None else min(int(seconds * 1000) + 1, LONGEST_WAIT_MS)
-        if limit != self._limit:
-            self._limit = limit
-            self._socket.setsockopt(zmq.RCVTIMEO, limit)
+    def _read(self, number: int, socket: sockets.socket, unpacker: Unpacker) -> None:
         try:
-            return self._socket.recv()
-        except zmq.Again:
-            return None
+            data = socket.recv(READ_SIZE)
+            frames = unpacker.feed(data) if data else []
+        except BlockingIOError:
+            return
+        except (OSError, ProtocolError) as e:
+            logger.debug("lane %d: dropped a peer: %s", self.number, e)
+            data, frames = b"", []
+        # None: a message of several frames, which nobody of ours sends by a lane.
+        self._arrived.extend(b"" if frame is None else frame for frame in frames)
+        if not data:
+            self._poll.unregister(number)
+            del self._peers[number]
+            socket.close()
+
+    def _accept(self) -> None:
+        try:
+            socket, _ = self._listener.accept()
+        except OSError as e:  # it has left again
+            logger.debug("lane %d: nobody to let in: %s", self.number, e)
+            return
+        if not _is_of_this_user(socket):
+            logger.warning("lane %d: refused a process of another user", self.number)
+            socket.close()
+            return
+        socket.setblocking(False)
+        try:
+            socket.send(_OPENING)
+        except OSError as e:
+            logger.debug("lane %d: a peer left at the door: %s", self.number, e)
+            socket.close()
+            return
+        self._peers[socket.fileno()] = socket, Unpacker("DEALER")
+        self._poll.register(socket, select.POLLIN)
 
     def poke(self) -> None:
         """Let the thread that waits here look around. From any thread."""
-        self._lanes.poke(self._inproc)
+        try:
+            self._waker.send(b"!")
+        except OSError as e:  # closed, or poked so often already that it does not matter
+            logger.debug("lane %d: no need to poke: %s", self.number, e)
 
     def give_back(self) -> None:
         """The calling thread waits no more."""
-        self._lanes.take_back(self)
+        self._free(self)
 
     def close(self) -> None:
         """Called by :class:`Lanes` for a lane that nobody holds."""
-        self._socket.close(linger=0)
+        for socket in (self._listener, self._woken, self._waker, *(s for s, _ in self._peers.values())):
+            socket.close()
+
+
+def _is_of_this_user(socket: sockets.socket) -> bool:
+    if sys.platform != "linux":
+        return True  # the address lies in a private directory
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, size))
+    return bool(user == os.getuid())
 
 
 class Lanes:
@@ -124,22 +190,12 @@ class Lanes:
 
     Args:
         endpoint: the mailbox's ipc address; a lane's is derived from it.
-        set_up: sets the options that every socket has from birth.
         decode: makes messages of frames, counts, and refuses garbage.
     """
 
-    def __init__(
-        self,
-        context: zmq.Context[zmq.Socket[bytes]],
-        endpoint: str,
-        set_up: Callable[[zmq.Socket[bytes]], None],
-        decode: Decode,
-    ) -> None:
-        self.token = secrets.token_bytes(16)
-        self.decode = decode
-        self._context = context
+    def __init__(self, endpoint: str, decode: Decode) -> None:
         self._endpoint = endpoint
-        self._set_up = set_up
+        self._decode = decode
         self._lock = threading.Lock()  # guards all below
         self._free: list[Lane] = []
         self._made = 0
@@ -155,43 +211,26 @@ class Lanes:
             if self._closed or self._made >= MAX_LANES:
                 return None
             self._made += 1
-            number = self._made
-            socket = self._context.socket(zmq.DEALER)
-            inproc = f"inproc://lane-{self.token.hex()}-{number}"
             try:
-                self._set_up(socket)
-                socket.bind(lane_address(self._endpoint, number))
-                socket.bind(inproc)
-            except zmq.ZMQError as e:
-                socket.close(linger=0)
+                lane = Lane(self._made, self._endpoint, self._decode, self._take_back)
+            except OSError as e:
                 self._made = MAX_LANES  # what does not work now will not work later
-                logger.debug("no lanes beyond %d: %s", number - 1, e)
+                logger.debug("no more lanes: %s", e)
                 return None
             self._open += 1
-            return Lane(self, number, socket, inproc)
+            return lane
 
-    def take_back(self, lane: Lane) -> None:
-        """``lane`` is free again."""
+    def _take_back(self, lane: Lane) -> None:
         with self._lock:
-            if not self._closed:
+            if self._closed:
+                self._shut(lane)
+            else:
                 self._free.append(lane)
-                return
-            self._shut(lane)
 
     def _shut(self, lane: Lane) -> None:
         lane.close()
         self._open -= 1
         self._all_closed.notify_all()
-
-    def poke(self, inproc: str) -> None:
-        """Send the token to ``inproc``."""
-        try:
-            with self._context.socket(zmq.DEALER) as waker:
-                waker.linger = -1  # inproc: delivered in memory, at once
-                waker.connect(inproc)
-                waker.send(self.token, zmq.NOBLOCK)
-        except zmq.ZMQError as e:  # the lane, or all of them, has just been closed: nobody waits there
-            logger.debug("nobody to poke at %s: %s", inproc, e)
 
     def close(self) -> None:
         """No more lanes. Those that are held are closed when they are given back. Idempotent."""

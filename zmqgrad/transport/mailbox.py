@@ -28,9 +28,11 @@ import zmq
 from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
+from zmqgrad.transport import direct
 from zmqgrad.transport.arena.exchange import Exchange, Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Suspected, Timer
+from zmqgrad.transport.direct import Direct
 from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes, lane_address
 from zmqgrad.transport.liveness import Limits, answers
 from zmqgrad.transport.pulse import SCHEME, Listener, Watch, pulse_of
@@ -52,15 +54,31 @@ NO_LOAD = Load(None, ())
 class _Peer:
     """The way out to one peer; ``lock`` guards everything else."""
 
-    __slots__ = ("endpoint", "frame_bytes", "header_bytes", "lock", "messages", "socket")
+    __slots__ = ("direct", "endpoint", "frame_bytes", "header_bytes", "lock", "messages", "socket")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.socket: zmq.Socket[bytes] | None = None
+        self.direct: Direct | None = None
         self.endpoint = ""
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
+
+    def send_directly(self, frame: bytearray) -> bool:
+        """Write ``frame`` if there is a short way and it is free."""
+        if self.direct is None:
+            return False
+        written = self.direct.send(frame)
+        if written is None:
+            self.close_direct()
+        return bool(written)
+
+    def close_direct(self) -> None:
+        """From now on everything goes by the DEALER."""
+        if self.direct is not None:
+            self.direct.close()
+            self.direct = None
 
 
 class ZmqMailbox:
@@ -107,7 +125,7 @@ class ZmqMailbox:
             _set_up(router)
             self._endpoints = tuple(self._bind(router, tcp_host))
             self._receiver = Receiver(name, self._context, router, self._exchange.open)
-            self._lanes = Lanes(self._context, self._endpoints[0], _set_up_lane, self._decode)
+            self._lanes = Lanes(self._endpoints[0], self._decode)
             self._listener = Listener(self._endpoints[0], tcp_host)
             if self._listener.endpoint is not None:
                 self._endpoints += (self._listener.endpoint,)
@@ -170,9 +188,9 @@ class ZmqMailbox:
             return None
         return self._handler(inbound)
 
-    def _decode(self, first: bytes, frames: Sequence[Buffer]) -> Inbound | None:
+    def _decode(self, first: bytes) -> Inbound | None:
         """What came in by a lane."""
-        inbound = self._receiver.decode(first, frames)
+        inbound = self._receiver.decode(first, ())
         if self.tap is not None and inbound is not None:
             self._show(inbound)
         return inbound
@@ -198,10 +216,7 @@ class ZmqMailbox:
         lane: int = 0,
     ) -> None:
         """Queue ``message`` for ``peer``. Frames of ``TAKE_OVER`` bytes and more must not change after."""
-        if lane and message.TYPE & RESPONSE:
-            way = self._lane_of(peer, lane)
-        else:
-            way = self._peers.get(peer) or self._way_to(peer)
+        way = self._peers.get(peer) or self._way_to(peer)
         load = NO_LOAD
         if frames or self._exchange.owes(peer):
             if way.socket is None:
@@ -209,7 +224,10 @@ class ZmqMailbox:
             load = self._exchange.load(peer, way.endpoint.startswith("ipc:"), frames)
         try:
             first = encode(message, self.worker_id, self.incarnation, message_id, lane, load.manifest)
-            self._put(peer, way, first, load.frames)
+            small = not load.frames and len(first) <= direct.LARGEST
+            at_lane = small and lane and message.TYPE & RESPONSE and self._answer_at_lane(peer, lane, first)
+            if not at_lane:
+                self._put(peer, way, first, load.frames, small)
         except BaseException:
             self._exchange.unload(peer, load)
             raise
@@ -222,13 +240,15 @@ class ZmqMailbox:
             if way.socket is None:
                 self._connect(peer, way)
 
-    def _put(self, peer: int, way: _Peer, first: Buffer, frames: Sequence[Buffer]) -> None:
+    def _put(self, peer: int, way: _Peer, first: bytearray, frames: Sequence[Buffer], small: bool) -> None:
         with way.lock:
             socket = way.socket
             if socket is None:
                 socket = self._connect(peer, way)
             way.messages += 1
             way.header_bytes += len(first)
+            if small and way.send_directly(first):
+                return
             try:
                 if not frames:
                     socket.send(first, zmq.NOBLOCK)
@@ -245,30 +265,32 @@ class ZmqMailbox:
         with self._peers_lock:
             return self._peers.setdefault(peer, _Peer())
 
-    def _lane_of(self, peer: int, lane: int) -> _Peer:
-        """The way to a lane of ``peer``; the way to its ROUTER if there is none to the lane."""
-        way = self._ways_to_lanes.get((peer, lane))
-        if way is not None and way.socket is not None:
+    def _answer_at_lane(self, peer: int, lane: int, first: bytearray) -> bool:
+        """Write to lane ``lane`` of ``peer``; False if that cannot be done now, or ever."""
+        way = self._ways_to_lanes.get((peer, lane)) or self._way_to_lane(peer, lane)
+        if way is None:
+            return False
+        with way.lock:
+            written = way.send_directly(first)
+            if written:
+                way.messages += 1
+                way.header_bytes += len(first)
+        return written
+
+    def _way_to_lane(self, peer: int, lane: int) -> _Peer | None:
+        main = self._peers.get(peer)
+        # The way to the ROUTER is the one that is watched, so it is there before any other.
+        if lane > MAX_LANES or main is None or main.socket is None or not main.endpoint.startswith("ipc:"):
+            return None
+        with self._peers_lock:
+            if self._closed:
+                return None
+            way = self._ways_to_lanes.get((peer, lane))
+            if way is None:
+                way = self._ways_to_lanes[peer, lane] = _Peer()
+                way.endpoint = lane_address(main.endpoint, lane)
+                way.direct = Direct.open(way.endpoint, "DEALER")
             return way
-        main = self._peers.get(peer) or self._way_to(peer)
-        if lane > MAX_LANES:
-            return main
-        with main.lock:
-            # The way to the ROUTER is the one that is watched, so it is there beside every other.
-            if main.socket is None:
-                self._connect(peer, main)
-            if not main.endpoint.startswith("ipc:"):
-                return main
-            with self._peers_lock:
-                way = self._ways_to_lanes.setdefault((peer, lane), _Peer())
-            with way.lock:
-                if way.socket is None:
-                    socket = self._context.socket(zmq.DEALER)
-                    _set_up(socket)
-                    way.endpoint = lane_address(main.endpoint, lane)
-                    socket.connect(way.endpoint)
-                    way.socket = socket
-        return way
 
     def _connect(self, peer: int, way: _Peer) -> zmq.Socket[bytes]:
         if self._closed:
@@ -291,6 +313,8 @@ class ZmqMailbox:
         pulse = pulse_of(endpoint, known)
         if self._watch is not None and peer != self.worker_id and pulse is not None:
             self._watch.follow(peer, pulse)
+        if endpoint.startswith("ipc:"):
+            way.direct = Direct.open(endpoint)
         logger.debug("%s sends to worker %d at %s", self._name, peer, endpoint)
         return socket
 
@@ -302,6 +326,9 @@ class ZmqMailbox:
             self._watch.forget(peer)
         for way in self._all_ways(peer):
             self._shut(way, linger=0)
+        with self._peers_lock:  # its lanes are found anew, where it then is
+            for key in [key for key in self._ways_to_lanes if key[0] == peer]:
+                del self._ways_to_lanes[key]
         self._exchange.forget(peer)
 
     def _all_ways(self, peer: int | None = None) -> list[_Peer]:
@@ -314,6 +341,7 @@ class ZmqMailbox:
 
     def _shut(self, way: _Peer, linger: int) -> None:
         with way.lock:
+            way.close_direct()
             if way.socket is not None:
                 way.socket.close(linger=linger)
                 way.socket = None
@@ -405,12 +433,6 @@ def _set_up(socket: zmq.Socket[bytes]) -> None:
     socket.linger = 0
     socket.sndhwm = 0
     socket.rcvhwm = 0
-
-
-def _set_up_lane(socket: zmq.Socket[bytes]) -> None:
-    _set_up(socket)
-    if platform.system() == "Linux":
-        socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:
