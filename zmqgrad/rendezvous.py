@@ -96,6 +96,50 @@ def rendezvous(
     return handler(url, timeout=timeout)
 
 
+def says_world_size(url: str) -> bool:
+    """Does ``url``, or what it leads to, say how many workers there are? (Of schemes not known here: yes.)
+
+    Raises:
+        RendezvousError: if it cannot be read.
+    """
+    if not isinstance(url, str) or url.partition("://")[0] not in ("env", "tcp", "zmq", "file"):
+        return True
+    request = parse(url)
+    said = request.world_size
+    return (read_launch().world_size if said is None and request.scheme == "env" else said) is not None
+
+
+def meeting_place(
+    url: str, rank: int = -1, timeout: timedelta | float = DEFAULT_TIMEOUT
+) -> tuple[Store, int | None]:
+    """The store of a group that any number of workers join and leave, and the rank if anybody has said.
+
+    Args:
+        url: as for :func:`rendezvous`. By ``env`` and ``tcp``, rank 0 serves the store, if anybody has it;
+            otherwise it must be served already.
+        rank: wins over the URL and the environment; -1: not given here.
+        timeout: how long to wait for the store to answer, and the store's own timeout.
+
+    Raises: as :func:`rendezvous`.
+    """
+    request = parse(url)
+    given = request.rank if rank == -1 else rank
+    if request.scheme == "file":
+        if request.host is not None or not request.path.strip("/"):
+            raise RendezvousError(f"{url!r} names no file; write file:///path")
+        return FileStore(request.path, timeout=timeout), given
+    host, port, where = request.host, request.port, repr(url)
+    if request.scheme == "env":
+        launch = read_launch()
+        given = launch.rank if given is None else given
+        host, port, where = launch.master_addr, launch.master_port, "the environment"
+    if host is None:
+        raise missing("MASTER_ADDR") if request.scheme == "env" else RendezvousError(f"{url!r} lacks a host")
+    if port is None:
+        raise missing("MASTER_PORT") if request.scheme == "env" else RendezvousError(f"{url!r} lacks a port")
+    return _open(host, port, -1 if given is None else given, None, timeout, where), given
+
+
 def parse(url: str) -> Request:
     """Take ``url`` apart; of settings given twice, the last counts.
 
@@ -201,7 +245,9 @@ def _said_by(request: Request, launch: Launch) -> str:
     return f"the rank from {rank}, the world size from {size}"
 
 
-def _open(host: str, port: int, rank: int, world_size: int, timeout: timedelta | float, where: str) -> Store:
+def _open(
+    host: str, port: int, rank: int, world_size: int | None, timeout: timedelta | float, where: str
+) -> Store:
     """The store of the group; rank 0 serves it, unless the launcher's agent does."""
     if not 0 < port <= MAX_PORT:
         raise RendezvousError(

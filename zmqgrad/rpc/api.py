@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, RpcError
-from zmqgrad.rendezvous import rendezvous
+from zmqgrad.rendezvous import meeting_place, rendezvous, says_world_size
+from zmqgrad.rpc import dynamic
 from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
 from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
+from zmqgrad.rpc.events import JoinCallback, LossCallback
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.group import Group, close_quietly, make_worker
 from zmqgrad.rpc.membership import WorkerInfo, check_name, check_rank
@@ -27,6 +29,7 @@ from zmqgrad.rpc.options import (
 )
 from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.rref import RRef, call_remote
+from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import PrefixStore, Store, TCPStore
 from zmqgrad.transport.exposure import check_exposure, is_loopback
@@ -52,7 +55,8 @@ def init_rpc(
         name: of this worker, unique in the group.
         backend: of no meaning; there is one.
         rank: 0 to ``world_size`` - 1, unique in the group; -1: from the environment or the URL.
-        world_size: how many workers there are; None: from the environment or the URL.
+        world_size: how many workers there are; None: from the environment or the URL. If nobody says, any
+            number of workers may join, leave and come back; the store is served by rank 0, or by others.
         rpc_backend_options: where to meet, default timeout (which also bounds joining), threads.
 
     Raises:
@@ -72,11 +76,15 @@ def init_rpc(
                 f"RPC is already initialized in this process (as {_group.worker.name}); call shutdown() first"
             )
         deadline = Deadline.after(options.rpc_timeout or None)
-        size = -1 if world_size is None else world_size
         patience = options.rpc_timeout or 1e8
-        met = rendezvous(options.init_method, rank, size, timeout=patience)
-        store, rank, size = next(met)
-        group = _form(name, rank, size, store, options)
+        if world_size is None and not says_world_size(options.init_method):
+            store, known_rank = meeting_place(options.init_method, rank, patience)
+            group: Group = _form_dynamic(name, known_rank, store, options)
+        else:
+            size = -1 if world_size is None else world_size
+            met = rendezvous(options.init_method, rank, size, timeout=patience)
+            store, rank, size = next(met)
+            group = _form(name, rank, size, store, options)
         try:
             group.join(deadline)
         except BaseException:
@@ -89,16 +97,35 @@ def init_rpc(
 def _form(name: str, rank: int, world_size: int, store: Store, options: RpcBackendOptions) -> Group:
     try:
         check_rank(rank, world_size)
-        mailbox = ZmqMailbox(
-            name, rank, tcp_host=_listening_host(store), arena=options.arena(), limits=options.limits
-        )
-        worker = make_worker(name, rank, world_size, mailbox, options)
+        worker = make_worker(name, rank, world_size, _mailbox(name, rank, store, options), options)
     except BaseException:
         store.close()
         raise
     # Under a launcher's own store, an earlier group of this process may have left keys.
     own = PrefixStore(f"rpc/{next(_generations)}", store, owned=True)
-    return Group(worker, own, store if isinstance(store, TCPStore) and store.is_master else None)
+    return Group(worker, own, _if_served(store))
+
+
+def _form_dynamic(name: str, rank: int | None, store: Store, options: RpcBackendOptions) -> Group:
+    own = PrefixStore(dynamic.PREFIX, store, owned=True)
+    try:
+        number = dynamic.allot_id(own, name, rank)
+        worker = make_worker(name, number, 0, _mailbox(name, number, store, options), options)
+    except BaseException:
+        store.close()
+        raise
+    return dynamic.DynamicGroup(worker, own, _if_served(store))
+
+
+def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
+    return ZmqMailbox(
+        name, number, tcp_host=_listening_host(store), arena=options.arena(), limits=options.limits
+    )
+
+
+def _if_served(store: Store) -> TCPStore | None:
+    """``store``, if this worker serves it."""
+    return store if isinstance(store, TCPStore) and store.is_master else None
 
 
 def _listening_host(store: Store) -> str:
@@ -232,6 +259,41 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """
     membership = current_worker().membership
     return membership.own.info if worker_name is None else membership.find(worker_name).info
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """All workers that take part, this one included, as far as known; by id."""
+    return sorted((record.info for record in current_worker().membership.all()), key=lambda info: info.id)
+
+
+def wait_for_workers(names: Sequence[str], timeout: float = UNSET_RPC_TIMEOUT) -> list[WorkerInfo]:
+    """Wait until workers of these ``names`` take part; gives their infos.
+
+    Args:
+        timeout: seconds; 0 for no limit; default: that of calls.
+
+    Raises:
+        RpcTimeoutError: naming those that did not come.
+    """
+    if isinstance(names, str):
+        raise ArgumentTypeError(f"names must be a list of names, not the string {names!r}")
+    worker = current_worker()
+    deadline = Deadline.after(worker.seconds(timeout) or None)
+    with about_to_block():
+        return [record.info for record in worker.membership.wait_for(names, deadline)]
+
+
+def on_join(callback: JoinCallback) -> None:
+    """Call ``callback(info)`` with every worker that joins from now on, in an engine thread.
+
+    An exception that it raises is logged.
+    """
+    current_worker().events.on_join(callback)
+
+
+def on_loss(callback: LossCallback) -> None:
+    """Call ``callback(info, why)`` with every worker that leaves or dies from now on, in an engine thread."""
+    current_worker().events.on_loss(callback)
 
 
 def get_stats() -> dict[str, Any]:

@@ -53,7 +53,7 @@ def _pending(worker: Worker) -> list[dict[str, Any]]:
 def _peers(worker: Worker) -> list[dict[str, Any]]:
     return [
         {"name": record.name, "id": record.id, "state": _state(worker, record.id), "host": record.host}
-        for record in sorted(worker.membership.all(), key=lambda r: r.id)
+        for record in sorted(worker.membership.everybody(), key=lambda r: r.id)
     ]
 
 

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from zmqgrad.errors import (
     ConfigurationError,
     DuplicateWorkerError,
     RendezvousTimeoutError,
+    RpcTimeoutError,
     StoreError,
     StoreTimeoutError,
     UnknownWorkerError,
@@ -121,9 +123,13 @@ class Membership:
     def __init__(self, own: WorkerRecord, world_size: int) -> None:
         self.own = own
         self.world_size = world_size
-        self._lock = threading.Lock()  # guards the two below
+        self.look_up: Callable[[], None] | None = None
+        """Where workers come and go: asks the store who takes part. Called for those that are not known."""
+        self._lock = threading.Lock()  # guards all below
+        self._changed = threading.Condition(self._lock)
         self._by_id: dict[int, WorkerRecord] = {own.id: own}
         self._by_name: dict[str, WorkerRecord] = {own.name: own}
+        self._former: set[int] = set()  # of those, who is gone
 
     def claim(self, store: Store) -> None:
         """Take name and rank, and publish the record.
@@ -157,7 +163,7 @@ class Membership:
         while True:
             try:
                 # One query waits and reads. Between two, whoever has met all might be gone, store and all.
-                records = _read_all(store, keys, min(deadline.left(), LOOK_SECONDS))
+                records = read_all(store, keys, min(deadline.left(), LOOK_SECONDS))
                 break
             except StoreTimeoutError as e:
                 missing = [i for i, key in enumerate(keys) if not store.check([key])]
@@ -176,11 +182,36 @@ class Membership:
             f"start them with the same MASTER_ADDR, MASTER_PORT and world size, or allow more time"
         )
 
-    def learn(self, record: WorkerRecord) -> None:
-        """Note a worker."""
+    def learn(self, record: WorkerRecord) -> bool:
+        """Note a worker. Is it a new one?"""
         with self._lock:
+            new = record.id not in self._by_id
             self._by_id[record.id] = record
             self._by_name[record.name] = record
+            self._changed.notify_all()
+            return new
+
+    def depart(self, worker_id: int) -> None:
+        """A worker is gone; it is remembered, but takes part no more."""
+        with self._lock:
+            self._former.add(worker_id)
+
+    def wait_for(self, names: Sequence[str], deadline: Deadline) -> list[WorkerRecord]:
+        """Wait until all ``names`` take part; gives their records.
+
+        Raises:
+            RpcTimeoutError: naming those that did not come by ``deadline``.
+        """
+
+        def missing() -> list[str]:
+            return [n for n in names if n not in self._by_name or self._by_name[n].id in self._former]
+
+        with self._lock:
+            if not self._changed.wait_for(lambda: not missing(), deadline.left_or_none()):
+                raise RpcTimeoutError(
+                    f"{self.own.name}: these workers did not come in time: {', '.join(missing())}"
+                )
+            return [self._by_name[name] for name in names]
 
     def find(self, to: object) -> WorkerRecord:
         """The worker that ``to`` (a name, an id or a WorkerInfo) means.
@@ -188,14 +219,10 @@ class Membership:
         Raises:
             UnknownWorkerError: if there is none.
         """
-        if isinstance(to, str):
-            found = self._by_name.get(to)
-        elif isinstance(to, int):
-            found = self._by_id.get(to)
-        elif hasattr(to, "id"):
-            found = self._by_id.get(to.id)
-        else:
-            raise UnknownWorkerError(f"a worker is a name, a rank or a WorkerInfo, not {to!r}")
+        found = self._find(to)
+        if self.look_up is not None and (found is None or found.id in self._former):
+            self.look_up()
+            found = self._find(to)
         if found is None:
             known = ", ".join(f"{r.name} ({r.id})" for r in sorted(self.all(), key=lambda r: r.id))
             raise UnknownWorkerError(
@@ -203,6 +230,24 @@ class Membership:
                 f"the workers are {known}"
             )
         return found
+
+    def _find(self, to: object) -> WorkerRecord | None:
+        if isinstance(to, str):
+            return self._by_name.get(to)
+        if isinstance(to, int):
+            return self._by_id.get(to)
+        if hasattr(to, "id"):
+            return self._by_id.get(to.id)
+        raise UnknownWorkerError(f"a worker is a name, a rank or a WorkerInfo, not {to!r}")
+
+    def find_former(self, worker_id: int) -> WorkerRecord | None:
+        """The worker of that id, whether or not it still takes part; None if it was never known."""
+        return self._by_id.get(worker_id)
+
+    def known(self) -> set[int]:
+        """The ids of all that were ever known."""
+        with self._lock:
+            return set(self._by_id)
 
     def name_of(self, worker_id: int) -> str:
         """The name of a worker, or its number where the name is not known."""
@@ -215,13 +260,18 @@ class Membership:
         now = None if before is None else self._by_name.get(before.name)
         return None if now is None or now.id == worker_id else now
 
-    def all(self) -> list[WorkerRecord]:
-        """All workers known."""
+    def everybody(self) -> list[WorkerRecord]:
+        """All workers that were ever known."""
         with self._lock:
             return list(self._by_id.values())
 
+    def all(self) -> list[WorkerRecord]:
+        """All workers that take part, as far as known."""
+        with self._lock:
+            return [record for number, record in self._by_id.items() if number not in self._former]
 
-def _read_all(store: Store, keys: list[str], seconds: float) -> list[bytes]:
+
+def read_all(store: Store, keys: list[str], seconds: float) -> list[bytes]:
     """The values of ``keys``, once they are there; waits up to ``seconds``."""
     patience = store.timeout
     store.set_timeout(seconds)

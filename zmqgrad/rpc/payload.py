@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Protocol
 import cloudpickle
 import torch
 
-from zmqgrad.errors import FunctionNotFoundError, PayloadError, ProtocolError
+from zmqgrad.errors import FunctionNotFoundError, PayloadError, PeerLostError, ProtocolError
 from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place
 from zmqgrad.wire.tensors import blob_bytes, describe, rebuild
 
@@ -329,7 +329,7 @@ def _pickle(value: Any, terms: Terms) -> Packed:
         for fork in pickler.forks:
             assert terms.references is not None
             terms.references.unfork(fork)
-        if not isinstance(e, Exception):
+        if not isinstance(e, Exception) or isinstance(e, PeerLostError):
             raise
         said = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
         raise PayloadError(f"cannot send {_shorten(value)}: {_name_culprit(value, terms)}{said}") from e

@@ -8,9 +8,11 @@ that gives up (over time, Ctrl-C) says so by CANCEL; one that dies has given up 
 from __future__ import annotations
 
 import math
+import threading
+from collections.abc import Sequence
 from contextvars import ContextVar, Token
 
-from zmqgrad.runtime.clock import Clock
+from zmqgrad.runtime.clock import Clock, Deadline
 from zmqgrad.transport.base import Inbound
 
 
@@ -45,6 +47,8 @@ class ServingTable:
         self._clock = clock
         # One dictionary operation at a time, or a walk over a copy: no lock needed.
         self._calls: dict[int, ServedCall] = {}
+        self._ended = threading.Condition()
+        self._awaited = False
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -65,6 +69,17 @@ class ServingTable:
     def end(self, served: ServedCall) -> None:
         """It has been answered, or will be by others."""
         self._calls.pop(served.message_id, None)
+        if self._awaited:
+            with self._ended:
+                self._ended.notify_all()
+
+    def wait_ended(self, calls: Sequence[ServedCall], deadline: Deadline) -> bool:
+        """Wait until all of ``calls`` have been answered; False if that does not come by ``deadline``."""
+        self._awaited = True
+        with self._ended:
+            return self._ended.wait_for(
+                lambda: not any(self._calls.get(c.message_id) is c for c in calls), deadline.left_or_none()
+            )
 
     def cancel(self, source: int, message_id: int) -> None:
         """Its caller waits no longer."""

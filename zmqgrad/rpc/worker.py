@@ -28,9 +28,10 @@ from zmqgrad.errors import (
 from zmqgrad.rpc.calls import CallTable, LaneOutcome, PendingCall
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
+from zmqgrad.rpc.events import Events
 from zmqgrad.rpc.functions import Later, run
 from zmqgrad.rpc.futures import Completer, RpcFuture
-from zmqgrad.rpc.membership import Membership, WorkerRecord
+from zmqgrad.rpc.membership import Membership, WorkerInfo, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, check_timeout
 from zmqgrad.rpc.payload import (
     PACKED_NOTHING,
@@ -106,9 +107,8 @@ class Worker:
         self.default_timeout = options.rpc_timeout
         self.lost: dict[int, str] = {}  # peers that are gone, and why that is believed
         self.silent: dict[int, float] = {}  # peers that do not answer heartbeats, and since when
-        self._completer = Completer(
-            lambda task: self.pool.submit(partial(self._act, task)), self.timekeeper.call_later
-        )
+        self._completer = Completer(self.submit, self.timekeeper.call_later)
+        self.events = Events(self.submit)
         self._next_check = math.inf  # when the timekeeper looks for calls that are over time
         self._check_lock = threading.Lock()
         self._closed = False
@@ -381,6 +381,9 @@ class Worker:
     def _on_message(self, inbound: Inbound) -> Task | None:
         """In the thread that reads; gives what is to be done in an engine thread."""
         kind: MessageType = inbound.envelope.type  # type: ignore[assignment]
+        if self.lost and inbound.envelope.source in self.lost:
+            self._refuse(inbound)
+            return None
         control = self.doors.control.get(kind)
         if control is not None:
             self._served += not kind & RESPONSE
@@ -399,6 +402,19 @@ class Worker:
             logger.warning("%s: nobody here answers %s", self.name, type(inbound.message).__name__)
             return None
         return partial(self._serve, handler, inbound, self.serving.begin(inbound))
+
+    def _refuse(self, inbound: Inbound) -> None:
+        """A message of a worker that is gone: one that was on its way, or of one that was only frozen."""
+        source = inbound.envelope.source
+        self._drop_unread(inbound)
+        if inbound.envelope.type & RESPONSE:
+            return
+        said = f"{self.name} takes no calls of {self.membership.name_of(source)} (worker {source})"
+        error = PeerLostError(f"{said}, which was given up: {self.lost[source]}; join anew")
+        try:
+            self._send_error(inbound, error)
+        except (TransportError, RpcError) as e:  # so it is dead indeed
+            logger.debug("%s: nobody to refuse: %s", self.name, e)
 
     def _serve(self, handler: RequestHandler, inbound: Inbound, served: ServedCall | None) -> None:
         """In an engine thread."""
@@ -442,6 +458,14 @@ class Worker:
         references = self.references.of(peer)
         for fork in packed.payload.forks:
             references.unfork(fork)
+
+    def submit(self, task: Task) -> None:
+        """Run ``task`` in an engine thread, which acts for this worker.
+
+        Raises:
+            ClosedError: if this worker was closed.
+        """
+        self.pool.submit(partial(self._act, task))
 
     def _act(self, task: Task) -> None:
         """In an engine thread: ``task``, whose user code may call."""
@@ -543,12 +567,19 @@ class Worker:
 
     def reply_error(self, inbound: Inbound, error: BaseException) -> None:
         """Answer ``inbound`` by an exception."""
+        source = inbound.envelope.source
+        if source in self.lost:
+            logger.debug("%s: worker %d died before it could be told of %r", self.name, source, error)
+            return
+        try:
+            self._send_error(inbound, error)
+        except (TransportError, RpcError) as e:
+            logger.warning("%s cannot tell worker %d of %r: %s", self.name, source, error, e)
+
+    def _send_error(self, inbound: Inbound, error: BaseException) -> None:
         reply = describe_exception(error, repr(self.membership.own.info))
         envelope = inbound.envelope
-        try:
-            self.mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.lane)
-        except (TransportError, RpcError) as e:
-            logger.warning("%s cannot tell worker %d of %r: %s", self.name, envelope.source, error, e)
+        self.mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.lane)
 
     # ---- deadlines --------------------------------------------------------------------------------------
 
@@ -600,17 +631,23 @@ class Worker:
 
     def lose(self, peer: int, why: str) -> None:
         """The process of ``peer`` has ended: nothing waits for it any longer (P2)."""
-        if self._closed or peer in self.lost:
+        if self._closed:
+            return
+        if peer in self.lost:
+            self.mailbox.forget(peer)  # it was told so, at most
             return
         self.lost[peer] = why
         self.silent.pop(peer, None)
         logger.info("%s: %s (worker %d) is gone: %s", self.name, self.membership.name_of(peer), peer, why)
         for call in self.calls.lose(peer):
             call.outcome.fail(self.loss_of(peer, call.describe()))
+        self.membership.depart(peer)
         self.serving.lose(peer)
         self.references.peer_lost(peer)
         for told in self.doors.peer_lost:
             told(peer, self.loss_of(peer, "a part of it"))
+        self.mailbox.forget(peer)  # else the socket would look for it for ever
+        self.events.lost(WorkerInfo(self.membership.name_of(peer), peer), why)
 
     def loss_of(self, peer: int, what: str) -> PeerLostError:
         """The error for ``what`` was asked of a peer that is gone."""

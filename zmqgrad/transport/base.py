@@ -129,6 +129,10 @@ class Mailbox(Protocol):
         """
         ...
 
+    def follow(self, peer: int) -> None:
+        """Feel the pulse of ``peer``, though nothing was sent to it yet."""
+        ...
+
     def forget(self, peer: int) -> None:
         """Drop the connection to ``peer``; the next message looks it up anew."""
         ...

@@ -310,13 +310,25 @@ class ZmqMailbox:
             socket.close(linger=0)
             raise TransportError(f"cannot connect to worker {peer} at {endpoint}: {e}") from e
         way.socket, way.endpoint = socket, endpoint
-        pulse = pulse_of(endpoint, known)
-        if self._watch is not None and peer != self.worker_id and pulse is not None:
-            self._watch.follow(peer, pulse)
+        self._feel(peer, endpoint, known)
         if endpoint.startswith("ipc:"):
             way.direct = Direct.open(endpoint)
         logger.debug("%s sends to worker %d at %s", self._name, peer, endpoint)
         return socket
+
+    def _feel(self, peer: int, endpoint: str, known: Sequence[str]) -> None:
+        pulse = pulse_of(endpoint, known)
+        if self._watch is not None and peer != self.worker_id and pulse is not None:
+            self._watch.follow(peer, pulse)
+
+    def follow(self, peer: int) -> None:
+        """Feel the pulse of ``peer``, though nothing was sent to it yet."""
+        known = self._resolve(peer)
+        try:
+            self._feel(peer, _best(known), known)
+        except UnknownPeerError as e:
+            if self._watch is not None:
+                self._lose(peer, str(e))
 
     def forget(self, peer: int) -> None:
         """Drop the way to ``peer``; what was queued for it is lost."""

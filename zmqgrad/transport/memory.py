@@ -323,6 +323,9 @@ class MemoryMailbox:
         except Exception:
             logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
 
+    def follow(self, peer: int) -> None:
+        """Nobody is ever lost here."""
+
     def forget(self, peer: int) -> None:
         """Look ``peer`` up anew at the next message."""
         self._ways.pop(peer, None)
