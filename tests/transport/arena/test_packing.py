@@ -1,0 +1,35 @@
+"""Where frames lie in their pieces."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.transport.arena.allocator import ALIGNMENT
+from zmqgrad.transport.arena.packing import LARGE, arrange
+
+sizes = st.lists(st.integers(0, 500) | st.integers(LARGE - 1, LARGE + 1), max_size=20)
+
+
+@given(sizes)
+def test_every_frame_has_a_place_of_its_own(sizes: list[int]) -> None:
+    pieces, windows = arrange(sizes)
+    assert [w.size for w in windows] == sizes
+    assert all(w.offset % ALIGNMENT == 0 for w in windows)
+    for number, size in enumerate(pieces):
+        inside = sorted((w.offset, w.offset + w.size) for w in windows if w.piece == number)
+        assert inside
+        assert inside[-1][1] <= size
+        assert all(one[1] <= two[0] for one, two in pairwise(inside))
+
+
+@given(sizes)
+def test_large_frames_are_alone_and_small_ones_together(sizes: list[int]) -> None:
+    pieces, windows = arrange(sizes)
+    large = [w for w in windows if w.size >= LARGE]
+    assert all(w.offset == 0 and pieces[w.piece] == w.size for w in large)
+    assert len({w.piece for w in large}) == len(large)
+    assert len({w.piece for w in windows if w.size < LARGE}) <= 1
+    assert len(pieces) == len({w.piece for w in windows})
