@@ -243,6 +243,9 @@ class Exchange:
         self._borrowings.close()
         if self._lender is not None:
             self._lender.close()
+        with self._lock:
+            self._borrowers.clear()  # their loans keep the segments
+            self._offers.clear()
 
     def statistics(self) -> dict[str, Any]:
         """Use of the arena, fallbacks by their reason, and who refused why."""

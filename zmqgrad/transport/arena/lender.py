@@ -179,7 +179,7 @@ class Lender:
                 self._closed = True
                 for segment in self._segments:
                     segment.close()
-                self._segments = []
+                self._segments, self._departed = [], []
 
     def statistics(self) -> dict[str, int]:
         """The limit, segments and their memory, blocks and bytes that are lent, strange releases."""
