@@ -43,14 +43,13 @@ def trio() -> Iterator[Cluster]:
 
 def assert_nothing_left(c: Cluster) -> None:
     """In the end no worker keeps a value for another, or a reference."""
-    nothing = {"owner_rrefs": 0, "forks": 0, "user_rrefs": 0}
     deadline = Deadline.after(10)
     tick = threading.Event()
     while True:
         gc.collect()
         for worker in c.workers:
             worker.references.sweep()
-        left = {w.name: s for w in c.workers if (s := w.references.statistics()) != nothing}
+        left = {w.name: s for w in c.workers if any((s := w.references.statistics()).values())}
         if not left or deadline.passed():
             break
         tick.wait(0.002)  # nobody is told when the last acknowledgement has been handled
@@ -303,7 +302,7 @@ def test_references_of_a_worker_that_is_lost(trio: Cluster) -> None:
     for worker in (trio.workers[0], trio.workers[2]):
         worker.references.peer_lost(1)
     lost.doors.extensions.clear()
-    assert trio.workers[0].references.statistics() == {"owner_rrefs": 0, "forks": 0, "user_rrefs": 0}
+    assert not any(trio.workers[0].references.statistics().values())
 
 
 def test_a_reference_that_came_and_went_before_its_value_is_made(trio: Cluster) -> None:
