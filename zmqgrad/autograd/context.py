@@ -18,7 +18,7 @@ from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.engine import Pass
+    from zmqgrad.autograd.local_pass import LocalPass
 
 REMEMBERED = 10_000
 """How many released contexts are remembered, so that a late message does not bring one back."""
@@ -35,7 +35,7 @@ class Context:
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._storages: set[int] = set()  # addresses of the gradients' memory
         self.pass_lock = threading.Lock()  # guards passes
-        self.passes: dict[int, Pass] = {}
+        self.passes: dict[int, LocalPass] = {}
 
     def know(self, peer: int) -> None:
         """``peer`` takes part; it will be told of the end."""

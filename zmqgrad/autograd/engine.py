@@ -1,4 +1,4 @@
-"""Backward passes on one worker: plans, carried out on torch's own C++ engine.
+"""Local graphs whose entries meet: plans, carried out on torch's own C++ engine.
 
 A run of a group is one call of ``torch.autograd.grad`` from its incoming edges to its outgoing ones: it
 stops at the border and hands back the partial sums. What comes out at a leaf is added to the context; what
@@ -7,74 +7,50 @@ comes out at a recv goes on to the worker that it came from.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, Send
-from zmqgrad.autograd.hooks import any_registered, has_hooks, run_post_accumulate_hooks
+from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote
+from zmqgrad.autograd.hooks import any_registered, has_hooks
+from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
+from zmqgrad.autograd.routes import RoutedPass, find_routes
 from zmqgrad.autograd.single import Gradient, outputs_of, run_engine, run_node
-from zmqgrad.errors import AutogradError
-from zmqgrad.wire.ids import show_id
-from zmqgrad.wire.messages import Reach, Waiting
-
-SendOn = Callable[[RecvNote, Sequence[Gradient]], None]
-"""Sends the gradients of a recv to its send."""
+from zmqgrad.wire.messages import Waiting
 
 
-class Pass:
-    """One backward pass on one worker: the plan of its local graph, and gradients that wait at edges."""
+def make_pass(
+    context: Context, worker: int, retain_graph: bool, roots: Sequence[torch.Tensor] = ()
+) -> LocalPass:
+    """The part of ``worker`` in a backward pass of ``context``; ``roots`` if they are here."""
+    entries = Entries(roots, context.sends())
+    hooks = any_registered()
+    routes = find_routes(entries, hooks)
+    if routes is None:
+        return PlannedPass(context, worker, retain_graph, entries, hooks)
+    return RoutedPass(context, worker, retain_graph, entries, routes, hooks)
+
+
+class PlannedPass(LocalPass):
+    """A pass with the plan of its local graph, and gradients that wait at edges."""
 
     def __init__(
-        self, context: Context, worker: int, retain_graph: bool, roots: Sequence[torch.Tensor] = ()
+        self, context: Context, worker: int, retain_graph: bool, entries: Entries, hooks: bool
     ) -> None:
-        self.context = context
-        self.retain_graph = retain_graph
-        self._worker = worker
-        self._lock = threading.Lock()  # guards the plan, the gradients and the tick
+        super().__init__(context, worker, retain_graph, entries)
+        self._hooks = hooks
         self._tick = 0
-        self._sends = context.sends()
-        self._entry_of = {send.autograd_id: i + 1 for i, send in enumerate(self._sends)}
-        starts = [[torch.autograd.graph.get_gradient_edge(r) for r in roots]]
-        starts += [list(send.edges) for send in self._sends]
-        self._hooks = any_registered()
-        walked = _Walk(starts, self._hooks)
+        walked = _Walk(entries, hooks)
         self._nodes = walked.nodes
         self._numbers = walked.numbers
         self._graph = walked.graph
         self.plan = Plan(walked.graph, walked.entries)
         self._gradients: dict[Edge, torch.Tensor] = {}
         self._dropped_by: set[int] = set()  # requests
-
-    def start(self, gradients: Sequence[torch.Tensor], send_on: SendOn) -> None:
-        """Enter at the roots. Runs what becomes ready in the calling thread."""
-        self._enter(0, gradients, send_on)
-
-    def arrive(self, autograd_id: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
-        """Enter at a send. Runs what becomes ready in the calling thread.
-
-        False if these gradients have come before: nothing is done.
-
-        Raises:
-            AutogradError: if there is no such send, or its gradients do not fit it.
-        """
-        entry = self._entry_of.get(autograd_id)
-        if entry is None:
-            raise AutogradError(
-                f"context {show_id(self.context.id)} has no send {show_id(autograd_id)} on worker "
-                f"{self._worker}: gradients came for tensors that were never sent"
-            )
-        if len(gradients) != len(self.plan.entries[entry]):
-            raise AutogradError(
-                f"{len(gradients)} gradients came for the {len(self.plan.entries[entry])} tensors of send "
-                f"{show_id(autograd_id)}"
-            )
-        return self._enter(entry, gradients, send_on)
 
     def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
         with self._lock:
@@ -88,10 +64,7 @@ class Pass:
         return True
 
     def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
-        """Nothing will arrive for ``sends``. Runs what becomes ready in the calling thread.
-
-        False if ``request`` has come before: nothing is done.
-        """
+        """As :meth:`LocalPass.drop` says."""
         with self._lock:
             if request in self._dropped_by:
                 return False
@@ -140,12 +113,6 @@ class Pass:
                     self._add(edge, gradient)
         return [(self._nodes[recv].note, gradients) for recv, gradients in at_recv.items()]
 
-    def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The whole gradient of a leaf with hooks; those before have run."""
-        gradient = self.context.accumulate(leaf, gradient)
-        if leaf._post_accumulate_grad_hooks:
-            self.context.replace(leaf, run_post_accumulate_hooks(leaf, gradient))
-
     def _differentiate(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
         """From gradients at the group's incoming edges to those at its outgoing ones, on torch's engine."""
         if self._graph.leaves.issuperset(node for node, _ in group.incoming):
@@ -191,42 +158,25 @@ class Pass:
         with self._lock:
             return Waiting(self._worker, self._tick, self.plan.waits())
 
-    def reach(self, starts_here: bool) -> Reach:
-        """What leads where. ``starts_here``: the roots are here, whether or not they have been entered."""
+    def _ahead(self) -> tuple[int, list[tuple[int, list[Any]]]]:
         with self._lock:
-            arrived = self.plan.arrived | starts_here
-            ahead = self.plan.ahead()
-        size = len(self._sends) // 8 + 1
-        groups = []
+            arrived, ahead = self.plan.arrived, self.plan.ahead()
+        found = []
         for group in ahead:
-            notes = [
-                node.note for node in map(self._nodes.__getitem__, group.ends) if type(node) is RECV_NODE
-            ]
-            mask = group.entries.to_bytes(size, "little")
-            groups.append((mask, tuple((note.autograd_id, note.peer) for note in notes)))
-        return Reach(
-            self._worker,
-            tuple((send.autograd_id, send.peer, send.describe()) for send in self._sends),
-            arrived.to_bytes(size, "little"),
-            tuple(groups),
-        )
+            ends = [self._nodes[end] for end in group.ends]
+            found.append((group.entries, [end for end in ends if type(end) is RECV_NODE]))
+        return arrived, found
 
     def describe(self) -> str:
         """The plan as text."""
         with self._lock:
             return self.plan.describe(self._entry_name)
 
-    def _entry_name(self, entry: int) -> str:
-        if not entry:
-            return "roots"
-        send: Send = self._sends[entry - 1]
-        return f"send {show_id(send.autograd_id)} to worker {send.peer} ({send.describe()})"
-
 
 class _Walk:
     """The part of torch's graph that is reached from some edges, with its nodes numbered."""
 
-    def __init__(self, starts: Sequence[Sequence[GradientEdge]], hooks: bool) -> None:
+    def __init__(self, entries: Entries, hooks: bool) -> None:
         self.nodes: list[Any] = []
         numbers: dict[Any, int] = {}
         self.numbers = numbers
@@ -243,7 +193,7 @@ class _Walk:
                 following.append([])
             return found
 
-        self.entries = [[(number(e.node), e.output_nr) for e in edges] for edges in starts]
+        self.entries = [[(number(e.node), e.output_nr) for e in edges] for edges in entries.starts]
         at = 0
         while at < len(nodes):
             node = nodes[at]

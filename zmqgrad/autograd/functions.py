@@ -17,10 +17,9 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -28,8 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from zmqgrad.errors import AutogradError
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(NamedTuple):
     """Tensors that went to ``peer`` in message ``autograd_id``.
 
     For people: ``what`` names the call, ``file`` and ``line`` say where the program made it; answers have
@@ -51,7 +49,13 @@ class Send:
 
 def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str) -> Send:
     """The send of those ``tensors`` (all of which require grad), made by the line that the program is at."""
-    return Send(autograd_id, peer, tuple(get_gradient_edge(t) for t in tensors), what, *_line_of_program())
+    return Send(autograd_id, peer, tuple(map(edge_of, tensors)), what, *_line_of_program())
+
+
+def edge_of(tensor: torch.Tensor) -> GradientEdge:
+    """Where the gradient of ``tensor`` enters the graph."""
+    node = tensor.grad_fn
+    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
 
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep
@@ -67,8 +71,7 @@ def _line_of_program() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-@dataclass(frozen=True, slots=True)
-class RecvNote:
+class RecvNote(NamedTuple):
     """Where the gradients of a recv go: to the send ``autograd_id`` of ``peer``."""
 
     context_id: int
@@ -114,12 +117,19 @@ LEAF_NODE: Any = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_f
 """The class of the nodes that stand for leaves (AccumulateGrad); they have a ``variable``."""
 
 
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""What makes the outputs of a recv require grad. Nothing ever flows to it."""
+
+
 def attach_recv(note: RecvNote, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     """``tensors`` as outputs of a recv where they require grad; the others as they are."""
     wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
     box = _Box([tensors[i].detach() for i in wanted], note)
-    with torch.enable_grad():
-        outputs = Recv.apply(box, torch.empty(0, requires_grad=True))  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():
+        outputs = Recv.apply(box, _ANCHOR)  # type: ignore[no-untyped-call]
+    else:
+        with torch.enable_grad():
+            outputs = Recv.apply(box, _ANCHOR)  # type: ignore[no-untyped-call]
     received = list(tensors)
     for i, output in zip(wanted, outputs, strict=True):
         received[i] = output

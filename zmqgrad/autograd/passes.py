@@ -20,8 +20,9 @@ import torch
 
 from zmqgrad.autograd.context import Context, Contexts
 from zmqgrad.autograd.discovery import Discovery
-from zmqgrad.autograd.engine import Pass
+from zmqgrad.autograd.engine import make_pass
 from zmqgrad.autograd.functions import RecvNote
+from zmqgrad.autograd.local_pass import LocalPass
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.autograd.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcError, RpcTimeoutError, TransportError
@@ -79,7 +80,7 @@ class Passes:
         tally = self._tallies[pass_id] = Tally(self._worker.id)
         try:
             with context.pass_lock:
-                work = context.passes[pass_id] = Pass(context, self._worker.id, retain_graph, roots)
+                work = context.passes[pass_id] = make_pass(context, self._worker.id, retain_graph, roots)
             if mode == "smart":
                 self._drop(self._discover({self._worker.id}, work, pass_id), tally, work, pass_id)
             request = _Request(self, work, pass_id, ROOTS, self._worker.id)
@@ -117,7 +118,7 @@ class Passes:
         if error is not None:
             raise error
 
-    def _discover(self, workers: set[int], work: Pass, pass_id: int) -> Discovery:
+    def _discover(self, workers: set[int], work: LocalPass, pass_id: int) -> Discovery:
         """Find out what may still arrive, beginning with ``workers``."""
         discovery = Discovery(workers)
         message = DiscoverAutogradReq(work.context.id, pass_id, work.retain_graph)
@@ -141,7 +142,7 @@ class Passes:
         assert isinstance(message, DiscoverAutogradResp)
         return message.reach
 
-    def _drop(self, discovery: Discovery, tally: Tally, work: Pass, pass_id: int) -> None:
+    def _drop(self, discovery: Discovery, tally: Tally, work: LocalPass, pass_id: int) -> None:
         """Have all workers go on without what will never arrive."""
         never = {
             worker: tuple(number for number, _, _ in sends) for worker, sends in discovery.never().items()
@@ -223,11 +224,11 @@ class Passes:
         request = _Request(self, work, message.pass_id, message.request, message.root)
         request.carry_out(lambda: work.drop(message.request, message.sends, request.send_on))
 
-    def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> Pass:
+    def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> LocalPass:
         with context.pass_lock:
             work = context.passes.get(pass_id)
             if work is None:
-                work = context.passes[pass_id] = Pass(context, self._worker.id, retain_graph)
+                work = context.passes[pass_id] = make_pass(context, self._worker.id, retain_graph)
             return work
 
     def _refuse(self, root: int, pass_id: int, request: int, error: Exception) -> None:
@@ -273,7 +274,7 @@ class Passes:
 class _Request:
     """One request of a pass, while this worker handles it: what it sets off, and the report at its end."""
 
-    def __init__(self, passes: Passes, work: Pass, pass_id: int, autograd_id: int, root: int) -> None:
+    def __init__(self, passes: Passes, work: LocalPass, pass_id: int, autograd_id: int, root: int) -> None:
         self._passes = passes
         self._work = work
         self._pass_id = pass_id

@@ -44,7 +44,9 @@ def run_engine(
     return found
 
 
-_engine: Callable[..., Any] | None = getattr(torch.autograd.graph, "_engine_run_backward", None)
+_engine: Callable[..., Any] | None = getattr(
+    getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
+)
 
 
 def run_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool = False) -> list[Gradient]:

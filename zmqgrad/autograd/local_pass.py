@@ -1,0 +1,127 @@
+"""One backward pass on one worker: gradients enter at the roots and at sends, and leave at leaves and recvs.
+
+What lies between is for two classes to say: :mod:`~zmqgrad.autograd.routes` where no two entries meet, which
+is most graphs, and :mod:`~zmqgrad.autograd.engine` where they do.
+"""
+
+from __future__ import annotations
+
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.functions import RecvNote, Send, edge_of
+from zmqgrad.autograd.hooks import run_post_accumulate_hooks
+from zmqgrad.autograd.single import Gradient
+from zmqgrad.errors import AutogradError
+from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.messages import Reach, Waiting
+
+SendOn = Callable[[RecvNote, Sequence[Gradient]], None]
+"""Sends the gradients of a recv to its send."""
+
+
+class Entries:
+    """Where gradients enter: at the roots, then at each of the sends."""
+
+    __slots__ = ("sends", "starts")
+
+    def __init__(self, roots: Sequence[torch.Tensor], sends: list[Send]) -> None:
+        self.sends = sends
+        self.starts: list[Sequence[GradientEdge]] = [list(map(edge_of, roots))]
+        self.starts += [send.edges for send in sends]
+
+
+class LocalPass(ABC):
+    """One backward pass on one worker. Entry 0 are the roots, entry i + 1 is send i."""
+
+    def __init__(self, context: Context, worker: int, retain_graph: bool, entries: Entries) -> None:
+        self.context = context
+        self.retain_graph = retain_graph
+        self._worker = worker
+        self._lock = threading.Lock()  # guards what has arrived, and the gradients that wait
+        self._starts = entries.starts
+        self._sends = entries.sends
+        self._entry_of = {send.autograd_id: i + 1 for i, send in enumerate(self._sends)}
+
+    def start(self, gradients: Sequence[torch.Tensor], send_on: SendOn) -> None:
+        """Enter at the roots. Runs what becomes ready in the calling thread."""
+        self._enter(0, gradients, send_on)
+
+    def arrive(self, autograd_id: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
+        """Enter at a send. Runs what becomes ready in the calling thread.
+
+        False if these gradients have come before: nothing is done.
+
+        Raises:
+            AutogradError: if there is no such send, or its gradients do not fit it.
+        """
+        entry = self._entry_of.get(autograd_id)
+        if entry is None:
+            raise AutogradError(
+                f"context {show_id(self.context.id)} has no send {show_id(autograd_id)} on worker "
+                f"{self._worker}: gradients came for tensors that were never sent"
+            )
+        if len(gradients) != len(self._starts[entry]):
+            raise AutogradError(
+                f"{len(gradients)} gradients came for the {len(self._starts[entry])} tensors of send "
+                f"{show_id(autograd_id)}"
+            )
+        return self._enter(entry, gradients, send_on)
+
+    @abstractmethod
+    def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
+        """The gradients of an entry are there. False if they were before."""
+
+    @abstractmethod
+    def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
+        """Nothing will arrive for ``sends``. Runs what becomes ready in the calling thread.
+
+        False if ``request`` has come before: nothing is done.
+        """
+
+    @abstractmethod
+    def waiting(self) -> Waiting:
+        """Does anything wait that has been reached?"""
+
+    @abstractmethod
+    def _ahead(self) -> tuple[int, list[tuple[int, list[Any]]]]:
+        """What has arrived, and for each group that has not run its entries and its recvs."""
+
+    @abstractmethod
+    def describe(self) -> str:
+        """Entries and groups as text: who waits for what."""
+
+    def reach(self, starts_here: bool) -> Reach:
+        """What leads where. ``starts_here``: the roots are here, whether or not they have been entered."""
+        arrived, ahead = self._ahead()
+        size = len(self._sends) // 8 + 1
+        return Reach(
+            self._worker,
+            tuple((send.autograd_id, send.peer, send.describe()) for send in self._sends),
+            (arrived | starts_here).to_bytes(size, "little"),
+            tuple(
+                (entries.to_bytes(size, "little"), tuple((r.note.autograd_id, r.note.peer) for r in recvs))
+                for entries, recvs in ahead
+            ),
+        )
+
+    def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        """The whole gradient of a leaf with hooks; those of the tensor have run."""
+        gradient = self.context.accumulate(leaf, gradient)
+        if leaf._post_accumulate_grad_hooks:
+            self.context.replace(leaf, run_post_accumulate_hooks(leaf, gradient))
+
+    def _entry_name(self, entry: int) -> str:
+        if not entry:
+            return "roots"
+        send = self._sends[entry - 1]
+        return f"send {show_id(send.autograd_id)} to worker {send.peer} ({send.describe()})"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of context {show_id(self.context.id)}: {self.describe()}>"

@@ -1,0 +1,142 @@
+"""Graphs in which no two entries meet: each has a route of its own, and needs to wait for no other.
+
+That is so in most pipelines, and wherever a tensor goes one way. A route is one call of torch's engine, from
+the entry to the leaves and recvs that it leads to, and finding it is a walk and nothing else. Leaves may be
+shared: they collect.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE
+from zmqgrad.autograd.hooks import has_hooks
+from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
+from zmqgrad.autograd.single import Gradient, run_engine
+from zmqgrad.wire.messages import Waiting
+
+
+class Route:
+    """Where one entry leads: edges at leaves and recvs, and the recvs."""
+
+    __slots__ = ("ends", "recvs", "ways")
+
+    def __init__(self, ends: dict[tuple[Any, int], None], recvs: list[Any], ways: bool) -> None:
+        self.ends = tuple(GradientEdge(*end) for end in ends)
+        self.recvs = recvs
+        self.ways = ways
+        """Is there any node on the way, or are all tensors of the entry plain leaves?"""
+
+
+def find_routes(entries: Entries, hooks: bool) -> list[Route] | None:
+    """The route of each entry; None if two of them meet. ``hooks``: leaves may have some."""
+    owner: dict[Any, int] = {}
+    routes = []
+    for number, edges in enumerate(entries.starts):
+        ends: dict[tuple[Any, int], None] = {}
+        recvs: list[Any] = []
+        mine = len(owner)
+        todo: list[Any] = list(edges)
+        while todo:
+            edge = todo.pop()
+            node = edge[0]
+            kind = type(node)
+            if kind is LEAF_NODE:
+                ends[node, 0] = None
+                if not (hooks and has_hooks(node.variable)):
+                    continue
+            elif kind is RECV_NODE:
+                ends[node, edge[1]] = None
+            before = owner.setdefault(node, number)
+            if before != number:
+                return None
+            if len(owner) == mine:
+                continue
+            mine += 1
+            if kind is RECV_NODE:
+                recvs.append(node)
+            elif kind is not LEAF_NODE:
+                todo += [e for e in node.next_functions if e[0] is not None]
+        routes.append(Route(ends, recvs, any(type(e.node) is not LEAF_NODE for e in edges)))
+    return routes
+
+
+class RoutedPass(LocalPass):
+    """A pass in which no two entries meet."""
+
+    def __init__(
+        self,
+        context: Context,
+        worker: int,
+        retain_graph: bool,
+        entries: Entries,
+        routes: list[Route],
+        hooks: bool,
+    ) -> None:
+        super().__init__(context, worker, retain_graph, entries)
+        self._routes = routes
+        self._hooks = hooks
+        self._arrived = 0
+
+    def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
+        with self._lock:
+            if self._arrived >> entry & 1:
+                return False
+            self._arrived |= 1 << entry
+        flowing: dict[GradientEdge, torch.Tensor] = {}
+        for edge, gradient in zip(self._starts[entry], gradients, strict=True):
+            if gradient is not None:
+                present = flowing.get(edge)
+                flowing[edge] = gradient if present is None else present + gradient
+        route = self._routes[entry]
+        at_recv: dict[Any, list[Gradient]] = {recv: [None] * recv.note.outputs for recv in route.recvs}
+        for edge, gradient in self._run(route, flowing):
+            node = edge.node
+            if node in at_recv:
+                at_recv[node][edge.output_nr] = gradient
+            elif gradient is not None:
+                self._collect(node.variable, gradient)
+        for recv, complete in at_recv.items():
+            send_on(recv.note, complete)
+        return True
+
+    def _run(self, route: Route, flowing: dict[GradientEdge, torch.Tensor]) -> Iterable[tuple[Any, Gradient]]:
+        """What comes out at the ends of ``route``."""
+        if not flowing:
+            return ()
+        if not route.ways and not self._hooks:
+            return flowing.items()
+        found = run_engine(tuple(flowing), tuple(flowing.values()), route.ends, self.retain_graph)
+        return zip(route.ends, found, strict=True)
+
+    def _collect(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+        if self._hooks:
+            self._accumulate(leaf, gradient)
+        else:
+            self.context.accumulate(leaf, gradient)
+
+    def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
+        """Nothing waits for another entry here, so nothing becomes ready."""
+        return True
+
+    def waiting(self) -> Waiting:
+        """Nothing does."""
+        return Waiting(self._worker, 0)
+
+    def _ahead(self) -> tuple[int, list[tuple[int, list[Any]]]]:
+        arrived = self._arrived
+        ahead = [(1 << i, r.recvs) for i, r in enumerate(self._routes) if not arrived >> i & 1 and r.recvs]
+        return arrived, ahead
+
+    def describe(self) -> str:
+        """Entries, whether they have arrived, and where they lead."""
+        lines = [f"{len(self._routes)} entries that do not meet"]
+        for i, route in enumerate(self._routes):
+            state = "arrived" if self._arrived >> i & 1 else "expected"
+            lines.append(f"  entry {self._entry_name(i)}: {state}; to {len(route.ends)} ends")
+        return "\n".join(lines)
