@@ -112,6 +112,10 @@ def _collect(connections: dict[Connection, int], deadline: float, hear: Hear) ->
     return results
 
 
+def _say_nothing(*args: object, **kwargs: object) -> None:
+    pass
+
+
 def _child(
     rank: int,
     count: int,
@@ -123,7 +127,9 @@ def _child(
     kwargs: dict[str, Any],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the starter, which ends us
-    warnings.simplefilter("ignore")  # torch warns that its RPC is no longer developed
+    warnings.showwarning = (
+        _say_nothing  # torch's RPC and its optimizer warn of themselves, whatever the filters
+    )
     os.environ.update(environ, RANK=str(rank), WORLD_SIZE=str(count), TORCH_CPP_LOG_LEVEL="ERROR")
     try:
         result = function(Place(rank, count, barrier, connection), *args, **kwargs)

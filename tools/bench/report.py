@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from tools.bench.plan import Row
 from tools.bench.results import LIMIT, Results
 from tools.bench.sides import OURS, TORCH
+
+FILE_WIDTH = 120
+"""Columns, where the output is no terminal and so has no width of its own."""
 
 UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 COLUMNS = ("", OURS, TORCH, "ratio", LIMIT, "x limit", "what")
@@ -25,12 +29,12 @@ def print_table(results: Results) -> None:
         return
     table = Table(box=None, header_style="bold", padding=(0, 1))
     for n, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if n in (0, len(COLUMNS) - 1) else "right", no_wrap=n < 6)
+        table.add_column(column, justify="left" if n in (0, len(COLUMNS) - 1) else "right", no_wrap=True)
     for row, cells in zip(results.rows, lines, strict=True):
         ratio = results.ratio(row)
         colour = "" if ratio is None else "[green]" if ratio <= 1 else "[red]"
         table.add_row(*cells[:3], colour + cells[3], *cells[4:6], f"[dim]{cells[6]}")
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else FILE_WIDTH).print(table)
 
 
 def _cells(results: Results, row: Row) -> tuple[str, ...]:
