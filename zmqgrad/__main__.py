@@ -25,6 +25,7 @@ class Command(Protocol):
 
 
 _COMMANDS = {
+    "doctor": "Tell whether this host is fit to run workers, and what would be chosen.",
     "run": "Start a script as several workers on this host.",
     "store": "Serve a key-value store.",
 }

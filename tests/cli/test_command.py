@@ -31,7 +31,7 @@ def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> N
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("rnu", "did you mean 'run'?"), ("frobnicate", "there is: run, store")]
+    ("word", "hint"), [("rnu", "did you mean 'run'?"), ("frobnicate", "there is: doctor, run, store")]
 )
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -32,7 +31,7 @@ from zmqgrad.rpc.rref import RRef, call_remote
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import PrefixStore, Store, TCPStore
-from zmqgrad.transport.exposure import check_exposure, is_loopback
+from zmqgrad.transport.exposure import check_exposure, facing_address
 from zmqgrad.transport.mailbox import ZmqMailbox
 
 logger = logging.getLogger(__name__)
@@ -132,12 +131,7 @@ def _listening_host(store: Store) -> str:
     """The address of this host that others reach it by: the one that faces the store's host."""
     beneath = getattr(store, "underlying_store", store)
     host, port = getattr(beneath, "host", "127.0.0.1"), getattr(beneath, "port", 0)
-    if is_loopback(host):
-        return "127.0.0.1"
-    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
-    with socket.socket(family, kind) as probe:
-        probe.connect(address)  # of a datagram socket: chooses a route, sends nothing
-        facing: str = probe.getsockname()[0]
+    facing = facing_address(host, port)
     check_exposure(f"tcp://{facing}:0")
     return facing
 

@@ -7,6 +7,7 @@ check below asks for one of the two.
 from __future__ import annotations
 
 import ipaddress
+import socket
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
@@ -20,6 +21,21 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def facing_address(host: str, port: int) -> str:
+    """The address of this machine by which one that reaches ``host`` is reached.
+
+    Raises:
+        OSError: if ``host`` has no address, or no route leads there.
+    """
+    if is_loopback(host):
+        return "127.0.0.1"
+    family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, kind) as probe:
+        probe.connect(address)  # of a datagram socket: chooses a route, sends nothing
+        facing: str = probe.getsockname()[0]
+        return facing
 
 
 def check_exposure(address: str) -> None:

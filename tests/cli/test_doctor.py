@@ -1,0 +1,136 @@
+"""``zmqgrad doctor``: what it finds, how it shows that, and with which code it ends."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from zmqgrad.__main__ import main
+from zmqgrad.cli import checks
+from zmqgrad.cli.checks import Check, State, all_checks
+from zmqgrad.cli.doctor import table
+from zmqgrad.transport import about
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "MASTER_ADDR",
+        "MASTER_PORT",
+        "RANK",
+        "WORLD_SIZE",
+        "ZMQGRAD_SECRET",
+        "ZMQGRAD_ALLOW_INSECURE",
+    ):
+        monkeypatch.delenv(name, raising=False)
+
+
+def found(name: str) -> Check:
+    """How that check came out."""
+    return next(check for check in all_checks(self_test=False) if check.name == name)
+
+
+def test_a_fit_host(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--no-self-test"]) == 0
+    out = capsys.readouterr().out
+    assert "workers can run here" in out
+    for name in (
+        "versions",
+        "packages",
+        "libsodium",
+        "ipc",
+        "memfd",
+        "interfaces",
+        "address",
+        "port",
+        "secret",
+    ):
+        assert re.search(rf"^ *(ok|--|WARN) +{name} ", out, re.MULTILINE), out
+
+
+def test_an_unfit_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def version(name: str) -> str:
+        if name == "msgspec":
+            raise importlib.metadata.PackageNotFoundError(name)
+        return "1"
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert main(["doctor", "--no-self-test"]) == 1
+    out = capsys.readouterr().out
+    assert " BAD  packages    missing: msgspec\n" in out
+    assert "-> pip install msgspec\n" in out
+    assert "workers cannot run well here: see packages" in out
+
+
+def test_what_the_system_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(about, "arena_problem", lambda: "no memfd")
+    monkeypatch.setattr(about, "ipc_problem", lambda: "no ipc")
+    monkeypatch.setattr(about, "has_curve", lambda: False)
+    assert [found(name).state for name in ("memfd", "ipc", "libsodium")] == [State.WARNING] * 3
+
+
+@pytest.fixture
+def taken() -> Iterator[int]:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        s.listen()
+        yield s.getsockname()[1]
+
+
+def test_the_variables_of_a_launcher(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(taken))
+    assert found("address") == Check("address", State.OK, "127.0.0.1 (faces MASTER_ADDR 127.0.0.1)")
+    assert found("port").state is State.WARNING
+    assert str(taken) in found("port").found
+    monkeypatch.setenv("MASTER_PORT", "many")
+    assert found("port").state is State.BAD
+    assert "MASTER_PORT" in found("port").found
+    monkeypatch.setenv("MASTER_PORT", "0")
+    monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
+    assert found("address").state is State.BAD
+
+
+def test_an_address_that_others_reach_is_refused_while_nothing_protects_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MASTER_ADDR", "198.51.100.7")  # of documentation: nobody has it
+    monkeypatch.setattr(checks, "facing_address", lambda host, port: "203.0.113.5")
+    check = found("address")
+    assert check.state is State.BAD
+    assert "ZMQGRAD_ALLOW_INSECURE" in check.advice
+    monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
+    assert found("address") == Check("address", State.OK, "203.0.113.5 (faces MASTER_ADDR 198.51.100.7)")
+
+
+def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checks.resource, "getrlimit", lambda which: (256, 4096))
+    assert found("limits") == Check("limits", State.WARNING, "256 open files allowed", "ulimit -n 4096")
+
+
+def test_the_table_is_aligned() -> None:
+    shown = table([Check("a", State.OK, "one"), Check("longer", State.BAD, "two", "do this")])
+    assert shown == "  ok  a       one\n BAD  longer  two\n              -> do this\n"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_workers_are_tried() -> None:
+    check = all_checks()[-1]
+    assert check.name == "self-test"
+    assert check.state is State.OK, check.found
+    assert re.search(r"\d+ us an empty call, [\d.]+ ms for 64 MB there and back by", check.found)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
+    monkeypatch.setattr(checks.sys, "executable", "/bin/false")
+    check = all_checks()[-1]
+    assert check.state is State.BAD
+    assert "worker 0 failed" in check.found

@@ -1,0 +1,202 @@
+"""What ``zmqgrad doctor`` looks at. Each check looks at one thing and says what it found."""
+
+from __future__ import annotations
+
+import enum
+import importlib.metadata
+import json
+import platform
+import resource
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+from zmqgrad import __version__, environment
+from zmqgrad.cli.run import usable_port, worker_environments
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.transport import about
+from zmqgrad.transport.exposure import check_exposure, facing_address
+
+SELF_TEST_SECONDS = 120.0
+"""How long the two workers of the self-test may take, with loading torch."""
+
+FEW_FILES = 1024
+"""With fewer open files allowed, a group of some dozen workers may not fit."""
+
+
+class State(enum.Enum):
+    """How a check came out. A NOTE is of no weight; a BAD one keeps workers from running."""
+
+    OK = enum.auto()
+    NOTE = enum.auto()
+    WARNING = enum.auto()
+    BAD = enum.auto()
+
+
+class Check(NamedTuple):
+    """What was looked at, how it came out, what was found, and what to do about it."""
+
+    name: str
+    state: State
+    found: str
+    advice: str = ""
+
+
+def all_checks(self_test: bool = True) -> list[Check]:
+    """All of them, in the order to be read."""
+    checks = [look() for look in _LOOKS]
+    if self_test:
+        checks.append(_self_test())
+    return checks
+
+
+def _versions() -> Check:
+    found = [f"zmqgrad {__version__}", f"Python {platform.python_version()}", platform.platform(terse=True)]
+    return Check("versions", State.OK, ", ".join(found))
+
+
+def _packages() -> Check:
+    found, absent = [f"libzmq {about.libzmq_version()}"], []
+    for name in ("torch", "pyzmq", "msgspec", "cloudpickle"):
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            absent.append(name)
+    if absent:
+        return Check(
+            "packages", State.BAD, f"missing: {', '.join(absent)}", f"pip install {' '.join(absent)}"
+        )
+    return Check("packages", State.OK, ", ".join(found))
+
+
+def _encryption() -> Check:
+    if about.has_curve():
+        return Check("libsodium", State.OK, "libzmq can encrypt (CURVE)")
+    return Check(
+        "libsodium",
+        State.WARNING,
+        "libzmq was built without CURVE: nothing can be encrypted",
+        "install pyzmq from a wheel, which brings libsodium",
+    )
+
+
+def _ipc() -> Check:
+    problem = about.ipc_problem()
+    if problem:
+        return Check("ipc", State.WARNING, f"not usable ({problem}): workers of this host will meet by tcp")
+    return Check("ipc", State.OK, "chosen between workers of this host")
+
+
+def _shared_memory() -> Check:
+    problem = about.arena_problem()
+    if problem:
+        return Check(
+            "memfd", State.WARNING, f"{problem}: large tensors go through sockets, many times slower"
+        )
+    return Check("memfd", State.OK, "chosen for large tensors between workers of this host and user")
+
+
+def _interfaces() -> Check:
+    names = [name for _, name in socket.if_nameindex()]
+    return Check("interfaces", State.OK, ", ".join(names) or "none")
+
+
+def _address() -> Check:
+    """Where workers of other hosts would reach this one."""
+    try:
+        launch = environment.read_launch()
+    except ConfigurationError as e:
+        return Check("address", State.BAD, str(e))
+    host = launch.master_addr or "127.0.0.1"
+    why = f"faces MASTER_ADDR {host}" if launch.master_addr else "MASTER_ADDR is not set: this host alone"
+    try:
+        facing = facing_address(host, launch.master_port or 0)
+        check_exposure(f"tcp://{facing}:0")
+    except OSError as e:
+        return Check("address", State.BAD, f"no way leads to MASTER_ADDR {host}: {e}")
+    except ConfigurationError as e:
+        return Check("address", State.BAD, f"{facing} ({why})", str(e))
+    return Check("address", State.OK, f"{facing} ({why})")
+
+
+def _port() -> Check:
+    try:
+        launch = environment.read_launch()
+    except ConfigurationError as e:
+        return Check("port", State.BAD, str(e))
+    if launch.master_port is None:
+        return Check("port", State.NOTE, "MASTER_PORT is not set: zmqgrad run takes a free one")
+    try:
+        usable_port("127.0.0.1", launch.master_port)
+    except ConfigurationError as e:
+        return Check("port", State.WARNING, f"MASTER_PORT {launch.master_port} is in use: {e}")
+    return Check("port", State.OK, f"MASTER_PORT {launch.master_port} is free here")
+
+
+def _open_files() -> Check:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    found = f"{soft} open files allowed"
+    if soft < FEW_FILES:
+        return Check("limits", State.WARNING, found, f"ulimit -n {hard if hard > 0 else 65536}")
+    return Check("limits", State.OK, found)
+
+
+def _secret() -> Check:
+    if environment.has_secret():
+        return Check("secret", State.OK, f"{environment.SECRET} is set")
+    return Check("secret", State.NOTE, f"{environment.SECRET} is not set: workers listen on loopback only")
+
+
+_LOOKS: tuple[Callable[[], Check], ...] = (
+    _versions,
+    _packages,
+    _encryption,
+    _ipc,
+    _shared_memory,
+    _interfaces,
+    _address,
+    _port,
+    _open_files,
+    _secret,
+)
+
+
+def _self_test() -> Check:
+    """Start two workers on this host and let one call the other."""
+    port = usable_port("127.0.0.1", 0)
+    environments = worker_environments(environment.inherited(), 2, "127.0.0.1", port)
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "zmqgrad.rpc.selftest", f"doctor{rank}"],
+            env=environ,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for rank, environ in enumerate(environments)
+    ]
+    try:
+        said = [worker.communicate(timeout=SELF_TEST_SECONDS) for worker in workers]
+    except subprocess.TimeoutExpired:
+        return Check("self-test", State.BAD, f"two workers did not finish within {SELF_TEST_SECONDS:.0f} s")
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for rank, worker in enumerate(workers):
+        if worker.returncode:
+            last = said[rank][1].decode(errors="replace").strip().splitlines()[-1:]
+            return Check("self-test", State.BAD, f"worker {rank} failed: {''.join(last)}")
+    return _judge(json.loads(said[0][0]))
+
+
+def _judge(report: dict[str, float | str | bool]) -> Check:
+    path = {"arena": "shared memory", "frames": "sockets"}.get(str(report["path"]), str(report["path"]))
+    found = (
+        f"two workers: {report['call_us']:.0f} us an empty call, {report['tensor_ms']:.1f} ms for 64 MB "
+        f"there and back by {path}"
+    )
+    if not report["tensor_right"]:
+        return Check("self-test", State.BAD, f"{found}, which came back changed")
+    return Check("self-test", State.OK, found)

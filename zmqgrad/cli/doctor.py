@@ -1,0 +1,46 @@
+"""``zmqgrad doctor``: is this host fit to run workers, what would be chosen, and why.
+
+Shows a table and ends with 0 if workers can run here, or with 1, naming what is in the way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from zmqgrad.cli.checks import Check, State, all_checks
+
+EXIT_UNFIT = 1
+
+_MARKS = {State.OK: "ok", State.NOTE: "--", State.WARNING: "WARN", State.BAD: "BAD"}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what ``zmqgrad doctor`` takes."""
+    parser.add_argument(
+        "--no-self-test", action="store_true", help="start no workers (the test takes some seconds)"
+    )
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Look, show, and return the exit code for the shell."""
+    checks = all_checks(self_test=not arguments.no_self_test)
+    sys.stdout.write(table(checks))
+    bad = [check.name for check in checks if check.state is State.BAD]
+    if bad:
+        print(f"\nworkers cannot run well here: see {', '.join(bad)}")
+        return EXIT_UNFIT
+    print("\nworkers can run here")
+    return 0
+
+
+def table(checks: Sequence[Check]) -> str:
+    """One line for each check: how it came out, its name, what was found; beneath it, what to do."""
+    width = max(len(check.name) for check in checks)
+    lines = []
+    for check in checks:
+        lines.append(f"{_MARKS[check.state]:>4}  {check.name:<{width}}  {check.found}\n")
+        if check.advice:
+            lines.append(f"{'':>4}  {'':<{width}}  -> {check.advice}\n")
+    return "".join(lines)
