@@ -71,7 +71,15 @@ def test_a_store_query_says_its_answer_which_is_a_response(cls: type[Message]) -
 
 def test_requests_and_responses_are_told_by_their_bits() -> None:
     neither = {t.name for t in MessageType if not t & (REQUEST | RESPONSE)}
-    assert neither == {"KEY_CREATED", "KEY_UPDATED", "KEY_DELETED", "HELLO", "GOODBYE", "RELEASE"}
+    assert neither == {
+        "KEY_CREATED",
+        "KEY_UPDATED",
+        "KEY_DELETED",
+        "PREFIX_CHANGED",
+        "HELLO",
+        "GOODBYE",
+        "RELEASE",
+    }
     assert not [t for t in MessageType if t & REQUEST and t & RESPONSE]
 
 

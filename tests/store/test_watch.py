@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests.support.processes import free_port
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
+from zmqgrad.store.followers import MAX_PENDING, KeyFollower, WatchEvent
 from zmqgrad.store.state import MAX_NOTICE_VALUE, Notice, State
-from zmqgrad.store.watch import MAX_PENDING, Change, Follower, WatchBook
+from zmqgrad.store.watch import OldNew, WatchBook
 from zmqgrad.wire.messages import (
     KeyCallbackRegistered,
     KeyUpdated,
@@ -25,6 +26,8 @@ from zmqgrad.wire.messages import (
     StoreSet,
     StoreWatchKey,
 )
+
+Change = tuple[bytes | None, bytes | None]
 
 PATIENCE = 20.0
 
@@ -48,8 +51,8 @@ def look(state: State, key: str = "k") -> KeyCallbackRegistered:
 @given(ACTIONS, st.booleans())
 def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]], looks_late: bool) -> None:
     """(P8): changes form one chain, and once the channel is whole again its end is the store's value."""
-    state, follower = State(), Follower()
-    changes: list[Change] = []
+    state, follower = State(), KeyFollower("k")
+    changes: list[WatchEvent] = []
     late: list[Any] = []
     changes += follower.registered(look(state))
     for n, (action, fate) in enumerate(actions):
@@ -75,29 +78,29 @@ def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]],
     follower.lost()  # the last word of a broken channel: it is made anew
     changes += follower.registered(look(state))
     for before, after in itertools.pairwise(changes):
-        assert before[1] == after[0]
+        assert before.new == after.old
     assert follower.live
     held = look(state).value
     assert follower.value == held
-    assert (changes[-1][1] if changes else None) == held
+    assert (changes[-1].new if changes else None) == held
 
 
 def test_a_lost_notice_shows_at_the_next_one() -> None:
-    state, follower = State(), Follower()
+    state, follower = State(), KeyFollower("k")
     follower.registered(look(state))
     for value in (b"1", b"2"):
         (notice, _) = state.apply(StoreSet("k", value), "x", 0.0)
     assert follower.noticed(notice.message) == []  # type: ignore[arg-type]
     assert not follower.live
-    assert follower.registered(look(state)) == [(None, b"2")]
+    assert follower.registered(look(state)) == [WatchEvent("k", None, b"2", 2)]
 
 
 def test_notices_that_come_before_the_registration_are_kept() -> None:
-    state, follower = State(), Follower()
+    state, follower = State(), KeyFollower("k")
     found = look(state)
     (notice, _) = state.apply(StoreSet("k", b"1"), "x", 0.0)
     assert follower.noticed(notice.message) == []  # type: ignore[arg-type]
-    assert follower.registered(found) == [(None, b"1")]
+    assert follower.registered(found) == [WatchEvent("k", None, b"1", 1)]
     assert follower.registered(found) == [], "a look from before that tells nothing new"
     assert follower.value == b"1"
 
@@ -120,9 +123,9 @@ def update(n: int, key: str = "k") -> KeyUpdated:
 def test_a_slow_callback_of_one_key_does_not_hold_up_another(book: WatchBook) -> None:
     go, seen = threading.Event(), queue.Queue[bytes | None]()
     for i in range(8):  # more than there are threads at first
-        book.add(f"slow{i}", lambda old, new: go.wait(PATIENCE) and None)
+        book.add(f"slow{i}", OldNew(lambda old, new: go.wait(PATIENCE) and None))
         book.noticed(update(1, f"slow{i}"))
-    book.add("quick", lambda old, new: seen.put(new))
+    book.add("quick", OldNew(lambda old, new: seen.put(new)))
     book.noticed(update(1, "quick"))
     try:
         assert seen.get(timeout=PATIENCE) == b"1"
@@ -141,7 +144,7 @@ def test_callbacks_of_a_key_run_one_at_a_time_in_order(book: WatchBook) -> None:
         if new == b"500":
             done.set()
 
-    book.add("k", callback)
+    book.add("k", OldNew(callback))
     for n in range(1, 501):
         book.noticed(update(n))
     assert done.wait(PATIENCE)
@@ -159,7 +162,7 @@ def test_a_callback_far_behind_misses_some_but_not_the_last(book: WatchBook) -> 
         if new == b"%d" % last:
             done.set()
 
-    book.add("k", callback)
+    book.add("k", OldNew(callback))
     book.noticed(update(1))
     assert entered.wait(PATIENCE)
     for n in range(2, last + 1):
@@ -178,8 +181,8 @@ def test_a_failing_callback_is_logged_and_stops_nothing(
     def fails(old: bytes | None, new: bytes | None) -> None:
         raise LookupError("what the user did wrong")
 
-    book.add("k", fails)
-    book.add("k", lambda old, new: seen.put(new))
+    book.add("k", OldNew(fails))
+    book.add("k", OldNew(lambda old, new: seen.put(new)))
     with caplog.at_level(logging.ERROR, "zmqgrad.store.watch"):
         for n in (1, 2):
             book.noticed(update(n))
@@ -194,7 +197,7 @@ def test_a_watch_that_cannot_be_registered_is_none() -> None:
 
     book = WatchBook("test", look)
     with pytest.raises(StoreTimeoutError):
-        book.add("k", print)
+        book.add("k", OldNew(print))
     assert not book.watches("k")
     book.close()
 
@@ -214,7 +217,7 @@ def test_a_look_that_began_before_a_break_is_not_trusted() -> None:
 
     book = WatchBook("test", look)
     try:
-        book.add("k", lambda old, new: change.put((old, new)))
+        book.add("k", OldNew(lambda old, new: change.put((old, new))))
         during_look.append(lambda: (during_look.clear(), book.broken()))
         book.broken()
         assert change.get(timeout=PATIENCE) == (None, b"old")

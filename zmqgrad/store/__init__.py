@@ -8,7 +8,8 @@
 
 Guarantees: loading this loads no torch (DESIGN 16.2). Calls are linearizable: what one call has done is
 seen by every call that begins after it has returned. Every wait has a deadline, and a server that is gone
-costs the timeout, no more. A watch callback sees the last value (P8).
+costs the timeout, no more; one that comes back within it costs nothing. A watch callback sees the last
+value (P8).
 
 Start with :mod:`~zmqgrad.store.state`, the pure machine. :mod:`~zmqgrad.store.server` and
 :mod:`~zmqgrad.store.local` drive it; :mod:`~zmqgrad.store.watch` follows keys at the client's end.
@@ -18,12 +19,15 @@ Threads: the server's one; with watches, one that receives notices, and those th
 from __future__ import annotations
 
 from zmqgrad.errors import QueueEmptyError, StoreError, TransportError, ZmqgradError
-from zmqgrad.store.base import Store, WatchCallback
+from zmqgrad.store.base import Store
 from zmqgrad.store.client import TCPStore
 from zmqgrad.store.file import FileStore
+from zmqgrad.store.followers import WatchEvent
 from zmqgrad.store.local import HashStore
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.views import PrefixStore
+from zmqgrad.store.watch import PrefixCallback, WatchCallback
+from zmqgrad.store.watching import Watch
 
 # torch's names for the errors of a store, so that its "except" goes on working with the import swapped.
 DistError = ZmqgradError
@@ -36,10 +40,13 @@ __all__ = [
     "DistStoreError",
     "FileStore",
     "HashStore",
+    "PrefixCallback",
     "PrefixStore",
     "QueueEmptyError",
     "Store",
     "StoreServer",
     "TCPStore",
+    "Watch",
     "WatchCallback",
+    "WatchEvent",
 ]

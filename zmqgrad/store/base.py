@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 
-from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
+from zmqgrad.errors import ClosedError, ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.store.state import MAX_TOGETHER
+from zmqgrad.store.topics import Prefix, Target
+from zmqgrad.store.watch import NOBODY, KeyOldNew, OldNew, PrefixCallback, Taker, WatchBook, WatchCallback
+from zmqgrad.store.watching import Inbox, Watch
 from zmqgrad.wire.messages import (
     MAX_KEY,
     MAX_KEYS,
@@ -46,9 +49,6 @@ from zmqgrad.wire.messages import (
 Timeout = timedelta | float
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
-
-WatchCallback = Callable[[bytes | None, bytes | None], None]
-"""Called with the old and the new value of a key; None where the key did not, or does not, exist."""
 
 
 class Store(ABC):
@@ -135,16 +135,72 @@ class Store(ABC):
         """The keys that begin with ``prefix``, sorted."""
 
     @abstractmethod
+    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
+        """Let ``taker`` have the changes of ``target`` from now on; with ``present``, what is there first."""
+
+    @abstractmethod
+    def _unwatch(self, target: Target, taker: Taker | None) -> None:
+        """Let ``taker`` (None: any) have them no more."""
+
     def watch_key(self, key: str, callback: WatchCallback) -> None:
         """Call ``callback(old, new)`` at each change of ``key`` made after this returns.
 
         Callbacks run in threads of the store's own, one at a time and in order for each key. One may miss
         values that were soon replaced, never the last one. An exception in one is logged.
         """
+        self._watch(as_key(key), OldNew(callback))
 
-    @abstractmethod
     def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
         """Call ``callback`` (None: any) no more for ``key``; one that runs now may still be running after."""
+        self._unwatch(as_key(key), None if callback is None else OldNew(callback))
+
+    def watch_prefix(self, prefix: str, callback: PrefixCallback) -> None:
+        """Call ``callback(key, old, new)`` at each change of a key that begins with ``prefix``.
+
+        As :meth:`watch_key` otherwise, in order over all those keys.
+        """
+        self._watch(Prefix(as_key(prefix)), KeyOldNew(callback))
+
+    def unwatch_prefix(self, prefix: str, callback: PrefixCallback | None = None) -> None:
+        """Call ``callback`` (None: any) no more for ``prefix``."""
+        self._unwatch(Prefix(as_key(prefix)), None if callback is None else KeyOldNew(callback))
+
+    def watch(
+        self,
+        key: str | None = None,
+        *,
+        prefix: str | None = None,
+        timeout: Timeout | None = None,
+        present: bool = False,
+    ) -> Watch:
+        """The changes of ``key``, or of all keys that begin with ``prefix``, to loop over.
+
+            for event in store.watch(prefix="workers/"):
+                print(event.key, event.old, event.new, event.revision)
+
+        Args:
+            timeout: how long the next event may take to come; None: for ever.
+            present: begin with what is there already, as if it had just come to be.
+
+        Raises:
+            StoreTimeoutError: in the loop, if the next event takes longer than ``timeout``.
+        """
+        if (key is None) == (prefix is None):
+            raise ConfigurationError("watch: say which key, or which prefix")
+        target: Target = as_key(key) if key is not None else Prefix(as_key(prefix or ""))
+        inbox = Inbox()
+        self._watch(target, inbox, present)
+        seconds = None if timeout is None else seconds_of(timeout)
+        return Watch(target, seconds, inbox, lambda: self._unwatch(target, inbox))
+
+    @abstractmethod
+    def get_cached(self, key: str) -> bytes:
+        """The value of ``key`` as it was a moment ago, at the cost of a look into a dict.
+
+        The first call watches the key (:meth:`unwatch_key` ends that). What others, and other calls of this
+        store, have just written may not show yet; what showed once is never followed by something older.
+        It waits for a key that does not exist, as :meth:`get` does.
+        """
 
     @abstractmethod
     def clone(self) -> Store:
@@ -212,6 +268,30 @@ class QueryStore(Store):
     @abstractmethod
     def _ask(self, query: Message, seconds: float) -> Message:
         """The answer to ``query``, which may take so long. Refusals and silence are raised as errors."""
+
+    @property
+    @abstractmethod
+    def _book(self) -> WatchBook:
+        """What is watched."""
+
+    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
+        try:
+            self._book.add(target, taker, present=present)
+        except ClosedError as e:
+            raise StoreError(f"cannot watch {target!r}: {e}") from e
+
+    def get_cached(self, key: str) -> bytes:
+        book, key = self._book, as_key(key)
+        value = book.last_known(key)
+        if value is None and not book.watches(key):
+            self._watch(key, NOBODY)
+            value = book.last_known(key)
+        while value is None:
+            # What get() would find could be newer than what is told next: see it through the book's eyes.
+            self.wait([key])
+            book.refresh(key)
+            value = book.last_known(key)
+        return value
 
     def _expect(self, kind: type[Message], answer: Message) -> StoreError:
         return StoreError(f"{self!r} answered with {type(answer).__name__} instead of {kind.__name__}")

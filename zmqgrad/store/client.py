@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import threading
 
-from zmqgrad.errors import ClosedError, ConfigurationError, StoreError, StoreTimeoutError
+from zmqgrad.errors import ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import check_port, connecting_address, listening_address
-from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout, WatchCallback, as_key
+from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout
 from zmqgrad.store.connection import Connection
 from zmqgrad.store.ending import Ending
 from zmqgrad.store.server import StoreServer, servers
-from zmqgrad.store.state import HIDDEN
-from zmqgrad.wire.messages import Message, StoreAdd, StoreNumber, StoreSet, StoreUnwatchKey, StoreWait
+from zmqgrad.store.topics import HIDDEN, Target
+from zmqgrad.store.watch import Taker, WatchBook
+from zmqgrad.wire.messages import Message, StoreAdd, StoreNumber, StoreSet, StoreWait
 
 _JOINED = f"{HIDDEN}workers/joined"
 _COMPLETE = f"{HIDDEN}workers/complete"
@@ -123,20 +124,19 @@ class TCPStore(QueryStore):
                 f"{self._timeout:g} s"
             ) from e
 
-    def watch_key(self, key: str, callback: WatchCallback) -> None:
-        key = as_key(key)
-        try:
-            self._connection.watches.add(key, callback)
-        except ClosedError as e:
-            raise StoreError(f"watch_key({key!r}): {e}") from e
-        finally:
-            self._connection.unsubscribe_if_unwatched(key)
+    @property
+    def _book(self) -> WatchBook:
+        return self._connection.watches
 
-    def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
-        key = as_key(key)
-        if self._connection.watches.remove(key, callback):
-            self._connection.unsubscribe_if_unwatched(key)
-            self._ask(StoreUnwatchKey(key), self._timeout)
+    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
+        try:
+            super()._watch(target, taker, present)
+        finally:
+            self._connection.unsubscribe_if_unwatched(target)
+
+    def _unwatch(self, target: Target, taker: Taker | None) -> None:
+        if self._book.remove(target, taker):
+            self._connection.unsubscribe_if_unwatched(target)
 
     def clone(self) -> TCPStore:
         return TCPStore(self._host, self._port, timeout=self._timeout)

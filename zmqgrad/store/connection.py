@@ -9,12 +9,12 @@ import threading
 from zmqgrad.errors import ClosedError, ProtocolError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import connecting_address, same_host, why_unknown
-from zmqgrad.store.topics import sync_topic, topic_of
-from zmqgrad.store.watch import CallbackNotice, WatchBook
+from zmqgrad.store.followers import CallbackNotice, Registered
+from zmqgrad.store.topics import Target, sync_topic, topic_of
+from zmqgrad.store.watch import WatchBook, as_registered, watch_query
 from zmqgrad.transport.notices import NoticeSubscriber
 from zmqgrad.transport.request_client import RequestClient
 from zmqgrad.wire.messages import (
-    KeyCallbackRegistered,
     Message,
     Refusal,
     StoreCheck,
@@ -24,7 +24,6 @@ from zmqgrad.wire.messages import (
     StorePong,
     StoreRefused,
     StoreWait,
-    StoreWatchKey,
 )
 
 LATE_SECONDS = 0.25
@@ -105,12 +104,12 @@ class Connection:
             raise StoreError(f"{self._address} answered a ping with {type(pong).__name__}")
         return same_host(self._address, pong.notices)
 
-    def unsubscribe_if_unwatched(self, key: str) -> None:
-        """After a watch of ``key`` ended or failed."""
+    def unsubscribe_if_unwatched(self, target: Target) -> None:
+        """After a watch of ``target`` ended or failed."""
         # Under the same lock as subscribing: a watch that begins now comes wholly before or after.
         with self._lock:
-            if self._subscriber is not None and not self.watches.watches(key):
-                self._subscriber.unsubscribe(topic_of(key))
+            if self._subscriber is not None and not self._closed and not self.watches.watches(target):
+                self._subscriber.unsubscribe(topic_of(target))
 
     def _subscribe(self, notices: str, *topics: bytes) -> NoticeSubscriber:
         with self._lock:
@@ -129,20 +128,15 @@ class Connection:
         if isinstance(message, CallbackNotice):
             self.watches.noticed(message)
 
-    def _register(self, key: str) -> KeyCallbackRegistered:
-        """Subscribe to ``key``, and know that the subscription is in place (DESIGN 16.1)."""
+    def _register(self, target: Target) -> Registered:
+        """Subscribe to ``target``, and know that the subscription is in place (DESIGN 16.1)."""
         nonce = secrets.token_hex(16)
         # A server that was started again publishes at another port: ask it each time.
-        subscriber = self._subscribe(self.ping(), topic_of(key), sync_topic(nonce))
+        subscriber = self._subscribe(self.ping(), topic_of(target), sync_topic(nonce))
         try:
-            answer = self.ask(StoreWatchKey(key, nonce), self.timeout)
+            return as_registered(self.ask(watch_query(target, nonce), self.timeout))
         finally:
             subscriber.unsubscribe(sync_topic(nonce))
-        if type(answer) is not KeyCallbackRegistered:
-            raise StoreError(
-                f"{self._address} answered {_name(StoreWatchKey(key, nonce))} with {type(answer).__name__}"
-            )
-        return answer
 
     def close(self) -> None:
         """Disconnect. Idempotent. Calls under way end with ``StoreError``."""

@@ -11,20 +11,18 @@ from functools import partial
 
 from zmqgrad.errors import ClosedError, ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout, WatchCallback, as_key
+from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout
 from zmqgrad.store.ending import Ending
+from zmqgrad.store.followers import Registered
 from zmqgrad.store.replica import Replica
 from zmqgrad.store.shared_log import SharedLog
-from zmqgrad.store.state import HIDDEN
-from zmqgrad.store.watch import WatchBook
+from zmqgrad.store.topics import HIDDEN, Target
+from zmqgrad.store.watch import Taker, WatchBook, as_registered, watch_query
 from zmqgrad.wire.messages import (
-    KeyCallbackRegistered,
     Message,
     Refusal,
     StoreAdd,
     StoreRefused,
-    StoreUnwatchKey,
-    StoreWatchKey,
 )
 
 logger = logging.getLogger(__name__)
@@ -87,24 +85,18 @@ class FileStore(QueryStore):
         kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
         raise kind(f"{self!r}: {answer.text}")
 
-    def _register(self, key: str) -> KeyCallbackRegistered:
-        answer = self._ask(StoreWatchKey(key, ""), self._timeout)
-        if type(answer) is not KeyCallbackRegistered:
-            raise self._expect(KeyCallbackRegistered, answer)
+    def _register(self, target: Target) -> Registered:
+        found = as_registered(self._ask(watch_query(target), self._timeout))
         self._replica.keep_looking()
-        return answer
+        return found
 
-    def watch_key(self, key: str, callback: WatchCallback) -> None:
-        try:
-            self._watches.add(as_key(key), callback)
-        except ClosedError as e:
-            raise StoreError(f"watch_key({key!r}): {e}") from e
+    @property
+    def _book(self) -> WatchBook:
+        return self._watches
 
-    def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
-        key = as_key(key)
-        if self._watches.remove(key, callback):
-            self._ask(StoreUnwatchKey(key), self._timeout)
-            self._replica.unwatch(key)
+    def _unwatch(self, target: Target, taker: Taker | None) -> None:
+        if self._watches.remove(target, taker):
+            self._replica.unwatch(target)
 
     def clone(self) -> FileStore:
         return FileStore(self._path, timeout=self._timeout)
@@ -149,9 +141,9 @@ def _close(replica: Replica, book: WatchBook, world_size: int) -> None:
         book.close()
 
 
-def _register(store: weakref.ref[FileStore], key: str) -> KeyCallbackRegistered:
+def _register(store: weakref.ref[FileStore], target: Target) -> Registered:
     """Without keeping the store alive: callbacks run in threads that do."""
     alive = store()
     if alive is None:
         raise ClosedError("the store is gone")
-    return alive._register(key)
+    return alive._register(target)

@@ -9,17 +9,16 @@ from functools import partial
 from zmqgrad.errors import ClosedError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout, WatchCallback, as_key
+from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout
 from zmqgrad.store.ending import Ending
+from zmqgrad.store.followers import Registered
 from zmqgrad.store.state import Effect, Notice, State
-from zmqgrad.store.watch import WatchBook
+from zmqgrad.store.topics import Target
+from zmqgrad.store.watch import Taker, WatchBook, as_registered, watch_query
 from zmqgrad.wire.messages import (
-    KeyCallbackRegistered,
     Message,
     Refusal,
     StoreRefused,
-    StoreUnwatchKey,
-    StoreWatchKey,
 )
 
 
@@ -104,25 +103,18 @@ class HashStore(QueryStore):
         kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
         return kind(f"{self!r}: {answer.text}")
 
-    def _register(self, key: str) -> KeyCallbackRegistered:
-        answer = self._ask(StoreWatchKey(key, ""), self._timeout)
-        if type(answer) is not KeyCallbackRegistered:
-            raise self._expect(KeyCallbackRegistered, answer)
-        return answer
+    def _register(self, target: Target) -> Registered:
+        return as_registered(self._ask(watch_query(target), self._timeout))
 
-    def watch_key(self, key: str, callback: WatchCallback) -> None:
-        try:
-            self._watches.add(as_key(key), callback)
-        except ClosedError as e:
-            raise StoreError(f"watch_key({key!r}): {e}") from e
+    @property
+    def _book(self) -> WatchBook:
+        return self._watches
 
-    def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
-        key = as_key(key)
-        if self._watches.remove(key, callback):
-            self._ask(StoreUnwatchKey(key), self._timeout)
+    def _unwatch(self, target: Target, taker: Taker | None) -> None:
+        if self._watches.remove(target, taker):
             with self._table.lock:
-                if not any(book.watches(key) for book in self._table.books):
-                    self._table.state.unwatch(key)
+                if not any(book.watches(target) for book in self._table.books):
+                    self._table.state.unwatch(target)
 
     def clone(self) -> HashStore:
         return HashStore(self._timeout, table=self._table)
@@ -142,9 +134,9 @@ def _close(table: Table, book: WatchBook, waiting: set[Outcome[Message]]) -> Non
     book.close()
 
 
-def _register(store: weakref.ref[HashStore], key: str) -> KeyCallbackRegistered:
+def _register(store: weakref.ref[HashStore], target: Target) -> Registered:
     """Without keeping the store alive: callbacks run in threads that do."""
     alive = store()
     if alive is None:
         raise ClosedError("the store is gone")
-    return alive._register(key)
+    return alive._register(target)

@@ -20,6 +20,7 @@ from zmqgrad.runtime.clock import Clock, Deadline
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.store.shared_log import SharedLog
 from zmqgrad.store.state import Effect, Notice, State
+from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import (
@@ -198,11 +199,11 @@ class Replica:
                 self._poller = threading.Thread(target=self._poll, name=f"{self._name}-poller", daemon=True)
                 self._poller.start()
 
-    def unwatch(self, key: str) -> None:
-        """Make no more notices of ``key``."""
+    def unwatch(self, target: Target) -> None:
+        """Make no more notices of ``target``."""
         with self._lock:
-            if not self._book.watches(key):
-                self._state.unwatch(key)
+            if not self._book.watches(target):
+                self._state.unwatch(target)
 
     def _poll(self) -> None:
         backoff = Backoff(*PAUSES)

@@ -14,7 +14,7 @@ from zmqgrad.store.answers import Answers
 from zmqgrad.store.durable import compact, replay
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.state import CHANGING, Effect, Notice, Reply, State
-from zmqgrad.store.topics import key_of, sync_topic, topic_of
+from zmqgrad.store.topics import sync_topic, target_of, topic_of
 from zmqgrad.transport.notices import NoticePublisher
 from zmqgrad.transport.request_server import MAX_CLIENTS, Client, RequestServer
 from zmqgrad.wire.frames import Envelope
@@ -26,6 +26,7 @@ from zmqgrad.wire.messages import (
     StoreQueuePop,
     StoreRefused,
     StoreWatchKey,
+    StoreWatchPrefix,
 )
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class StoreServer:
         asker = Asker(client, line, number, message)
         if kind is StorePing:
             self._pong(asker)
-        elif kind is StoreWatchKey:
+        elif kind is StoreWatchKey or kind is StoreWatchPrefix:
             self._register(asker)
         else:
             self._apply(asker)
@@ -195,15 +196,15 @@ class StoreServer:
 
     def _register(self, asker: Asker) -> None:
         """Answer once the subscription of the asker is known to be in place (DESIGN 16.1)."""
-        assert type(asker.query) is StoreWatchKey
+        assert isinstance(asker.query, StoreWatchKey | StoreWatchPrefix)
         topic = sync_topic(asker.query.nonce)
         self._registrations.append((self._clock.now() + SUBSCRIPTION_SECONDS, topic, asker))
         self._publisher.when_subscribed(topic, lambda: self._apply(asker))
 
     def _abandoned(self, topic: bytes) -> None:
-        key = key_of(topic)
-        if key is not None:
-            self._state.unwatch(key)
+        target = target_of(topic)
+        if target is not None:
+            self._state.unwatch(target)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         if self._journal is None:
@@ -217,7 +218,7 @@ class StoreServer:
                 asker: Asker = effect.asker
                 self._requests.reply(asker.client, asker.number, effect.message)
             elif type(effect) is Notice:
-                self._publisher.publish(topic_of(effect.key), effect.message)
+                self._publisher.publish(topic_of(effect.target), effect.message)
 
     def settle(self) -> None:
         """Write down what has changed, all that came together at once, and only then tell."""

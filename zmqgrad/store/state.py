@@ -22,14 +22,18 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from zmqgrad.store.parking import Parked, Parking
+from zmqgrad.store.topics import HIDDEN, Prefix, Target, is_beneath
 from zmqgrad.wire.frames import MAX_HEADER
 from zmqgrad.wire.messages import (
+    MAX_KEYS,
     MAX_VALUE,
     KeyCallbackRegistered,
     KeyCreated,
     KeyDeleted,
     KeyUpdated,
     Message,
+    PrefixCallbackRegistered,
+    PrefixChanged,
     Refusal,
     StoreAdd,
     StoreAppend,
@@ -54,10 +58,8 @@ from zmqgrad.wire.messages import (
     StoreValues,
     StoreWait,
     StoreWatchKey,
+    StoreWatchPrefix,
 )
-
-HIDDEN = "\0"
-"""Keys that begin so are the library's own: not counted and not listed."""
 
 MAX_NOTICE_VALUE = 64 << 10
 """Larger values are left out of notices (None): whoever wants them reads them."""
@@ -78,10 +80,10 @@ class Reply(NamedTuple):
 
 
 class Notice(NamedTuple):
-    """Publish ``message`` to whoever watches ``key``."""
+    """Publish ``message`` to whoever watches ``target``."""
 
-    key: str
-    message: KeyCreated | KeyUpdated | KeyDeleted
+    target: Target
+    message: KeyCreated | KeyUpdated | KeyDeleted | PrefixChanged
 
 
 Effect = Reply | Notice
@@ -96,7 +98,8 @@ class State:
         self._values: dict[str, bytes] = {}
         self._queues: dict[str, deque[bytes]] = {}
         self._hidden = 0
-        self._watched: dict[str, int] = {}  # key -> revision of its last notice
+        self._watched: dict[Target, int] = {}  # and the revision of its last notice
+        self._prefixes: list[Prefix] = []  # those of them that are some
         self._parking = Parking()
 
     # ---- what the shell calls ---------------------------------------------------------------------------
@@ -147,9 +150,10 @@ class State:
         """Nobody waits for the answer to the query of ``asker`` any more, if that waits."""
         self._parking.cancel(asker)
 
-    def unwatch(self, key: str) -> None:
-        """Nobody watches ``key`` any more: make no notices of it."""
-        self._watched.pop(key, None)
+    def unwatch(self, target: Target) -> None:
+        """Nobody watches ``target`` any more: make no notices of it."""
+        if self._watched.pop(target, None) is not None and isinstance(target, Prefix):
+            self._prefixes.remove(target)
 
     def contents(self) -> Iterator[Message]:
         """Queries that make an empty state the same as this, less the revision and who waits or watches."""
@@ -190,8 +194,20 @@ class State:
                 effects.append(Notice(key, KeyCreated(key, self.revision, previous, new)))
             else:
                 effects.append(Notice(key, KeyUpdated(key, self.revision, previous, _short(old), new)))
+        if self._prefixes:
+            self._tell_prefixes(key, value, effects)
         if old is None:
             self._hidden += key.startswith(HIDDEN)
+
+    def _tell_prefixes(self, key: str, value: bytes | None, effects: list[Effect]) -> None:
+        """``key`` holds ``value`` now: note it for those who watch keys that begin so."""
+        for prefix in self._prefixes:
+            if is_beneath(prefix.text, key):
+                previous, self._watched[prefix] = self._watched[prefix], self.revision
+                new = None if value is None else _short(value)
+                left_out = new is None and value is not None
+                notice = PrefixChanged(prefix.text, self.revision, previous, key, new, left_out)
+                effects.append(Notice(prefix, notice))
 
     def _wake(self, key: str, effects: list[Effect]) -> None:
         for parked in self._parking.line(key):
@@ -305,6 +321,8 @@ class State:
             if key in self._watched:
                 previous, self._watched[key] = self._watched[key], self.revision
                 effects.append(Notice(key, KeyDeleted(key, self.revision, previous, _short(old))))
+            if self._prefixes:
+                self._tell_prefixes(key, None, effects)
         effects.append(Reply(asker, StoreNumber(int(old is not None))))
 
     def _get(self, query: StoreGet, asker: Any, now: float, effects: list[Effect]) -> None:
@@ -363,6 +381,22 @@ class State:
         self._watched.setdefault(key, 0)
         effects.append(Reply(asker, KeyCallbackRegistered(key, self.revision, self._values.get(key))))
 
+    def _watch_prefix(self, query: StoreWatchPrefix, asker: Any, now: float, effects: list[Effect]) -> None:
+        prefix = Prefix(query.prefix)
+        there = {key: self._values[key] for key in sorted(self._values) if is_beneath(prefix.text, key)}
+        size = sum(map(len, there.values()))
+        if len(there) > MAX_KEYS or size > MAX_TOGETHER:
+            said = (
+                f"{len(there)} keys with {size} bytes begin with {prefix.text!r}: too many to watch together"
+            )
+            effects.append(_refuse(asker, Refusal.LIMIT, said))
+            return
+        if prefix not in self._watched:
+            self._watched[prefix] = 0
+            self._prefixes.append(prefix)
+        found = PrefixCallbackRegistered(prefix.text, self.revision, tuple(there), tuple(there.values()))
+        effects.append(Reply(asker, found))
+
     def _unwatch_key(self, query: StoreUnwatchKey, asker: Any, now: float, effects: list[Effect]) -> None:
         # Others may watch the key: the shell calls unwatch() when the last subscriber has gone.
         effects.append(Reply(asker, StoreDone()))
@@ -385,6 +419,7 @@ _ACTIONS: dict[type[Message], Callable[[State, Any, Any, float, list[Effect]], N
     StoreQueuePop: State._queue_pop,
     StoreQueueLen: State._queue_len,
     StoreWatchKey: State._watch_key,
+    StoreWatchPrefix: State._watch_prefix,
     StoreUnwatchKey: State._unwatch_key,
 }
 

@@ -1,24 +1,52 @@
-"""Names of the notice topics. Subscriptions match by prefix, so each key's topic ends in a zero byte."""
+"""What can be watched, and the names of the topics at which notices of it are published.
+
+Subscriptions match by prefix, so each topic ends in a zero byte.
+"""
 
 from __future__ import annotations
 
-_KEY = b"key:"
+from typing import NamedTuple
+
+
+class Prefix(NamedTuple):
+    """All keys that begin with ``text``."""
+
+    text: str
+
+
+Target = str | Prefix
+"""A key, or all that begin alike."""
+
+HIDDEN = "\0"
+"""Keys that begin so are the library's own: not counted, not listed, and beneath no other prefix."""
+
 _SYNC = b"sync:"
 
 
-def topic_of(key: str) -> bytes:
-    """Where changes of ``key`` are published."""
-    return b"%b%b\0" % (_KEY, key.encode())
+def topic_of(target: Target) -> bytes:
+    """Where changes of ``target`` are published."""
+    if isinstance(target, Prefix):
+        return b"prefix:%b\0" % target.text.encode()
+    return b"key:%b\0" % target.encode()
 
 
-def key_of(topic: bytes) -> str | None:
-    """The key whose topic this is; None for any other topic."""
-    if not (topic.startswith(_KEY) and topic.endswith(b"\0")):
+def target_of(topic: bytes) -> Target | None:
+    """What has this topic; None for any other topic."""
+    kind, _, name = topic.partition(b":")
+    if not topic.endswith(b"\0"):
         return None
     try:
-        return topic[len(_KEY) : -1].decode()
+        text = name[:-1].decode()
     except UnicodeDecodeError:  # a stranger's subscription
         return None
+    if kind == b"prefix":
+        return Prefix(text)
+    return text if kind == b"key" else None
+
+
+def is_beneath(prefix: str, key: str) -> bool:
+    """Does one who watches ``prefix`` hear of ``key``?"""
+    return key.startswith(prefix) and key.startswith(HIDDEN) == prefix.startswith(HIDDEN)
 
 
 def sync_topic(nonce: str) -> bytes:

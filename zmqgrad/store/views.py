@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 
-from zmqgrad.store.base import Store, Timeout, WatchCallback, as_key, as_keys
+from zmqgrad.store.base import Store, Timeout, as_key, as_keys
+from zmqgrad.store.followers import WatchEvent
+from zmqgrad.store.topics import Prefix, Target
+from zmqgrad.store.watch import Taker
 
 
 class PrefixStore(Store):
@@ -80,11 +84,18 @@ class PrefixStore(Store):
     def list_keys(self, prefix: str = "") -> list[str]:
         return [key[len(self._prefix) :] for key in self._store.list_keys(self._full(prefix))]
 
-    def watch_key(self, key: str, callback: WatchCallback) -> None:
-        self._store.watch_key(self._full(key), callback)
+    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
+        self._store._watch(self._full_target(target), _Unprefixed(taker, len(self._prefix)), present)
 
-    def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
-        self._store.unwatch_key(self._full(key), callback)
+    def _unwatch(self, target: Target, taker: Taker | None) -> None:
+        whose = None if taker is None else _Unprefixed(taker, len(self._prefix))
+        self._store._unwatch(self._full_target(target), whose)
+
+    def _full_target(self, target: Target) -> Target:
+        return Prefix(self._full(target.text)) if isinstance(target, Prefix) else self._full(target)
+
+    def get_cached(self, key: str) -> bytes:
+        return self._store.get_cached(self._full(key))
 
     @property
     def timeout(self) -> timedelta:
@@ -103,3 +114,17 @@ class PrefixStore(Store):
 
     def __repr__(self) -> str:
         return f"<PrefixStore {self._prefix!r} of {self._store!r}>"
+
+
+@dataclass(frozen=True)
+class _Unprefixed:
+    """Hands on events with the names that the view has for them."""
+
+    taker: Taker
+    length: int
+
+    def __call__(self, event: WatchEvent) -> None:
+        self.taker(event._replace(key=event.key[self.length :]))
+
+    def end(self) -> None:
+        self.taker.end()

@@ -1,37 +1,34 @@
-"""Watching keys: from notices that may be late, early or lost, to callbacks in order that end with the truth.
+"""Watching: what to call when something changes, and the threads that call it.
 
-A :class:`Follower` (pure) knows what its key held last and at which revision. Each notice names the
-revision of the one before it, so a lost one shows as a gap; then, and after a lost connection, the follower
-asks to *look again*, which registers anew, and turns what it finds into one change (P8).
-:class:`WatchBook` keeps the followers of one store and runs the callbacks, in a pool of threads of its own.
+:class:`WatchBook` keeps the followers of one store (:mod:`~zmqgrad.store.followers` knows what has changed)
+and hands events to takers, in a pool of threads of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
 
-from zmqgrad.errors import ClosedError, ZmqgradError
+from zmqgrad.errors import ClosedError, StoreError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool
 from zmqgrad.runtime.timekeeper import Timekeeper
-from zmqgrad.store.base import WatchCallback
-from zmqgrad.wire.messages import KeyCallbackRegistered, KeyCreated, KeyDeleted, KeyUpdated
+from zmqgrad.store.followers import (
+    Backlog,
+    CallbackNotice,
+    Follower,
+    KeyFollower,
+    PrefixFollower,
+    Registered,
+    WatchEvent,
+)
+from zmqgrad.store.topics import Prefix, Target
+from zmqgrad.wire.messages import Message, PrefixChanged, StoreWatchKey, StoreWatchPrefix
 
 logger = logging.getLogger(__name__)
-
-CallbackNotice = KeyCreated | KeyUpdated | KeyDeleted
-
-Change = tuple[bytes | None, bytes | None]
-"""Old and new value; None where the key did not, or does not, exist."""
-
-MAX_EARLY = 10_000
-"""How many notices are kept while looking again; if there are more, the oldest show as a gap."""
-
-MAX_PENDING = 1000
-"""How many changes wait for slow callbacks of one key; then the two newest are joined."""
 
 RETRY_SECONDS = 1.0
 """The pause after a look that failed."""
@@ -39,82 +36,99 @@ RETRY_SECONDS = 1.0
 CALLBACK_THREADS = 2
 CLOSE_SECONDS = 5.0
 
+WatchCallback = Callable[[bytes | None, bytes | None], None]
+"""Called with the old and the new value of a key; None where the key did not, or does not, exist."""
 
-class Follower:
-    """What is known of one key. ``live`` is False from when it must look again until it has."""
+PrefixCallback = Callable[[str, bytes | None, bytes | None], None]
+"""Called with a key, and its old and new value."""
 
-    def __init__(self) -> None:
-        self.live = False
-        self.value: bytes | None = None
-        self.revision = -1  # of the last notice or registration; -1 before the first
-        self._early: deque[CallbackNotice] = deque(maxlen=MAX_EARLY)
 
-    def registered(self, found: KeyCallbackRegistered) -> list[Change]:
-        """The watch is in place, and this is what the key held then."""
-        if self.live and found.revision <= self.revision:
-            return []  # two looked at a time, and we know more by now
-        changes: list[Change] = []
-        if self.revision >= 0 and found.value != self.value:
-            changes.append((self.value, found.value))
-        self.value, self.revision, self.live = found.value, found.revision, True
-        while self._early and self.live:
-            changes += self.noticed(self._early.popleft())
-        return changes
+class Taker(Protocol):
+    """Takes events, one at a time. Two are the same watch if they are equal."""
 
-    def noticed(self, notice: CallbackNotice) -> list[Change]:
-        """A notice came; gives what is new in it. May end ``live``: then look again."""
-        if not self.live:
-            self._early.append(notice)
-            return []
-        if notice.revision <= self.revision:
-            return []  # published before the look that told us
-        new = None if isinstance(notice, KeyDeleted) else notice.new
-        left_out = new is None and not isinstance(notice, KeyDeleted)
-        if notice.previous > self.revision or left_out:
-            self.live = False
-            return []
-        change = (self.value, new)
-        self.value, self.revision = new, notice.revision
-        return [change]
+    def __call__(self, event: WatchEvent) -> None:
+        """Something changed."""
+        ...
 
-    def lost(self) -> None:
-        """The connection was: anything may have happened since."""
-        self.live = False
-        self._early.clear()
+    def end(self) -> None:
+        """Nothing more will come."""
+        ...
+
+
+@dataclass(frozen=True)
+class OldNew:
+    """Hands on what a callback of one key wants to know."""
+
+    callback: WatchCallback
+
+    def __call__(self, event: WatchEvent) -> None:
+        self.callback(event.old, event.new)
+
+    def end(self) -> None:
+        """A callback is just not called any more."""
+
+
+@dataclass(frozen=True)
+class KeyOldNew:
+    """Hands on what a callback of many keys wants to know."""
+
+    callback: PrefixCallback
+
+    def __call__(self, event: WatchEvent) -> None:
+        self.callback(event.key, event.old, event.new)
+
+    def end(self) -> None:
+        """A callback is just not called any more."""
 
 
 class _Watched:
-    """One key: its follower, its callbacks, and the changes that they have not seen yet."""
+    """One target: its follower, its takers, and the events that they have not seen yet."""
 
-    def __init__(self) -> None:
-        self.follower = Follower()
-        self.callbacks: list[WatchCallback] = []
-        self.pending: deque[Change] = deque()
+    def __init__(self, target: Target) -> None:
+        self.follower: Follower = PrefixFollower() if isinstance(target, Prefix) else KeyFollower(target)
+        self.takers: list[Taker] = []
+        self.pending = Backlog()
         self.delivering = False
         self.looking = False
 
 
+@dataclass(frozen=True)
+class Nobody:
+    """Wants nothing but that the key is followed."""
+
+    def __call__(self, event: WatchEvent) -> None:
+        """Nothing to do."""
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+NOBODY = Nobody()
+
+
 class WatchBook:
-    """The watched keys of one store.
+    """What is watched of one store.
 
     Args:
         name: for threads and log lines.
-        look: registers the watch of a key at the store and gives what it holds; may block. It is called in
-            a thread of the book's own, and by who asks for the watch.
+        look: registers the watch of a target at the store and gives what is there; may block. It is called
+            in a thread of the book's own, and by who asks for the watch.
     """
 
-    def __init__(self, name: str, look: Callable[[str], KeyCallbackRegistered]) -> None:
+    def __init__(self, name: str, look: Callable[[Target], Registered]) -> None:
         self._name = f"{name}-watch"
         self._look = look
-        self._keys: dict[str, _Watched] = {}
+        self._targets: dict[Target, _Watched] = {}
         self._lock = threading.Lock()  # guards all that is above and below, never held while calling out
         self._closed = False
         self._connection = 0  # how often it broke; a look says nothing about a later one
         self._pool: EnginePool | None = None
         self._timekeeper: Timekeeper | None = None
 
-    def add(self, key: str, callback: WatchCallback) -> None:
-        """Call ``callback`` at each change of ``key`` from now on. Blocks until the watch is in place.
+    def add(self, target: Target, taker: Taker, *, present: bool = False) -> None:
+        """Let ``taker`` have each change of ``target`` from now on. Blocks until the watch is in place.
+
+        With ``present``, it gets what is there first, with a lock held: it must only note that.
 
         Raises: what ``look`` raises; then nothing is watched that was not before.
         """
@@ -122,112 +136,143 @@ class WatchBook:
             if self._closed:
                 raise ClosedError(f"{self._name} is closed")
             self._start()
-            watched = self._keys.setdefault(key, _Watched())
-            watched.callbacks.append(callback)
+            watched = self._targets.get(target)
+            if watched is None:
+                watched = self._targets[target] = _Watched(target)
+            watched.takers.append(taker)
             if watched.follower.live:
+                self._present(watched, taker, present)
                 return
             connection = self._connection
         try:
-            found = self._look(key)
+            found = self._look(target)
         except BaseException:
-            self.remove(key, callback)
+            self.remove(target, taker)
             raise
         with self._lock:
-            self._found(key, watched, found, connection)
+            self._found(target, watched, found, connection)
+            self._present(watched, taker, present)
 
-    def watches(self, key: str) -> bool:
-        """Does anybody watch ``key``?"""
-        with self._lock:
-            return key in self._keys
+    def _present(self, watched: _Watched, taker: Taker, wanted: bool) -> None:
+        for event in watched.follower.present() if wanted else ():
+            taker(event)
 
-    def remove(self, key: str, callback: WatchCallback | None) -> bool:
-        """Do not call ``callback`` (None: any) for ``key``. Was that the last one that watched it?"""
+    def watches(self, target: Target) -> bool:
+        """Does anybody watch ``target``?"""
         with self._lock:
-            watched = self._keys.get(key)
+            return target in self._targets
+
+    def last_known(self, key: str) -> bytes | None:
+        """What ``key`` held when last heard of; None if it did not exist, or is not followed just now.
+
+        Takes no lock: it is asked again and again.
+        """
+        watched = self._targets.get(key)
+        if watched is None or not watched.follower.live:
+            return None
+        assert isinstance(watched.follower, KeyFollower)
+        return watched.follower.value
+
+    def refresh(self, target: Target) -> None:
+        """Look at ``target`` now, if it is watched. Blocks; raises what ``look`` raises."""
+        with self._lock:
+            watched, connection = self._targets.get(target), self._connection
+        if watched is None:
+            return
+        found = self._look(target)
+        with self._lock:
+            self._found(target, watched, found, connection)
+
+    def remove(self, target: Target, taker: Taker | None) -> bool:
+        """Let ``taker`` (None: any) have no more of ``target``. Was that the last one that watched it?"""
+        with self._lock:
+            watched = self._targets.get(target)
             if watched is None:
                 return False
-            if callback is None:
-                watched.callbacks.clear()
-            elif callback in watched.callbacks:
-                watched.callbacks.remove(callback)
-            if watched.callbacks:
-                return False
-            del self._keys[key]
-            watched.pending.clear()
-            return True
+            if taker is None:
+                ended, watched.takers = watched.takers, []
+            elif taker in watched.takers:
+                watched.takers.remove(taker)
+                ended = [taker]
+            else:
+                ended = []
+            if not watched.takers:
+                del self._targets[target]
+                watched.pending.clear()
+        for each in ended:
+            each.end()
+        return not watched.takers
 
     def noticed(self, notice: CallbackNotice) -> None:
         """Take in a notice; quick, for it runs in the thread that receives them."""
         with self._lock:
-            watched = self._keys.get(notice.key)
+            target = Prefix(notice.prefix) if isinstance(notice, PrefixChanged) else notice.key
+            watched = self._targets.get(target)
             if watched is not None and not self._closed:
-                self._deliver(notice.key, watched, watched.follower.noticed(notice))
+                self._deliver(target, watched, watched.follower.noticed(notice))
 
     def broken(self) -> None:
-        """The connection is: notices may be lost until each key has been looked at again."""
+        """The connection is: notices may be lost until each target has been looked at again."""
         with self._lock:
             self._connection += 1
-            for key, watched in self._keys.items():
+            for target, watched in self._targets.items():
                 watched.follower.lost()
-                self._deliver(key, watched, [])
+                self._deliver(target, watched, [])
 
-    def _found(self, key: str, watched: _Watched, found: KeyCallbackRegistered, connection: int) -> None:
+    def _found(self, target: Target, watched: _Watched, found: Registered, connection: int) -> None:
         """A look, begun on the ``connection``-th connection, has ended. Called with the lock held."""
-        changes = watched.follower.registered(found)
+        events = watched.follower.registered(found)
         if connection != self._connection:
             watched.follower.lost()
-        self._deliver(key, watched, changes)
+        self._deliver(target, watched, events)
 
-    def _deliver(self, key: str, watched: _Watched, changes: list[Change]) -> None:
-        """Let the callbacks see ``changes``, and look again if need be. Called with the lock held."""
+    def _deliver(self, target: Target, watched: _Watched, events: list[WatchEvent]) -> None:
+        """Let the takers have ``events``, and look again if need be. Called with the lock held."""
         if self._closed or self._pool is None:
             return
-        for change in changes:
-            if len(watched.pending) >= MAX_PENDING:
-                watched.pending.append((watched.pending.pop()[0], change[1]))
-            else:
-                watched.pending.append(change)
+        for event in events:
+            watched.pending.add(event)
         if watched.pending and not watched.delivering:
             watched.delivering = True
-            self._pool.submit(lambda: self._run_callbacks(key, watched))
+            self._pool.submit(lambda: self._hand_out(target, watched))
         if not watched.follower.live and watched.follower.revision >= 0 and not watched.looking:
             watched.looking = True
-            self._pool.submit(lambda: self._look_again(key, watched))
+            self._pool.submit(lambda: self._look_again(target, watched))
 
-    def _run_callbacks(self, key: str, watched: _Watched) -> None:
+    def _hand_out(self, target: Target, watched: _Watched) -> None:
         while True:
             with self._lock:
                 if not watched.pending or self._closed:
                     watched.delivering = False
                     return
-                old, new = watched.pending.popleft()
-                callbacks = list(watched.callbacks)
-            for callback in callbacks:
+                event = watched.pending.pop()
+                takers = list(watched.takers)
+            for taker in takers:
                 try:
-                    callback(old, new)
+                    taker(event)
                 except Exception:
-                    logger.exception("a callback that watches %r failed", key)
+                    logger.exception("a callback that watches %r failed", target)
 
-    def _look_again(self, key: str, watched: _Watched) -> None:
+    def _look_again(self, target: Target, watched: _Watched) -> None:
         with self._lock:
             connection = self._connection
         try:
-            found = self._look(key)
+            found = self._look(target)
         except ZmqgradError as e:
             with self._lock:
-                if self._closed or self._timekeeper is None or self._keys.get(key) is not watched:
+                if self._closed or self._timekeeper is None or self._targets.get(target) is not watched:
                     return
-                logger.warning("%s: it is not known yet what became of %r: %s", self._name, key, e)
-                self._timekeeper.call_later(RETRY_SECONDS, lambda: self._look_later(key, watched))
+                logger.warning("%s: it is not known yet what became of %r: %s", self._name, target, e)
+                self._timekeeper.call_later(RETRY_SECONDS, lambda: self._look_later(target, watched))
             return
         with self._lock:
             watched.looking = False
-            self._found(key, watched, found, connection)
+            self._found(target, watched, found, connection)
 
-    def _look_later(self, key: str, watched: _Watched) -> None:
+    def _look_later(self, target: Target, watched: _Watched) -> None:
         with self._lock:
             watched.looking = False
-            self._deliver(key, watched, [])
+            self._deliver(target, watched, [])
 
     def _start(self) -> None:
         if self._pool is None:
@@ -240,7 +285,10 @@ class WatchBook:
         with self._lock:
             already, self._closed = self._closed, True
             pool, timekeeper = self._pool, self._timekeeper
-            self._keys.clear()
+            takers = [taker for watched in self._targets.values() for taker in watched.takers]
+            self._targets.clear()
+        for taker in takers:
+            taker.end()
         if already or pool is None or timekeeper is None:
             return
         pool.close()
@@ -249,3 +297,21 @@ class WatchBook:
         left = pool.join(deadline) + timekeeper.join(deadline)
         if left:
             logger.warning("%s: callbacks still run in %s", self._name, ", ".join(left))
+
+
+def watch_query(target: Target, nonce: str = "") -> StoreWatchKey | StoreWatchPrefix:
+    """What to ask a store for to have notices of ``target``."""
+    return (
+        StoreWatchPrefix(target.text, nonce) if isinstance(target, Prefix) else StoreWatchKey(target, nonce)
+    )
+
+
+def as_registered(answer: Message) -> Registered:
+    """The answer to that.
+
+    Raises:
+        StoreError: if it is none.
+    """
+    if not isinstance(answer, Registered):
+        raise StoreError(f"a store answered a watch with {type(answer).__name__}")
+    return answer

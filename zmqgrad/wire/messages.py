@@ -84,6 +84,8 @@ class MessageType(enum.IntEnum):
     STORE_QUEUE_LEN = 0x4F | REQUEST
     STORE_LIST_KEYS = 0x50 | REQUEST
     STORE_PING = 0x51 | REQUEST
+    STORE_WATCH_PREFIX = 0x52 | REQUEST
+    PREFIX_CALLBACK_REGISTERED = 0x57 | RESPONSE
     STORE_VALUE = 0x58 | RESPONSE
     STORE_NUMBER = 0x59 | RESPONSE
     STORE_VALUES = 0x5A | RESPONSE
@@ -96,6 +98,7 @@ class MessageType(enum.IntEnum):
     KEY_CREATED = 0x60
     KEY_UPDATED = 0x61
     KEY_DELETED = 0x62
+    PREFIX_CHANGED = 0x63
     # delivery
     HELLO = 0x70
     GOODBYE = 0x71
@@ -560,6 +563,17 @@ class StoreWatchKey(Message, frozen=True):
     nonce: Name
 
 
+class StoreWatchPrefix(Message, frozen=True):
+    """As STORE_WATCH_KEY, for all keys that begin with ``prefix``; ``nonce`` likewise.
+
+    Answer: PREFIX_CALLBACK_REGISTERED.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_WATCH_PREFIX
+    prefix: Key
+    nonce: Name
+
+
 class StoreUnwatchKey(Message, frozen=True):
     """I no longer watch ``key``. Answer: STORE_DONE."""
 
@@ -703,6 +717,16 @@ class KeyCallbackRegistered(Message, frozen=True):
     value: Value | None
 
 
+class PrefixCallbackRegistered(Message, frozen=True):
+    """Your watch of ``prefix`` is live since ``revision``, when these ``keys`` held these ``values``."""
+
+    TYPE: ClassVar[MessageType] = MessageType.PREFIX_CALLBACK_REGISTERED
+    prefix: Key
+    revision: Size
+    keys: Keys
+    values: Values
+
+
 # ---- notices: store server to everybody who subscribed to the key ---------------------------------------
 
 
@@ -725,6 +749,22 @@ class KeyUpdated(Message, frozen=True):
     previous: Size
     old: Value | None
     new: Value | None
+
+
+class PrefixChanged(Message, frozen=True):
+    """``key``, which begins with ``prefix``, holds ``new`` now; None: it was deleted.
+
+    ``previous`` is the revision of the prefix's notice before, 0 if none. With ``left_out``, the value is
+    too large for a notice: read it.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.PREFIX_CHANGED
+    prefix: Key
+    revision: Size
+    previous: Size
+    key: Key
+    new: Value | None
+    left_out: bool = False
 
 
 class KeyDeleted(Message, frozen=True):
