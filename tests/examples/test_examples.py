@@ -17,6 +17,7 @@ pytestmark = pytest.mark.processes
 ROOT = Path(__file__).parents[2]
 DIGITS = ROOT / "examples" / "digits_pipeline.py"
 SIMPLE = ROOT / "examples" / "dist_autograd_simple.py"
+BESIDE = ROOT / "examples" / "ddp_beside_rpc.py"
 
 
 def run(*command: object, seconds: float) -> str:
@@ -79,6 +80,19 @@ def test_the_small_program() -> None:
     assert sorted(rank for rank, _, _ in sums) == ["0", "1"]
     for _, before, after in sums:
         assert float(before) - float(after) == pytest.approx(0.9, abs=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_data_parallel_training_beside_rpc() -> None:
+    """It compares itself with one process; the last batches are mostly understood."""
+    said = run(BESIDE, seconds=280)
+    steps = re.findall(r"^step +\d+: loss ([\d.]+), by one process ([\d.]+)$", said, re.MULTILINE)
+    assert len(steps) == 3
+    assert float(steps[-1][0]) < float(steps[0][0]) - 0.4
+    gaps = re.search(r"largest difference: (\S+) in a loss, (\S+) in a parameter", said)
+    assert gaps is not None, said
+    assert all(float(gap) < 1e-4 for gap in gaps.groups())
 
 
 @pytest.mark.slow

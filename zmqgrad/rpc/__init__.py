@@ -10,6 +10,7 @@ floors take part through :mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.payloa
 
 from __future__ import annotations
 
+import zmqgrad.interop  # noqa: F401  process groups of torch meet by zmq:// from now on
 from zmqgrad.rpc import constants, functions
 from zmqgrad.rpc.api import (
     _get_debug_info,

@@ -1,0 +1,149 @@
+"""Our stores in torch's hands: every call through torch's C++, and process groups that meet over them."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.processes import free_port, run_processes
+from zmqgrad.errors import ConfigurationError, RendezvousError, StoreTimeoutError
+from zmqgrad.interop import TorchStore, as_torch_store, meet, register_with_torch
+from zmqgrad.store import HashStore, TCPStore
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def ours() -> Iterator[TorchStore]:
+    made = as_torch_store(HashStore(PATIENCE))
+    yield made
+    made.close()
+
+
+def script(store: Any) -> list[Any]:
+    """What a program gets that uses ``store`` through torch's C++."""
+    store.set_timeout(timedelta(seconds=PATIENCE))
+    seen = dist.PrefixStore("view", store)
+    seen.set("k", "1")
+    seen.set("b", b"\xff\0")
+    seen.append("k", "2")
+    seen.multi_set(["m", "n"], ["x", b"y"])
+    return [
+        seen.get("k"),
+        seen.get("b"),
+        seen.add("n1", 5),
+        seen.add("n1", -7),
+        seen.compare_set("c", "", "1"),
+        seen.compare_set("c", "no", "2"),
+        seen.check(["k", "c"]),
+        seen.check(["k", "none"]),
+        seen.wait(["k"]),
+        seen.wait(["k"], timedelta(seconds=1)),
+        seen.multi_get(["m", "n"]),
+        seen.num_keys(),
+        seen.delete_key("m"),
+        seen.delete_key("m"),
+        seen.has_extended_api(),
+        seen.barrier("one", 1),
+        seen.clone().get("k"),
+        seen.timeout,
+        store.queue_push("q", "1"),
+        store.queue_len("q"),
+        store.queue_pop("q"),
+        sorted(store.list_keys()),
+    ]
+
+
+def test_torch_gets_what_it_gets_from_its_own(ours: TorchStore) -> None:
+    expected, got = script(dist.HashStore()), script(ours)
+    assert [repr(one) for one in got] == [repr(one) for one in expected]
+
+
+def test_timeouts_set_by_torch_reach_our_store(ours: TorchStore) -> None:
+    view = dist.PrefixStore("view", ours)
+    view.set_timeout(timedelta(milliseconds=10))
+    with pytest.raises(StoreTimeoutError, match=r"0\.01 s.*view/none"):
+        view.get("none")
+    assert ours.underlying.timeout == timedelta(milliseconds=10)
+    with pytest.raises(TimeoutError, match=r"0\.02 s"):
+        view.wait(["none"], timedelta(milliseconds=20))
+
+
+def test_what_torch_alone_holds_stays_alive() -> None:
+    """torch keeps only the C++ half; without the other there is no call that works."""
+    view = dist.PrefixStore("view", as_torch_store(HashStore(PATIENCE)))
+    clone = view.clone()
+    gc.collect()
+    view.set("k", "1")
+    assert clone.get("k") == b"1"
+    view.underlying_store.close()
+
+
+def test_a_closed_one_is_let_go() -> None:
+    made = as_torch_store(HashStore(PATIENCE))
+    clone = weakref.ref(made.clone())
+    gone = weakref.ref(made)
+    assert as_torch_store(made) is made  # type: ignore[arg-type]
+    made.close()
+    made.close()
+    del made
+    gc.collect()
+    assert gone() is None
+    assert clone() is None
+
+
+def test_what_is_no_store_of_ours_is_refused() -> None:
+    with pytest.raises(TypeError, match="not HashStore"):
+        as_torch_store(dist.HashStore())
+    register_with_torch()
+    with pytest.raises(ConfigurationError, match="does not take color"):
+        next(meet("zmq://127.0.0.1:1", color="red"))
+    with pytest.raises(RendezvousError, match="lacks a host or a port"):
+        next(iter(dist.rendezvous("zmq://here", 0, 1)))
+
+
+def test_a_group_by_url_and_what_is_left_of_it() -> None:
+    """In this process: its store is open as long as the group is there, and no longer."""
+    url = f"zmq://127.0.0.1:{free_port()}"
+    before = threading.active_count()
+    for _ in range(2):
+        dist.init_process_group("gloo", init_method=url, rank=0, world_size=1)
+        try:
+            gc.collect()
+            ones = torch.ones(2)
+            dist.all_reduce(ones, group=dist.new_group([0]))
+            assert ones.tolist() == [1, 1]
+            assert threading.active_count() > before
+        finally:
+            dist.destroy_process_group()
+
+
+def _reduce_by_both(rank: int, port: int) -> list[float]:
+    sums = []
+    with TCPStore("127.0.0.1", port, 2, rank == 0, PATIENCE) as store:
+        for given in ({"store": as_torch_store(store)}, {"init_method": f"zmq://127.0.0.1:{free_port()}"}):
+            if "init_method" in given:  # at the first one's choice
+                given = {"init_method": store.get("url").decode()} if rank else given
+                store.set("url", given["init_method"])
+            dist.init_process_group("gloo", rank=rank, world_size=2, **given)
+            mine = torch.tensor([1.0 + rank])
+            dist.all_reduce(mine)
+            sums.append(mine.item())
+            dist.barrier()
+            dist.destroy_process_group()
+            store.barrier("left", 2)
+    return sums
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_reduce_over_a_store_and_by_url() -> None:
+    assert run_processes(_reduce_by_both, 2, (free_port(),)) == [[3.0, 3.0]] * 2
