@@ -34,6 +34,9 @@ logger = logging.getLogger(__name__)
 SUBSCRIPTION_SECONDS = 30.0
 """How long a watch may wait for its subscription to take effect; that is a matter of milliseconds."""
 
+MAX_WAITING = 100_000
+"""How many queries may wait at a time, of all clients together."""
+
 CLOSE_SECONDS = 10.0
 """How long closing may take; it is a matter of milliseconds, too."""
 
@@ -60,6 +63,7 @@ class StoreServer:
         journal: the file that makes the store durable (see :mod:`~zmqgrad.store.journal`); it is read first.
         sync: flush each change of it to the disk.
         max_clients: how many connections are served; a client has one for each of its threads that ask.
+        max_waiting: how many queries may wait at a time, of all clients together.
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if it cannot listen there.
@@ -74,6 +78,7 @@ class StoreServer:
         journal: str | os.PathLike[str] | None = None,
         sync: bool = False,
         max_clients: int = MAX_CLIENTS,
+        max_waiting: int = MAX_WAITING,
         clock: Clock = MONOTONIC,
     ) -> None:
         self.name = name
@@ -83,6 +88,7 @@ class StoreServer:
         self._answers = Answers()
         self._journal = None if journal is None else Journal(journal, sync=sync)
         self._held: list[Effect] = []  # until the journal has what they tell of
+        self._max_waiting = max_waiting
         self._waiting: dict[tuple[int, int], Asker] = {}  # by line and number
         self._waiting_of: dict[Client, set[Asker]] = {}
         self._registrations: deque[tuple[float, bytes, Asker]] = deque()  # by deadline
@@ -161,6 +167,11 @@ class StoreServer:
         if before is not None:  # it was asked on a connection of which we do not know yet that it broke
             self._unpark(before)
             self._state.cancel(before)
+        if len(self._waiting) >= self._max_waiting:
+            self._state.cancel(asker)
+            said = f"{self._max_waiting} queries wait there already, which is its limit"
+            self._carry_out([Reply(asker, StoreRefused(Refusal.LIMIT, said))])
+            return
         asker.waits = True
         self._waiting[asker.line, asker.number] = asker
         self._waiting_of.setdefault(asker.client, set()).add(asker)

@@ -174,7 +174,9 @@ class Unpacker:
         return flags, size, start + HEAD_ROOM
 
     def _obey(self, command: bytes) -> None:
-        name = command[1 : 1 + command[0]] if command else b""
+        if not command or len(command) < 1 + command[0]:
+            raise ProtocolError(f"a command that has no name: {command[:16]!r}")
+        name = command[1 : 1 + command[0]]
         data = command[1 + len(name) :]
         if name == b"READY":
             self._check_ready(data)

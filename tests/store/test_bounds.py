@@ -1,0 +1,187 @@
+"""What a server does not put up with: an error to that client alone, a counter, and on it goes."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.processes import free_port
+from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
+from zmqgrad.runtime.clock import Deadline, ManualClock
+from zmqgrad.store import StoreServer, TCPStore
+from zmqgrad.transport.request_server import GREETING_SECONDS, SPARE
+from zmqgrad.transport.zmtp import opening
+
+PATIENCE = 20.0
+
+
+@pytest.fixture
+def server() -> Iterator[StoreServer]:
+    made = StoreServer("tcp://127.0.0.1:*", max_clients=3, max_waiting=2)
+    yield made
+    made.close()
+
+
+def connect(server: StoreServer, timeout: float = PATIENCE) -> TCPStore:
+    return TCPStore("127.0.0.1", server.port, timeout=timeout)
+
+
+def dial(server: StoreServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.port), PATIENCE)
+
+
+def until(condition: object) -> None:
+    deadline, pause = Deadline.after(PATIENCE), threading.Event()
+    while not condition():  # type: ignore[operator]
+        assert not deadline.passed()
+        pause.wait(0.002)
+
+
+# ---- too many ---------------------------------------------------------------------------------------------
+
+
+def test_a_client_too_many_is_told_so(server: StoreServer) -> None:
+    clients = [connect(server) for _ in range(3)]
+    for _ in range(2):
+        with pytest.raises(StoreError, match="it serves 3 connections already, which is its limit"):
+            connect(server)
+    assert [client.add("n", 1) for client in clients] == [1, 2, 3]
+    clients.pop().close()
+    until(lambda: server.statistics()["clients"] == 2)
+    clients.append(connect(server))
+    assert clients[-1].add("n", 1) == 4
+    for client in clients:
+        client.close()
+
+
+def test_far_too_many_are_not_even_told(server: StoreServer) -> None:
+    with connect(server) as store:
+        crowd = [dial(server) for _ in range(3 + SPARE)]
+        with dial(server) as last:
+            while last.recv(1000):  # the greeting, perhaps; then it is hung up
+                pass
+        assert store.add("n", 1) == 1
+        for each in crowd:
+            each.close()
+        until(lambda: server.statistics()["clients"] == 1)
+        assert server.statistics()["malformed"] == 0, "to come and go without a word is no offence"
+
+
+def test_a_wait_too_many_is_refused(server: StoreServer) -> None:
+    with connect(server) as one, connect(server) as two:
+        waiters = [threading.Thread(target=store.get, args=("k",)) for store in (one, two)]
+        for waiter in waiters:
+            waiter.start()
+        until(lambda: server.statistics()["parked"] == 2)
+        with pytest.raises(StoreError, match="2 queries wait there already, which is its limit"):
+            one.wait(["never"])
+        assert server.statistics()["parked"] == 2
+        one.set("k", "")
+        for waiter in waiters:
+            waiter.join(PATIENCE)
+        with pytest.raises(StoreTimeoutError):
+            one.wait(["never"], 0.01)
+
+
+# ---- strangers --------------------------------------------------------------------------------------------
+
+
+def test_strangers_cost_a_counter(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+    """(P5): whatever the bytes."""
+    drawn = random.Random(7)
+    garbage = [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1",
+        b"SSH-2.0-OpenSSH_9.6\r\n",
+        opening("SUB"),
+        opening("DEALER") + b"\x02" + b"\xff" * 8,
+        opening("DEALER") + b"\x04\x05ERROR",
+        opening("DEALER") + b"\x04\x00",
+        *(bytes([1]) + drawn.randbytes(200) for _ in range(5)),
+    ]
+    with connect(server) as store:
+        for n, data in enumerate(garbage, 1):
+            with dial(server) as stranger:
+                stranger.sendall(data)
+                try:
+                    while stranger.recv(1000):
+                        pass
+                except ConnectionResetError:
+                    pass  # it hung up before it had read everything
+            assert server.statistics()["malformed"] == n, data
+            assert store.add("n", 1) == n
+    assert caplog.text.count("dropped a malformed request from 127.0.0.1") == 1, "not a line for each"
+
+
+def test_who_does_not_say_who_he_is_is_dropped() -> None:
+    clock = ManualClock()
+    server = StoreServer("tcp://127.0.0.1:*", clock=clock)
+    with dial(server) as silent, dial(server) as slow:
+        slow.sendall(opening("DEALER")[:20])
+        with connect(server) as store:
+            until(lambda: server.statistics()["clients"] == 3)
+            clock.advance(GREETING_SECONDS + 1)
+            assert store.add("n", 1) == 1  # which makes it look at the clock
+            for each in (silent, slow):
+                while each.recv(1000):
+                    pass
+            assert server.statistics()["malformed"] == 2
+            assert store.add("n", 1) == 2, "who has said it stays"
+    server.close()
+
+
+# ---- what cannot be ---------------------------------------------------------------------------------------
+
+
+def test_errors_name_key_address_and_time(server: StoreServer) -> None:
+    with connect(server) as store:
+        where = rf"the store at 127\.0\.0\.1:{server.port}"
+        store.set_timeout(0.02)
+        with pytest.raises(StoreTimeoutError, match=rf"get\('k'\): after 0\.02 s at {where}: missing: 'k'"):
+            store.get("k")
+        store.set("word", "seven")
+        with pytest.raises(
+            StoreError, match=rf"add\('word'\): {where} refused: .* is no 64-bit number but b's"
+        ):
+            store.add("word", 1)
+        assert store.get("word") == b"seven"
+        with pytest.raises(ValueError, match="cannot be negative"):
+            store.wait(["k"], -1)
+        with pytest.raises(AddressInUseError, match=f"127.0.0.1:{server.port}: another socket does"):
+            TCPStore("127.0.0.1", server.port, is_master=True, timeout=PATIENCE)
+
+
+def test_a_slow_reader_holds_up_nobody(server: StoreServer) -> None:
+    """His answers wait, and so does what he asks next; others are served."""
+    with connect(server) as store:
+        store.set("large", os.urandom(8 << 20))
+        got: list[bytes] = []
+        reader = threading.Thread(target=lambda: [got.append(store.get("large")) for _ in range(5)])
+        reader.start()
+        with connect(server) as other:
+            for n in range(1, 200):
+                assert other.add("n", 1) == n
+        reader.join(PATIENCE)
+        assert len({bytes(value) for value in got}) == 1
+
+
+def test_a_store_at_a_port_of_another_service() -> None:
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"220 mail.example.org ESMTP\r\n")
+                connection.recv(1000)
+
+        service = threading.Thread(target=greet)
+        service.start()
+        with pytest.raises(StoreError, match=r"first bytes are b'220 .*the other end does not speak ZMTP"):
+            TCPStore("127.0.0.1", port, timeout=PATIENCE)
+        service.join(PATIENCE)
