@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context
+from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.optim import DistributedOptimizer
+from zmqgrad.optim import DistributedLRScheduler, DistributedOptimizer, clip_grad_norm
 from zmqgrad.testing import Cluster, cluster
 
 
@@ -43,29 +43,160 @@ def loss_of(params: list[Tensor], step: int) -> Tensor:
     return ((product - 0.1 * step) ** 2).sum()
 
 
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
-        (torch.optim.Adam, {"lr": 0.05}),
-        (torch.optim.Adagrad, {"lr": 0.05}),
-    ],
-    ids=lambda v: getattr(v, "__name__", ""),
-)
-def test_steps_equal_those_of_one_process(c: Cluster, kind: type, options: dict[str, Any]) -> None:
+SPECIAL = {
+    "Optimizer",  # the base of all
+    "SparseAdam",  # sparse gradients only: tested below
+    "LBFGS",  # its step needs a closure
+    "Muon",  # matrices only
+}
+KINDS = sorted(n for n, k in vars(torch.optim).items() if isinstance(k, type) and n not in SPECIAL)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_equal_those_of_one_process(c: Cluster, kind: str) -> None:
+    options: dict[str, Any] = {"lr": 0.05, **({"momentum": 0.9} if kind == "SGD" else {})}
+    make_optimizer = getattr(torch.optim, kind)
     local = [make(i) for i in range(4)]
-    optimizer = kind(local, **options)
+    optimizer = make_optimizer(local, **options)
     params = [rpc.remote(to, make, (i,)) for i, to in enumerate([0, 1, 2, 1])]
-    distributed = DistributedOptimizer(kind, params, **options)
+    distributed = DistributedOptimizer(make_optimizer, params, **options)
+    for step in range(3):
+        optimizer.zero_grad()
+        loss_of(local, step).backward()
+        optimizer.step()
+        train_step(distributed, params, step)
+    assert_same(params, local)
+
+
+def train_step(optimizer: DistributedOptimizer, params: list[rpc.RRef[Tensor]], step: int) -> None:
+    with context() as ctx:
+        backward(ctx, [loss_of([p.to_here() for p in params], step)])
+        optimizer.step(ctx)
+
+
+def assert_same(params: list[rpc.RRef[Tensor]], expected: list[Tensor]) -> None:
+    for p, its in zip(params, expected, strict=True):
+        torch.testing.assert_close(p.to_here().detach(), its.detach(), rtol=1e-12, atol=1e-14)
+
+
+def embedded(table: rpc.RRef[Tensor]) -> Tensor:
+    return torch.nn.functional.embedding(torch.tensor([1, 1, 2]), table.local_value(), sparse=True)
+
+
+def make_table() -> Tensor:
+    return torch.ones(4, 2, requires_grad=True)
+
+
+def test_sparse_gradients_and_their_optimizer(c: Cluster) -> None:
+    here = make_table()
+    local = torch.optim.SparseAdam([here], lr=0.1)
+    torch.nn.functional.embedding(torch.tensor([1, 1, 2]), here, sparse=True).sum().backward()
+    local.step()
+    table = rpc.remote(1, make_table)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, embedded, (table,)).sum()])
+        DistributedOptimizer(torch.optim.SparseAdam, [table], lr=0.1).step(ctx)
+    torch.testing.assert_close(table.to_here().detach(), here.detach())
+
+
+def test_an_optimizer_whose_step_needs_a_closure_says_so(c: Cluster) -> None:
+    params = [rpc.remote(1, make, (0,))]
+    optimizer = DistributedOptimizer(torch.optim.LBFGS, params)
+    with pytest.raises(TypeError, match="closure"):
+        train_step(optimizer, params, 0)
+
+
+def test_groups_have_options_of_their_own(c: Cluster) -> None:
+    local = [make(i) for i in range(4)]
+    optimizer = torch.optim.SGD([{"params": local[:3], "lr": 0.2}, {"params": local[3]}], lr=0.01)
+    params = [rpc.remote(to, make, (i,)) for i, to in enumerate([0, 1, 2, 1])]
+    groups = [{"params": params[:3], "lr": 0.2}, {"params": params[3]}]
+    distributed = DistributedOptimizer(torch.optim.SGD, groups, lr=0.01)
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(local, step).backward()
+        optimizer.step()
+        train_step(distributed, params, step)
+    assert_same(params, local)
+
+
+def test_a_schedule_sets_the_rates_of_all_owners(c: Cluster) -> None:
+    local = [make(i) for i in range(3)]
+    optimizer = torch.optim.SGD(local, lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.1)
+    params = [rpc.remote(to, make, (i,)) for i, to in enumerate([0, 1, 2])]
+    distributed = DistributedOptimizer(torch.optim.SGD, params, lr=0.1)
+    schedules = DistributedLRScheduler(distributed, torch.optim.lr_scheduler.StepLR, step_size=2, gamma=0.1)
     for step in range(5):
         optimizer.zero_grad()
         loss_of(local, step).backward()
         optimizer.step()
-        with context() as ctx:
-            backward(ctx, [loss_of([p.to_here() for p in params], step)])
-            distributed.step(ctx)
-        for p, expected in zip(params, local, strict=True):
-            torch.testing.assert_close(p.to_here().detach(), expected.detach(), rtol=1e-12, atol=1e-14)
+        train_step(distributed, params, step)
+        schedule.step()
+        schedules.step()
+        assert schedules.get_last_lr() == {f"worker{i}": schedule.get_last_lr() for i in range(3)}
+        schedules.load_state_dict(schedules.state_dict())
+    assert_same(params, local)
+
+
+def test_a_schedule_made_by_a_function_and_stepped_with_a_metric(c: Cluster) -> None:
+    params = [rpc.remote(1, make, (0,))]
+    optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau
+    schedules = DistributedLRScheduler(optimizer, lambda o: plateau(o, patience=0, factor=0.5))
+    for _ in range(2):
+        schedules.step(1.0)
+    assert schedules.get_last_lr() == {"worker1": [0.05]}
+
+
+def test_training_goes_on_from_a_state(c: Cluster) -> None:
+    params = [rpc.remote(to, make, (i,)) for i, to in enumerate([0, 1, 2])]
+    first = DistributedOptimizer(torch.optim.Adam, params, lr=0.05)
+    train_step(first, params, 0)
+    state, values = first.state_dict(), [p.to_here().detach().clone() for p in params]
+    train_step(first, params, 1)
+    expected = [p.to_here().detach().clone() for p in params]
+
+    again = [rpc.remote(to, torch.clone, (v.requires_grad_(),)) for to, v in enumerate(values)]
+    again = [rpc.remote(to, fresh, (p,)) for to, p in enumerate(again)]
+    second = DistributedOptimizer(torch.optim.Adam, again, lr=99.0)
+    second.load_state_dict(state)
+    train_step(second, again, 1)
+    assert_same(again, expected)
+    with pytest.raises(ConfigurationError, match=r"optimizers on worker0, but .* owned by worker0, worker1"):
+        second.load_state_dict({"worker0": {}})
+
+
+def fresh(p: rpc.RRef[Tensor]) -> Tensor:
+    return p.local_value().detach().clone().requires_grad_()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clipping_equals_that_of_one_process(c: Cluster, norm_type: float, max_norm: float) -> None:
+    local = [make(i) for i in range(4)]
+    (loss_of(local, 0) * 50).backward()
+    expected = torch.nn.utils.clip_grad_norm_(local, max_norm, norm_type)
+    params = [rpc.remote(to, make, (i,)) for i, to in enumerate([0, 1, 2, 1])]
+    with context() as ctx:
+        backward(ctx, [loss_of([p.to_here() for p in params], 0) * 50])
+        torch.testing.assert_close(clip_grad_norm(ctx, [*params, params[0]], max_norm, norm_type), expected)
+        for p, its in zip(params, local, strict=True):
+            torch.testing.assert_close(rpc.rpc_sync(p.owner(), gradient_of, (ctx, p)), its.grad)
+
+
+def gradient_of(context_id: int, p: rpc.RRef[Tensor]) -> Tensor:
+    return get_gradients(context_id)[p.local_value()]
+
+
+def test_a_norm_that_is_not_finite(c: Cluster) -> None:
+    params = [rpc.remote(to, make, (to,)) for to in (1, 2)]
+    with context() as ctx:
+        backward(ctx, [params[0].to_here().sum() * float("inf") + params[1].to_here().sum()])
+        with pytest.raises(RuntimeError, match=r"non-finite.*worker1 has inf, worker2 has 1\.7"):
+            clip_grad_norm(ctx, params, 1.0, error_if_nonfinite=True)
+    with pytest.raises(ConfigurationError, match="clip_grad_norm got an empty parameter list"):
+        clip_grad_norm(1, [], 1.0)
 
 
 def test_a_parameter_without_gradient_stays(c: Cluster) -> None:
@@ -121,6 +252,10 @@ def test_an_optimizer_that_cannot_be_made_says_why(c: Cluster) -> None:
 def test_arguments_that_cannot_be(c: Cluster) -> None:
     with pytest.raises(ConfigurationError, match="optimizer got an empty parameter list"):
         DistributedOptimizer(torch.optim.SGD, [], lr=1.0)
+    with pytest.raises(ConfigurationError, match=r"params_rref\[0\]\['params'\]\[0\] must be an RRef"):
+        DistributedOptimizer(torch.optim.SGD, [{"params": [make(0)]}], lr=1.0)
+    with pytest.raises(ConfigurationError, match=r"params_rref\[1\] must be a dictionary with 'params'"):
+        DistributedOptimizer(torch.optim.SGD, [{"params": rpc.RRef(make(0))}, {"lr": 1.0}], lr=1.0)
     with pytest.raises(ConfigurationError, match=r"params_rref\[1\] must be an RRef, not Tensor"):
         DistributedOptimizer(torch.optim.SGD, [rpc.RRef(make(0)), make(1)], lr=1.0)  # type: ignore[list-item]
 
@@ -130,6 +265,23 @@ def test_a_step_outside_its_context_is_an_error(c: Cluster) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [p], lr=1.0)
     with pytest.raises(RuntimeError, match="Could not find autograd context with id: 12345"):
         optimizer.step(12345)
+
+
+class Refusing(torch.optim.SGD):
+    """Never steps."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        raise LookupError(f"{len(self.param_groups)} groups, no step")
+
+
+def test_errors_of_several_owners_are_told_of_together(c: Cluster) -> None:
+    params = [rpc.remote(to, make, (i,)) for i, to in enumerate([1, 2])]
+    optimizer = DistributedOptimizer(Refusing, params, lr=1.0)
+    with context() as ctx:
+        backward(ctx, [sum(p.to_here().sum() for p in params)])
+        with pytest.raises(LookupError, match="worker1") as caught:
+            optimizer.step(ctx)
+    assert "it failed on 2 owners, also:\non worker2: LookupError" in str(caught.value.__cause__)
 
 
 @pytest.mark.open_outcomes  # RRefs that are deleted while their fork request is on its way leave one

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.support.processes import run_processes
+from tests.support.processes import free_port, run_processes
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context
+from zmqgrad.autograd import allreduce_gradients, backward, context, get_gradients
 from zmqgrad.optim import DistributedOptimizer
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -74,3 +74,60 @@ def first_program(rank: int) -> float:
 
 def test_the_first_program() -> None:
     assert run_processes(first_program, 2) == pytest.approx([18 * 0.05] * 2, abs=1e-5)
+
+
+REPLICAS = (1, 2)
+_stage: list[torch.nn.Module] = []
+
+
+def make_stage() -> torch.nn.Module:
+    torch.manual_seed(5)
+    return torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)).double()
+
+
+def through_stage(x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = _stage[0](x)
+    return y
+
+
+def sum_gradients(context_id: int) -> list[torch.Tensor]:
+    params = list(_stage[0].parameters())
+    allreduce_gradients(context_id, params, _group[0], average=False)
+    gradients = get_gradients(context_id)
+    return [gradients[p] for p in params]
+
+
+_group: list[torch.distributed.ProcessGroup | None] = []
+
+
+def run_replicas(rank: int, port: int) -> list[list[float]]:
+    """Workers 1 and 2 hold the same stage, and are a gloo group; worker 0 gives each half of the batch."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=3
+    )
+    _group.append(torch.distributed.new_group(list(REPLICAS)))
+    _stage.append(make_stage())
+    rpc.init_rpc(f"worker{rank}")
+    found: list[list[float]] = []
+    if rank == 0:
+        torch.manual_seed(1)
+        batch = torch.rand(6, 4, dtype=torch.float64)
+        (_stage[0](batch) ** 2).sum().backward()
+        found.append([v for p in _stage[0].parameters() for v in p.grad.flatten().tolist()])
+        with context() as context_id:
+            halves = zip(REPLICAS, batch.split(3), strict=True)
+            parts = [rpc.rpc_async(to, through_stage, (half,)) for to, half in halves]
+            backward(context_id, [(torch.cat([p.wait() for p in parts]) ** 2).sum()])
+            summing = [rpc.rpc_async(to, sum_gradients, (context_id,)) for to in REPLICAS]
+            for s in summing:
+                found.append([v for g in s.wait() for v in g.flatten().tolist()])
+    rpc.shutdown()
+    torch.distributed.destroy_process_group()
+    return found
+
+
+def test_replicas_sum_their_gradients_to_those_of_one_process() -> None:
+    expected, *replicas = run_processes(run_replicas, 3, (free_port(),))[0]
+    assert len(replicas) == len(REPLICAS)
+    for found in replicas:
+        assert found == pytest.approx(expected, rel=1e-12)

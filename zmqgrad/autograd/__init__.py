@@ -18,5 +18,6 @@ from __future__ import annotations
 
 from zmqgrad.autograd.api import _get_debug_info, backward, context, get_gradients
 from zmqgrad.autograd.forwarding import install
+from zmqgrad.autograd.replicas import allreduce_gradients
 
-__all__ = ["_get_debug_info", "backward", "context", "get_gradients", "install"]
+__all__ = ["_get_debug_info", "allreduce_gradients", "backward", "context", "get_gradients", "install"]

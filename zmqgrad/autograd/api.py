@@ -7,7 +7,7 @@ from types import TracebackType
 
 import torch
 
-from zmqgrad.autograd.context import Recording, recording
+from zmqgrad.autograd.context import Context, Recording, recording
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.passes import MODES
 from zmqgrad.autograd.roots import check_roots
@@ -83,4 +83,13 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     Raises:
         AutogradError: if the context is not known here.
     """
-    return autograd_of(current_worker()).contexts.find(context_id).gradients()
+    return get_context(context_id).gradients()
+
+
+def get_context(context_id: int) -> Context:
+    """The context as this worker knows it.
+
+    Raises:
+        AutogradError: if it is not known here.
+    """
+    return autograd_of(current_worker()).contexts.find(context_id)

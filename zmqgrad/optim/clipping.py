@@ -1,0 +1,74 @@
+"""clip_grad_norm: one norm over the gradients of all owners, as if they were in one process."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zmqgrad.autograd import get_gradients
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.optim.owners import by_owner, local_values, on_all
+from zmqgrad.rpc import RRef
+
+EPSILON = 1e-6
+"""Added to the norm before dividing by it, as torch does."""
+
+
+def _gradients(context_id: int, params: Sequence[RRef[Any]]) -> list[torch.Tensor]:
+    gradients = get_gradients(context_id)
+    distinct = {id(p): p for p in local_values(params)}
+    return [gradients[p] for p in distinct.values() if p in gradients]
+
+
+def _norm(context_id: int, params: Sequence[RRef[Any]], norm_type: float) -> float:
+    """On an owner: the norm of its gradients."""
+    norms = []
+    for gradient in _gradients(context_id, params):
+        dense = gradient.coalesce().values() if gradient.is_sparse else gradient
+        norms.append(torch.linalg.vector_norm(dense, norm_type).double().cpu())
+    return torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
+
+
+def _scale(context_id: int, params: Sequence[RRef[Any]], by: float) -> None:
+    """On an owner: scale its gradients in the context."""
+    for gradient in _gradients(context_id, params):
+        gradient.mul_(by)
+
+
+def clip_grad_norm(
+    context_id: int,
+    params_rref: Sequence[RRef[Any]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale the gradients of a context so that their norm, over all owners together, is at most ``max_norm``.
+
+    What ``torch.nn.utils.clip_grad_norm_`` does for the parameters of one process. Call it between
+    ``backward`` and ``step``.
+
+    Returns:
+        the norm before, a tensor of one float64.
+
+    Raises:
+        ConfigurationError: if there are no references. RuntimeError: for a norm that is not finite, if
+        ``error_if_nonfinite``. Others: as what failed on an owner.
+    """
+    owners = by_owner(params_rref)
+    if not owners:
+        raise ConfigurationError("clip_grad_norm got an empty parameter list")
+    norms = on_all(_norm, {owner: (context_id, params, norm_type) for owner, params in owners.items()})
+    every = torch.tensor(list(norms.values()), dtype=torch.float64)
+    total: torch.Tensor = torch.linalg.vector_norm(every, norm_type)
+    if error_if_nonfinite and not math.isfinite(total.item()):
+        raise RuntimeError(
+            f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped: "
+            + ", ".join(f"{owner} has {norm}" for owner, norm in norms.items())
+        )
+    by = float(max_norm) / (total.item() + EPSILON)
+    if not by >= 1.0:  # so nan goes on, as torch's does
+        on_all(_scale, {owner: (context_id, params, by) for owner, params in owners.items()})
+    return total

@@ -1,0 +1,132 @@
+"""DistributedOptimizer: one local optimizer on each worker that owns parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from zmqgrad.autograd import get_gradients
+from zmqgrad.autograd.hooks import grads_lent
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.optim.owners import by_owner, local_values, on_all
+from zmqgrad.rpc import RRef
+
+Group = dict[str, Any]
+"""``params``, and options for them."""
+
+
+class LocalOptimizer:
+    """Lives on the owner of its parameters."""
+
+    def __init__(self, optimizer_class: type, groups: Sequence[Group], args: Any, kwargs: Any) -> None:
+        params: list[Any] = [{**group, "params": local_values(group["params"])} for group in groups]
+        if len(params) == 1 and len(params[0]) == 1:
+            params = params[0]["params"]  # some optimizers take no groups
+        self.optimizer: torch.optim.Optimizer = optimizer_class(params, *args, **kwargs)
+
+    def step(self, context_id: int) -> None:
+        """One step on the gradients of a context. ``.grad`` of the parameters is as before afterwards."""
+        gradients = get_gradients(context_id)
+        params = [p for group in self.optimizer.param_groups for p in group["params"]]
+        with grads_lent(params, [gradients.get(p) for p in params]):
+            self.optimizer.step()
+
+
+def _make(optimizer_class: type, groups: Sequence[Group], args: Any, kwargs: Any) -> RRef[Any]:
+    return RRef(LocalOptimizer(optimizer_class, groups, args, kwargs))
+
+
+def _step(local: RRef[LocalOptimizer], context_id: int) -> None:
+    local.local_value().step(context_id)
+
+
+def _state(local: RRef[LocalOptimizer]) -> dict[str, Any]:
+    return local.local_value().optimizer.state_dict()
+
+
+def _load(local: RRef[LocalOptimizer], state: dict[str, Any]) -> None:
+    local.local_value().optimizer.load_state_dict(state)
+
+
+class DistributedOptimizer:
+    """Optimizes parameters wherever they live.
+
+    Args:
+        optimizer_class: a class of ``torch.optim``, or like one, whose ``step`` needs no closure.
+        params_rref: references to the parameters; or groups of them, as dictionaries with ``params`` and
+            options of their own, as torch's optimizers take them.
+        args, kwargs: for the optimizer on each owner.
+
+    Raises:
+        ConfigurationError: if there are no parameters, or what is given are no references.
+        Anything else: what making an optimizer raised, on any owner.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: type,
+        params_rref: Sequence[RRef[Any]] | Sequence[Mapping[str, Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        groups = _groups_by_owner(params_rref)
+        made = on_all(_make, {owner: (optimizer_class, mine, args, kwargs) for owner, mine in groups.items()})
+        self._locals: dict[str, RRef[LocalOptimizer]] = made
+
+    @property
+    def local_optimizers(self) -> dict[str, RRef[LocalOptimizer]]:
+        """The optimizer of each owner, by its name."""
+        return dict(self._locals)
+
+    def step(self, context_id: int) -> None:
+        """One step on all owners, in parallel, on the gradients of context ``context_id``.
+
+        Raises:
+            what a step raised on any owner, naming it; the steps of the others are done all the same. If
+            several failed, the error's cause tells of the others.
+        """
+        on_all(_step, {owner: (local, context_id) for owner, local in self._locals.items()})
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the optimizers of all owners, by their names; copies, brought here."""
+        return on_all(_state, {owner: (local,) for owner, local in self._locals.items()})
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave; of an optimizer with the same parameters on each owner.
+
+        Raises:
+            ConfigurationError: if the owners are others. Others: as torch's, on any owner.
+        """
+        if set(state) != set(self._locals):
+            raise ConfigurationError(
+                f"the state is of optimizers on {', '.join(sorted(state)) or 'no worker'}, but the "
+                f"parameters are owned by {', '.join(sorted(self._locals))}"
+            )
+        on_all(_load, {owner: (local, state[owner]) for owner, local in self._locals.items()})
+
+    def __repr__(self) -> str:
+        return f"<DistributedOptimizer on {', '.join(self._locals)}>"
+
+
+def _groups_by_owner(params_rref: Any) -> dict[str, list[Group]]:
+    """For each owner its groups; every owner has all of them, some empty, so that they can be counted."""
+    given = list(params_rref)
+    if not given:
+        raise ConfigurationError("optimizer got an empty parameter list")
+    if not isinstance(given[0], Mapping):
+        return {owner: [{"params": params}] for owner, params in by_owner(given).items()}
+    split: list[tuple[dict[str, list[RRef[Any]]], Group]] = []
+    for i, group in enumerate(given):
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ConfigurationError(f"params_rref[{i}] must be a dictionary with 'params', not {group!r}")
+        params = group["params"]
+        found = by_owner([params] if isinstance(params, RRef) else params, f"params_rref[{i}]['params']")
+        split.append((found, {k: v for k, v in group.items() if k != "params"}))
+    owners = list(dict.fromkeys(owner for found, _ in split for owner in found))
+    if not owners:
+        raise ConfigurationError("optimizer got an empty parameter list")
+    return {
+        owner: [{**options, "params": found.get(owner, [])} for found, options in split] for owner in owners
+    }
