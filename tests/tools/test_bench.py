@@ -12,6 +12,7 @@ import pytest
 
 from tools.bench import __main__ as command
 from tools.bench.limits import COPIES, ROUND_TRIP
+from tools.bench.picture import save_picture
 from tools.bench.plan import Piece, Row, limits, pieces
 from tools.bench.processes import PieceFailed
 from tools.bench.report import duration, print_table
@@ -92,6 +93,19 @@ def test_what_fails_is_told_of_and_the_sides_take_turns() -> None:
         f"two, torch, round {n}" for n in (1, 2)
     ]
     assert found.median(TORCH, "one") == found.median(OURS, "two") == 1.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sides", [(), (OURS,), (OURS, TORCH, LIMIT)])
+@pytest.mark.parametrize("sizes", [True, False])
+def test_a_picture_of_whatever_there_is(sides: tuple[str, ...], sizes: bool, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="is in the extra 'examples'")
+    rows = [row for piece in pieces(lambda n: sizes or "send" not in n, [2], Budget()) for row in piece.rows]
+    found = Results(rows)
+    for side in sides:
+        found.add(side, [{row.name: 0.001 for row in rows} | dict.fromkeys([ROUND_TRIP, *COPIES], 0.0001)])
+    save_picture(found, "a machine", tmp_path / "new" / "picture.png")
+    assert (tmp_path / "new" / "picture.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 def test_names_that_are_none(capsys: pytest.CaptureFixture[str]) -> None:

@@ -45,6 +45,9 @@ def _draw_sizes(axes: Axes, results: Results) -> None:
     round_trip = results.median(LIMIT, "round_trip")
     if round_trip is not None:
         axes.axhline(round_trip, color=GREY, linestyle="-.", linewidth=1, label="bare ZeroMQ round trip")
+    if not axes.get_lines():
+        _say(axes, "no tensors were sent")
+        return
     axes.set(title="A call with a tensor", xlabel="size of the tensor", ylabel="seconds")
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
@@ -70,8 +73,7 @@ def _line(
 def _draw_ratios(axes: Axes, ratios: list[tuple[str, float]]) -> None:
     axes.set_title("Time that zmqgrad takes where torch takes 1")
     if not ratios:
-        axes.text(0.5, 0.5, "torch was not measured", ha="center", color=GREY, transform=axes.transAxes)
-        axes.set_axis_off()
+        _say(axes, "torch was not measured")
         return
     names = [name for name, _ in reversed(ratios)]
     values = [value for _, value in reversed(ratios)]
@@ -97,3 +99,9 @@ def _draw_ratios(axes: Axes, ratios: list[tuple[str, float]]) -> None:
         )
     axes.tick_params(axis="y", labelsize=8, length=0)
     axes.margins(y=0.01)
+
+
+def _say(axes: Axes, text: str) -> None:
+    """Instead of a drawing."""
+    axes.text(0.5, 0.5, text, ha="center", color=GREY, transform=axes.transAxes)
+    axes.set_axis_off()
