@@ -1,0 +1,113 @@
+"""Many workers, each calling every other from several threads, with calls back: does it complete, and when?
+
+    python -m tools.bench.all_to_all                  # 24 workers, 100 calls, 4 threads; both sides
+    python -m tools.bench.all_to_all --workers 8 --sides zmqgrad
+
+Every worker makes ``--calls`` calls to each other worker, spread over ``--threads`` threads; each call calls
+back. With the default number of threads a library that lets waiting calls hold its threads cannot finish
+this (pytorch#26362); whoever does not finish within ``--limit`` seconds is said so. Printed besides: how long
+joining and leaving took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import threading
+import time
+
+import torch
+
+from tools.bench.processes import PieceFailed, Place, run_together
+from tools.bench.sides import OURS, TORCH, here, take
+
+
+def main() -> int:
+    """Run; 1 if zmqgrad did not finish."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--workers", type=int, default=24)
+    parser.add_argument("--calls", type=int, default=100, help="from each worker to each other")
+    parser.add_argument("--threads", type=int, default=4, help="of each worker, that call")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds for each side")
+    parser.add_argument("--sides", nargs="+", choices=(OURS, TORCH), default=[OURS, TORCH])
+    options = parser.parse_args()
+    n, failed = options.workers, False
+    calls = 2 * n * (n - 1) * options.calls
+    print(f"{n} workers on {os.cpu_count()} cores, {calls} calls, those back included")
+    for side in options.sides:
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        try:
+            found = run_together(
+                everybody_calls_everybody, n, options.limit, lambda text: None,
+                side, options.calls, options.threads,
+            )  # fmt: skip
+        except PieceFailed as e:
+            failed |= side == OURS
+            print(f"{side:8}  did not complete within {options.limit:g} s: {str(e).splitlines()[-1]}")
+            continue
+        init, took, leave = (max(times) for times in zip(*found, strict=True))
+        each = took / calls * 1e6
+        print(
+            f"{side:8}  {took:7.1f} s, {each:6.0f} us a call; joined in {init:.2f} s, left in {leave:.2f} s"
+        )
+    return int(failed)
+
+
+def everybody_calls_everybody(
+    place: Place, side_name: str, calls: int, threads: int
+) -> tuple[float, float, float]:
+    """In each worker: seconds that joining, the calls and leaving took."""
+    torch.set_num_threads(1)
+    side = take(side_name)
+    began = place.together()
+    side.rpc.init_rpc(f"worker{place.rank}", rank=place.rank, world_size=place.count)
+    joined = time.perf_counter() - began
+    errors: list[BaseException] = []
+    others = [rank for rank in range(place.count) if rank != place.rank]
+
+    def call(number: int) -> None:
+        try:
+            for n in range(number, calls, threads):
+                for rank in others:
+                    assert side.rpc.rpc_sync(f"worker{rank}", call_back, args=(place.rank, n)) == n + 1
+        except BaseException as e:
+            errors.append(e)
+
+    began = place.together()
+    calling = [threading.Thread(target=call, args=(number,)) for number in range(threads)]
+    for thread in calling:
+        thread.start()
+    for thread in calling:
+        thread.join()
+    if errors:
+        raise errors[0]
+    place.together()
+    took = time.perf_counter() - began
+    began = place.together()
+    side.rpc.shutdown()
+    return joined, took, time.perf_counter() - began
+
+
+def call_back(rank: int, number: int) -> int:
+    """Runs on the callee, and calls its caller."""
+    result: int = here().rpc.rpc_sync(f"worker{rank}", add_one, args=(number,))
+    return result
+
+
+def add_one(number: int) -> int:
+    """Runs on the caller again."""
+    return number + 1
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port: int = s.getsockname()[1]
+        return port
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
