@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from typing import Any
 
@@ -145,3 +146,40 @@ def test_other_arguments_that_cannot_be() -> None:
         rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options={"rpc_timeout": 3})  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="timeout"):
         rpc.shutdown(timeout=-3)
+
+
+def in_a_fork(options: RpcBackendOptions) -> str:
+    """Use the parent's worker, then one of its own."""
+    try:
+        rpc.rpc_sync("parent", len, args=("abc",))
+    except NotInitializedError as e:
+        told = str(e)
+    rpc.init_rpc("child", rank=0, world_size=1, rpc_backend_options=options)
+    told += f"; and then {rpc.rpc_sync('child', len, args=('abcd',))}"
+    rpc.shutdown()
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_told_that_it_is_one_and_may_join_by_itself() -> None:
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=10)
+    own = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=10)
+    rpc.init_rpc("parent", rank=0, world_size=1, rpc_backend_options=options)
+    assert rpc.rpc_sync("parent", len, args=("abc",)) == 3
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, in_a_fork(own).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    _, status = os.waitpid(child, 0)
+    with open(reading, "rb") as answer:
+        told = answer.read().decode()
+    assert status == 0
+    assert told.startswith(f"this process is a fork of process {os.getpid()}, in which worker parent runs")
+    assert told.endswith("and then 4")
+    assert rpc.rpc_sync("parent", len, args=("abc",)) == 3
+    rpc.shutdown()

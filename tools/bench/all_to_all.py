@@ -38,7 +38,7 @@ def main() -> int:
     calls = 2 * n * (n - 1) * options.calls
     print(f"{n} workers on {os.cpu_count()} cores, {calls} calls, those back included")
     for side in options.sides:
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(_free_port())}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         try:
             found = run_together(
                 everybody_calls_everybody, n, options.limit, lambda text: None,
@@ -102,7 +102,8 @@ def add_one(number: int) -> int:
     return number + 1
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port on which nobody listens just now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]

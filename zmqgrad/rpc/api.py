@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -184,6 +185,19 @@ def _leave_at_exit() -> None:
     """A program that ends without shutdown: stop the threads before the interpreter takes itself apart."""
     if _group is not None:
         close_quietly(_group)
+
+
+def _forget_in_fork() -> None:
+    """A fork has the memory of its parent's group, but none of its threads: it is in no group."""
+    global _group, _lock
+    if _group is not None:
+        _inherited.append(_group)  # nothing of it may be finalised here
+    _group, _lock = None, threading.Lock()
+
+
+_inherited: list[Group] = []
+
+os.register_at_fork(after_in_child=_forget_in_fork)
 
 
 def rpc_sync(

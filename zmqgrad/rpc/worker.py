@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextvars
 import logging
 import math
+import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -112,6 +114,8 @@ class Worker:
         self._next_check = math.inf  # when the timekeeper looks for calls that are over time
         self._check_lock = threading.Lock()
         self._closed = False
+        self._pid = os.getpid()
+        _workers.add(self)
         self._sent = 0
         self._served = 0
         self._terms: dict[int, Terms] = {}
@@ -185,7 +189,7 @@ class Worker:
         may as well read the answer itself.
         """
         if self._closed:
-            raise NotInitializedError(f"worker {self.name} has been shut down; call init_rpc again")
+            raise self._closed_error()
         kind = message.TYPE
         if peer in self.lost:
             self._unfork(peer, packed)
@@ -225,10 +229,23 @@ class Worker:
             self._check_at(deadline)
         return call
 
+    def _closed_error(self) -> NotInitializedError:
+        if self._pid == os.getpid():
+            return NotInitializedError(f"worker {self.name} has been shut down; call init_rpc again")
+        return NotInitializedError(
+            f"this process is a fork of process {self._pid}, in which worker {self.name} runs: a fork cannot "
+            f"use its connections. Call init_rpc here for a worker of its own, or start processes by spawn "
+            f"or forkserver"
+        )
+
+    def close_in_fork(self) -> None:
+        """In a fork of this worker's process: it is no worker here, and its threads are not there."""
+        self._closed = True
+
     def post(self, peer: int, message: Message, frames: Sequence[Buffer] = ()) -> None:
         """Send a request that is not answered to this worker, if at all."""
         if self._closed:
-            raise NotInitializedError(f"worker {self.name} has been shut down; call init_rpc again")
+            raise self._closed_error()
         self.mailbox.send(peer, message, self.ids.next(), frames)
         self._sent += 1
 
@@ -697,6 +714,17 @@ class Worker:
 
 
 _CANCELLABLE = frozenset((MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH))
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for worker in list(_workers):
+        worker.close_in_fork()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def _describe(what: str | Callable[..., Any]) -> str:

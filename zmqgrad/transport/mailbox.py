@@ -385,8 +385,12 @@ class ZmqMailbox:
             return [f"{self._name}-lanes"]
         for way in self._all_ways():
             self._shut(way, 0)  # a send that raced with close may have connected anew
-        # term() waits for sockets of ours that are still open: there are none, and lingers are bounded.
-        self._context.term()
+        # term() waits for sockets that are still open, which should be none, and knows no deadline.
+        ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
+        ending.start()
+        ending.join(deadline.left_or_none())
+        if ending.is_alive():
+            return [ending.name]
         self._remove_directory()
         return []
 
