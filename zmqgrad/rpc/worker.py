@@ -549,8 +549,9 @@ class Worker:
         if tensors is None:
             tensors = unpack_tensors(call.payload, inbound.frames)
         content = unpack(call.payload, inbound.frames, tensors, self.references.of(inbound.envelope.source))
+        inbound.let_go()
         function, args, kwargs = unpack_call(call.function, call.payload, content)
-        del content
+        del content, tensors
         if function is None:
             function = self._find(call.function)
         if profiled_anywhere():

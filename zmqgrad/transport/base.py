@@ -30,6 +30,14 @@ class Inbound(NamedTuple):
     frames: Sequence[Buffer]
     size: int = 0
 
+    def let_go(self) -> None:
+        """Drop the frames: what was built on them keeps what it needs.
+
+        With the last of that, memory of the sender's goes back by the answer, not only after it.
+        """
+        if isinstance(self.frames, list):
+            self.frames.clear()
+
 
 Handler = Callable[[Inbound], Task | None]
 """Called with one message at a time; must not block and must not run user code.
