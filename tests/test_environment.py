@@ -137,3 +137,18 @@ def test_what_is_set_by_hand_wins() -> None:
 def test_what_a_launcher_sets_and_is_malformed_is_named() -> None:
     with pytest.raises(RendezvousError, match=r"SLURM_PROCID \(the rank of this worker.* is 'x'"):
         environment.read_launch({**SRUN, "SLURM_PROCID": "x"})
+
+
+@pytest.mark.parametrize(
+    ("text", "means"),
+    [("", None), (" ", None), ("0", 0), ("65536", 65536), ("64k", 65536), (" 2G ", 2 << 30)],
+)
+def test_sizes(text: str, means: int | None) -> None:
+    assert environment.arena_limit({"ZMQGRAD_ARENA_LIMIT": text}) == means
+    assert environment.arena_threshold({"ZMQGRAD_ARENA_THRESHOLD": text}) == means
+
+
+@pytest.mark.parametrize("text", ["-1", "1.5G", "1KB", "K", "many", "1 G", "\u0663"])
+def test_a_size_that_is_none(text: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"ZMQGRAD_ARENA_LIMIT is .* a number of bytes"):
+        environment.arena_limit({"ZMQGRAD_ARENA_LIMIT": text})

@@ -96,6 +96,8 @@ class TestOverArena(MailboxContract):
     # Offers and answers are messages like any other: these two count messages, and would count them, too.
     test_the_tap_sees_both_directions = None  # type: ignore[assignment]
     test_statistics_count_what_went_and_came = None  # type: ignore[assignment]
+    # With blocks, messages are small and go another way than those before, whose frames went by socket.
+    test_threads_that_send_at_once_do_not_mix = None  # type: ignore[assignment]
 
 
 class TestOverTcp(MailboxContract):

@@ -13,7 +13,7 @@ from tests.support.messages import messages, messages_of
 from zmqgrad.errors import ProtocolError
 from zmqgrad.wire import codec
 from zmqgrad.wire import messages as m
-from zmqgrad.wire.codec import decode, encode
+from zmqgrad.wire.codec import decode, decode_all, encode
 from zmqgrad.wire.frames import ENVELOPE, ENVELOPE_SIZE, Envelope
 from zmqgrad.wire.messages import BY_TYPE, Message
 
@@ -37,6 +37,30 @@ def test_every_message_survives_the_way(
     assert envelope == Envelope(cls.TYPE, source, *numbers)
     assert again == message
     assert type(again) is cls
+
+
+@given(messages(), messages_of(m.Manifest), st.integers(0, 255))
+def test_a_manifest_travels_before_the_header(message: Message, manifest: m.Manifest, lane: int) -> None:
+    frame = encode(message, 1, 2, 3, lane, manifest, room=5)[5:]
+    assert decode_all(frame) == (Envelope(message.TYPE, 1, 2, 3, lane), manifest, message)
+    with pytest.raises(ProtocolError, match="manifest where nobody takes"):
+        decode(frame)
+    assert decode_all(encode(message, 1, 2, 3)) == (Envelope(message.TYPE, 1, 2, 3), None, message)
+
+
+@given(messages(), messages_of(m.Manifest), st.data())
+def test_a_manifest_that_is_cut_or_damaged_is_refused(
+    message: Message, manifest: m.Manifest, data: st.DataObject
+) -> None:
+    frame = encode(message, 1, 2, 3, 0, manifest)
+    with pytest.raises(ProtocolError):
+        decode_all(frame[: data.draw(st.integers(0, len(frame) - 1))])
+    for place, value in data.draw(st.lists(st.tuples(st.integers(0, 200), st.integers(0, 255)), min_size=1)):
+        frame[place % len(frame)] = value
+    try:
+        decode_all(frame)
+    except ProtocolError:
+        return
 
 
 @given(messages(), st.data())

@@ -237,7 +237,7 @@ def test_what_can_never_fit_is_not_asked_for_again_and_again(sides: tuple[Side, 
     for _ in range(3):
         assert not by_arena(a.pass_on([bytes(17 * MB)])[0])
     assert a.exchange.fallbacks["full"] == 3
-    assert len(a.said) == 1
+    assert [type(m) for m in a.said] == [ArenaOffer, ArenaAnswer]
 
 
 def test_a_system_without_memory_falls_back(
@@ -272,10 +272,16 @@ def test_a_segment_that_cannot_be_mapped_falls_back_silently(
     stats = a.exchange.statistics()
     assert stats["fallbacks"] == {"no answer yet": 1, "refused": 3}
     assert "Permission denied" in stats["refused_by"][1]
-    assert len(a.said) == 1  # asked once
+    assert [type(m) for m in a.said] == [ArenaOffer]  # asked once
     assert not caplog.records
     b.warm()
     assert by_arena(b.pass_on([bytes(2000)])[0])  # the other direction has its own answer
+
+
+def test_who_maps_a_peer_s_memory_offers_its_own(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    assert by_arena(b.pass_on([bytes(2000)])[0])  # so large answers go by the arena from the first on
 
 
 def test_a_peer_that_never_answers_gets_frames(sides: tuple[Side, Side]) -> None:

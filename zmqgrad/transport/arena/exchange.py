@@ -94,17 +94,24 @@ class Exchange:
     def load(self, peer: int, local: bool, frames: Sequence[Buffer]) -> Load:
         """``frames`` ready for ``peer``, which is on this host if ``local``; with what it gets back."""
         released = self._borrowings.take_owed(peer)
+        if not frames:
+            return Load(Manifest(released=released) if released else None, ())
         sizes = [len(f) for f in frames]
         if sum(sizes) >= self._threshold:
             pieces, windows = arrange(sizes)
             blocks = self._lend(peer, local, pieces)
             if blocks is not None:
-                for window, frame in zip(windows, frames, strict=True):
-                    block = blocks[window.piece]
-                    block.segment.write(block.offset + window.offset, frame)
+                placed = tuple([Piece(b.segment.id, b.number, b.offset, b.size) for b in blocks])
+                load = Load(Manifest(placed, windows, released), ())
+                try:
+                    for window, frame in zip(windows, frames, strict=True):
+                        block = blocks[window.piece]
+                        block.segment.write(block.offset + window.offset, frame)
+                except BaseException:  # Ctrl-C, too, while much is copied
+                    self.unload(peer, load)
+                    raise
                 self.bytes_out += sum(sizes)
-                placed = tuple(Piece(b.segment.id, b.number, b.offset, b.size) for b in blocks)
-                return Load(Manifest(placed, windows, released), ())
+                return load
         return _in_frames(frames, sizes, released)
 
     def unload(self, peer: int, load: Load) -> None:
@@ -148,7 +155,7 @@ class Exchange:
             logger.debug("%s gets no shared memory: %s", self._name, e)
             return "no memory"
         if offer is None:
-            return "full" if borrower.mapped else "no answer yet"
+            return "no answer yet" if borrower.waiting else "full"
         with self._lock:
             number = self._next_offer
             self._next_offer += 1
@@ -181,12 +188,22 @@ class Exchange:
     def heard(self, peer: int, message: Message, message_id: int) -> bool:
         """In the reading thread: is ``message`` for the exchange? Then it is dealt with."""
         if isinstance(message, ArenaOffer):
-            self._say(peer, self._borrowings.accept(peer, message), message_id)
+            answer = self._borrowings.accept(peer, message)
+            self._say(peer, answer, message_id)
+            if answer.nonce:
+                self._offer_back(peer)
         elif isinstance(message, ArenaAnswer):
             self._answered(peer, message, message_id)
         elif not isinstance(message, Release):
             return False
         return True
+
+    def _offer_back(self, peer: int) -> None:
+        """Who has much to say may be answered with much; and it is on this host, which is now certain."""
+        if self._lender is not None and peer not in self._borrowers:
+            with self._lock:
+                borrower = self._borrowers.setdefault(peer, Borrower(peer))
+            self._offer(borrower, [self._threshold])
 
     def _answered(self, peer: int, answer: ArenaAnswer, message_id: int) -> None:
         with self._lock:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zmqgrad.transport.arena.allocator import PAGE, rounded
-from zmqgrad.transport.arena.segment import Segment
+from zmqgrad.transport.arena.segment import NONCE, Segment
 from zmqgrad.wire.messages import ArenaOffer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +42,11 @@ class Borrower:
         self.loans: dict[int, Loan] = {}
         self.refused = ""  # why it takes no blocks
         self.lost = False
+
+    @property
+    def waiting(self) -> bool:
+        """Is an answer of it on its way?"""
+        return len(self.locks) > len(self.mapped)
 
     def __repr__(self) -> str:
         said = f"refused: {self.refused}" if self.refused else f"{len(self.loans)} blocks"
@@ -78,7 +83,8 @@ class Lender:
                     self._free(loans)
                     return None
                 loans.append(loan)
-            borrower.loans.update((loan.number, loan) for loan in loans)
+            for loan in loans:
+                borrower.loans[loan.number] = loan
             return loans
 
     def _take(self, borrower: Borrower, size: int) -> Loan | None:
@@ -110,8 +116,8 @@ class Lender:
             OSError: if the system gives no memory.
         """
         with self._lock:
-            if self._closed or borrower.lost or borrower.locks.keys() - borrower.mapped:
-                return None  # an answer is on its way: wait for it
+            if self._closed or borrower.lost or borrower.waiting:
+                return None  # wait for it
             needed = sum(map(rounded, sizes))
             known = [s for s in self._segments if s.id not in borrower.locks]
             segment = next((s for s in known if s.size - s.space.used >= needed), None) or self._grow(needed)
@@ -189,6 +195,6 @@ class Lender:
                 "segments": len(self._segments),
                 "memory": sum(s.memory() for s in self._segments),
                 "blocks_lent": sum(len(s.space) - 1 for s in self._segments),
-                "bytes_lent": sum(s.space.used for s in self._segments),
+                "bytes_lent": sum(s.space.used - rounded(NONCE) for s in self._segments),
                 "strange_releases": self.strange,
             }

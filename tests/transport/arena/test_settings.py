@@ -1,0 +1,45 @@
+"""Settings of the arena, from options, the environment, and the machine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.rpc import RpcBackendOptions
+from zmqgrad.transport.arena import settings
+from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
+
+
+def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZMQGRAD_ARENA_LIMIT", raising=False)
+    monkeypatch.delenv("ZMQGRAD_ARENA_THRESHOLD", raising=False)
+    assert RpcBackendOptions().arena() == ArenaSettings(default_limit(), THRESHOLD)
+    monkeypatch.setenv("ZMQGRAD_ARENA_LIMIT", "0")
+    monkeypatch.setenv("ZMQGRAD_ARENA_THRESHOLD", "1M")
+    assert RpcBackendOptions().arena() == ArenaSettings(0, 1 << 20)
+    assert RpcBackendOptions(arena_limit=5, arena_threshold=0).arena() == ArenaSettings(5, 0)
+
+
+@pytest.mark.parametrize(
+    "options", [{"arena_limit": -1}, {"arena_limit": "1G"}, {"arena_threshold": 1.5}], ids=str
+)
+def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=r"arena_.* must be a number of bytes, at least 0"):
+        RpcBackendOptions(**options)
+
+
+@pytest.mark.parametrize(
+    ("says", "limit"), [("max\n", None), ("400\n", 100), (str(1 << 62), None), ("nonsense", None)]
+)
+def test_a_container_s_limit_counts(
+    says: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(settings, "_LIMITS", (str(tmp_path / "none"),))
+    machine = default_limit()
+    assert machine > 100
+    (tmp_path / "max").write_text(says)
+    monkeypatch.setattr(settings, "_LIMITS", (str(tmp_path / "none"), str(tmp_path / "max")))
+    assert default_limit() == (machine if limit is None else limit)
