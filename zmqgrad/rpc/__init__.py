@@ -34,6 +34,7 @@ from zmqgrad.rpc.api import (
     wait_for_workers,
 )
 from zmqgrad.rpc.futures import RpcFuture
+from zmqgrad.rpc.gathering import broadcast, wait_all
 from zmqgrad.rpc.membership import WorkerInfo
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from zmqgrad.rpc.rref import RRef
@@ -53,6 +54,7 @@ __all__ = [
     "_is_current_rpc_agent_set",
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
+    "broadcast",
     "cancelled",
     "constants",
     "functions",
@@ -71,5 +73,6 @@ __all__ = [
     "set_rpc_timeout",
     "shutdown",
     "time_left",
+    "wait_all",
     "wait_for_workers",
 ]

@@ -10,7 +10,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from zmqgrad.errors import ArgumentTypeError, NotInitializedError, RpcError
+from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
 from zmqgrad.rendezvous import meeting_place, rendezvous, says_world_size
 from zmqgrad.rpc import dynamic
 from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
@@ -233,12 +233,18 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RpcFuture[Any]:
-    """As :func:`rpc_sync`, but gives a ``torch.futures.Future`` at once."""
+    """As :func:`rpc_sync`, but gives a ``torch.futures.Future`` at once.
+
+    That ``to`` has died is told by the future, too.
+    """
     worker = current_worker()
-    if profiled_here():
-        with caller_range("async", worker, to, func):
-            return worker.future(worker.call(to, func, args, kwargs, timeout))
-    return worker.future(worker.call(to, func, args, kwargs, timeout))
+    try:
+        if profiled_here():
+            with caller_range("async", worker, to, func):
+                return worker.future(worker.call(to, func, args, kwargs, timeout))
+        return worker.future(worker.call(to, func, args, kwargs, timeout))
+    except PeerLostError as e:
+        return worker.failed(e)
 
 
 def remote(

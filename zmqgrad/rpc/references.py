@@ -24,6 +24,7 @@ from zmqgrad.errors import (
     TransportError,
 )
 from zmqgrad.rpc.dispatch import Doors
+from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.payload import TravelsAsReference
 from zmqgrad.rpc.rref_ledger import (
     DropValue,
@@ -91,7 +92,7 @@ class Handle(TravelsAsReference):
         self.owner = owner
         self.outcome = outcome  # on the owner: the value; on a user: None until creating it failed
         self.type_name = type_name
-        self.value_type: Any = None  # once it was asked for
+        self.value_type: PythonFuture[Any] | None = None  # once it was asked for
         self.creation: Outcome[Inbound] | None = None  # the owner's answer, where this worker had it made
 
     def __del__(self) -> None:

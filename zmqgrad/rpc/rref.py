@@ -177,23 +177,21 @@ class RRef(TravelsAsReference, Generic[T]):
         Raises:
             RpcTimeoutError: if it does not come in time. Others: as making the value raised.
         """
-        handle, worker = self.handle, self._worker
-        if handle.value_type is None and not self.is_owner():
-            if profiled_here():
-                with caller_range("async", worker, handle.owner, _rref_typeof_on_owner):
-                    call = worker.call(handle.owner, _rref_typeof_on_owner, (self,), None, timeout)
-            else:
-                call = worker.call(handle.owner, _rref_typeof_on_owner, (self,), None, timeout)
-            if not blocking:
-                return worker.future(call)
-            handle.value_type = worker.open(worker.wait(call))
-        elif handle.value_type is None:
-            handle.value_type = type(self._own_value(worker.seconds(timeout)))
-        if blocking:
-            return handle.value_type
-        known: PythonFuture[Any] = PythonFuture()
-        known.set_result(handle.value_type)
-        return known
+        known = self.handle.value_type
+        if known is None or (blocking and not known.done()) or (known.done() and _failed(known)):
+            known = self.handle.value_type = self._ask_type(timeout)
+        return known.wait() if blocking else known
+
+    def _ask_type(self, timeout: float) -> PythonFuture[Any]:
+        worker, owner = self._worker, self.handle.owner
+        if self.is_owner():
+            known: PythonFuture[Any] = PythonFuture()
+            known.set_result(type(self._own_value(worker.seconds(timeout))))
+            return known
+        if profiled_here():
+            with caller_range("async", worker, owner, _rref_typeof_on_owner):
+                return worker.future(worker.call(owner, _rref_typeof_on_owner, (self,), None, timeout))
+        return worker.future(worker.call(owner, _rref_typeof_on_owner, (self,), None, timeout))
 
     def _get_future(self) -> PythonFuture[Any]:
         """A future that is done when the owner has made the value (of None), or has failed to."""
@@ -232,6 +230,14 @@ def install_rrefs(worker: Worker) -> None:
 def _show(value: int) -> str:
     worker, counter = split_id(value)
     return f"GloballyUniqueId(created_on={worker}, local_id={counter - 1})"  # torch counts from 0
+
+
+def _failed(future: PythonFuture[Any]) -> bool:
+    try:
+        future.wait()
+    except Exception:
+        return True
+    return False
 
 
 def _rref_typeof_on_owner(rref: RRef[Any]) -> type:

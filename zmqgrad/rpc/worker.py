@@ -332,6 +332,12 @@ class Worker:
         """The answer of ``call`` as a future."""
         return self.future_of(call.outcome)
 
+    def failed(self, error: Exception) -> RpcFuture[Any]:
+        """A future of a call that could not be sent."""
+        answer: Outcome[Inbound] = Outcome()
+        answer.fail(error)
+        return self.future_of(answer)
+
     def future_of(self, answer: Outcome[Inbound]) -> RpcFuture[Any]:
         """An answer as a future."""
         future: RpcFuture[Any] = RpcFuture(answer, self._open_outcome)
@@ -529,7 +535,10 @@ class Worker:
         self._made(inbound, call, made)
 
     def _made(self, inbound: Inbound, call: RemoteCall, made: Outcome[Any]) -> None:
-        assert made.done()
+        error = made.error()
+        if error is not None:
+            trace = describe_exception(error, self.name).traceback
+            self._show_failure(inbound.envelope.source, trace)
         self.references.made(call.rref_id)
         self.reply(inbound, RemoteResult(call.rref_id, call.fork_id))
 
@@ -597,7 +606,12 @@ class Worker:
     def _send_error(self, inbound: Inbound, error: BaseException) -> None:
         reply = describe_exception(error, repr(self.membership.own.info))
         envelope = inbound.envelope
+        self._show_failure(envelope.source, reply.traceback)
         self.mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.lane)
+
+    def _show_failure(self, source: int, trace: str) -> None:
+        """What a call raised shows here as well: the caller may never look at its future."""
+        logger.warning("On %s, for %s:\n%s", self.membership.own.info, self.membership.name_of(source), trace)
 
     # ---- deadlines --------------------------------------------------------------------------------------
 

@@ -1,0 +1,272 @@
+"""Futures of calls: in asyncio, in chains, together with others; and calls to many workers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from zmqgrad import rpc
+from zmqgrad.errors import ConfigurationError, PeerLostError, RpcTimeoutError, UnknownWorkerError
+from zmqgrad.rpc import gathering
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.futures import PythonFuture
+from zmqgrad.testing import Cluster, cluster
+
+
+@pytest.fixture
+def trio() -> Iterator[Cluster]:
+    with cluster(3) as c:
+        yield c
+
+
+GATES: list[threading.Event] = []
+
+
+@pytest.fixture
+def gate() -> Iterator[int]:
+    """The number of an event that :func:`wait_at` waits for; set at the end."""
+    event = threading.Event()
+    GATES.append(event)
+    yield len(GATES) - 1
+    event.set()
+
+
+def wait_at(number: int, value: Any = None) -> Any:
+    """Wait until the test lets go."""
+    GATES[number].wait(20)
+    return value
+
+
+def fail(text: str) -> None:
+    """Raise it."""
+    raise KeyError(text)
+
+
+def where() -> str:
+    """Who runs this?"""
+    return current_worker().name
+
+
+# ---- asyncio ---------------------------------------------------------------------------------------------
+
+
+def test_a_future_can_be_awaited(trio: Cluster) -> None:
+    async def program() -> list[Any]:
+        one, two = rpc.rpc_async(1, abs, args=(-1,)), rpc.rpc_async(2, abs, args=(-2,))
+        chained = rpc.rpc_async(1, abs, args=(-3,)).then(lambda f: f.wait() + 1)
+        done = rpc.rpc_async(1, abs, args=(-5,))
+        done.wait()
+        return [await one, await two, await two, await chained, await done]
+
+    assert asyncio.run(program()) == [1, 2, 2, 4, 5]
+
+
+def test_the_loop_runs_on_while_a_future_is_awaited(trio: Cluster, gate: int) -> None:
+    async def program() -> tuple[Any, list[int]]:
+        steps: list[int] = []
+
+        async def other() -> None:
+            for n in range(3):
+                await asyncio.sleep(0)
+                steps.append(n)
+            GATES[gate].set()
+
+        async def wait() -> Any:
+            return await rpc.rpc_async(1, wait_at, args=(gate, "value"))
+
+        value, _ = await asyncio.gather(wait(), other())
+        return value, steps
+
+    assert asyncio.run(program()) == ("value", [0, 1, 2])
+
+
+def test_errors_and_cancelling_in_asyncio(trio: Cluster, gate: int) -> None:
+    async def program() -> None:
+        with pytest.raises(KeyError, match="awaited"):
+            await rpc.rpc_async(1, fail, args=("awaited",))
+        with pytest.raises(RpcTimeoutError):
+            await rpc.rpc_async(1, wait_at, args=(gate,), timeout=0.02)
+        future = rpc.rpc_async(1, wait_at, args=(gate, 7))
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(_coroutine(future), 0.02)
+        GATES[gate].set()
+        assert await future == 7, "to give up waiting gives nothing else up"
+
+    asyncio.run(program())
+
+
+async def _coroutine(future: Any) -> Any:
+    return await future
+
+
+def test_a_loop_that_ends_first(trio: Cluster, gate: int) -> None:
+    future = rpc.rpc_async(1, wait_at, args=(gate, 3))
+
+    async def program() -> None:
+        waiting = asyncio.ensure_future(_coroutine(future))
+        await asyncio.sleep(0)
+        waiting.cancel()
+
+    asyncio.run(program())
+    GATES[gate].set()
+    assert future.wait() == 3
+
+
+# ---- chains ----------------------------------------------------------------------------------------------
+
+
+def test_chains(trio: Cluster) -> None:
+    future = rpc.rpc_async(1, abs, args=(-1,))
+    for _ in range(20):
+        future = future.then(lambda f: f.wait() + 1)
+    assert future.wait() == 21
+    nested = rpc.rpc_async(1, abs, args=(-1,)).then(
+        lambda f: rpc.rpc_async(2, abs, args=(-f.wait() - 1,)).then(lambda g: g.wait() + 1).wait()
+    )
+    assert nested.wait() == 3, "a callback may wait for a future that has callbacks"
+
+
+def test_many_callbacks_may_wait_at_once(trio: Cluster) -> None:
+    def ask_again(future: Any) -> Any:
+        own: Any = torch.futures.Future()
+        rpc.rpc_async(2, abs, args=(future.wait(),)).then(lambda g: own.set_result(g.wait()))
+        return torch.futures.collect_all([own]).wait()[0].wait()  # in C++, unseen by us
+
+    futures = [rpc.rpc_async(1, abs, args=(-n,)).then(ask_again) for n in range(8)]
+    assert [f.wait() for f in futures] == list(range(8))
+
+
+def test_a_callback_behind_collect_all_may_wait(trio: Cluster) -> None:
+    both = [rpc.rpc_async(1, abs, args=(-1,)), rpc.rpc_async(2, abs, args=(-2,))]
+    gathered = torch.futures.collect_all(both).then(lambda f: rpc.rpc_async(1, len, args=(f.wait(),)).wait())
+    with pytest.raises(RuntimeError, match="pickle"):
+        gathered.wait()
+    again = [rpc.rpc_async(1, abs, args=(-1,)), rpc.rpc_async(2, abs, args=(-2,))]
+    total = torch.futures.collect_all(again).then(
+        lambda f: rpc.rpc_async(1, sum, args=([g.wait() for g in f.wait()],)).then(lambda h: h.wait()).wait()
+    )
+    assert total.wait() == 3
+
+
+def test_errors_in_chains(trio: Cluster) -> None:
+    future = rpc.rpc_async(1, fail, args=("first",))
+    chained = future.then(lambda f: f.wait())
+    with pytest.raises(RuntimeError, match="first") as caught:
+        chained.wait()
+    assert isinstance(caught.value.__cause__, KeyError)
+    done = threading.Event()
+
+    def bad(_: Any) -> None:
+        done.set()
+        raise ValueError("in a callback")
+
+    ok = rpc.rpc_async(1, abs, args=(-4,))
+    ok.add_done_callback(bad)
+    assert done.wait(10)
+    assert ok.wait() == 4
+    for use in (ok.then, ok.add_done_callback):
+        with pytest.raises(TypeError, match="incompatible function arguments"):
+            use(None)
+
+
+def test_a_future_of_ones_own() -> None:
+    mine: PythonFuture[int] = PythonFuture()
+    got: list[int] = []
+    thread = threading.Thread(target=lambda: got.append(mine.then(lambda f: f.wait() + 1).wait()))
+    thread.start()
+    mine.set_result(1)
+    thread.join(10)
+    assert got == [2]
+    assert "done" in repr(mine)
+
+
+def test_the_end_of_a_worker_settles_everything(gate: int) -> None:
+    with cluster(2) as c:
+        future = rpc.rpc_async(1, wait_at, args=(gate,))
+        chained = future.then(lambda f: f.wait())
+        seen: list[str] = []
+        future.add_done_callback(lambda f: seen.append("done"))
+        c.workers[0].close()
+        with pytest.raises(RuntimeError, match="shut down"):
+            future.wait()
+        with pytest.raises(RuntimeError, match="shut down"):
+            chained.wait()
+        assert seen == ["done"]
+        GATES[gate].set()
+
+
+def test_a_lost_worker_is_told_of_by_the_future(trio: Cluster) -> None:
+    trio.workers[0].lose(1, "unplugged")
+    future = rpc.rpc_async(1, where)
+    with pytest.raises(PeerLostError, match="unplugged"):
+        future.wait()
+    with pytest.raises(PeerLostError, match="unplugged"):
+        rpc.rpc_sync(1, where)
+
+
+# ---- many ------------------------------------------------------------------------------------------------
+
+
+def test_a_broadcast_is_prepared_once(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rpc.wait_all(rpc.broadcast(["worker1", 2], where)) == ["worker1", "worker2"]
+    assert rpc.wait_all(rpc.broadcast(None, where)) == ["worker0", "worker1", "worker2"]
+    times = 0
+
+    class Counting:
+        def __reduce__(self) -> Any:
+            nonlocal times
+            times += 1
+            return list, ()
+
+    big = torch.arange(100_000.0)
+    sums = rpc.wait_all(rpc.broadcast([0, 1, 2], total, args=(Counting(), big)))
+    assert sums == [big.sum()] * 3
+    assert times == 1
+    rref = rpc.RRef(5)
+    assert rpc.wait_all(rpc.broadcast(None, fetch, kwargs={"rref": rref})) == [5] * 3
+
+
+def total(_: Any, tensor: torch.Tensor) -> torch.Tensor:
+    """Of a tensor."""
+    return tensor.sum()
+
+
+def fetch(rref: Any) -> Any:
+    """What it refers to."""
+    return rref.to_here()
+
+
+def test_a_broadcast_that_cannot_be(trio: Cluster) -> None:
+    with pytest.raises(UnknownWorkerError):
+        rpc.broadcast(["worker1", "nobody"], where)
+    trio.workers[0].lose(1, "unplugged")
+    lost, well = rpc.broadcast([1, 2], where)
+    assert well.wait() == "worker2"
+    with pytest.raises(PeerLostError):
+        lost.wait()
+
+
+def test_wait_all(trio: Cluster, gate: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert rpc.wait_all([]) == []
+    endless = rpc.rpc_async(1, wait_at, args=(gate, "late"))
+    with pytest.raises(KeyError, match="early"):
+        rpc.wait_all([endless, rpc.rpc_async(2, fail, args=("early",))])
+    first = rpc.rpc_async(2, where)
+    first.wait()
+    with pytest.raises(RpcTimeoutError, match=r"1 of 2 calls are done after 0.05 s"):
+        rpc.wait_all([first, endless], timeout=0.05)
+    with pytest.raises(ConfigurationError, match="timeout"):
+        rpc.wait_all([endless], timeout=-3)
+    monkeypatch.setattr(gathering, "SAY_EVERY", 0.01)
+    opener = threading.Thread(target=lambda: (told.wait(10), GATES[gate].set()))
+    told = threading.Event()
+    monkeypatch.setattr(gathering.logger, "warning", lambda *a: told.set())
+    opener.start()
+    assert rpc.wait_all([endless, torch.futures.collect_all([endless])])[0] == "late"
+    opener.join(10)
+    assert told.is_set(), "it tells how far it is"
