@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor
 
 from zmqgrad import rpc
@@ -398,6 +400,153 @@ def test_a_hook_of_a_leaf_sees_the_whole_gradient_once(c: Cluster) -> None:
         assert_gradients(ctx, (w, [1.0]))
 
 
+def slices(x: Tensor) -> tuple[Tensor, Tensor]:
+    y = x * 2
+    return y[:1], y.view(2, 1)[1]
+
+
+def test_views_of_what_was_received_and_of_what_is_sent(c: Cluster) -> None:
+    x = leaf(1, 2, 3, 4)
+    with context() as ctx:
+        first, second = rpc.rpc_sync(1, slices, (x.view(2, 2)[:, 1],))
+        first.mul_(3)
+        backward(ctx, [(first.view(1, 1).expand(2, 1) * second).sum()])
+        assert_gradients(ctx, (x, [0.0, 2 * 2 * 3 * 8, 0.0, 2 * 2 * 3 * 4.0]))
+
+
+class Selective(torch.autograd.Function):
+    """Has no gradient for its second argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * 2 + y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 2, None
+
+
+def selective(x: Tensor, y: Tensor) -> Tensor:
+    z: Tensor = Selective.apply(x, y)
+    return z
+
+
+def test_a_gradient_that_does_not_exist_travels_as_none(c: Cluster) -> None:
+    x, y, z = leaf(1), leaf(2), leaf(3)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, selective, (x, rpc.rpc_sync(2, add, (y, z)))).sum()])
+        assert_gradients(ctx, (x, [2.0]))
+        assert rpc.rpc_sync(1, leaves_with_gradients, (ctx,)) == 0
+
+
+def leaves_with_gradients(context_id: int) -> int:
+    return len(get_gradients(context_id))
+
+
+def checkpointed(x: Tensor, weight: rpc.RRef[Tensor], use_reentrant: bool) -> Tensor:
+    w = weight.local_value()
+    y: Tensor = torch.utils.checkpoint.checkpoint(lambda t: (t * w).sin(), x, use_reentrant=use_reentrant)
+    return y
+
+
+def test_checkpointing_inside_a_stage(c: Cluster) -> None:
+    x, weight = leaf(0.5), rpc.remote(1, make, ([2.0],))
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, checkpointed, (x, weight, False)).sum()])
+        cos = torch.tensor(1.0, dtype=torch.float64).cos().item()
+        assert_gradients(ctx, (x, [2 * cos]))
+        assert rpc.rpc_sync(1, gradient_there, (ctx, weight)).tolist() == pytest.approx([0.5 * cos])
+
+
+def test_reentrant_checkpointing_is_torchs_error(c: Cluster) -> None:
+    x, weight = leaf(0.5), rpc.remote(1, make, ([2.0],))
+    with context() as ctx:
+        y = rpc.rpc_sync(1, checkpointed, (x, weight, True))
+        with pytest.raises(RuntimeError, match=r"(?s)worker1.*use_reentrant=True"):
+            backward(ctx, [y.sum()])
+
+
+def autocast(x: Tensor, weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return x @ weight
+
+
+def test_mixed_types_under_autocast(c: Cluster) -> None:
+    x, weight = torch.rand(3, 3, requires_grad=True), torch.rand(3, 3, requires_grad=True)
+    expected = torch.autograd.grad((autocast(x, weight).float() * x).sum(), [x, weight])
+    with context() as ctx:
+        y = rpc.rpc_sync(1, autocast, (x, weight))
+        assert y.dtype is torch.bfloat16
+        backward(ctx, [(y.float() * x).sum()])
+        for tensor, gradient in zip((x, weight), expected, strict=True):
+            torch.testing.assert_close(get_gradients(ctx)[tensor], gradient)
+
+
+@rpc.functions.async_execution
+def double_there_and_add(to: int, x: Tensor) -> Any:
+    return rpc.rpc_async(to, double, (x * 3,)).then(lambda f: f.wait() + x)
+
+
+def test_asynchronous_functions_in_a_context(c: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, double_there_and_add, (2, x)).sum()])
+        assert_gradients(ctx, (x, [7.0]))
+
+
+def test_one_reference_fetched_often_and_used_in_part(c: Cluster) -> None:
+    x = leaf(3)
+    with context() as ctx:
+        made = rpc.remote(1, relay, ([2], x))
+        copies = [made.to_here() for _ in range(3)]
+        loss = (copies[0] * copies[2] + rpc.rpc_sync(1, double_of, (made,))).sum()
+        backward(ctx, [loss])
+        assert_gradients(ctx, (x, [2 * 16 * 3.0 + 8.0]))
+
+
+def double_of(made: rpc.RRef[Tensor]) -> Tensor:
+    return made.local_value() * 2
+
+
+def test_another_thread_records_if_it_is_given_the_context_variables(c: Cluster) -> None:
+    x = leaf(1)
+    results: list[Tensor] = []
+    with context() as ctx:
+        variables = contextvars.copy_context()
+        thread = threading.Thread(
+            target=variables.run, args=(lambda: results.append(rpc.rpc_sync(1, double, (x,))),)
+        )
+        thread.start()
+        thread.join()
+        backward(ctx, [results[0].sum()])
+        assert_gradients(ctx, (x, [2.0]))
+
+
+def test_passes_of_one_context_at_a_time_add_up(c: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        losses = [rpc.rpc_sync(1 + i % 2, relay, ([2 - i % 2], x * (i + 1))).sum() for i in range(6)]
+
+        def differentiate(loss: Tensor) -> None:
+            with c.acting(0):
+                backward(ctx, [loss])
+
+        threads = [threading.Thread(target=differentiate, args=(loss,)) for loss in losses]
+        for t in threads:
+            t.start()
+        for t in threads:
+            t.join()
+        assert_gradients(ctx, (x, [4.0 * sum(range(1, 7))]))
+
+
+def test_several_roots_some_of_them_remote_results(c: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        y = rpc.rpc_sync(1, double, (x,))
+        backward(ctx, [y, (y * x).sum(), x, y])
+        assert_gradients(ctx, (x, [2 + 4 + 1 + 2.0]))
+
+
 class Doubling:
     """Hooks that count how often they run, and double."""
 
@@ -643,6 +792,22 @@ def test_a_released_context_says_so(c: Cluster) -> None:
         get_gradients(ctx)
     with pytest.raises(AutogradError, match=text):
         backward(ctx, [leaf(1).sum()])
+
+
+def test_a_context_is_unknown_where_no_call_of_it_came(c: Cluster) -> None:
+    with context() as ctx, c.acting(2):
+        with pytest.raises(AutogradError, match=r"no call of one that worker 0 made came here"):
+            get_gradients(ctx)
+        with pytest.raises(AutogradError, match=r"no call of one that worker 0 made came here"):
+            backward(ctx, [leaf(1).sum()])
+
+
+def test_a_context_entered_twice_is_refused(c: Cluster) -> None:
+    once = context()
+    with once as ctx:
+        with pytest.raises(AutogradError, match="already have autograd context"), once:
+            pass
+        assert get_gradients(ctx) == {}
 
 
 def test_contexts_do_not_nest_in_one_thread(c: Cluster) -> None:

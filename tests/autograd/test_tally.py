@@ -45,11 +45,33 @@ def test_the_first_error_counts_and_does_not_end_the_pass() -> None:
     assert tally.finished.done()
 
 
-def test_a_pass_that_cannot_finish_is_ended() -> None:
+def test_a_lost_worker_ends_the_pass_if_something_is_under_way_there() -> None:
     tally = Tally(root=0)
-    tally.fail(ConnectionError("gone"))
+    tally.lose(5, ConnectionError("5 is gone"))
+    tally.handled(ROOTS, ((7, 1),), QUIET)
+    assert not tally.finished.done()
+    tally.lose(1, ConnectionError("1 is gone"))
+    assert tally.finished.done()
+    assert str(tally.error()) == "1 is gone"
+
+
+def test_a_lost_worker_that_others_have_set_something_off_at_ends_the_pass() -> None:
+    tally = Tally(root=0)
+    tally.handled(ROOTS, ((7, 1),), QUIET)
+    tally.lose(5, ConnectionError("gone"))
+    assert not tally.finished.done()
+    tally.handled(7, ((8, 5),), QUIET)
     assert tally.finished.done()
     assert isinstance(tally.error(), ConnectionError)
+
+
+def test_a_worker_may_be_lost_once_its_part_is_done() -> None:
+    tally = Tally(root=0)
+    tally.handled(8, (), QUIET)
+    tally.lose(5, ConnectionError("gone"))
+    tally.handled(ROOTS, ((8, 5),), QUIET)
+    assert tally.finished.done()
+    assert tally.error() is None
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
@@ -75,6 +97,6 @@ def test_a_tally_that_has_ended_goes_on_with_what_is_expected() -> None:
 
 def test_nothing_is_expected_of_a_pass_that_failed() -> None:
     tally = Tally(root=0)
-    tally.fail(ConnectionError("gone"))
+    tally.lose(0, ConnectionError("gone"))
     tally.expect({9: 0})
     assert tally.finished.done()

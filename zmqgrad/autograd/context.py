@@ -15,7 +15,7 @@ import torch
 
 from zmqgrad.autograd.functions import RecvNote, Send, attach_recv
 from zmqgrad.errors import AutogradError
-from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.ids import show_id, split_id
 
 if TYPE_CHECKING:
     from zmqgrad.autograd.local_pass import LocalPass
@@ -170,7 +170,10 @@ class Contexts:
             if context is not None:
                 return context
             gone = context_id in self._released
-        why = "it has been released: its 'with' block was left" if gone else "no context() here made it"
+        maker, _ = split_id(context_id)
+        why = f"no context() here made it, and no call of one that worker {maker} made came here"
+        if gone:
+            why = "it has been released: its 'with' block was left, or the worker that made it is gone"
         raise AutogradError(f"Could not find autograd context with id: {context_id}; {why}")
 
     def release(self, context_id: int) -> Context | None:

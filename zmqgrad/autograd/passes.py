@@ -177,9 +177,9 @@ class Passes:
         return self._worker.membership.name_of(worker)
 
     def peer_lost(self, peer: int, error: BaseException) -> None:
-        """Passes that were started here and that ``peer`` may have a part in cannot finish."""
+        """Passes that were started here cannot finish if ``peer`` had a part in what is under way."""
         for tally in list(self._tallies.values()):
-            tally.fail(error)
+            tally.lose(peer, error)
 
     # ---- at every worker --------------------------------------------------------------------------------
 

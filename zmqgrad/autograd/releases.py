@@ -2,7 +2,8 @@
 
 Whoever leaves a context tells the workers that it exchanged messages of it with, and those pass it on. It
 is told off the path of the next step, for all contexts that ended meanwhile in one message a peer, and again
-until it is answered.
+until it is answered. A worker that dies takes its contexts along; those in which it took part may have lost
+the way by which the end would be told, so whoever shared them with it asks their makers, who then know of it.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import logging
 from collections import deque
 
 from zmqgrad.autograd.context import Contexts
-from zmqgrad.errors import NotInitializedError, PeerLostError, RpcTimeoutError, TransportError
+from zmqgrad.errors import NotInitializedError, PeerLostError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.ids import split_id
 from zmqgrad.wire.messages import (
     CleanupAutogradContextReq,
     CleanupAutogradContextResp,
@@ -45,6 +48,7 @@ class Releases:
         """Fill the doors of the worker."""
         self._worker.doors.requests[MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ] = self.on_cleanup
         self._worker.doors.closing.append(self.close)
+        self._worker.doors.peer_lost.append(self.peer_lost)
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """Forget a context, and tell of it soon; but not the worker that told us."""
@@ -90,8 +94,50 @@ class Releases:
         for context_id in message.contexts:
             self.release(context_id, inbound.envelope.source)
 
+    def peer_lost(self, peer: int, error: BaseException) -> None:
+        """Release what ``peer`` made; ask after what it took part in."""
+        questions: dict[int, list[int]] = {}
+        for context in self._contexts.live():
+            maker, _ = split_id(context.id)
+            if maker == peer:
+                self.release(context.id, peer)
+            elif maker != self._worker.id and peer in context.peers():
+                questions.setdefault(maker, []).append(context.id)
+        for maker, contexts in questions.items():
+            self._ask(maker, contexts)
+
+    def _ask(self, maker: int, contexts: list[int]) -> None:
+        def answered(outcome: Outcome[Inbound]) -> None:
+            if isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
+                self._ask(maker, contexts)
+            elif outcome.error() is None:
+                for context_id in self._worker.open(outcome.result()):
+                    self.release(context_id, maker)
+
+        try:
+            asked = (contexts, self._worker.id)
+            call = self._worker.call(maker, which_have_ended, asked, timeout=RETRY_SECONDS)
+        except (RpcError, TransportError) as e:
+            logger.debug("cannot ask worker %d after %s: %s", maker, contexts, e)
+        else:
+            call.outcome.then(answered)
+
+    def which_have_ended(self, contexts: list[int], asks: int) -> list[int]:
+        """Those of ``contexts`` that are not known here; of the end of the others ``asks`` will be told."""
+        live = {context.id: context for context in self._contexts.live()}
+        for context_id in contexts:
+            if context_id in live:
+                live[context_id].know(asks)
+        return [context_id for context_id in contexts if context_id not in live]
+
     def close(self) -> None:
         """Forget everything."""
         self._closed = True
         for context in self._contexts.live():
             self._contexts.release(context.id)
+
+
+def which_have_ended(contexts: list[int], asks: int) -> list[int]:
+    """Runs on the maker of ``contexts``."""
+    releases: Releases = current_worker().doors.extensions["autograd"].releases
+    return releases.which_have_ended(contexts, asks)

@@ -30,6 +30,7 @@ class Tally:
         self._handled: set[int] = set()
         self._reports: dict[int, Waiting] = {}
         self._error: BaseException | None = None
+        self._lost: dict[int, BaseException] = {}
         self.steps = 0
         self.finished: Outcome[None] = Outcome()
 
@@ -57,7 +58,7 @@ class Tally:
                     self._under_way[request] = worker
             if self._under_way.pop(autograd_id, None) is None:
                 self._early.add(autograd_id)
-            done = not self._under_way and not self._early
+            done = (not self._under_way and not self._early) or self._waits_for_lost()
         if done:
             self.finished.set(None)
 
@@ -70,11 +71,21 @@ class Tally:
             if self.finished.done():
                 self.finished = Outcome()
 
-    def fail(self, error: BaseException) -> None:
-        """The pass cannot finish: wait for it no longer."""
+    def lose(self, worker: int, error: BaseException) -> None:
+        """``worker`` is gone. If anything is under way there, now or as others yet tell, that is the end."""
         with self._lock:
-            self._error = self._error or error
-        self.finished.set(None)
+            self._lost[worker] = error
+            over = self._waits_for_lost()
+        if over:
+            self.finished.set(None)
+
+    def _waits_for_lost(self) -> bool:
+        """Is anything under way at a worker that is gone? Called with the lock held."""
+        for worker in self._under_way.values():
+            if worker in self._lost:
+                self._error = self._error or self._lost[worker]
+                return True
+        return False
 
     def error(self) -> BaseException | None:
         """The first error, if there was any."""

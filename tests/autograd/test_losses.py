@@ -1,0 +1,141 @@
+"""Workers and messages that are lost: passes end, and contexts are forgotten all the same."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from zmqgrad import rpc
+from zmqgrad.autograd import backward, context, get_gradients, releases
+from zmqgrad.autograd.forwarding import autograd_of
+from zmqgrad.errors import PeerLostError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.testing import Cluster, cluster
+from zmqgrad.transport.faults import Hold
+from zmqgrad.wire.messages import MessageType
+
+# Outcomes of calls to workers that are lost only for some are nobody's any more.
+pytestmark = pytest.mark.open_outcomes
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64, requires_grad=True)
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def relay(route: list[int], x: Tensor) -> Tensor:
+    y = x * 2
+    return rpc.rpc_sync(route[0], relay, (route[1:], y)) if route else y
+
+
+def known(c: Cluster) -> list[int]:
+    """The workers that know any context."""
+    return [w.id for w in c.workers if autograd_of(w).contexts.live()]
+
+
+def wait_until(condition: Callable[[], bool], said: Callable[[], object]) -> None:
+    limit, pause = Deadline.after(10.0), threading.Event()
+    while not condition():
+        assert not limit.passed(), said()
+        pause.wait(0.002)  # nothing tells when a context goes
+
+
+def wait_until_known_by(c: Cluster, *workers: int) -> None:
+    wait_until(lambda: known(c) == list(workers), lambda: f"known by {known(c)}, not {workers}")
+
+
+@pytest.mark.parametrize("route", [[], [2]], ids=["by the root", "by another"])
+def test_a_pass_ends_when_a_worker_that_it_waits_for_is_lost(c3: Cluster, route: list[int]) -> None:
+    lost = 2 if route else 1
+    failed: list[BaseException] = []
+
+    def differentiate() -> None:
+        with c3.acting(0), context() as ctx:
+            loss = rpc.rpc_sync(1, relay, (route, leaf(1))).sum()
+            try:
+                backward(ctx, [loss])
+            except PeerLostError as e:
+                failed.append(e)
+
+    with c3.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, target=lost) as held:
+        thread = threading.Thread(target=differentiate)
+        thread.start()
+        assert isinstance(held, Hold)
+        held.wait()
+        for worker in c3.workers[:2]:
+            if worker.id != lost:
+                worker.lose(lost, "its process has ended")
+        thread.join(20.0)
+        assert not thread.is_alive()
+    assert f"worker{lost} (worker {lost}) is gone: its process has ended" in str(failed[0])
+
+
+def test_a_pass_goes_on_when_a_worker_without_a_part_in_it_is_lost(c3: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        loss = rpc.rpc_sync(1, double, (x,)).sum()
+        with c3.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, target=1) as held:
+
+            def lose_and_let_go() -> None:
+                held.wait()
+                c3.workers[0].lose(2, "its process has ended")
+                held.release()  # type: ignore[attr-defined]
+
+            thread = threading.Thread(target=lose_and_let_go)
+            thread.start()
+            backward(ctx, [loss])
+            thread.join()
+        assert get_gradients(ctx)[x].tolist() == [2.0]
+
+
+def test_contexts_go_with_the_worker_that_made_them(c3: Cluster) -> None:
+    with context():
+        rpc.rpc_sync(1, relay, ([2], leaf(1)))
+        assert known(c3) == [0, 1, 2]
+        c3.workers[1].lose(0, "its process has ended")
+        wait_until_known_by(c3, 0)  # worker 1 has passed it on
+
+
+def test_the_end_is_told_though_a_worker_on_the_way_is_lost(c3: Cluster) -> None:
+    """0 called 1, which called 2; 0 does not know of 2 until 2, which misses 1, asks."""
+    with context():
+        rpc.rpc_sync(1, relay, ([2], leaf(1)))
+        with c3.network.partition(1):
+            for worker in (c3.workers[0], c3.workers[2]):
+                worker.lose(1, "its process has ended")
+            made = autograd_of(c3.workers[0]).contexts.live()[0]
+            wait_until(lambda: 2 in made.peers(), lambda: made.peers())
+    wait_until(lambda: 2 not in known(c3), lambda: known(c3))
+
+
+def test_who_asks_after_a_context_that_has_ended_forgets_it(c3: Cluster) -> None:
+    with c3.network.partition(1):
+        pass
+    with context():
+        rpc.rpc_sync(1, relay, ([2], leaf(1)))
+        c3.workers[0].lose(1, "its process has ended")
+    assert known(c3) == [1, 2]  # nobody could tell worker 1, and nobody else knew of worker 2
+    c3.workers[2].lose(1, "its process has ended")
+    wait_until_known_by(c3, 1)
+
+
+def test_the_end_of_a_context_is_told_until_it_is_heard(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(releases, "RETRY_SECONDS", 0.05)
+    with c3.network.drop(MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ, times=3) as dropped:
+        with context():
+            rpc.rpc_sync(1, relay, ([2], leaf(1)))
+        wait_until_known_by(c3)
+        dropped.wait(3)
+
+
+@pytest.fixture
+def c3():  # type: ignore[no-untyped-def]
+    with cluster(3) as made:
+        yield made
