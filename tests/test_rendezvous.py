@@ -13,7 +13,12 @@ import pytest
 from tests.support.processes import free_port, run_processes
 from zmqgrad import rendezvous as module
 from zmqgrad.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
-from zmqgrad.rendezvous import register_rendezvous_handler, rendezvous
+from zmqgrad.rendezvous import (
+    meeting_place,
+    register_rendezvous_handler,
+    rendezvous,
+    says_world_size,
+)
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
 
 PATIENCE = 20.0
@@ -285,3 +290,35 @@ def _meet(rank: int) -> tuple[int, int, list[bytes]]:
 def test_processes_meet() -> None:
     everybody = [f"hello from {n}".encode() for n in range(3)]
     assert run_processes(_meet, 3) == [(rank, 3, everybody) for rank in range(3)]
+
+
+# ---- groups of no fixed size -----------------------------------------------------------------------------
+
+
+def test_who_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for url in ("env://", "tcp://127.0.0.1:1", "zmq://127.0.0.1:1?rank=3", "file:///tmp/x"):
+        assert not says_world_size(url), url
+        assert says_world_size(url + ("&" if "?" in url else "?") + "world_size=3"), url
+    assert says_world_size("etcd://of-somebody-else"), "its handler will say"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert says_world_size("env://")
+    assert not says_world_size("tcp://127.0.0.1:1")
+
+
+def test_a_meeting_place_is_served_by_rank_0_if_anybody() -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    store, rank = meeting_place(url, 0, 5.0)
+    with store, meeting_place(url, timeout=5.0)[0] as other:
+        assert rank == 0
+        other.set("key", "value")
+        assert store.get("key") == b"value"
+    with pytest.raises(RendezvousTimeoutError, match="no store answered"):
+        meeting_place(url + "?rank=3", timeout=0.05)
+
+
+@pytest.mark.parametrize("url", ["tcp://127.0.0.1", "tcp://:1", "file://", "file://host/path"])
+def test_meeting_places_that_cannot_be(url: str) -> None:
+    with pytest.raises(RendezvousError):
+        meeting_place(url, timeout=0.05)

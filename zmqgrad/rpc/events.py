@@ -28,6 +28,7 @@ class Events:
         self._on_loss: list[LossCallback] = []
         self._waiting: deque[Callable[[], None]] = deque()
         self._telling = False
+        self._stopped = False
 
     def on_join(self, callback: JoinCallback) -> None:
         """Call it with every worker that joins from now on."""
@@ -53,9 +54,13 @@ class Events:
                 self._waiting.append(lambda callback=callback: callback(info, why))  # type: ignore[misc]
         self._tell()
 
+    def stop(self) -> None:
+        """Tell of nothing more: this worker leaves, and so may others, in good order."""
+        self._stopped = True
+
     def _tell(self) -> None:
         with self._lock:
-            if self._telling or not self._waiting:
+            if self._telling or self._stopped or not self._waiting:
                 return
             self._telling = True
         try:
@@ -66,7 +71,7 @@ class Events:
     def _run(self) -> None:
         while True:
             with self._lock:
-                if not self._waiting:
+                if self._stopped or not self._waiting:
                     self._telling = False
                     return
                 tell = self._waiting.popleft()

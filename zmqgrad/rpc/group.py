@@ -100,6 +100,7 @@ class Group:
                 gone.
             RpcError: if threads are left because user code in them does not end.
         """
+        self.worker.events.stop()
         try:
             if graceful:
                 self._leave_together(deadline)

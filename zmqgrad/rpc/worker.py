@@ -573,7 +573,7 @@ class Worker:
         if method is None:
             return find_function(reference)
         # The caller keeps the value alive until it is answered; it may not have been made yet.
-        value = self.references.value(method[0], self.default_timeout or None)
+        value = self.references.value(method[0], self.seconds(UNSET_RPC_TIMEOUT) or None)
         return getattr(value, method[1])
 
     def reply(

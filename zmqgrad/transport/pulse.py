@@ -39,6 +39,9 @@ PING = b"?"
 AGAIN_SECONDS = 0.05
 """A connection that broke is opened again after so long: what a dying peer sent last may still come."""
 
+PAUSE_SECONDS = 1.0
+"""Nobody is let in for so long after the process ran out of descriptors."""
+
 MAX_GUESTS = 1 << 16
 """How many may connect: there are no more workers than that."""
 
@@ -127,6 +130,7 @@ class Watch:
         # Touched by the thread alone from here on.
         self._contacts: dict[int, _Contact] = {}
         self._guests: set[sockets.socket] = set()
+        self._paused: dict[sockets.socket, float] = {}  # listeners, and when to go on with them
         _watches.add(self)
         self._thread = threading.Thread(target=self._run, name=f"{name}-liveness", daemon=True)
         self._thread.start()
@@ -213,8 +217,12 @@ class Watch:
     def _accept(self, listening: sockets.socket) -> None:
         try:
             guest, _ = listening.accept()
-        except OSError as e:  # it has gone again, or this process has no more descriptors
-            logger.debug("%s cannot accept: %s", self._thread.name, e)
+        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
+            return
+        except OSError as e:  # this process has no more descriptors: those who ask must wait
+            logger.warning("%s cannot accept: %s", self._thread.name, e)
+            self._selector.unregister(listening)
+            self._paused[listening] = self._clock.now() + PAUSE_SECONDS
             return
         if len(self._guests) >= MAX_GUESTS or not _same_user(guest):
             guest.close()
@@ -236,11 +244,13 @@ class Watch:
     # ---- watching ---------------------------------------------------------------------------------------
 
     def _seconds_to_next(self) -> float | None:
-        if not self._contacts:
-            return None
-        return max(0.0, min(c.at for c in self._contacts.values()) - self._clock.now())
+        times = [*(c.at for c in self._contacts.values()), *self._paused.values()]
+        return max(0.0, min(times) - self._clock.now()) if times else None
 
     def _do_due(self, now: float) -> None:
+        for listening in [s for s, at in self._paused.items() if at <= now]:
+            del self._paused[listening]
+            self._selector.register(listening, selectors.EVENT_READ, self._accept)
         for contact in [c for c in self._contacts.values() if c.at <= now]:
             contact.at = now + contact.vital.interval
             judgement = contact.vital.tick(now)
