@@ -192,9 +192,12 @@ def same(rank: int, what: str) -> str:
 def test_two_workers_of_one_name_or_rank(what: str) -> None:
     told = run_processes(same, 3, args=(what,))
     refused = [t for t in told if t.startswith("DuplicateWorkerError")]
-    assert len(refused) == 1
-    assert ("'worker'" if what == "name" else "rank 1") in refused[0]
-    assert sum("did not come in time" in t or "no store answered" in t for t in told) == 2, told
+    # Of a name the others are told as well; of a rank, only that nobody came for the one that is left.
+    assert len(refused) == 1 or what == "name"
+    assert all(("'worker'" if what == "name" else "rank 1") in text for text in refused)
+    others = sum("did not come in time" in t or "no store answered" in t for t in told)
+    assert refused
+    assert len(refused) + others == 3, told
 
 
 def one_never_comes(rank: int) -> tuple[float, str]:
