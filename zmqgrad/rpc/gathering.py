@@ -46,7 +46,7 @@ def broadcast(
         terms = worker.terms(peer)
         ready = prepared.get(terms.main_by_reference)
         if ready is None:
-            ready = pack_call(func, args or (), kwargs or {}, terms)
+            ready = pack_call(func, args, kwargs, terms)
             if not ready[1].payload.forks:  # a fork is for one worker alone
                 prepared[terms.main_by_reference] = ready
         try:

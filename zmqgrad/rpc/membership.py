@@ -166,7 +166,7 @@ class Membership:
                 records = read_all(store, keys, min(deadline.left(), LOOK_SECONDS))
                 break
             except StoreTimeoutError as e:
-                missing = [i for i, key in enumerate(keys) if not store.check([key])]
+                missing = _absent(store, keys, missing)
                 if deadline.passed():
                     raise self._did_not_come(missing) from e
             except StoreError as e:  # rank 0 gave up before us, and took its store along
@@ -269,6 +269,14 @@ class Membership:
         """All workers that take part, as far as known."""
         with self._lock:
             return [record for number, record in self._by_id.items() if number not in self._former]
+
+
+def _absent(store: Store, keys: list[str], before: list[int]) -> list[int]:
+    """The numbers of those ``keys`` that are not there; as ``before`` if the store has gone meanwhile."""
+    try:
+        return [i for i, key in enumerate(keys) if not store.check([key])]
+    except StoreError:
+        return before
 
 
 def read_all(store: Store, keys: list[str], seconds: float) -> list[bytes]:

@@ -263,20 +263,38 @@ def pack(value: Any, terms: Terms = _TERMS) -> Packed:
 
 
 def pack_call(
-    function: Any, args: Sequence[Any], kwargs: Mapping[str, Any], terms: Terms = _TERMS
+    function: Any, args: Sequence[Any] | None, kwargs: Mapping[str, Any] | None, terms: Terms = _TERMS
 ) -> tuple[str, Packed]:
     """The reference of ``function`` (empty: it is in the payload) and the payload of a call.
 
     Raises:
-        PayloadError: if ``function`` is none, or naming what cannot be pickled.
+        PayloadError: if ``function`` or its arguments are none, or naming what cannot be pickled.
     """
     if not callable(function):
         raise PayloadError(f"{function!r} cannot be called; a remote call needs a function")
-    args, kwargs = tuple(args), dict(kwargs)
+    if args.__class__ is not tuple:
+        args = _arguments(args)
+    kwargs = {} if kwargs is None else _keywords(kwargs)
     reference = reference_to(function, terms.main_by_reference)
     if not reference:
         return "", _pickle((function, args, kwargs), terms)
     return reference, pack_arguments(args, kwargs, terms)
+
+
+def _arguments(args: Any) -> tuple[Any, ...]:
+    if args is None:
+        return ()
+    if not isinstance(args, (tuple, list)):  # a tensor or a string would be taken apart
+        raise PayloadError(
+            f"args must be a tuple of arguments, not {type(args).__name__}; for one argument write args=(x,)"
+        )
+    return tuple(args)
+
+
+def _keywords(kwargs: Any) -> dict[str, Any]:
+    if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
+        raise PayloadError(f"kwargs must be a dict of arguments by name, not {_shorten(kwargs)}")
+    return dict(kwargs)
 
 
 def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], terms: Terms = _TERMS) -> Packed:

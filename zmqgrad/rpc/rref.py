@@ -274,7 +274,7 @@ def call_remote(
     """
     peer = worker.membership.find(to)
     seconds = worker.seconds(timeout)
-    reference, packed = pack_call(function, args or (), kwargs or {}, worker.terms(peer))
+    reference, packed = pack_call(function, args, kwargs, worker.terms(peer))
     references = worker.references
     handle = references.own_later() if peer.id == worker.id else references.refer(peer.id)
     rref = RRef._of(worker, handle)

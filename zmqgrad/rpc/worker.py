@@ -154,7 +154,7 @@ class Worker:
         """Ask worker ``to`` to run ``function(*args, **kwargs)``; see :meth:`request` for ``waits``."""
         peer = self.membership.find(to)
         seconds = self.seconds(timeout)
-        reference, packed = pack_call(function, args or (), kwargs or {}, self.terms(peer))
+        reference, packed = pack_call(function, args, kwargs, self.terms(peer))
         return self.request_call(peer.id, reference, packed, seconds, function, waits=waits)
 
     def request_call(

@@ -1,0 +1,260 @@
+"""What an RRef offers beside its value: types, futures, backward passes, errors that say what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from zmqgrad import autograd, rpc
+from zmqgrad.errors import AutogradError, PayloadError, RpcTimeoutError, RRefError, UnknownWorkerError
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.testing import Cluster, cluster
+from zmqgrad.wire.messages import MessageType
+
+
+@pytest.fixture
+def trio() -> Iterator[Cluster]:
+    with cluster(3) as c:
+        yield c
+
+
+class Counter:
+    """Counts, and can be called."""
+
+    def __init__(self) -> None:
+        self.n = 0
+        self.own = lambda: "of the object"
+
+    def add(self, n: int = 1) -> int:
+        """Count."""
+        self.n += n
+        return self.n
+
+    def __call__(self, n: int) -> int:
+        return self.add(n)
+
+
+def never_made() -> None:
+    """Fails."""
+    raise KeyError("not made")
+
+
+@rpc.functions.async_execution
+def never() -> Any:
+    """Nobody will set it."""
+    return torch.futures.Future()
+
+
+# ---- proxies ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_value_itself_can_be_called(trio: Cluster, owner: int) -> None:
+    counter = rpc.remote(owner, Counter)
+    assert counter.rpc_sync()(2) == 2
+    assert counter.rpc_async()(2).wait() == 4
+    assert counter.remote()(2).to_here() == 6
+    sync = counter.rpc_sync(timeout=5)
+    assert [sync.add() for _ in range(3)] == [7, 8, 9], "a proxy can be used again"
+    assert "proxy of" in repr(sync)
+    assert counter.remote().own().to_here() == "of the object"
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_a_method_that_is_not_there(trio: Cluster, owner: int) -> None:
+    counter = rpc.remote(owner, Counter)
+    with pytest.raises(AttributeError, match="has no attribute 'subtract'"):
+        counter.rpc_sync().subtract()
+    with pytest.raises(AttributeError, match="has no attribute 'subtract'"):
+        counter.rpc_async().subtract().wait()
+    with pytest.raises(AttributeError, match="has no attribute 'subtract'"):
+        counter.remote().subtract()
+
+
+def test_a_proxy_has_its_timeout_even_before_there_is_a_value(trio: Cluster) -> None:
+    rref = rpc.remote(1, never)
+    for use in (
+        lambda: rref.rpc_sync(timeout=0.02).copy(),
+        lambda: rref.rpc_async(timeout=0.02).copy().wait(),
+        lambda: rref.remote(timeout=0.02).copy(),
+        lambda: rref._get_type(timeout=0.02),
+        lambda: rref.to_here(timeout=0.02),
+    ):
+        with pytest.raises(RpcTimeoutError, match="RPC ran for more than set timeout"):
+            use()
+
+
+# ---- types and futures -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_the_type_is_asked_for_once(trio: Cluster, owner: int) -> None:
+    rref = rpc.remote(owner, Counter)
+    assert rref._get_type() is Counter
+    before = trio.workers[0].counts()[0]
+    future = rref._get_type(blocking=False)
+    assert future.wait() is Counter
+    assert rref._get_type(blocking=False) is future
+    assert trio.workers[0].counts()[0] == before
+
+
+def test_the_type_of_what_could_not_be_made(trio: Cluster) -> None:
+    rref = rpc.remote(1, never_made)
+    with pytest.raises(KeyError, match="not made"):
+        rref._get_type()
+    with pytest.raises(KeyError, match="not made"):
+        rref._get_type(blocking=False).wait()
+
+
+def test_a_future_of_the_making(trio: Cluster) -> None:
+    with trio.network.hold(MessageType.REMOTE_CALL) as held:
+        rref = rpc.remote(1, list)
+        future = rref._get_future()
+        held.wait()
+        assert not future.done()
+        assert isinstance(future, torch.futures.Future)
+    assert future.wait() is None
+    assert rpc.RRef(3)._get_future().done()
+    late = rpc.remote(1, never, timeout=0.02)
+    with pytest.raises(RpcTimeoutError, match="RPC ran for more than set timeout"):
+        late._get_future().wait()
+    with pytest.raises(RpcTimeoutError, match="RRef creation via"):
+        late.to_here()
+
+
+def test_what_it_says_of_itself(trio: Cluster) -> None:
+    mine, theirs = rpc.RRef(1), rpc.remote(1, list)
+    assert str(mine) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+    assert str(theirs) == (
+        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=1), "
+        "ForkId = GloballyUniqueId(created_on=0, local_id=2))"
+    )
+    assert "of worker1" in repr(theirs)
+    assert (mine.owner_name(), theirs.owner_name()) == ("worker0", "worker1")
+    assert (mine.is_owner(), theirs.is_owner()) == (True, False)
+    assert theirs.owner() == rpc.get_worker_info("worker1")
+    with pytest.raises(
+        RRefError,
+        match=r"can't call localValue\(\) on user WorkerInfo\(id=0, name=worker0\)\. Call it on owner",
+    ):
+        theirs.local_value()
+
+
+def confirmed(rref: Any) -> bool:
+    """On whoever got it."""
+    return rref.confirmed_by_owner()
+
+
+def test_who_gets_a_reference_finds_it_confirmed(trio: Cluster) -> None:
+    rref = rpc.remote(1, list)
+    assert [rpc.rpc_sync(to, confirmed, (rref,)) for to in (0, 1, 2)] == [True] * 3
+    rref.to_here()
+    rref._get_future().wait()
+    assert rref.confirmed_by_owner()
+
+
+# ---- backward --------------------------------------------------------------------------------------------
+
+
+def double_sum(x: torch.Tensor) -> torch.Tensor:
+    """A scalar that depends on x."""
+    return (x * 2).sum()
+
+
+@pytest.mark.parametrize("owner", [0, 1, 2])
+def test_a_backward_pass_from_where_the_value_is(trio: Cluster, owner: int) -> None:
+    x = torch.ones(3, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.remote(owner, double_sum, args=(x,))
+        loss.backward(context_id, retain_graph=True)
+        loss.backward(context_id)
+        assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 4.0))
+    assert x.grad is None
+
+
+def test_a_local_backward_pass(trio: Cluster) -> None:
+    x = torch.ones(3, requires_grad=True)
+    loss = rpc.RRef(double_sum(x))
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert torch.equal(x.grad, torch.full((3,), 4.0))
+
+
+def test_backward_passes_that_cannot_be(trio: Cluster) -> None:
+    with pytest.raises(RuntimeError, match="does not require grad and does not have a grad_fn"):
+        rpc.RRef(torch.ones(3)).backward()
+    with pytest.raises(RuntimeError, match="only for scalar outputs"):
+        rpc.RRef(torch.ones(3, requires_grad=True)).backward()
+    with pytest.raises(AutogradError, match="Could not find autograd context with id: 100"):
+        rpc.RRef(torch.ones(3, requires_grad=True).sum()).backward(100)
+    with pytest.raises(RRefError, match=r"RRef should contain a tensor for \.backward\(\)"):
+        rpc.RRef("text").backward()
+    with pytest.raises(RRefError, match="User RRefs require 'dist_autograd_ctx_id' to be specified"):
+        rpc.remote(1, torch.ones, args=(3,)).backward()
+    with autograd.context() as context_id:
+        with pytest.raises(RRefError, match=r"RRef should contain a tensor for \.backward\(\)"):
+            rpc.remote(1, list).backward(context_id)
+        with pytest.raises(AutogradError, match="requires_grad not set on"):
+            rpc.RRef(torch.ones(1)).backward(context_id)
+
+
+# ---- bad input -------------------------------------------------------------------------------------------
+
+
+def where() -> str:
+    """Who runs this?"""
+    return current_worker().name
+
+
+@pytest.mark.parametrize("how", [rpc.rpc_sync, rpc.rpc_async, rpc.remote])
+def test_arguments_that_cannot_be(trio: Cluster, how: Any) -> None:
+    for args in (5, "abc", torch.ones(2), {1: 2}, iter([])):
+        with pytest.raises(PayloadError, match=r"args must be a tuple of arguments.*args=\(x,\)"):
+            how(1, where, args=args)
+    for kwargs in (5, [("a", 1)], {1: 2}):
+        with pytest.raises(PayloadError, match="kwargs must be a dict"):
+            how(1, where, kwargs=kwargs)
+    for function in (None, 5, "name"):
+        with pytest.raises(PayloadError, match="a remote call needs a function"):
+            how(1, function)
+    with pytest.raises(UnknownWorkerError, match="could not find destination"):
+        how("nobody", where)
+    assert rpc.rpc_sync(1, where) == "worker1", "both go on"
+
+
+class Rebuilt:
+    """Is rebuilt from one number, on whoever reads it."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.unsendable = (i for i in range(n))
+
+    def __reduce__(self) -> Any:
+        return Rebuilt, (self.n,)
+
+
+def read(value: Any) -> Any:
+    """Its number, and itself."""
+    return value.n, value
+
+
+def test_classes_that_say_how_they_travel(trio: Cluster) -> None:
+    n, value = rpc.rpc_sync(1, read, (Rebuilt(7),))
+    assert (n, value.n, type(value)) == (7, 7, Rebuilt)
+
+
+def test_what_runs_cannot_be_sent(trio: Cluster) -> None:
+    with pytest.raises(PayloadError, match="it runs here and cannot be copied; send a list"):
+        rpc.rpc_sync(1, list, args=((i for i in range(3)),))
+    with pytest.raises(PayloadError, match="send a list"):
+        rpc.rpc_sync(1, iterate)
+    with pytest.raises(PayloadError, match="Can not pickle torch"):
+        rpc.rpc_sync(1, torch.futures.Future)
+
+
+def iterate() -> Any:
+    """A generator."""
+    yield 1
