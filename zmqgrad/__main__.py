@@ -27,7 +27,7 @@ class Command(Protocol):
 _COMMANDS = {
     "doctor": "Tell whether this host is fit to run workers, and what would be chosen.",
     "run": "Start a script as several workers on this host.",
-    "store": "Serve a key-value store.",
+    "store": "Serve a key-value store, or look into one that runs.",
 }
 """What each command is for; ``zmqgrad.cli.<name>`` is its module."""
 

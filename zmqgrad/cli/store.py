@@ -1,24 +1,29 @@
-"""``zmqgrad store``: serves a key-value store, and repairs its journal."""
+"""``zmqgrad store``: serves a key-value store, repairs its journal, and looks into one that runs."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Protocol
 
-from zmqgrad.cli import store_salvage, store_serve
+from zmqgrad.cli import store_ask, store_salvage, store_serve
 
 
 class Subcommand(Protocol):
-    """What a module ``store_<name>`` has to offer."""
+    """What a module ``store_<name>``, or a question of :mod:`store_ask`, has to offer."""
 
-    HELP: str
+    @property
+    def HELP(self) -> str: ...
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
     def execute(self, arguments: argparse.Namespace) -> int: ...
 
 
-_SUBCOMMANDS: dict[str, Subcommand] = {"serve": store_serve, "salvage": store_salvage}
+_SUBCOMMANDS: dict[str, Subcommand] = {
+    "serve": store_serve,
+    "salvage": store_salvage,
+    **store_ask.QUESTIONS,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
