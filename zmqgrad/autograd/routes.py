@@ -20,6 +20,8 @@ from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.single import Gradient, run_engine
 from zmqgrad.wire.messages import Waiting
 
+_ENDS = (LEAF_NODE, RECV_NODE)
+
 
 class Route:
     """Where one entry leads: edges at leaves and recvs, and the recvs."""
@@ -30,7 +32,7 @@ class Route:
         self.ends = tuple(GradientEdge(*end) for end in ends)
         self.recvs = recvs
         self.ways = ways
-        """Is there any node on the way, or are all tensors of the entry plain leaves?"""
+        """Is there any node on the way, or do leaves and received tensors travel on as they are?"""
 
 
 def find_routes(entries: Entries, hooks: bool) -> list[Route] | None:
@@ -62,7 +64,7 @@ def find_routes(entries: Entries, hooks: bool) -> list[Route] | None:
                 recvs.append(node)
             elif kind is not LEAF_NODE:
                 todo += [e for e in node.next_functions if e[0] is not None]
-        routes.append(Route(ends, recvs, any(type(e.node) is not LEAF_NODE for e in edges)))
+        routes.append(Route(ends, recvs, any(type(e.node) not in _ENDS for e in edges)))
     return routes
 
 
