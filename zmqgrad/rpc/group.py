@@ -147,7 +147,8 @@ class Group:
                 self.store.wait(keys, min(deadline.left(), SAY_EVERY))
                 return keys
             except StoreTimeoutError as e:
-                missing = [r for r, key in zip(ranks, keys, strict=True) if not self.store.check([key])]
+                there = set(self.store.list_keys(f"{step}/"))
+                missing = [r for r, key in zip(ranks, keys, strict=True) if key not in there]
                 gone = {rank for rank in missing if self._is_gone(rank)}
                 self._gone |= gone
                 names = ", ".join(self.worker.membership.name_of(rank) for rank in missing)

@@ -274,9 +274,10 @@ class Membership:
 def _absent(store: Store, keys: list[str], before: list[int]) -> list[int]:
     """The numbers of those ``keys`` that are not there; as ``before`` if the store has gone meanwhile."""
     try:
-        return [i for i, key in enumerate(keys) if not store.check([key])]
+        there = set(store.list_keys("worker/"))
     except StoreError:
         return before
+    return [i for i, key in enumerate(keys) if key not in there]
 
 
 def read_all(store: Store, keys: list[str], seconds: float) -> list[bytes]:
