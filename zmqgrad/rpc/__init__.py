@@ -35,6 +35,7 @@ from zmqgrad.rpc.api import (
 )
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import broadcast, wait_all
+from zmqgrad.rpc.meeting import all_gather, barrier
 from zmqgrad.rpc.membership import WorkerInfo
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from zmqgrad.rpc.rref import RRef
@@ -54,6 +55,8 @@ __all__ = [
     "_is_current_rpc_agent_set",
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
+    "all_gather",
+    "barrier",
     "broadcast",
     "cancelled",
     "constants",

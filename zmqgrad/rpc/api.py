@@ -17,7 +17,11 @@ from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_defa
 from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
 from zmqgrad.rpc.events import JoinCallback, LossCallback
 from zmqgrad.rpc.futures import RpcFuture
+from zmqgrad.rpc.gathering import _thread_local_var as _thread_local_var
+from zmqgrad.rpc.gathering import _wait_all as _wait_all
+from zmqgrad.rpc.gathering import note_future
 from zmqgrad.rpc.group import Group, close_quietly, make_worker
+from zmqgrad.rpc.meeting import all_gather, barrier
 from zmqgrad.rpc.membership import WorkerInfo, check_name, check_rank
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
@@ -241,10 +245,12 @@ def rpc_async(
     try:
         if profiled_here():
             with caller_range("async", worker, to, func):
-                return worker.future(worker.call(to, func, args, kwargs, timeout))
-        return worker.future(worker.call(to, func, args, kwargs, timeout))
+                future = worker.future(worker.call(to, func, args, kwargs, timeout))
+        else:
+            future = worker.future(worker.call(to, func, args, kwargs, timeout))
     except PeerLostError as e:
-        return worker.failed(e)
+        future = worker.failed(e)
+    return note_future(future)
 
 
 def remote(
@@ -358,3 +364,14 @@ def set_rpc_timeout(seconds: float) -> None:
 
 
 _set_rpc_timeout = set_rpc_timeout
+
+
+# ---- by torch's names, which are not public but used ----------------------------------------------------
+
+_all_gather = all_gather
+_barrier = barrier
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Returns when all workers have called this."""
+    barrier(None, timeout)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -77,6 +78,30 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
         logger.warning("%s", said)
     awaited.outcome.result()
     return [future.wait() for future in futures]
+
+
+_thread_local_var = threading.local()
+
+
+@contextmanager
+def _wait_all() -> Iterator[None]:
+    """At its end, what ``rpc_async`` gave inside it is waited for (torch has it, by this name)."""
+    futures = _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            wait_all(futures)
+        finally:
+            del _thread_local_var.future_list
+
+
+def note_future(future: RpcFuture[Any]) -> RpcFuture[Any]:
+    """``future``, which ``rpc_async`` is about to give."""
+    noted = getattr(_thread_local_var, "future_list", None)
+    if noted is not None:
+        noted.append(future)
+    return future
 
 
 class _Awaited:

@@ -1,0 +1,110 @@
+"""Workers that wait for each other."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from zmqgrad import rpc
+from zmqgrad.errors import RpcTimeoutError, UnknownWorkerError
+from zmqgrad.rpc import api
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.testing import Cluster, cluster
+
+
+@pytest.fixture
+def trio() -> Iterator[Cluster]:
+    with cluster(3) as c:
+        yield c
+
+
+def on_each(c: Cluster, ranks: list[int], step: Callable[[int], Any]) -> list[Any]:
+    """Run ``step(rank)`` as each of ``ranks`` at once; what they return or raise."""
+    results: list[Any] = [None] * len(ranks)
+
+    def run(place: int, rank: int) -> None:
+        with c.acting(rank):
+            try:
+                results[place] = step(rank)
+            except Exception as e:
+                results[place] = e
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate(ranks)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    return results
+
+
+def test_all_get_what_all_bring(trio: Cluster) -> None:
+    for n in range(3):
+        results = on_each(trio, [0, 1, 2], lambda rank, n=n: rpc.all_gather((rank, n)))
+        assert results == [{f"worker{rank}": (rank, n) for rank in range(3)}] * 3
+    values = on_each(trio, [0, 1, 2], lambda rank: rpc.all_gather(torch.full((2,), float(rank))))
+    assert all(v["worker2"].tolist() == [2.0, 2.0] for v in values)
+
+
+def test_some_of_them(trio: Cluster) -> None:
+    results = on_each(trio, [1, 2], lambda rank: rpc.all_gather(rank, ["worker2", "worker1"]))
+    assert results == [{"worker1": 1, "worker2": 2}] * 2
+    assert rpc.all_gather(5, ["worker0"]) == {"worker0": 5}
+    with pytest.raises(UnknownWorkerError, match="worker0 is none of the workers"):
+        rpc.barrier(["worker1"])
+    with pytest.raises(UnknownWorkerError):
+        rpc.barrier(["worker0", "worker9"])
+
+
+def test_nobody_passes_a_barrier_before_all_have_come(trio: Cluster) -> None:
+    passed: list[int] = []
+    come = threading.Event()
+
+    def step(rank: int) -> None:
+        if rank == 2:
+            come.wait(10)
+            assert passed == []
+        rpc.barrier()
+        passed.append(rank)
+
+    done = threading.Thread(target=lambda: on_each(trio, [0, 1, 2], step))
+    done.start()
+    come.set()
+    done.join(30)
+    assert sorted(passed) == [0, 1, 2]
+
+
+def test_many_threads_of_each(trio: Cluster) -> None:
+    assert on_each(trio, [0, 1, 2] * 4, lambda rank: rpc.barrier()) == [None] * 12
+
+
+def test_who_does_not_come(trio: Cluster) -> None:
+    (error,) = on_each(trio, [1], lambda rank: rpc.all_gather(rank, timeout=0.05))
+    assert isinstance(error, RpcTimeoutError)
+    assert "timed out in _all_gather after 0.05 seconds" in str(error)
+    assert "worker0, worker1, worker2" in str(error)
+    assert on_each(trio, [0, 1], lambda rank: rpc.barrier(["worker0", "worker1"])) == [None] * 2
+
+
+def where() -> str:
+    """Who runs this?"""
+    return current_worker().name
+
+
+def fail() -> None:
+    """Raise."""
+    raise ValueError("inside")
+
+
+def test_torchs_way_to_wait_for_all_calls_of_a_block(trio: Cluster) -> None:
+    with api._wait_all():
+        futures = [rpc.rpc_async(n, where) for n in range(3)]
+    assert all(f.done() for f in futures)
+    with pytest.raises(ValueError, match="inside"), api._wait_all():
+        rpc.rpc_async(1, fail)
+    with pytest.raises(KeyError, match="of the block"), api._wait_all():
+        raise KeyError("of the block")
+    assert not hasattr(api._thread_local_var, "future_list")
