@@ -354,6 +354,7 @@ def test_adds_of_many_threads_add_up(store: Store, in_thread: Callable[..., Outc
         (lambda s: s.add("n", 1.5), TypeError, "amount must be an int, not float"),
         (lambda s: s.add("n", 1 << 63), ConfigurationError, "does not fit 64 bits"),
         (lambda s: s.wait("key"), TypeError, "a list of keys, not the str 'key'"),
+        (lambda s: s.multi_set(["k"], "1"), TypeError, "a list of values, not the str"),
         (lambda s: s.check("key"), TypeError, "a list of keys"),
         (lambda s: s.multi_get(["k", 1]), TypeError, "a key must be a str"),
         (lambda s: s.wait(["k"], -1), ConfigurationError, "cannot be negative"),

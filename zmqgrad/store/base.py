@@ -349,6 +349,8 @@ class QueryStore(Store):
         return list(answer.values)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        if isinstance(values, (str, bytes)):
+            raise TypeError(f"multi_set: expected a list of values, not the {type(values).__name__}")
         named, valued = as_keys(keys), tuple([as_value(value) for value in values])
         if len(named) != len(valued):
             raise ConfigurationError(f"multi_set: {len(named)} keys, but {len(valued)} values")
