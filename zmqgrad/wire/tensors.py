@@ -75,14 +75,36 @@ class _Out:
         self._shared_index = -1
         self._shared_size = 0
 
+    def add_apart(self, tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
+        """Take in plain tensors that are apart, one blob each, in order: few steps for each of many."""
+        groups: dict[torch.dtype, tuple[int, list[torch.Tensor]]] = {}
+        ends: dict[torch.dtype, int] = {}
+        inline, blobs = self._inline, self.blobs
+        for t, (address, size) in zip(tensors, places, strict=True):
+            if size <= inline or size > INLINE:
+                self.add(t, address, size)
+                continue
+            dtype = t.dtype
+            group = groups.get(dtype)
+            if group is None:
+                group = groups[dtype] = len(self.frames), []
+                self.frames.append(b"")
+                ends[dtype] = 0
+            offset = ends[dtype]
+            blobs.append(Blob(Place.FRAME, size, b"", group[0], offset))
+            ends[dtype] = offset + size
+            group[1].append(t)
+        for index, members in groups.values():
+            with torch.no_grad():
+                flat = torch.cat([t if t.dim() == 1 else t.view(-1) for t in members])
+            self.frames[index] = _window(flat, flat.data_ptr(), flat.nbytes)
+
     def add(self, owner: torch.Tensor, address: int, size: int) -> int:
         """Take in ``size`` bytes at ``address``, which ``owner`` keeps alive; gives the blob's number."""
         if size <= INLINE:
             return self.add_bytes(_string_at(address, size) if size else b"")
-        window: Any = (ctypes.c_char * size).from_address(address)
-        window.owner = owner  # the memory lives as long as the frame
         self.blobs.append(Blob(Place.FRAME, size, b"", len(self.frames)))
-        self.frames.append(memoryview(window).cast("B"))
+        self.frames.append(_window(owner, address, size))
         return len(self.blobs) - 1
 
     def add_bytes(self, data: bytes) -> int:
@@ -114,6 +136,13 @@ class _Out:
         return Tensors(tuple(descriptors), tuple(self.blobs))
 
 
+def _window(owner: torch.Tensor, address: int, size: int) -> memoryview:
+    """The bytes of ``owner`` there, which live as long as this does."""
+    window: Any = (ctypes.c_char * size).from_address(address)
+    window.owner = owner
+    return memoryview(window).cast("B")
+
+
 def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Buffer]) -> Tensors:
     if len(tensors) == 1 and _plain(tensors[0]):
         out = _Out(frames, many=False)
@@ -121,11 +150,11 @@ def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Buffer]) -> Tens
     places = _places(tensors)
     if places is not None:
         out = _Out(frames, sum([size for _, size in places]) > MANY)
-        add = out.add
+        out.add_apart(tensors, places)
         return out.finish(
             [
-                TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), (), 0, add(t, at, size), t.requires_grad)
-                for t, (at, size) in zip(tensors, places, strict=True)
+                TensorDescriptor(_NAMES[t.dtype], t.shape, (), 0, number, t.requires_grad)
+                for number, t in enumerate(tensors)
             ]
         )
     shared = _Sharing(tensors)
@@ -316,7 +345,9 @@ def _rebuild_all(described: Tensors, frames: Sequence[Buffer]) -> list[torch.Ten
     out = []
     for d in described.tensors:
         if d.layout is Layout.STRIDED and d.device == "cpu" and users[d.blob] == 1:
-            t = _rebuild_alone(d, blobs, frames)
+            t = _rebuild_flat(d, blobs, frames)
+            if t is None:
+                t = _rebuild_alone(d, blobs, frames)
         else:
             t = _rebuild_other(d, blobs, frames, bases)
         out.append(t.requires_grad_() if d.requires_grad else t)
@@ -371,6 +402,27 @@ def _needed(d: TensorDescriptor, itemsize: int) -> int:
     return d.offset + (1 + sum((n - 1) * s for n, s in zip(d.shape, d.strides, strict=True))) * itemsize
 
 
+def _rebuild_flat(
+    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]
+) -> torch.Tensor | None:
+    """A contiguous tensor that fits its part of a frame; None: it is none, or something is wrong with it.
+
+    What :func:`_rebuild_alone` does, in a straight line: of such tensors there may be hundreds.
+    """
+    dtype = _DTYPES.get(d.dtype)
+    if dtype is None or d.strides or d.offset or d.blob >= len(blobs):
+        return None
+    blob = blobs[d.blob]
+    if blob.place is not Place.FRAME or blob.index >= len(frames):
+        return None
+    frame, shape = frames[blob.index], d.shape
+    count = math.prod(shape)
+    if not 0 < count * dtype.itemsize <= blob.size <= len(frame) - blob.offset:
+        return None
+    flat = torch.frombuffer(frame, dtype=dtype, count=count, offset=blob.offset)
+    return flat if len(shape) == 1 else flat.view(shape)
+
+
 def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
     dtype, blob = _dtype(d), _blob_of(d, blobs)
     data = _data(blob, frames)
@@ -389,8 +441,6 @@ def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[
     if 0 in d.shape:
         return torch.empty(d.shape, dtype=dtype)
     flat = torch.frombuffer(data, dtype=dtype, count=needed // dtype.itemsize)
-    if len(d.shape) == 1 and not d.strides:
-        return flat
     return flat.as_strided(d.shape, d.strides) if d.strides else flat.view(d.shape)
 
 
