@@ -28,7 +28,7 @@ class context:
 
     def __enter__(self) -> int:
         if recording() is not None:
-            raise AutogradError("already have autograd context: contexts cannot be nested in one thread")
+            raise AutogradError("Already have an autograd context id for this thread: contexts do not nest")
         self._worker: Worker = current_worker()
         self._context = autograd_of(self._worker).begin()
         self._recording = Recording(self._context)
@@ -64,7 +64,10 @@ def backward(
         Anything else: what failed in a backward function, on any worker, with its own type.
     """
     if not isinstance(context_id, int) or isinstance(context_id, bool):
-        raise TypeError(f"context_id must be an int, the id that context() gave, not {context_id!r}")
+        raise TypeError(
+            f"incompatible function arguments: context_id must be an int, the id that context() gave, "
+            f"not {context_id!r}"
+        )
     if mode not in MODES:
         raise AutogradError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     autograd = autograd_of(current_worker())

@@ -55,7 +55,17 @@ def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], wh
 def edge_of(tensor: torch.Tensor) -> GradientEdge:
     """Where the gradient of ``tensor`` enters the graph."""
     node = tensor.grad_fn
-    return get_gradient_edge(tensor) if node is None else GradientEdge(node, tensor.output_nr)
+    if node is not None:
+        return GradientEdge(node, tensor.output_nr)
+    if tensor.layout is torch.strided:
+        return get_gradient_edge(tensor)
+    # Torch finds the node of a leaf behind a view of it; a sparse tensor has no views, but can be copied.
+    with torch.enable_grad():
+        copied = tensor.clone().grad_fn
+    assert copied is not None
+    leaf, number = copied.next_functions[0]
+    assert leaf is not None
+    return GradientEdge(leaf, number)
 
 
 _PACKAGE = str(Path(__file__).parent.parent) + os.sep

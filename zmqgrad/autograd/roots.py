@@ -14,12 +14,16 @@ def check_roots(roots: object) -> list[torch.Tensor]:
         AutogradError: otherwise, naming the root.
     """
     if not isinstance(roots, (list, tuple)):
-        raise TypeError(f"roots must be a list of tensors, not {type(roots).__name__}")
+        raise TypeError(
+            f"incompatible function arguments: roots must be a list of tensors, not {type(roots).__name__}"
+        )
     if not roots:
         raise AutogradError("No tensors provided for gradient computation.")
     for i, root in enumerate(roots):
         if not isinstance(root, torch.Tensor):
-            raise TypeError(f"roots[{i}] must be a tensor, not {type(root).__name__}")
+            raise TypeError(
+                f"incompatible function arguments: roots[{i}] must be a tensor, not {type(root).__name__}"
+            )
         if not root.requires_grad:
             raise AutogradError(
                 f"requires_grad not set on root roots[{i}]: nothing that it was made from requires grad"
