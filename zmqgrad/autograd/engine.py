@@ -7,6 +7,7 @@ comes out at a recv goes on to the worker that it came from.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from typing import Any
 
@@ -29,10 +30,17 @@ def make_pass(
     """The part of ``worker`` in a backward pass of ``context``; ``roots`` if they are here."""
     entries = Entries(roots, context.sends())
     hooks = any_registered()
-    routes = find_routes(entries, hooks)
-    if routes is None:
-        return PlannedPass(context, worker, retain_graph, entries, hooks)
-    return RoutedPass(context, worker, retain_graph, entries, routes, hooks)
+    # A walk makes many small objects and no garbage; looking for some doubles its time.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        routes = find_routes(entries, hooks)
+        if routes is None:
+            return PlannedPass(context, worker, retain_graph, entries, hooks)
+        return RoutedPass(context, worker, retain_graph, entries, routes, hooks)
+    finally:
+        if collects:
+            gc.enable()
 
 
 class PlannedPass(LocalPass):
@@ -174,34 +182,55 @@ class PlannedPass(LocalPass):
 
 
 class _Walk:
-    """The part of torch's graph that is reached from some edges, with its nodes numbered."""
+    """The part of torch's graph that is reached from the entries, with its nodes numbered.
+
+    One walk in depth: a node is done, and last in ``order`` so far, when all that follow it are.
+    """
 
     def __init__(self, entries: Entries, hooks: bool) -> None:
         self.nodes: list[Any] = []
-        numbers: dict[Any, int] = {}
-        self.numbers = numbers
-        following: list[list[Edge]] = []
-        leaves: set[int] = set()
-        ends: set[int] = set()
-        nodes = self.nodes
+        self.numbers: dict[Any, int] = {}
+        self._following: list[list[Any]] = []
+        self._leaves: set[int] = set()
+        self._ends: set[int] = set()
+        self._hooks = hooks
+        order: list[int] = []
+        for edges in entries.starts:
+            for edge in edges:
+                self._visit(edge[0], order)
+        order.reverse()
+        numbers = self.numbers
+        self.entries = [[(numbers[e[0]], e[1]) for e in edges] for edges in entries.starts]
+        following = [[(numbers[node], number) for node, number in edges] for edges in self._following]
+        self.graph = Graph(following, frozenset(self._leaves), frozenset(self._ends), order)
 
-        def number(node: Any) -> int:
-            found = numbers.get(node)
-            if found is None:
-                found = numbers[node] = len(nodes)
-                nodes.append(node)
-                following.append([])
-            return found
-
-        self.entries = [[(number(e.node), e.output_nr) for e in edges] for edges in entries.starts]
-        at = 0
-        while at < len(nodes):
-            node = nodes[at]
-            if type(node) is RECV_NODE:
-                ends.add(at)
-            elif type(node) is LEAF_NODE:
-                (ends if hooks and has_hooks(node.variable) else leaves).add(at)
+    def _visit(self, start: Any, order: list[int]) -> None:
+        """Take in ``start``, and what follows it."""
+        if start in self.numbers:
+            return
+        numbers, add = self.numbers, self._add
+        stack = [(len(self.nodes), iter(add(start)))]
+        while stack:
+            number, rest = stack[-1]
+            for node, _ in rest:
+                if node not in numbers:
+                    stack.append((len(self.nodes), iter(add(node))))
+                    break
             else:
-                following[at] = [(number(n), nr) for n, nr in node.next_functions if n is not None]
-            at += 1
-        self.graph = Graph(following, frozenset(leaves), frozenset(ends))
+                order.append(number)
+                stack.pop()
+
+    def _add(self, node: Any) -> list[Any]:
+        """Number ``node``; gives the edges out of it."""
+        kind = type(node)
+        number = self.numbers[node] = len(self.nodes)
+        edges: list[Any] = []
+        if kind is RECV_NODE:
+            self._ends.add(number)
+        elif kind is LEAF_NODE:
+            (self._ends if self._hooks and has_hooks(node.variable) else self._leaves).add(number)
+        else:
+            edges = [edge for edge in node.next_functions if edge[0] is not None]
+        self.nodes.append(node)
+        self._following.append(edges)
+        return edges

@@ -326,7 +326,7 @@ class _Request:
         self._sent.append((note.autograd_id, note.peer))
 
     def _send(self, note: RecvNote, gradients: Sequence[Gradient], handled: Handled | None) -> None:
-        present = [g for g in gradients if g is not None]
+        present = [_packed(g) for g in gradients if g is not None]
         numbers = iter(range(len(present)))
         frames: list[Buffer] = []
         message = BackwardAutogradReq(
@@ -340,3 +340,12 @@ class _Request:
             handled,
         )
         self._passes.send(note.peer, message, frames)
+
+
+FEW = 1024
+"""Gradients of up to so many elements are sent contiguous, which takes less work; others as they are."""
+
+
+def _packed(gradient: torch.Tensor) -> torch.Tensor:
+    strided = gradient.layout is torch.strided
+    return gradient.contiguous() if strided and gradient.numel() <= FEW else gradient

@@ -27,11 +27,15 @@ Edge = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """``following[n]`` are the edges out of node ``n``. ``leaves`` and ``ends`` have none that count."""
+    """``following[n]`` are the edges out of node ``n``. ``leaves`` and ``ends`` have none that count.
+
+    ``order``, if it is known: all nodes, each before those that follow it.
+    """
 
     following: Sequence[Sequence[Edge]]
     leaves: frozenset[int]
     ends: frozenset[int]
+    order: Sequence[int] | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -86,23 +90,21 @@ class Plan:
                 if node in graph.leaves or node in graph.ends:
                     add(home.outgoing, edge)
         for node, edges in enumerate(graph.following):
-            if not masks[node]:
-                continue
-            home = group(masks[node])
-            for edge in edges:
+            mask = masks[node]
+            for edge in edges if mask else ():
                 target = edge[0]
-                if target in graph.leaves:
-                    add(home.outgoing, edge)
-                elif masks[target] != masks[node]:
-                    following = group(masks[target])
-                    add(home.outgoing, edge)
-                    add(following.incoming, edge)
-                    if add(home.after, following):
-                        following.before += 1
-                    if target in graph.ends:
-                        add(following.outgoing, edge)
-                elif target in graph.ends:
-                    add(home.outgoing, edge)
+                if masks[target] == mask and target not in graph.ends:
+                    continue  # within the group; leaves have no mask
+                home = group(mask)
+                add(home.outgoing, edge)
+                if masks[target] == mask or target in graph.leaves:
+                    continue
+                following = group(masks[target])
+                add(following.incoming, edge)
+                if add(home.after, following):
+                    following.before += 1
+                if target in graph.ends:
+                    add(following.outgoing, edge)
         for end in graph.ends:
             if masks[end]:
                 group(masks[end]).ends.append(end)
@@ -211,10 +213,11 @@ def _reach(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[int]:
         for node, _ in edges:
             if node not in graph.leaves:
                 masks[node] |= 1 << number
-    for node in _topological(graph, entries):
+    leaves = graph.leaves
+    for node in _topological(graph, entries) if graph.order is None else graph.order:
         mask = masks[node]
         for target, _ in graph.following[node]:
-            if target not in graph.leaves:
+            if target not in leaves:
                 masks[target] |= mask
     return masks
 

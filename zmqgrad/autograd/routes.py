@@ -42,28 +42,29 @@ def find_routes(entries: Entries, hooks: bool) -> list[Route] | None:
     for number, edges in enumerate(entries.starts):
         ends: dict[tuple[Any, int], None] = {}
         recvs: list[Any] = []
-        mine = len(owner)
         todo: list[Any] = list(edges)
-        while todo:
+        while todo:  # this is the walk over the whole graph: every look-up counts
             edge = todo.pop()
             node = edge[0]
             kind = type(node)
             if kind is LEAF_NODE:
                 ends[node, 0] = None
-                if not (hooks and has_hooks(node.variable)):
-                    continue
-            elif kind is RECV_NODE:
-                ends[node, edge[1]] = None
-            before = owner.setdefault(node, number)
-            if before != number:
-                return None
-            if len(owner) == mine:
+                if hooks and has_hooks(node.variable) and owner.setdefault(node, number) != number:
+                    return None
                 continue
-            mine += 1
+            before = owner.get(node)
+            if before is None:
+                if node is None:
+                    continue
+                owner[node] = number
+                if kind is RECV_NODE:
+                    recvs.append(node)
+                else:
+                    todo += node.next_functions
+            elif before != number:
+                return None
             if kind is RECV_NODE:
-                recvs.append(node)
-            elif kind is not LEAF_NODE:
-                todo += [e for e in node.next_functions if e[0] is not None]
+                ends[node, edge[1]] = None
         routes.append(Route(ends, recvs, any(type(e.node) not in _ENDS for e in edges)))
     return routes
 
