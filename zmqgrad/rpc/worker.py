@@ -76,6 +76,10 @@ from zmqgrad.wire.messages import (
 logger = logging.getLogger(__name__)
 
 
+DRAIN_SECONDS = 1.0
+"""So long after a caller gave up, an answer that was on its way to its lane has come."""
+
+
 class Worker:
     """A member of a group.
 
@@ -277,6 +281,8 @@ class Worker:
         if self.calls.take(call.message_id) is not None:
             call.outcome.fail(RpcError(f"{call.describe()} was given up by its caller"))
             self._cancel(call)
+            if call.lane is not None:
+                self.timekeeper.call_later(DRAIN_SECONDS, self._drain_lanes)
         elif call.outcome.done() and call.outcome.error() is None:
             self._drop_unread(call.outcome.result())
 
@@ -305,6 +311,7 @@ class Worker:
                         if left is not None and left <= 0 and self.calls.take(call.message_id) is not None:
                             call.outcome.fail(self._over_time(call))
                             self._cancel(call)
+                            self.timekeeper.call_later(DRAIN_SECONDS, self._drain_lanes)
                     elif inbound.envelope.message_id != call.message_id:
                         self._on_answer(inbound)  # to somebody who gave up; or a stranger
                     elif self.calls.take(call.message_id) is not None:
@@ -320,6 +327,15 @@ class Worker:
             return call.outcome.result()
         finally:
             del call  # as in wait()
+
+    def _drain_lanes(self) -> None:
+        """Read answers that came to lanes after those who waited there had gone."""
+        for lane in self.mailbox.take_idle_lanes():
+            try:
+                while (inbound := lane.receive(0.0)) is not None:
+                    self._on_answer(inbound)
+            finally:
+                lane.give_back()
 
     def _on_answer(self, inbound: Inbound) -> None:
         """What came in by a lane for nobody who waits there."""
@@ -587,7 +603,9 @@ class Worker:
                 raise self.loss_of(source, f"the answer to {what}")
             if self.doors.outgoing is not None:
                 message = self.doors.outgoing(source, message, packed.tensors, what)
-            self.mailbox.send(source, message, envelope.message_id, packed.frames, envelope.lane)
+            # Where nobody waits at the lane any more, nobody would read it there.
+            lane = envelope.lane if time_left() else 0
+            self.mailbox.send(source, message, envelope.message_id, packed.frames, lane)
         except BaseException:
             self._unfork(source, packed)
             raise

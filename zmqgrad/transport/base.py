@@ -118,6 +118,10 @@ class Mailbox(Protocol):
         """A lane by which ``peer`` can answer the calling thread; None if there is none to be had."""
         ...
 
+    def take_idle_lanes(self) -> Sequence[Lane]:
+        """All lanes that nobody waits at, to be read and given back."""
+        ...
+
     def send(
         self,
         peer: int,

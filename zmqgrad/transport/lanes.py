@@ -220,6 +220,12 @@ class Lanes:
             self._open += 1
             return lane
 
+    def take_idle(self) -> list[Lane]:
+        """All lanes that nobody holds, for the calling thread, which gives them back."""
+        with self._lock:
+            idle, self._free = self._free, []
+            return idle
+
     def _take_back(self, lane: Lane) -> None:
         with self._lock:
             if self._closed:

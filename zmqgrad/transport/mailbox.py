@@ -207,6 +207,10 @@ class ZmqMailbox:
             return None  # the first message has yet to find out
         return self._lanes.take()
 
+    def take_idle_lanes(self) -> Sequence[Lane]:
+        """All lanes that nobody waits at, to be read and given back."""
+        return self._lanes.take_idle()
+
     def send(
         self,
         peer: int,

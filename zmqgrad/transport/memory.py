@@ -323,6 +323,10 @@ class MemoryMailbox:
         except Exception:
             logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
 
+    def take_idle_lanes(self) -> tuple[()]:
+        """There are none."""
+        return ()
+
     def follow(self, peer: int) -> None:
         """Nobody is ever lost here."""
 

@@ -1,0 +1,109 @@
+"""Answers that come after their caller has gone, over real sockets: nothing is read, and nothing kept."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from zmqgrad import rpc
+from zmqgrad.errors import RpcTimeoutError
+from zmqgrad.rpc import references
+from zmqgrad.rpc import worker as module
+from zmqgrad.rpc.current import act_again, act_for, current_worker
+from zmqgrad.rpc.group import make_worker
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.mailbox import ZmqMailbox
+
+pytestmark = pytest.mark.open_outcomes
+"""What is answered at a lane goes straight to its caller; the outcome stays unset."""
+
+WAIT = 20.0
+
+OPTIONS = RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
+
+
+@pytest.fixture
+def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
+    """Two workers of this process, over sockets; the test acts for the first."""
+    monkeypatch.setattr(module, "DRAIN_SECONDS", 0.02)
+    monkeypatch.setattr(references, "SWEEP_SECONDS", 0.001)
+    workers = [make_worker(f"worker{n}", n, 2, ZmqMailbox(f"worker{n}", n), OPTIONS) for n in range(2)]
+    for worker in workers:
+        for other in workers:
+            worker.membership.learn(other.membership.own)
+        worker.start()
+    token = act_for(workers[0])
+    try:
+        yield workers
+    finally:
+        act_again(token)
+        for worker in workers:
+            worker.close()
+        for worker in workers:
+            assert worker.join(Deadline.after(WAIT)) == []
+
+
+class Gate:
+    """What a slow function waits for; a global, as both workers are of one process."""
+
+    def __init__(self) -> None:
+        self.opened = threading.Event()
+
+
+gate = Gate()
+
+
+def give_rref(wait: bool) -> rpc.RRef[Any]:
+    """A reference, perhaps late."""
+    if wait:
+        gate.opened.wait(WAIT)
+    return rpc.RRef([1])
+
+
+def what_is_kept(worker: Worker) -> dict[str, int]:
+    """For others, and of theirs."""
+    gc.collect()
+    worker.references.sweep()
+    return worker.references.statistics()
+
+
+def wait_until_empty(workers: list[Worker]) -> None:
+    """No reference is left anywhere."""
+    deadline, tick = Deadline.after(WAIT), threading.Event()
+    while any(any(what_is_kept(w).values()) for w in workers):
+        assert not deadline.passed(), [what_is_kept(w) for w in workers]
+        tick.wait(0.005)  # nobody is told
+
+
+def test_an_answer_after_the_timeout(pair: list[Worker]) -> None:
+    gate.opened.clear()
+    assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]  # from now on there are lanes
+    with pytest.raises(RpcTimeoutError):
+        rpc.rpc_sync(1, give_rref, args=(True,), timeout=0.02)
+    gate.opened.set()
+    wait_until_empty(pair)
+    assert rpc.rpc_sync(1, len, args=("abc",)) == 3
+
+
+def test_an_answer_that_was_on_its_way_to_the_lane(
+    pair: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The callee is in time by its own clock, and hears too late that the caller has given up."""
+    gate.opened.clear()
+    assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]
+    monkeypatch.setattr(module, "time_left", lambda: 1.0)  # on both sides; the caller waits for less
+    worker = current_worker()
+    call = worker.call(1, give_rref, (True,), timeout=0.02, waits=True)
+    assert call.lane is not None
+    with pytest.raises(RpcTimeoutError):
+        worker.wait(call)
+    gate.opened.set()
+    assert pair[1].pool.wait_idle(Deadline.after(WAIT))
+    worker._drain_lanes()
+    wait_until_empty(pair)
