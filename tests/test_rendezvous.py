@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -19,13 +22,13 @@ from zmqgrad.rendezvous import (
     rendezvous,
     says_world_size,
 )
-from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
+from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, beside
 
 PATIENCE = 20.0
 
 VARIABLES = (
     *("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_USE_AGENT_STORE"),
-    *("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"),
+    *("SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
 )
 
 
@@ -140,6 +143,72 @@ def test_where_the_agent_serves_the_store_no_worker_does(monkeypatch: pytest.Mon
             assert agent.get("/worker/k") == url.encode()
             store.close()
         agent.set("k", "goes on")
+
+
+class Agent(dict[str, bytes]):
+    """What torchrun's agent keeps, for the threads of this process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: str) -> None:
+        with self._changed:
+            self[key] = value.encode()
+            self._changed.notify_all()
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self, PATIENCE):
+                raise RuntimeError(f"no {key}")
+            return self[key]
+
+
+def test_beside_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It serves a store of torch's; rank 0 serves ours at a port of its own, and leaves it there."""
+    agent, met = Agent(), []
+
+    def connect(host: str, port: int, timeout: timedelta) -> Agent:
+        met.append((host, port))
+        return agent
+
+    monkeypatch.setattr(beside, "_connect", connect)
+    monkeypatch.setattr(beside, "_opened", iter([0, 0, 1]))
+    set_up(
+        monkeypatch,
+        MASTER_ADDR="localhost",
+        MASTER_PORT=1,
+        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_RUN_ID="run",
+        TORCHELASTIC_RESTART_COUNT=3,
+    )
+    stores = [store for store, _, _ in meet_in_threads([f"env://?rank={r}&world_size=2" for r in (0, 1)])]
+    stores[0].set("k", "1")
+    assert stores[1].get("k") == b"1"
+    assert met == [("localhost", 1)] * 2
+    assert list(agent) == ["zmqgrad/attempt_3/0"]
+    for store in stores:
+        store.close()
+    again = next(iter(rendezvous("env://?rank=0&world_size=1", timeout=PATIENCE)))[0]
+    assert "zmqgrad/attempt_3/1" in agent, "the next group has a store of its own"
+    again.close()
+    elsewhere = next(iter(rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=PATIENCE)))[0]
+    assert len(met) == 3, "another address is not the agent's"
+    elsewhere.close()
+
+
+def test_nobody_to_speak_to_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run"}
+    set_up(monkeypatch, **COMPLETE, **torchrun)
+    monkeypatch.setattr(beside, "_connect", None)
+    with pytest.raises(ConfigurationError, match=r"agent of torchrun.*import\s+zmqgrad\.interop"):
+        next(iter(rendezvous("env://", timeout=PATIENCE)))
+
+    def refuse(*args: object) -> Agent:
+        raise RuntimeError("nobody there")
+
+    monkeypatch.setattr(beside, "_connect", refuse)
+    assert "the agent of torchrun at 127.0.0.1:1 did not tell where rank 0 is: nobody" in failure("env://")
 
 
 def test_there_is_no_second_time() -> None:
@@ -322,3 +391,33 @@ def test_a_meeting_place_is_served_by_rank_0_if_anybody() -> None:
 def test_meeting_places_that_cannot_be(url: str) -> None:
     with pytest.raises(RendezvousError):
         meeting_place(url, timeout=0.05)
+
+
+UNDER_TORCHRUN = """
+import os
+from zmqgrad import rpc
+
+for again in range(2):
+    rank = int(os.environ["RANK"])
+    rpc.init_rpc(f"worker{rank}")
+    print(f"{rank}: {rpc.rpc_sync(f'worker{1 - rank}', max, args=(rank, 7))}", flush=True)
+    rpc.shutdown()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_torchrun_starts_our_programs(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(UNDER_TORCHRUN)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(module.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "0: 7", "0: 7", "1: 7", "1: 7"]

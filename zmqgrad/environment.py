@@ -34,6 +34,7 @@ _MEANINGS = {
     "RANK": "the rank of this worker, from 0 to WORLD_SIZE - 1",
     "WORLD_SIZE": "how many workers there are",
     "LOCAL_RANK": "the rank of this worker on its host",
+    "TORCHELASTIC_RESTART_COUNT": "how often the workers were restarted",
 }
 
 
@@ -145,6 +146,17 @@ def agent_serves_store(environ: Mapping[str, str] = os.environ) -> bool:
         ConfigurationError: if the variable is malformed.
     """
     return _switch(environ, "TORCHELASTIC_USE_AGENT_STORE")
+
+
+def torchrun_attempt(environ: Mapping[str, str] = os.environ) -> int | None:
+    """How often torchrun has restarted the workers, if its agent serves a store (one of torch's); else None.
+
+    Raises:
+        RendezvousError: if a variable is malformed.
+    """
+    if not agent_serves_store(environ) or _text(environ, "TORCHELASTIC_RUN_ID") is None:
+        return None
+    return _number(environ, "TORCHELASTIC_RESTART_COUNT", 0) or 0
 
 
 def _number(environ: Mapping[str, str], name: str, least: int, most: int | None = None) -> int | None:

@@ -21,17 +21,20 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
+import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import register_rendezvous_handler
 
 from zmqgrad import rendezvous as meeting
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.store import Store
+from zmqgrad.store.beside import speak_to_agents
 
 SCHEME = "zmq"
 
 # The stubs of torch do not tell all of its stores.
 CStore: Any = distributed_c10d.Store
+CTCPStore: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]
 register: Any = register_rendezvous_handler
 
 _kept: set[TorchStore] = set()
@@ -185,4 +188,10 @@ def register_with_torch() -> None:
         pass  # by zmqgrad/__init__, which sends them here
 
 
+def connect_to_agent(host: str, port: int, timeout: timedelta) -> Any:
+    """torch's store at ``host:port``, that torchrun's agent serves."""
+    return CTCPStore(host, port, None, False, timeout)
+
+
 register_with_torch()
+speak_to_agents(connect_to_agent)

@@ -10,7 +10,8 @@ fails, for no handler here can meet again. Handlers are registered by scheme:
 - ``file:///path?rank=..&world_size=..``: likewise, by a file that all can reach; it must not be there yet,
   and goes with the last worker that closes its store.
 
-By ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE).
+By ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The
+agent of ``torchrun`` serves one of torch's: rank 0 then serves ours :mod:`beside <zmqgrad.store.beside>` it.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from datetime import timedelta
 from typing import NamedTuple, NoReturn
 from urllib.parse import parse_qsl, urlsplit
 
-from zmqgrad.environment import MAX_PORT, Launch, agent_serves_store, missing, read_launch
+from zmqgrad.environment import MAX_PORT, Launch, agent_serves_store, missing, read_launch, torchrun_attempt
 from zmqgrad.errors import (
     RendezvousError,
     RendezvousTimeoutError,
@@ -30,6 +31,7 @@ from zmqgrad.errors import (
     TransportError,
 )
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
+from zmqgrad.store.beside import open_beside
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -253,8 +255,12 @@ def _open(
         raise RendezvousError(
             f"the port is {port} ({where}); all workers must know it, so it must be from 1 to {MAX_PORT}"
         )
-    by_agent = agent_serves_store()
+    by_agent, attempt, launch = agent_serves_store(), torchrun_attempt(), read_launch()
     try:
+        if attempt is not None:
+            by_agent = False
+            if (host, port) == (launch.master_addr, launch.master_port):
+                return open_beside(host, port, rank, world_size, timeout, attempt)
         store = TCPStore(
             host,
             port,
@@ -266,6 +272,8 @@ def _open(
         )
     except StoreTimeoutError as e:
         raise RendezvousTimeoutError(f"rendezvous by {where}: {e}") from e
+    except StoreError as e:
+        raise RendezvousError(f"rendezvous by {where}: {e}") from e
     except TransportError as e:
         raise RendezvousError(f"rank 0 cannot serve the store at {host}:{port} ({where}): {e}") from e
     # The agent keeps keys of its own in the same store.
