@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import resource
 import select
 import sys
 
@@ -55,6 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """
     if arguments.sync and arguments.journal is None:
         raise ConfigurationError("--sync says how to write a journal, and there is none (--journal PATH)")
+    _allow_many_clients()
     address = listening_address(arguments.host, check_port(arguments.port))
     with SignalInbox() as signals:
         try:
@@ -70,3 +72,9 @@ def execute(arguments: argparse.Namespace) -> int:
                 return 0
     print(f"zmqgrad store serve: the server at {server.endpoint} failed", file=sys.stderr)
     return EXIT_FAILED
+
+
+def _allow_many_clients() -> None:
+    """Let this process open as many files, of which each client needs one, as the system lets it."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -29,10 +29,6 @@ from zmqgrad.wire.messages import (
 LATE_SECONDS = 0.25
 """How much longer than its timeout a client waits, so that the server's own refusal can arrive."""
 
-FIRST_PING_SECONDS = 0.1
-PING_SECONDS = 1.0
-"""How long the first answer of a server may take before it is asked for again."""
-
 JOIN_SECONDS = 5.0
 
 
@@ -86,20 +82,8 @@ class Connection:
         return kind(f"{_name(query)}: {where} refused: {answer.text}")
 
     def ping(self) -> str:
-        """The address at which the store publishes notices.
-
-        Asked again while nobody answers: the first question may have gone to a server that was closing at
-        this address to make room for the next.
-        """
-        deadline, patience = Deadline.after(self.timeout), FIRST_PING_SECONDS
-        while True:
-            try:
-                pong = self.ask(StorePing(secrets.token_hex(8)), min(deadline.left(), patience))
-                break
-            except StoreTimeoutError:
-                patience = min(2 * patience, PING_SECONDS)
-                if deadline.passed():
-                    raise self._silence(StorePing(""), self.timeout) from None
+        """The address at which the store publishes notices."""
+        pong = self.ask(StorePing(secrets.token_hex(8)), self.timeout)
         if type(pong) is not StorePong:
             raise StoreError(f"{self._address} answered a ping with {type(pong).__name__}")
         return same_host(self._address, pong.notices)

@@ -200,7 +200,7 @@ class StoreServer:
         self._requests.reply(client, message_id, StoreRefused(Refusal.LIMIT, said))
 
     def _pong(self, asker: Asker) -> None:
-        if not self._no_newcomers:  # otherwise its client asks again, until another store listens here
+        if not self._no_newcomers:  # otherwise its client asks the next store here when this has hung up
             assert type(asker.query) is StorePing
             pong = StorePong(asker.query.nonce, self._publisher.endpoint, self._state.revision)
             self._requests.reply(asker.client, asker.number, pong)
