@@ -38,6 +38,14 @@ def become_b() -> None:
     told_to_become_b.set()
 
 
+told_to_leave = threading.Event()
+
+
+def leave() -> None:
+    """The second b has been seen."""
+    told_to_leave.set()
+
+
 def member(rank: int) -> dict[str, Any]:
     """Rank 0 looks on while b freezes, dies, and is followed by another b."""
     if rank == 0:
@@ -51,6 +59,7 @@ def member(rank: int) -> dict[str, Any]:
     assert what_is_open()[0] == []
     os.environ.pop("RANK")
     join("b")
+    assert told_to_leave.wait(WAIT)  # somebody who comes and goes at once is seen by nobody who is slow
     try:
         return {"id": rpc.get_worker_info().id}
     finally:
@@ -99,6 +108,7 @@ def look_on() -> dict[str, Any]:
     [info] = rpc.wait_for_workers(["b"])
     with pytest.raises(PeerLostError, match=f"the b that runs now .worker {info.id}. is a new one"):
         rref.to_here()
+    rpc.rpc_sync("b", leave)
     rpc.shutdown()
     return {"left": what_is_open()[0], "id": info.id}
 
