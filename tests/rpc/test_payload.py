@@ -284,10 +284,33 @@ def test_what_cannot_be_sent_is_named_with_its_path(value: Any, path: str) -> No
         pack(value)
 
 
-def test_what_a_closure_holds_is_named() -> None:
+def test_what_a_function_holds_is_named() -> None:
     door = threading.Lock()
-    with pytest.raises(PayloadError, match=r"\[0\]\.door\S* \(lock\)|\[0\]\.door"):
-        pack_call(lambda: door, (), {}, Terms())
+    here = {"LOCK": door}
+    exec("def uses_a_global(): return LOCK", here)
+    for function, path in (
+        (lambda: door, r"func\.door \(lock\)"),
+        (lambda x=door: x, r"func\.__defaults__\[0\] \(lock\)"),
+        (here["uses_a_global"], r"func\.LOCK \(lock\)"),
+    ):
+        with pytest.raises(PayloadError, match=f"its part {path}"):
+            pack_call(function, (), {}, Terms())
+    with pytest.raises(PayloadError, match=r"its part args\[1\]\['a'\] \(lock\)"):
+        pack_call(len, (1, {"a": door}), {}, Terms())
+    with pytest.raises(PayloadError, match=r"its part kwargs\['b'\] \(lock\)"):
+        pack_call(lambda: 1, (1,), {"b": door}, Terms())
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_a_scripted_function_goes_by_name() -> None:
+    reference, packed = pack_call(scripted, (torch.ones(1),), {}, Terms())
+    assert reference == f"{__name__}:scripted"
+    assert find_function(reference) is scripted
+    assert packed.payload.pickled is None
 
 
 def test_a_value_that_holds_itself() -> None:

@@ -277,7 +277,7 @@ def pack_call(
     kwargs = {} if kwargs is None else _keywords(kwargs)
     reference = reference_to(function, terms.main_by_reference)
     if not reference:
-        return "", _pickle((function, args, kwargs), terms)
+        return "", _pickle((function, args, kwargs), terms, ("func", "args", "kwargs"))
     return reference, pack_arguments(args, kwargs, terms)
 
 
@@ -307,7 +307,7 @@ def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], terms: Terms =
         return PACKED_NOTHING
     if not kwargs and _only_tensors(args):
         return pack(args, terms)
-    return _pickle((args, kwargs), terms)
+    return _pickle((args, kwargs), terms, ("args", "kwargs"))
 
 
 def unpack_call(reference: str, payload: Payload, content: Any) -> tuple[Any, Sequence[Any], dict[str, Any]]:
@@ -334,7 +334,8 @@ def _only_tensors(value: tuple[Any, ...]) -> bool:
     )
 
 
-def _pickle(value: Any, terms: Terms) -> Packed:
+def _pickle(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:
+    """``names``: what the parts of ``value`` are called, where it is a tuple that nobody but us has made."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
     frames: list[Buffer] = []
@@ -350,7 +351,9 @@ def _pickle(value: Any, terms: Terms) -> Packed:
         if not isinstance(e, Exception) or isinstance(e, PeerLostError):
             raise
         said = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
-        raise PayloadError(f"cannot send {_shorten(value)}: {_name_culprit(value, terms)}{said}") from e
+        raise PayloadError(
+            f"cannot send {_shorten(value)}: {_name_culprit(value, terms, names)}{said}"
+        ) from e
     forks = tuple([fork[:4] for fork in pickler.forks])
     payload = Payload(Form.PICKLE, tensors, _blob(file.getbuffer(), frames), outside, forks)
     return Packed(payload, frames, pickler.tensors)
@@ -368,7 +371,7 @@ def _shorten(value: Any) -> str:
     return "a tensor" if isinstance(value, torch.Tensor) else reprlib.repr(value)
 
 
-def _name_culprit(value: Any, terms: Terms) -> str:
+def _name_culprit(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> str:
     """Where in ``value`` the thing is that cannot be sent: ``its part [0].name (type): ``, or nothing."""
     path, seen = "", {id(value)}
     while (found := _first_bad(value, terms)) is not None:
@@ -377,6 +380,8 @@ def _name_culprit(value: Any, terms: Terms) -> str:
         if id(value) in seen or path.count("[") + path.count(".") > DEEPEST:
             break
         seen.add(id(value))
+    for number, name in enumerate(names):
+        path = name + path.removeprefix(f"[{number}]") if path.startswith(f"[{number}]") else path
     return f"its part {path} ({type(value).__name__}): " if path else ""
 
 
@@ -391,6 +396,8 @@ def _first_bad(value: Any, terms: Terms) -> tuple[str, Any] | None:
     elif isinstance(value, types.FunctionType):
         names = value.__code__.co_freevars
         inner = [(f".{n}", c) for n, c in zip(names, _contents(value), strict=True)]
+        inner += [(f".{n}", value.__globals__[n]) for n in value.__code__.co_names if n in value.__globals__]
+        inner += [(".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__)]
     elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
         inner = [(f".{k}", v) for k, v in vars(value).items()]
     for step, member in inner:
@@ -483,6 +490,9 @@ def reference_to(function: Any, main_by_reference: bool = True) -> str:
         return f"__main__:{name}" if main_by_reference and _in_main(function) else ""
     if isinstance(module, str) and _leads_to(module, name, function):
         return f"{module}:{name}"
+    if isinstance(function, torch.jit.ScriptFunction):
+        module, _, short = function.qualified_name.removeprefix("__torch__.").rpartition(".")
+        return f"{module}:{short}" if _leads_to(module, short, function) else ""
     if isinstance(function, types.BuiltinFunctionType):
         short = function.__name__
         for home in _BUILTIN_HOMES:
