@@ -17,6 +17,7 @@ from zmqgrad.errors import (
     DuplicateWorkerError,
     PeerLostError,
     RendezvousError,
+    RpcError,
     RpcTimeoutError,
     UnknownWorkerError,
 )
@@ -251,6 +252,62 @@ def test_messages_of_an_older_incarnation_are_refused(town: Town) -> None:
     with acting(b), pytest.raises(PeerLostError, match="as far as a can tell"):
         old.wait()
     assert a.worker.counts()[1] == ran
+
+
+def test_a_store_that_is_gone_costs_no_call(town: Town) -> None:
+    a, _ = town.join("a"), town.join("b")
+    with acting(a):
+        assert rpc.rpc_sync("b", where) == "b"
+        town.store.close()
+        assert rpc.rpc_sync("b", where) == "b"
+        for _ in range(3):
+            with pytest.raises(UnknownWorkerError, match="could not find destination 'c'"):
+                rpc.rpc_sync("c", where)
+
+
+class Served:
+    """Stands for the store that a worker serves."""
+
+    def __init__(self) -> None:
+        self.open = True
+
+    def refuse_newcomers(self) -> None:
+        """It is about to close."""
+        self.open = False
+
+
+def test_who_serves_the_store_leaves_last(town: Town) -> None:
+    a, b, c = (town.join(name) for name in "abc")
+    wait_until(lambda: names_known_to(a) == ["a", "b", "c"])
+    served = a._served = Served()  # type: ignore[assignment]
+    town.kill(c)
+    leaving = threading.Thread(target=lambda: a.leave(True, Deadline.after(WAIT)))
+    leaving.start()
+    wait_until(lambda: not town.store.check(["d/worker/0"]))
+    assert served.open
+    b.leave(True, Deadline.after(WAIT))
+    leaving.join(WAIT)
+    assert not served.open
+
+
+def test_who_serves_the_store_does_not_wait_for_ever(town: Town) -> None:
+    a, _ = town.join("a"), town.join("b")
+    wait_until(lambda: names_known_to(a) == ["a", "b"])
+    a._served = Served()  # type: ignore[assignment]
+    with pytest.raises(RpcTimeoutError, match="a, which serves the store, gave up waiting for b to leave"):
+        a.leave(True, Deadline.after(0.05))
+
+
+def test_leaving_waits_for_what_is_under_way(town: Town) -> None:
+    a, b = town.join("a"), town.join("b")
+    with acting(a), town.network.hold(target=0) as held:
+        answer = rpc.rpc_async("b", where)
+        held.wait()
+        with pytest.raises(RpcTimeoutError, match="a: shutdown gave up waiting for b to finish"):
+            a.leave(True, Deadline.after(0.05))
+        with pytest.raises(RpcError, match="shut down"):
+            answer.wait()
+    assert names_known_to(b) == ["a", "b"] or names_known_to(b) == ["b"]
 
 
 # ---- waiting and being told ------------------------------------------------------------------------------

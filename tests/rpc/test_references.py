@@ -305,6 +305,14 @@ def test_references_of_a_worker_that_is_lost(trio: Cluster) -> None:
     assert not any(trio.workers[0].references.statistics().values())
 
 
+@pytest.mark.slow
+def test_many_references_made_and_dropped(trio: Cluster) -> None:
+    for _ in range(20):
+        made = [rpc.remote(1 + n % 2, Value) for n in range(50)]
+        torch.futures.wait_all([rpc.rpc_async(2, str, args=(rref,)) for rref in made[::5]])
+    del made
+
+
 def test_a_reference_that_came_and_went_before_its_value_is_made(trio: Cluster) -> None:
     """The owner hears of a grandchild first, and of its end: the maker's own fork is still to come."""
     with trio.network.hold(MessageType.REMOTE_CALL, target=2) as held:

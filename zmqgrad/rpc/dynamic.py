@@ -44,6 +44,9 @@ PREFIX = "rpc/dynamic"
 ASK_SECONDS = 5.0
 """How long the store may take to answer once this worker has joined."""
 
+SILENT_SECONDS = 30.0
+"""A store that did not answer is not asked for unknown workers for so long: calls must not wait for it."""
+
 LEFT = "it has left the group"
 
 
@@ -99,6 +102,7 @@ class DynamicGroup(Group):
         self._refreshing = threading.Lock()  # held while asking the store who takes part
         self._leaving = False
         self._joined = False
+        self._store_is_silent = Deadline.after(0.0)
 
     # ---- joining ----------------------------------------------------------------------------------------
 
@@ -113,7 +117,7 @@ class DynamicGroup(Group):
         try:
             self.store.set_timeout(min(ASK_SECONDS, max(1.0, deadline.left())))
             self.worker.doors.peer_lost.append(lambda peer, _: self._strike_off_later(peer))
-            self.worker.membership.look_up = self._refresh
+            self.worker.membership.look_up = self._look_up
             self.worker.start()  # nobody knows where we are yet
             self.store.watch_key("changes", self._changed)
             self._refresh()
@@ -153,6 +157,16 @@ class DynamicGroup(Group):
         try:
             self._refresh()
         except StoreError as e:
+            logger.warning("%s: cannot learn who takes part: %s", self.worker.name, e)
+
+    def _look_up(self) -> None:
+        """Somebody asks for a worker that is not known, or gone: ask the store, if it answers at all."""
+        if not self._store_is_silent.passed():
+            return
+        try:
+            self._refresh()
+        except StoreError as e:
+            self._store_is_silent = Deadline.after(SILENT_SECONDS)
             logger.warning("%s: cannot learn who takes part: %s", self.worker.name, e)
 
     def _refresh(self) -> None:
