@@ -147,7 +147,7 @@ class SharedLog:
 
     def _read_block(self, offset: int, size: int, bodies: list[bytes]) -> int:
         """Read some records to ``bodies``; gives the offset behind the last complete one."""
-        block = os.pread(self._file, BLOCK, offset)
+        block = os.pread(self._file, min(BLOCK, size - offset), offset)
         at = 0
         while at + _HEAD.size <= len(block):
             head, check, body_check = _HEAD.unpack_from(block, at)
@@ -189,7 +189,8 @@ class SharedLog:
         if offset == 0:
             record = MAGIC + record
         try:
-            os.ftruncate(self._file, offset)
+            if os.fstat(self._file).st_size > offset:
+                os.ftruncate(self._file, offset)
             view, at = memoryview(record), offset
             while view:
                 written = os.pwrite(self._file, view, at)
