@@ -1,7 +1,8 @@
-"""What a test has left behind: threads, children, ZeroMQ sockets and contexts, files, open outcomes."""
+"""What a test has left behind: threads, children, sockets, files, shared memory, open outcomes."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
@@ -53,6 +54,7 @@ class Watcher:
         self._children = _children()
         self._files = _files()
         self._zmq = {id(z) for z in _open_zmq()}
+        self._shared = _shared_memory()
 
     def what_is_left(self) -> list[str]:
         """What has not gone within ``PATIENCE`` seconds, in words."""
@@ -67,7 +69,10 @@ class Watcher:
         children = [f"process {pid}" for pid in sorted(_children() - self._children)]
         files = [f"file {f}" for f in sorted(_files() - self._files)]
         open_zmq = [f"zmq {z!r}" for z in _open_zmq() if id(z) not in self._zmq]
-        return threads + children + files + open_zmq
+        shared = [f"shared memory {m}" for m in sorted(_shared_memory() - self._shared)]
+        if shared:
+            gc.collect()  # what keeps it may be part of a cycle
+        return threads + children + files + open_zmq + shared
 
 
 def _not_ours(thread: threading.Thread) -> bool:
@@ -82,6 +87,19 @@ def _open_zmq() -> list[Any]:
     own = pyzmq_gc._context
     sockets = [s for s in _sockets if not s.closed and s.context is not own]
     return [c for c in _contexts if not c.closed and c is not own] + sockets
+
+
+def _shared_memory() -> set[str]:
+    """Shared memory of ours that this process has open or mapped: it holds a descriptor either way."""
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else []:
+        try:
+            path = f"/proc/self/fd/{descriptor}"
+            if os.readlink(path).startswith("/memfd:zmqgrad"):
+                found.add(f"{descriptor} (inode {os.stat(path).st_ino})")
+        except FileNotFoundError:  # the one that lists them
+            continue
+    return found
 
 
 def _children() -> set[int]:

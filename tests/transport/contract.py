@@ -54,6 +54,11 @@ class Box:
         self.mailbox = mailbox
         self.arrived: SimpleQueue[Inbound] = SimpleQueue()
 
+    def drop(self) -> None:
+        """Let go of what nobody took: its frames may be memory that is shared."""
+        while not self.arrived.empty():
+            self.arrived.get_nowait()
+
     def take(self, count: int = 1) -> list[Inbound]:
         """The next ``count`` messages."""
         return [self.arrived.get(timeout=20) for _ in range(count)]
@@ -74,14 +79,14 @@ class Office:
         self.kind = kind
         self.known: dict[int, Mailbox] = {}
         self.looked_up: list[int] = []
-        self._opened: list[Mailbox] = []
+        self._opened: list[Box] = []
 
     def open(
         self, worker_id: int, handler: Callable[[Inbound], None] | None = None, start: bool = True
     ) -> Box:
         """A mailbox that collects what arrives, or hands it to ``handler``."""
         box = Box(self.kind.open(f"w{worker_id}", worker_id))
-        self._opened.append(box.mailbox)
+        self._opened.append(box)
         self.known[worker_id] = box.mailbox
         if start:
             box.mailbox.start(handler or box.arrived.put, self.resolve)
@@ -101,9 +106,11 @@ class Office:
     def close(self) -> None:
         """Close all, and see them end."""
         self.kind.close()
-        for mailbox in self._opened:
-            mailbox.close()
-        assert [name for m in self._opened for name in m.join(Deadline.after(10))] == []
+        for box in self._opened:
+            box.mailbox.close()
+        assert [name for b in self._opened for name in b.mailbox.join(Deadline.after(10))] == []
+        for box in self._opened:
+            box.drop()
 
 
 @contextmanager

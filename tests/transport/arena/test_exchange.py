@@ -94,9 +94,11 @@ def sides() -> Iterator[tuple[Side, Side]]:
 def pair(settings: ArenaSettings = SETTINGS) -> Iterator[tuple[Side, Side]]:
     a, b = Side(0, settings), Side(1, settings)
     a.other, b.other = b, a
-    yield a, b
-    a.exchange.close()
-    b.exchange.close()
+    try:
+        yield a, b
+    finally:
+        a.exchange.close()
+        b.exchange.close()
 
 
 # ---- the way there --------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -145,6 +146,24 @@ def test_a_block_larger_than_a_segment_has_one_of_its_own() -> None:
     assert large.segment.size > SEGMENT
     assert lender.statistics()["segments"] == 2
     assert lender.statistics()["memory"] < MB  # nothing has been written yet
+    lender.close()
+
+
+def test_where_a_large_segment_cannot_be_had_a_small_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with a bound on address space (ulimit -v)."""
+    truncate = os.ftruncate
+
+    def bounded(descriptor: int, size: int) -> None:
+        if size > SEGMENT // 2:
+            raise OSError(27, "File too large")
+        truncate(descriptor, size)
+
+    monkeypatch.setattr(os, "ftruncate", bounded)
+    lender = Lender(4 * SEGMENT)
+    (loan,) = Reader(lender).borrow(MB)
+    assert loan.segment.size == SEGMENT // 16
+    with pytest.raises(OSError, match="too large"):
+        lender.room_for(Borrower(2), [SEGMENT])
     lender.close()
 
 

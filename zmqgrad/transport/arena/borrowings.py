@@ -91,6 +91,7 @@ class Borrowings:
         self._owing = owing
         self._sources: dict[tuple[int, int], _Source] = {}  # by peer and segment id
         self._dead: dict[int, deque[int]] = {}  # by peer
+        self._closed = False
 
     def accept(self, peer: int, offer: ArenaOffer) -> ArenaAnswer:
         """Map what ``peer`` offers; the answer to it, whether or not that went well."""
@@ -105,6 +106,8 @@ class Borrowings:
             return ArenaAnswer(b"", str(e))
         dead = self._dead.setdefault(peer, deque())
         self._sources[peer, offer.segment] = _Source(mapped, dead, self._owing)
+        if self._closed:  # meanwhile
+            self._sources.clear()
         return ArenaAnswer(nonce)
 
     def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
@@ -165,6 +168,7 @@ class Borrowings:
 
     def close(self) -> None:
         """Forget everybody."""
+        self._closed = True
         self._dead.clear()
         self._sources.clear()
 

@@ -132,7 +132,10 @@ class Lender:
         size = min(max(SEGMENT, least), left)
         if size < least:
             return None
-        segment = Segment(size)
+        try:
+            segment = Segment(size)
+        except OSError:  # a bound on address space or file sizes (ulimit) may still have room for less
+            segment = Segment(max(least, size // 16))
         self._segments.append(segment)
         return segment
 

@@ -30,5 +30,5 @@ def arrange(sizes: Sequence[int]) -> tuple[list[int], tuple[Window, ...]]:
             pieces.append(0)
         start = -(-pieces[shared] // ALIGNMENT) * ALIGNMENT
         windows.append(Window(shared, start, size))
-        pieces[shared] = start + size
+        pieces[shared] = max(start + size, 1)  # no piece is empty, even if all its frames are
     return pieces, tuple(windows)
