@@ -22,7 +22,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
 from zmqgrad.store.server import Asker, StoreServer
 from zmqgrad.store.state import Effect, Reply
-from zmqgrad.transport.request_server import Client
+from zmqgrad.transport.request_connection import Client
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, StorePing, StoreWatchKey
 

@@ -18,7 +18,8 @@ from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
 from zmqgrad.store.followers import MAX_PENDING, KeyFollower, WatchEvent
 from zmqgrad.store.state import MAX_NOTICE_VALUE, Notice, State
-from zmqgrad.store.watch import OldNew, WatchBook
+from zmqgrad.store.takers import OldNew
+from zmqgrad.store.watch import WatchBook
 from zmqgrad.wire.messages import (
     KeyCallbackRegistered,
     KeyUpdated,

@@ -23,7 +23,8 @@ from zmqgrad.runtime.clock import MONOTONIC, Deadline, ManualClock
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.exposure import is_loopback
 from zmqgrad.transport.request_client import MAX_IDLE, RequestClient
-from zmqgrad.transport.request_server import Client, RequestServer
+from zmqgrad.transport.request_connection import Client
+from zmqgrad.transport.request_server import RequestServer
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, StoreDone, StoreGet, StoreKeys, StorePing, StoreValue

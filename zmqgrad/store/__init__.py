@@ -25,8 +25,8 @@ from zmqgrad.store.file import FileStore
 from zmqgrad.store.followers import WatchEvent
 from zmqgrad.store.local import HashStore
 from zmqgrad.store.server import StoreServer
+from zmqgrad.store.takers import PrefixCallback, WatchCallback
 from zmqgrad.store.views import PrefixStore
-from zmqgrad.store.watch import PrefixCallback, WatchCallback
 from zmqgrad.store.watching import Watch
 
 # torch's names for the errors of a store, so that its "except" goes on working with the import swapped.

@@ -17,8 +17,9 @@ from datetime import timedelta
 from zmqgrad.errors import ClosedError, ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.store.state import MAX_TOGETHER
+from zmqgrad.store.takers import NOBODY, KeyOldNew, OldNew, PrefixCallback, Taker, WatchCallback
 from zmqgrad.store.topics import Prefix, Target
-from zmqgrad.store.watch import NOBODY, KeyOldNew, OldNew, PrefixCallback, Taker, WatchBook, WatchCallback
+from zmqgrad.store.watch import WatchBook
 from zmqgrad.store.watching import Inbox, Watch
 from zmqgrad.wire.messages import (
     MAX_KEY,

@@ -11,9 +11,11 @@ from zmqgrad.store.addresses import check_port, connecting_address, listening_ad
 from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout
 from zmqgrad.store.connection import Connection
 from zmqgrad.store.ending import Ending
-from zmqgrad.store.server import StoreServer, servers
+from zmqgrad.store.server import StoreServer
+from zmqgrad.store.servers import servers
+from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import HIDDEN, Target
-from zmqgrad.store.watch import Taker, WatchBook
+from zmqgrad.store.watch import WatchBook
 from zmqgrad.wire.messages import Message, StoreAdd, StoreNumber, StoreSet, StoreWait
 
 _JOINED = f"{HIDDEN}workers/joined"

@@ -16,8 +16,9 @@ from zmqgrad.store.ending import Ending
 from zmqgrad.store.followers import Registered
 from zmqgrad.store.replica import Replica
 from zmqgrad.store.shared_log import SharedLog
+from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import HIDDEN, Target
-from zmqgrad.store.watch import Taker, WatchBook, as_registered, watch_query
+from zmqgrad.store.watch import WatchBook, as_registered, watch_query
 from zmqgrad.wire.messages import (
     Message,
     Refusal,

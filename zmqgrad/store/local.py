@@ -13,8 +13,9 @@ from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout
 from zmqgrad.store.ending import Ending
 from zmqgrad.store.followers import Registered
 from zmqgrad.store.state import Effect, Notice, State
+from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import Target
-from zmqgrad.store.watch import Taker, WatchBook, as_registered, watch_query
+from zmqgrad.store.watch import WatchBook, as_registered, watch_query
 from zmqgrad.wire.messages import (
     Message,
     Refusal,

@@ -16,7 +16,8 @@ from zmqgrad.store.journal import Journal
 from zmqgrad.store.state import CHANGING, Effect, Notice, Reply, State
 from zmqgrad.store.topics import sync_topic, target_of, topic_of
 from zmqgrad.transport.notices import NoticePublisher
-from zmqgrad.transport.request_server import MAX_CLIENTS, Client, RequestServer
+from zmqgrad.transport.request_connection import Client
+from zmqgrad.transport.request_server import MAX_CLIENTS, RequestServer
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import (
     Message,
@@ -309,35 +310,3 @@ class StoreServer:
 
     def __repr__(self) -> str:
         return f"<StoreServer at {self.endpoint}: {self._state.statistics()}>"
-
-
-class Servers:
-    """The servers of this process by address, so that several masters can share one if they ask to."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()  # guards _shared
-        self._shared: dict[str, tuple[StoreServer, int]] = {}  # and how many use it
-
-    def lend(self, address: str, shared: bool, journal: str | os.PathLike[str] | None = None) -> StoreServer:
-        """A server at ``address``: with ``shared`` the one that is there, if it is shared, too."""
-        if not shared or address.endswith(":*"):
-            return StoreServer(address, journal=journal)
-        with self._lock:
-            server, users = self._shared.get(address) or (StoreServer(address, journal=journal), 0)
-            self._shared[address] = (server, users + 1)
-            return server
-
-    def give_back(self, server: StoreServer) -> None:
-        """Close ``server``, unless others still use it."""
-        with self._lock:
-            for address, (shared, users) in self._shared.items():
-                if shared is server and users > 1:
-                    self._shared[address] = (server, users - 1)
-                    return
-                if shared is server:
-                    del self._shared[address]
-                    break
-            server.close()
-
-
-servers = Servers()

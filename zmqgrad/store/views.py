@@ -8,8 +8,8 @@ from datetime import timedelta
 
 from zmqgrad.store.base import Store, Timeout, as_key, as_keys
 from zmqgrad.store.followers import WatchEvent
+from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import Prefix, Target
-from zmqgrad.store.watch import Taker
 
 
 class PrefixStore(Store):

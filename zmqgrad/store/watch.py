@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
 
 from zmqgrad.errors import ClosedError, StoreError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
@@ -25,6 +23,7 @@ from zmqgrad.store.followers import (
     Registered,
     WatchEvent,
 )
+from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import Prefix, Target
 from zmqgrad.wire.messages import Message, PrefixChanged, StoreWatchKey, StoreWatchPrefix
 
@@ -36,50 +35,6 @@ RETRY_SECONDS = 1.0
 CALLBACK_THREADS = 2
 CLOSE_SECONDS = 5.0
 
-WatchCallback = Callable[[bytes | None, bytes | None], None]
-"""Called with the old and the new value of a key; None where the key did not, or does not, exist."""
-
-PrefixCallback = Callable[[str, bytes | None, bytes | None], None]
-"""Called with a key, and its old and new value."""
-
-
-class Taker(Protocol):
-    """Takes events, one at a time. Two are the same watch if they are equal."""
-
-    def __call__(self, event: WatchEvent) -> None:
-        """Something changed."""
-        ...
-
-    def end(self) -> None:
-        """Nothing more will come."""
-        ...
-
-
-@dataclass(frozen=True)
-class OldNew:
-    """Hands on what a callback of one key wants to know."""
-
-    callback: WatchCallback
-
-    def __call__(self, event: WatchEvent) -> None:
-        self.callback(event.old, event.new)
-
-    def end(self) -> None:
-        """A callback is just not called any more."""
-
-
-@dataclass(frozen=True)
-class KeyOldNew:
-    """Hands on what a callback of many keys wants to know."""
-
-    callback: PrefixCallback
-
-    def __call__(self, event: WatchEvent) -> None:
-        self.callback(event.key, event.old, event.new)
-
-    def end(self) -> None:
-        """A callback is just not called any more."""
-
 
 class _Watched:
     """One target: its follower, its takers, and the events that they have not seen yet."""
@@ -90,20 +45,6 @@ class _Watched:
         self.pending = Backlog()
         self.delivering = False
         self.looking = False
-
-
-@dataclass(frozen=True)
-class Nobody:
-    """Wants nothing but that the key is followed."""
-
-    def __call__(self, event: WatchEvent) -> None:
-        """Nothing to do."""
-
-    def end(self) -> None:
-        """Nothing to do."""
-
-
-NOBODY = Nobody()
 
 
 class WatchBook:

@@ -23,16 +23,14 @@ from typing import Protocol
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.transport.notices import NoticePublisher
+from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.tcp import listen, set_up
-from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, Unpacker, opening, write_head
+from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, opening, write_head
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import Message
 
 logger = logging.getLogger(__name__)
-
-CHUNK = 64 << 10
-"""How much is read at a time, but for large requests."""
 
 MAX_STRANGERS = 1000
 """How many addresses that sent garbage are remembered, so that each is logged once."""
@@ -48,23 +46,6 @@ GREETING_SECONDS = 10.0
 
 _OPENING = opening("ROUTER")
 _READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
-
-
-class Client:
-    """One connection, at the server's end. To a service it is a name."""
-
-    __slots__ = ("address", "closed", "out", "socket", "surplus", "unpacker")
-
-    def __init__(self, connection: socket.socket, address: str, surplus: bool) -> None:
-        self.socket = connection
-        self.address = address
-        self.surplus = surplus
-        self.unpacker = Unpacker("DEALER")
-        self.out: deque[memoryview] = deque()  # what the other end did not take yet
-        self.closed = False
-
-    def __repr__(self) -> str:
-        return f"<Client at {self.address}{', closed' if self.closed else ''}>"
 
 
 class Service(Protocol):
@@ -240,7 +221,6 @@ class RequestServer:
         self._clients.discard(client)
         self._selector.unregister(client.socket)
         client.socket.close()
-        client.out.clear()
         if not self._listening:
             self._selector.register(self._listener, _READ, self._accept)
             self._listening = True
@@ -258,34 +238,23 @@ class RequestServer:
     # ---- in ---------------------------------------------------------------------------------------------
 
     def _read(self, client: Client) -> None:
-        unpacker = client.unpacker
-        room = unpacker.room
-        frames: list[Frame | None] | None
         try:
-            if room is None:
-                data = client.socket.recv(CHUNK)
-                frames = unpacker.feed(data) if data else None
-            else:
-                size = client.socket.recv_into(room)
-                frames = unpacker.filled(size) if size else None
-        except BlockingIOError:
-            return
-        except OSError:
-            frames = None
-        except (ProtocolError, MemoryError) as e:
+            frames = client.receive()
+        except ProtocolError as e:
             self._refuse(client, str(e))
+            frames = None
+        except OSError:
             frames = None
         if frames is None:
             self._close(client)
             return
-        if unpacker.answers:
-            self._send(client, bytes(unpacker.answers))
-            unpacker.answers.clear()
         for frame in frames:
             if frame is None:
                 self._refuse(client, "a request of several frames (expected one)")
             else:
                 self._hand_on(client, frame)
+        if client.stuck:  # it did not take what its end of the protocol asked for
+            self._wait_to(client)
 
     def _hand_on(self, client: Client, frame: Frame) -> None:
         try:
@@ -336,36 +305,27 @@ class RequestServer:
         self._send(client, write_head(frame))
 
     def _send(self, client: Client, data: bytes | bytearray) -> None:
-        if client.out:
-            client.out.append(memoryview(data))
-            return
+        stuck = client.stuck
         try:
-            sent = client.socket.send(data)
-        except BlockingIOError:
-            sent = 0
+            client.send(data)
         except OSError:
             self.undeliverable += 1
             return  # it is about to be read from, and found to have gone
-        if sent < len(data):
-            client.out.append(memoryview(data)[sent:])
-            # Nothing more is read from who does not take what he asked for.
-            self._selector.modify(client.socket, _WRITE, client)
+        if client.stuck and not stuck:
+            self._wait_to(client)
+
+    def _wait_to(self, client: Client) -> None:
+        """Nothing more is read from who does not take what he asked for."""
+        self._selector.modify(client.socket, _READ if not client.stuck else _WRITE, client)
 
     def _flush(self, client: Client) -> None:
-        out = client.out
         try:
-            while out:
-                sent = client.socket.send(out[0])
-                if sent < len(out[0]):
-                    out[0] = out[0][sent:]
-                    return
-                out.popleft()
-        except BlockingIOError:
-            return
+            client.flush()
         except OSError:
             self._close(client)
             return
-        self._selector.modify(client.socket, _READ, client)
+        if not client.stuck:
+            self._wait_to(client)
 
     def stop(self) -> None:
         """Let :meth:`serve` return. Safe from any thread; idempotent."""

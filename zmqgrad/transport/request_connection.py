@@ -1,0 +1,94 @@
+"""One connection of a request server: bytes to frames, and answers that wait until they are taken."""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.transport.zmtp import Frame, Unpacker
+
+CHUNK = 64 << 10
+"""How much is read at a time, but for large requests."""
+
+
+class Client:
+    """Whoever asks, at the server's end of a connection that does not block. To a service it is a name.
+
+    Args:
+        surplus: it is one too many, and to be told so.
+    """
+
+    __slots__ = ("_out", "address", "closed", "socket", "surplus", "unpacker")
+
+    def __init__(self, connection: socket.socket, address: str, surplus: bool) -> None:
+        self.socket = connection
+        self.address = address
+        self.surplus = surplus
+        self.unpacker = Unpacker("DEALER")
+        self.closed = False
+        self._out: deque[memoryview] = deque()
+
+    @property
+    def stuck(self) -> bool:
+        """Is there something that the other end did not take yet?"""
+        return bool(self._out)
+
+    def receive(self) -> list[Frame | None] | None:
+        """Messages that are complete now, as :class:`Unpacker` gives them; None: the other end hung up.
+
+        Raises:
+            OSError: if the connection has ended otherwise.
+            ProtocolError: if the other end does not speak as it should.
+        """
+        room = self.unpacker.room
+        try:
+            if room is None:
+                data = self.socket.recv(CHUNK)
+                frames = self.unpacker.feed(data) if data else None
+            else:
+                size = self.socket.recv_into(room)
+                frames = self.unpacker.filled(size) if size else None
+        except BlockingIOError:
+            return []
+        except MemoryError:
+            raise ProtocolError("a message for which there is no memory") from None
+        if self.unpacker.answers:
+            self.send(bytes(self.unpacker.answers))
+            self.unpacker.answers.clear()
+        return frames
+
+    def send(self, data: bytes | bytearray) -> None:
+        """Send ``data``, now or in :meth:`flush`.
+
+        Raises:
+            OSError: if the connection has ended.
+        """
+        sent = 0
+        if not self._out:
+            try:
+                sent = self.socket.send(data)
+            except BlockingIOError:
+                pass
+        if sent < len(data):
+            self._out.append(memoryview(data)[sent:])
+
+    def flush(self) -> None:
+        """Send what the other end did not take, as far as it does now.
+
+        Raises:
+            OSError: if the connection has ended.
+        """
+        out = self._out
+        try:
+            while out:
+                sent = self.socket.send(out[0])
+                if sent < len(out[0]):
+                    out[0] = out[0][sent:]
+                    return
+                out.popleft()
+        except BlockingIOError:
+            return
+
+    def __repr__(self) -> str:
+        return f"<Client at {self.address}{', closed' if self.closed else ''}>"
