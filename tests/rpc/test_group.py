@@ -107,16 +107,25 @@ def test_a_store_that_is_about_to_close_takes_no_newcomers() -> None:
 
 
 def test_one_worker_alone_over_real_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
-    for use in (rpc.shutdown, rpc.get_worker_info, lambda: rpc.RRef(1), lambda: rpc.rpc_sync(0, len)):
-        with pytest.raises(NotInitializedError, match="init_rpc first"):
-            use()
+    def refused() -> None:
+        for use in (rpc.shutdown, rpc.get_worker_info, lambda: rpc.RRef(1), lambda: rpc.rpc_sync(0, len)):
+            with pytest.raises(NotInitializedError, match="init_rpc first"):
+                use()
+        for call in (rpc.rpc_async, rpc.remote, rpc.get_debug_info, rpc.get_rpc_timeout, rpc.barrier):
+            with pytest.raises(NotInitializedError, match=r"^RPC has not been initialized"):
+                call(0, len) if call in (rpc.rpc_async, rpc.remote) else call()
+
+    refused()
     options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=20)
     for _ in range(3):
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
         with pytest.raises(RpcError, match=r"already initialized in this process .as alone.; call shutdown"):
             rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
         assert rpc.rpc_sync("alone", len, args=("abc",)) == 3
+        rref = rpc.remote("alone", len, args=("abc",))
+        assert rref.to_here() == 3
         rpc.shutdown()
+    refused()
 
 
 @pytest.mark.parametrize("name", ["", "a b", "x" * 200, None, 3, "a/b"])
@@ -137,6 +146,21 @@ def test_names_that_cannot_be(name: Any) -> None:
 def test_options_that_cannot_be(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigurationError, match=next(iter(options))):
         rpc.RpcBackendOptions(**options)
+
+
+def test_options_by_torchs_name() -> None:
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=3, rpc_timeout=7, _transports=["uv"], arena_limit=0
+    )
+    assert (options.num_worker_threads, options.rpc_timeout, options.arena_limit) == (3, 7.0, 0)
+    with pytest.raises(TypeError, match="num_threads"):
+        rpc.TensorPipeRpcBackendOptions(num_threads=3)
+    for use in (lambda: options.set_device_map("worker1", {0: 1}), lambda: options.set_devices([0])):
+        with pytest.raises(ConfigurationError, match="only CPU tensors travel"):
+            use()
+    options.rpc_timeout = -5
+    with pytest.raises(ConfigurationError, match="rpc_timeout"):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
 
 
 def test_other_arguments_that_cannot_be() -> None:

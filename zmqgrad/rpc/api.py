@@ -154,6 +154,7 @@ def _check_options(backend: Any, options: object) -> None:
             f"Argument rpc_backend_options must be an instance of RpcBackendOptions, not {options!r}"
         )
     if type(options) is RpcBackendOptions or isinstance(options, TensorPipeRpcBackendOptions):
+        options.__post_init__()  # they may have been changed since
         return
     if backend is None:
         raise ArgumentTypeError(f"Could not infer backend for options {options!r}")

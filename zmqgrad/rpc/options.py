@@ -6,7 +6,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
@@ -69,8 +69,24 @@ class RpcBackendOptions:
                 f"num_worker_threads must be at least 1, not {self.num_worker_threads!r}"
             )
         if self.device_maps or self.devices:
-            raise ConfigurationError("device_maps and devices are not supported yet: only CPU tensors travel")
+            raise _no_devices()
         self.arena()  # says what is wrong with it now, not later
+
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> NoReturn:
+        """Torch's way to say where tensors for ``to`` go; not supported yet.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise _no_devices()
+
+    def set_devices(self, devices: Sequence[Any]) -> NoReturn:
+        """Torch's way to say which devices tensors are on; not supported yet.
+
+        Raises:
+            ConfigurationError: always.
+        """
+        raise _no_devices()
 
     def arena(self) -> ArenaSettings:
         """The settings of this worker's arena, with what the environment says.
@@ -95,6 +111,10 @@ class RpcBackendOptions:
         return Limits(self.liveness_timeout, self.liveness_timeout, self.frozen_timeout)
 
 
+def _no_devices() -> ConfigurationError:
+    return ConfigurationError("device_maps and devices are not supported yet: only CPU tensors travel")
+
+
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """The name of these settings in torch, with torch's order of arguments."""
 
@@ -106,9 +126,13 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         init_method: str = DEFAULT_INIT_METHOD,
         device_maps: Mapping[str, Any] | None = None,
         devices: Sequence[Any] | None = None,
-        **_private: Any,  # _transports, _channels: of no meaning here
+        _transports: Any = None,  # of no meaning here, as is the next
+        _channels: Any = None,
+        **others: Any,  # those that torch does not have
     ) -> None:
-        super().__init__(rpc_timeout, init_method, num_worker_threads, device_maps or {}, devices or ())
+        super().__init__(
+            rpc_timeout, init_method, num_worker_threads, device_maps or {}, devices or (), **others
+        )
 
 
 def check_timeout(value: Any, name: str = "timeout") -> float:
