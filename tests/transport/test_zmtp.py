@@ -24,10 +24,10 @@ def feed(unpacker: Unpacker, data: bytes) -> list[bytes | None]:
     """As a socket does, for large frames too."""
     found = []
     while data:
-        room = unpacker.room
-        if room is None:
+        if unpacker.large is None:
             found += unpacker.feed(data)
             break
+        room = unpacker.room
         size = min(len(room), len(data))
         room[:size] = data[:size]
         found += unpacker.filled(size)

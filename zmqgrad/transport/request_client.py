@@ -52,7 +52,8 @@ class RequestClient:
         self._pid = os.getpid()
         self._idle: deque[_Line] = deque()
         self._lines: set[_Line] = set()
-        self._closing = threading.Event()
+        self._closed = False
+        self._closing = threading.Event()  # set with it, for those who pause
         self._lock = threading.Lock()  # guards _lines
 
     def request(self, message: Message, deadline: Deadline) -> Message:
@@ -78,7 +79,7 @@ class RequestClient:
         return answer
 
     def _take(self) -> _Line:
-        if self._closing.is_set():
+        if self._closed:
             raise ClosedError(f"{self.name}, connected to {self.address}, is closed")
         if os.getpid() != self._pid:
             raise ClosedError(
@@ -96,7 +97,7 @@ class RequestClient:
     def _give_back(self, line: _Line) -> None:
         if len(self._idle) < MAX_IDLE:
             self._idle.append(line)
-            if not self._closing.is_set():  # otherwise close() may have looked before we appended
+            if not self._closed:  # otherwise close() may have looked before we appended
                 return
         with self._lock:
             self._lines.discard(line)
@@ -106,6 +107,7 @@ class RequestClient:
         """Disconnect; requests under way end with ``ClosedError``. Idempotent."""
         if os.getpid() != self._pid:
             return
+        self._closed = True
         self._closing.set()
         with self._lock:
             lines, self._lines = list(self._lines), set()
@@ -118,7 +120,7 @@ class RequestClient:
             line.hang_up()
 
     def __repr__(self) -> str:
-        closed = ": closed" if self._closing.is_set() else ""
+        closed = ": closed" if self._closed else ""
         return f"<RequestClient {self.name} of {self.address}{closed}>"
 
 
@@ -204,15 +206,17 @@ class _Line:
         """What has come, after waiting for some bytes; may be nothing."""
         assert self._socket is not None
         unpacker = self._unpacker
-        room = unpacker.room
         try:
-            data = self._socket.recv(CHUNK) if room is None else b""
-            size = len(data) if room is None else self._socket.recv_into(room, 0, socket.MSG_WAITALL)
+            if unpacker.large is None:
+                data = self._socket.recv(CHUNK)
+                frames = unpacker.feed(data) if data else None
+            else:
+                size = self._socket.recv_into(unpacker.room, 0, socket.MSG_WAITALL)
+                frames = unpacker.filled(size) if size else None
         except BlockingIOError:
             return []
-        if not size:
+        if frames is None:
             raise ConnectionResetError(f"{self._address} hung up")
-        frames = unpacker.feed(data) if room is None else unpacker.filled(size)
         if unpacker.answers:
             self._send(bytes(unpacker.answers), deadline)
             unpacker.answers.clear()

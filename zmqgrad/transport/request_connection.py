@@ -19,7 +19,7 @@ class Client:
         surplus: it is one too many, and to be told so.
     """
 
-    __slots__ = ("_out", "address", "closed", "socket", "surplus", "unpacker")
+    __slots__ = ("address", "closed", "out", "socket", "surplus", "unpacker")
 
     def __init__(self, connection: socket.socket, address: str, surplus: bool) -> None:
         self.socket = connection
@@ -27,12 +27,8 @@ class Client:
         self.surplus = surplus
         self.unpacker = Unpacker("DEALER")
         self.closed = False
-        self._out: deque[memoryview] = deque()
-
-    @property
-    def stuck(self) -> bool:
-        """Is there something that the other end did not take yet?"""
-        return bool(self._out)
+        self.out: deque[memoryview] = deque()
+        """What the other end did not take yet."""
 
     def receive(self) -> list[Frame | None] | None:
         """Messages that are complete now, as :class:`Unpacker` gives them; None: the other end hung up.
@@ -41,21 +37,21 @@ class Client:
             OSError: if the connection has ended otherwise.
             ProtocolError: if the other end does not speak as it should.
         """
-        room = self.unpacker.room
+        unpacker = self.unpacker
         try:
-            if room is None:
+            if unpacker.large is None:
                 data = self.socket.recv(CHUNK)
-                frames = self.unpacker.feed(data) if data else None
+                frames = unpacker.feed(data) if data else None
             else:
-                size = self.socket.recv_into(room)
-                frames = self.unpacker.filled(size) if size else None
+                size = self.socket.recv_into(unpacker.room)
+                frames = unpacker.filled(size) if size else None
         except BlockingIOError:
             return []
         except MemoryError:
             raise ProtocolError("a message for which there is no memory") from None
-        if self.unpacker.answers:
-            self.send(bytes(self.unpacker.answers))
-            self.unpacker.answers.clear()
+        if unpacker.answers:
+            self.send(bytes(unpacker.answers))
+            unpacker.answers.clear()
         return frames
 
     def send(self, data: bytes | bytearray) -> None:
@@ -65,13 +61,13 @@ class Client:
             OSError: if the connection has ended.
         """
         sent = 0
-        if not self._out:
+        if not self.out:
             try:
                 sent = self.socket.send(data)
             except BlockingIOError:
                 pass
         if sent < len(data):
-            self._out.append(memoryview(data)[sent:])
+            self.out.append(memoryview(data)[sent:])
 
     def flush(self) -> None:
         """Send what the other end did not take, as far as it does now.
@@ -79,7 +75,7 @@ class Client:
         Raises:
             OSError: if the connection has ended.
         """
-        out = self._out
+        out = self.out
         try:
             while out:
                 sent = self.socket.send(out[0])

@@ -253,7 +253,7 @@ class RequestServer:
                 self._refuse(client, "a request of several frames (expected one)")
             else:
                 self._hand_on(client, frame)
-        if client.stuck:  # it did not take what its end of the protocol asked for
+        if client.out and not client.closed:  # it did not take what its end of the protocol asked for
             self._wait_to(client)
 
     def _hand_on(self, client: Client, frame: Frame) -> None:
@@ -305,18 +305,18 @@ class RequestServer:
         self._send(client, write_head(frame))
 
     def _send(self, client: Client, data: bytes | bytearray) -> None:
-        stuck = client.stuck
+        waited = bool(client.out)
         try:
             client.send(data)
         except OSError:
             self.undeliverable += 1
             return  # it is about to be read from, and found to have gone
-        if client.stuck and not stuck:
+        if client.out and not waited:
             self._wait_to(client)
 
     def _wait_to(self, client: Client) -> None:
         """Nothing more is read from who does not take what he asked for."""
-        self._selector.modify(client.socket, _READ if not client.stuck else _WRITE, client)
+        self._selector.modify(client.socket, _WRITE if client.out else _READ, client)
 
     def _flush(self, client: Client) -> None:
         try:
@@ -324,7 +324,7 @@ class RequestServer:
         except OSError:
             self._close(client)
             return
-        if not client.stuck:
+        if not client.out:
             self._wait_to(client)
 
     def stop(self) -> None:

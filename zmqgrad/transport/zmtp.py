@@ -67,10 +67,10 @@ class Unpacker:
         "_expected",
         "_filled",
         "_greeted",
-        "_large",
         "_more",
         "_need",
         "answers",
+        "large",
         "ready",
     )
 
@@ -78,7 +78,8 @@ class Unpacker:
         self._expected = expected
         self._buffer = bytearray()
         self._need = GREETING_SIZE  # bytes in the buffer without which there is nothing to be done
-        self._large: bytearray | None = None  # for a frame that has begun, of which so much is there:
+        self.large: bytearray | None = None
+        """A large frame that has begun: what comes next belongs into :attr:`room`, until it is there."""
         self._filled = 0
         self._greeted = False
         self._more = False  # in the middle of a message of several frames
@@ -88,17 +89,18 @@ class Unpacker:
         """What is to be sent because the protocol wants it; the caller takes it away."""
 
     @property
-    def room(self) -> memoryview | None:
-        """Where the rest of a large frame is to be put, for :meth:`filled`; None: use :meth:`feed`."""
-        return None if self._large is None else memoryview(self._large)[self._filled :]
+    def room(self) -> memoryview:
+        """Where the rest of a large frame is to be put; then call :meth:`filled`."""
+        assert self.large is not None
+        return memoryview(self.large)[self._filled :]
 
     def filled(self, size: int) -> list[Frame | None]:
         """So many bytes were put into :attr:`room`. Gives messages as :meth:`feed` does."""
-        assert self._large is not None
+        assert self.large is not None
         self._filled += size
-        if self._filled < len(self._large):
+        if self._filled < len(self.large):
             return []
-        frame, self._large = self._large, None
+        frame, self.large = self.large, None
         return [memoryview(frame)]
 
     def feed(self, data: bytes) -> list[Frame | None]:
@@ -152,8 +154,8 @@ class Unpacker:
         if not self.ready:
             raise ProtocolError("a message before READY")
         self._buffer, self._need = bytearray(), 2
-        self._large, self._filled = bytearray(size), len(there)  # the kernel gives pages as they are used
-        self._large[: len(there)] = there
+        self.large, self._filled = bytearray(size), len(there)  # the kernel gives pages as they are used
+        self.large[: len(there)] = there
 
     def _read_head(self, start: int) -> tuple[int, int, int]:
         """Flags, size and where the body begins; that is ``start`` if the head is not all there."""
