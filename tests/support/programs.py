@@ -316,9 +316,9 @@ def _in_place(step: InPlace, target: _Value, other: _Value, values: list[_Value]
     distinct = distinct or step.name in _UNARY_IN_PLACE
     if world.in_place and target.received and not target.touched and distinct and alone:
         target.replace(in_place(tensor, b))
-        target.touched = True
     else:
         target.replace(fresh(tensor, b))
+    target.touched = True  # in place or not: what is there now may be what an operation has saved
 
 
 def _constant() -> Tensor:
