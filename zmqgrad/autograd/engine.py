@@ -57,6 +57,7 @@ class PlannedPass(LocalPass):
         self._numbers = walked.numbers
         self._graph = walked.graph
         self.plan = Plan(walked.graph, walked.entries)
+        self._stops = walked.graph.leaves if hooks else walked.graph.leaves | walked.graph.ends
         self._gradients: dict[Edge, torch.Tensor] = {}
         self._dropped_by: set[int] = set()  # requests
 
@@ -123,8 +124,8 @@ class PlannedPass(LocalPass):
 
     def _differentiate(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
         """From gradients at the group's incoming edges to those at its outgoing ones, on torch's engine."""
-        if self._graph.leaves.issuperset(node for node, _ in group.incoming):
-            return flowing  # leaves that were sent: there is nothing on the way
+        if self._stops.issuperset(node for node, _ in group.incoming):
+            return flowing  # leaves that were sent, and what was received and sent on: nothing on the way
         if (group.after and self._hooks) or self.plan.runs_through(group):
             return self._node_by_node(group, flowing)
         return self._through_engine(flowing, group.outgoing)

@@ -81,7 +81,7 @@ class Tally:
 
     def _waits_for_lost(self) -> bool:
         """Is anything under way at a worker that is gone? Called with the lock held."""
-        for worker in self._under_way.values():
+        for worker in self._under_way.values() if self._lost else ():
             if worker in self._lost:
                 self._error = self._error or self._lost[worker]
                 return True
