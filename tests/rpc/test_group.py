@@ -153,6 +153,12 @@ def test_options_by_torchs_name() -> None:
         num_worker_threads=3, rpc_timeout=7, _transports=["uv"], arena_limit=0
     )
     assert (options.num_worker_threads, options.rpc_timeout, options.arena_limit) == (3, 7.0, 0)
+    registry = rpc.backend_registry
+    assert registry.backend_registered("TENSORPIPE")
+    assert not registry.backend_registered("GLOO")
+    made = registry.construct_rpc_backend_options(registry.BackendType["TENSORPIPE"], 5, num_worker_threads=2)
+    assert isinstance(made, rpc.TensorPipeRpcBackendOptions)
+    assert (made.rpc_timeout, made.num_worker_threads, made.init_method) == (5.0, 2, "env://")
     with pytest.raises(TypeError, match="num_threads"):
         rpc.TensorPipeRpcBackendOptions(num_threads=3)
     for use in (lambda: options.set_device_map("worker1", {0: 1}), lambda: options.set_devices([0])):

@@ -11,7 +11,7 @@ floors take part through :mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.payloa
 from __future__ import annotations
 
 import zmqgrad.interop  # noqa: F401  process groups of torch meet by zmq:// from now on
-from zmqgrad.rpc import constants, functions
+from zmqgrad.rpc import backend_registry, constants, functions
 from zmqgrad.rpc.api import (
     _get_debug_info,
     _is_current_rpc_agent_set,
@@ -33,6 +33,7 @@ from zmqgrad.rpc.api import (
     shutdown,
     wait_for_workers,
 )
+from zmqgrad.rpc.backend_registry import backend_registered, construct_rpc_backend_options
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import broadcast, wait_all
 from zmqgrad.rpc.meeting import all_gather, barrier
@@ -56,10 +57,13 @@ __all__ = [
     "_rref_context_get_debug_info",
     "_set_rpc_timeout",
     "all_gather",
+    "backend_registered",
+    "backend_registry",
     "barrier",
     "broadcast",
     "cancelled",
     "constants",
+    "construct_rpc_backend_options",
     "functions",
     "get_debug_info",
     "get_rpc_timeout",
