@@ -6,8 +6,10 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -16,8 +18,8 @@ from hypothesis import strategies as st
 from tests.support.processes import run_processes
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import FileStore, HashStore, Store
-from zmqgrad.store.shared_log import MAGIC, SharedLog
+from zmqgrad.store import FileStore, HashStore, Store, replica
+from zmqgrad.store.shared_log import MAGIC, NEW, START, SharedLog
 
 PATIENCE = 20.0
 HEAD = 12
@@ -36,7 +38,7 @@ def store(path: str) -> Iterator[FileStore]:
 
 def ends_of_records(path: str) -> list[int]:
     """Where each record ends."""
-    data, ends = Path(path).read_bytes(), [len(MAGIC)]
+    data, ends = Path(path).read_bytes(), [START]
     while ends[-1] < len(data):
         ends.append(ends[-1] + HEAD + int.from_bytes(data[ends[-1] : ends[-1] + 4], "big"))
     assert ends[-1] == len(data)
@@ -129,12 +131,21 @@ def carry_out(store: Store, name: str, key: str, n: int) -> object:
         return type(e)
 
 
+@pytest.mark.parametrize("compact_bytes", [1 << 20, 300])
 @given(commands=COMMANDS)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_stores_on_one_file_do_what_one_store_does(
-    tmp_path: Path, commands: list[tuple[int, str, str, int]]
+    tmp_path: Path, compact_bytes: int, commands: list[tuple[int, str, str, int]]
 ) -> None:
-    """Three of them take turns, and are opened anew in between; a HashStore is the oracle."""
+    """Three of them take turns, and are opened anew in between; a HashStore is the oracle.
+
+    At 300 bytes, the file is written anew every few commands.
+    """
+    with mock.patch.object(replica, "COMPACT_BYTES", compact_bytes):
+        do_as_a_hash_store(tmp_path, commands)
+
+
+def do_as_a_hash_store(tmp_path: Path, commands: list[tuple[int, str, str, int]]) -> None:
     path = str(tmp_path / "drawn")
     stores, oracle = [FileStore(path, timeout=PATIENCE) for _ in range(3)], HashStore(PATIENCE)
     try:
@@ -155,6 +166,86 @@ def test_stores_on_one_file_do_what_one_store_does(
         for each in (*stores, oracle):
             each.close()
         os.unlink(path)
+
+
+@pytest.fixture
+def compacting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files are written anew as soon as they are longer than 300 bytes."""
+    monkeypatch.setattr(replica, "COMPACT_BYTES", 300)
+
+
+@pytest.mark.usefixtures("compacting")
+def test_a_file_of_history_is_written_anew_under_those_who_wait_and_watch(path: str) -> None:
+    seen: list[tuple[bytes | None, bytes | None]] = []
+    last, got = threading.Event(), []
+
+    def callback(old: bytes | None, new: bytes | None) -> None:
+        seen.append((old, new))
+        if new == b"199":
+            last.set()
+
+    with FileStore(path, timeout=PATIENCE) as writer, FileStore(path, timeout=PATIENCE) as other:
+        other.watch_key("n", callback)
+        waits = [
+            threading.Thread(target=lambda: got.append(other.get("k"))),
+            threading.Thread(target=lambda: got.append(other.wait(["n", "k"]))),
+        ]
+        for wait in waits:
+            wait.start()
+        for n in range(200):
+            writer.set("n", str(n))
+        assert last.wait(PATIENCE), "the last value is seen, though some between may not be"
+        writer.set("k", "1")
+        for wait in waits:
+            wait.join(PATIENCE)
+        assert other._replica._log.moves > 0
+    assert sorted(got, key=repr) == [None, b"1"]
+    assert seen[0][0] is None
+    assert all(old == earlier[1] for earlier, (old, _) in pairwise(seen))
+    assert os.path.getsize(path) < 700
+
+
+def add_many(store: Store) -> None:
+    for _ in range(100):
+        store.add("n", 1)
+
+
+@pytest.mark.usefixtures("compacting")
+def test_one_who_dies_while_writing_anew_costs_nothing(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, other = FileStore(path, 1, PATIENCE), FileStore(path, timeout=PATIENCE)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", mock.Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            add_many(store)
+    n = int(other.get("n"))
+    assert os.path.exists(path + NEW)
+    assert store.add("n", 1) == n + 1
+    assert other.get("n") == b"%d" % (n + 1)
+    other.close()
+    Path(path + NEW).touch()
+    store.close()
+    assert not os.path.exists(path)
+    assert not os.path.exists(path + NEW)
+
+
+@pytest.mark.usefixtures("compacting")
+def test_a_file_that_cannot_be_written_anew_goes_on(
+    store: FileStore, path: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(os, "replace", mock.Mock(side_effect=OSError(28, "No space left on device")))
+    for n in range(50):
+        assert store.add("n", 1) == n + 1
+    assert "goes on growing" in caplog.text
+    assert 1 <= len(caplog.records) < 10, "not tried each time"
+
+
+def test_another_store_in_the_place_of_ours_is_not_taken_for_it(store: FileStore, path: str) -> None:
+    store.set("k", "1")
+    os.rename(path, f"{path}.away")
+    with FileStore(path, timeout=PATIENCE) as other:
+        other.set("k", "2")
+        with pytest.raises(StoreError, match="was removed, and another store's is there now"):
+            store.get("k")
 
 
 def test_looking_does_not_make_the_file_grow(store: FileStore, path: str) -> None:
@@ -241,6 +332,7 @@ def test_the_lock_of_somebody_who_stands_still_costs_the_timeout(store: FileStor
 
 
 def _write_and_die(rank: int, path: str) -> None:
+    replica.COMPACT_BYTES = 1000
     store = FileStore(path, timeout=PATIENCE)
     store.wait(["go"])
     if rank == 0:

@@ -15,7 +15,7 @@ from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout
 from zmqgrad.store.ending import Ending
 from zmqgrad.store.followers import Registered
 from zmqgrad.store.replica import Replica
-from zmqgrad.store.shared_log import SharedLog
+from zmqgrad.store.shared_log import LogRemovedError, SharedLog
 from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import HIDDEN, Target
 from zmqgrad.store.watch import WatchBook, as_registered, watch_query
@@ -42,8 +42,7 @@ class FileStore(QueryStore):
 
     Every process reads the file, and holds all its keys. What one has written others see when they next
     ask; who waits looks again every 25 ms at the latest. Processes may be killed at any moment: others go
-    on without what was not written to its end. Blocked pops are served in no particular order. The file
-    grows with each change, so this is for finding each other, not for a counter that never rests.
+    on without what was not written to its end. Blocked pops are served in no particular order.
 
     Args:
         file_name: the path. A file that an earlier job left holds that job's keys: give each its own.
@@ -126,12 +125,12 @@ def _open(path: str) -> SharedLog:
         log = SharedLog(path)
         try:
             with log.locked(deadline, alone=False):
-                if log.is_at_its_path():
-                    return log
+                return log
+        except LogRemovedError:
+            log.close()
         except BaseException:
             log.close()
             raise
-        log.close()
 
 
 def _close(replica: Replica, book: WatchBook, world_size: int) -> None:

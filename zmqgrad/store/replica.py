@@ -14,6 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 
+from msgspec.structs import replace
+
 from zmqgrad.errors import ProtocolError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Clock, Deadline
@@ -36,6 +38,9 @@ logger = logging.getLogger(__name__)
 
 PAUSES = (0.0005, 0.025)
 """Least and longest pause, in seconds, between two looks at the file."""
+
+COMPACT_BYTES = 1 << 20
+"""A file is written anew when it is longer than this, and twice as long as when that was last done."""
 
 POLL_SECONDS = 30.0
 """How long the thread that looks for watches tries for the lock before it warns."""
@@ -65,7 +70,9 @@ class Replica:
         self._lock = threading.Lock()  # guards all that follows, and the log
         self._state = State()
         self._offset = 0
-        self._waiting: set[Outcome[Message]] = set()
+        self._moves = 0  # of the log, that this has followed
+        self._short_until = COMPACT_BYTES
+        self._waiting: dict[Outcome[Message], tuple[Message, Deadline]] = {}
         self._pops = 0
         self._leaving = False
         self._closed = False
@@ -98,7 +105,7 @@ class Replica:
             outcome.fail(e)  # nobody will look at it
             raise
         finally:
-            self._waiting.discard(outcome)  # one step, as is the list() of those who go through it
+            self._waiting.pop(outcome, None)  # one step, as is the list() of those who go through it
         return outcome.result()
 
     def _put(self, query: Message, outcome: Outcome[Message], deadline: Deadline) -> None:
@@ -112,8 +119,9 @@ class Replica:
                 if self._state.would_change(query):
                     self._log.append(encode(query, 0, 0, 0), self._offset)
                     self._catch_up(outcome)
+                    self._compact()
                     return
-            self._waiting.add(outcome)
+            self._waiting[outcome] = (query, deadline)
             self._carry_out(self._state.apply(query, outcome, self._clock.now()))
 
     def _wait_for(self, outcome: Outcome[Message], deadline: Deadline) -> None:
@@ -153,6 +161,9 @@ class Replica:
 
     def _catch_up(self, mine: Outcome[Message] | None = None) -> bool:
         """Apply the records not read yet; the answer to the last goes to ``mine``. Called with both locks."""
+        moved = self._log.moves != self._moves
+        if moved:
+            self._state, self._offset, self._moves = State(), 0, self._log.moves
         bodies, offset = self._log.read(self._offset)
         try:
             for n, body in enumerate(bodies, 1):
@@ -162,7 +173,28 @@ class Replica:
         except BaseException:
             self._start_over()  # a Ctrl-C: who knows which of them were applied
             raise
+        if moved:
+            self._settle_in()
         return bool(bodies)
+
+    def _settle_in(self) -> None:
+        """The machine is another: let those wait and watch there who did so in the old one."""
+        self._short_until = max(COMPACT_BYTES, 2 * self._offset)
+        for outcome, (query, deadline) in list(self._waiting.items()):
+            again = replace(query, timeout=deadline.left()) if hasattr(query, "timeout") else query
+            self._carry_out(self._state.apply(again, outcome, self._clock.now()))
+        self._book.broken()
+
+    def _compact(self) -> None:
+        """Write the file anew if most of it is history. Called with both locks."""
+        if self._offset <= self._short_until:
+            return
+        try:
+            contents = (encode(query, 0, 0, 0) for query in self._state.contents())
+            self._offset = self._log.write_anew(contents)
+        except StoreError as e:
+            logger.warning("%s: it goes on growing: %s", self._name, e)
+        self._short_until = max(COMPACT_BYTES, 2 * self._offset)
 
     def _query(self, body: bytes) -> Message:
         try:
