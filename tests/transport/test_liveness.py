@@ -182,6 +182,23 @@ def test_another_process_at_the_same_port_is_another() -> None:
         guest.close()
 
 
+def test_a_host_that_takes_no_connection_is_out_of_reach() -> None:
+    heard = Heard()
+    with watch(heard) as watching, socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen(0)  # beyond what waits to be accepted, its kernel says nothing at all
+        address = listening.getsockname()
+        others = [socket.socket() for _ in range(4)]
+        for other in others:
+            other.setblocking(False)
+            other.connect_ex(address)
+        watching.follow(7, f"pulse://127.0.0.1:{address[1]}/{'ab' * TOKEN_SIZE}")
+        heard.wait(lambda: heard.lost)
+        assert heard.lost[0][1].startswith("its host is out of reach")
+        for other in others:
+            other.close()
+
+
 def test_a_connection_that_breaks_is_opened_again() -> None:
     heard = Heard()
     with watch(heard) as watching, socket.socket() as listening:

@@ -77,12 +77,12 @@ class Vital:
         self.last_heard = now
         self._patience = patience
         self._frozen = frozen
-        self._silence = 0.0
+        self.silence = 0.0
         self._ticked = now
 
     def heard(self, now: float) -> Judgement:
         """The peer said something."""
-        self._silence = 0.0
+        self.silence = 0.0
         self._ticked = self.last_heard = now
         if self.suspected:
             self.suspected = False
@@ -92,11 +92,11 @@ class Vital:
     def tick(self, now: float) -> Judgement:
         """Time has passed; what was heard before ``now`` has been taken in."""
         # Had this thread run, it would have been here twice by then: what is beyond was its own absence.
-        self._silence += min(now - self._ticked, 2 * self.interval)
+        self.silence += min(now - self._ticked, 2 * self.interval)
         self._ticked = now
-        if self._frozen and self._silence >= self._frozen:
+        if self._frozen and self.silence >= self._frozen:
             return Judgement.FROZEN
-        if self._silence >= self._patience and not self.suspected:
+        if self.silence >= self._patience and not self.suspected:
             self.suspected = True
             return Judgement.SUSPECTED
         return Judgement.NOTHING

@@ -255,7 +255,9 @@ class Watch:
             contact.at = now + contact.vital.interval
             judgement = contact.vital.tick(now)
             silent = now - contact.vital.last_heard
-            if judgement is Judgement.FROZEN:
+            if self._is_out_of_reach(contact):
+                self._lose(contact, "its host is out of reach (it takes no connection)")
+            elif judgement is Judgement.FROZEN:
                 self._lose(contact, f"its process has said nothing for {silent:.0f} s, though it exists")
             elif judgement is Judgement.SUSPECTED:
                 self._tell(self._suspected, contact.peer, silent)
@@ -265,6 +267,15 @@ class Watch:
                 self._connect(contact)
             else:
                 _write(contact.socket, PING)  # what cannot be written shows when it is read
+
+    def _is_out_of_reach(self, contact: _Contact) -> bool:
+        """Has its kernel not even taken a connection for so long? (It does where the process is frozen.)"""
+        if contact.local or contact.greeting or contact.vital.silence < self._limits.remote:
+            return False
+        try:
+            return contact.socket is None or not contact.socket.getpeername()
+        except OSError:
+            return True
 
     def _connect(self, contact: _Contact) -> None:
         """Open a connection; how that went is seen when it can be written to."""
