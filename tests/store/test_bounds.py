@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.interpreter import run_python
 from tests.support.processes import free_port
 from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline, ManualClock
@@ -185,3 +186,33 @@ def test_a_store_at_a_port_of_another_service() -> None:
         with pytest.raises(StoreError, match=r"first bytes are b'220 .*the other end does not speak ZMTP"):
             TCPStore("127.0.0.1", port, timeout=PATIENCE)
         service.join(PATIENCE)
+
+
+# ---- when the system has no more to give ------------------------------------------------------------------
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_server_out_of_file_descriptors_serves_on() -> None:
+    """It takes newcomers again when others have gone, and does not burn the processor until then."""
+    code = """
+import os, resource, socket, time
+from zmqgrad.store import TCPStore
+with TCPStore("127.0.0.1", 0, is_master=True, timeout=30) as store:
+    store.add("n", 1)
+    used = len(os.listdir("/proc/self/fd"))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, used + 8))
+    crowd = []
+    try:
+        while True:  # each takes a descriptor at either end
+            crowd.append(socket.create_connection(("127.0.0.1", store.port)))
+    except OSError as e:
+        print(e.strerror)
+    begun = time.process_time()
+    print([store.add("n", 1) for _ in range(3)])
+    for each in crowd:
+        each.close()
+    with TCPStore("127.0.0.1", store.port, timeout=30) as late:
+        print(late.add("n", 1), time.process_time() - begun < 5.0)
+"""
+    assert run_python(code, timeout=60.0).splitlines() == ["Too many open files", "[2, 3, 4]", "5 True"]

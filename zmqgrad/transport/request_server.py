@@ -41,6 +41,9 @@ MAX_CLIENTS = 16_384
 SPARE = 64
 """How many connections beyond those are taken, to be told so."""
 
+FULL_SECONDS = 0.25
+"""How long nobody is taken after the system had no descriptor or memory to give for him."""
+
 GREETING_SECONDS = 10.0
 """How long a connection may take to say who it is."""
 
@@ -103,7 +106,8 @@ class RequestServer:
         self._lock = threading.Lock()  # guards _stopped and _serving
         self._stopped = False
         self._serving = False
-        self._listening = True
+        self._full = False  # did the last newcomer find the system without a descriptor for him?
+        self._listen_again = math.inf  # when, should the system have no more connections to give
         self._strangers: set[str] = set()
         self._fresh: deque[tuple[float, Client]] = deque()  # have not said READY, by deadline
         self._clients: set[Client] = set()
@@ -150,14 +154,14 @@ class RequestServer:
         published = 0
         while True:
             due = service.next_due()
-            if self._fresh:
-                due = min(due, self._fresh[0][0])
+            if self._fresh or self._listen_again != math.inf:
+                due = min(due, self._next_own_due())
             if due == math.inf:
                 events = select()
             else:
                 moment = now()
                 if moment >= due:
-                    self._drop_silent(moment)
+                    self._do_own_due(moment)
                     service.do_due(moment)
                     service.settle()
                     continue
@@ -191,10 +195,14 @@ class RequestServer:
                 return
             except OSError as e:
                 if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    logger.error("%s at %s: cannot take more clients: %s", self.name, self.endpoint, e)
-                    self._selector.unregister(self._listener)  # until one goes
+                    if not self._full:
+                        logger.error("%s at %s: cannot take more clients: %s", self.name, self.endpoint, e)
+                    self._full = True
+                    self._selector.unregister(self._listener)  # or select would come back at once
+                    self._listen_again = self._clock.now() + FULL_SECONDS
                     return
                 continue  # it went before we looked
+            self._full = False
             if len(self._clients) >= self._max_clients + SPARE:
                 connection.close()
                 continue
@@ -207,7 +215,14 @@ class RequestServer:
             self._selector.register(connection, _READ, client)
             self._send(client, _OPENING)
 
-    def _drop_silent(self, now: float) -> None:
+    def _next_own_due(self) -> float:
+        return min(self._listen_again, self._fresh[0][0] if self._fresh else math.inf)
+
+    def _do_own_due(self, now: float) -> None:
+        """Listen again, and drop those who have not said who they are."""
+        if now >= self._listen_again:
+            self._listen_again = math.inf
+            self._selector.register(self._listener, _READ, self._accept)
         while self._fresh and self._fresh[0][0] <= now:
             client = self._fresh.popleft()[1]
             if not client.closed and not client.unpacker.ready:
@@ -221,9 +236,6 @@ class RequestServer:
         self._clients.discard(client)
         self._selector.unregister(client.socket)
         client.socket.close()
-        if not self._listening:
-            self._selector.register(self._listener, _READ, self._accept)
-            self._listening = True
         self._service.gone(client)
 
     def _close_all(self) -> None:
