@@ -18,6 +18,16 @@ from __future__ import annotations
 
 from zmqgrad.autograd.api import _get_debug_info, backward, context, get_gradients
 from zmqgrad.autograd.forwarding import install
+from zmqgrad.autograd.picture import describe_context, draw_context
 from zmqgrad.autograd.replicas import allreduce_gradients
 
-__all__ = ["_get_debug_info", "allreduce_gradients", "backward", "context", "get_gradients", "install"]
+__all__ = [
+    "_get_debug_info",
+    "allreduce_gradients",
+    "backward",
+    "context",
+    "describe_context",
+    "draw_context",
+    "get_gradients",
+    "install",
+]

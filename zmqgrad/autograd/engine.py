@@ -167,13 +167,13 @@ class PlannedPass(LocalPass):
         with self._lock:
             return Waiting(self._worker, self._tick, self.plan.waits())
 
-    def _ahead(self) -> tuple[int, list[tuple[int, list[Any]]]]:
+    def _state(self) -> tuple[int, list[tuple[int, list[Any], bool]]]:
         with self._lock:
-            arrived, ahead = self.plan.arrived, self.plan.ahead()
+            arrived, groups = self.plan.arrived, [(g, g.ran) for g in self.plan.groups.values()]
         found = []
-        for group in ahead:
+        for group, ran in groups:
             ends = [self._nodes[end] for end in group.ends]
-            found.append((group.entries, [end for end in ends if type(end) is RECV_NODE]))
+            found.append((group.entries, [end for end in ends if type(end) is RECV_NODE], ran))
         return arrived, found
 
     def describe(self) -> str:

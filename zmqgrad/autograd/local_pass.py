@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import RecvNote, Send, edge_of
 from zmqgrad.autograd.hooks import run_post_accumulate_hooks
+from zmqgrad.autograd.plan import bits
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id
@@ -35,6 +36,26 @@ class Entries:
         self.sends = sends
         self.starts: list[Sequence[GradientEdge]] = [list(map(edge_of, roots))]
         self.starts += [send.edges for send in sends]
+
+
+class FlowView(NamedTuple):
+    """A group: the sends that it waits for (0: the roots), the recvs it leads to, and whether it has run."""
+
+    enter: list[int]
+    leave: list[tuple[int, int]]
+    ran: bool
+
+
+class PassView(NamedTuple):
+    """A pass on one worker as it stands: a copy that can travel."""
+
+    worker: int
+    name: str
+    sends: list[tuple[int, int, str]]
+    arrived: list[int]
+    started: bool
+    flows: list[FlowView]
+    text: str
 
 
 class LocalPass(ABC):
@@ -90,8 +111,8 @@ class LocalPass(ABC):
         """Does anything wait that has been reached?"""
 
     @abstractmethod
-    def _ahead(self) -> tuple[int, list[tuple[int, list[Any]]]]:
-        """What has arrived, and for each group that has not run its entries and its recvs."""
+    def _state(self) -> tuple[int, list[tuple[int, list[Any], bool]]]:
+        """What has arrived, and for each group its entries, its recvs, and whether it has run."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -99,7 +120,7 @@ class LocalPass(ABC):
 
     def reach(self, starts_here: bool) -> Reach:
         """What leads where. ``starts_here``: the roots are here, whether or not they have been entered."""
-        arrived, ahead = self._ahead()
+        arrived, groups = self._state()
         size = len(self._sends) // 8 + 1
         return Reach(
             self._worker,
@@ -107,9 +128,21 @@ class LocalPass(ABC):
             (arrived | starts_here).to_bytes(size, "little"),
             tuple(
                 (entries.to_bytes(size, "little"), tuple((r.note.autograd_id, r.note.peer) for r in recvs))
-                for entries, recvs in ahead
+                for entries, recvs, ran in groups
+                if not ran and (recvs or entries & (entries - 1))  # else nothing depends on it
             ),
         )
+
+    def view(self, name: str) -> PassView:
+        """This pass as it stands, for people; ``name`` is the worker's."""
+        arrived, groups = self._state()
+        sends = [(send.autograd_id, send.peer, send.describe()) for send in self._sends]
+        flows = []
+        for entries, recvs, ran in groups:
+            enter = [0 if not i else sends[i - 1][0] for i in bits(entries)]
+            flows.append(FlowView(enter, [(r.note.autograd_id, r.note.peer) for r in recvs], ran))
+        got = [send for i, (send, _, _) in enumerate(sends) if arrived >> (i + 1) & 1]
+        return PassView(self._worker, name, sends, got, bool(arrived & 1), flows, self.describe())
 
     def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
         """The whole gradient of a leaf with hooks; those of the tensor have run."""

@@ -172,10 +172,6 @@ class Plan:
         """Has every entry of ``group`` been dropped?"""
         return not group.entries & ~self.dropped
 
-    def ahead(self) -> list[Group]:
-        """Groups that have not run, but for those that one entry has to itself and that lead to no end."""
-        return [g for g in self.groups.values() if not g.ran and (g.ends or g.entries & (g.entries - 1))]
-
     def describe(self, name: Callable[[int], str] = str) -> str:
         """Entries and groups as text: who waits for what."""
         settled = self.arrived | self.dropped

@@ -131,10 +131,9 @@ class RoutedPass(LocalPass):
         """Nothing does."""
         return Waiting(self._worker, 0)
 
-    def _ahead(self) -> tuple[int, list[tuple[int, list[Any]]]]:
+    def _state(self) -> tuple[int, list[tuple[int, list[Any], bool]]]:
         arrived = self._arrived
-        ahead = [(1 << i, r.recvs) for i, r in enumerate(self._routes) if not arrived >> i & 1 and r.recvs]
-        return arrived, ahead
+        return arrived, [(1 << i, r.recvs, bool(arrived >> i & 1)) for i, r in enumerate(self._routes)]
 
     def describe(self) -> str:
         """Entries, whether they have arrived, and where they lead."""
