@@ -200,6 +200,14 @@ def test_the_end_of_a_worker_settles_everything(gate: int) -> None:
         GATES[gate].set()
 
 
+def test_what_a_future_says_of_itself(trio: Cluster, gate: int) -> None:
+    future = rpc.rpc_async(1, wait_at, args=(gate,))
+    assert repr(future) == "<RpcFuture of wait_at on worker 1: pending>"
+    GATES[gate].set()
+    future.wait()
+    assert repr(future) == "<RpcFuture of wait_at on worker 1: done>"
+
+
 def test_a_lost_worker_is_told_of_by_the_future(trio: Cluster) -> None:
     trio.workers[0].lose(1, "unplugged")
     future = rpc.rpc_async(1, where)

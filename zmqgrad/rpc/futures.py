@@ -133,6 +133,8 @@ class RpcFuture(PythonFuture[T]):
         self._claim = threading.Lock()  # taken, never given back, by whoever completes the future
         self.waiting = False
         self.called_back = False
+        self.what: str | Callable[..., Any] = ""  # was asked of whom: for people
+        self.peer = -1
 
     def complete(self) -> None:
         """Rebuild the answer, which must be there, and settle. Only the first call does anything."""
@@ -168,6 +170,13 @@ class RpcFuture(PythonFuture[T]):
         """Call ``callback(self)`` when this is done, at once if it is; what it raises is logged."""
         self.called_back = True
         super().add_done_callback(callback)
+
+    def __repr__(self) -> str:
+        what = (
+            self.what if isinstance(self.what, str) else getattr(self.what, "__qualname__", repr(self.what))
+        )
+        asked = f" of {what} on worker {self.peer}" if self.peer >= 0 else ""
+        return f"<RpcFuture{asked}: {'done' if self.done() else 'pending'}>"
 
 
 class Completer:

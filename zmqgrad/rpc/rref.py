@@ -283,7 +283,15 @@ def call_remote(
         peer.id, message, packed, seconds, function, keep=handle, settled=lambda o: _created(handle, o)
     )
     handle.creation = call.outcome
+    if call.outcome.done():
+        _forget_if_made(handle, call.outcome)  # it came before it was noted
     return rref
+
+
+def _forget_if_made(handle: Handle, answer: Outcome[Inbound]) -> None:
+    """Only a failure is worth keeping the answer."""
+    if answer.error() is None and not isinstance(answer.result().message, ExceptionReply):
+        handle.creation = None
 
 
 def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
@@ -296,6 +304,7 @@ def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
     if error is None and isinstance(message := answer.result().message, ExceptionReply):
         told = f"On {message.worker}:\n{message.text}\n{message.traceback}"
         error = RRefError(f"RRef creation via rpc.remote() failed. {told}")
+    _forget_if_made(handle, answer)
     if error is not None:
         failed: Outcome[Any] = handle.outcome if handle.outcome is not None else Outcome()
         failed.fail(error)

@@ -346,7 +346,9 @@ class Worker:
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """The answer of ``call`` as a future."""
-        return self.future_of(call.outcome)
+        future = self.future_of(call.outcome)
+        future.what, future.peer = call.what, call.peer
+        return future
 
     def failed(self, error: Exception) -> RpcFuture[Any]:
         """A future of a call that could not be sent."""
