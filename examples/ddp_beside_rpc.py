@@ -26,14 +26,14 @@ from zmqgrad.optim import DistributedOptimizer
 TRAINERS = 2
 HOLDER = "holder"
 WORDS, TOPICS, WIDTH, BAG = 200, 4, 16, 6
-STEPS, BATCH, RATE = 80, 64, 0.5
+STEPS, BATCH, RATE = 80, 64, 2.0
 
 
 @functools.cache
 def embedding() -> nn.EmbeddingBag:
     """The big table; of the three workers only the holder has it."""
     torch.manual_seed(1)
-    return nn.EmbeddingBag(WORDS, WIDTH, mode="sum")
+    return nn.EmbeddingBag(WORDS, WIDTH, mode="mean")
 
 
 def make_dense() -> nn.Module:

@@ -89,7 +89,7 @@ def test_data_parallel_training_beside_rpc() -> None:
     said = run(BESIDE, seconds=280)
     steps = re.findall(r"^step +\d+: loss ([\d.]+), by one process ([\d.]+)$", said, re.MULTILINE)
     assert len(steps) == 3
-    assert float(steps[-1][0]) < float(steps[0][0]) - 0.4
+    assert float(steps[-1][0]) < float(steps[0][0]) - 0.8
     gaps = re.search(r"largest difference: (\S+) in a loss, (\S+) in a parameter", said)
     assert gaps is not None, said
     assert all(float(gap) < 1e-4 for gap in gaps.groups())
