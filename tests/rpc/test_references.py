@@ -337,3 +337,11 @@ def test_a_value_whose_maker_died_before_its_call_came(trio: Cluster) -> None:
         trio.workers[0].lose(2, "it does not talk to us")
         trio.workers[1].lose(0, "it fell over")
         del rref, fetching
+
+
+def test_no_value_is_waited_for_once_its_worker_is_closed(trio: Cluster) -> None:
+    """A fetch that was on its way to the table while the table was closed waited for its whole timeout."""
+    worker = trio.workers[1]
+    worker.close()
+    with pytest.raises(RRefError, match="worker1 was shut down"):
+        worker.references.value(worker.ids.next(), timeout=20.0)

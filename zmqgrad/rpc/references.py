@@ -170,6 +170,8 @@ class ReferenceTable:
                     f"value {show_id(rref_id)} of {self._worker.name} is gone: nothing referred to it"
                 )
             outcome = self._values.get(rref_id)
+            if outcome is None and self._closed:  # a call that close() found half-way here
+                raise self._never_made()
             return self._await(rref_id) if outcome is None else outcome
 
     def _await(self, rref_id: int) -> Outcome[Any]:
@@ -442,9 +444,12 @@ class ReferenceTable:
             values, self._values = self._values, {}
             self._awaited.clear()
             self._owner, self._user = OwnerLedger(), UserLedger()
-        for outcome in values.values():  # of what will not be made any more
-            outcome.fail(RRefError(f"worker {self._worker.name} was shut down before this value was made"))
+        for outcome in values.values():
+            outcome.fail(self._never_made())
         values.clear()
+
+    def _never_made(self) -> RRefError:
+        return RRefError(f"worker {self._worker.name} was shut down before this value was made")
 
     def statistics(self) -> dict[str, int]:
         """How many values are kept for others, forks others hold, and references held here."""
