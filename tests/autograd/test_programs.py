@@ -7,10 +7,11 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
+from zmqgrad.autograd import engine
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.passes import MODES
 from zmqgrad.errors import AutogradError
@@ -102,6 +103,24 @@ def test_hooks_run_once_on_whole_gradients() -> None:
         @given(programs(3, all_used=False, hooks=True))
         def gradients_equal(program: Program) -> None:
             check_all_modes(c, program)
+
+        gradients_equal()
+        wait_until_released(c)
+
+
+@pytest.mark.parametrize("hooks_feared", [False, True])
+def test_slower_ways_through_a_graph_give_the_same(
+    monkeypatch: pytest.MonkeyPatch, hooks_feared: bool
+) -> None:
+    """Graphs in which no entries meet are planned too; and run node by node at borders without any hook."""
+    monkeypatch.setattr(engine, "find_routes", lambda *_: None)
+    monkeypatch.setattr(engine, "any_registered", lambda: hooks_feared)
+    with cluster(3, OPTIONS) as c:
+
+        @settings(max_examples=settings().max_examples // 2)
+        @given(programs(3, all_used=False))
+        def gradients_equal(program: Program) -> None:
+            check(c, program, "auto")
 
         gradients_equal()
         wait_until_released(c)
