@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -43,11 +44,11 @@ def _step(local: RRef[LocalOptimizer], context_id: int) -> None:
 
 
 def _state(local: RRef[LocalOptimizer]) -> dict[str, Any]:
-    return local.local_value().optimizer.state_dict()
+    return copy.deepcopy(local.local_value().optimizer.state_dict())  # as if it had travelled
 
 
 def _load(local: RRef[LocalOptimizer], state: dict[str, Any]) -> None:
-    local.local_value().optimizer.load_state_dict(state)
+    local.local_value().optimizer.load_state_dict(copy.deepcopy(state))
 
 
 class DistributedOptimizer:

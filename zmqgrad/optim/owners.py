@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import ConfigurationError, RpcError
-from zmqgrad.rpc import RRef, rpc_async
+from zmqgrad.rpc import RRef, get_worker_info, rpc_async
 
 
 def by_owner(params_rref: Iterable[RRef[Any]], name: str = "params_rref") -> dict[str, list[RRef[Any]]]:
@@ -28,20 +28,27 @@ def by_owner(params_rref: Iterable[RRef[Any]], name: str = "params_rref") -> dic
 def on_all(function: Callable[..., Any], args: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
     """``function(*args[owner])`` on each owner, and what they give. Waits for all, even if one fails.
 
+    What this worker owns it sees to itself, while the others are at work.
+
     Raises:
         what it raised on the first owner that failed; its cause tells of the others, if there are more.
     """
-    futures = {owner: rpc_async(owner, function, tuple(given)) for owner, given in args.items()}
+    own = get_worker_info().name
+    waits: dict[str, Callable[[], Any]] = {
+        owner: rpc_async(owner, function, tuple(given)).wait for owner, given in args.items() if owner != own
+    }
+    if own in args:
+        waits[own] = lambda: function(*args[own])
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
-    for owner, future in futures.items():
+    for owner in sorted(waits, key=lambda owner: owner != own):  # ours first: it waits for nobody
         try:
-            results[owner] = future.wait()
+            results[owner] = waits[owner]()
         except Exception as e:
             errors[owner] = e
     if errors:
-        _raise(errors)
-    return results
+        _raise({owner: errors[owner] for owner in args if owner in errors})
+    return {owner: results[owner] for owner in args}
 
 
 def _raise(errors: dict[str, Exception]) -> None:

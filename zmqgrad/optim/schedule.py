@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,12 +24,12 @@ def _last_lr(schedule: RRef[Any]) -> list[float]:
 
 
 def _state(schedule: RRef[Any]) -> dict[str, Any]:
-    state: dict[str, Any] = schedule.local_value().state_dict()
+    state: dict[str, Any] = copy.deepcopy(schedule.local_value().state_dict())
     return state
 
 
 def _load(schedule: RRef[Any], state: dict[str, Any]) -> None:
-    schedule.local_value().load_state_dict(state)
+    schedule.local_value().load_state_dict(copy.deepcopy(state))
 
 
 class DistributedLRScheduler:
