@@ -85,11 +85,15 @@ class Segment:
         )
 
     def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
-        """Copy ``data`` to ``offset``; the GIL is free meanwhile."""
+        """Copy ``data`` to ``offset``; where it can be written to, or is bytes, the GIL is free meanwhile."""
         size = len(data)
         assert offset + size <= self.size
-        if size:
-            source = data if isinstance(data, bytes) else _address_of(data)
+        if not size:
+            return
+        if isinstance(data, memoryview) and data.readonly:  # ctypes does not give the address of such
+            self._map[offset : offset + size] = data
+        else:
+            source = data if isinstance(data, bytes) else _array_of(size).from_buffer(data)
             ctypes.memmove(self._address + offset, source, size)
 
     def is_held(self, lock: int) -> bool:
@@ -127,12 +131,6 @@ class Segment:
 def _array_of(size: int) -> Any:
     """The ctypes array of ``size`` bytes; making one anew costs more than a small message."""
     return ctypes.c_char * size
-
-
-def _address_of(data: bytearray | memoryview) -> Any:
-    if isinstance(data, memoryview) and data.readonly:
-        return bytes(data)
-    return _array_of(len(data)).from_buffer(data)
 
 
 class MappedSegment:
