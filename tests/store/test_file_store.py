@@ -19,7 +19,7 @@ from tests.support.processes import run_processes
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, HashStore, Store, replica
-from zmqgrad.store.shared_log import MAGIC, NEW, START, SharedLog
+from zmqgrad.store.shared_log import BLOCK, MAGIC, NEW, START, SharedLog
 
 PATIENCE = 20.0
 HEAD = 12
@@ -296,7 +296,7 @@ def test_what_a_crashed_host_left_is_ignored(store: FileStore, path: str) -> Non
     good = Path(path).read_bytes()
     store.set("k", "2" * 100)
     whole = Path(path).read_bytes()
-    for left in (good + bytes(500), whole[:-50] + bytes(50)):
+    for left in (good + bytes(500), good + bytes(3 * BLOCK), whole[:-50] + bytes(50)):
         Path(path).write_bytes(left)
         with FileStore(path, timeout=PATIENCE) as other:
             assert other.get("k") == b"1"

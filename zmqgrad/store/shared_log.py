@@ -195,7 +195,7 @@ class SharedLog:
             (length,) = _LENGTH.unpack(head)
             end = at + _HEAD.size + length
             if zlib.crc32(head) != check:
-                if not any(block[at:]) and offset + len(block) == size:
+                if self._is_blank(offset + at, size):
                     break  # a crash of the host left room, but no bytes
                 raise self._damaged(offset + at)
             if offset + end > size:
@@ -212,6 +212,11 @@ class SharedLog:
             bodies.append(body)
             at = end
         return offset + at
+
+    def _is_blank(self, offset: int, size: int) -> bool:
+        """Are there but zeros from ``offset`` to the end?"""
+        starts = range(offset, size, BLOCK)
+        return not any(any(os.pread(self._file, min(BLOCK, size - at), at)) for at in starts)
 
     def _damaged(self, offset: int) -> StoreError:
         return StoreError(
