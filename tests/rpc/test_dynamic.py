@@ -15,6 +15,7 @@ from zmqgrad.errors import (
     ArgumentTypeError,
     ConfigurationError,
     DuplicateWorkerError,
+    NotInitializedError,
     PeerLostError,
     RendezvousError,
     RpcError,
@@ -325,6 +326,26 @@ def test_waiting_for_workers(town: Town) -> None:
         thread.start()
         assert [i.name for i in rpc.wait_for_workers(["c", "b"])] == ["c", "b"]
         thread.join(WAIT)
+
+
+def test_waiting_ends_with_the_worker(town: Town) -> None:
+    a = town.join("a")
+    waiting = threading.Event()
+    told: list[str] = []
+
+    def wait() -> None:
+        with acting(a):
+            waiting.set()
+            with pytest.raises(NotInitializedError) as caught:
+                rpc.wait_for_workers(["b"], timeout=0)
+            told.append(str(caught.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(WAIT)
+    a.close()
+    thread.join(WAIT)
+    assert told == ["worker a was shut down while it waited for others"]
 
 
 def test_callbacks_hear_of_each_once_and_may_call(town: Town) -> None:

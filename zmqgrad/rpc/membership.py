@@ -20,6 +20,7 @@ from zmqgrad.errors import (
     ArgumentTypeError,
     ConfigurationError,
     DuplicateWorkerError,
+    NotInitializedError,
     RendezvousTimeoutError,
     RpcTimeoutError,
     StoreError,
@@ -130,6 +131,7 @@ class Membership:
         self._by_id: dict[int, WorkerRecord] = {own.id: own}
         self._by_name: dict[str, WorkerRecord] = {own.name: own}
         self._former: set[int] = set()  # of those, who is gone
+        self._closed = False
 
     def claim(self, store: Store) -> None:
         """Take name and rank, and publish the record.
@@ -196,18 +198,28 @@ class Membership:
         with self._lock:
             self._former.add(worker_id)
 
+    def close(self) -> None:
+        """Nobody waits for others any more."""
+        with self._lock:
+            self._closed = True
+            self._changed.notify_all()
+
     def wait_for(self, names: Sequence[str], deadline: Deadline) -> list[WorkerRecord]:
         """Wait until all ``names`` take part; gives their records.
 
         Raises:
             RpcTimeoutError: naming those that did not come by ``deadline``.
+            NotInitializedError: if this worker is shut down meanwhile.
         """
 
         def missing() -> list[str]:
             return [n for n in names if n not in self._by_name or self._by_name[n].id in self._former]
 
         with self._lock:
-            if not self._changed.wait_for(lambda: not missing(), deadline.left_or_none()):
+            came = self._changed.wait_for(lambda: self._closed or not missing(), deadline.left_or_none())
+            if self._closed:
+                raise NotInitializedError(f"worker {self.own.name} was shut down while it waited for others")
+            if not came:
                 raise RpcTimeoutError(
                     f"{self.own.name}: these workers did not come in time: {', '.join(missing())}"
                 )

@@ -728,6 +728,7 @@ class Worker:
         if self._closed:
             return
         self._closed = True
+        self.membership.close()
         for told in self.doors.closing:
             told()
         self._completer.close()
