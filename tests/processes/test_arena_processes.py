@@ -102,6 +102,19 @@ def check_what_travels() -> None:
     assert rpc.remote("worker1", torch.arange, args=(N,)).to_here().equal(torch.arange(N))
 
 
+def consume(value: Any) -> None:
+    del value
+
+
+def check_blocks_come_back_with_the_answer() -> None:
+    """So the next call finds the same memory, still warm; only what is sent back stays a call longer."""
+    back = 0
+    for _ in range(20):
+        rpc.rpc_sync("worker1", consume, args=(torch.zeros(N),))
+        back += rpc.get_stats()["arena"]["blocks_lent"] == 0
+    assert back >= 10
+
+
 def check_gradients() -> None:
     x, factor = (torch.rand(N, requires_grad=True) for _ in range(2))
     with context() as context_id:
@@ -150,6 +163,7 @@ def everything(rank: int) -> list[str]:
         kept = [rpc.rpc_sync("worker1", torch.full, args=((N,), float(i))) for i in range(10)]
         check_what_travels()
         check_gradients()
+        check_blocks_come_back_with_the_answer()
         check_memory_is_flat()
         assert all(t.eq(float(i)).all() for i, t in enumerate(kept))
     rpc.shutdown()
