@@ -97,7 +97,7 @@ def test_an_answer_that_was_on_its_way_to_the_lane(
     """The callee is in time by its own clock, and hears too late that the caller has given up."""
     gate.opened.clear()
     assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]
-    monkeypatch.setattr(module, "time_left", lambda: 1.0)  # on both sides; the caller waits for less
+    monkeypatch.setattr(module, "cancelled", lambda: False)  # on both sides; the caller waits for less
     worker = current_worker()
     call = worker.call(1, give_rref, (True,), timeout=0.02, waits=True)
     assert call.lane is not None

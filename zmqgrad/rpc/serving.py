@@ -28,6 +28,10 @@ class ServedCall:
         self.clock = clock
         self.given_up = False
 
+    def is_over(self) -> bool:
+        """Does nobody wait any more?"""
+        return self.given_up or self.deadline <= self.clock.now()
+
     def left(self) -> float:
         """Seconds until nobody waits any more: 0 once that is so, infinite if there is no limit."""
         if self.given_up:
@@ -126,4 +130,5 @@ def cancelled() -> bool:
     True once its time is over, or its caller gave up or died: a long function may ask from time to time
     and stop. False outside of calls.
     """
-    return time_left() == 0.0
+    served = _serving.get()
+    return served is not None and served.is_over()

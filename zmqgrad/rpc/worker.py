@@ -50,7 +50,7 @@ from zmqgrad.rpc.payload import (
 from zmqgrad.rpc.profiling import callee_range, profiled_anywhere
 from zmqgrad.rpc.references import ReferenceTable
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
-from zmqgrad.rpc.serving import ServedCall, ServingTable, serve, serve_no_more, time_left
+from zmqgrad.rpc.serving import ServedCall, ServingTable, cancelled, serve, serve_no_more, time_left
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
@@ -461,7 +461,7 @@ class Worker:
         """In an engine thread."""
         tokens = act_for(self), serve(served)
         try:
-            if served is not None and served.left() == 0.0:
+            if served is not None and served.is_over():
                 self._too_late(inbound)
             else:
                 handler(inbound)
@@ -606,7 +606,7 @@ class Worker:
             if self.doors.outgoing is not None:
                 message = self.doors.outgoing(source, message, packed.tensors, what)
             # Where nobody waits at the lane any more, nobody would read it there.
-            lane = envelope.lane if time_left() else 0
+            lane = 0 if cancelled() else envelope.lane
             self.mailbox.send(source, message, envelope.message_id, packed.frames, lane)
         except BaseException:
             self._unfork(source, packed)
