@@ -1,6 +1,7 @@
 """Everything that can be said, on one page: one frozen struct a message, who tells whom what.
 
-A message travels as ``envelope | header`` in one frame, then the frames that its blobs name
+A message travels as ``envelope | header`` in one frame, then the frames that its blobs name; those may
+also lie in shared memory, or side by side: then a :class:`Manifest` between envelope and header says where
 (:mod:`zmqgrad.wire.frames` draws the envelope, :mod:`zmqgrad.wire.codec` does the work). The structs
 here are the headers: decoding one validates every field and bound. Requests carry 0x100, responses
 0x200, and a response repeats the message id of its request. Where torch's RPC has a number for a
