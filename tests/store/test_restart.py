@@ -40,6 +40,7 @@ class Life:
         self.fates: deque[str] = deque()
         self.deaths = 0
         self.journal = journal
+        self.servers: list[Mortal] = []
         self.server = Mortal(self, f"tcp://127.0.0.1:{free_port()}")
 
     def reborn(self) -> None:
@@ -48,7 +49,8 @@ class Life:
         self.server = Mortal(self, self.server.endpoint)
 
     def close(self) -> None:
-        self.server.close()
+        for server in self.servers:  # the last may have answered before it was assigned
+            server.close()
 
 
 class Mortal(StoreServer):
@@ -57,6 +59,7 @@ class Mortal(StoreServer):
     def __init__(self, life: Life, address: str) -> None:
         self._life = life
         self._now = ""
+        life.servers.append(self)
         super().__init__(address, journal=life.journal)
 
     def _run(self) -> None:
