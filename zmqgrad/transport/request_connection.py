@@ -54,8 +54,8 @@ class Client:
             unpacker.answers.clear()
         return frames
 
-    def send(self, data: bytes | bytearray) -> None:
-        """Send ``data``, now or in :meth:`flush`.
+    def send(self, *data: bytes | bytearray) -> None:
+        """Send ``data``, one after the other, now or in :meth:`flush`.
 
         Raises:
             OSError: if the connection has ended.
@@ -63,11 +63,13 @@ class Client:
         sent = 0
         if not self.out:
             try:
-                sent = self.socket.send(data)
+                sent = self.socket.send(data[0]) if len(data) == 1 else self.socket.sendmsg(data)
             except BlockingIOError:
                 pass
-        if sent < len(data):
-            self.out.append(memoryview(data)[sent:])
+        for each in data:
+            if sent < len(each):
+                self.out.append(memoryview(each)[sent:])
+            sent = max(0, sent - len(each))
 
     def flush(self) -> None:
         """Send what the other end did not take, as far as it does now.

@@ -25,10 +25,10 @@ from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.transport.notices import NoticePublisher
 from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.tcp import listen, set_up
-from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, opening, write_head
-from zmqgrad.wire.codec import decode, encode
+from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, opening, write_head
+from zmqgrad.wire.codec import decode, encode, encode_around
 from zmqgrad.wire.frames import Envelope, read_envelope
-from zmqgrad.wire.messages import Message
+from zmqgrad.wire.messages import Message, StoreValue
 
 logger = logging.getLogger(__name__)
 
@@ -313,13 +313,19 @@ class RequestServer:
         if client.closed:
             self.undeliverable += 1
             return
+        if type(message) is StoreValue and len(message.value) >= LARGE:
+            # The store's own copy of the value is sent: another would cost more than all the rest.
+            before, after = encode_around(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
+            write_head(before, len(message.value) + len(after))
+            self._send(client, before, message.value, after)
+            return
         frame = encode(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
         self._send(client, write_head(frame))
 
-    def _send(self, client: Client, data: bytes | bytearray) -> None:
+    def _send(self, client: Client, *data: bytes | bytearray) -> None:
         waited = bool(client.out)
         try:
-            client.send(data)
+            client.send(*data)
         except OSError:
             self.undeliverable += 1
             return  # it is about to be read from, and found to have gone

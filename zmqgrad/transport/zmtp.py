@@ -42,9 +42,12 @@ def opening(socket_type: str) -> bytes:
     return _GREETING + bytes([_COMMAND, len(body)]) + body
 
 
-def write_head(message: bytearray) -> bytearray:
-    """``message``, whose first ``HEAD_ROOM`` bytes are free, with the head that its size calls for."""
-    size = len(message) - HEAD_ROOM
+def write_head(message: bytearray, more: int = 0) -> bytearray:
+    """``message``, whose first ``HEAD_ROOM`` bytes are free, with the head that its size calls for.
+
+    ``more`` bytes of it will be sent after these.
+    """
+    size = len(message) - HEAD_ROOM + more
     if size < 256:
         message[7] = 0
         message[8] = size

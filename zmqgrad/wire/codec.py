@@ -16,7 +16,7 @@ from zmqgrad.wire.frames import (
     read_envelope,
     write_envelope,
 )
-from zmqgrad.wire.messages import BY_TYPE, Manifest, Message
+from zmqgrad.wire.messages import BY_TYPE, Manifest, Message, StoreValue
 
 _encoder = msgspec.msgpack.Encoder()
 _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.items()}
@@ -58,6 +58,18 @@ def encode(
             f"cannot encode {type(message).__name__}: {size} bytes in one frame (at most {MAX_HEADER})"
         )
     return frame
+
+
+def encode_around(
+    message: StoreValue, source: int, incarnation: int, message_id: int, *, room: int = 0
+) -> tuple[bytearray, bytes]:
+    """What :func:`encode` writes before and after the value, for a value too large to be copied for it."""
+    frame = encode(StoreValue(b"", message.revision), source, incarnation, message_id, room=room)
+    at = room + ENVELOPE_SIZE
+    after = bytes(frame[at + 3 :])  # behind the array's head, and the empty value's two bytes
+    del frame[at + 1 :]
+    frame += b"\xc6" + len(message.value).to_bytes(4, "big")
+    return frame, after
 
 
 def _write_manifest(frame: bytearray, manifest: Manifest) -> None:
