@@ -22,17 +22,21 @@ def several(*frames: bytes) -> bytes:
 
 def feed(unpacker: Unpacker, data: bytes) -> list[bytes | None]:
     """As a socket does, for large frames too."""
-    found = []
+    found: list[bytes | None] = []
+
+    def take(frames: list[bytes | memoryview | None]) -> None:
+        found.extend(None if frame is None else bytes(frame) for frame in frames)
+
     while data:
         if unpacker.large is None:
-            found += unpacker.feed(data)
+            take(unpacker.feed(data))
             break
         room = unpacker.room
         size = min(len(room), len(data))
         room[:size] = data[:size]
-        found += unpacker.filled(size)
+        take(unpacker.filled(size))
         data = data[size:]
-    return [None if frame is None else bytes(frame) for frame in found]
+    return found
 
 
 SIZES = st.sampled_from([0, 1, 2, 255, 256, 1000, LARGE - 1, LARGE, LARGE + 1, 3 * LARGE])

@@ -32,6 +32,9 @@ HEAD_ROOM = 9
 LARGE = 64 << 10
 """Frames of at least so many bytes are received where they stay."""
 
+MAX_SPARE = 4 << 20
+"""Memory for large frames of up to so many bytes is used again: fresh pages cost more than filling them."""
+
 Frame = bytes | memoryview
 
 
@@ -70,8 +73,10 @@ class Unpacker:
         "_expected",
         "_filled",
         "_greeted",
+        "_large_size",
         "_more",
         "_need",
+        "_spare",
         "answers",
         "large",
         "ready",
@@ -83,7 +88,9 @@ class Unpacker:
         self._need = GREETING_SIZE  # bytes in the buffer without which there is nothing to be done
         self.large: bytearray | None = None
         """A large frame that has begun: what comes next belongs into :attr:`room`, until it is there."""
+        self._large_size = 0
         self._filled = 0
+        self._spare = bytearray()  # where the last one was
         self._greeted = False
         self._more = False  # in the middle of a message of several frames
         self.ready = False
@@ -95,16 +102,21 @@ class Unpacker:
     def room(self) -> memoryview:
         """Where the rest of a large frame is to be put; then call :meth:`filled`."""
         assert self.large is not None
-        return memoryview(self.large)[self._filled :]
+        return memoryview(self.large)[self._filled : self._large_size]
 
     def filled(self, size: int) -> list[Frame | None]:
-        """So many bytes were put into :attr:`room`. Gives messages as :meth:`feed` does."""
+        """So many bytes were put into :attr:`room`. Gives messages as :meth:`feed` does.
+
+        You must be done with a frame that this gives before you call anything here again.
+        """
         assert self.large is not None
         self._filled += size
-        if self._filled < len(self.large):
+        if self._filled < self._large_size:
             return []
         frame, self.large = self.large, None
-        return [memoryview(frame)]
+        if len(frame) <= MAX_SPARE:
+            self._spare = frame
+        return [memoryview(frame)[: self._large_size]]
 
     def feed(self, data: bytes) -> list[Frame | None]:
         """The messages that are complete with ``data``: each its one frame, or None if it had several.
@@ -157,7 +169,11 @@ class Unpacker:
         if not self.ready:
             raise ProtocolError("a message before READY")
         self._buffer, self._need = bytearray(), 2
-        self.large, self._filled = bytearray(size), len(there)  # the kernel gives pages as they are used
+        if len(self._spare) >= size:
+            self.large = self._spare
+        else:
+            self.large = bytearray(size)  # the kernel gives pages as they are used
+        self._large_size, self._filled = size, len(there)
         self.large[: len(there)] = there
 
     def _read_head(self, start: int) -> tuple[int, int, int]:
