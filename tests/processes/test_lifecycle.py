@@ -177,7 +177,7 @@ def test_mistakes_of_joining_name_what_is_wrong_and_leave_nothing() -> None:
 
 def same(rank: int, what: str) -> str:
     """Two workers claim one name, or one rank; a third is as it should be."""
-    options = rpc.RpcBackendOptions(rpc_timeout=3.0)
+    options = rpc.RpcBackendOptions(rpc_timeout=8.0)
     name = "worker" if what == "name" and rank else f"worker{rank}"
     claimed = 1 if what == "rank" and rank else rank
     try:

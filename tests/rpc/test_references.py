@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from zmqgrad import rpc
-from zmqgrad.errors import PayloadError, PeerLostError, RpcTimeoutError, RRefError
+from zmqgrad.errors import PayloadError, PeerLostError, RpcError, RpcTimeoutError, RRefError
 from zmqgrad.rpc import references
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.runtime.clock import Deadline
@@ -230,10 +230,13 @@ def give(rref: rpc.RRef[Any], broken: bool = False) -> list[Any]:
 def test_references_in_answers_that_nobody_reads(trio: Cluster) -> None:
     rref = rpc.RRef(1)
     with trio.network.hold(MessageType.RESULT) as held:
-        late = rpc.rpc_async(1, give, args=(rref,), timeout=0.01)
-        with pytest.raises(RpcTimeoutError):
-            late.wait()
+        late = rpc.rpc_async(1, give, args=(rref,))
         held.wait()
+        worker = current_worker()
+        (call,) = worker.calls.pending()
+        worker.give_up(call)
+        with pytest.raises(RpcError, match="was given up"):
+            late.wait()
     with pytest.raises(PayloadError, match="cannot be rebuilt"):
         rpc.rpc_sync(1, give, args=(rref, True))
 
