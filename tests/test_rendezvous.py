@@ -400,7 +400,8 @@ from zmqgrad import rpc
 for again in range(2):
     rank = int(os.environ["RANK"])
     rpc.init_rpc(f"worker{rank}")
-    print(f"{rank}: {rpc.rpc_sync(f'worker{1 - rank}', max, args=(rank, 7))}", flush=True)
+    line = f"{rank}: {rpc.rpc_sync(f'worker{1 - rank}', max, args=(rank, 7))}\\n"
+    os.write(1, line.encode())  # whole: torchrun's processes share one pipe, and print writes in pieces
     rpc.shutdown()
 """
 
