@@ -20,9 +20,6 @@ from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.mailbox import ZmqMailbox
 
-pytestmark = pytest.mark.open_outcomes
-"""What is answered at a lane goes straight to its caller; the outcome stays unset."""
-
 WAIT = 20.0
 
 OPTIONS = RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)

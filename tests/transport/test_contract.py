@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import zmq
 
-from tests.transport.contract import Kind, MailboxContract
+from tests.transport.contract import KeepsOrder, Kind, MailboxContract
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Mailbox
@@ -66,7 +66,7 @@ class _TcpAlone(ZmqMailbox):
         return tuple(e for e in super().endpoints if e.startswith("tcp://"))
 
 
-class TestInMemory(MailboxContract):
+class TestInMemory(MailboxContract, KeepsOrder):
     @pytest.fixture
     def kind(self) -> Kind:
         return InMemory()
@@ -96,11 +96,9 @@ class TestOverArena(MailboxContract):
     # Offers and answers are messages like any other: these two count messages, and would count them, too.
     test_the_tap_sees_both_directions = None  # type: ignore[assignment]
     test_statistics_count_what_went_and_came = None  # type: ignore[assignment]
-    # With blocks, messages are small and go another way than those before, whose frames went by socket.
-    test_threads_that_send_at_once_do_not_mix = None  # type: ignore[assignment]
 
 
-class TestOverTcp(MailboxContract):
+class TestOverTcp(MailboxContract, KeepsOrder):
     @pytest.fixture
     def kind(self) -> Kind:
         return OverZmq("tcp")

@@ -8,6 +8,7 @@ and shutdown (P3).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,17 +19,21 @@ from zmqgrad.wire.messages import MessageType
 
 
 class LaneOutcome(Outcome[Inbound]):
-    """The outcome of a call whose caller waits at a lane, where it must be told of any other outcome."""
+    """The outcome of a call whose caller waits at a lane, where it must be told of what other threads set.
 
-    __slots__ = ("_lane",)
+    Made by the thread that is going to wait.
+    """
+
+    __slots__ = ("_lane", "_waiter")
 
     def __init__(self, lane: Lane) -> None:
         super().__init__()
         self._lane = lane
+        self._waiter = threading.get_ident()
 
     def _settle(self, value: Inbound, error: BaseException | None) -> bool:
         first = super()._settle(value, error)
-        if first:
+        if first and threading.get_ident() != self._waiter:
             self._lane.poke()
         return first
 
@@ -38,7 +43,7 @@ class PendingCall:
     """One request on its way.
 
     ``what`` says what was asked for, for people; ``keep`` stays alive as long; ``kind`` is its MessageType.
-    ``lane``: where the calling thread waits; the outcome is set only if the answer does not come there.
+    ``lane``: where the calling thread waits for the answer.
     """
 
     message_id: int

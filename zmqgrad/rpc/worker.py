@@ -315,6 +315,7 @@ class Worker:
                     elif inbound.envelope.message_id != call.message_id:
                         self._on_answer(inbound)  # to somebody who gave up; or a stranger
                     elif self.calls.take(call.message_id) is not None:
+                        call.outcome.set(inbound)
                         return inbound
                     else:
                         call.outcome.wait_done()  # another thread has taken it and is about to settle it

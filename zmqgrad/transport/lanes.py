@@ -36,8 +36,9 @@ LONGEST_WAIT_MS = 1 << 30
 LOOKS = 300
 """A thread looks so many times (some 400 us) before it sleeps: waking costs as much as a short call takes.
 
-Too few are worse than none. With 150 an empty call, which takes 200 us, came too late often enough that the
-lane gave up looking (see ``PATIENCE``) and then took 300; with 600 whoever else needed the processor waited.
+With 150 the answer to an empty call, which takes 200 us, often came too late, so the lane gave up looking
+(see ``PATIENCE``), and a call took 300. With 600, others that needed the processor waited at times; with
+none, a call took 380 to 730.
 """
 
 MOST_LUCK = 8

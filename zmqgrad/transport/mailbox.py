@@ -1,8 +1,9 @@
 """The mailbox over ZeroMQ: ROUTER in, one DEALER a peer out, ipc on one host and tcp between hosts.
 
 A DEALER is written by whichever thread has something to say, under that peer's lock (a ZeroMQ socket
-may move between threads across a lock), so that a call costs no hop on its way out. High-water marks
-are zero: a send never blocks inside libzmq (DESIGN section 4).
+may move between threads across a lock). High-water marks are zero: a send never blocks inside libzmq
+(DESIGN section 4). On one host, small messages go past libzmq's thread
+(:mod:`~zmqgrad.transport.direct`), and answers to the thread that waits (:mod:`~zmqgrad.transport.lanes`).
 
 On Linux the ipc address lies in the abstract namespace, so a killed process leaves no file behind, and
 the kernel's word for the peer's user id is checked at connect. Elsewhere it is a socket in a private

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,14 @@ import pytest
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc import RpcBackendOptions
 from zmqgrad.transport.arena import settings
+from zmqgrad.transport.arena.segment import supported
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sealed shared memory")
+def test_linux_has_what_segments_are_made_of() -> None:
+    """Else all other tests of shared memory would skip themselves, and nobody would know."""
+    assert supported()
 
 
 def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
