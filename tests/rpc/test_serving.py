@@ -13,8 +13,11 @@ from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.testing import Cluster, cluster
+from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import MessageType
 
 ONE_THREAD = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=1)
@@ -133,6 +136,19 @@ def test_a_queued_call_whose_time_is_over_is_not_run(pair: Cluster, clock: Manua
     with pytest.raises(RpcTimeoutError):
         made.to_here()
     assert stage.seen.count("ran") == 1
+
+
+def test_a_value_that_was_not_made_in_time_is_a_timeout_whoever_notices_first(pair: Cluster) -> None:
+    worker = current_worker()
+    with pair.network.hold(MessageType.REMOTE_CALL):
+        made = rpc.remote(1, count, timeout=0)
+        (call,) = worker.calls.pending()
+        assert worker.calls.take(call.message_id) is call
+        refusal = describe_exception(RpcTimeoutError("too late"), "worker1")
+        envelope = Envelope(refusal.TYPE, 1, 0, call.message_id)
+        call.outcome.set(Inbound(envelope, refusal, ()))
+        with pytest.raises(RpcTimeoutError, match="too late"):
+            made.to_here()
 
 
 def test_a_caller_that_gives_up_tells_the_callee(pair: Cluster) -> None:

@@ -294,6 +294,9 @@ def _forget_if_made(handle: Handle, answer: Outcome[Inbound]) -> None:
         handle.creation = None
 
 
+_TIMED_OUT = f"{RpcTimeoutError.__module__}.{RpcTimeoutError.__qualname__}"
+
+
 def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
     """Quick, as the receiver's thread may call it."""
     error = answer.error()
@@ -303,7 +306,9 @@ def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
         )
     if error is None and isinstance(message := answer.result().message, ExceptionReply):
         told = f"On {message.worker}:\n{message.text}\n{message.traceback}"
-        error = RRefError(f"RRef creation via rpc.remote() failed. {told}")
+        # The callee may notice first that time is over; it is the same error, whoever was first.
+        kind = RpcTimeoutError if message.kind == _TIMED_OUT else RRefError
+        error = kind(f"RRef creation via rpc.remote() failed. {told}")
     _forget_if_made(handle, answer)
     if error is not None:
         failed: Outcome[Any] = handle.outcome if handle.outcome is not None else Outcome()
