@@ -135,6 +135,38 @@ def test_the_end_of_a_context_is_told_until_it_is_heard(c3: Cluster, monkeypatch
         dropped.wait(3)
 
 
+going_on, may_go_on = threading.Event(), threading.Event()
+
+
+def call_late(peer: int, x: Tensor) -> Tensor:
+    """Calls ``peer`` when the context that it was called in has ended."""
+    going_on.set()
+    may_go_on.wait(20.0)
+    return rpc.rpc_sync(peer, double, (x,))
+
+
+def test_calls_of_a_context_that_has_ended_meanwhile_leave_nothing(c3: Cluster) -> None:
+    """Nobody would tell their callees of its end: it has been told."""
+    for event in (going_on, may_go_on):
+        event.clear()
+    with context():
+        waits = rpc.rpc_async(1, call_late, (2, leaf(1)))
+        going_on.wait(20.0)
+    wait_until_known_by(c3)
+    may_go_on.set()
+    assert waits.wait().tolist() == [2.0]
+    assert known(c3) == []
+
+
+def test_calls_without_grad_that_nobody_waits_for_are_told_of_the_end(c3: Cluster) -> None:
+    with c3.network.hold(MessageType.FORWARD_AUTOGRAD_REQ, target=1) as held:
+        with context(), torch.no_grad():
+            waits = rpc.rpc_async(1, double, (leaf(1),))
+        held.release()  # type: ignore[attr-defined]
+        assert waits.wait().tolist() == [2.0]
+    wait_until_known_by(c3)
+
+
 @pytest.fixture
 def c3():  # type: ignore[no-untyped-def]
     with cluster(3) as made:

@@ -16,13 +16,33 @@ drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding` fills 
 
 from __future__ import annotations
 
-from zmqgrad.autograd.api import _get_debug_info, backward, context, get_gradients
+from zmqgrad.autograd.api import backward, context, get_gradients
 from zmqgrad.autograd.forwarding import install
+from zmqgrad.autograd.inspection import (
+    DistAutogradContext,
+    _current_context,
+    _get_debug_info,
+    _get_max_id,
+    _init,
+    _is_valid_context,
+    _new_context,
+    _release_context,
+    _retrieve_context,
+    is_available,
+)
 from zmqgrad.autograd.picture import describe_context, draw_context
 from zmqgrad.autograd.replicas import allreduce_gradients
 
 __all__ = [
+    "DistAutogradContext",
+    "_current_context",
     "_get_debug_info",
+    "_get_max_id",
+    "_init",
+    "_is_valid_context",
+    "_new_context",
+    "_release_context",
+    "_retrieve_context",
     "allreduce_gradients",
     "backward",
     "context",
@@ -30,4 +50,5 @@ __all__ = [
     "draw_context",
     "get_gradients",
     "install",
+    "is_available",
 ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from types import TracebackType
 
 import torch
 
-from zmqgrad.autograd.context import Context, Recording, recording
+from zmqgrad.autograd.context import Context, Recording, refuse_nesting
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.passes import MODES
 from zmqgrad.autograd.roots import check_roots
@@ -19,18 +20,25 @@ from zmqgrad.rpc.worker import Worker
 class context:
     """Records the calls inside it for one or more backward passes; gives the context's id.
 
-    Leaving it releases the context, with its gradients, on all workers.
+    Leaving it releases the context, with its gradients, on all workers. One object can be entered again
+    after it has been left, and makes a new context then.
 
     Raises:
-        AutogradError: if the calling thread is inside a context already.
+        AutogradError: if the calling thread is inside a context already, or this object has been entered
+            and not been left.
         NotInitializedError: if RPC is not initialized.
     """
 
+    def __init__(self) -> None:
+        self._entered = threading.Lock()
+
     def __enter__(self) -> int:
-        if recording() is not None:
-            raise AutogradError("Already have an autograd context id for this thread: contexts do not nest")
-        self._worker: Worker = current_worker()
-        self._context = autograd_of(self._worker).begin()
+        worker = current_worker()
+        refuse_nesting()
+        if not self._entered.acquire(blocking=False):
+            raise AutogradError("This context() has been entered already: make one for each 'with'")
+        self._worker: Worker = worker
+        self._context = autograd_of(worker).begin()
         self._recording = Recording(self._context)
         self._recording.__enter__()
         return self._context.id
@@ -38,8 +46,11 @@ class context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._recording.__exit__()
-        autograd_of(self._worker).releases.release(self._context.id)
+        try:
+            self._recording.__exit__()
+        finally:  # a token of another thread cannot be given back, but the context ends all the same
+            autograd_of(self._worker).releases.release(self._context.id)
+            self._entered.release()
 
 
 def backward(
@@ -73,11 +84,6 @@ def backward(
     autograd = autograd_of(current_worker())
     found = autograd.contexts.find(context_id)
     autograd.passes.run(found, check_roots(roots), bool(retain_graph), mode)
-
-
-def _get_debug_info() -> dict[str, str]:
-    """Numbers of contexts and passes on this worker, as torch's of that name."""
-    return {name: str(value) for name, value in autograd_of(current_worker()).debug_info().items()}
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -29,8 +29,11 @@ class Context:
 
     def __init__(self, context_id: int) -> None:
         self.id = context_id
-        self._lock = threading.Lock()  # guards the four below
+        self.released = False
+        """Has it ended? What is still under way for it is not recorded any more."""
+        self._lock = threading.Lock()  # guards the five below
         self._sends: dict[int, Send] = {}
+        self._recvs: dict[int, Any] = {}  # nodes
         self._peers: set[int] = set()
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._storages: set[int] = set()  # addresses of the gradients' memory
@@ -60,12 +63,19 @@ class Context:
         with self._lock:
             return list(self._sends.values())
 
+    def recvs(self) -> dict[int, Any]:
+        """The nodes behind what came in messages, by their autograd ids, in the order in which it came."""
+        with self._lock:
+            return dict(self._recvs)
+
     def receive(self, autograd_id: int, peer: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Tensors that came from the send ``autograd_id`` of ``peer``, with their history."""
         outputs = sum(t.requires_grad for t in tensors)
         if not autograd_id or not outputs:
             return tensors
-        return attach_recv(RecvNote(self.id, autograd_id, peer, outputs), tensors)
+        received, node = attach_recv(RecvNote(self.id, autograd_id, peer, outputs), tensors)
+        self._recvs[autograd_id] = node
+        return received
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Add to the gradient of ``leaf``; gives the sum."""
@@ -108,8 +118,24 @@ _answer_wanted: ContextVar[bool] = ContextVar("zmqgrad_autograd_answer", default
 
 
 def recording() -> Context | None:
-    """The context that the calling thread records for, if any."""
-    return _recording.get()
+    """The context that the calling thread records for, if any and if it has not been released."""
+    context = _recording.get()
+    return None if context is None or context.released else context
+
+
+def refuse_nesting() -> None:
+    """Nothing, if the calling thread does not record.
+
+    Raises:
+        AutogradError: if it does.
+    """
+    if recording() is not None:
+        raise AutogradError("Already have an autograd context id for this thread: contexts do not nest")
+
+
+def record_for(context: Context | None) -> None:
+    """From now on the calling thread records for ``context``, without a block that ends it."""
+    _recording.set(context)
 
 
 def answer_wanted() -> bool:
@@ -182,7 +208,10 @@ class Contexts:
             self._released[context_id] = None
             if len(self._released) > REMEMBERED:
                 self._released.popitem(last=False)
-            return self._live.pop(context_id, None)
+            context = self._live.pop(context_id, None)
+            if context is not None:
+                context.released = True  # before its peers are read: see Autograd.outgoing
+            return context
 
     def live(self) -> list[Context]:
         """All contexts here."""

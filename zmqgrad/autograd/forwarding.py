@@ -34,6 +34,9 @@ from zmqgrad.wire.messages import (
     RRefValue,
 )
 
+_ASKING = (Call, RemoteCall, RRefFetch)
+_WRAPPED = (*_ASKING, Result, RemoteResult, RRefValue)
+
 
 def install(worker: Worker) -> None:
     """Let ``worker`` record, and answer what other workers ask of a context."""
@@ -77,20 +80,20 @@ class Autograd:
     def outgoing(self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: str) -> Message:
         """``message``, wrapped if the calling thread records."""
         context = recording()
-        if context is None:
+        if context is None or not isinstance(message, _WRAPPED):
             return message
-        if isinstance(message, (Call, RemoteCall, RRefFetch)):
+        context.know(peer)
+        if context.released:  # meanwhile: whoever told of its end may have missed this peer
+            return message
+        if isinstance(message, _ASKING):
             differentiates = torch.is_grad_enabled()
             autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
             return ForwardAutogradReq(context.id, autograd_id, message, differentiates)
-        if isinstance(message, (Result, RemoteResult, RRefValue)):
-            autograd_id = self._record(context, peer, tensors, what) if answer_wanted() else 0
-            return ForwardAutogradResp(context.id, autograd_id, message)
-        return message
+        autograd_id = self._record(context, peer, tensors, what) if answer_wanted() else 0
+        return ForwardAutogradResp(context.id, autograd_id, message)
 
     def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: str) -> int:
         """The id of a send of ``tensors``; 0 if none of them requires grad."""
-        context.know(peer)
         differentiable = [t for t in tensors if t.requires_grad]
         if not differentiable:
             return 0

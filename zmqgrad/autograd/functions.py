@@ -122,6 +122,12 @@ class Recv(torch.autograd.Function):
 RECV_NODE: Any = Recv._backward_cls
 """The class of the nodes that :class:`Recv` leaves in a graph; they have a ``note``."""
 
+SEND_NAME = "torch::distributed::autograd::SendRpcBackward"
+RECV_NAME = "torch::distributed::autograd::RecvRpcBackward"
+"""What torch calls them: programs that walk or draw graphs know the ends of messages by these names."""
+
+RECV_NODE.name = lambda _: RECV_NAME
+
 
 LEAF_NODE: Any = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 """The class of the nodes that stand for leaves (AccumulateGrad); they have a ``variable``."""
@@ -131,8 +137,8 @@ _ANCHOR = torch.empty(0, requires_grad=True)
 """What makes the outputs of a recv require grad. Nothing ever flows to it."""
 
 
-def attach_recv(note: RecvNote, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """``tensors`` as outputs of a recv where they require grad; the others as they are."""
+def attach_recv(note: RecvNote, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
+    """``tensors`` as outputs of a recv where they require grad, the others as they are; and its node."""
     wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
     box = _Box([tensors[i].detach() for i in wanted], note)
     if torch.is_grad_enabled():
@@ -143,4 +149,4 @@ def attach_recv(note: RecvNote, tensors: list[torch.Tensor]) -> list[torch.Tenso
     received = list(tensors)
     for i, output in zip(wanted, outputs, strict=True):
         received[i] = output
-    return received
+    return received, outputs[0].grad_fn

@@ -33,4 +33,8 @@ def check_roots(roots: object) -> list[torch.Tensor]:
                 f"roots[{i}] of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar: "
                 f"reduce it first, as by .sum() or .mean()"
             )
+        if root.grad_fn is None:
+            raise AutogradError(
+                f"roots[{i}] does not have a valid gradient function: it is a leaf, nothing was done to it"
+            )
     return list(roots)
