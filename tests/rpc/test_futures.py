@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -257,6 +259,77 @@ def test_a_broadcast_that_cannot_be(trio: Cluster) -> None:
     assert well.wait() == "worker2"
     with pytest.raises(PeerLostError):
         lost.wait()
+
+
+def test_torchs_wait_all_stops_at_a_failure_too(trio: Cluster, gate: int) -> None:
+    endless = rpc.rpc_async(1, wait_at, args=(gate, "late"))
+    mine: PythonFuture[int] = PythonFuture()
+    for last in (
+        rpc.rpc_async(2, fail, args=("early",)),
+        rpc.rpc_async(1, abs, args=(1,)).then(lambda f: fail("early")),
+    ):
+        with pytest.raises((KeyError, RuntimeError), match="early"):
+            torch.futures.wait_all([mine, endless, last])
+    failed: PythonFuture[int] = PythonFuture()
+    failed.set_exception(OSError(2, "no such future"))
+    for wait_all in (torch.futures.wait_all, rpc.wait_all):
+        with pytest.raises(FileNotFoundError, match="no such future"):
+            wait_all([endless, failed])
+    mine.set_result(1)
+    GATES[gate].set()
+    plain: torch.futures.Future[int] = torch.futures.Future()
+    plain.set_result(2)
+    assert torch.futures.wait_all([plain]) == [2], "torch's own futures alone go to torch"
+    assert torch.futures.wait_all([mine, endless, plain]) == [1, "late", 2]
+    with pytest.raises(AssertionError, match="not an Exception"):
+        mine.set_exception("text")  # type: ignore[arg-type]
+
+
+def test_failed_futures_are_garbage_like_any_other(trio: Cluster) -> None:
+    def waited() -> weakref.ref[Any]:
+        future = rpc.rpc_async(1, fail, args=("waited for",))
+        with pytest.raises(KeyError, match="waited for"):
+            future.wait()
+        return weakref.ref(future)
+
+    def chained() -> weakref.ref[Any]:
+        future = rpc.rpc_async(1, abs, args=(-1,)).then(lambda f: fail("in a callback"))
+        with pytest.raises(RuntimeError, match=r"KeyError.*in a callback") as caught:
+            future.wait()
+        assert "fail" in str(getattr(caught.value, "__notes__", "")), "where it was raised"
+        return weakref.ref(future)
+
+    def gathered() -> weakref.ref[Any]:
+        futures = [rpc.rpc_async(n, fail, args=("one of many",)) for n in (0, 1, 2)]
+        with pytest.raises(KeyError):
+            torch.futures.wait_all(futures)
+        with pytest.raises(KeyError):
+            torch.futures.collect_all(futures).wait()
+        return weakref.ref(futures[2])
+
+    for future in waited(), chained(), gathered():
+        gone = threading.Event()
+        weakref.finalize(target, gone.set) if (target := future()) is not None else gone.set()
+        del target
+        # The engine thread that settled it may hold it for a moment more.
+        assert any(gc.collect() >= 0 and gone.wait(0.1) for _ in range(100))
+
+
+def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
+    class Odd(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__(f"{one} and {two}")
+
+    class Odder(Exception):
+        def __reduce__(self) -> Any:
+            return str, ("not even an error",)
+
+    for error in (Odd(1, 2), Odder("odder")):
+        future: PythonFuture[int] = PythonFuture()
+        future.set_exception(error)
+        with pytest.raises(type(error)) as caught:
+            future.wait()
+        assert caught.value is error
 
 
 def test_wait_all(trio: Cluster, gate: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,19 @@
 
 The answer is rebuilt by whoever gets there first: a thread that waits for it, or an engine thread, so that
 callbacks (user code) never run in the receiver's thread.
+
+Note [Errors of futures]: what a future holds is out of the garbage collector's sight, in C++. An exception
+that was raised refers to the frames that it went through, and these to the future that it came from: held
+there, the two would live for ever. So a future holds a copy that was never raised; ``wait`` raises another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Generator
 from typing import Any, TypeVar
@@ -34,6 +40,9 @@ class PythonFuture(torch.futures.Future[T]):
     Safe to use from any thread; ``await`` it in any running event loop.
     """
 
+    _failed = False
+    _alarms: tuple[Outcome[Any], ...] = ()  # of those who want to know at once; written under _alarms_lock
+
     def wait(self) -> T:
         """The result; waits for it.
 
@@ -47,6 +56,32 @@ class PythonFuture(torch.futures.Future[T]):
         result: T = super().wait()
         return result
 
+    def set_exception(self, result: Exception) -> None:  # type: ignore[override]  # torch's stub asks for T
+        """Settle with an error, of which each ``wait`` raises a copy (see the module).
+
+        Raises:
+            AssertionError: if it is no exception, as with torch.
+        """
+        if not isinstance(result, Exception):
+            raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
+        self._set_unwrap_func(_raise_anew)
+        self.set_result(_anew(result))
+        self._failed = True
+        for alarm in self._alarms:
+            alarm.set(self)
+
+    def alarm(self, outcome: Outcome[Any]) -> None:
+        """Set ``outcome`` to this future as soon as it fails, if it does."""
+        with _alarms_lock:
+            self._alarms = (*self._alarms, outcome)
+        if self._failed:
+            outcome.set(self)
+
+    def unalarm(self, outcome: Outcome[Any]) -> None:
+        """Nobody looks at ``outcome`` any more."""
+        with _alarms_lock:
+            self._alarms = tuple(o for o in self._alarms if o is not outcome)
+
     def then(self, callback: Callable[[Any], S]) -> PythonFuture[S]:
         """A future of what ``callback(self)`` returns, once this one is done.
 
@@ -59,7 +94,7 @@ class PythonFuture(torch.futures.Future[T]):
             try:
                 value = callback(self)
             except Exception as e:
-                child.set_exception(_runtime_error(e))  # type: ignore[arg-type]  # torch's stub asks for T
+                child.set_exception(_runtime_error(e))
             else:
                 child.set_result(value)
 
@@ -103,6 +138,30 @@ class PythonFuture(torch.futures.Future[T]):
         return f"<{type(self).__name__} {'done' if self.done() else 'pending'}>"
 
 
+_alarms_lock = threading.Lock()
+
+
+def _raise_anew(error: Exception) -> None:
+    """Called by torch for what a failed future holds."""
+    raise _anew(error)
+
+
+def _anew(error: BaseException) -> Any:
+    """A copy of ``error``, and of its causes, that was never raised; itself if it cannot be copied."""
+    try:
+        again = copy.copy(error)
+    except Exception as e:  # user code: its class cannot be called with what its instances were made of
+        logger.debug("%s cannot be copied: %s", type(error).__qualname__, e)
+        return error
+    if type(again) is not type(error):
+        return error
+    again.args = error.args  # where the class makes a text of its argument, that has been done
+    cause = error.__cause__
+    again.__cause__ = None if cause is None else _anew(cause)
+    again.__suppress_context__ = error.__suppress_context__
+    return again
+
+
 def _check_callable(callback: object) -> None:
     if not callable(callback):
         raise TypeError(f"incompatible function arguments. A callback must be callable, not {callback!r}")
@@ -116,11 +175,13 @@ def _setter(outcome: Outcome[None]) -> Callable[[object], None]:
 
 
 def _runtime_error(error: Exception) -> RuntimeError:
-    if isinstance(error, RuntimeError):
-        return error
-    wrapped = RuntimeError(f"{type(error).__name__}: {error}")
-    wrapped.__cause__ = error
-    return wrapped
+    """What a callback raised as torch tells it; where, is told by a note, as the traceback goes."""
+    told = error if isinstance(error, RuntimeError) else RuntimeError(f"{type(error).__name__}: {error}")
+    if told is not error:
+        told.__cause__ = error
+    where = "".join(traceback.format_tb(error.__traceback__)[1:])
+    vars(told)["__notes__"] = [*getattr(told, "__notes__", ()), f"Raised in a callback:\n{where}"]
+    return told
 
 
 class RpcFuture(PythonFuture[T]):
@@ -143,7 +204,7 @@ class RpcFuture(PythonFuture[T]):
         try:
             value = self._open(self._answer)
         except Exception as e:
-            self.set_exception(e)  # type: ignore[arg-type]  # torch's stub asks for T
+            self.set_exception(e)
         else:
             self.set_result(value)
 

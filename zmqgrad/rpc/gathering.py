@@ -1,20 +1,24 @@
 """The same call to many workers, and the wait for many answers.
 
 rpc.wait_all(rpc.broadcast(["worker1", "worker2"], load, args=(weights,)))
+
+``torch.futures.wait_all`` stops at the first of our futures to fail, too, once this module was imported.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
+
+import torch
 
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.futures import RpcFuture
+from zmqgrad.rpc.futures import PythonFuture, RpcFuture
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.payload import Packed, pack_call
 from zmqgrad.runtime.clock import Deadline
@@ -60,24 +64,60 @@ def broadcast(
 def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
     """The results of all ``futures``, in order; while it waits, a log line tells how far they are.
 
-    Unlike ``torch.futures.wait_all``, it does not wait for the others once one has failed, can be
-    interrupted, and can be given ``timeout`` seconds (0: no limit).
+    Like ``torch.futures.wait_all``, it does not wait for the others once one has failed; unlike that, it can
+    be given ``timeout`` seconds (0: no limit).
 
     Raises:
         what the first of them to fail raised. RpcTimeoutError: if they are not there in time.
     """
     futures = list(futures)
     deadline = Deadline.after(check_timeout(timeout) or None)
-    awaited = _Awaited(len(futures))
-    for number, future in enumerate(futures):
-        future.add_done_callback(partial(awaited.done, number))
-    while not awaited.outcome.wait_done(min(SAY_EVERY, deadline.left())):
-        said = f"{len(futures) - len(awaited.left)} of {len(futures)} calls are done"
-        if deadline.passed():
-            raise RpcTimeoutError(f"{said} after {timeout} s")
-        logger.warning("%s", said)
-    awaited.outcome.result()
+    with _first_failure(futures) as outcome:
+        while not outcome.wait_done(min(SAY_EVERY, deadline.left())):
+            said = f"{sum(future.done() for future in futures)} of {len(futures)} calls are done"
+            if deadline.passed():
+                raise RpcTimeoutError(f"{said} after {timeout} s")
+            logger.warning("%s", said)
+        return _results(futures, outcome)
+
+
+@contextmanager
+def _first_failure(futures: list[Any]) -> Iterator[Outcome[Any]]:
+    """Gives an outcome that is set to the first of ``futures`` to fail, or to None once all are done."""
+    outcome: Outcome[Any] = Outcome()
+    torch._C.Future.add_done_callback(torch._C._collect_all(futures), lambda _: outcome.set(None))
+    ours = [future for future in futures if isinstance(future, PythonFuture)]
+    for future in ours:
+        future.alarm(outcome)
+    try:
+        yield outcome
+    finally:
+        for future in ours:
+            future.unalarm(outcome)
+
+
+def _results(futures: list[Any], outcome: Outcome[Any]) -> list[Any]:
+    failed = outcome.result()
+    if failed is not None:
+        failed.wait()  # raises
     return [future.wait() for future in futures]
+
+
+_wait_in_torch = torch.futures.wait_all
+
+
+@functools.wraps(_wait_in_torch)
+def _wait_all_early(futures: list[Any]) -> list[Any]:
+    # Torch collects in C++, where no future that is made in Python counts as failed, so its own would wait
+    # for the others first. What holds none of ours goes to it.
+    if not any(isinstance(future, PythonFuture) for future in futures):
+        return _wait_in_torch(futures)
+    with _first_failure(futures) as outcome:
+        outcome.wait_done()
+        return _results(futures, outcome)
+
+
+torch.futures.wait_all = _wait_all_early
 
 
 _thread_local_var = threading.local()
@@ -102,25 +142,3 @@ def note_future(future: RpcFuture[Any]) -> RpcFuture[Any]:
     if noted is not None:
         noted.append(future)
     return future
-
-
-class _Awaited:
-    """Set once all are done, or one has failed."""
-
-    def __init__(self, count: int) -> None:
-        self.outcome: Outcome[None] = Outcome()
-        self.left = set(range(count))
-        self._lock = threading.Lock()  # guards left
-        if not count:
-            self.outcome.set(None)
-
-    def done(self, number: int, future: Any) -> None:
-        try:
-            future.wait()
-        except Exception as e:
-            self.outcome.fail(e)
-        with self._lock:
-            self.left.discard(number)
-            finished = not self.left
-        if finished:
-            self.outcome.set(None)
