@@ -78,6 +78,8 @@ def test_requests_and_responses_are_told_by_their_bits() -> None:
         "PREFIX_CHANGED",
         "HELLO",
         "GOODBYE",
+        "CREDIT",
+        "CREDIT_WANTED",
         "RELEASE",
     }
     assert not [t for t in MessageType if t & REQUEST and t & RESPONSE]

@@ -26,6 +26,9 @@ ARENA_LIMIT = "ZMQGRAD_ARENA_LIMIT"
 ARENA_THRESHOLD = "ZMQGRAD_ARENA_THRESHOLD"
 """Bytes of tensors in a message from which on they go through shared memory."""
 
+INFLIGHT_BYTES = "ZMQGRAD_INFLIGHT_BYTES"
+"""Bytes that may be on their way through sockets to each peer before a sender waits (256M; 0: no limit)."""
+
 MAX_PORT = 65535
 
 _MEANINGS = {
@@ -226,6 +229,15 @@ def arena_threshold(environ: Mapping[str, str] = os.environ) -> int | None:
         ConfigurationError: if it is malformed.
     """
     return _bytes(environ, ARENA_THRESHOLD)
+
+
+def inflight_bytes(environ: Mapping[str, str] = os.environ) -> int | None:
+    """What ZMQGRAD_INFLIGHT_BYTES says, in bytes; None where nothing.
+
+    Raises:
+        ConfigurationError: if it is malformed.
+    """
+    return _bytes(environ, INFLIGHT_BYTES)
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

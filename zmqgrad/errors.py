@@ -11,6 +11,7 @@
     |-- TransportError (RuntimeError)          sockets: closed, address in use, nobody there
     |   |-- AddressInUseError
     |   |-- ClosedError
+    |   |-- CongestionError (TimeoutError)     a peer does not take in what it is sent
     |   `-- UnknownPeerError
     |-- StoreError (RuntimeError)
     |   |-- StoreTimeoutError (TimeoutError)   a key did not come, or the server did not answer
@@ -76,6 +77,10 @@ class AddressInUseError(TransportError):
 
 class ClosedError(TransportError):
     """The transport was closed, or is being closed."""
+
+
+class CongestionError(TransportError, TimeoutError):
+    """A peer did not take in what was sent before, so that nothing more could be sent to it in time."""
 
 
 class UnknownPeerError(TransportError):

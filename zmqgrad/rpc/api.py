@@ -123,7 +123,12 @@ def _form_dynamic(name: str, rank: int | None, store: Store, options: RpcBackend
 
 def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
     return ZmqMailbox(
-        name, number, tcp_host=_listening_host(store), arena=options.arena(), limits=options.limits
+        name,
+        number,
+        tcp_host=_listening_host(store),
+        arena=options.arena(),
+        limits=options.limits,
+        inflight=options.inflight(),
     )
 
 
@@ -324,7 +329,8 @@ def get_stats() -> dict[str, Any]:
     ``frames`` (of a socket) and ``arena`` (shared memory). ``arena`` gives its ``limit``, the ``memory`` it
     takes, ``bytes_lent`` to peers, ``blocks_in_use`` here of those that peers lent, how many messages went
     by frames all the same (``fallbacks``, by reason), and which workers cannot map it and why
-    (``refused_by``).
+    (``refused_by``). ``inflight`` gives the ``limit`` of what may be on its way to a peer through sockets,
+    and by worker id the ``bytes`` that are, and what is ``waiting`` for it to take them in.
     """
     return current_worker().mailbox.statistics()
 

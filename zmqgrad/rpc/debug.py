@@ -16,7 +16,8 @@ def debug_info(worker: Worker) -> dict[str, Any]:
     """All of it: plain dictionaries, lists, strings and numbers.
 
     ``worker``: name, id, requests sent and served. ``pending_calls``: what this worker waits for, with the
-    seconds left. ``peers``: who takes part, and in which state. ``threads``: of the engine pool, by state.
+    seconds left. ``peers``: who takes part, in which state, and what waits here until it has taken in what it
+    was sent (``waiting``; ``on_the_way`` gives the bytes). ``threads``: of the engine pool, by state.
     ``references``: values kept for others, forks that others hold, references held here. Upper floors add
     entries of their own (``autograd``: contexts).
     """
@@ -51,8 +52,16 @@ def _pending(worker: Worker) -> list[dict[str, Any]]:
 
 
 def _peers(worker: Worker) -> list[dict[str, Any]]:
+    inflight = worker.mailbox.statistics().get("inflight", {"bytes": {}, "waiting": {}})
     return [
-        {"name": record.name, "id": record.id, "state": _state(worker, record.id), "host": record.host}
+        {
+            "name": record.name,
+            "id": record.id,
+            "state": _state(worker, record.id),
+            "host": record.host,
+            "on_the_way": inflight["bytes"].get(record.id, 0),
+            "waiting": inflight["waiting"].get(record.id, {}),
+        }
         for record in sorted(worker.membership.everybody(), key=lambda r: r.id)
     ]
 

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
+from zmqgrad.transport.credit import INFLIGHT
 from zmqgrad.transport.liveness import Limits
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
@@ -42,6 +43,9 @@ class RpcBackendOptions:
             Memory is taken as it is used, and given back when it was not used for a while.
         arena_threshold: a message whose tensors have at least so many bytes goes by shared memory. None:
             ZMQGRAD_ARENA_THRESHOLD, or else what was measured to be best.
+        inflight_bytes: how many bytes of frames (large parts of messages that go through sockets) may be on
+            their way to each peer; whoever has more for it to do waits until it has begun with what was sent.
+            0: no limit. None: ZMQGRAD_INFLIGHT_BYTES, or else 256 MB.
         liveness_timeout: seconds after which a silent peer of this host is suspected, and one of another host
             that is out of reach is lost; None: 3 and 10.
         frozen_timeout: seconds after which a peer is lost that exists, but says nothing; 0: never. Not less
@@ -58,6 +62,7 @@ class RpcBackendOptions:
     devices: Sequence[Any] = ()
     arena_limit: int | None = None
     arena_threshold: int | None = None
+    inflight_bytes: int | None = None
     liveness_timeout: float | None = None
     frozen_timeout: float = Limits().frozen
 
@@ -71,6 +76,7 @@ class RpcBackendOptions:
         if self.device_maps or self.devices:
             raise _no_devices()
         self.arena()  # says what is wrong with it now, not later
+        self.inflight()
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> NoReturn:
         """Torch's way to say where tensors for ``to`` go; not supported yet.
@@ -102,6 +108,21 @@ class RpcBackendOptions:
         return ArenaSettings(
             default_limit() if limit is None else limit, THRESHOLD if threshold is None else threshold
         )
+
+    def inflight(self) -> int:
+        """Bytes that may be on their way to each peer, with what the environment says; 0: no limit.
+
+        Raises:
+            ConfigurationError: if that cannot be right.
+        """
+        given = self.inflight_bytes
+        if given is None:
+            given = environment.inflight_bytes()
+        if given is None:
+            return INFLIGHT
+        if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+            raise ConfigurationError(f"inflight_bytes must be a number of bytes, at least 0, not {given!r}")
+        return given
 
     @property
     def limits(self) -> Limits:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import (
+    CongestionError,
     NotInitializedError,
     PeerLostError,
     RpcError,
@@ -215,7 +216,7 @@ class Worker:
             if peer in self.lost:  # since we looked: whoever noted the loss may not have seen this call
                 raise self.loss_of(peer, _describe(what))
             self.mailbox.send(
-                peer, message, call.message_id, packed.frames, 0 if lane is None else lane.number
+                peer, message, call.message_id, packed.frames, 0 if lane is None else lane.number, seconds
             )
         except BaseException as e:
             self.calls.take(call.message_id)
@@ -224,14 +225,28 @@ class Worker:
             if self.doors.unsent is not None:
                 self.doors.unsent(message)
             self._unfork(peer, packed)
-            if isinstance(e, UnknownPeerError):  # it ended before it was ever sent to
-                self.lose(peer, str(e))
-                raise self.loss_of(peer, _describe(what)) from e
-            raise
+            error = self._why_unsent(call, e)
+            try:
+                call.outcome.fail(error)
+                if error is e:
+                    raise
+                raise error from e
+            finally:
+                del call, error  # its traceback holds this frame: make no cycle of it
         self._sent += 1
         if deadline < self._next_check:
             self._check_at(deadline)
         return call
+
+    def _why_unsent(self, call: PendingCall, error: BaseException) -> BaseException:
+        """What to tell the caller of ``error``, which kept ``call`` from being sent."""
+        if isinstance(error, UnknownPeerError):  # it ended before it was ever sent to
+            self.lose(call.peer, str(error))
+        if isinstance(error, TransportError) and call.peer in self.lost:
+            return self.loss_of(call.peer, call.describe())
+        if isinstance(error, CongestionError):
+            return RpcTimeoutError(f"{self._over_time(call)}: it was not sent, for {error}")
+        return error
 
     def _closed_error(self) -> NotInitializedError:
         if self._pid == os.getpid():

@@ -22,13 +22,15 @@ Buffer = bytes | bytearray | memoryview
 class Inbound(NamedTuple):
     """A message that arrived. ``frames`` are those after the header; they are ours to keep and write to.
 
-    ``size`` counts the bytes of all frames, the header's included.
+    ``size`` counts the bytes of all frames, the header's included; ``by_socket`` those of frames that came
+    through a socket, without the header's.
     """
 
     envelope: Envelope
     message: Message
     frames: Sequence[Buffer]
     size: int = 0
+    by_socket: int = 0
 
     def let_go(self) -> None:
         """Drop the frames: what was built on them keeps what it needs.
@@ -129,13 +131,19 @@ class Mailbox(Protocol):
         message_id: int,
         frames: Sequence[Buffer] = (),
         lane: int = 0,
+        patience: float = 0.0,
     ) -> None:
         """Queue ``message`` for ``peer``; ``frames`` have been copied or handed over when this returns.
 
-        ``lane``: of a request, the number of the lane at which its sender waits; of an answer, that of the
-        request's envelope.
+        Waits while too much is on its way to ``peer`` already (:mod:`zmqgrad.transport.credit`).
+
+        Args:
+            lane: of a request, the number of the lane at which its sender waits; of an answer, that of the
+                request's envelope.
+            patience: seconds that it may wait; 0: no limit.
 
         Raises:
+            CongestionError: if it has waited for so long.
             ClosedError: after :meth:`close`.
             UnknownPeerError: if the resolver does not know the peer.
         """

@@ -26,13 +26,14 @@ from typing import Any
 
 import zmq
 
-from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, UnknownPeerError
+from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, UnknownPeerError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport import direct
 from zmqgrad.transport.arena.exchange import Exchange, Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Suspected, Timer
+from zmqgrad.transport.credit import INFLIGHT, Allowance, Intake
 from zmqgrad.transport.direct import Direct
 from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes, lane_address
 from zmqgrad.transport.liveness import Limits, answers
@@ -41,14 +42,24 @@ from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import RESPONSE, Message, MessageType
+from zmqgrad.wire.messages import RESPONSE, Credit, CreditWanted, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
 TAKE_OVER = 256 << 10
 """Frames of at least so many bytes are handed to libzmq without a copy; the sender must not write to them."""
 
-FOR_EXCHANGE = frozenset({MessageType.ARENA_OFFER, MessageType.ARENA_ANSWER, MessageType.RELEASE})
+FOR_MAILBOX = frozenset(
+    {
+        MessageType.ARENA_OFFER,
+        MessageType.ARENA_ANSWER,
+        MessageType.RELEASE,
+        MessageType.CREDIT,
+        MessageType.CREDIT_WANTED,
+    }
+)
+"""Messages from mailbox to mailbox, which no handler sees."""
+
 NO_LOAD = Load(None, ())
 
 
@@ -91,6 +102,7 @@ class ZmqMailbox:
         tcp_host: address to listen on with tcp, at a port that the system picks; None for ipc alone.
         arena: how much memory to share with workers of this host; by default none.
         limits: how long peers may be silent.
+        inflight: bytes of frames that may be on their way to each peer; 0: no limit.
 
     Raises:
         TransportError: if a socket cannot be bound.
@@ -104,6 +116,7 @@ class ZmqMailbox:
         tcp_host: str | None = "127.0.0.1",
         arena: ArenaSettings = OFF,
         limits: Limits = Limits(),  # noqa: B008 (immutable)
+        inflight: int = INFLIGHT,
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
@@ -120,6 +133,8 @@ class ZmqMailbox:
         self._limits = limits
         self._watch: Watch | None = None
         self._exchange = Exchange(name, arena, self.send)
+        self._allowance = Allowance(name, inflight, self._say)
+        self._intake = Intake(inflight, self._say)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = self._context.socket(zmq.ROUTER)
         try:
@@ -183,11 +198,44 @@ class ZmqMailbox:
     def _received(self, inbound: Inbound) -> Task | None:
         if self.tap is not None:
             self._show(inbound)
-        envelope = inbound.envelope
-        if envelope.type in FOR_EXCHANGE:
-            self._exchange.heard(envelope.source, inbound.message, envelope.message_id)
+        if inbound.envelope.type in FOR_MAILBOX:
+            self._heard(inbound)
             return None
-        return self._handler(inbound)
+        return self._take_in(inbound) if inbound.by_socket else self._handler(inbound)
+
+    def _heard(self, inbound: Inbound) -> None:
+        """The mailbox of a peer said something to this one."""
+        envelope, message = inbound.envelope, inbound.message
+        if isinstance(message, Credit):
+            self._allowance.heard(envelope.source, message)
+        elif isinstance(message, CreditWanted):
+            self._intake.wanted(envelope.source, message)
+        else:
+            self._exchange.heard(envelope.source, message, envelope.message_id)
+
+    def _take_in(self, inbound: Inbound) -> Task | None:
+        """Hand on a message with frames; it counts as taken in as soon as nothing queues behind it here."""
+        source, answer = inbound.envelope.source, bool(inbound.envelope.type & RESPONSE)
+        size, task = inbound.by_socket, None
+        try:
+            task = self._handler(inbound)
+        finally:
+            if task is None:
+                self._intake.took(source, answer, size)
+        if task is None:
+            return None
+
+        def begin() -> None:
+            self._intake.took(source, answer, size)
+            task()
+
+        return begin
+
+    def _say(self, peer: int, message: Message) -> None:
+        try:
+            self.send(peer, message, 0)
+        except ZmqgradError as e:
+            logger.debug("%s cannot tell worker %d %s: %s", self._name, peer, message, e)
 
     def _decode(self, first: bytes) -> Inbound | None:
         """What came in by a lane."""
@@ -219,6 +267,7 @@ class ZmqMailbox:
         message_id: int,
         frames: Sequence[Buffer] = (),
         lane: int = 0,
+        patience: float = 0.0,
     ) -> None:
         """Queue ``message`` for ``peer``. Frames of ``TAKE_OVER`` bytes and more must not change after."""
         way = self._peers.get(peer) or self._way_to(peer)
@@ -226,7 +275,7 @@ class ZmqMailbox:
         if frames or self._exchange.owes(peer):
             if way.socket is None:
                 self._open_way(peer, way)  # only then is it known whether the peer is on this host
-            load = self._exchange.load(peer, way.endpoint.startswith("ipc:"), frames)
+            load = self._load(peer, way, message, frames, patience)
         try:
             first = encode(message, self.worker_id, self.incarnation, message_id, lane, load.manifest)
             small = not load.frames and len(first) <= direct.LARGEST
@@ -234,11 +283,39 @@ class ZmqMailbox:
             if not at_lane:
                 self._put(peer, way, first, load.frames, small)
         except BaseException:
-            self._exchange.unload(peer, load)
+            self._unload(peer, message, load)
             raise
         if self.tap is not None:
             envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, lane)
             self.tap(Tapped(True, peer, envelope, message, len(first) + sum(map(len, frames))))
+
+    def _load(
+        self, peer: int, way: _Peer, message: Message, frames: Sequence[Buffer], patience: float
+    ) -> Load:
+        """``frames`` ready to go; waits if they go through the socket and too much is on its way there."""
+        local = way.endpoint.startswith("ipc:")
+        load = self._exchange.load(peer, local, frames)
+        if not load.frames:
+            return load
+        answer, size = bool(message.TYPE & RESPONSE), _size(load.frames)
+        if self._allowance.take(peer, answer, size, wait=not self._receiver.reads_here()):
+            return load
+        self._exchange.unload(peer, load)  # what goes back by this message must not wait with it
+        self._allowance.wait(peer, answer, size, patience)
+        try:
+            load = self._exchange.load(peer, local, frames)
+        except BaseException:
+            self._allowance.give_back(peer, answer, size)
+            raise
+        if not load.frames:  # by now there is shared memory for them
+            self._allowance.give_back(peer, answer, size)
+        return load
+
+    def _unload(self, peer: int, message: Message, load: Load) -> None:
+        """``load`` could not be sent after all."""
+        self._exchange.unload(peer, load)
+        if load.frames:
+            self._allowance.give_back(peer, bool(message.TYPE & RESPONSE), _size(load.frames))
 
     def _open_way(self, peer: int, way: _Peer) -> None:
         with way.lock:
@@ -258,7 +335,7 @@ class ZmqMailbox:
                 if not frames:
                     socket.send(first, zmq.NOBLOCK)
                 else:
-                    way.frame_bytes += sum(map(len, frames))
+                    way.frame_bytes += _size(frames)
                     _send_all(socket, first, frames)
             except BaseException:
                 # Half a message may be in the pipe: nothing must follow it.
@@ -347,6 +424,8 @@ class ZmqMailbox:
             for key in [key for key in self._ways_to_lanes if key[0] == peer]:
                 del self._ways_to_lanes[key]
         self._exchange.forget(peer)
+        self._intake.forget(peer)
+        self._allowance.forget(peer)  # last: those who wait for it now fail
 
     def _all_ways(self, peer: int | None = None) -> list[_Peer]:
         with self._peers_lock:
@@ -369,6 +448,7 @@ class ZmqMailbox:
             if self._closed:
                 return
             self._closed = True
+        self._allowance.close()
         for way in self._all_ways():
             self._shut(way, linger)
         self._lanes.close()
@@ -405,7 +485,7 @@ class ZmqMailbox:
             self._directory = None
 
     def statistics(self) -> dict[str, Any]:
-        """Messages in and out, bytes by their path, the arena, peers with an open way, malformed messages.
+        """Messages in and out, bytes by path, arena, peers with an open way, what waits, malformed messages.
 
         Paths: ``inline`` (beside the header), ``frames`` (of a socket), ``arena`` (shared memory).
         """
@@ -431,6 +511,7 @@ class ZmqMailbox:
             "malformed": receiver.malformed,
             "peers": sum(w.socket is not None for w in list(self._peers.values())),
             "arena": exchange.statistics(),
+            "inflight": self._allowance.statistics(),
         }
 
     def __repr__(self) -> str:
@@ -463,6 +544,10 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> str:
         kind = AddressInUseError if e.errno == zmq.EADDRINUSE else TransportError
         raise kind(f"cannot listen on {address}: {e}") from e
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def _size(frames: Sequence[Buffer]) -> int:
+    return sum(map(len, frames))
 
 
 def _send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:

@@ -243,8 +243,9 @@ class MemoryMailbox:
         message_id: int,
         frames: Sequence[Buffer] = (),
         lane: int = 0,
+        patience: float = 0.0,
     ) -> None:
-        """Queue ``message`` for ``peer``; see :class:`~zmqgrad.transport.base.Mailbox`."""
+        """Queue ``message`` for ``peer``, however much is; see :class:`~zmqgrad.transport.base.Mailbox`."""
         first = encode(message, self.worker_id, self.incarnation, message_id)
         endpoint = self._way_to(peer)
         envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id)

@@ -60,6 +60,7 @@ class Receiver:
         self._started = False
         self._ended: Outcome[None] = Outcome()
         self._closed = False
+        self._reader = 0  # the thread that reads just now
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
@@ -77,11 +78,17 @@ class Receiver:
 
     def _run(self) -> None:
         while (task := self._read()) is not None:
+            self._reader = threading.get_ident()  # nobody reads meanwhile
             task()
+
+    def reads_here(self) -> bool:
+        """Does nobody read while the calling thread waits?"""
+        return self._reader == threading.get_ident()
 
     def _read(self) -> Task | None:
         """Read until there is a task, or it is over (None)."""
         receive, more, rest = self._socket.recv, self._socket.getsockopt, self._rest
+        self._reader = threading.get_ident()
         try:
             while True:
                 identity = receive()
@@ -92,9 +99,11 @@ class Receiver:
                 inbound = self.decode(first, frames, identity)
                 task = None if inbound is None else self._deliver(inbound)
                 if task is not None:
+                    self._reader = 0
                     return task
         except zmq.ContextTerminated:
             logger.debug("%s: the context has ended", self._name)
+        self._reader = 0
         self._socket.close(linger=0)
         self._ended.set(None)
         return None
@@ -111,8 +120,10 @@ class Receiver:
     def decode(self, first: bytes, frames: Sequence[Buffer], identity: bytes = b"lane") -> Inbound | None:
         """The message of these frames; None, and counted, if it is none of ours. From any thread."""
         self.header_bytes += len(first)
+        by_socket = 0
         for frame in frames:
-            self.frame_bytes += len(frame)
+            by_socket += len(frame)
+        self.frame_bytes += by_socket
         try:
             envelope, manifest, message = decode_all(first)
             if manifest is not None:
@@ -124,7 +135,7 @@ class Receiver:
         size = len(first)
         for frame in frames:
             size += len(frame)
-        return Inbound(envelope, message, frames, size)
+        return Inbound(envelope, message, frames, size, by_socket)
 
     def _deliver(self, inbound: Inbound) -> Task | None:
         assert self._handler is not None

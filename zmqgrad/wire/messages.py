@@ -106,6 +106,8 @@ class MessageType(enum.IntEnum):
     ARENA_OFFER = 0x72 | REQUEST
     ARENA_ANSWER = 0x73 | RESPONSE
     RELEASE = 0x74
+    CREDIT = 0x75
+    CREDIT_WANTED = 0x76
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -825,6 +827,28 @@ class Release(Message, frozen=True):
     """Worker to a peer that it has no message for: its manifest releases blocks."""
 
     TYPE: ClassVar[MessageType] = MessageType.RELEASE
+
+
+class Credit(Message, frozen=True):
+    """Worker to a peer: of the frames that you sent me I have taken in so many bytes more.
+
+    ``requests`` in those of requests, ``answers`` in those of answers.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.CREDIT
+    requests: Size = 0
+    answers: Size = 0
+
+
+class CreditWanted(Message, frozen=True):
+    """Worker to a peer: a message waits here; tell me (CREDIT) when you have taken in so many bytes more.
+
+    0 in ``requests`` or in ``answers``: nothing of that kind waits.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.CREDIT_WANTED
+    requests: Size = 0
+    answers: Size = 0
 
 
 def _all_messages(base: type[Message]) -> list[type[Message]]:
