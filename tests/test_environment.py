@@ -22,6 +22,7 @@ def test_all_is_set() -> None:
     )
     assert launch == Launch("host", 29500, 3, 4, 1)
     assert environment.has_secret({"ZMQGRAD_SECRET": "s"})
+    assert environment.has_secret({"ZMQGRAD_SECRET_FILE": "s"})
 
 
 @pytest.mark.parametrize(

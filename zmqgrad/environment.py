@@ -20,6 +20,9 @@ ALLOW_INSECURE = "ZMQGRAD_ALLOW_INSECURE"
 SECRET = "ZMQGRAD_SECRET"
 """The job's secret."""
 
+SECRET_FILE = "ZMQGRAD_SECRET_FILE"
+"""Where it stands, for those who do not want it in the environment."""
+
 ARENA_LIMIT = "ZMQGRAD_ARENA_LIMIT"
 """Bytes of shared memory that a worker may lend to others of its host at a time (512M, 4G; 0: off)."""
 
@@ -210,7 +213,17 @@ def allows_insecure(environ: Mapping[str, str] = os.environ) -> bool:
 
 def has_secret(environ: Mapping[str, str] = os.environ) -> bool:
     """Was this job given a secret?"""
-    return bool(environ.get(SECRET))
+    return secret(environ) is not None or secret_file(environ) is not None
+
+
+def secret(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The job's secret; None if it was not given one so."""
+    return environ.get(SECRET) or None
+
+
+def secret_file(environ: Mapping[str, str] = os.environ) -> str | None:
+    """The file that it stands in; None if none was named."""
+    return environ.get(SECRET_FILE) or None
 
 
 def arena_limit(environ: Mapping[str, str] = os.environ) -> int | None:

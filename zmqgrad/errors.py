@@ -8,6 +8,7 @@
     |       |-- RendezvousTimeoutError (TimeoutError)
     |       `-- DuplicateWorkerError           a worker of that name or rank is already there
     |-- ProtocolError                          bytes from a peer that are not a message of ours
+    |   `-- SecretError                        the two ends do not have the same secret
     |-- TransportError (RuntimeError)          sockets: closed, address in use, nobody there
     |   |-- AddressInUseError
     |   |-- ClosedError
@@ -65,6 +66,10 @@ class DuplicateWorkerError(RendezvousError):
 
 class ProtocolError(ZmqgradError):
     """Bytes that are not a message of ours: wrong magic, version, type, size or field."""
+
+
+class SecretError(ProtocolError):
+    """The two ends of a connection do not have the same secret, or only one of them has any."""
 
 
 class TransportError(ZmqgradError, RuntimeError):

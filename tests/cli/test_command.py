@@ -78,8 +78,10 @@ def test_a_port_in_use_and_a_free_one() -> None:
 
 
 def test_each_worker_is_told_its_place() -> None:
-    first, second = worker_environments({"HOME": "/home/me", "RANK": "9"}, 2, "127.0.0.1", 4711)
+    inherited = {"HOME": "/home/me", "RANK": "9", "ZMQGRAD_SECRET_FILE": "/run/secret"}
+    first, second = worker_environments(inherited, 2, "127.0.0.1", 4711)
     assert first == {
+        "ZMQGRAD_SECRET_FILE": "/run/secret",
         "HOME": "/home/me",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711",

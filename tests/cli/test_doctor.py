@@ -24,6 +24,7 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
         "RANK",
         "WORLD_SIZE",
         "ZMQGRAD_SECRET",
+        "ZMQGRAD_SECRET_FILE",
         "ZMQGRAD_ALLOW_INSECURE",
     ):
         monkeypatch.delenv(name, raising=False)

@@ -15,6 +15,7 @@ from tests.support.processes import free_port
 from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.store import StoreServer, TCPStore
+from zmqgrad.transport import request_server
 from zmqgrad.transport.request_server import GREETING_SECONDS, SPARE
 from zmqgrad.transport.zmtp import opening
 
@@ -62,15 +63,33 @@ def test_a_client_too_many_is_told_so(server: StoreServer) -> None:
 
 def test_far_too_many_are_not_even_told(server: StoreServer) -> None:
     with connect(server) as store:
-        crowd = [dial(server) for _ in range(3 + SPARE)]
+        crowd = [dial(server) for _ in range(2 + SPARE)]
+        for each in crowd:
+            each.sendall(opening("DEALER"))
+        until(lambda: server.statistics()["clients"] == 3 + SPARE)
         with dial(server) as last:
+            last.sendall(opening("DEALER"))
             while last.recv(1000):  # the greeting, perhaps; then it is hung up
                 pass
         assert store.add("n", 1) == 1
         for each in crowd:
             each.close()
         until(lambda: server.statistics()["clients"] == 1)
-        assert server.statistics()["malformed"] == 0, "to come and go without a word is no offence"
+        assert server.statistics()["malformed"] == 0, "to come and go without a question is no offence"
+
+
+def test_those_who_only_take_up_room_make_room(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever says nothing keeps nobody out, however many they are; the first of them goes."""
+    monkeypatch.setattr(request_server, "MAX_PENDING", 5)
+    crowd = [dial(server) for _ in range(20)]
+    with connect(server) as store:
+        assert store.add("n", 1) == 1
+        until(lambda: server.statistics()["pending"] <= 5)
+        for early in crowd[:15]:
+            while early.recv(1000):
+                pass
+    for each in crowd:
+        each.close()
 
 
 def test_a_wait_too_many_is_refused(server: StoreServer) -> None:
@@ -125,7 +144,7 @@ def test_who_does_not_say_who_he_is_is_dropped() -> None:
     with dial(server) as silent, dial(server) as slow:
         slow.sendall(opening("DEALER")[:20])
         with connect(server) as store:
-            until(lambda: server.statistics()["clients"] == 3)
+            until(lambda: server.statistics()["pending"] == 2)
             clock.advance(GREETING_SECONDS + 1)
             assert store.add("n", 1) == 1  # which makes it look at the clock
             for each in (silent, slow):

@@ -27,14 +27,15 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LATE_SECONDS", PATIENCE)
 
 
-KINDS = ["tcp", "hash", "file", "prefix of tcp", "prefix of file", "prefix of prefix"]
+KINDS = ["tcp", "keyed tcp", "hash", "file", "prefix of tcp", "prefix of file", "prefix of prefix"]
 
 
 @pytest.fixture(params=KINDS)
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     beneath: Store
     if "tcp" in request.param:
-        beneath = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
+        secret = "the secret of this job" if "keyed" in request.param else None
+        beneath = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE, secret=secret)
     elif "file" in request.param:
         beneath = FileStore(str(tmp_path / "store"), 1, PATIENCE)
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from queue import SimpleQueue
 
 import pytest
 import zmq
@@ -10,9 +11,14 @@ import zmq
 from tests.transport.contract import KeepsOrder, Kind, MailboxContract
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.arena.settings import ArenaSettings
-from zmqgrad.transport.base import Mailbox
+from zmqgrad.transport.base import Inbound, Mailbox
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
+from zmqgrad.transport.security import Keys, key_caller, keys_of
+from zmqgrad.wire.codec import encode
+from zmqgrad.wire.messages import StoreSet
+
+SECRET = "the secret of this job, of 33 bytes"
 
 
 class InMemory:
@@ -34,21 +40,24 @@ class InMemory:
 class OverZmq:
     """Mailboxes on real sockets: ``only`` picks the endpoints by their scheme."""
 
-    def __init__(self, only: str) -> None:
+    def __init__(self, only: str, keys: Keys | None = None) -> None:
         self._only = only
+        self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._strangers: dict[str, zmq.Socket[bytes]] = {}
 
     def open(self, name: str, worker_id: int) -> Mailbox:
         if self._only == "ipc":
             return ZmqMailbox(name, worker_id, tcp_host=None)
-        return _TcpAlone(name, worker_id)
+        return _TcpAlone(name, worker_id, keys=self._keys)
 
     def send_raw(self, mailbox: Mailbox, frames: Sequence[bytes]) -> None:
         endpoint = mailbox.endpoints[0]
         if endpoint not in self._strangers:
             stranger = self._strangers[endpoint] = self._context.socket(zmq.DEALER)
             stranger.linger = 0
+            if self._keys is not None:
+                key_caller(stranger, self._keys)
             stranger.connect(endpoint)
         self._strangers[endpoint].send_multipart(list(frames))
 
@@ -102,6 +111,42 @@ class TestOverTcp(MailboxContract, KeepsOrder):
     @pytest.fixture
     def kind(self) -> Kind:
         return OverZmq("tcp")
+
+
+class TestOverCurve(MailboxContract, KeepsOrder):
+    @pytest.fixture
+    def kind(self) -> Kind:
+        return OverZmq("tcp", keys_of(SECRET))
+
+
+def test_nobody_without_the_secret_is_heard() -> None:
+    """(P4): nothing of what strangers send is even decoded; nobody without the secret is sent to."""
+    ours, theirs = keys_of(SECRET), keys_of("another secret of some length")
+    assert ours is not None
+    assert theirs is not None
+    kind, arrived = OverZmq("tcp", ours), SimpleQueue[Inbound]()
+    mailbox = kind.open("ours", 1)
+    others = [ZmqMailbox("s", 7, keys=keys) for keys in (None, theirs, Keys(ours.listener, theirs.caller))]
+    try:
+        mailbox.start(arrived.put, lambda peer: others[0].endpoints[1:2])
+        for other in others:
+            other.start(lambda inbound: None, lambda peer: mailbox.endpoints)
+            other.send(1, StoreSet("stranger", b""), 1)
+        kind.send_raw(mailbox, [bytes(encode(StoreSet("one of ours", b""), 9, 1, 1))])
+        message = arrived.get(timeout=20).message
+        assert isinstance(message, StoreSet)
+        assert message.key == "one of ours"
+        mailbox.send(7, StoreSet("secret", b""), 1)  # to the first of them, who has no secret
+        kind.send_raw(mailbox, [bytes(encode(StoreSet("last", b""), 9, 1, 1))])
+        assert arrived.get(timeout=20).message == StoreSet("last", b"")
+        assert arrived.empty()
+        assert mailbox.statistics()["malformed"] == 0
+        assert [other.statistics()["messages_received"] for other in others] == [0, 0, 0]
+    finally:
+        for each in (mailbox, *others):
+            each.close()
+            assert each.join(Deadline.after(20)) == []
+        kind.close()
 
 
 def test_both_addresses_are_published_the_quicker_first() -> None:

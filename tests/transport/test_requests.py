@@ -25,6 +25,7 @@ from zmqgrad.transport.exposure import is_loopback
 from zmqgrad.transport.request_client import MAX_IDLE, RequestClient
 from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.request_server import RequestServer
+from zmqgrad.transport.security import Keys, keys_of
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, StoreDone, StoreGet, StoreKeys, StorePing, StoreValue
@@ -89,8 +90,8 @@ class Echo:
 class Running:
     """A server, its service and its thread."""
 
-    def __init__(self, address: str = LOOPBACK) -> None:
-        self.server = RequestServer("echo", address)
+    def __init__(self, address: str = LOOPBACK, keys: Keys | None = None) -> None:
+        self.server = RequestServer("echo", address, keys=keys)
         self.service = Echo(self.server)
         self.thread = threading.Thread(target=self.server.serve, args=(self.service,), daemon=True)
         self.thread.start()
@@ -194,8 +195,8 @@ def test_an_answer_to_a_client_that_has_gone_is_counted(running: Running, client
 class RequestClientContext:
     """A client for the length of a ``with``."""
 
-    def __init__(self, address: str) -> None:
-        self._client = RequestClient(address)
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
+        self._client = RequestClient(address, keys=keys)
 
     def __enter__(self) -> RequestClient:
         return self._client
@@ -358,10 +359,9 @@ def test_an_address_that_is_none() -> None:
 
 def test_nothing_but_loopback_without_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
-    for secret in ("", "a secret does not help before CURVE is there"):
-        monkeypatch.setenv("ZMQGRAD_SECRET", secret)
-        with pytest.raises(ConfigurationError, match="ZMQGRAD_ALLOW_INSECURE=1"):
-            RequestServer("open", "tcp://*:*")
+    with pytest.raises(ConfigurationError, match=r"without a secret.*ZMQGRAD_ALLOW_INSECURE=1"):
+        RequestServer("open", "tcp://*:*")
+    RequestServer("keyed", "tcp://*:*", keys=keys_of("a secret of twenty-odd bytes")).stop()
     monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
     running = Running("tcp://*:*")
     with RequestClientContext(f"tcp://127.0.0.1:{running.server.port}") as client:

@@ -18,6 +18,7 @@ from zmqgrad.cli.run import usable_port, worker_environments
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.transport import about
 from zmqgrad.transport.exposure import check_exposure, facing_address
+from zmqgrad.transport.security import keys_of
 
 SELF_TEST_SECONDS = 120.0
 """How long the two workers of the self-test may take, with loading torch."""
@@ -59,7 +60,7 @@ def _versions() -> Check:
 
 def _packages() -> Check:
     found, absent = [f"libzmq {about.libzmq_version()}"], []
-    for name in ("torch", "pyzmq", "msgspec", "cloudpickle"):
+    for name in ("torch", "pyzmq", "pynacl", "msgspec", "cloudpickle"):
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:
@@ -113,7 +114,7 @@ def _address() -> Check:
     why = f"faces MASTER_ADDR {host}" if launch.master_addr else "MASTER_ADDR is not set: this host alone"
     try:
         facing = facing_address(host, launch.master_port or 0)
-        check_exposure(f"tcp://{facing}:0")
+        check_exposure(f"tcp://{facing}:0", keys_of() is not None)
     except OSError as e:
         return Check("address", State.BAD, f"no way leads to MASTER_ADDR {host}: {e}")
     except ConfigurationError as e:
@@ -144,8 +145,12 @@ def _open_files() -> Check:
 
 
 def _secret() -> Check:
-    if environment.has_secret():
-        return Check("secret", State.OK, f"{environment.SECRET} is set")
+    try:
+        if keys_of() is not None:
+            name = environment.SECRET if environment.secret() else environment.SECRET_FILE
+            return Check("secret", State.OK, f"{name} is set: traffic between hosts is encrypted")
+    except ConfigurationError as e:
+        return Check("secret", State.BAD, "it cannot be used", str(e))
     return Check("secret", State.NOTE, f"{environment.SECRET} is not set: workers listen on loopback only")
 
 

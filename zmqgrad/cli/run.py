@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -86,6 +87,8 @@ def worker_environments(
         # Each worker would otherwise start a thread for every core, and they would fight for them.
         common.setdefault("OMP_NUM_THREADS", "1")
     common.setdefault("PYTHONUNBUFFERED", "1")
+    if not environment.has_secret(common):
+        common[environment.SECRET] = secrets.token_hex(32)  # so other users of this host are kept out
     common |= {
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),

@@ -22,6 +22,7 @@ from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.store.base import Store
 from zmqgrad.store.client import TCPStore
+from zmqgrad.transport.security import read_secret
 
 DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 29500
 
@@ -61,6 +62,11 @@ class Question:
             metavar="SECONDS",
             help="how long to try to reach the store, and to wait (default: %(default)g)",
         )
+        parser.add_argument(
+            "--secret-file",
+            metavar="PATH",
+            help="the store's secret (default: that of ZMQGRAD_SECRET or ZMQGRAD_SECRET_FILE, if any)",
+        )
         parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
     def execute(self, arguments: argparse.Namespace) -> int:
@@ -70,8 +76,9 @@ class Question:
             ConfigurationError: if the arguments cannot be right.
         """
         host, port = endpoint_of(arguments.endpoint)
+        secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
         try:
-            with TCPStore(host, port, timeout=arguments.timeout) as store:
+            with TCPStore(host, port, timeout=arguments.timeout, secret=secret) as store:
                 code = self.answer(store, arguments)
                 sys.stdout.flush()
                 return code

@@ -11,6 +11,7 @@ from zmqgrad.cli.signals import SignalInbox
 from zmqgrad.errors import ConfigurationError, JournalError, TransportError
 from zmqgrad.store.addresses import check_port, listening_address
 from zmqgrad.store.server import StoreServer
+from zmqgrad.transport.security import keys_of, read_secret
 
 HELP = "Serve a key-value store until interrupted."
 
@@ -46,21 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="flush each change to the disk, to survive a power failure, too (needs --journal)",
     )
+    parser.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help="answer only those who have the secret in this file, and encrypt (default: the secret of "
+        "ZMQGRAD_SECRET or ZMQGRAD_SECRET_FILE, if there is one)",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Serve, and return the exit code for the shell.
 
     Raises:
-        ConfigurationError: the address cannot be right.
+        ConfigurationError: the address or the secret cannot be right.
     """
     if arguments.sync and arguments.journal is None:
         raise ConfigurationError("--sync says how to write a journal, and there is none (--journal PATH)")
     _allow_many_clients()
-    address = listening_address(arguments.host, check_port(arguments.port))
+    secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
+    address = listening_address(arguments.host, check_port(arguments.port), keys_of(secret) is not None)
     with SignalInbox() as signals:
         try:
-            server = StoreServer(address, journal=arguments.journal, sync=arguments.sync)
+            server = StoreServer(address, journal=arguments.journal, sync=arguments.sync, secret=secret)
         except (TransportError, JournalError) as error:
             print(f"zmqgrad store serve: {error}", file=sys.stderr)
             return EXIT_FAILED

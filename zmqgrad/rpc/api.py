@@ -38,6 +38,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import PrefixStore, Store, TCPStore
 from zmqgrad.transport.exposure import check_exposure, facing_address
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.security import keys_of
 
 logger = logging.getLogger(__name__)
 
@@ -129,6 +130,7 @@ def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -
         arena=options.arena(),
         limits=options.limits,
         inflight=options.inflight(),
+        keys=keys_of(),
     )
 
 
@@ -142,7 +144,7 @@ def _listening_host(store: Store) -> str:
     beneath = getattr(store, "underlying_store", store)
     host, port = getattr(beneath, "host", "127.0.0.1"), getattr(beneath, "port", 0)
     facing = facing_address(host, port)
-    check_exposure(f"tcp://{facing}:0")
+    check_exposure(f"tcp://{facing}:0", keys_of() is not None)
     return facing
 
 

@@ -31,11 +31,12 @@ def connecting_address(host: str, port: int) -> str:
     return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
 
 
-def listening_address(host: str, port: int) -> str:
+def listening_address(host: str, port: int, keyed: bool = False) -> str:
     """Where the server listens whose clients connect to ``host``; port 0 lets the system pick.
 
     An address is taken as it is. A name may stand for several addresses, and for others on other hosts,
-    so all interfaces are listened on, unless it stands for loopback alone or that is all that is allowed.
+    so all interfaces are listened on, unless it stands for loopback alone. ``keyed``: who connects will have
+    to have the secret.
     """
     shown = str(port) if port else "*"
     bare = host.strip("[]")
@@ -45,7 +46,7 @@ def listening_address(host: str, port: int) -> str:
         ipaddress.ip_address(bare)
     except ValueError:
         loopback = _loopback_of(bare)
-        if loopback is not None and not environment.allows_insecure():
+        if loopback is not None and not keyed and not environment.allows_insecure():
             return connecting_address(loopback, 0)[:-1] + shown
         return f"tcp://*:{shown}"
     return connecting_address(bare, 0)[:-1] + shown

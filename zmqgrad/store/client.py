@@ -16,6 +16,7 @@ from zmqgrad.store.servers import servers
 from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import HIDDEN, Target
 from zmqgrad.store.watch import WatchBook
+from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.messages import Message, StoreAdd, StoreNumber, StoreSet, StoreWait
 
 _JOINED = f"{HIDDEN}workers/joined"
@@ -36,11 +37,14 @@ class TCPStore(QueryStore):
         master_listen_fd: torch's; must be None.
         use_libuv: torch's; without effect, as there is one kind of server.
         journal: on the master: a file that keeps what was written, for the next master that is given it.
+        secret: who has not the same one is not answered; all is encrypted. None: that of the environment
+            (ZMQGRAD_SECRET, or the file ZMQGRAD_SECRET_FILE), if there is one.
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if the master cannot listen.
         JournalError: if the journal is damaged, in use, or cannot be opened.
         StoreTimeoutError: if no store answers there, or the workers do not come, within ``timeout``.
+        StoreError: if the store there has another secret, or one of the two ends has none.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class TCPStore(QueryStore):
         use_libuv: bool = True,
         *,
         journal: str | os.PathLike[str] | None = None,
+        secret: str | bytes | None = None,
     ) -> None:
         super().__init__(timeout)
         if master_listen_fd is not None:
@@ -67,12 +72,16 @@ class TCPStore(QueryStore):
         connecting_address(host_name, check_port(port))
         if port == 0 and not is_master:
             raise ConfigurationError("a client must be told the port of its master; 0 is none")
+        keyed = keys_of(secret) is not None
         self._host = host_name
+        self._secret = secret
         self._server = (
-            servers.lend(listening_address(host_name, port), multi_tenant, journal) if is_master else None
+            servers.lend(listening_address(host_name, port, keyed), multi_tenant, journal, secret)
+            if is_master
+            else None
         )
         self._port = port if self._server is None else self._server.port
-        self._connection = Connection(host_name, self._port, self._timeout)
+        self._connection = Connection(host_name, self._port, self._timeout, secret)
         self._ending = Ending(self, _Closing(self._connection, self._server))
         try:
             self._connection.ping()
@@ -141,7 +150,7 @@ class TCPStore(QueryStore):
             self._connection.unsubscribe_if_unwatched(target)
 
     def clone(self) -> TCPStore:
-        return TCPStore(self._host, self._port, timeout=self._timeout)
+        return TCPStore(self._host, self._port, timeout=self._timeout, secret=self._secret)
 
     def set_timeout(self, timeout: Timeout) -> None:
         super().set_timeout(timeout)

@@ -6,7 +6,15 @@ import re
 import secrets
 import threading
 
-from zmqgrad.errors import ClosedError, ProtocolError, QueueEmptyError, StoreError, StoreTimeoutError
+from zmqgrad import environment
+from zmqgrad.errors import (
+    ClosedError,
+    ProtocolError,
+    QueueEmptyError,
+    SecretError,
+    StoreError,
+    StoreTimeoutError,
+)
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import connecting_address, same_host, why_unknown
 from zmqgrad.store.followers import CallbackNotice, Registered
@@ -14,6 +22,7 @@ from zmqgrad.store.topics import Target, sync_topic, topic_of
 from zmqgrad.store.watch import WatchBook, as_registered, watch_query
 from zmqgrad.transport.notices import NoticeSubscriber
 from zmqgrad.transport.request_client import RequestClient
+from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
@@ -35,15 +44,19 @@ JOIN_SECONDS = 5.0
 class Connection:
     """To the server at ``host:port``; ``timeout``, in seconds, is for what has none of its own.
 
+    ``secret``: None for that of the environment.
+
     Safe to use from any thread. You must close it.
     """
 
-    def __init__(self, host: str, port: int, timeout: float) -> None:
+    def __init__(self, host: str, port: int, timeout: float, secret: str | bytes | None = None) -> None:
         self.timeout = timeout
         self._host = host
         self._port = port
         self._address = connecting_address(host, port)
-        self._client = RequestClient(self._address, name=f"store-client-{secrets.token_hex(3)}")
+        self._keys = keys_of(secret)
+        name = f"store-client-{secrets.token_hex(3)}"
+        self._client = RequestClient(self._address, name=name, keys=self._keys)
         self._subscriber: NoticeSubscriber | None = None
         self._closed = False
         self._lock = threading.Lock()  # guards _subscriber and _closed
@@ -62,6 +75,11 @@ class Connection:
             raise self._silence(query, seconds) from None
         except ClosedError as e:
             raise StoreError(f"{_name(query)}: {e}") from e
+        except SecretError as e:
+            raise StoreError(
+                f"{_name(query)}: cannot talk to {self._host}:{self._port}: {e}. All processes must be given "
+                f"the same {environment.SECRET} or {environment.SECRET_FILE} (or secret=..., --secret-file)"
+            ) from e
         except ProtocolError as e:
             raise StoreError(f"{_name(query)}: not understood by, or from, {self._address}: {e}") from e
         if type(answer) is StoreRefused:
@@ -101,7 +119,7 @@ class Connection:
                 raise ClosedError(f"{self!r} is closed")
             if self._subscriber is None:
                 self._subscriber = NoticeSubscriber(
-                    self._client.name, notices, self._noticed, self.watches.broken
+                    self._client.name, notices, self._noticed, self.watches.broken, self._keys
                 )
             self._subscriber.move(notices)
             for topic in topics:

@@ -18,6 +18,7 @@ from zmqgrad.store.topics import sync_topic, target_of, topic_of
 from zmqgrad.transport.notices import NoticePublisher
 from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.request_server import MAX_CLIENTS, RequestServer
+from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import (
     Message,
@@ -63,6 +64,7 @@ class StoreServer:
     Args:
         journal: the file that makes the store durable (see :mod:`~zmqgrad.store.journal`); it is read first.
         sync: flush each change of it to the disk.
+        secret: only who has it is answered; None: as the environment says (ZMQGRAD_SECRET).
         max_clients: how many connections are served; a client has one for each of its threads that ask.
         max_waiting: how many queries may wait at a time, of all clients together.
 
@@ -78,10 +80,12 @@ class StoreServer:
         name: str = "zmqgrad-store",
         journal: str | os.PathLike[str] | None = None,
         sync: bool = False,
+        secret: str | bytes | None = None,
         max_clients: int = MAX_CLIENTS,
         max_waiting: int = MAX_WAITING,
         clock: Clock = MONOTONIC,
     ) -> None:
+        keys = keys_of(secret)
         self.name = name
         self._clock = clock
         self._no_newcomers = False
@@ -97,10 +101,12 @@ class StoreServer:
             if self._journal is not None:
                 undo.callback(self._journal.close)
                 replay(self._journal, self._state, self._answers)
-            self._requests = RequestServer(name, address, max_clients=max_clients, clock=clock)
+            self._requests = RequestServer(name, address, keys=keys, max_clients=max_clients, clock=clock)
             undo.callback(self._requests.stop)
             interface = self._requests.endpoint.rpartition(":")[0]
-            self._publisher = NoticePublisher(f"{interface}:*", self._requests.incarnation, self._abandoned)
+            self._publisher = NoticePublisher(
+                f"{interface}:*", self._requests.incarnation, self._abandoned, keys
+            )
             undo.pop_all()
         self._thread = threading.Thread(target=self._run, name=f"{name}-server", daemon=True)
         self._thread.start()
@@ -302,6 +308,7 @@ class StoreServer:
         return {
             **self._state.statistics(),
             "clients": requests.clients,
+            "pending": requests.pending,
             "requests": requests.requests,
             "malformed": requests.malformed,
             "undeliverable": requests.undeliverable,

@@ -15,15 +15,22 @@ class Servers:
         self._lock = threading.Lock()  # guards _shared
         self._shared: dict[str, tuple[StoreServer, int]] = {}  # and how many use it
 
-    def lend(self, address: str, shared: bool, journal: str | os.PathLike[str] | None = None) -> StoreServer:
+    def lend(
+        self,
+        address: str,
+        shared: bool,
+        journal: str | os.PathLike[str] | None = None,
+        secret: str | bytes | None = None,
+    ) -> StoreServer:
         """A server at ``address``: with ``shared`` the one that is there, if it is shared, too.
 
-        ``journal`` is for one that is not there yet.
+        ``journal`` and ``secret`` are for one that is not there yet.
         """
         if not shared or address.endswith(":*"):
-            return StoreServer(address, journal=journal)
+            return StoreServer(address, journal=journal, secret=secret)
         with self._lock:
-            server, users = self._shared.get(address) or (StoreServer(address, journal=journal), 0)
+            there = self._shared.get(address)
+            server, users = there or (StoreServer(address, journal=journal, secret=secret), 0)
             self._shared[address] = (server, users + 1)
             return server
 

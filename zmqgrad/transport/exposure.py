@@ -1,8 +1,4 @@
-"""Who could connect: nothing but loopback is listened on without protection, unless told so in as many words.
-
-The door for CURVE: once sockets can be keyed by the job's secret, a secret is protection enough, and the
-check below asks for one of the two.
-"""
+"""Who could connect: without a secret only loopback is listened on, unless told so in as many words."""
 
 from __future__ import annotations
 
@@ -38,8 +34,8 @@ def facing_address(host: str, port: int) -> str:
         return facing
 
 
-def check_exposure(address: str) -> None:
-    """Refuse to listen where others than this host could connect.
+def check_exposure(address: str, keyed: bool) -> None:
+    """Refuse to listen where others than this host could connect, unless that is ``keyed``.
 
     Raises:
         ConfigurationError: naming the address, and what to do.
@@ -47,11 +43,11 @@ def check_exposure(address: str) -> None:
     if not address.startswith("tcp://"):
         return
     host = address[len("tcp://") :].rpartition(":")[0]
-    if is_loopback(host) or environment.allows_insecure():
+    if keyed or is_loopback(host) or environment.allows_insecure():
         return
     raise ConfigurationError(
-        f"will not listen on {address}: anybody who reaches this address could read and write, as traffic "
-        f"is neither encrypted nor authenticated yet (not even where {environment.SECRET} is set). Use "
-        f"127.0.0.1 if all workers are on this host; on a network where you trust every machine, set "
-        f"{environment.ALLOW_INSECURE}=1"
+        f"will not listen on {address} without a secret: anybody who reaches this address could read and "
+        f"write. Give all processes of the job the same {environment.SECRET} (or {environment.SECRET_FILE}; "
+        f"`openssl rand -hex 32` makes one), or use 127.0.0.1 if they are all on this host. On a network "
+        f"where you trust every machine, {environment.ALLOW_INSECURE}=1 does without"
     )

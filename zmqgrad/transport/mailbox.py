@@ -39,6 +39,8 @@ from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes, lane_address
 from zmqgrad.transport.liveness import Limits, answers
 from zmqgrad.transport.pulse import SCHEME, Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
+from zmqgrad.transport.security import Doorkeeper, Keys, key_caller, key_listener
+from zmqgrad.transport.sockets import HANDSHAKE_MS
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
@@ -103,6 +105,7 @@ class ZmqMailbox:
         arena: how much memory to share with workers of this host; by default none.
         limits: how long peers may be silent.
         inflight: bytes of frames that may be on their way to each peer; 0: no limit.
+        keys: by tcp, talk to none but those who have them; None: to whoever comes.
 
     Raises:
         TransportError: if a socket cannot be bound.
@@ -117,6 +120,7 @@ class ZmqMailbox:
         arena: ArenaSettings = OFF,
         limits: Limits = Limits(),  # noqa: B008 (immutable)
         inflight: int = INFLIGHT,
+        keys: Keys | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
@@ -131,6 +135,7 @@ class ZmqMailbox:
         self._handler: Handler = _drop
         self._directory: str | None = None
         self._limits = limits
+        self._keys = keys
         self._watch: Watch | None = None
         self._exchange = Exchange(name, arena, self.send)
         self._allowance = Allowance(name, inflight, self._say)
@@ -157,6 +162,9 @@ class ZmqMailbox:
             shown = f"[{tcp_host}]" if ":" in tcp_host else tcp_host
             if ":" in tcp_host:
                 router.setsockopt(zmq.IPV6, 1)
+            if self._keys is not None:  # after ipc was bound, which needs none
+                Doorkeeper(self._name, self._context, self._keys)
+                key_listener(router, self._keys)
             bound.append(_bind(router, f"tcp://{shown}:*"))
         return bound
 
@@ -387,6 +395,8 @@ class ZmqMailbox:
         socket = self._context.socket(zmq.DEALER)
         try:
             _set_up(socket)
+            if self._keys is not None and endpoint.startswith("tcp:"):
+                key_caller(socket, self._keys)
             socket.connect(endpoint)
         except zmq.ZMQError as e:
             socket.close(linger=0)
@@ -535,6 +545,7 @@ def _set_up(socket: zmq.Socket[bytes]) -> None:
     socket.linger = 0
     socket.sndhwm = 0
     socket.rcvhwm = 0
+    socket.handshake_ivl = HANDSHAKE_MS
 
 
 def _bind(socket: zmq.Socket[bytes], address: str) -> str:

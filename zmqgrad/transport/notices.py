@@ -22,6 +22,7 @@ import zmq
 
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.security import Doorkeeper, Keys
 from zmqgrad.transport.sockets import bind, connect, send, set_up
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
@@ -30,12 +31,16 @@ logger = logging.getLogger(__name__)
 
 Topic = bytes
 
+MAX_UPSTREAM = 1 << 20
+"""Bytes of what a subscriber may say: the name of a topic, which has at most a key of 64 Ki characters."""
+
 
 class NoticePublisher:
     """Publishes at ``address``; belongs to one thread, that of the request server beside it.
 
     Args:
         on_abandoned: called with a topic when its last subscriber has gone.
+        keys: only who has them is let in; None: whoever comes.
 
     Raises: as :class:`~zmqgrad.transport.requests.RequestServer`.
     """
@@ -45,6 +50,7 @@ class NoticePublisher:
         address: str,
         incarnation: int,
         on_abandoned: Callable[[Topic], None],
+        keys: Keys | None = None,
     ) -> None:
         self._incarnation = incarnation
         self._on_abandoned = on_abandoned
@@ -57,7 +63,10 @@ class NoticePublisher:
         self._socket = self._context.socket(zmq.XPUB)
         try:
             set_up(self._socket)
-            self.endpoint = bind(self._socket, address)
+            self._socket.setsockopt(zmq.MAXMSGSIZE, MAX_UPSTREAM)
+            if keys is not None:
+                Doorkeeper("notices", self._context, keys)
+            self.endpoint = bind(self._socket, address, keys)
         except BaseException:
             self.close()
             raise
@@ -123,7 +132,9 @@ class NoticeSubscriber:
         address: str,
         on_notice: Callable[[Message], None],
         on_broken: Callable[[], None],
+        keys: Keys | None = None,
     ) -> None:
+        self._keys = keys
         self.name = name
         self.address = address
         self._on_notice = on_notice
@@ -173,7 +184,7 @@ class NoticeSubscriber:
         for socket in (self._socket, self._monitor, self._ear):
             poller.register(socket, zmq.POLLIN)
         try:
-            connect(self._socket, self.address)
+            connect(self._socket, self.address, self._keys)
             while True:
                 ready = dict(poller.poll())
                 if self._ear in ready:
@@ -210,7 +221,7 @@ class NoticeSubscriber:
     def _move(self, address: str) -> None:
         if address != self.address:
             self._socket.disconnect(self.address)
-            connect(self._socket, address)
+            connect(self._socket, address, self._keys)
             self.address = address
 
     def _take(self, frames: list[bytes]) -> None:

@@ -20,6 +20,7 @@ from collections import deque
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import dial, hang_up, limit_waits
 from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, Unpacker, opening, write_head
 from zmqgrad.wire.codec import decode, encode
@@ -44,11 +45,16 @@ _OPENING = opening("DEALER")
 
 
 class RequestClient:
-    """Asks the server at ``address``. Connects at the first request, and by itself anew."""
+    """Asks the server at ``address``. Connects at the first request, and by itself anew.
 
-    def __init__(self, address: str, *, name: str = "client") -> None:
+    Args:
+        keys: those of the job; None: nothing is encrypted.
+    """
+
+    def __init__(self, address: str, *, name: str = "client", keys: Keys | None = None) -> None:
         self.address = address
         self.name = name
+        self._keys = keys
         self._pid = os.getpid()
         self._idle: deque[_Line] = deque()
         self._lines: set[_Line] = set()
@@ -63,11 +69,12 @@ class RequestClient:
             TimeoutError: if there is no answer by ``deadline``; says what was tried last.
             ClosedError: after, or by, :meth:`close`; and in a fork of the process that made this client.
             ProtocolError: if ``message`` cannot be written, or what comes back is no message of ours.
+            SecretError: if the server has another secret, or one of the two ends has none.
         """
         line = self._take()
         line.number += 1
         try:
-            frame = write_head(encode(message, 0, line.id, line.number, room=HEAD_ROOM))
+            frame = encode(message, 0, line.id, line.number, room=HEAD_ROOM)
             with about_to_block():
                 answer = line.ask(frame, deadline)
         except BaseException:
@@ -89,7 +96,7 @@ class RequestClient:
         try:
             return self._idle.pop()
         except IndexError:
-            line = _Line(self.address, self.name, self._closing)
+            line = _Line(self.address, self.name, self._keys, self._closing)
             with self._lock:
                 self._lines.add(line)
             return line
@@ -127,26 +134,28 @@ class RequestClient:
 class _Line:
     """One request at a time, over one connection after the other. Used by one thread at a time."""
 
-    def __init__(self, address: str, name: str, closing: threading.Event) -> None:
+    def __init__(self, address: str, name: str, keys: Keys | None, closing: threading.Event) -> None:
         self.id = secrets.randbits(63)
         self.number = 0
         self._address = address
         self._name = name
+        self._keys = keys
         self._closing = closing
         self._socket: socket.socket | None = None
         self._unpacker = Unpacker("ROUTER")
         self._limit = -1.0  # what the socket's waits are limited to
 
-    def ask(self, data: bytearray, deadline: Deadline) -> Message:
-        """Send ``data``, again on each new connection, until an answer to it comes."""
+    def ask(self, frame: bytearray, deadline: Deadline) -> Message:
+        """Send ``frame``, again on each new connection, until an answer to it comes."""
         pause = FIRST_PAUSE
+        plain = None if self._keys is not None else write_head(frame)
         while True:
             try:
                 if self._socket is None:
                     self._connect(deadline)
                 else:
                     self._limit_waits(deadline)
-                self._send(data, deadline)
+                self._send(self._unpacker.pack(frame) if plain is None else plain, deadline)
                 return self._answer(deadline)
             except TimeoutError as e:  # of connecting or of asking, by the deadline
                 if deadline.passed():
@@ -162,17 +171,27 @@ class _Line:
                 pause = min(2 * pause, LONGEST_PAUSE)
 
     def _connect(self, deadline: Deadline) -> None:
-        self._unpacker = Unpacker("ROUTER")
+        said = self._introduce()
         self._socket = dial(self._address, max(0.001, min(CONNECT_SECONDS, deadline.left())))
         self._socket.settimeout(None)
         self._limit = -1.0
         if self._closing.is_set():
             raise ConnectionAbortedError("closed while it connected")
         self._limit_waits(deadline)
-        self._send(_OPENING, deadline)
+        self._send(said, deadline)
         while not self._unpacker.ready:
             self._receive(deadline)
             self._limit_waits(deadline)
+
+    def _introduce(self) -> bytes:
+        """What this end says first on a new connection."""
+        if self._keys is None:
+            self._unpacker = Unpacker("ROUTER")
+            return _OPENING
+        from zmqgrad.transport.curve import CurveCaller  # which takes a library that others need not load
+
+        self._unpacker = curve = CurveCaller(self._keys, "DEALER", "ROUTER")
+        return curve.opening()
 
     def _send(self, data: bytes | bytearray, deadline: Deadline) -> None:
         assert self._socket is not None

@@ -16,16 +16,19 @@ class Client:
     """Whoever asks, at the server's end of a connection that does not block. To a service it is a name.
 
     Args:
-        surplus: it is one too many, and to be told so.
+        unpacker: knows how the other end speaks.
     """
 
-    __slots__ = ("address", "closed", "out", "socket", "surplus", "unpacker")
+    __slots__ = ("address", "closed", "out", "socket", "stranger", "surplus", "unpacker")
 
-    def __init__(self, connection: socket.socket, address: str, surplus: bool) -> None:
+    def __init__(self, connection: socket.socket, address: str, unpacker: Unpacker) -> None:
         self.socket = connection
         self.address = address
-        self.surplus = surplus
-        self.unpacker = Unpacker("DEALER")
+        self.unpacker = unpacker
+        self.stranger = True
+        """It has not said who it is."""
+        self.surplus = False
+        """It is one too many, and to be told so."""
         self.closed = False
         self.out: deque[memoryview] = deque()
         """What the other end did not take yet."""
@@ -49,9 +52,10 @@ class Client:
             return []
         except MemoryError:
             raise ProtocolError("a message for which there is no memory") from None
-        if unpacker.answers:
-            self.send(bytes(unpacker.answers))
-            unpacker.answers.clear()
+        finally:
+            if unpacker.answers:
+                self.send(bytes(unpacker.answers))
+                unpacker.answers.clear()
         return frames
 
     def send(self, *data: bytes | bytearray) -> None:

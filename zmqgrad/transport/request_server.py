@@ -17,15 +17,15 @@ import secrets
 import selectors
 import socket
 import threading
-from collections import deque
 from typing import Protocol
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.transport.notices import NoticePublisher
 from zmqgrad.transport.request_connection import Client
+from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import listen, set_up
-from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, opening, write_head
+from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, Unpacker, opening, write_head
 from zmqgrad.wire.codec import decode, encode, encode_around
 from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import Message, StoreValue
@@ -40,6 +40,9 @@ MAX_CLIENTS = 16_384
 
 SPARE = 64
 """How many connections beyond those are taken, to be told so."""
+
+MAX_PENDING = 4096
+"""How many may be about to say who they are. Then the one that has been so longest makes room."""
 
 FULL_SECONDS = 0.25
 """How long nobody is taken after the system had no descriptor or memory to give for him."""
@@ -90,6 +93,8 @@ class Service(Protocol):
 class RequestServer:
     """Receives requests at ``address`` (``tcp://127.0.0.1:*`` for a port that the system picks).
 
+    With ``keys``, of those who have them.
+
     Raises:
         AddressInUseError: if another socket listens there.
         ConfigurationError: if others than this host could connect, and nothing protects the traffic.
@@ -97,9 +102,16 @@ class RequestServer:
     """
 
     def __init__(
-        self, name: str, address: str, *, max_clients: int = MAX_CLIENTS, clock: Clock = MONOTONIC
+        self,
+        name: str,
+        address: str,
+        *,
+        keys: Keys | None = None,
+        max_clients: int = MAX_CLIENTS,
+        clock: Clock = MONOTONIC,
     ) -> None:
         self.name = name
+        self._keys = keys
         self.incarnation = secrets.randbits(63)
         self._clock = clock
         self._max_clients = max_clients
@@ -109,12 +121,12 @@ class RequestServer:
         self._full = False  # did the last newcomer find the system without a descriptor for him?
         self._listen_again = math.inf  # when, should the system have no more connections to give
         self._strangers: set[str] = set()
-        self._fresh: deque[tuple[float, Client]] = deque()  # have not said READY, by deadline
-        self._clients: set[Client] = set()
+        self._fresh: dict[Client, float] = {}  # strangers, and until when they may be; the first first
+        self._clients: set[Client] = set()  # those who are none any more
         self.requests = 0
         self.malformed = 0
         self.undeliverable = 0
-        self._listener, self.endpoint = listen(address)
+        self._listener, self.endpoint = listen(address, keyed=keys is not None)
         self._ear, self._bell = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, _READ, self._accept)
@@ -127,8 +139,13 @@ class RequestServer:
 
     @property
     def clients(self) -> int:
-        """How many connections there are."""
+        """How many connections there are to those who have said who they are."""
         return len(self._clients)
+
+    @property
+    def pending(self) -> int:
+        """How many there are to those who have not."""
+        return len(self._fresh)
 
     def serve(self, service: Service, publisher: NoticePublisher | None = None) -> None:
         """Hand requests to ``service`` until :meth:`stop`; then close all connections. Blocks.
@@ -195,6 +212,9 @@ class RequestServer:
                 return
             except OSError as e:
                 if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    if self._fresh:
+                        self._close(next(iter(self._fresh)))  # it may be one who only takes up room
+                        continue
                     if not self._full:
                         logger.error("%s at %s: cannot take more clients: %s", self.name, self.endpoint, e)
                     self._full = True
@@ -203,46 +223,65 @@ class RequestServer:
                     return
                 continue  # it went before we looked
             self._full = False
-            if len(self._clients) >= self._max_clients + SPARE:
-                connection.close()
-                continue
+            if len(self._fresh) >= MAX_PENDING:
+                self._close(next(iter(self._fresh)))
             connection.setblocking(False)
             set_up(connection)
-            surplus = len(self._clients) >= self._max_clients
-            client = Client(connection, f"{where[0]}:{where[1]}", surplus)
-            self._clients.add(client)
-            self._fresh.append((self._clock.now() + GREETING_SECONDS, client))
+            unpacker, said = self._introduce()
+            client = Client(connection, f"{where[0]}:{where[1]}", unpacker)
+            self._fresh[client] = self._clock.now() + GREETING_SECONDS
             self._selector.register(connection, _READ, client)
-            self._send(client, _OPENING)
+            self._send(client, said)
+
+    def _introduce(self) -> tuple[Unpacker, bytes]:
+        """Of a new connection: how the other end is to speak, and what this end says first."""
+        if self._keys is None:
+            return Unpacker("DEALER"), _OPENING
+        from zmqgrad.transport.curve import CurveListener  # which takes a library that others need not load
+
+        curve = CurveListener(self._keys, "ROUTER", "DEALER")
+        return curve, curve.opening()
+
+    def _welcome(self, client: Client) -> None:
+        """``client`` has said who it is."""
+        client.stranger = False
+        del self._fresh[client]
+        client.surplus = len(self._clients) >= self._max_clients
+        self._clients.add(client)
+        if len(self._clients) > self._max_clients + SPARE:
+            self._close(client)
 
     def _next_own_due(self) -> float:
-        return min(self._listen_again, self._fresh[0][0] if self._fresh else math.inf)
+        return min(self._listen_again, next(iter(self._fresh.values()), math.inf))
 
     def _do_own_due(self, now: float) -> None:
         """Listen again, and drop those who have not said who they are."""
         if now >= self._listen_again:
             self._listen_again = math.inf
             self._selector.register(self._listener, _READ, self._accept)
-        while self._fresh and self._fresh[0][0] <= now:
-            client = self._fresh.popleft()[1]
-            if not client.closed and not client.unpacker.ready:
-                self._refuse(client, f"it has not said who it is within {GREETING_SECONDS:g} s")
-                self._close(client)
+        while self._fresh:
+            client, until = next(iter(self._fresh.items()))
+            if until > now:
+                break
+            self._refuse(client, f"it has not said who it is within {GREETING_SECONDS:g} s")
+            self._close(client)
 
     def _close(self, client: Client) -> None:
         if client.closed:
             return
         client.closed = True
+        self._fresh.pop(client, None)
         self._clients.discard(client)
         self._selector.unregister(client.socket)
         client.socket.close()
         self._service.gone(client)
 
     def _close_all(self) -> None:
-        for client in self._clients:
+        for client in (*self._clients, *self._fresh):
             client.closed = True
             client.socket.close()
         self._clients.clear()
+        self._fresh.clear()
         self._selector.close()
         for closing in (self._listener, self._ear, self._bell):
             closing.close()
@@ -260,7 +299,11 @@ class RequestServer:
         if frames is None:
             self._close(client)
             return
+        if client.stranger and client.unpacker.ready:
+            self._welcome(client)
         for frame in frames:
+            if client.closed:
+                return
             if frame is None:
                 self._refuse(client, "a request of several frames (expected one)")
             else:
@@ -313,14 +356,14 @@ class RequestServer:
         if client.closed:
             self.undeliverable += 1
             return
-        if type(message) is StoreValue and len(message.value) >= LARGE:
+        if type(message) is StoreValue and len(message.value) >= LARGE and self._keys is None:
             # The store's own copy of the value is sent: another would cost more than all the rest.
             before, after = encode_around(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
             write_head(before, len(message.value) + len(after))
             self._send(client, before, message.value, after)
             return
         frame = encode(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
-        self._send(client, write_head(frame))
+        self._send(client, client.unpacker.pack(frame))
 
     def _send(self, client: Client, *data: bytes | bytearray) -> None:
         waited = bool(client.out)

@@ -6,7 +6,11 @@ import zmq
 
 from zmqgrad.errors import AddressInUseError, TransportError
 from zmqgrad.transport.exposure import check_exposure
+from zmqgrad.transport.security import Keys, key_caller, key_listener
 from zmqgrad.wire.frames import MAX_HEADER
+
+HANDSHAKE_MS = 10_000
+"""How long a connection may take to say who it is."""
 
 LARGE = 64 << 10
 """Frames of at least so many bytes are handed to libzmq without a copy."""
@@ -18,13 +22,16 @@ def set_up(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.SNDHWM, 0)
     socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER)
+    socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
     socket.setsockopt(zmq.RECONNECT_IVL, 10)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, 500)
 
 
-def bind(socket: zmq.Socket[bytes], address: str) -> str:
-    """Listen on ``address``; gives it with the port that was picked."""
-    check_exposure(address)
+def bind(socket: zmq.Socket[bytes], address: str, keys: Keys | None = None) -> str:
+    """Listen on ``address``, to those who have ``keys``; gives it with the port that was picked."""
+    check_exposure(address, keys is not None)
+    if keys is not None:
+        key_listener(socket, keys)
     if "[" in address:
         socket.setsockopt(zmq.IPV6, 1)
     try:
@@ -39,8 +46,10 @@ def bind(socket: zmq.Socket[bytes], address: str) -> str:
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
 
-def connect(socket: zmq.Socket[bytes], address: str) -> None:
-    """Connect to ``address``, now or whenever somebody listens there."""
+def connect(socket: zmq.Socket[bytes], address: str, keys: Keys | None = None) -> None:
+    """Connect to ``address``, now or whenever somebody listens there who has ``keys``."""
+    if keys is not None:
+        key_caller(socket, keys)
     if "[" in address:
         socket.setsockopt(zmq.IPV6, 1)
     try:

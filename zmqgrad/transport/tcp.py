@@ -17,15 +17,17 @@ KEEPALIVE_IDLE, KEEPALIVE_EVERY, KEEPALIVE_TIMES = 20, 5, 4
 without a word is noticed within 40 s."""
 
 
-def listen(address: str) -> tuple[socket.socket, str]:
+def listen(address: str, *, keyed: bool) -> tuple[socket.socket, str]:
     """A socket that listens at ``address`` (port ``*``: the system picks), and that address with its port.
+
+    ``keyed``: whoever connects has to prove that he has the job's secret.
 
     Raises:
         AddressInUseError: if another socket listens there.
         ConfigurationError: if others than this host could connect, and nothing protects the traffic.
         TransportError: if the address cannot be listened on.
     """
-    check_exposure(address)
+    check_exposure(address, keyed)
     host, port = _parts(address)
     try:
         family, kind, protocol, _, where = socket.getaddrinfo(

@@ -6,7 +6,8 @@
 
 Both ends send their opening, which is the greeting and the command READY, at once; what follows READY are
 messages. PING is answered, other commands are not for us. libzmq at the other end is understood, and
-understands (RFC 23, https://rfc.zeromq.org/spec/23/).
+understands (RFC 23, https://rfc.zeromq.org/spec/23/). With a secret the mechanism is CURVE instead:
+:mod:`~zmqgrad.transport.curve`.
 
 Why not libzmq at both ends: its sockets live in a thread of their own, and each hop from there to the
 thread that asks or answers costs a wake-up. A round trip between two processes took 105 us through
@@ -15,12 +16,11 @@ ROUTER and DEALER, 25 us by a blocking socket, 45 us through torch's TCPStore, w
 
 from __future__ import annotations
 
-from zmqgrad.errors import ProtocolError
+from zmqgrad.errors import ProtocolError, SecretError
 from zmqgrad.wire.frames import MAX_HEADER
 
 GREETING_SIZE = 64
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
-_GREETING = _SIGNATURE + b"\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
 _MORE, _LONG, _COMMAND = 1, 2, 4
 
 MAX_COMMAND = 4096
@@ -39,10 +39,27 @@ Frame = bytes | memoryview
 
 
 def opening(socket_type: str) -> bytes:
-    """What an end of this type (``"ROUTER"``, ``"DEALER"``) says first."""
+    """What an end of this type (``"ROUTER"``, ``"DEALER"``) says first, where nothing is encrypted."""
+    return greeting(b"NULL") + command(b"READY", properties(socket_type))
+
+
+def greeting(mechanism: bytes, *, as_server: bool = False) -> bytes:
+    """What comes before everything else."""
+    return _SIGNATURE + b"\x03\x00" + mechanism.ljust(20, b"\0") + bytes([as_server]) + bytes(31)
+
+
+def command(name: bytes, data: bytes) -> bytes:
+    """A command on the wire, which has fewer than 256 bytes or is a long one."""
+    body = bytes([len(name)]) + name + data
+    if len(body) < 256:
+        return bytes([_COMMAND, len(body)]) + body
+    return bytes([_COMMAND | _LONG]) + len(body).to_bytes(8, "big") + body
+
+
+def properties(socket_type: str) -> bytes:
+    """What READY says of an end of this type."""
     name, value = b"Socket-Type", socket_type.encode()
-    body = b"\x05READY" + bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
-    return _GREETING + bytes([_COMMAND, len(body)]) + body
+    return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
 
 
 def write_head(message: bytearray, more: int = 0) -> bytearray:
@@ -67,6 +84,8 @@ class Unpacker:
     Args:
         expected: the socket type that the other end must be of.
     """
+
+    MECHANISM = b"NULL"
 
     __slots__ = (
         "_buffer",
@@ -139,7 +158,7 @@ class Unpacker:
     def _unpack(self) -> list[Frame | None]:
         buffer, found, start = self._buffer, [], 0  # type: bytearray, list[Frame | None], int
         if not self._greeted:
-            _check_greeting(buffer)
+            self._check_greeting(bytes(buffer[:GREETING_SIZE]))
             self._greeted, start = True, GREETING_SIZE
         while True:
             flags, size, begin = self._read_head(start)
@@ -194,42 +213,60 @@ class Unpacker:
             raise ProtocolError(f"a frame of {size} bytes (at most {MAX_HEADER})")
         return flags, size, start + HEAD_ROOM
 
-    def _obey(self, command: bytes) -> None:
-        if not command or len(command) < 1 + command[0]:
-            raise ProtocolError(f"a command that has no name: {command[:16]!r}")
-        name = command[1 : 1 + command[0]]
-        data = command[1 + len(name) :]
+    def _obey(self, said: bytes) -> None:
+        name, data = split_command(said)
         if name == b"READY":
-            self._check_ready(data)
+            self._take_properties(data)
         elif name == b"ERROR":
             raise ProtocolError(f"the other end refused: {data[1:].decode(errors='replace')}")
         elif name == b"PING":
-            body = b"\x04PONG" + data[2:18]
-            self.answers += bytes([_COMMAND, len(body)]) + body
+            self.answers += command(b"PONG", data[2:18])
 
-    def _check_ready(self, properties: bytes) -> None:
+    def _take_properties(self, data: bytes) -> None:
+        """What the other end says of itself is in order: it is ready."""
         at = 0
-        while at < len(properties):
-            name_end = at + 1 + properties[at]
-            value_end = name_end + 4 + int.from_bytes(properties[name_end : name_end + 4], "big")
-            if properties[at + 1 : name_end].lower() == b"socket-type":
-                said = properties[name_end + 4 : value_end].decode(errors="replace")
+        while at < len(data):
+            name_end = at + 1 + data[at]
+            value_end = name_end + 4 + int.from_bytes(data[name_end : name_end + 4], "big")
+            if data[at + 1 : name_end].lower() == b"socket-type":
+                said = data[name_end + 4 : value_end].decode(errors="replace")
                 if said != self._expected:
                     raise ProtocolError(f"the other end is a {said} socket (expected {self._expected})")
             at = value_end
         self.ready = True
 
+    def _check_greeting(self, greeting: bytes) -> None:
+        _check_signature(greeting)
+        if greeting[10] < 3:
+            raise ProtocolError(f"the other end speaks version {greeting[10]} of ZMTP (expected 3)")
+        mechanism = greeting[12:32].rstrip(b"\0")
+        if mechanism == self.MECHANISM:
+            return
+        if mechanism == b"CURVE":
+            raise SecretError("the other end wants a secret, and there is none here")
+        if mechanism == b"NULL":
+            raise SecretError(
+                "the other end has no secret, and there is one here: nothing is said in the clear"
+            )
+        raise ProtocolError(f"the other end wants the mechanism {mechanism!r} (expected {self.MECHANISM!r})")
 
-def _check_signature(start: bytearray) -> None:
+    def pack(self, message: bytearray) -> bytearray:
+        """A message to be sent, whose first ``HEAD_ROOM`` bytes are free, as the other end wants it."""
+        return write_head(message)
+
+
+def split_command(said: bytes) -> tuple[bytes, bytes]:
+    """Name and data of a command.
+
+    Raises:
+        ProtocolError: if it has no name.
+    """
+    if not said or len(said) < 1 + said[0]:
+        raise ProtocolError(f"a command that has no name: {said[:16]!r}")
+    return said[1 : 1 + said[0]], said[1 + said[0] :]
+
+
+def _check_signature(start: bytes | bytearray) -> None:
     """Complain as soon as it is certain: an HTTP client would wait for an answer before it says more."""
     if start[:1] != _SIGNATURE[:1] or (len(start) >= 10 and start[9] != _SIGNATURE[9]):
         raise ProtocolError(f"first bytes are {bytes(start[:16])!r}: the other end does not speak ZMTP")
-
-
-def _check_greeting(greeting: bytearray) -> None:
-    _check_signature(greeting)
-    if greeting[10] < 3:
-        raise ProtocolError(f"the other end speaks version {greeting[10]} of ZMTP (expected 3)")
-    mechanism = bytes(greeting[12:32]).rstrip(b"\0")
-    if mechanism != b"NULL":
-        raise ProtocolError(f"the other end wants the mechanism {mechanism!r} (expected NULL)")

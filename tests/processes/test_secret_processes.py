@@ -1,0 +1,91 @@
+"""A job with a secret, in real processes: it works over tcp, and whoever lacks the secret is told so."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import zmqgrad.autograd as dist_autograd
+import zmqgrad.rpc as rpc
+from tests.support.processes import free_port, run_processes
+from zmqgrad.errors import RendezvousError
+from zmqgrad.store import TCPStore
+from zmqgrad.transport import mailbox
+
+SECRET = "the secret of this job, of 33 bytes"
+
+
+def own_address() -> str:
+    """An address of this host that others can reach, if it has one."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # of a datagram socket: chooses a route, sends nothing
+        except OSError:
+            pytest.skip("this host has no address but loopback")
+        return str(probe.getsockname()[0])
+
+
+def between_hosts(rank: int) -> tuple[str, list[float]]:
+    mailbox.answers = lambda endpoint: not endpoint.startswith("ipc")  # as if all were far away
+    if rank == 2:
+        os.environ["ZMQGRAD_SECRET"] = "another secret, of 26 bytes"
+        with pytest.raises(RendezvousError, match="the other end has another secret"):
+            rpc.init_rpc("stranger", rank=1, world_size=2)
+        del os.environ["ZMQGRAD_SECRET"]
+        with pytest.raises(RendezvousError, match="wants a secret, and there is none here"):
+            rpc.init_rpc("stranger", rank=1, world_size=2)
+        return "refused", []
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+    with dist_autograd.context() as context:
+        a = torch.full((300,), 2.0, requires_grad=True)
+        loss = rpc.rpc_sync(f"w{1 - rank}", torch.mul, (a, a)).sum()
+        dist_autograd.backward(context, [loss])
+        gradient = dist_autograd.get_gradients(context)[a]
+    endpoint = rpc.api.current_worker().mailbox._peers[1 - rank].endpoint  # type: ignore[attr-defined]
+    rpc.shutdown()
+    return endpoint, [float(gradient.min()), float(gradient.max())]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_calls_over_keyed_tcp_and_strangers_without_the_secret() -> None:
+    address = own_address()
+    env = {"MASTER_ADDR": address, "ZMQGRAD_SECRET": SECRET, "WORLD_SIZE": "2"}
+    *ours, (stranger, _) = run_processes(between_hosts, 3, env=env)
+    for endpoint, gradient in ours:
+        assert endpoint.startswith(f"tcp://{address}:")
+        assert gradient == [4.0, 4.0]
+    assert stranger == "refused"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_store_served_from_a_terminal(tmp_path: Path) -> None:
+    """``store serve --secret-file``: who has the file is served, at any address; nobody else."""
+    file = tmp_path / "secret"
+    file.touch(0o600)
+    file.write_text(f"{SECRET}\n")
+    port = free_port()
+    command = [sys.executable, "-m", "zmqgrad", "store"]
+    served = ["serve", "--host", "0.0.0.0", "--port", f"{port}", "--secret-file", f"{file}"]
+    with subprocess.Popen([*command, *served], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as server:
+        try:
+            with TCPStore("127.0.0.1", port, timeout=30, secret=SECRET) as store:
+                store.set("key", "value")
+                get = [*command, "get", "key", "--endpoint", f"127.0.0.1:{port}"]
+                has = subprocess.run([*get, "--secret-file", f"{file}"], capture_output=True, check=False)
+                has_not = subprocess.run(get, capture_output=True, check=False)
+                assert (has.returncode, has.stdout) == (0, b"value\n")
+                assert (has_not.returncode, has_not.stdout) == (1, b"")
+                assert b"wants a secret, and there is none here" in has_not.stderr
+        finally:
+            server.terminate()
+            assert server.stderr is not None
+            assert server.stderr.read().count(b"dropped a malformed request") == 1
+        assert server.wait(30) == 0
