@@ -856,8 +856,26 @@ def test_a_tensor_of_another_context_is_refused(c: Cluster) -> None:
 def test_plain_backward_through_a_call_is_refused(c: Cluster) -> None:
     with context():
         y = rpc.rpc_sync(1, double, (leaf(1),))
-        with pytest.raises(AutogradError, match=r"call zmqgrad.autograd.backward"):
+        with pytest.raises(RuntimeError, match=r"call zmqgrad.autograd.backward"):
             y.sum().backward()
+
+
+def test_a_leaf_that_requires_grad_no_more_gets_none(c: Cluster) -> None:
+    x, y = leaf(1), leaf(2)
+    with context() as context_id:
+        total = (rpc.rpc_sync(1, double, (x,)) + rpc.rpc_sync(1, double, (y,))).sum()
+        x.requires_grad_(False)
+        backward(context_id, [total])
+        assert list(get_gradients(context_id)) == [y]
+
+
+def test_torchs_own_nodes_of_that_kind_are_nodes_like_others(c: Cluster) -> None:
+    x = leaf(1)
+    with context() as context_id:
+        y = rpc.rpc_sync(1, double, (x,))
+        behind = torch._C._functions.DelayedError("never reached", 1)(y * 2)
+        with pytest.raises(RuntimeError, match="never reached"):
+            backward(context_id, [behind.sum()])
 
 
 def test_a_context_ends_everywhere_when_its_block_fails(c: Cluster) -> None:

@@ -50,8 +50,6 @@ def test_sends_and_recvs_at_both_ends_of_a_call(c: Cluster) -> None:
         assert names(send.next_functions) == ["MulBackward0", "torch::autograd::AccumulateGrad"]
         assert send.next_functions[1][0].variable is y
         assert list(context._recv_functions().values()) == [z.grad_fn]
-        assert z.grad_fn is not None
-        assert z.grad_fn.name() == RECV
         assert context._known_worker_ids() == {1}
         sends, recvs, known = rpc.rpc_sync(1, seen_there, (context_id,))
         assert (sends, recvs, known) == ([["AddBackward0"]], [RECV], {0})

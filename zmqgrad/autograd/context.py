@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
+from collections.abc import Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -68,14 +69,16 @@ class Context:
         with self._lock:
             return dict(self._recvs)
 
-    def receive(self, autograd_id: int, peer: int, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Tensors that came from the send ``autograd_id`` of ``peer``, with their history."""
-        outputs = sum(t.requires_grad for t in tensors)
-        if not autograd_id or not outputs:
-            return tensors
-        received, node = attach_recv(RecvNote(self.id, autograd_id, peer, outputs), tensors)
-        self._recvs[autograd_id] = node
-        return received
+    def receive(
+        self, autograd_id: int, peer: int, tensors: list[torch.Tensor], wanted: Sequence[int]
+    ) -> list[torch.Tensor]:
+        """Tensors that came from the send ``autograd_id`` of ``peer``; those at ``wanted`` with history."""
+        if wanted:
+            note = RecvNote(self.id, autograd_id, peer, len(wanted))
+            outputs, self._recvs[autograd_id] = attach_recv(note, [tensors[i] for i in wanted])
+            for i, output in zip(wanted, outputs, strict=True):
+                tensors[i] = output
+        return tensors
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         """Add to the gradient of ``leaf``; gives the sum."""

@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote
+from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
 from zmqgrad.autograd.hooks import any_registered, has_hooks
 from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
@@ -52,8 +52,9 @@ class PlannedPass(LocalPass):
         super().__init__(context, worker, retain_graph, entries)
         self._hooks = hooks
         self._tick = 0
-        walked = _Walk(entries, hooks)
+        walked = _Walk(entries.edges(), hooks)
         self._nodes = walked.nodes
+        self._notes = walked.notes
         self._numbers = walked.numbers
         self._graph = walked.graph
         self.plan = Plan(walked.graph, walked.entries)
@@ -107,8 +108,8 @@ class PlannedPass(LocalPass):
         at_recv: dict[int, list[Gradient]] = {}
         for end in group.ends:
             node: Any = self._nodes[end]
-            if type(node) is RECV_NODE:
-                at_recv[end] = [None] * node.note.outputs
+            if end in self._notes:
+                at_recv[end] = [None] * self._notes[end].outputs
             elif (gradient := results.pop((end, 0), None)) is not None:
                 self._accumulate(node.variable, gradient)
         for edge, gradient in results.items():
@@ -120,7 +121,7 @@ class PlannedPass(LocalPass):
             else:
                 with self._lock:
                     self._add(edge, gradient)
-        return [(self._nodes[recv].note, gradients) for recv, gradients in at_recv.items()]
+        return [(self._notes[recv], gradients) for recv, gradients in at_recv.items()]
 
     def _differentiate(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
         """From gradients at the group's incoming edges to those at its outgoing ones, on torch's engine."""
@@ -167,13 +168,13 @@ class PlannedPass(LocalPass):
         with self._lock:
             return Waiting(self._worker, self._tick, self.plan.waits())
 
-    def _state(self) -> tuple[int, list[tuple[int, list[Any], bool]]]:
+    def _state(self) -> tuple[int, list[tuple[int, list[RecvNote], bool]]]:
         with self._lock:
             arrived, groups = self.plan.arrived, [(g, g.ran) for g in self.plan.groups.values()]
         found = []
         for group, ran in groups:
-            ends = [self._nodes[end] for end in group.ends]
-            found.append((group.entries, [end for end in ends if type(end) is RECV_NODE], ran))
+            notes = [self._notes[end] for end in group.ends if end in self._notes]
+            found.append((group.entries, notes, ran))
         return arrived, found
 
     def describe(self) -> str:
@@ -188,20 +189,21 @@ class _Walk:
     One walk in depth: a node is done, and last in ``order`` so far, when all that follow it are.
     """
 
-    def __init__(self, entries: Entries, hooks: bool) -> None:
+    def __init__(self, starts: Sequence[Sequence[GradientEdge]], hooks: bool) -> None:
         self.nodes: list[Any] = []
+        self.notes: dict[int, RecvNote] = {}  # of the recvs
         self.numbers: dict[Any, int] = {}
         self._following: list[list[Any]] = []
         self._leaves: set[int] = set()
         self._ends: set[int] = set()
         self._hooks = hooks
         order: list[int] = []
-        for edges in entries.starts:
+        for edges in starts:
             for edge in edges:
                 self._visit(edge[0], order)
         order.reverse()
         numbers = self.numbers
-        self.entries = [[(numbers[e[0]], e[1]) for e in edges] for edges in entries.starts]
+        self.entries = [[(numbers[e[0]], e[1]) for e in edges] for edges in starts]
         following = [[(numbers[node], number) for node, number in edges] for edges in self._following]
         self.graph = Graph(following, frozenset(self._leaves), frozenset(self._ends), order)
 
@@ -226,7 +228,8 @@ class _Walk:
         kind = type(node)
         number = self.numbers[node] = len(self.nodes)
         edges: list[Any] = []
-        if kind is RECV_NODE:
+        if kind is RECV_NODE and (note := note_of(node)) is not None:
+            self.notes[number] = note
             self._ends.add(number)
         elif kind is LEAF_NODE:
             (self._ends if self._hooks and has_hooks(node.variable) else self._leaves).add(number)

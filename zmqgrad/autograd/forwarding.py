@@ -27,6 +27,7 @@ from zmqgrad.wire.messages import (
     ForwardAutogradResp,
     Message,
     MessageType,
+    Payload,
     RemoteCall,
     RemoteResult,
     Result,
@@ -129,12 +130,16 @@ class Autograd:
     def _received(
         self, context: Context | None, autograd_id: int, wrapped: Message, inbound: Inbound
     ) -> list[torch.Tensor]:
-        tensors = unpack_tensors(getattr(wrapped, "payload", NOTHING), inbound.frames)
+        payload: Payload = getattr(wrapped, "payload", NOTHING)
         if context is None:
-            return tensors
+            return unpack_tensors(payload, inbound.frames)
         source = inbound.envelope.source
         context.know(source)
-        return context.receive(autograd_id, source, tensors)
+        if not autograd_id:
+            return unpack_tensors(payload, inbound.frames)
+        wanted = [i for i, d in enumerate(payload.tensors.tensors) if d.requires_grad]
+        tensors = unpack_tensors(payload, inbound.frames, differentiable=False)
+        return context.receive(autograd_id, source, tensors, wanted)
 
     def debug_info(self) -> dict[str, int]:
         """How many contexts are known here, and how many passes that began here are under way."""

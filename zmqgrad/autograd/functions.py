@@ -6,9 +6,11 @@
                     |                       |
                    send  <--(gradients)-----+
 
-A *send* is only a note: the gradient edges of the tensors that went, in their order. When the gradients
-come back the engine starts there. A *recv* is a node of the autograd graph, whose outputs are the tensors
-that came. The engine never runs it: it stops at its edges and sends on what arrived there.
+A *send* is only a note: where the gradients of the tensors that went enter the graph, in their order. When
+they come back the engine starts there. A *recv* is a node of the autograd graph, whose outputs are the
+tensors that came. The engine never runs it: it stops at its edges and sends on what arrived there. It is
+torch's own node for what must not be run, made in C++ (and shown as ``grad_fn=<Error>``): a
+``torch.autograd.Function`` takes four times as long to make.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from zmqgrad.errors import AutogradError
+Start = GradientEdge | torch.Tensor
+"""Where the gradient of a tensor enters the graph. A leaf stands for itself: finding its edge takes long."""
 
 
 class Send(NamedTuple):
@@ -36,7 +39,7 @@ class Send(NamedTuple):
 
     autograd_id: int
     peer: int
-    edges: tuple[GradientEdge, ...]
+    starts: tuple[Start, ...]
     what: str
     file: str = ""
     line: int = 0
@@ -49,19 +52,24 @@ class Send(NamedTuple):
 
 def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str) -> Send:
     """The send of those ``tensors`` (all of which require grad), made by the line that the program is at."""
-    return Send(autograd_id, peer, tuple(map(edge_of, tensors)), what, *_line_of_program())
+    return Send(autograd_id, peer, tuple(map(start_of, tensors)), what, *_line_of_program())
 
 
-def edge_of(tensor: torch.Tensor) -> GradientEdge:
-    """Where the gradient of ``tensor`` enters the graph."""
+def start_of(tensor: torch.Tensor) -> Start:
+    """Where the gradient of ``tensor``, which requires grad, enters the graph."""
     node = tensor.grad_fn
-    if node is not None:
-        return GradientEdge(node, tensor.output_nr)
-    if tensor.layout is torch.strided:
-        return get_gradient_edge(tensor)
+    return tensor if node is None else GradientEdge(node, tensor.output_nr)
+
+
+def edge_of(start: Start) -> GradientEdge:
+    """``start`` as an edge of the graph."""
+    if isinstance(start, GradientEdge):
+        return start
+    if start.layout is torch.strided:
+        return get_gradient_edge(start)
     # Torch finds the node of a leaf behind a view of it; a sparse tensor has no views, but can be copied.
     with torch.enable_grad():
-        copied = tensor.clone().grad_fn
+        copied = start.clone().grad_fn
     assert copied is not None
     leaf, number = copied.next_functions[0]
     assert leaf is not None
@@ -90,63 +98,45 @@ class RecvNote(NamedTuple):
     outputs: int
 
 
-class _Box:
-    """Holds tensors where autograd does not see them as inputs.
+_ANCHOR = torch.empty(0, requires_grad=True)
+"""What makes the outputs of a recv require grad. Nothing ever flows to it."""
 
-    A function that returns its inputs gives outputs that forbid in-place work (DESIGN 16.6).
-    """
+_NOTE = "zmqgrad"
 
-    __slots__ = ("note", "tensors")
-
-    def __init__(self, tensors: list[torch.Tensor], note: RecvNote) -> None:
-        self.tensors = tensors
-        self.note = note
+_makers: dict[int, Any] = {}
+"""By the number of tensors, what makes recvs of them."""
 
 
-class Recv(torch.autograd.Function):
-    """The node whose outputs are the tensors of one message."""
-
-    @staticmethod
-    def forward(ctx: Any, box: _Box, anchor: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.note = box.note
-        return tuple(box.tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
-        raise AutogradError(
-            f"tensors that came from worker {ctx.note.peer} are part of the distributed graph of context "
-            f"{ctx.note.context_id}: call zmqgrad.autograd.backward(context_id, roots), not Tensor.backward()"
-        )
+def _maker(outputs: int) -> Any:
+    return _makers.setdefault(
+        outputs,
+        torch._C._functions.DelayedError(
+            "tensors that came from another worker are part of the distributed graph of a context: call "
+            "zmqgrad.autograd.backward(context_id, roots), not Tensor.backward() or torch.autograd.grad()",
+            outputs + 1,
+        ),
+    )
 
 
-RECV_NODE: Any = Recv._backward_cls
-"""The class of the nodes that :class:`Recv` leaves in a graph; they have a ``note``."""
+def attach_recv(note: RecvNote, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+    """``tensors``, which must not require grad, as outputs of a recv; and its node."""
+    maker = _makers.get(len(tensors)) or _maker(len(tensors))
+    # The anchor is the only one to require grad, so that the node keeps no tensor's memory.
+    outputs: tuple[torch.Tensor, ...] = maker(*tensors, _ANCHOR)
+    node: Any = outputs[0].grad_fn
+    node.metadata[_NOTE] = note
+    return outputs[:-1], node
 
-SEND_NAME = "torch::distributed::autograd::SendRpcBackward"
-RECV_NAME = "torch::distributed::autograd::RecvRpcBackward"
-"""What torch calls them: programs that walk or draw graphs know the ends of messages by these names."""
 
-RECV_NODE.name = lambda _: RECV_NAME
+RECV_NODE: Any = type(_maker(0)(_ANCHOR).grad_fn)
+"""The class of the nodes that stand for recvs; those of ours have a note."""
+
+
+def note_of(node: Any) -> RecvNote | None:
+    """Where the gradients of a ``RECV_NODE`` go; None if it is not one of ours."""
+    note: RecvNote | None = node.metadata.get(_NOTE)
+    return note
 
 
 LEAF_NODE: Any = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 """The class of the nodes that stand for leaves (AccumulateGrad); they have a ``variable``."""
-
-
-_ANCHOR = torch.empty(0, requires_grad=True)
-"""What makes the outputs of a recv require grad. Nothing ever flows to it."""
-
-
-def attach_recv(note: RecvNote, tensors: list[torch.Tensor]) -> tuple[list[torch.Tensor], Any]:
-    """``tensors`` as outputs of a recv where they require grad, the others as they are; and its node."""
-    wanted = [i for i, t in enumerate(tensors) if t.requires_grad]
-    box = _Box([tensors[i].detach() for i in wanted], note)
-    if torch.is_grad_enabled():
-        outputs = Recv.apply(box, _ANCHOR)  # type: ignore[no-untyped-call]
-    else:
-        with torch.enable_grad():
-            outputs = Recv.apply(box, _ANCHOR)  # type: ignore[no-untyped-call]
-    received = list(tensors)
-    for i, output in zip(wanted, outputs, strict=True):
-        received[i] = output
-    return received, outputs[0].grad_fn

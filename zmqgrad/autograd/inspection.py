@@ -14,10 +14,47 @@ from typing import Any
 
 from zmqgrad.autograd.context import Context, record_for, recording, refuse_nesting
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.autograd.functions import SEND_NAME, Send
+from zmqgrad.autograd.functions import RECV_NODE, Send, edge_of, note_of
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.wire.ids import MAX_COUNTER, join_id, show_id
+
+SEND_NAME = "torch::distributed::autograd::SendRpcBackward"
+RECV_NAME = "torch::distributed::autograd::RecvRpcBackward"
+"""What torch calls them: programs that walk or draw graphs know the ends of messages by these names."""
+
+
+class GraphNode:
+    """A node of torch's graph that is called as torch would call it. Equal to that node, and used like it."""
+
+    __slots__ = ("_node",)
+
+    def __init__(self, node: Any) -> None:
+        self._node = node
+
+    def name(self) -> str:
+        """What kind of node it is."""
+        node = self._node
+        return RECV_NAME if type(node) is RECV_NODE and note_of(node) else str(node.name())
+
+    @property
+    def next_functions(self) -> tuple[tuple[GraphNode | None, int], ...]:
+        """For each input, the node that made it, and which of its outputs it is."""
+        if type(self._node) is RECV_NODE and note_of(self._node):
+            return ()
+        return tuple((node and GraphNode(node), i) for node, i in self._node.next_functions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._node, name)
+
+    def __eq__(self, other: object) -> bool:
+        return self._node is (other._node if isinstance(other, GraphNode) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._node)
+
+    def __repr__(self) -> str:
+        return f"<node {self.name()}>"
 
 
 class SendFunction:
@@ -33,9 +70,9 @@ class SendFunction:
         return SEND_NAME
 
     @property
-    def next_functions(self) -> tuple[tuple[Any, int], ...]:
+    def next_functions(self) -> tuple[tuple[GraphNode, int], ...]:
         """For each tensor that was sent, the node that made it, and which of its outputs it is."""
-        return tuple((edge[0], edge[1]) for edge in self._send.edges)
+        return tuple((GraphNode(edge[0]), edge[1]) for edge in map(edge_of, self._send.starts))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SendFunction) and self._send is other._send
@@ -64,9 +101,9 @@ class DistAutogradContext:
         """What was sent from here, by autograd id, in the order in which it was."""
         return {send.autograd_id: SendFunction(send) for send in self._context.sends()}
 
-    def _recv_functions(self) -> dict[int, Any]:
+    def _recv_functions(self) -> dict[int, GraphNode]:
         """The nodes of the graph behind what came here, by autograd id, in the order in which it did."""
-        return self._context.recvs()
+        return {autograd_id: GraphNode(node) for autograd_id, node in self._context.recvs().items()}
 
     def _known_worker_ids(self) -> set[int]:
         """The workers that this one exchanged messages of the context with."""

@@ -9,13 +9,13 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.functions import RecvNote, Send, edge_of
+from zmqgrad.autograd.functions import RecvNote, Send, Start, edge_of, start_of
 from zmqgrad.autograd.hooks import run_post_accumulate_hooks
 from zmqgrad.autograd.plan import bits
 from zmqgrad.autograd.single import Gradient
@@ -34,8 +34,12 @@ class Entries:
 
     def __init__(self, roots: Sequence[torch.Tensor], sends: list[Send]) -> None:
         self.sends = sends
-        self.starts: list[Sequence[GradientEdge]] = [list(map(edge_of, roots))]
-        self.starts += [send.edges for send in sends]
+        self.starts: list[Sequence[Start]] = [list(map(start_of, roots))]
+        self.starts += [send.starts for send in sends]
+
+    def edges(self) -> list[Sequence[GradientEdge]]:
+        """The starts, leaves included, as edges of the graph."""
+        return [list(map(edge_of, starts)) for starts in self.starts]
 
 
 class FlowView(NamedTuple):
@@ -66,7 +70,7 @@ class LocalPass(ABC):
         self.retain_graph = retain_graph
         self._worker = worker
         self._lock = threading.Lock()  # guards what has arrived, and the gradients that wait
-        self._starts = entries.starts
+        self._starts: Sequence[Sequence[Start]] = entries.starts
         self._sends = entries.sends
         self._entry_of = {send.autograd_id: i + 1 for i, send in enumerate(self._sends)}
 
@@ -111,7 +115,7 @@ class LocalPass(ABC):
         """Does anything wait that has been reached?"""
 
     @abstractmethod
-    def _state(self) -> tuple[int, list[tuple[int, list[Any], bool]]]:
+    def _state(self) -> tuple[int, list[tuple[int, list[RecvNote], bool]]]:
         """What has arrived, and for each group its entries, its recvs, and whether it has run."""
 
     @abstractmethod
@@ -127,7 +131,7 @@ class LocalPass(ABC):
             tuple((send.autograd_id, send.peer, send.describe()) for send in self._sends),
             (arrived | starts_here).to_bytes(size, "little"),
             tuple(
-                (entries.to_bytes(size, "little"), tuple((r.note.autograd_id, r.note.peer) for r in recvs))
+                (entries.to_bytes(size, "little"), tuple((r.autograd_id, r.peer) for r in recvs))
                 for entries, recvs, ran in groups
                 if not ran and (recvs or entries & (entries - 1))  # else nothing depends on it
             ),
@@ -140,7 +144,7 @@ class LocalPass(ABC):
         flows = []
         for entries, recvs, ran in groups:
             enter = [0 if not i else sends[i - 1][0] for i in bits(entries)]
-            flows.append(FlowView(enter, [(r.note.autograd_id, r.note.peer) for r in recvs], ran))
+            flows.append(FlowView(enter, [(r.autograd_id, r.peer) for r in recvs], ran))
         got = [send for i, (send, _, _) in enumerate(sends) if arrived >> (i + 1) & 1]
         return PassView(self._worker, name, sends, got, bool(arrived & 1), flows, self.describe())
 

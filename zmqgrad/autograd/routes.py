@@ -14,7 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE
+from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
 from zmqgrad.autograd.hooks import has_hooks
 from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.single import Gradient, run_engine
@@ -28,9 +28,10 @@ class Route:
 
     __slots__ = ("ends", "recvs", "ways")
 
-    def __init__(self, ends: dict[tuple[Any, int], None], recvs: list[Any], ways: bool) -> None:
+    def __init__(self, ends: dict[tuple[Any, int], None], recvs: dict[Any, RecvNote], ways: bool) -> None:
         self.ends = tuple(GradientEdge(*end) for end in ends)
         self.recvs = recvs
+        """The recvs' nodes, and where their gradients go."""
         self.ways = ways
         """Is there any node on the way, or do leaves and received tensors travel on as they are?"""
 
@@ -39,9 +40,10 @@ def find_routes(entries: Entries, hooks: bool) -> list[Route] | None:
     """The route of each entry; None if two of them meet. ``hooks``: leaves may have some."""
     owner: dict[Any, int] = {}
     routes = []
-    for number, edges in enumerate(entries.starts):
+    for number, starts in enumerate(entries.edges() if hooks else entries.starts):
+        edges = [start for start in starts if isinstance(start, GradientEdge)]  # leaves lead nowhere
         ends: dict[tuple[Any, int], None] = {}
-        recvs: list[Any] = []
+        recvs: dict[Any, RecvNote] = {}
         todo: list[Any] = list(edges)
         while todo:  # this is the walk over the whole graph: every look-up counts
             edge = todo.pop()
@@ -57,13 +59,13 @@ def find_routes(entries: Entries, hooks: bool) -> list[Route] | None:
                 if node is None:
                     continue
                 owner[node] = number
-                if kind is RECV_NODE:
-                    recvs.append(node)
+                if kind is RECV_NODE and (note := note_of(node)) is not None:
+                    recvs[node] = note
                 else:
                     todo += node.next_functions
             elif before != number:
                 return None
-            if kind is RECV_NODE:
+            if kind is RECV_NODE and node in recvs:
                 ends[node, edge[1]] = None
         routes.append(Route(ends, recvs, any(type(e.node) not in _ENDS for e in edges)))
     return routes
@@ -85,6 +87,8 @@ class RoutedPass(LocalPass):
         self._routes = routes
         self._hooks = hooks
         self._arrived = 0
+        if hooks:
+            self._starts = entries.edges()
 
     def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
         with self._lock:
@@ -92,12 +96,18 @@ class RoutedPass(LocalPass):
                 return False
             self._arrived |= 1 << entry
         flowing: dict[GradientEdge, torch.Tensor] = {}
-        for edge, gradient in zip(self._starts[entry], gradients, strict=True):
-            if gradient is not None:
-                present = flowing.get(edge)
-                flowing[edge] = gradient if present is None else present + gradient
+        for start, gradient in zip(self._starts[entry], gradients, strict=True):
+            if gradient is None:
+                continue
+            if isinstance(start, GradientEdge):
+                present = flowing.get(start)
+                flowing[start] = gradient if present is None else present + gradient
+            elif start.requires_grad:  # still
+                self.context.accumulate(start, gradient)
         route = self._routes[entry]
-        at_recv: dict[Any, list[Gradient]] = {recv: [None] * recv.note.outputs for recv in route.recvs}
+        at_recv: dict[Any, list[Gradient]] = {
+            recv: [None] * note.outputs for recv, note in route.recvs.items()
+        }
         for edge, gradient in self._run(route, flowing):
             node = edge.node
             if node in at_recv:
@@ -105,7 +115,7 @@ class RoutedPass(LocalPass):
             elif gradient is not None:
                 self._collect(node.variable, gradient)
         for recv, complete in at_recv.items():
-            send_on(recv.note, complete)
+            send_on(route.recvs[recv], complete)
         return True
 
     def _run(self, route: Route, flowing: dict[GradientEdge, torch.Tensor]) -> Iterable[tuple[Any, Gradient]]:
@@ -131,9 +141,10 @@ class RoutedPass(LocalPass):
         """Nothing does."""
         return Waiting(self._worker, 0)
 
-    def _state(self) -> tuple[int, list[tuple[int, list[Any], bool]]]:
+    def _state(self) -> tuple[int, list[tuple[int, list[RecvNote], bool]]]:
         arrived = self._arrived
-        return arrived, [(1 << i, r.recvs, bool(arrived >> i & 1)) for i, r in enumerate(self._routes)]
+        routes = enumerate(self._routes)
+        return arrived, [(1 << i, list(r.recvs.values()), bool(arrived >> i & 1)) for i, r in routes]
 
     def describe(self) -> str:
         """Entries, whether they have arrived, and where they lead."""

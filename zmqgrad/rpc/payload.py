@@ -416,13 +416,15 @@ def _contents(function: types.FunctionType) -> list[Any]:
 # ---- unpacking ------------------------------------------------------------------------------------------
 
 
-def unpack_tensors(payload: Payload, frames: Sequence[Buffer]) -> list[torch.Tensor]:
-    """The tensors beside a payload.
+def unpack_tensors(
+    payload: Payload, frames: Sequence[Buffer], differentiable: bool = True
+) -> list[torch.Tensor]:
+    """The tensors beside a payload; unless ``differentiable``, none of them requires grad yet.
 
     Raises:
         ProtocolError: if they do not fit their frames.
     """
-    return rebuild(payload.tensors, frames) if payload.tensors.tensors else []
+    return rebuild(payload.tensors, frames, differentiable) if payload.tensors.tensors else []
 
 
 def unpack(

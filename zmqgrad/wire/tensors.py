@@ -316,8 +316,10 @@ class _Sharing:
         return TensorDescriptor(_NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), offset, number, False)
 
 
-def rebuild(described: Tensors, frames: Sequence[Buffer]) -> list[torch.Tensor]:
+def rebuild(described: Tensors, frames: Sequence[Buffer], differentiable: bool = True) -> list[torch.Tensor]:
     """The tensors, in order. They are the receiver's own: writing into them is safe.
+
+    They require grad where those that were sent did, unless ``differentiable`` is false.
 
     A tensor that is alone in a frame is built on the frame without a copy.
 
@@ -325,7 +327,7 @@ def rebuild(described: Tensors, frames: Sequence[Buffer]) -> list[torch.Tensor]:
         ProtocolError: if a descriptor does not fit its blob, or a blob its frame.
     """
     try:
-        return _rebuild_all(described, frames)
+        return _rebuild_all(described, frames, differentiable)
     except (
         RuntimeError,
         ValueError,
@@ -335,7 +337,7 @@ def rebuild(described: Tensors, frames: Sequence[Buffer]) -> list[torch.Tensor]:
         raise ProtocolError(f"a tensor that came does not hold together: {e}") from e
 
 
-def _rebuild_all(described: Tensors, frames: Sequence[Buffer]) -> list[torch.Tensor]:
+def _rebuild_all(described: Tensors, frames: Sequence[Buffer], differentiable: bool) -> list[torch.Tensor]:
     blobs = described.blobs
     users: dict[int, int] = {}
     for d in described.tensors:
@@ -350,7 +352,7 @@ def _rebuild_all(described: Tensors, frames: Sequence[Buffer]) -> list[torch.Ten
                 t = _rebuild_alone(d, blobs, frames)
         else:
             t = _rebuild_other(d, blobs, frames, bases)
-        out.append(t.requires_grad_() if d.requires_grad else t)
+        out.append(t.requires_grad_() if d.requires_grad and differentiable else t)
     return out
 
 
