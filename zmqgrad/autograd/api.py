@@ -72,7 +72,8 @@ def backward(
     Raises:
         AutogradError: if the context is not known here, the roots cannot be right, or, in fast mode, a part
             of the graph waits for a gradient that cannot come.
-        Anything else: what failed in a backward function, on any worker, with its own type.
+        Anything else: what failed in a backward function, on any worker, with its own type; it is a
+            RuntimeError as well, and names the worker.
     """
     if not isinstance(context_id, int) or isinstance(context_id, bool):
         raise TypeError(

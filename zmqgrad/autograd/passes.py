@@ -21,12 +21,13 @@ import torch
 from zmqgrad.autograd.context import Context, Contexts
 from zmqgrad.autograd.discovery import Discovery
 from zmqgrad.autograd.engine import make_pass
+from zmqgrad.autograd.failures import describe_failure, rebuild_failure
 from zmqgrad.autograd.functions import RecvNote
 from zmqgrad.autograd.local_pass import LocalPass
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.autograd.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcError, RpcTimeoutError, TransportError
-from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
+from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Buffer, Inbound
 from zmqgrad.wire.ids import show_id
@@ -74,7 +75,7 @@ class Passes:
         Raises:
             AutogradError: in fast mode, if groups somewhere wait for a gradient that will never come.
             RpcTimeoutError: if nothing is heard of the pass for the default timeout, naming the workers.
-            Anything else: what failed, anywhere.
+            Anything else: what failed, anywhere; a RuntimeError besides.
         """
         pass_id = self._worker.ids.next()
         tally = self._tallies[pass_id] = Tally(self._worker.id)
@@ -248,7 +249,7 @@ class Passes:
 
     def describe_error(self, error: Exception) -> ExceptionReply:
         """An error of this worker, for the root."""
-        return describe_exception(error, repr(self._worker.membership.own.info))
+        return describe_failure(error, self._worker.id, repr(self._worker.membership.own.info))
 
     def on_report(self, inbound: Inbound) -> None:
         """Another worker has handled a request of a pass that was started here. In the reading thread."""
@@ -259,7 +260,7 @@ class Passes:
     def _count(self, pass_id: int, handled: Handled) -> None:
         tally = self._tallies.get(pass_id)
         if tally is not None:
-            error = None if handled.error is None else rebuild_exception(handled.error)
+            error = None if handled.error is None else rebuild_failure(handled.error)
             tally.handled(handled.autograd_id, handled.sent, handled.waiting, error)
 
     def is_here(self, worker: int) -> bool:
