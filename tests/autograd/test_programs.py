@@ -108,6 +108,20 @@ def test_hooks_run_once_on_whole_gradients() -> None:
         wait_until_released(c)
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+def test_several_passes_and_contexts_at_a_time(hooks: bool) -> None:
+    """Also: regions without grad, sparse gradients, hooks of leaves."""
+    with cluster(3, OPTIONS) as c:
+
+        @settings(max_examples=settings().max_examples // 2)
+        @given(programs(3, all_used=False, hooks=hooks, rich=True))
+        def gradients_equal(program: Program) -> None:
+            check_all_modes(c, program)
+
+        gradients_equal()
+        wait_until_released(c)
+
+
 @pytest.mark.parametrize("hooks_feared", [False, True])
 def test_slower_ways_through_a_graph_give_the_same(
     monkeypatch: pytest.MonkeyPatch, hooks_feared: bool

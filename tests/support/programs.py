@@ -376,7 +376,7 @@ def run_body(body: Body, world: World, values: list[_Value]) -> list[Tensor]:
             args = [at(i).use(not step.quiet) for i in step.args]
             with torch.set_grad_enabled(not step.quiet):
                 gets, received = world.call(step, args)
-            values += [_Value(_quietly(get) if step.quiet else get, received) for get in gets]
+            values += [_Value(_quietly(get, received) if step.quiet else get, received) for get in gets]
     for value in values:
         value.get()
     returned = [at(i).use() for i in body.returns]
@@ -408,10 +408,12 @@ def _constant() -> Tensor:
     return torch.tensor([[0.3, -0.8], [0.6, 0.9]], dtype=torch.float64)
 
 
-def _quietly(get: Get) -> Get:
+def _quietly(get: Get, received: bool) -> Get:
     def quiet() -> Tensor:
         with torch.no_grad():
-            return get()
+            tensor = get()
+        assert not (received and tensor.requires_grad)
+        return tensor.detach()  # what was made here, by remote(), has kept its history
 
     return quiet
 

@@ -247,7 +247,7 @@ class Passes:
         except (RpcError, TransportError) as e:
             logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
 
-    def describe_error(self, error: Exception) -> ExceptionReply:
+    def describe_error(self, error: BaseException) -> ExceptionReply:
         """An error of this worker, for the root."""
         return describe_failure(error, self._worker.id, repr(self._worker.membership.own.info))
 
@@ -292,6 +292,9 @@ class _Request:
                 return
         except Exception as e:
             error = e
+        except BaseException as e:  # a hook that calls sys.exit() must not leave the root waiting
+            self._passes.report(self._root, self._pass_id, self._report(e))
+            raise
         last, self._last = self._last, None
         if last is not None:
             self._sent.append((last[0].autograd_id, self._root))
@@ -303,7 +306,7 @@ class _Request:
                 error = error or e
         self._passes.report(self._root, self._pass_id, self._report(error))
 
-    def _report(self, error: Exception | None) -> Handled:
+    def _report(self, error: BaseException | None) -> Handled:
         said = None if error is None else self._passes.describe_error(error)
         return Handled(self._autograd_id, tuple(self._sent), self._work.waiting(), said)
 

@@ -28,7 +28,7 @@ def describe_exception(error: BaseException, worker: str) -> ExceptionReply:
     """What to send instead of an answer. ``worker`` is shown as where it happened. Never fails."""
     trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return ExceptionReply(worker, _cut(kind), _cut(_show(error)), _cut(trace), _pickled(error))
+    return ExceptionReply(worker, shorten(kind), shorten(_show(error)), shorten(trace), _pickled(error))
 
 
 def _show(error: BaseException) -> str:
@@ -84,7 +84,8 @@ def _unpickled(reply: ExceptionReply) -> BaseException | None:
     return error if isinstance(error, BaseException) else None
 
 
-def _cut(text: str) -> str:
+def shorten(text: str) -> str:
+    """``text`` as it can travel: the middle of a very long one is left out."""
     # Half a surrogate pair (a file's name that is no text) cannot be written as UTF-8.
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _LONGEST else text[: _LONGEST // 2] + "\n...\n" + text[-_LONGEST // 2 :]
