@@ -21,7 +21,9 @@ from hypothesis import strategies as st
 from tests.support.messages import messages_of
 from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
-from zmqgrad.wire.tensors import INLINE, describe, rebuild
+from zmqgrad.wire.tensors import describe, rebuild
+from zmqgrad.wire.tensors.blobs import INLINE
+from zmqgrad.wire.unwritten import written
 
 # torch is not sure of half-precision complex numbers, of CSR and of quantized tensors; we only carry them.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -40,7 +42,7 @@ def send(*tensors: torch.Tensor) -> tuple[Tensors, list[bytearray]]:
     frames: list[Any] = []
     described = describe(tensors, frames)
     there = msgspec.msgpack.decode(msgspec.msgpack.encode(described), type=Tensors)
-    return there, [bytearray(f) for f in frames]
+    return there, [bytearray(written(f)) for f in frames]
 
 
 def travel(*tensors: torch.Tensor) -> list[torch.Tensor]:
@@ -236,13 +238,37 @@ def test_results_are_the_receivers_own(n: int) -> None:
     assert one.sum() == 5 * n
 
 
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [torch.rand(300, 400)[:, ::2]],
+        [torch.rand(300, 400, dtype=torch.complex64)[:, 1:200]],
+        [torch.rand(300, 400).to(torch.bfloat16).t()[::3]],
+        [(torch.rand(300, 400) > 0.5)[:, :100]],
+        [torch.rand(1000, requires_grad=True) for _ in range(100)],
+    ],
+    ids=["gaps", "complex", "transposed", "bool", "many"],
+)
+def test_what_must_be_packed_is_packed_where_it_is_to_lie(tensors: list[torch.Tensor]) -> None:
+    """Written to the room of another, the frames are what they are by themselves."""
+    frames: list[Any] = []
+    described = describe(tensors, frames)
+    rooms = [bytearray(len(f)) for f in frames]
+    for frame, room in zip(frames, rooms, strict=True):
+        assert not isinstance(frame, memoryview), "it would be copied once more"
+        frame.write_to(memoryview(room))
+    assert rooms == [bytearray(written(f)) for f in frames]
+    assert list(map(bits, rebuild(described, rooms))) == list(map(bits, tensors))
+    rooms[0].append(0)  # not possible while anything refers to it
+
+
 def test_a_frame_keeps_the_memory_of_its_tensor() -> None:
     t = torch.full((INLINE,), 3.0)
     frames: list[Any] = []
     described = describe([t], frames)
     gone = weakref.ref(t)
     del t
-    assert rebuild(described, [bytearray(f) for f in frames])[0].sum() == 3 * INLINE
+    assert rebuild(described, [bytearray(written(f)) for f in frames])[0].sum() == 3 * INLINE
     frames.clear()
     gc.collect()
     assert gone() is None
@@ -427,7 +453,7 @@ def test_each_blob_damaged(sample: str) -> None:
 
 @given(messages_of(Tensors), st.lists(st.binary(max_size=64), max_size=3))
 def test_whatever_comes(described: Tensors, frames: list[bytes]) -> None:
-    try_rebuild(described, [bytearray(f) for f in frames])
+    try_rebuild(described, [bytearray(written(f)) for f in frames])
 
 
 @given(st.data())

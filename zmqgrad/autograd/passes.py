@@ -29,7 +29,7 @@ from zmqgrad.autograd.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.transport.base import Buffer, Inbound
+from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import (
     BackwardAutogradReq,
@@ -267,7 +267,7 @@ class Passes:
         """Is that this worker?"""
         return worker == self._worker.id
 
-    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Buffer]) -> None:
+    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame]) -> None:
         """Send a request of a pass; whoever handles it tells the root."""
         self._worker.post(peer, message, frames)
 
@@ -332,7 +332,7 @@ class _Request:
     def _send(self, note: RecvNote, gradients: Sequence[Gradient], handled: Handled | None) -> None:
         present = [_packed(g) for g in gradients if g is not None]
         numbers = iter(range(len(present)))
-        frames: list[Buffer] = []
+        frames: list[Frame] = []
         message = BackwardAutogradReq(
             self._work.context.id,
             self._pass_id,

@@ -27,8 +27,7 @@ import torch
 from zmqgrad.errors import FunctionNotFoundError, PayloadError, PeerLostError, ProtocolError
 from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place
 from zmqgrad.wire.tensors import blob_bytes, describe, rebuild
-
-Buffer = bytes | bytearray | memoryview
+from zmqgrad.wire.unwritten import Buffer, Frame
 
 INLINE = 64 << 10
 """Pickles of up to so many bytes travel in the header."""
@@ -77,7 +76,7 @@ class Packed(NamedTuple):
     """A value ready to send. ``tensors`` are those that travel beside it, in the order of their index."""
 
     payload: Payload
-    frames: list[Buffer]
+    frames: list[Frame]
     tensors: Sequence[torch.Tensor]
 
 
@@ -254,7 +253,7 @@ def pack(value: Any, terms: Terms = _TERMS) -> Packed:
         return PACKED_NOTHING
     kind = type(value)
     if kind is torch.Tensor:
-        frames: list[Buffer] = []
+        frames: list[Frame] = []
         return Packed(Payload(Form.TENSOR, describe((value,), frames)), frames, (value,))
     if kind is tuple and _only_tensors(value):
         frames = []
@@ -338,7 +337,7 @@ def _pickle(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:
     """``names``: what the parts of ``value`` are called, where it is a tuple that nobody but us has made."""
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
-    frames: list[Buffer] = []
+    frames: list[Frame] = []
     pickler = _Pickler(file, terms, buffers.append)
     try:
         pickler.dump(value)
@@ -359,7 +358,7 @@ def _pickle(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:
     return Packed(payload, frames, pickler.tensors)
 
 
-def _blob(data: memoryview, frames: list[Buffer]) -> Blob:
+def _blob(data: memoryview, frames: list[Frame]) -> Blob:
     if len(data) <= INLINE:
         return Blob(Place.INLINE, len(data), bytes(data))
     frames.append(data)

@@ -57,7 +57,7 @@ from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.runtime.timekeeper import Timekeeper
-from zmqgrad.transport.base import Buffer, Inbound, Lane, Mailbox
+from zmqgrad.transport.base import Frame, Inbound, Lane, Mailbox
 from zmqgrad.wire.ids import IdSource
 from zmqgrad.wire.messages import (
     RESPONSE,
@@ -261,7 +261,7 @@ class Worker:
         """In a fork of this worker's process: it is no worker here, and its threads are not there."""
         self._closed = True
 
-    def post(self, peer: int, message: Message, frames: Sequence[Buffer] = ()) -> None:
+    def post(self, peer: int, message: Message, frames: Sequence[Frame] = ()) -> None:
         """Send a request that is not answered to this worker, if at all."""
         if self._closed:
             raise self._closed_error()

@@ -15,8 +15,20 @@ from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport.tap import Tap
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message
+from zmqgrad.wire.unwritten import Buffer, Frame
 
-Buffer = bytes | bytearray | memoryview
+__all__ = [
+    "Buffer",
+    "Frame",
+    "Handler",
+    "Inbound",
+    "Lane",
+    "Lost",
+    "Mailbox",
+    "Resolver",
+    "Suspected",
+    "Timer",
+]
 
 
 class Inbound(NamedTuple):
@@ -129,7 +141,7 @@ class Mailbox(Protocol):
         peer: int,
         message: Message,
         message_id: int,
-        frames: Sequence[Buffer] = (),
+        frames: Sequence[Frame] = (),
         lane: int = 0,
         patience: float = 0.0,
     ) -> None:

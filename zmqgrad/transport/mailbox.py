@@ -32,7 +32,7 @@ from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport import direct
 from zmqgrad.transport.arena.exchange import Exchange, Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Suspected, Timer
+from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Lost, Resolver, Suspected, Timer
 from zmqgrad.transport.credit import INFLIGHT, Allowance, Intake
 from zmqgrad.transport.direct import Direct
 from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes, lane_address
@@ -273,7 +273,7 @@ class ZmqMailbox:
         peer: int,
         message: Message,
         message_id: int,
-        frames: Sequence[Buffer] = (),
+        frames: Sequence[Frame] = (),
         lane: int = 0,
         patience: float = 0.0,
     ) -> None:
@@ -298,7 +298,7 @@ class ZmqMailbox:
             self.tap(Tapped(True, peer, envelope, message, len(first) + sum(map(len, frames))))
 
     def _load(
-        self, peer: int, way: _Peer, message: Message, frames: Sequence[Buffer], patience: float
+        self, peer: int, way: _Peer, message: Message, frames: Sequence[Frame], patience: float
     ) -> Load:
         """``frames`` ready to go; waits if they go through the socket and too much is on its way there."""
         local = way.endpoint.startswith("ipc:")

@@ -20,7 +20,7 @@ from typing import Any
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lost, Resolver, Suspected, Timer
+from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, Resolver, Suspected, Timer
 from zmqgrad.transport.faults import (
     WAIT_SECONDS,
     Delay,
@@ -37,6 +37,7 @@ from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, MessageType
+from zmqgrad.wire.unwritten import written
 
 logger = logging.getLogger(__name__)
 
@@ -241,7 +242,7 @@ class MemoryMailbox:
         peer: int,
         message: Message,
         message_id: int,
-        frames: Sequence[Buffer] = (),
+        frames: Sequence[Frame] = (),
         lane: int = 0,
         patience: float = 0.0,
     ) -> None:
@@ -249,7 +250,10 @@ class MemoryMailbox:
         first = encode(message, self.worker_id, self.incarnation, message_id)
         endpoint = self._way_to(peer)
         envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id)
-        copies = (first, *(bytearray(memoryview(f)) for f in frames))  # bytearray(5) would be five zeros
+        copies = (
+            first,
+            *(bytearray(memoryview(written(f))) for f in frames),
+        )  # bytearray(5) would be five zeros
         parcel = Parcel(envelope, peer, endpoint, message, sum(map(len, copies)), copies)
         with self._network.lock:
             self._counters["messages_sent"] += 1

@@ -25,6 +25,7 @@ from zmqgrad.transport.arena.segment import supported
 from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Timer
 from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release
+from zmqgrad.wire.unwritten import Frame, written
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class Exchange:
         """Is there a block to give back to ``peer``?"""
         return self._borrowings.owed(peer)
 
-    def load(self, peer: int, local: bool, frames: Sequence[Buffer]) -> Load:
+    def load(self, peer: int, local: bool, frames: Sequence[Frame]) -> Load:
         """``frames`` ready for ``peer``, which is on this host if ``local``; with what it gets back."""
         released = self._borrowings.take_owed(peer)
         if not frames:
@@ -275,19 +276,17 @@ class Exchange:
         }
 
 
-def _in_frames(frames: Sequence[Buffer], sizes: Sequence[int], released: tuple[int, ...]) -> Load:
+def _in_frames(frames: Sequence[Frame], sizes: Sequence[int], released: tuple[int, ...]) -> Load:
     """``frames`` without an arena; if they are many, the small ones side by side."""
-    if len(frames) < JOIN:
-        return Load(Manifest(released=released) if released else None, frames)
-    pieces, windows = arrange(sizes)
+    pieces, windows = arrange(sizes) if len(frames) >= JOIN else (sizes, ())
     if len(pieces) == len(frames):
-        return Load(Manifest(released=released) if released else None, frames)
+        return Load(Manifest(released=released) if released else None, [written(f) for f in frames])
     joined: list[Any] = [None] * len(pieces)
     for window, frame in zip(windows, frames, strict=True):
         if window.size == pieces[window.piece]:
-            joined[window.piece] = frame
+            joined[window.piece] = written(frame)
             continue
         if joined[window.piece] is None:
             joined[window.piece] = bytearray(pieces[window.piece])
-        joined[window.piece][window.offset : window.offset + window.size] = frame
+        joined[window.piece][window.offset : window.offset + window.size] = written(frame)
     return Load(Manifest(tuple(Piece(size=s) for s in pieces), windows, released), joined)

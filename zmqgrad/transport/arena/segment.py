@@ -23,6 +23,7 @@ from typing import Any
 
 from zmqgrad.transport.arena.allocator import PAGE, Allocator
 from zmqgrad.wire.messages import ArenaOffer
+from zmqgrad.wire.unwritten import Frame, Unwritten
 
 try:
     import fcntl
@@ -84,13 +85,15 @@ class Segment:
             self.id, self.size, os.getpid(), self._descriptor, stat.st_dev, stat.st_ino, self.nonce_at, lock
         )
 
-    def write(self, offset: int, data: bytes | bytearray | memoryview) -> None:
+    def write(self, offset: int, data: Frame) -> None:
         """Copy ``data`` to ``offset``; where it can be written to, or is bytes, the GIL is free meanwhile."""
         size = len(data)
         assert offset + size <= self.size
         if not size:
             return
-        if isinstance(data, memoryview) and data.readonly:  # ctypes does not give the address of such
+        if isinstance(data, Unwritten):
+            data.write_to(memoryview(self._map)[offset : offset + size])
+        elif isinstance(data, memoryview) and data.readonly:  # ctypes does not give the address of such
             self._map[offset : offset + size] = data
         else:
             source = data if isinstance(data, bytes) else _array_of(size).from_buffer(data)

@@ -1,0 +1,14 @@
+"""Tensors beside a message: to descriptors and blobs, and back. The only part of the wire that knows torch.
+
+What survives: any dtype, any shape (0-dim and empty included), strides of dense tensors, storages that
+several tensors of one message share, sparse COO; the rest (quantized, CSR, ...) as ``torch.save`` writes it.
+A view of a large storage sends only what it shows. Each blob is bounded by the frame that it came in,
+and each tensor is checked against its blob before a byte is read (P5).
+"""
+
+from __future__ import annotations
+
+from zmqgrad.wire.tensors.describing import describe
+from zmqgrad.wire.tensors.rebuilding import blob_bytes, rebuild
+
+__all__ = ["blob_bytes", "describe", "rebuild"]

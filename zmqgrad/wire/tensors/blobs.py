@@ -1,0 +1,162 @@
+"""Where the bytes of the tensors of a message go: the header, a frame that small ones share, or their own."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from zmqgrad.wire.messages import Blob, Place, TensorDescriptor, Tensors
+from zmqgrad.wire.unwritten import Frame, Unwritten
+
+INLINE = 16 << 10
+"""Blobs of up to so many bytes travel in the header; larger ones in a frame of their own."""
+
+MANY = 64 << 10
+LITTLE = 256
+"""In a message with more than ``MANY`` bytes of tensors, only blobs of up to so many go in the header."""
+
+ALIGNMENT = 64
+"""Blobs that share a frame begin at multiples of so many bytes: enough for every dtype, and a cache line."""
+
+_string_at = ctypes.string_at
+
+
+class Blobs:
+    """Where the bytes of the tensors of one message go.
+
+    What is small goes in the header. Where the small ones are many, they lie side by side in one frame
+    instead, which needs no encoding and which tensors can be built on. :meth:`finish` must follow.
+    """
+
+    __slots__ = ("_inline", "_shared", "_shared_index", "_shared_size", "blobs", "frames")
+
+    def __init__(self, frames: list[Frame], many: bool) -> None:
+        self.blobs: list[Blob] = []
+        self.frames = frames
+        self._inline = LITTLE if many else INLINE
+        self._shared: list[bytes] = []
+        self._shared_index = -1
+        self._shared_size = 0
+
+    def add_apart(self, tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
+        """Take in plain tensors that are apart, one blob each, in order: few steps for each of many."""
+        groups: dict[torch.dtype, tuple[int, list[torch.Tensor]]] = {}
+        ends: dict[torch.dtype, int] = {}
+        inline, blobs = self._inline, self.blobs
+        for t, (address, size) in zip(tensors, places, strict=True):
+            if size <= inline or size > INLINE:
+                self.add(t, address, size)
+                continue
+            dtype = t.dtype
+            group = groups.get(dtype)
+            if group is None:
+                group = groups[dtype] = len(self.frames), []
+                self.frames.append(b"")
+                ends[dtype] = 0
+            offset = ends[dtype]
+            blobs.append(Blob(Place.FRAME, size, b"", group[0], offset))
+            ends[dtype] = offset + size
+            group[1].append(t)
+        for dtype, (index, members) in groups.items():
+            self.frames[index] = _Joined(members, ends[dtype])
+
+    def add(self, owner: torch.Tensor, address: int, size: int) -> int:
+        """Take in ``size`` bytes at ``address``, which ``owner`` keeps alive; gives the blob's number."""
+        if size <= INLINE:
+            return self.add_bytes(_string_at(address, size) if size else b"")
+        self.blobs.append(Blob(Place.FRAME, size, b"", len(self.frames)))
+        self.frames.append(_window(owner, address, size))
+        return len(self.blobs) - 1
+
+    def add_packed(self, t: torch.Tensor) -> int:
+        """Take in the elements of ``t``, which has gaps, side by side; gives the blob's number."""
+        if t.nbytes <= INLINE:
+            packed = t.contiguous()
+            return self.add(packed, packed.data_ptr(), packed.nbytes)
+        self.blobs.append(Blob(Place.FRAME, t.nbytes, b"", len(self.frames)))
+        self.frames.append(_Packed(t))
+        return len(self.blobs) - 1
+
+    def add_bytes(self, data: bytes) -> int:
+        """Take in ``data``; gives the blob's number."""
+        size = len(data)
+        if size <= self._inline:
+            blob = Blob(Place.INLINE, size, data)
+        elif size <= INLINE:
+            if self._shared_index < 0:
+                self._shared_index = len(self.frames)
+                self.frames.append(b"")  # finish() puts them here
+            gap = -self._shared_size % ALIGNMENT
+            if gap:
+                self._shared.append(bytes(gap))
+            offset = self._shared_size + gap
+            self._shared.append(data)
+            self._shared_size = offset + size
+            blob = Blob(Place.FRAME, size, b"", self._shared_index, offset)
+        else:
+            blob = Blob(Place.FRAME, size, b"", len(self.frames))
+            self.frames.append(data)
+        self.blobs.append(blob)
+        return len(self.blobs) - 1
+
+    def finish(self, descriptors: Sequence[TensorDescriptor]) -> Tensors:
+        """All is taken in."""
+        if self._shared_index >= 0:
+            self.frames[self._shared_index] = b"".join(self._shared)
+        return Tensors(tuple(descriptors), tuple(self.blobs))
+
+
+def _window(owner: torch.Tensor, address: int, size: int) -> memoryview:
+    """The bytes of ``owner`` there, which live as long as this does."""
+    window: Any = (ctypes.c_char * size).from_address(address)
+    window.owner = owner
+    return memoryview(window).cast("B")
+
+
+class _Packed(Unwritten):
+    """The elements of a tensor with gaps."""
+
+    __slots__ = ("_tensor",)
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._tensor = tensor.detach()
+
+    def __len__(self) -> int:
+        return self._tensor.nbytes
+
+    def write_to(self, room: memoryview) -> None:
+        t = self._tensor
+        torch.frombuffer(room, dtype=torch.uint8).view(t.dtype).view(t.shape).copy_(t)
+
+    def written(self) -> memoryview:
+        packed = self._tensor.contiguous()
+        return _window(packed, packed.data_ptr(), packed.nbytes)
+
+
+class _Joined(Unwritten):
+    """Contiguous tensors of one dtype, one behind the other."""
+
+    __slots__ = ("_size", "_tensors")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], size: int) -> None:
+        self._tensors = tensors
+        self._size = size
+
+    def __len__(self) -> int:
+        return self._size
+
+    def _flat(self) -> list[torch.Tensor]:
+        return [t if t.dim() == 1 else t.view(-1) for t in self._tensors]
+
+    def write_to(self, room: memoryview) -> None:
+        with torch.no_grad():
+            out = torch.frombuffer(room, dtype=self._tensors[0].dtype)
+            torch.cat(self._flat(), out=out)
+
+    def written(self) -> memoryview:
+        with torch.no_grad():
+            flat = torch.cat(self._flat())
+        return _window(flat, flat.data_ptr(), flat.nbytes)

@@ -1,0 +1,149 @@
+"""Tensors to descriptors, and blobs that hold their bytes."""
+
+from __future__ import annotations
+
+import io
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from zmqgrad.errors import PayloadError
+from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors.blobs import MANY, Blobs
+from zmqgrad.wire.tensors.dtypes import NAMES
+from zmqgrad.wire.tensors.sharing import Sharing, extent
+from zmqgrad.wire.unwritten import Frame
+
+GAPS = 8 << 10
+"""A view of up to so many bytes, gaps included, is sent as it lies, and so keeps its strides."""
+
+
+def describe(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
+    """The descriptors and blobs of ``tensors``; bytes too many for the header are appended to ``frames``.
+
+    A frame may be a window on the memory of its tensor, which it keeps alive.
+
+    Raises:
+        PayloadError: for a tensor that cannot be sent (on a device without a way to the peer).
+    """
+    if not tensors:
+        return NO_TENSORS
+    try:
+        return _describe_all(tensors, frames)
+    except RuntimeError as e:  # torch's word for tensors that have no memory to show (nested, fake, ...)
+        raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
+
+
+def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
+    if len(tensors) == 1 and _plain(tensors[0]):
+        out = Blobs(frames, many=False)
+        return out.finish([_describe_plain(tensors[0], out)])
+    places = _places(tensors)
+    if places is not None:
+        out = Blobs(frames, sum([size for _, size in places]) > MANY)
+        out.add_apart(tensors, places)
+        return out.finish(
+            [
+                TensorDescriptor(NAMES[t.dtype], t.shape, (), 0, number, t.requires_grad)
+                for number, t in enumerate(tensors)
+            ]
+        )
+    shared = Sharing(tensors)
+    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY)
+    return out.finish(
+        [
+            shared.describe(t, out)
+            if shared.shares(t)
+            else (_describe_plain if _plain(t) else _describe_other)(t, out)
+            for t in tensors
+        ]
+    )
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
+    """Address and size in bytes of each of ``tensors``; None unless all are plain, and apart in memory."""
+    places = []
+    for t in tensors:
+        if not _plain(t):
+            return None
+        places.append((t.data_ptr(), t.nbytes))
+    by_address = sorted(places)
+    apart = all([one[0] + one[1] <= two[0] for one, two in itertools.pairwise(by_address)])
+    return places if apart else None
+
+
+def _plain(t: torch.Tensor) -> bool:
+    return (
+        t.is_cpu
+        and t.layout is torch.strided
+        and t.is_contiguous()
+        and t.dim() <= MAX_DIMENSIONS
+        and not (t.is_conj() or t.is_neg() or t.is_quantized)
+    )
+
+
+def _describe_plain(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    number = out.add(t, t.data_ptr(), t.nbytes)
+    return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, number, t.requires_grad)
+
+
+def _describe_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    """Whatever is not a contiguous tensor in main memory."""
+    if t.dim() > MAX_DIMENSIONS:
+        raise PayloadError(f"a tensor of {t.dim()} dimensions cannot be sent (at most {MAX_DIMENSIONS})")
+    if t.layout is torch.sparse_coo and t.is_cpu:
+        return _describe_coo(t, out)
+    if t.device.type == "meta":
+        return TensorDescriptor(
+            NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), 0, 0, t.requires_grad, "meta"
+        )
+    if not t.is_cpu:
+        raise PayloadError(
+            f"a tensor on {t.device} cannot be sent: only CPU tensors travel so far; "
+            f"move it with .cpu() before the call"
+        )
+    if t.layout is not torch.strided or t.is_quantized:
+        return _describe_opaque(t, out)
+    plain = t.detach().resolve_conj().resolve_neg()
+    if _dense(plain):
+        number = out.add(plain, plain.data_ptr(), extent(plain) * plain.itemsize)
+        strides = tuple(plain.stride())
+    else:
+        number = out.add_packed(plain)
+        strides = ()
+    return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), strides, 0, number, t.requires_grad)
+
+
+def _describe_coo(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    flat = t.detach()
+    parts = tuple(
+        (_describe_plain if _plain(p) else _describe_other)(p, out) for p in (flat._indices(), flat._values())
+    )
+    return TensorDescriptor(
+        NAMES[t.dtype],
+        tuple(t.shape),
+        requires_grad=t.requires_grad,
+        layout=Layout.COO,
+        coalesced=t.is_coalesced(),
+        parts=parts,
+    )
+
+
+def _describe_opaque(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    file = io.BytesIO()
+    torch.save(t.detach(), file)
+    number = out.add_bytes(file.getvalue())
+    return TensorDescriptor(
+        NAMES[t.dtype],
+        tuple(t.shape),
+        blob=number,
+        requires_grad=t.requires_grad,
+        layout=Layout.OPAQUE,
+    )
+
+
+def _dense(t: torch.Tensor) -> bool:
+    """Would sending the window as it lies send hardly more than sending it packed? (transposed, expanded)"""
+    reach = extent(t)
+    return reach <= t.numel() or reach * t.itemsize <= GAPS

@@ -1,0 +1,212 @@
+"""Descriptors and frames of a peer back to tensors, each checked before a byte is read (P5)."""
+
+from __future__ import annotations
+
+import ctypes
+import io
+import math
+from collections.abc import Sequence
+
+import torch
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
+from zmqgrad.wire.unwritten import Buffer
+
+_memmove = ctypes.memmove
+
+
+def rebuild(described: Tensors, frames: Sequence[Buffer], differentiable: bool = True) -> list[torch.Tensor]:
+    """The tensors, in order. They are the receiver's own: writing into them is safe.
+
+    They require grad where those that were sent did, unless ``differentiable`` is false.
+
+    A tensor that is alone in a frame is built on the frame without a copy.
+
+    Raises:
+        ProtocolError: if a descriptor does not fit its blob, or a blob its frame.
+    """
+    try:
+        return _rebuild_all(described, frames, differentiable)
+    except (
+        RuntimeError,
+        ValueError,
+        TypeError,
+        OverflowError,
+    ) as e:  # torch's word on sizes, strides, dtypes
+        raise ProtocolError(f"a tensor that came does not hold together: {e}") from e
+
+
+def _rebuild_all(described: Tensors, frames: Sequence[Buffer], differentiable: bool) -> list[torch.Tensor]:
+    blobs = described.blobs
+    users: dict[int, int] = {}
+    for d in described.tensors:
+        if d.layout is Layout.STRIDED and d.device == "cpu":
+            users[d.blob] = users.get(d.blob, 0) + 1
+    bases: dict[int, torch.Tensor] = {}
+    out = []
+    for d in described.tensors:
+        if d.layout is Layout.STRIDED and d.device == "cpu" and users[d.blob] == 1:
+            t = _rebuild_flat(d, blobs, frames)
+            if t is None:
+                t = _rebuild_alone(d, blobs, frames)
+        else:
+            t = _rebuild_other(d, blobs, frames, bases)
+        out.append(t.requires_grad_() if d.requires_grad and differentiable else t)
+    return out
+
+
+def _data(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
+    """The bytes of ``blob``, checked."""
+    if blob.place is Place.INLINE:
+        data: Buffer = blob.data
+    elif blob.index < len(frames):
+        data = frames[blob.index]
+        if blob.offset or len(data) != blob.size:  # one of several in this frame
+            data = memoryview(data)[blob.offset : blob.offset + blob.size]
+    else:
+        raise ProtocolError(f"a blob names frame {blob.index} of a message with {len(frames)}")
+    if len(data) != blob.size:
+        raise ProtocolError(f"a blob of {blob.size} bytes came with {len(data)}")
+    return data
+
+
+def blob_bytes(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
+    """The bytes of a blob that is no tensor.
+
+    Raises:
+        ProtocolError: if it does not fit its frame.
+    """
+    return _data(blob, frames)
+
+
+def _dtype(d: TensorDescriptor) -> torch.dtype:
+    dtype = DTYPES.get(d.dtype)
+    if dtype is None:
+        raise ProtocolError(f"this torch ({torch.__version__}) has no dtype {d.dtype!r} for such a tensor")
+    return dtype
+
+
+def _blob_of(d: TensorDescriptor, blobs: Sequence[Blob]) -> Blob:
+    if d.blob >= len(blobs):
+        raise ProtocolError(f"a tensor names blob {d.blob} of {len(blobs)}")
+    if d.strides and len(d.strides) != len(d.shape):
+        raise ProtocolError(f"a tensor of shape {d.shape} came with strides {d.strides}")
+    return blobs[d.blob]
+
+
+def _needed(d: TensorDescriptor, itemsize: int) -> int:
+    """Bytes of its blob that a strided tensor reaches, from the blob's start."""
+    if 0 in d.shape:
+        return d.offset
+    if not d.strides:
+        return d.offset + math.prod(d.shape) * itemsize
+    return d.offset + (1 + sum((n - 1) * s for n, s in zip(d.shape, d.strides, strict=True))) * itemsize
+
+
+def _rebuild_flat(
+    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]
+) -> torch.Tensor | None:
+    """A contiguous tensor that fits its part of a frame; None: it is none, or something is wrong with it.
+
+    What :func:`_rebuild_alone` does, in a straight line: of such tensors there may be hundreds.
+    """
+    dtype = DTYPES.get(d.dtype)
+    if dtype is None or d.strides or d.offset or d.blob >= len(blobs):
+        return None
+    blob = blobs[d.blob]
+    if blob.place is not Place.FRAME or blob.index >= len(frames):
+        return None
+    frame, shape = frames[blob.index], d.shape
+    count = math.prod(shape)
+    if not 0 < count * dtype.itemsize <= blob.size <= len(frame) - blob.offset:
+        return None
+    flat = torch.frombuffer(frame, dtype=dtype, count=count, offset=blob.offset)
+    return flat if len(shape) == 1 else flat.view(shape)
+
+
+def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
+    dtype, blob = _dtype(d), _blob_of(d, blobs)
+    data = _data(blob, frames)
+    needed = _needed(d, dtype.itemsize)
+    if needed > blob.size or d.offset:
+        raise ProtocolError(f"a tensor of shape {d.shape} needs {needed} bytes, its blob has {len(data)}")
+    if blob.place is Place.INLINE:
+        t = (
+            torch.empty_strided(d.shape, d.strides, dtype=dtype)
+            if d.strides
+            else torch.empty(d.shape, dtype=dtype)
+        )
+        if needed:
+            _memmove(t.data_ptr(), bytes(data), needed)  # bytes: free, as inline data is bytes already
+        return t
+    if 0 in d.shape:
+        return torch.empty(d.shape, dtype=dtype)
+    flat = torch.frombuffer(data, dtype=dtype, count=needed // dtype.itemsize)
+    return flat.as_strided(d.shape, d.strides) if d.strides else flat.view(d.shape)
+
+
+def _rebuild_other(
+    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer], bases: dict[int, torch.Tensor]
+) -> torch.Tensor:
+    if d.device == "meta":
+        return torch.empty_strided(d.shape, d.strides, dtype=_dtype(d), device="meta")
+    if d.device != "cpu":
+        raise ProtocolError(f"a tensor came for device {d.device!r}, which nobody agreed on")
+    if d.layout is Layout.COO:
+        return _rebuild_coo(d, blobs, frames)
+    blob = _blob_of(d, blobs)
+    data = _data(blob, frames)
+    if d.layout is Layout.OPAQUE:
+        return _rebuild_opaque(d, data)
+    dtype = _dtype(d)
+    needed = _needed(d, dtype.itemsize)
+    if needed > len(data) or d.offset % dtype.itemsize:
+        raise ProtocolError(f"a tensor of shape {d.shape} at {d.offset} does not fit its blob of {len(data)}")
+    base = bases.get(d.blob)
+    if base is None:
+        base = torch.frombuffer(bytearray(data) if blob.place is Place.INLINE else data, dtype=torch.uint8)
+        bases[d.blob] = base
+    strides = d.strides or torch.empty(d.shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype).set_(
+        base.untyped_storage(), d.offset // dtype.itemsize, torch.Size(d.shape), tuple(strides)
+    )
+
+
+def _rebuild_opaque(d: TensorDescriptor, data: Buffer) -> torch.Tensor:
+    try:
+        loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except Exception as e:  # whatever zipfile, pickle and torch make of bytes that are no saved tensor
+        raise ProtocolError(f"an opaque tensor cannot be read: {type(e).__name__}: {e}") from e
+    if type(loaded) is not torch.Tensor or (NAMES[loaded.dtype], loaded.shape) != (d.dtype, d.shape):
+        raise ProtocolError(
+            f"an opaque tensor turned out to be {type(loaded).__name__}, not {d.dtype} {d.shape}"
+        )
+    return _checked_compressed(loaded) if loaded.layout in _COMPRESSED else loaded
+
+
+_COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
+def _checked_compressed(t: torch.Tensor) -> torch.Tensor:
+    by_row = t.layout in (torch.sparse_csr, torch.sparse_bsr)
+    compressed = t.crow_indices() if by_row else t.ccol_indices()
+    plain = t.col_indices() if by_row else t.row_indices()
+    # check_invariants: indices out of range would read and write outside of memory later
+    return torch.sparse_compressed_tensor(
+        compressed, plain, t.values(), t.shape, layout=t.layout, check_invariants=True
+    )
+
+
+def _rebuild_coo(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
+    if len(d.parts) != 2 or any(p.layout is not Layout.STRIDED or p.device != "cpu" for p in d.parts):
+        raise ProtocolError("a sparse tensor came without its indices and values")
+    indices, values = (_rebuild_alone(p, blobs, frames) for p in d.parts)
+    try:
+        # check_invariants: indices out of range would write outside of memory later
+        return torch.sparse_coo_tensor(
+            indices, values, d.shape, check_invariants=True, is_coalesced=d.coalesced or None
+        )
+    except (RuntimeError, ValueError) as e:
+        raise ProtocolError(f"a sparse tensor of shape {d.shape} does not hold together: {e}") from e

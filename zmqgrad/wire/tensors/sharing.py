@@ -1,0 +1,70 @@
+"""Which tensors of a message lie in one another's memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+
+from zmqgrad.wire.messages import TensorDescriptor
+from zmqgrad.wire.tensors.blobs import Blobs
+from zmqgrad.wire.tensors.dtypes import NAMES
+
+
+def extent(t: torch.Tensor) -> int:
+    """Elements from the first to the last that ``t`` shows, both included."""
+    if t.numel() == 0:
+        return 0
+    return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+
+
+class Sharing:
+    """Which tensors of a message overlap in one storage; those are sent as windows on one blob.
+
+    Tensors that require grad are left out: each gets a history of its own at the other end, where a
+    write through one must not change what another has saved for backward.
+    """
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        by_storage: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+        for t in tensors:
+            # A lazily conjugated or negated tensor shows other values than its bytes: it cannot share.
+            lazy = t.is_conj() or t.is_neg()
+            if t.is_cpu and t.layout is torch.strided and not (t.requires_grad or t.is_quantized or lazy):
+                pointer = t.untyped_storage().data_ptr()
+                if pointer and t.numel():
+                    start = t.data_ptr()
+                    by_storage.setdefault(pointer, []).append((start, start + extent(t) * t.itemsize, t))
+        # id of a tensor -> the span of bytes [start, end) that it is a window on
+        self._spans: dict[int, tuple[int, int]] = {}
+        self._blobs: dict[tuple[int, int], int] = {}
+        for windows in by_storage.values():
+            if len(windows) > 1:
+                self._merge(windows)
+
+    def _merge(self, windows: list[tuple[int, int, torch.Tensor]]) -> None:
+        """Unite windows that overlap, unless most of what they span together is shown by none."""
+        windows.sort(key=lambda w: w[:2])
+        group: list[tuple[int, int, torch.Tensor]] = []
+        end = 0
+        for window in [*windows, (math.inf, math.inf, None)]:
+            if group and window[0] >= end:
+                shown = sum(t.nbytes for _, _, t in group)
+                if len(group) > 1 and end - group[0][0] <= 2 * shown:
+                    self._spans.update({id(t): (group[0][0], end) for _, _, t in group})
+                group = []
+            if window[2] is not None:
+                group.append(window)  # type: ignore[arg-type]
+                end = window[1] if len(group) == 1 else max(end, window[1])  # type: ignore[assignment]
+
+    def shares(self, t: torch.Tensor) -> bool:
+        return id(t) in self._spans
+
+    def describe(self, t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+        span = self._spans[id(t)]
+        number = self._blobs.get(span)
+        if number is None:
+            number = self._blobs[span] = out.add(t, span[0], span[1] - span[0])
+        offset = t.data_ptr() - span[0]
+        return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), offset, number, False)
