@@ -271,7 +271,7 @@ def test_a_variable_that_is_missing_is_named(
     if value is None:
         monkeypatch.delenv(name)
     said = failure("env://")
-    assert said.startswith(f"{name} (")
+    assert said.startswith(f"environment variable {name} expected, but not set: {name} (")
     assert "was not found in the environment" in said
     assert f"set {name}" in said
 
@@ -379,18 +379,31 @@ def test_who_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_meeting_place_is_served_by_rank_0_if_anybody() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     store, rank = meeting_place(url, 0, 5.0)
-    with store, meeting_place(url, timeout=5.0)[0] as other:
-        assert rank == 0
+    other, free = meeting_place(url, None, 5.0)
+    with store, other:
+        assert (rank, free) == (0, None)
         other.set("key", "value")
         assert store.get("key") == b"value"
     with pytest.raises(RendezvousTimeoutError, match="no store answered"):
         meeting_place(url + "?rank=3", timeout=0.05)
 
 
+def test_a_meeting_place_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch, whose texts these are, unless one says that any will do."""
+    set_up(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    for url, text in (
+        ("env://", "environment variable RANK expected"),
+        ("tcp://127.0.0.1:1", "rank parameter missing"),
+        ("file:///nowhere/at/all", "rank parameter missing"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            meeting_place(url, timeout=0.05)
+
+
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1", "tcp://:1", "file://", "file://host/path"])
 def test_meeting_places_that_cannot_be(url: str) -> None:
-    with pytest.raises(RendezvousError):
-        meeting_place(url, timeout=0.05)
+    with pytest.raises(RendezvousError, match=re.escape(url)):
+        meeting_place(url, 1, timeout=0.05)
 
 
 UNDER_TORCHRUN = """

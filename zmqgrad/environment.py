@@ -199,7 +199,8 @@ def missing(name: str, also: str | None = None) -> RendezvousError:
     ]
     nor = f", nor was {' or '.join(others)}" if others else ""
     ways = f"set {name}{f', give it as {also}' if also else ''}, or start this program by a launcher"
-    return RendezvousError(f"{name} ({_MEANINGS[name]}) was not found in {places}{nor}: {ways}")
+    said = f"environment variable {name} expected, but not set: {name} ({_MEANINGS[name]})"
+    return RendezvousError(f"{said} was not found in {places}{nor}; {ways}")
 
 
 def allows_insecure(environ: Mapping[str, str] = os.environ) -> bool:

@@ -112,20 +112,20 @@ def says_world_size(url: str) -> bool:
 
 
 def meeting_place(
-    url: str, rank: int = -1, timeout: timedelta | float = DEFAULT_TIMEOUT
+    url: str, rank: int | None = -1, timeout: timedelta | float = DEFAULT_TIMEOUT
 ) -> tuple[Store, int | None]:
-    """The store of a group that any number of workers join and leave, and the rank if anybody has said.
+    """The store of a group that any number of workers join and leave, and the rank; None if that was given.
 
     Args:
         url: as for :func:`rendezvous`. By ``env`` and ``tcp``, rank 0 serves the store, if anybody has it;
             otherwise it must be served already.
-        rank: wins over the URL and the environment; -1: not given here.
+        rank: wins over the URL and the environment; -1: not given here. None: whichever will be free.
         timeout: how long to wait for the store to answer, and the store's own timeout.
 
     Raises: as :func:`rendezvous`.
     """
     request = parse(url)
-    given = request.rank if rank == -1 else rank
+    given = _rank_of(request) if rank == -1 else rank
     if request.scheme == "file":
         if request.host is not None or not request.path.strip("/"):
             raise RendezvousError(f"{url!r} names no file; write file:///path")
@@ -133,13 +133,24 @@ def meeting_place(
     host, port, where = request.host, request.port, repr(url)
     if request.scheme == "env":
         launch = read_launch()
-        given = launch.rank if given is None else given
         host, port, where = launch.master_addr, launch.master_port, "the environment"
     if host is None:
         raise missing("MASTER_ADDR") if request.scheme == "env" else RendezvousError(f"{url!r} lacks a host")
     if port is None:
         raise missing("MASTER_PORT") if request.scheme == "env" else RendezvousError(f"{url!r} lacks a port")
     return _open(host, port, -1 if given is None else given, None, timeout, where), given
+
+
+def _rank_of(request: Request) -> int:
+    """The rank that the URL says, or the environment where the workers meet by that."""
+    if request.rank is not None:
+        return request.rank
+    if request.scheme != "env":
+        raise _lacking("rank", request)
+    rank = read_launch().rank
+    if rank is None:
+        raise missing("RANK", "the argument rank")
+    return rank
 
 
 def parse(url: str) -> Request:
@@ -212,20 +223,21 @@ def _file(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[Me
 def _place(request: Request) -> tuple[int, int]:
     """Rank and world size, where the URL and the arguments must say both."""
     if request.rank is None or request.world_size is None:
-        lacking = "rank" if request.rank is None else "world_size"
-        raise RendezvousError(
-            f"{lacking} is neither an argument nor in {request.url!r}; give {lacking}=, or append "
-            f"&{lacking}=.."
-        )
+        raise _lacking("rank" if request.rank is None else "world_size", request)
     check_rank(request.rank, request.world_size, f"from {request.url!r}")
     return request.rank, request.world_size
 
 
+def _lacking(name: str, request: Request) -> RendezvousError:
+    return RendezvousError(
+        f"{name} parameter missing: {name} is neither an argument nor in {request.url!r}; give {name}=, or "
+        f"append {'&' if '?' in request.url else '?'}{name}=.."
+    )
+
+
 def _env(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[Met]:
     request, launch = parse(url), read_launch()
-    rank = launch.rank if request.rank is None else request.rank
-    if rank is None:
-        raise missing("RANK", "the argument rank")
+    rank = _rank_of(request)
     world_size = launch.world_size if request.world_size is None else request.world_size
     if world_size is None:
         raise missing("WORLD_SIZE", "the argument world_size")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import copy_context
 from typing import Any
 
 import pytest
@@ -264,6 +265,44 @@ def test_a_store_that_is_gone_costs_no_call(town: Town) -> None:
         for _ in range(3):
             with pytest.raises(UnknownWorkerError, match="could not find destination 'c'"):
                 rpc.rpc_sync("c", where)
+
+
+def test_a_look_up_has_the_time_of_its_call(town: Town) -> None:
+    """A store that takes its time keeps no caller for longer; one look serves all who wait."""
+    a, _ = town.join("a"), town.join("b")
+    wait_until(lambda: names_known_to(a) == ["a", "b"])
+    answer, looks = threading.Event(), threading.Semaphore(0)
+
+    def list_keys_late(prefix: str = "") -> list[str]:
+        looks.release()
+        assert answer.wait(WAIT)
+        return PrefixStore.list_keys(a.store, prefix)  # type: ignore[arg-type]
+
+    a.store.list_keys = list_keys_late  # type: ignore[method-assign]
+    asks: list[Callable[..., Any]] = [rpc.rpc_sync, rpc.rpc_async, rpc.remote]
+    with acting(a):
+        for ask in asks:
+            with pytest.raises(
+                RpcTimeoutError, match="a does not know 'c', and the store, asked for it, did not"
+            ):
+                ask("c", where, timeout=0.02)
+        with pytest.raises(RpcTimeoutError, match="does not know 'c'"):
+            rpc.broadcast(["b", "c"], where, timeout=0.02)
+        assert rpc.rpc_sync("b", where, timeout=5) == "b", "who is known is not looked up"
+        patient = [
+            threading.Thread(target=copy_context().run, args=(rpc.rpc_sync, "c", where)) for _ in range(5)
+        ]
+        for thread in patient:
+            thread.start()
+        town.join("c")
+        answer.set()
+        for thread in patient:
+            thread.join(WAIT)
+        assert rpc.rpc_sync("c", where) == "c"
+    found = 0
+    while looks.acquire(blocking=False):
+        found += 1
+    assert found <= 5, "one under way, one for all who came later; and one or two for c itself"
 
 
 class Served:

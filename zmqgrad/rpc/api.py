@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import itertools
 import logging
 import os
 import threading
@@ -12,17 +11,17 @@ from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
 from zmqgrad.rendezvous import meeting_place, rendezvous, says_world_size
-from zmqgrad.rpc import dynamic
 from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
 from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
 from zmqgrad.rpc.events import JoinCallback, LossCallback
+from zmqgrad.rpc.forming import form_dynamic, form_fixed
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import _thread_local_var as _thread_local_var
 from zmqgrad.rpc.gathering import _wait_all as _wait_all
 from zmqgrad.rpc.gathering import note_future
-from zmqgrad.rpc.group import Group, close_quietly, make_worker
+from zmqgrad.rpc.group import Group, close_quietly
 from zmqgrad.rpc.meeting import all_gather, barrier
-from zmqgrad.rpc.membership import WorkerInfo, check_name, check_rank
+from zmqgrad.rpc.membership import WorkerInfo, check_name
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
@@ -35,22 +34,17 @@ from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.rref import RRef, call_remote
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import PrefixStore, Store, TCPStore
-from zmqgrad.transport.exposure import check_exposure, facing_address
-from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.security import keys_of
 
 logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()  # guards _group; held while joining and leaving
 _group: Group | None = None
-_generations = itertools.count(1)
 
 
 def init_rpc(
     name: str,
     backend: Any = None,
-    rank: int = -1,
+    rank: int | None = -1,
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
@@ -59,7 +53,8 @@ def init_rpc(
     Args:
         name: of this worker, unique in the group.
         backend: of no meaning; there is one.
-        rank: 0 to ``world_size`` - 1, unique in the group; -1: from the environment or the URL.
+        rank: 0 to ``world_size`` - 1, unique in the group; -1: from the environment or the URL. Without a
+            world size, None: the next that is free.
         world_size: how many workers there are; None: from the environment or the URL. If nobody says, any
             number of workers may join, leave and come back; the store is served by rank 0, or by others.
         rpc_backend_options: where to meet, default timeout (which also bounds joining), threads.
@@ -83,13 +78,12 @@ def init_rpc(
         deadline = Deadline.after(options.rpc_timeout or None)
         patience = options.rpc_timeout or 1e8
         if world_size is None and not says_world_size(options.init_method):
-            store, known_rank = meeting_place(options.init_method, rank, patience)
-            group: Group = _form_dynamic(name, known_rank, store, options)
+            store, rank = meeting_place(options.init_method, rank, patience)
+            group: Group = form_dynamic(name, rank, store, options)
         else:
             size = -1 if world_size is None else world_size
-            met = rendezvous(options.init_method, rank, size, timeout=patience)
-            store, rank, size = next(met)
-            group = _form(name, rank, size, store, options)
+            met = rendezvous(options.init_method, -1 if rank is None else rank, size, timeout=patience)
+            group = form_fixed(name, *next(met), options)
         try:
             group.join(deadline)
         except BaseException:
@@ -97,55 +91,6 @@ def init_rpc(
             raise
         _group = group
         set_default_worker(group.worker)
-
-
-def _form(name: str, rank: int, world_size: int, store: Store, options: RpcBackendOptions) -> Group:
-    try:
-        check_rank(rank, world_size)
-        worker = make_worker(name, rank, world_size, _mailbox(name, rank, store, options), options)
-    except BaseException:
-        store.close()
-        raise
-    # Under a launcher's own store, an earlier group of this process may have left keys.
-    own = PrefixStore(f"rpc/{next(_generations)}", store, owned=True)
-    return Group(worker, own, _if_served(store))
-
-
-def _form_dynamic(name: str, rank: int | None, store: Store, options: RpcBackendOptions) -> Group:
-    own = PrefixStore(dynamic.PREFIX, store, owned=True)
-    try:
-        number = dynamic.allot_id(own, name, rank)
-        worker = make_worker(name, number, 0, _mailbox(name, number, store, options), options)
-    except BaseException:
-        store.close()
-        raise
-    return dynamic.DynamicGroup(worker, own, _if_served(store))
-
-
-def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
-    return ZmqMailbox(
-        name,
-        number,
-        tcp_host=_listening_host(store),
-        arena=options.arena(),
-        limits=options.limits,
-        inflight=options.inflight(),
-        keys=keys_of(),
-    )
-
-
-def _if_served(store: Store) -> TCPStore | None:
-    """``store``, if this worker serves it."""
-    return store if isinstance(store, TCPStore) and store.is_master else None
-
-
-def _listening_host(store: Store) -> str:
-    """The address of this host that others reach it by: the one that faces the store's host."""
-    beneath = getattr(store, "underlying_store", store)
-    host, port = getattr(beneath, "host", "127.0.0.1"), getattr(beneath, "port", 0)
-    facing = facing_address(host, port)
-    check_exposure(f"tcp://{facing}:0", keys_of() is not None)
-    return facing
 
 
 def _check_backend(backend: Any) -> None:

@@ -29,7 +29,8 @@ from zmqgrad.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from zmqgrad.rpc.group import SAY_EVERY, Group
+from zmqgrad.rpc.group import JOIN_SECONDS, SAY_EVERY, Group
+from zmqgrad.rpc.look_up import LookUp
 from zmqgrad.rpc.membership import WorkerRecord, read_all
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
@@ -103,6 +104,7 @@ class DynamicGroup(Group):
         self._leaving = False
         self._joined = False
         self._store_is_silent = Deadline.after(0.0)
+        self._look = LookUp(f"zmqgrad-{worker.name}-look-up", self._refresh_if_answered)
 
     # ---- joining ----------------------------------------------------------------------------------------
 
@@ -159,10 +161,11 @@ class DynamicGroup(Group):
         except StoreError as e:
             logger.warning("%s: cannot learn who takes part: %s", self.worker.name, e)
 
-    def _look_up(self) -> None:
+    def _look_up(self, seconds: float | None) -> bool:
         """Somebody asks for a worker that is not known, or gone: ask the store, if it answers at all."""
-        if not self._store_is_silent.passed():
-            return
+        return not self._store_is_silent.passed() or self._look.wait(seconds)
+
+    def _refresh_if_answered(self) -> None:
         try:
             self._refresh()
         except StoreError as e:
@@ -306,10 +309,10 @@ class DynamicGroup(Group):
                 logger.debug("%s leaves without a word: %s", self.worker.name, e)
         super().leave(graceful, deadline)
 
-    def close(self, patience: float | None = None) -> None:
+    def close(self, patience: float = JOIN_SECONDS) -> None:
         """As :meth:`Group.close`."""
         self._leaving = True
-        if patience is None:
-            super().close()
-        else:
+        try:
             super().close(patience)
+        finally:
+            self._look.join(Deadline.after(patience))  # the store that it asks is closed

@@ -43,8 +43,12 @@ def broadcast(
     ``rpc_async``; if one cannot be called because nobody has that name, none is.
     """
     worker = current_worker()
-    peers = [worker.membership.find(to) for to in workers] if workers is not None else worker.membership.all()
-    seconds = worker.seconds(timeout)
+    deadline = Deadline.after(worker.seconds(timeout) or None)
+    find = worker.membership.find
+    peers = (
+        worker.membership.all() if workers is None else [find(w, deadline.left_or_none()) for w in workers]
+    )
+    seconds = 0.0 if deadline.left_or_none() is None else max(1e-6, deadline.left())  # 0 would be no limit
     prepared: dict[bool, tuple[str, Packed]] = {}
     futures: list[RpcFuture[Any]] = []
     for peer in peers:

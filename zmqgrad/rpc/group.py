@@ -201,9 +201,12 @@ class Group:
                 self.store.set("gone", "-")
                 others = set(range(1, self.worker.membership.world_size)) - self._gone
                 self.store.wait([f"left/{rank}" for rank in sorted(others)], seconds)
+                if self._served is None:  # a launcher's, which goes on
+                    self.store.delete_key("worker/0")
             else:
                 self.store.wait(["gone"], seconds)
                 self.store.set_timeout(PART_SECONDS)
+                self.store.delete_key(f"worker/{self.worker.id}")
                 self.store.set(f"left/{self.worker.id}", "-")
         except StoreError as e:
             logger.info("%s leaves without the others' farewell: %s", self.worker.name, e)

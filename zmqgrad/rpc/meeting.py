@@ -17,6 +17,7 @@ from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.functions import async_execution
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
+from zmqgrad.runtime.clock import Deadline
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.worker import Worker
@@ -38,8 +39,9 @@ def all_gather(
     names = tuple(sorted({r.name for r in worker.membership.all()} if workers is None else set(workers)))
     if worker.name not in names:
         raise UnknownWorkerError(f"{worker.name} is none of the workers that shall meet: {', '.join(names)}")
+    deadline = Deadline.after(worker.seconds(timeout) or None)
     for name in names:
-        worker.membership.find(name)
+        worker.membership.find(name, deadline.left_or_none())
     number = _meetings(worker).number(names)
     call = worker.call(names[0], _bring, (names, number, worker.name, value), None, timeout)
     try:

@@ -124,8 +124,10 @@ class Membership:
     def __init__(self, own: WorkerRecord, world_size: int) -> None:
         self.own = own
         self.world_size = world_size
-        self.look_up: Callable[[], None] | None = None
-        """Where workers come and go: asks the store who takes part. Called for those that are not known."""
+        self.look_up: Callable[[float | None], bool] | None = None
+        """Where workers come and go: asks the store who takes part; False if no answer comes within so many
+        seconds (None: as long as that takes). Called for those that are not known.
+        """
         self._lock = threading.Lock()  # guards all below
         self._changed = threading.Condition(self._lock)
         self._by_id: dict[int, WorkerRecord] = {own.id: own}
@@ -225,15 +227,30 @@ class Membership:
                 )
             return [self._by_name[name] for name in names]
 
-    def find(self, to: object) -> WorkerRecord:
+    def find_here(self, to: object) -> WorkerRecord | None:
+        """The worker that ``to`` means, if nobody need be asked: else None, and :meth:`find` asks."""
+        found = self._find(to)
+        if found is not None and self.look_up is not None and found.id in self._former:
+            return None  # its name may have another holder by now
+        return found
+
+    def find(self, to: object, seconds: float | None = None) -> WorkerRecord:
         """The worker that ``to`` (a name, an id or a WorkerInfo) means.
 
+        Args:
+            seconds: how long others may be asked for it; None: as long as that takes.
+
         Raises:
-            UnknownWorkerError: if there is none.
+            UnknownWorkerError: if there is none. RpcTimeoutError: if that could not be found out in time.
         """
-        found = self._find(to)
-        if self.look_up is not None and (found is None or found.id in self._former):
-            self.look_up()
+        found = self.find_here(to)
+        if found is None and self.look_up is not None:
+            if not self.look_up(seconds):
+                raise RpcTimeoutError(
+                    f"RPC ran for more than set timeout ({(seconds or 0.0) * 1000:.0f} ms) and will now be "
+                    f"marked with an error: {self.own.name} does not know {to!r}, and the store, asked for "
+                    f"it, did not answer in time"
+                )
             found = self._find(to)
         if found is None:
             known = ", ".join(f"{r.name} ({r.id})" for r in sorted(self.all(), key=lambda r: r.id))

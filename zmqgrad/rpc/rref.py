@@ -272,8 +272,10 @@ def call_remote(
 
     If making it fails, or does not end in time, using the reference raises what happened.
     """
-    peer = worker.membership.find(to)
     seconds = worker.seconds(timeout)
+    peer = worker.membership.find_here(to)
+    if peer is None:
+        peer, seconds = worker.locate(to, seconds)
     reference, packed = pack_call(function, args, kwargs, worker.terms(peer))
     references = worker.references
     handle = references.own_later() if peer.id == worker.id else references.refer(peer.id)

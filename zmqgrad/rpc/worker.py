@@ -157,10 +157,24 @@ class Worker:
         waits: bool = False,
     ) -> PendingCall:
         """Ask worker ``to`` to run ``function(*args, **kwargs)``; see :meth:`request` for ``waits``."""
-        peer = self.membership.find(to)
         seconds = self.seconds(timeout)
+        peer = self.membership.find_here(to)
+        if peer is None:
+            peer, seconds = self.locate(to, seconds)
         reference, packed = pack_call(function, args, kwargs, self.terms(peer))
         return self.request_call(peer.id, reference, packed, seconds, function, waits=waits)
+
+    def locate(self, to: object, seconds: float) -> tuple[WorkerRecord, float]:
+        """The worker that ``to`` means, which others must be asked for, and what is left of ``seconds`` then.
+
+        Raises:
+            UnknownWorkerError: if there is none. RpcTimeoutError: if nothing is left.
+        """
+        if not seconds:
+            return self.membership.find(to), 0.0
+        began = self.clock.now()
+        peer = self.membership.find(to, seconds)
+        return peer, max(1e-6, seconds - (self.clock.now() - began))  # 0 would be no limit
 
     def request_call(
         self,

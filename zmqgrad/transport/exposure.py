@@ -34,16 +34,32 @@ def facing_address(host: str, port: int) -> str:
         return facing
 
 
+def own_address() -> str:
+    """The address of this machine by which most others would reach it; loopback if it has no route to any."""
+    try:
+        return facing_address(_ELSEWHERE, 9)
+    except OSError:
+        return "127.0.0.1"
+
+
+_ELSEWHERE = "192.0.2.1"
+"""An address of nobody's, set aside for documentation: the default route leads there. Nothing is sent."""
+
+
+def may_be_exposed(keyed: bool) -> bool:
+    """May sockets that are ``keyed``, or are not, be opened to other hosts?"""
+    return keyed or environment.allows_insecure()
+
+
 def check_exposure(address: str, keyed: bool) -> None:
     """Refuse to listen where others than this host could connect, unless that is ``keyed``.
-
     Raises:
         ConfigurationError: naming the address, and what to do.
     """
     if not address.startswith("tcp://"):
         return
     host = address[len("tcp://") :].rpartition(":")[0]
-    if keyed or is_loopback(host) or environment.allows_insecure():
+    if is_loopback(host) or may_be_exposed(keyed):
         return
     raise ConfigurationError(
         f"will not listen on {address} without a secret: anybody who reaches this address could read and "

@@ -1,0 +1,62 @@
+"""Asking for what others know, in a thread of its own, so that whoever wants to know can stop waiting."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.future import Outcome
+
+logger = logging.getLogger(__name__)
+
+
+class LookUp:
+    """Runs ``look`` for all who wait, one look at a time; one that has begun serves nobody who comes later.
+
+    Args:
+        name: of the thread, which is there only while somebody waits.
+        look: asks; must end in bounded time. What it raises is logged.
+    """
+
+    def __init__(self, name: str, look: Callable[[], None]) -> None:
+        self._name = name
+        self._look = look
+        self._lock = threading.Lock()  # guards all below
+        self._next: Outcome[None] | None = None
+        self._thread: threading.Thread | None = None
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait until a look that begins from now on has ended; False if it does not within ``seconds``."""
+        with self._lock:
+            outcome = self._next
+            if outcome is None:
+                outcome = self._next = Outcome()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+        return outcome.wait_done(seconds)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                outcome, self._next = self._next, None
+                if outcome is None:
+                    self._thread = None
+                    return
+            try:
+                self._look()
+            except Exception:  # what others have written may be anything
+                logger.exception("%s failed", self._name)
+            finally:
+                outcome.set(None)
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for the thread, whose look must be about to end; names it if it does not by ``deadline``."""
+        with self._lock:
+            thread = self._thread
+        if thread is None:
+            return []
+        thread.join(deadline.left_or_none())
+        return [self._name] if thread.is_alive() else []
