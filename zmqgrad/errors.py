@@ -25,6 +25,7 @@
     |   |-- PeerLostError (ConnectionError)    the other process is gone
     |   |-- PayloadError (TypeError)           something cannot be sent, or not be rebuilt here
     |   |-- FunctionNotFoundError (AttributeError)  the callee cannot import the function
+    |   |-- OperatorError (TypeError)          a torch operator does not take these arguments
     |   |-- RRefError                          a reference used where it cannot be
     |   `-- RemoteError                        user code failed there; its exception cannot be rebuilt here
     `-- AutogradError (RuntimeError)           contexts and backward passes
@@ -134,6 +135,10 @@ class PayloadError(RpcError, TypeError):
 
 class FunctionNotFoundError(RpcError, AttributeError):
     """The callee cannot import the function that it was asked to run."""
+
+
+class OperatorError(RpcError, TypeError):
+    """A torch operator was called by RPC with arguments that it does not take."""
 
 
 class RRefError(RpcError):

@@ -211,6 +211,22 @@ def here_only() -> None:
     """In a module that comes and goes."""
 
 
+def test_a_torch_operator_that_does_not_take_the_arguments(pair: Cluster) -> None:
+    """With torch this is a RuntimeError of the caller; of the operator itself, a TypeError."""
+    said = "Overloaded torch operator invoked from Python failed to match any schema: add"
+    for call in (
+        lambda: rpc.rpc_sync(1, torch.add),
+        lambda: rpc.rpc_async(1, torch.add, kwargs={"bogus": 1}).wait(),
+        lambda: rpc.remote(1, torch.add, args=("a", "b")).to_here(),
+    ):
+        for kind in (RuntimeError, TypeError):
+            with pytest.raises(kind, match=said):
+                call()
+    with pytest.raises(TypeError, match="no keyword") as caught:
+        rpc.rpc_sync(1, len, kwargs={"bogus": 1})
+    assert type(caught.value) is TypeError, "of others, as it is"
+
+
 # ---- timeouts --------------------------------------------------------------------------------------------
 
 

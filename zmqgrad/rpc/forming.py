@@ -12,7 +12,7 @@ import re
 import msgspec
 
 from zmqgrad import environment
-from zmqgrad.errors import RendezvousError, StoreTimeoutError
+from zmqgrad.errors import ConfigurationError, RendezvousError, StoreTimeoutError
 from zmqgrad.rpc.dynamic import PREFIX, DynamicGroup, allot_id, lives
 from zmqgrad.rpc.group import Group, make_worker
 from zmqgrad.rpc.membership import REFUSED, WorkerRecord, check_rank, read_all
@@ -120,7 +120,7 @@ def listening_host(store: Store) -> str:
     default route where this may be listened on, and otherwise loopback: all workers are on this host then.
 
     Raises:
-        ConfigurationError: if it may not be listened on.
+        ConfigurationError: if it may not be listened on, or there is none.
     """
     beneath, keyed = getattr(store, "underlying_store", store), keys_of() is not None
     host, port = getattr(beneath, "host", None), getattr(beneath, "port", 0)
@@ -128,6 +128,9 @@ def listening_host(store: Store) -> str:
         host = environment.read_launch().master_addr
         if host is None:
             return own_address() if may_be_exposed(keyed) else "127.0.0.1"
-    facing = facing_address(host or "127.0.0.1", port)
+    try:
+        facing = facing_address(host or "127.0.0.1", port)
+    except OSError as e:
+        raise ConfigurationError(f"no way leads to {host}, where the workers of this group meet: {e}") from e
     check_exposure(f"tcp://{facing}:0", keyed)
     return facing

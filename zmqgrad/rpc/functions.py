@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from zmqgrad.errors import RpcError
+from zmqgrad.errors import OperatorError, RpcError
 from zmqgrad.runtime.future import Outcome
 
 __all__ = ["async_execution"]
@@ -76,8 +76,16 @@ def run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
     Raises:
         RpcError: if an asynchronous function returns something else than a future.
+        OperatorError: if a torch operator does not take the arguments.
     """
-    value = function(*args, **kwargs)
+    try:
+        value = function(*args, **kwargs)
+    except TypeError as e:
+        if torch.jit._builtins._find_builtin(function) is None:  # type: ignore[no-untyped-call]
+            raise
+        raise OperatorError(
+            f"Overloaded torch operator invoked from Python failed to match any schema: {e}"
+        ) from e
     if getattr(function, MARK, None) is None:
         return value
     if not isinstance(value, torch._C.Future):

@@ -53,6 +53,7 @@ def may_be_exposed(keyed: bool) -> bool:
 
 def check_exposure(address: str, keyed: bool) -> None:
     """Refuse to listen where others than this host could connect, unless that is ``keyed``.
+
     Raises:
         ConfigurationError: naming the address, and what to do.
     """
