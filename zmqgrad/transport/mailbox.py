@@ -137,7 +137,7 @@ class ZmqMailbox:
         self._limits = limits
         self._keys = keys
         self._watch: Watch | None = None
-        self._exchange = Exchange(name, arena, self.send)
+        self._exchange = Exchange(name, arena, self.send, lambda: not self._receiver.reads_here())
         self._allowance = Allowance(name, inflight, self._say)
         self._intake = Intake(inflight, self._say)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()

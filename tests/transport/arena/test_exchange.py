@@ -29,12 +29,12 @@ SETTINGS = ArenaSettings(16 * MB, threshold=1000)
 class Side:
     """An exchange whose messages reach the other side at once; ``jobs`` wait until they are run."""
 
-    def __init__(self, worker_id: int, settings: ArenaSettings = SETTINGS) -> None:
+    def __init__(self, worker_id: int, settings: ArenaSettings = SETTINGS, may_wait: bool = False) -> None:
         self.id = worker_id
         self.other: Side | None = None
         self.said: list[Message] = []
         self.jobs: list[Callable[[], None]] = []
-        self.exchange = Exchange(f"worker{worker_id}", settings, self.send)
+        self.exchange = Exchange(f"worker{worker_id}", settings, self.send, lambda: may_wait)
         self.exchange.start(self)
 
     def call_later(self, seconds: float, job: Callable[[], None]) -> None:
@@ -284,6 +284,39 @@ def test_who_maps_a_peer_s_memory_offers_its_own(sides: tuple[Side, Side]) -> No
     a, b = sides
     a.warm()
     assert by_arena(b.pass_on([bytes(2000)])[0])  # so large answers go by the arena from the first on
+
+
+def patient_pair() -> tuple[Side, Side]:
+    """The first may wait for answers of the other."""
+    a, b = Side(0, may_wait=True), Side(1)
+    a.other, b.other = b, a
+    return a, b
+
+
+def test_a_large_message_waits_for_the_answer_and_goes_by_the_arena_at_once() -> None:
+    a, b = patient_pair()
+    load, seen = a.pass_on([bytes(MB)])
+    assert by_arena(load)
+    assert copies(seen) == [bytes(MB)]
+    assert a.exchange.fallbacks == {}
+    for side in (a, b):
+        side.exchange.close()
+
+
+def test_a_peer_that_does_not_answer_is_waited_for_once() -> None:
+    a, b = patient_pair()
+    b.exchange.heard = lambda *_: True  # type: ignore[method-assign]
+    assert not by_arena(a.pass_on([bytes(MB)])[0])
+    (borrower,) = a.exchange._borrowers.values()
+    assert borrower.is_slow
+    assert not by_arena(a.pass_on([bytes(MB)])[0])
+    assert a.exchange.fallbacks == {"no answer yet": 2}
+    assert borrower.answer is not None
+    assert not borrower.answer.done()
+    a.exchange.forget(1)
+    assert borrower.answer.done()
+    for side in (a, b):
+        side.exchange.close()
 
 
 def test_a_peer_that_never_answers_gets_frames(sides: tuple[Side, Side]) -> None:

@@ -1,8 +1,9 @@
 """What a mailbox does with frames: into the arena where the peer can read it, side by side where not.
 
 Whether a peer can is found out by a real round trip, at the first message that is large enough: it maps a
-segment and sends back the nonce that it finds there (never by comparing host or boot ids). Until its answer
-is here, and wherever that is no, or the arena is full, frames travel as frames, and a counter says why.
+segment and sends back the nonce that it finds there (never by comparing host or boot ids). A message waits
+for that as long as a socket would take for it, at most. If the answer is no, or is not here by then, or the
+arena is full, frames travel as frames, and a counter says why.
 
 Blocks that are done with go back in the manifest of the next message to their owner, or after
 :data:`RELEASE_SECONDS` in a message of their own.
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.errors import ZmqgradError
+from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.arena.borrowings import Borrowings
 from zmqgrad.transport.arena.lender import Borrower, Lender, Loan
 from zmqgrad.transport.arena.packing import arrange
@@ -32,8 +34,17 @@ logger = logging.getLogger(__name__)
 RELEASE_SECONDS = 0.05
 """Blocks that are done with wait so long for a message that takes them along."""
 
+SOCKET_SPEED = 1 << 29
+"""Bytes a second that a socket carries on one host, roughly."""
+
+WORTH_WAITING = 1 << 20
+LONGEST_WAIT = 0.25
+"""Messages of at least so many bytes wait for the answer to an offer, but not for more seconds than that."""
+
 JOIN = 8
 """From so many frames on, small ones are joined where there is no arena: each costs system calls."""
+
+NO_ANSWER = "no answer yet"
 
 TRIM_SECONDS = 30.0
 """Free memory of an arena that nobody used for so long, or at most twice that, goes back to the system."""
@@ -61,12 +72,16 @@ class Exchange:
         name: of the worker.
         settings: of its arena; where that is off, it lends nothing, and still reads what others lend.
         send: of the mailbox.
+        may_wait: may the calling thread wait for an answer of a peer? (Not the one that reads them.)
     """
 
-    def __init__(self, name: str, settings: ArenaSettings, send: Send) -> None:
+    def __init__(
+        self, name: str, settings: ArenaSettings, send: Send, may_wait: Callable[[], bool] = lambda: False
+    ) -> None:
         self._name = name
         self._threshold = settings.threshold
         self._send = send
+        self._may_wait = may_wait
         self._pid = os.getpid()
         self._lender = Lender(settings.limit) if settings.limit and supported() else None
         self._borrowings = Borrowings(self._owing)
@@ -140,12 +155,26 @@ class Exchange:
             return None
         blocks = self._lender.lend(borrower, sizes)
         if blocks is None:
-            self.fallbacks[self._offer(borrower, sizes)] += 1
-            return None
+            why = self._offer(borrower, sizes)
+            if why == NO_ANSWER and self._await_answer(borrower, sum(sizes)):
+                blocks = self._lender.lend(borrower, sizes)
+                if blocks is None:
+                    why = "refused" if borrower.refused else self._offer(borrower, sizes)
+            if blocks is None:
+                self.fallbacks[why] += 1
+                return None
         if not self._trimming:
             self._trimming = True
             self._later(TRIM_SECONDS, self._trim)
         return blocks
+
+    def _await_answer(self, borrower: Borrower, size: int) -> bool:
+        """Wait for the answer to an offer, no longer than it takes to send ``size`` bytes by a socket."""
+        answer = borrower.answer
+        if size < WORTH_WAITING or answer is None or borrower.is_slow or not self._may_wait():
+            return False
+        borrower.is_slow = not answer.wait_done(min(size / SOCKET_SPEED, LONGEST_WAIT))
+        return not borrower.is_slow
 
     def _offer(self, borrower: Borrower, sizes: list[int]) -> str:
         """Offer memory in which blocks of ``sizes`` fit; gives why there is none of it yet."""
@@ -156,13 +185,14 @@ class Exchange:
             logger.debug("%s gets no shared memory: %s", self._name, e)
             return "no memory"
         if offer is None:
-            return "no answer yet" if borrower.waiting else "full"
+            return NO_ANSWER if borrower.waiting else "full"
         with self._lock:
             number = self._next_offer
             self._next_offer += 1
             self._offers[number] = borrower, offer.segment
+            borrower.answer = Outcome()
         self._say(borrower.peer, offer, number)
-        return "no answer yet"
+        return NO_ANSWER
 
     def _say(self, peer: int, message: Message, message_id: int) -> None:
         try:
@@ -213,7 +243,10 @@ class Exchange:
                 return  # an answer to nothing: of no consequence
             del self._offers[message_id]
         assert self._lender is not None
-        if not self._lender.answered(borrower, answer.nonce, segment, answer.why):
+        accepted = self._lender.answered(borrower, answer.nonce, segment, answer.why)
+        borrower.is_slow = False
+        borrower.settle()
+        if not accepted:
             logger.debug("%s sends frames to worker %d: %s", self._name, peer, borrower.refused)
 
     # ---- giving back ------------------------------------------------------------------------------------
@@ -254,6 +287,7 @@ class Exchange:
         self._borrowings.forget(peer)
         if borrower is not None and self._lender is not None:
             self._lender.lose(borrower)
+            borrower.settle()
 
     def close(self) -> None:
         """Lend and release no more. Tensors that were received stay valid. Idempotent."""
@@ -262,6 +296,8 @@ class Exchange:
         if self._lender is not None:
             self._lender.close()
         with self._lock:
+            for borrower in self._borrowers.values():
+                borrower.settle()
             self._borrowers.clear()  # their loans keep the segments
             self._offers.clear()
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.arena.allocator import PAGE, rounded
 from zmqgrad.transport.arena.segment import NONCE, Segment
 from zmqgrad.wire.messages import ArenaOffer
@@ -33,7 +34,7 @@ class Loan(NamedTuple):
 
 
 class Borrower:
-    """One peer, as long as it lives. Touched with the lender's lock held."""
+    """One peer, as long as it lives. Touched with the lender's lock held, but for what is about answers."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
@@ -42,6 +43,13 @@ class Borrower:
         self.loans: dict[int, Loan] = {}
         self.refused = ""  # why it takes no blocks
         self.lost = False
+        self.answer: Outcome[None] | None = None  # set once it has answered the last offer
+        self.is_slow = False  # that was waited for in vain
+
+    def settle(self) -> None:
+        """It has answered, or never will."""
+        if self.answer is not None:
+            self.answer.set(None)
 
     @property
     def waiting(self) -> bool:
