@@ -14,6 +14,7 @@ wait somewhere at that point, they wait for ever, unless the pass goes on as ``m
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -27,9 +28,11 @@ from zmqgrad.autograd.local_pass import LocalPass
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.autograd.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.rpc.calls import LaneOutcome
 from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.transport.base import Frame, Inbound
+from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.transport.base import Frame, Inbound, Lane
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import (
     BackwardAutogradReq,
@@ -78,36 +81,55 @@ class Passes:
             Anything else: what failed, anywhere; a RuntimeError besides.
         """
         pass_id = self._worker.ids.next()
-        tally = self._tallies[pass_id] = Tally(self._worker.id)
+        lane = self._take_lane(context)
+        tally = self._tallies[pass_id] = (
+            Tally(self._worker.id) if lane is None else Tally(self._worker.id, lambda: LaneOutcome(lane))
+        )
+        finished = False
         try:
             with context.pass_lock:
                 work = context.passes[pass_id] = make_pass(context, self._worker.id, retain_graph, roots)
             if mode == "smart":
                 self._drop(self._discover({self._worker.id}, work, pass_id), tally, work, pass_id)
-            request = _Request(self, work, pass_id, ROOTS, self._worker.id)
+            request = _Request(
+                self, work, pass_id, ROOTS, self._worker.id, 0 if lane is None else lane.number
+            )
             request.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], request.send_on))
-            self._wait_for(tally)
+            self._wait_for(tally, pass_id, lane)
             if tally.waiting():
                 discovery = self._discover(tally.waiting(), work, pass_id)
                 if mode == "fast":
                     self._complain(discovery)
                 self._drop(discovery, tally, work, pass_id)
-                self._wait_for(tally)
+                self._wait_for(tally, pass_id, lane)
             if tally.waiting():
                 raise AutogradError(f"the backward pass stands still, though nothing is missing:\n{work}")
+            finished = True
         finally:
             del self._tallies[pass_id]
+            if lane is not None:
+                lane.give_back()
+                if not finished:
+                    self._worker.leave_early()
+
+    def _take_lane(self, context: Context) -> Lane | None:
+        """Where the root waits for what comes from workers of its host; None if it waits elsewhere."""
+        return next(filter(None, map(self._worker.mailbox.take_lane, context.peers())), None)
 
     def under_way(self) -> int:
         """How many passes that began here have not finished."""
         return len(self._tallies)
 
-    def _wait_for(self, tally: Tally) -> None:
+    def _wait_for(self, tally: Tally, pass_id: int, lane: Lane | None) -> None:
         """Wait until nothing of the pass is under way, and raise what went wrong."""
         patience = self._worker.default_timeout or None
         while True:
             steps = tally.steps
-            if tally.finished.wait_done(patience):
+            if lane is None:
+                done = tally.finished.wait_done(patience)
+            else:
+                done = self._wait_at(lane, tally, pass_id, patience)
+            if done:
                 break
             if tally.steps == steps:
                 names = ", ".join(sorted({self._name(worker) for worker in tally.under_way().values()}))
@@ -118,6 +140,25 @@ class Passes:
         error = tally.error()
         if error is not None:
             raise error
+
+    def _wait_at(self, lane: Lane, tally: Tally, pass_id: int, patience: float | None) -> bool:
+        """Handle what comes to ``lane`` until the pass has finished, or for ``patience`` seconds (False)."""
+        clock = self._worker.clock
+        until = math.inf if patience is None else clock.now() + patience
+        while not tally.finished.done():
+            left = None if patience is None else until - clock.now()
+            if left is not None and left <= 0:
+                return False
+            with about_to_block():
+                inbound = lane.receive(left)
+            if inbound is None:
+                continue
+            message = inbound.message
+            if isinstance(message, BackwardAutogradReq) and message.pass_id == pass_id:
+                self._worker.serve_here(self.on_backward, inbound)
+            else:
+                self._worker.on_stray(inbound)
+        return True
 
     def _discover(self, workers: set[int], work: LocalPass, pass_id: int) -> Discovery:
         """Find out what may still arrive, beginning with ``workers``."""
@@ -158,7 +199,7 @@ class Passes:
                     DropAutogradReq(work.context.id, pass_id, number, own, work.retain_graph, never[worker]),
                 )
         if own in requests:
-            request = _Request(self, work, pass_id, requests[own], own)
+            request = _Request(self, work, pass_id, requests[own], own, 0)
             request.carry_out(lambda: work.drop(requests[own], never[own], request.send_on))
 
     def _complain(self, discovery: Discovery) -> None:
@@ -200,7 +241,8 @@ class Passes:
         finally:
             if message.handled is not None:
                 self._count(message.pass_id, message.handled)
-        request = _Request(self, work, message.pass_id, message.autograd_id, message.root)
+        lane = inbound.envelope.lane
+        request = _Request(self, work, message.pass_id, message.autograd_id, message.root, lane)
         request.carry_out(lambda: work.arrive(message.autograd_id, gradients, request.send_on))
 
     def on_discover(self, inbound: Inbound) -> None:
@@ -222,7 +264,7 @@ class Passes:
         except Exception as e:
             self._refuse(message.root, message.pass_id, message.request, e)
             return
-        request = _Request(self, work, message.pass_id, message.request, message.root)
+        request = _Request(self, work, message.pass_id, message.request, message.root, inbound.envelope.lane)
         request.carry_out(lambda: work.drop(message.request, message.sends, request.send_on))
 
     def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> LocalPass:
@@ -237,13 +279,13 @@ class Passes:
         handled = Handled(request, (), Waiting(self._worker.id, 0), self.describe_error(error))
         self.report(root, pass_id, handled)
 
-    def report(self, root: int, pass_id: int, handled: Handled) -> None:
-        """Tell the root of a pass what has been handled here."""
+    def report(self, root: int, pass_id: int, handled: Handled, lane: int = 0) -> None:
+        """Tell the root of a pass, which waits at ``lane``, what has been handled here."""
         if root == self._worker.id:
             self._count(pass_id, handled)
             return
         try:
-            self._worker.mailbox.send(root, BackwardAutogradResp(handled), pass_id)
+            self._worker.mailbox.send(root, BackwardAutogradResp(handled), pass_id, lane=lane)
         except (RpcError, TransportError) as e:
             logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
 
@@ -267,16 +309,19 @@ class Passes:
         """Is that this worker?"""
         return worker == self._worker.id
 
-    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame]) -> None:
-        """Send a request of a pass; whoever handles it tells the root."""
-        self._worker.post(peer, message, frames)
+    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame], lane: int) -> None:
+        """Send a request of a pass; whoever handles it tells the root, which waits at ``lane``."""
+        self._worker.post(peer, message, frames, lane)
 
 
 class _Request:
     """One request of a pass, while this worker handles it: what it sets off, and the report at its end."""
 
-    def __init__(self, passes: Passes, work: LocalPass, pass_id: int, autograd_id: int, root: int) -> None:
+    def __init__(
+        self, passes: Passes, work: LocalPass, pass_id: int, autograd_id: int, root: int, lane: int
+    ) -> None:
         self._passes = passes
+        self._lane = lane  # where the root waits
         self._work = work
         self._pass_id = pass_id
         self._autograd_id = autograd_id
@@ -304,7 +349,7 @@ class _Request:
             except Exception as e:
                 self._sent.pop()
                 error = error or e
-        self._passes.report(self._root, self._pass_id, self._report(error))
+        self._passes.report(self._root, self._pass_id, self._report(error), self._lane)
 
     def _report(self, error: BaseException | None) -> Handled:
         said = None if error is None else self._passes.describe_error(error)
@@ -343,7 +388,7 @@ class _Request:
             self._work.retain_graph,
             handled,
         )
-        self._passes.send(note.peer, message, frames)
+        self._passes.send(note.peer, message, frames, self._lane)
 
 
 FEW = 1024

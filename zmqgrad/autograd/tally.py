@@ -12,6 +12,7 @@ come back one after the other: ten hops cost ten more message times.)
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.wire.messages import Waiting
@@ -23,7 +24,7 @@ ROOTS = 0
 class Tally:
     """One pass, at its root. ``finished`` is set when nothing is under way."""
 
-    def __init__(self, root: int) -> None:
+    def __init__(self, root: int, new_outcome: Callable[[], Outcome[None]] = Outcome) -> None:
         self._lock = threading.Lock()  # guards all below
         self._under_way: dict[int, int] = {ROOTS: root}  # and the worker that it was sent to
         self._early: set[int] = set()
@@ -32,7 +33,8 @@ class Tally:
         self._error: BaseException | None = None
         self._lost: dict[int, BaseException] = {}
         self.steps = 0
-        self.finished: Outcome[None] = Outcome()
+        self._new_outcome = new_outcome
+        self.finished = new_outcome()
 
     def handled(
         self,
@@ -69,7 +71,7 @@ class Tally:
                 return
             self._under_way.update(requests)
             if self.finished.done():
-                self.finished = Outcome()
+                self.finished = self._new_outcome()
 
     def lose(self, worker: int, error: BaseException) -> None:
         """``worker`` is gone. If anything is under way there, now or as others yet tell, that is the end."""

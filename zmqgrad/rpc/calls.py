@@ -11,15 +11,17 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound, Lane
 from zmqgrad.wire.messages import MessageType
 
+T = TypeVar("T")
 
-class LaneOutcome(Outcome[Inbound]):
-    """The outcome of a call whose caller waits at a lane, where it must be told of what other threads set.
+
+class LaneOutcome(Outcome[T]):
+    """The outcome of what a thread waits for at a lane, where it must be told of what other threads set.
 
     Made by the thread that is going to wait.
     """
@@ -31,7 +33,7 @@ class LaneOutcome(Outcome[Inbound]):
         self._lane = lane
         self._waiter = threading.get_ident()
 
-    def _settle(self, value: Inbound, error: BaseException | None) -> bool:
+    def _settle(self, value: T, error: BaseException | None) -> bool:
         first = super()._settle(value, error)
         if first and threading.get_ident() != self._waiter:
             self._lane.poke()

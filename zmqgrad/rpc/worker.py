@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import (
+    ClosedError,
     CongestionError,
     NotInitializedError,
     PeerLostError,
@@ -275,11 +276,11 @@ class Worker:
         """In a fork of this worker's process: it is no worker here, and its threads are not there."""
         self._closed = True
 
-    def post(self, peer: int, message: Message, frames: Sequence[Frame] = ()) -> None:
+    def post(self, peer: int, message: Message, frames: Sequence[Frame] = (), lane: int = 0) -> None:
         """Send a request that is not answered to this worker, if at all."""
         if self._closed:
             raise self._closed_error()
-        self.mailbox.send(peer, message, self.ids.next(), frames)
+        self.mailbox.send(peer, message, self.ids.next(), frames, lane)
         self._sent += 1
 
     def wait(self, call: PendingCall) -> Inbound:
@@ -311,7 +312,7 @@ class Worker:
             call.outcome.fail(RpcError(f"{call.describe()} was given up by its caller"))
             self._cancel(call)
             if call.lane is not None:
-                self.timekeeper.call_later(DRAIN_SECONDS, self._drain_lanes)
+                self.leave_early()
         elif call.outcome.done() and call.outcome.error() is None:
             self._drop_unread(call.outcome.result())
 
@@ -340,9 +341,9 @@ class Worker:
                         if left is not None and left <= 0 and self.calls.take(call.message_id) is not None:
                             call.outcome.fail(self._over_time(call))
                             self._cancel(call)
-                            self.timekeeper.call_later(DRAIN_SECONDS, self._drain_lanes)
+                            self.leave_early()
                     elif inbound.envelope.message_id != call.message_id:
-                        self._on_answer(inbound)  # to somebody who gave up; or a stranger
+                        self.on_stray(inbound)  # for somebody who gave up; or of a stranger
                     elif self.calls.take(call.message_id) is not None:
                         call.outcome.set(inbound)
                         return inbound
@@ -358,21 +359,38 @@ class Worker:
         finally:
             del call  # as in wait()
 
+    def leave_early(self) -> None:
+        """What the calling thread waited for at a lane may still come: it must not stay there."""
+        self.timekeeper.call_later(DRAIN_SECONDS, self._drain_lanes)
+
     def _drain_lanes(self) -> None:
         """Read answers that came to lanes after those who waited there had gone."""
         for lane in self.mailbox.take_idle_lanes():
             try:
                 while (inbound := lane.receive(0.0)) is not None:
-                    self._on_answer(inbound)
+                    self.on_stray(inbound)
             finally:
                 lane.give_back()
 
-    def _on_answer(self, inbound: Inbound) -> None:
+    def on_stray(self, inbound: Inbound) -> None:
         """What came in by a lane for nobody who waits there."""
-        if inbound.envelope.type & RESPONSE:
-            self._on_message(inbound)
-        else:
-            logger.warning("%s: a request came where answers are read; dropped", self.name)
+        task = self._on_message(inbound)
+        if task is not None:
+            try:
+                self.pool.submit(task)
+            except ClosedError:
+                logger.debug("%s: a request came while closing", self.name)
+
+    def serve_here(self, handler: RequestHandler, inbound: Inbound) -> None:
+        """In the thread that waits at a lane: a request that came by it, which is part of what it waits for.
+
+        ``handler`` answers for its own errors; those of the system (Ctrl-C) reach the caller.
+        """
+        if inbound.envelope.source in self.lost:
+            self._refuse(inbound)
+            return
+        self._served += 1
+        handler(inbound)
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """The answer of ``call`` as a future."""

@@ -287,7 +287,7 @@ class ZmqMailbox:
         try:
             first = encode(message, self.worker_id, self.incarnation, message_id, lane, load.manifest)
             small = not load.frames and len(first) <= direct.LARGEST
-            at_lane = small and lane and message.TYPE & RESPONSE and self._answer_at_lane(peer, lane, first)
+            at_lane = small and lane and message.is_awaited_by(peer) and self._put_at_lane(peer, lane, first)
             if not at_lane:
                 self._put(peer, way, first, load.frames, small)
         except BaseException:
@@ -355,7 +355,7 @@ class ZmqMailbox:
         with self._peers_lock:
             return self._peers.setdefault(peer, _Peer())
 
-    def _answer_at_lane(self, peer: int, lane: int, first: bytearray) -> bool:
+    def _put_at_lane(self, peer: int, lane: int, first: bytearray) -> bool:
         """Write to lane ``lane`` of ``peer``; False if that cannot be done now, or ever."""
         way = self._ways_to_lanes.get((peer, lane)) or self._way_to_lane(peer, lane)
         if way is None:

@@ -3,7 +3,7 @@
     offset  size  field
          0     2  magic          b"zg"
          2     1  version        1
-         3     1  lane           0, or by which lane a request is to be answered (transport/lanes.py)
+         3     1  lane           0, or the lane where whoever asked waits (transport/lanes.py)
          4     2  type           MessageType; 0x8000 more if a manifest comes before the header
          6     2  source         worker id of the sender
          8     8  incarnation    of the sender: random, new at every start

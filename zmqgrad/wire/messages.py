@@ -115,6 +115,10 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
 
     TYPE: ClassVar[MessageType]
 
+    def is_awaited_by(self, worker: int) -> bool:
+        """Does ``worker`` wait for this, at the lane that the envelope names?"""
+        return self.TYPE & RESPONSE != 0
+
 
 class _Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Base of what messages are made of."""
@@ -414,6 +418,10 @@ class BackwardAutogradReq(Message, frozen=True):
     tensors: Tensors = NO_TENSORS
     retain_graph: bool = False
     handled: Handled | None = None
+
+    def is_awaited_by(self, worker: int) -> bool:
+        """The root of the pass waits for it."""
+        return worker == self.root
 
 
 class BackwardAutogradResp(Message, frozen=True):
