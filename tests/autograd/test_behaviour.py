@@ -624,6 +624,102 @@ def test_hooks_run_once_on_the_sum(c: Cluster, how: str, at: str, mode: str) -> 
     torch.testing.assert_close(gradient, expected)
 
 
+@pytest.mark.parametrize("how", ["routes", "groups", "node by node"])
+def test_hooks_of_a_leafs_node_run_around_its_accumulation(c: Cluster, how: str) -> None:
+    """In the order of torch: the tensor's, before the node, after the accumulation, after the node."""
+
+    def run(call: Callable[[Tensor], Tensor], finish: Callable[[Tensor, Tensor], None]) -> tuple[Any, Any]:
+        seen: list[Any] = []
+        w = leaf(0.5)
+        node: Any = torch.autograd.graph.get_gradient_edge(w).node
+
+        def before(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            seen.append(("before", gradients[0].item()))
+            return (gradients[0] * 3,)
+
+        w.register_hook(lambda g: seen.append(("tensor", g.item())))
+        node.register_prehook(before)
+        node.register_prehook(lambda gradients: seen.append(("again", gradients[0].item())))
+        w.register_post_accumulate_grad_hook(lambda p: seen.append(("sum", p.grad.item())))
+        node.register_hook(lambda made, gradients: seen.append((made, gradients[0].item())))
+        node.register_hook(lambda made, gradients: seen.append("removed")).remove()
+        y = w.sin()
+        loss = call(w * 1) if how == "routes" else call(w) + w * 2 + (call(y) * y if "node" in how else 0)
+        finish(w, loss.sum())
+        return seen, w.grad
+
+    def finish(w: Tensor, loss: Tensor) -> None:
+        for retain_graph in (True, False):
+            backward(ctx, [loss], retain_graph)
+        w.grad = get_gradients(ctx)[w]
+
+    def plain(w: Tensor, loss: Tensor) -> None:
+        for retain_graph in (True, False):
+            loss.backward(retain_graph=retain_graph)
+
+    with context() as ctx:
+        seen, gradient = run(lambda t: rpc.rpc_sync(1, double, (t,)), finish)
+    expected_seen, expected = run(double, plain)
+    for mine, its in zip(seen, expected_seen, strict=True):
+        assert mine[0] == its[0]
+        assert mine[1] == pytest.approx(its[1])
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_a_hook_before_a_leaf_may_stop_its_gradient(c: Cluster) -> None:
+    w = leaf(1)
+    node: Any = torch.autograd.graph.get_gradient_edge(w).node
+    handle = node.register_prehook(lambda gradients: (None,))
+    with context() as ctx:
+        backward(ctx, [rpc.rpc_sync(1, double, (w,)).sum()])
+        assert_gradients(ctx)
+    handle.remove()
+    node.register_prehook(lambda gradients: gradients[0])
+    with context() as ctx, pytest.raises(TypeError, match="tuple of one gradient"):
+        backward(ctx, [rpc.rpc_sync(1, double, (w,)).sum()])
+
+
+class Keeps(torch.autograd.Function):
+    """Keeps the gradient that it gives, once or for two inputs."""
+
+    kept: list[Tensor]
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.count = len(tensors)
+        return torch.stack(tensors).sum(0)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        made = gradient * 2
+        Keeps.kept = [made]
+        return (made,) * ctx.count
+
+
+@pytest.mark.parametrize("meets", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_gradient_that_somebody_keeps_is_copied(c: Cluster, count: int, meets: bool) -> None:
+    leaves = [leaf(1, 2) for _ in range(count)]
+    with context() as ctx:
+        y = Keeps.apply(*leaves)
+        backward(ctx, [(rpc.rpc_sync(1, double, (y,)) + (y if meets else 0)).sum()])
+        (kept,) = Keeps.kept
+        found = [get_gradients(ctx)[x] for x in leaves]
+        for gradient in found:
+            gradient.zero_()
+        assert kept.tolist() == [6.0 if meets else 4.0] * 2
+
+
+def test_a_gradient_that_nobody_keeps_is_not_copied(c: Cluster) -> None:
+    x = leaf(1, 2)
+    addresses = []
+    with context() as ctx:
+        y = x.view(1, 2).view(2)
+        y.register_hook(lambda g: addresses.append(g.data_ptr()))
+        backward(ctx, [rpc.rpc_sync(1, double, (y,)).sum()])
+        assert [get_gradients(ctx)[x].data_ptr()] == addresses
+
+
 def test_a_post_accumulate_hook_runs_once_with_the_sum(c: Cluster) -> None:
     hooks = Doubling()
     w = leaf(1)

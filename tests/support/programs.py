@@ -357,8 +357,9 @@ def run_body(body: Body, world: World, values: list[_Value]) -> list[Tensor]:
             if made:
                 made[step.a % len(made)].get().register_hook(torch.tanh)
         elif isinstance(step, Quiet):
+            a = at(step.a).use(False)  # waits, if it is not there yet, before
             with torch.no_grad():
-                values += _there([at(step.a).use(False).cos()], False)
+                values += _there([a.cos()], False)
         elif isinstance(step, Rows):
             table = world.table(step.number)
             if table is not None:
@@ -443,7 +444,7 @@ def _starts(program: Program, roots: Sequence[Tensor]) -> list[list[Tensor]]:
 # ---- parameters and modules -----------------------------------------------------------------------------
 
 
-LEAF_HOOKS = ("", "tensor", "post")
+LEAF_HOOKS = ("", "tensor", "before", "after", "post")
 
 
 def make_leaf(number: int, hook: str = "") -> Tensor:
@@ -455,6 +456,14 @@ def make_leaf(number: int, hook: str = "") -> Tensor:
         leaf.register_hook(torch.tanh)
     elif hook == "post":
         leaf.register_post_accumulate_grad_hook(_halve)
+    elif hook:
+        node: Any = torch.autograd.graph.get_gradient_edge(leaf).node
+        if hook == "before":
+            node.register_prehook(lambda gradients: (gradients[0].tanh(),))
+        else:
+            leaf.register_hook(torch.sin)
+            node.register_hook(lambda made, gradients: None)
+        leaf.node = node  # type: ignore[attr-defined]
     return leaf
 
 

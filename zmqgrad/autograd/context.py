@@ -80,11 +80,11 @@ class Context:
                 tensors[i] = output
         return tensors
 
-    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """Add to the gradient of ``leaf``; gives the sum."""
+    def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool = False) -> torch.Tensor:
+        """Add to the gradient of ``leaf``; gives the sum. ``shared``: others hold ``gradient`` as well."""
         with self._lock:
             present = self._gradients.get(leaf)
-            total = self._own(gradient) if present is None else present + gradient
+            total = self._own(gradient, shared) if present is None else present + gradient
             self._gradients[leaf] = total
             return total
 
@@ -96,12 +96,12 @@ class Context:
             else:
                 self._gradients[leaf] = gradient
 
-    def _own(self, gradient: torch.Tensor) -> torch.Tensor:
+    def _own(self, gradient: torch.Tensor, shared: bool) -> torch.Tensor:
         """``gradient`` in memory of its own, so that users may write to it. Called with the lock held."""
         if gradient.layout is not torch.strided:
-            return gradient
+            return gradient.clone() if shared else gradient
         address = gradient.untyped_storage().data_ptr()
-        if address in self._storages or 0 in gradient.stride():
+        if shared or address in self._storages or 0 in gradient.stride():
             gradient = gradient.clone(memory_format=torch.contiguous_format)
             address = gradient.untyped_storage().data_ptr()
         self._storages.add(address)

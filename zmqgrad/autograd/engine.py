@@ -20,7 +20,7 @@ from zmqgrad.autograd.hooks import any_registered, has_hooks
 from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
 from zmqgrad.autograd.routes import RoutedPass, find_routes
-from zmqgrad.autograd.single import Gradient, outputs_of, run_engine, run_node
+from zmqgrad.autograd.single import Gradient, outputs_of, run_engine, run_node, shared
 from zmqgrad.wire.messages import Waiting
 
 
@@ -111,7 +111,7 @@ class PlannedPass(LocalPass):
             if end in self._notes:
                 at_recv[end] = [None] * self._notes[end].outputs
             elif (gradient := results.pop((end, 0), None)) is not None:
-                self._accumulate(node.variable, gradient)
+                self._accumulate(node, gradient, False)
         for edge, gradient in results.items():
             number = edge[0]
             if number in self._graph.leaves:
@@ -141,7 +141,11 @@ class PlannedPass(LocalPass):
             tuple(self._edge(e) for e in ends),
             self.retain_graph,
         )
-        return {e: g for e, g in zip(ends, gradients, strict=True) if g is not None}
+        return {
+            e: g.clone() if also_held and type(self._nodes[e[0]]) is LEAF_NODE else g
+            for e, g, also_held in zip(ends, gradients, shared(gradients), strict=True)
+            if g is not None
+        }
 
     def _node_by_node(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
         """As the engine would, but for where it would not stop, or run hooks too early."""
@@ -149,10 +153,14 @@ class PlannedPass(LocalPass):
             node = self._nodes[number]
             gradients = [flowing.pop((number, i), None) for i in range(outputs_of(node))]
             made = run_node(node, gradients, self.retain_graph)
-            for gradient, (following, i) in zip(made, node.next_functions, strict=True):
+            for gradient, also_held, (following, i) in zip(
+                made, shared(made), node.next_functions, strict=True
+            ):
                 if gradient is not None:
                     edge = self._numbers[following], i
                     present = flowing.get(edge)
+                    if also_held and present is None and type(following) is LEAF_NODE:
+                        gradient = gradient.clone()
                     flowing[edge] = gradient if present is None else present + gradient
         for end in group.ends:
             complete = {e: flowing.pop(e) for e in list(flowing) if e[0] == end}
@@ -232,7 +240,7 @@ class _Walk:
             self.notes[number] = note
             self._ends.add(number)
         elif kind is LEAF_NODE:
-            (self._ends if self._hooks and has_hooks(node.variable) else self._leaves).add(number)
+            (self._ends if self._hooks and has_hooks(node) else self._leaves).add(number)
         else:
             edges = [edge for edge in node.next_functions if edge[0] is not None]
         self.nodes.append(node)

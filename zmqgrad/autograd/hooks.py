@@ -9,7 +9,7 @@ hook has been registered anywhere in this process, groups with borders are run n
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,20 +28,62 @@ def any_registered() -> bool:
 @contextmanager
 def our_hook(node: Any, hook: Any) -> Iterator[None]:
     """Inside it, ``hook`` runs after ``node``, behind the hooks of others. It counts as none."""
-    global _ours
-    with _lock:
-        before = getattr(RemovableHandle, "next_id", 0)
-        handle = node.register_hook(hook)
-        _ours += getattr(RemovableHandle, "next_id", 0) - before
+    handle = _register(node.register_hook, hook)
     try:
         yield
     finally:
         handle.remove()
 
 
-def has_hooks(leaf: torch.Tensor) -> bool:
-    """Does anything run when a gradient comes to ``leaf``?"""
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks)
+def _register(register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
+    global _ours
+    with _lock:
+        _ours += 1
+    return register(hook)
+
+
+def has_hooks(node: Any) -> bool:
+    """Does anything run when a gradient comes to the leaf that ``node`` stands for?"""
+    leaf = node.variable
+    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks) or any(node_hooks(node))
+
+
+Hooks = list[Callable[..., Any]]
+
+
+def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
+    """What has been registered on ``node`` itself: to run before it, and after it.
+
+    A node does not show its hooks. A handle does: it knows the dictionary that its hook is in.
+    """
+    found: list[Hooks] = []
+    for register in (node.register_prehook, node.register_hook):
+        handle = _register(register, _nothing)
+        among = handle.hooks_dict_ref()
+        handle.remove()
+        found.append([hook for hook in (among or {}).values() if hook is not _nothing])
+    return found[0], found[1]
+
+
+def _nothing(*_: Any) -> None:
+    """Looks for others."""
+
+
+def run_prehooks(hooks: Hooks, gradient: torch.Tensor) -> torch.Tensor | None:
+    """What ``hooks``, to run before a node of one gradient, make of it.
+
+    Raises:
+        TypeError: if one gives anything but None or a tuple of one.
+    """
+    flowing: torch.Tensor | None = gradient
+    for hook in hooks:
+        given = hook((flowing,))
+        if given is None:
+            continue
+        if not isinstance(given, tuple) or len(given) != 1:
+            raise TypeError(f"a hook before a leaf must give None or a tuple of one gradient, not {given!r}")
+        (flowing,) = given
+    return flowing
 
 
 _grad_lock = threading.RLock()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import RecvNote, Send, Start, edge_of, start_of
-from zmqgrad.autograd.hooks import run_post_accumulate_hooks
+from zmqgrad.autograd.hooks import node_hooks, run_post_accumulate_hooks, run_prehooks
 from zmqgrad.autograd.plan import bits
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.errors import AutogradError
@@ -148,11 +148,17 @@ class LocalPass(ABC):
         got = [send for i, (send, _, _) in enumerate(sends) if arrived >> (i + 1) & 1]
         return PassView(self._worker, name, sends, got, bool(arrived & 1), flows, self.describe())
 
-    def _accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
-        """The whole gradient of a leaf with hooks; those of the tensor have run."""
-        gradient = self.context.accumulate(leaf, gradient)
-        if leaf._post_accumulate_grad_hooks:
-            self.context.replace(leaf, run_post_accumulate_hooks(leaf, gradient))
+    def _accumulate(self, node: Any, gradient: torch.Tensor, shared: bool) -> None:
+        """The whole gradient of the leaf of ``node``, which may have hooks; those of the tensor have run."""
+        leaf = node.variable
+        before, after = node_hooks(node)
+        bent = run_prehooks(before, gradient)
+        if bent is not None:
+            total = self.context.accumulate(leaf, bent, shared or bent is not gradient)
+            if leaf._post_accumulate_grad_hooks:
+                self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))
+        for hook in after:
+            hook((), (bent,))
 
     def _entry_name(self, entry: int) -> str:
         if not entry:

@@ -17,7 +17,7 @@ from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
 from zmqgrad.autograd.hooks import has_hooks
 from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
-from zmqgrad.autograd.single import Gradient, run_engine
+from zmqgrad.autograd.single import Gradient, run_engine, shared
 from zmqgrad.wire.messages import Waiting
 
 _ENDS = (LEAF_NODE, RECV_NODE)
@@ -51,7 +51,7 @@ def find_routes(entries: Entries, hooks: bool) -> list[Route] | None:
             kind = type(node)
             if kind is LEAF_NODE:
                 ends[node, 0] = None
-                if hooks and has_hooks(node.variable) and owner.setdefault(node, number) != number:
+                if hooks and has_hooks(node) and owner.setdefault(node, number) != number:
                     return None
                 continue
             before = owner.get(node)
@@ -108,30 +108,32 @@ class RoutedPass(LocalPass):
         at_recv: dict[Any, list[Gradient]] = {
             recv: [None] * note.outputs for recv, note in route.recvs.items()
         }
-        for edge, gradient in self._run(route, flowing):
+        for edge, gradient, also_held in self._run(route, flowing):
             node = edge.node
             if node in at_recv:
                 at_recv[node][edge.output_nr] = gradient
             elif gradient is not None:
-                self._collect(node.variable, gradient)
+                self._collect(node, gradient, also_held)
         for recv, complete in at_recv.items():
             send_on(route.recvs[recv], complete)
         return True
 
-    def _run(self, route: Route, flowing: dict[GradientEdge, torch.Tensor]) -> Iterable[tuple[Any, Gradient]]:
-        """What comes out at the ends of ``route``."""
+    def _run(
+        self, route: Route, flowing: dict[GradientEdge, torch.Tensor]
+    ) -> Iterable[tuple[Any, Gradient, bool]]:
+        """What comes out at the ends of ``route``, and whether others hold it as well."""
         if not flowing:
             return ()
         if not route.ways and not self._hooks:
-            return flowing.items()
+            return ((edge, gradient, False) for edge, gradient in flowing.items())
         found = run_engine(tuple(flowing), tuple(flowing.values()), route.ends, self.retain_graph)
-        return zip(route.ends, found, strict=True)
+        return zip(route.ends, found, shared(found), strict=True)
 
-    def _collect(self, leaf: torch.Tensor, gradient: torch.Tensor) -> None:
+    def _collect(self, node: Any, gradient: torch.Tensor, also_held: bool) -> None:
         if self._hooks:
-            self._accumulate(leaf, gradient)
+            self._accumulate(node, gradient, also_held)
         else:
-            self.context.accumulate(leaf, gradient)
+            self.context.accumulate(node.variable, gradient, also_held)
 
     def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
         """Nothing waits for another entry here, so nothing becomes ready."""

@@ -9,6 +9,7 @@ has saved is not freed before the graph is.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -43,6 +44,17 @@ def run_engine(
     )
     return found
 
+
+def shared(gradients: Sequence[Gradient]) -> list[bool]:
+    """For each of ``gradients``: does anything hold it but this sequence, once?
+
+    A backward function or a hook may have kept it, or give one tensor twice. Torch looks at reference counts
+    as well before it makes a gradient its own.
+    """
+    return [count > _ALONE for count in map(sys.getrefcount, gradients)]
+
+
+_ALONE = next(map(sys.getrefcount, [object()]))
 
 _engine: Callable[..., Any] | None = getattr(
     getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
