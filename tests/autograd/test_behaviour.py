@@ -217,6 +217,21 @@ def test_a_second_pass_without_retain_graph_is_torchs_error(c: Cluster, where: s
             backward(ctx, [loss])
 
 
+@pytest.mark.parametrize("hooks", [False, True])
+def test_a_second_pass_over_groups_is_torchs_error_too(c: Cluster, hooks: bool) -> None:
+    """Also where groups are run node by node: at this border torch would not stop, or hooks are feared."""
+    w = leaf(3)
+    with context() as ctx:
+        x = w * w
+        if hooks:
+            x.register_hook(lambda g: None)
+        loss = (x.exp() + rpc.rpc_sync(1, same, (x,)) + w).sum()
+        backward(ctx, [loss], retain_graph=True)
+        backward(ctx, [loss])
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            backward(ctx, [loss])
+
+
 def test_contexts_in_parallel_threads_do_not_mix(c: Cluster) -> None:
     x = leaf(1, 2)
     together = threading.Barrier(6)

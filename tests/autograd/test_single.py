@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from zmqgrad.autograd import hooks
 from zmqgrad.autograd.border import runs_through
 from zmqgrad.autograd.plan import Graph
-from zmqgrad.autograd.single import outputs_of, run_node
+from zmqgrad.autograd.single import let_go, outputs_of, run_node
 
 
 class Scale(torch.autograd.Function):
@@ -97,3 +98,55 @@ def test_no_gradient_gives_none() -> None:
 def test_a_target_behind_another_is_found(outgoing: list[tuple[int, int]], through: bool) -> None:
     graph = Graph([[(1, 0), (2, 0)], [(3, 0)], [], []], frozenset({3}), frozenset())
     assert runs_through(graph, outgoing) is through
+
+
+class Squares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, x * 2)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        _, twice = ctx.saved_tensors
+        return gradient * twice
+
+
+SAVERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "mul": lambda x: x * x,
+    "exp": lambda x: x.exp(),
+    "matmul": lambda x: x @ x,
+    "layer_norm": lambda x: torch.nn.functional.layer_norm(x, (2,)),
+    "function": lambda x: Squares.apply(x),  # type: ignore[no-any-return]
+    "linear": lambda x: torch.nn.functional.linear(x, x, x[0]),
+}
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_what_a_node_has_saved_can_be_let_go(name: str) -> None:
+    x = torch.rand(2, 2, requires_grad=True)
+    y = SAVERS[name](x)
+    let_go(y.grad_fn)
+    with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+        y.sum().backward()
+    let_go(y.grad_fn)
+
+
+def test_the_memory_of_what_was_saved_is_given_back() -> None:
+    x = torch.rand(2, 2, requires_grad=True)
+    other = torch.rand(2, 2)
+    y = x * other
+    users = torch._C._storage_Use_Count
+    memory = other.untyped_storage()
+    before = users(memory._cdata)
+    let_go(y.grad_fn)
+    assert users(memory._cdata) == before - 1
+
+
+def test_what_has_saved_nothing_or_packs_it_is_left_alone() -> None:
+    x = torch.rand(2, 2, requires_grad=True)
+    let_go((x + x).grad_fn)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        y = x * x
+    let_go(y.grad_fn)
+    y.sum().backward()

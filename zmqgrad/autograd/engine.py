@@ -20,7 +20,7 @@ from zmqgrad.autograd.hooks import any_registered, has_hooks
 from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
 from zmqgrad.autograd.routes import RoutedPass, find_routes
-from zmqgrad.autograd.single import Gradient, outputs_of, run_engine, run_node, shared
+from zmqgrad.autograd.single import Gradient, let_go, outputs_of, run_engine, run_node, shared
 from zmqgrad.wire.messages import Waiting
 
 
@@ -153,6 +153,8 @@ class PlannedPass(LocalPass):
             node = self._nodes[number]
             gradients = [flowing.pop((number, i), None) for i in range(outputs_of(node))]
             made = run_node(node, gradients, self.retain_graph)
+            if not self.retain_graph:
+                let_go(node)
             for gradient, also_held, (following, i) in zip(
                 made, shared(made), node.next_functions, strict=True
             ):

@@ -3,12 +3,14 @@
 Used where the engine cannot be told to stop (:mod:`~zmqgrad.autograd.border`), or would run hooks on parts
 of sums where it does (:mod:`~zmqgrad.autograd.hooks`). What the engine does around a node it does here too:
 hooks of its tensors and of the node itself, checks, sums to the shape and casts to the type that the next
-node was made with. It is stopped by an exception in a hook of ours, the last that runs; so what the node
-has saved is not freed before the graph is.
+node was made with. It is stopped by an exception in a hook of ours, the last that runs; so the engine does
+not free what the node has saved, and :func:`let_go` does.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +20,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.hooks import our_hook
+from zmqgrad.errors import AutogradError
 
 Gradient = torch.Tensor | None
 
@@ -85,6 +88,39 @@ def run_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool = Fals
         except _Stop:
             return made
     raise AssertionError(f"torch's engine did not run {node}")
+
+
+def let_go(node: Any) -> None:
+    """Free what ``node`` has saved, as the engine does without ``retain_graph``; another run is an error.
+
+    What is packed already (by ``saved_tensors_hooks``, as checkpoints are) stays until the graph goes.
+    """
+    kind: Any = type(node)
+    for name in _saved_names(kind):
+        try:
+            found = getattr(node, name)
+        except RuntimeError:
+            continue  # freed before, by another pass
+        for saved in found if isinstance(found, (tuple, list)) else (found,):
+            # None, freed or packed: torch has no way to ask, but refuses.
+            with contextlib.suppress(RuntimeError):
+                saved.register_hooks(_freed, _refuse)
+
+
+@functools.lru_cache(maxsize=4096)
+def _saved_names(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _freed(_: torch.Tensor) -> None:
+    """Keeps nothing of a saved tensor."""
+
+
+def _refuse(_: None) -> torch.Tensor:
+    raise AutogradError(
+        "Trying to backward through the graph a second time, or to look at what it has saved: that was "
+        "freed by the first pass. Say retain_graph=True there, if there is to be a second."
+    )
 
 
 def outputs_of(node: Any) -> int:
