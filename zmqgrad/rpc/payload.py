@@ -5,9 +5,9 @@ beside it, as do out-of-band buffers (numpy arrays). Nothing is pickled where a 
 function that can be imported goes by name, arguments or results that are nothing but tensors go as they
 are.
 
-Lambdas, closures and whatever else cannot be imported go by value, through cloudpickle. Functions and
-classes of ``__main__`` go by reference to peers that run the same program (their globals are then the
-callee's own, as with torch), and by value to others.
+Lambdas, closures and whatever else cannot be imported go by value, through cloudpickle; their code is sent
+to each peer once (:mod:`zmqgrad.rpc.code`). Functions and classes of ``__main__`` go by reference to peers
+that run the same program (their globals are then the callee's own, as with torch), and by value to others.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ import cloudpickle
 import torch
 
 from zmqgrad.errors import FunctionNotFoundError, PayloadError, PeerLostError, ProtocolError
+from zmqgrad.rpc.code import PeerCode
+from zmqgrad.rpc.code import __name__ as code_module
 from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place
 from zmqgrad.wire.tensors import blob_bytes, describe, rebuild
 from zmqgrad.wire.unwritten import Buffer, Frame
@@ -39,7 +41,12 @@ _MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 class References(Protocol):
-    """How RRefs enter and leave payloads; a worker does it."""
+    """How RRefs, and the code of functions, enter and leave payloads; a worker does it."""
+
+    @property
+    def code(self) -> PeerCode:
+        """How code travels to and from the peer."""
+        ...
 
     def fork(self, rref: Any) -> tuple[Any, ...]:
         """Make a fork of ``rref`` for whoever reads the payload; gives what it is rebuilt from."""
@@ -145,7 +152,18 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return getattr, (obj.__self__, obj.__name__)
         if self._terms.main_by_reference and isinstance(obj, _NAMED) and _in_main(obj):
             return _main_attribute, (obj.__qualname__,)
-        return super().reducer_override(obj)
+        return self._reduce_code(obj) or super().reducer_override(obj)
+
+    def _reduce_code(self, obj: Any) -> tuple[Any, ...] | None:
+        """For code that its peer need not be sent again (:mod:`zmqgrad.rpc.code`)."""
+        references = self._terms.references
+        if references is None:
+            return None
+        if type(obj) is types.CodeType:
+            return references.code.reduce_code(obj)
+        if type(obj) is types.FunctionType and "<" in obj.__qualname__:  # else it may be found by its name
+            return references.code.reduce_function(obj)
+        return None
 
     def _reduce(self, obj: TravelsInCalls) -> tuple[Any, ...]:
         if isinstance(obj, TravelsAsReference):
@@ -232,6 +250,8 @@ class _Unpickler(pickle.Unpickler):
             if name == "_adopt" and self._references is not None:
                 self._adopted = self._adopted or _Adopted(self._references)
                 return self._adopted
+        if module == code_module and self._references is not None:
+            return getattr(self._references.code, name)
         if module == "__mp_main__":
             module = "__main__"
         return super().find_class(module, name)

@@ -23,6 +23,7 @@ from zmqgrad.errors import (
     RRefError,
     TransportError,
 )
+from zmqgrad.rpc.code import PeerCode
 from zmqgrad.rpc.dispatch import Doors
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.payload import TravelsAsReference
@@ -131,7 +132,7 @@ class ReferenceTable:
         """How RRefs travel to and from ``peer``."""
         view = self._views.get(peer)
         if view is None:
-            view = self._views[peer] = PeerReferences(self, peer)
+            view = self._views[peer] = PeerReferences(self, peer, self._worker.codes.of(peer))
         return view
 
     # ---- owner ------------------------------------------------------------------------------------------
@@ -464,13 +465,14 @@ class ReferenceTable:
 
 
 class PeerReferences:
-    """The table as payloads to or from one peer see it."""
+    """The table as payloads to or from one peer see it; and how ``code`` travels between the two."""
 
-    __slots__ = ("_peer", "_table")
+    __slots__ = ("_peer", "_table", "code")
 
-    def __init__(self, table: ReferenceTable, peer: int) -> None:
+    def __init__(self, table: ReferenceTable, peer: int, code: PeerCode) -> None:
         self._table = table
         self._peer = peer
+        self.code = code
 
     def fork(self, rref: Any) -> tuple[Any, ...]:
         """A fork of ``rref`` for the peer."""

@@ -30,6 +30,7 @@ from zmqgrad.errors import (
     UnknownPeerError,
 )
 from zmqgrad.rpc.calls import CallTable, LaneOutcome, PendingCall
+from zmqgrad.rpc.code import book_of
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
 from zmqgrad.rpc.events import Events
@@ -111,6 +112,7 @@ class Worker:
         self.calls = CallTable()
         self.serving = ServingTable(clock)
         self.doors = Doors()
+        self.codes = book_of(self)
         self.references = ReferenceTable(self)
         self.default_timeout = options.rpc_timeout
         self.lost: dict[int, str] = {}  # peers that are gone, and why that is believed

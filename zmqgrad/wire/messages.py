@@ -25,6 +25,7 @@ MAX_TEXT = 1 << 20
 MAX_KEY = 64 << 10
 MAX_VALUE = 256 << 20
 MAX_KEYS = 1 << 20
+MAX_CODE = 256 << 10
 
 Id = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 WorkerId = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -49,6 +50,8 @@ class MessageType(enum.IntEnum):
     REMOTE_RESULT = 0x06 | RESPONSE
     EXCEPTION = 0x37 | RESPONSE
     CANCEL = 0x38 | REQUEST
+    CODE_FETCH = 0x39 | REQUEST
+    CODE_VALUE = 0x3A | RESPONSE
     # references
     RREF_FETCH = 0x08 | REQUEST
     RREF_VALUE = 0x0A | RESPONSE
@@ -303,6 +306,21 @@ class Cancel(Message, frozen=True):
 
     TYPE: ClassVar[MessageType] = MessageType.CANCEL
     call: Id
+
+
+class CodeFetch(Message, frozen=True):
+    """Callee to caller, or the other way round: what is the code whose hash is ``digest``?"""
+
+    TYPE: ClassVar[MessageType] = MessageType.CODE_FETCH
+    digest: Annotated[bytes, Meta(max_length=64)]
+
+
+class CodeValue(Message, frozen=True):
+    """Answer to CODE_FETCH: this, for the interpreter that ``python`` names; empty if I have forgotten it."""
+
+    TYPE: ClassVar[MessageType] = MessageType.CODE_VALUE
+    python: Annotated[bytes, Meta(max_length=64)]
+    code: Annotated[bytes, Meta(max_length=MAX_CODE)] = b""
 
 
 # ---- references -----------------------------------------------------------------------------------------
