@@ -1,12 +1,12 @@
-"""The short way out: a small message is written to the peer's ipc socket by the thread that sends it.
+"""The short way out: a small message is written to the peer's door by the thread that sends it.
 
 libzmq hands every message to a thread of its own, which writes it; waking that thread costs more than the
-writing. So beside the DEALER to a peer of this host there is a plain connection to the same ROUTER, on which
-the sender speaks ZMTP itself (:mod:`zmqgrad.transport.zmtp`): the peer sees one more DEALER.
+writing. So beside the DEALER to a peer of this host there is a plain connection to its door
+(:mod:`zmqgrad.transport.door`), on which the sender speaks ZMTP itself (:mod:`zmqgrad.transport.zmtp`).
 
 A message goes this way whole or not at all. What has several frames or is large, what the kernel will not
-take at once, and what comes before the peer has said READY (libzmq drops a connection that speaks earlier)
-is left to the DEALER. So messages may overtake one another.
+take at once, and what comes before the peer has said READY (whoever listens may refuse one that speaks
+earlier) is left to the DEALER. So messages may overtake one another.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import logging
 import socket as sockets
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.lanes import unix_address
+from zmqgrad.transport.door import unix_address
 from zmqgrad.transport.zmtp import Unpacker, opening
 
 logger = logging.getLogger(__name__)
@@ -28,18 +28,18 @@ _OPENING = opening("DEALER")
 
 
 class Direct:
-    """A connection to the socket at one ipc address. Its owner's lock guards it."""
+    """A connection to one door. Its owner's lock guards it."""
 
     __slots__ = ("_greeting", "_send", "_socket")
 
-    def __init__(self, socket: sockets.socket, expected: str) -> None:
+    def __init__(self, socket: sockets.socket) -> None:
         self._socket = socket
         self._send = socket.sendmsg
-        self._greeting: Unpacker | None = Unpacker(expected)  # until the peer is ready
+        self._greeting: Unpacker | None = Unpacker("DEALER")  # until the peer is ready
 
     @classmethod
-    def open(cls, endpoint: str, expected: str = "ROUTER") -> Direct | None:
-        """Connect to the socket of type ``expected`` at ``endpoint``; None if that cannot be done at once."""
+    def open(cls, endpoint: str) -> Direct | None:
+        """Connect to the door at ``endpoint``; None if that cannot be done at once."""
         socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
         try:
             socket.setblocking(False)
@@ -49,7 +49,7 @@ class Direct:
             logger.debug("no short way to %s: %s", endpoint, e)
             socket.close()
             return None
-        return cls(socket, expected)
+        return cls(socket)
 
     def send(self, frame: bytes | bytearray) -> bool | None:
         """Write a message of this one frame, which has at most ``LARGEST`` bytes.

@@ -1,30 +1,26 @@
 """Lanes: answers that are read by the very thread that waits for them.
 
-An answer that comes in at the ROUTER is read by libzmq's thread, then by the one that reads the ROUTER, and
-then wakes a third, the one that asked; on an idle machine each wake-up costs as much as the way between the
-processes. So a thread that is about to wait takes a lane, a small listener of its own on which ZMTP is spoken
-(:mod:`zmqgrad.transport.zmtp`), names it in the envelope of its request, and blocks in a system call until
+An answer that the receiver reads still has to wake the thread that asked, which costs as much as the way
+between the processes. So a thread that is about to wait takes a lane, a door of its own
+(:mod:`zmqgrad.transport.door`), names it in the envelope of its request, and blocks in a system call until
 the answer is there. Lanes are few and only for peers of this host. Who gets none, or whose answer is not
-one small frame, finds the answer at the ROUTER as ever.
+one small frame, finds the answer by way of the receiver as ever.
 
-What ends a wait from elsewhere (an answer at the ROUTER, a lost peer, the end of this worker) pokes the lane.
+What ends a wait from elsewhere (an answer to the receiver, a lost peer, the end of this worker) pokes the
+lane.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import select
 import socket as sockets
-import struct
-import sys
 import threading
 from collections import deque
 from collections.abc import Callable
 
-from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.base import Inbound
-from zmqgrad.transport.zmtp import Unpacker, opening
+from zmqgrad.transport.door import Door, door_address
 
 logger = logging.getLogger(__name__)
 
@@ -45,23 +41,8 @@ MOST_LUCK = 8
 PATIENCE = 16
 """A lane whose looks were in vain too often sleeps at once for so many answers."""
 
-READ_SIZE = 64 << 10
-
 Decode = Callable[[bytes], "Inbound | None"]
 """A frame to a message; None for what was none of ours and has been counted."""
-
-_OPENING = opening("DEALER")
-
-
-def lane_address(endpoint: str, number: int) -> str:
-    """Where lane ``number`` of the worker at ``endpoint`` (ipc) listens."""
-    return f"{endpoint}-{number}"
-
-
-def unix_address(endpoint: str) -> str:
-    """The name by which the system knows an ipc endpoint."""
-    path = endpoint.removeprefix("ipc://")
-    return "\0" + path[1:] if path.startswith("@") else path
 
 
 class Lane:
@@ -75,22 +56,18 @@ class Lane:
         self.number = number
         self._decode = decode
         self._free = free
-        self._arrived: deque[bytes | memoryview] = deque()
-        self._peers: dict[int, tuple[sockets.socket, Unpacker]] = {}
+        self._arrived: deque[bytes] = deque()
         self._luck = MOST_LUCK  # falls by looks in vain; below zero nobody looks, and it counts up
-        self._listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+        self._poll = select.poll()
+        self._door = Door(door_address(endpoint, number), self._poll)
         try:
-            self._listener.setblocking(False)
-            self._listener.bind(unix_address(lane_address(endpoint, number)))
-            self._listener.listen(128)
             self._woken, self._waker = sockets.socketpair()
         except OSError:
-            self._listener.close()
+            self._door.close()
             raise
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        self._poll = select.poll()
-        self._poll.register(self._listener, select.POLLIN)
+        self._woken_number = self._woken.fileno()
         self._poll.register(self._woken, select.POLLIN)
 
     def receive(self, seconds: float | None) -> Inbound | None:
@@ -101,16 +78,13 @@ class Lane:
             )
             poked = not ready
             for number, _ in ready:
-                peer = self._peers.get(number)
-                if peer is not None:
-                    self._read(number, *peer)
-                elif number == self._listener.fileno():
-                    self._accept()
-                else:
+                if number == self._woken_number:
                     poked = bool(self._woken.recv(4096))
+                else:
+                    self._arrived.extend(self._door.read(number))
             if poked and not self._arrived:
                 return None
-        return self._decode(self._arrived.popleft())  # type: ignore[arg-type]
+        return self._decode(self._arrived.popleft())
 
     def _look(self) -> list[tuple[int, int]]:
         """What is ready, if something is soon and such looks have paid lately.
@@ -129,42 +103,6 @@ class Lane:
         self._luck = self._luck - 2 if self._luck > 2 else -PATIENCE
         return []
 
-    def _read(self, number: int, socket: sockets.socket, unpacker: Unpacker) -> None:
-        try:
-            data = socket.recv(READ_SIZE)
-            frames = unpacker.feed(data) if data else []
-        except BlockingIOError:
-            return
-        except (OSError, ProtocolError) as e:
-            logger.debug("lane %d: dropped a peer: %s", self.number, e)
-            data, frames = b"", []
-        # None: a message of several frames, which nobody of ours sends by a lane.
-        self._arrived.extend(b"" if frame is None else frame for frame in frames)
-        if not data:
-            self._poll.unregister(number)
-            del self._peers[number]
-            socket.close()
-
-    def _accept(self) -> None:
-        try:
-            socket, _ = self._listener.accept()
-        except OSError as e:  # it has left again
-            logger.debug("lane %d: nobody to let in: %s", self.number, e)
-            return
-        if not _is_of_this_user(socket):
-            logger.warning("lane %d: refused a process of another user", self.number)
-            socket.close()
-            return
-        socket.setblocking(False)
-        try:
-            socket.send(_OPENING)
-        except OSError as e:
-            logger.debug("lane %d: a peer left at the door: %s", self.number, e)
-            socket.close()
-            return
-        self._peers[socket.fileno()] = socket, Unpacker("DEALER")
-        self._poll.register(socket, select.POLLIN)
-
     def poke(self) -> None:
         """Let the thread that waits here look around. From any thread."""
         try:
@@ -178,16 +116,9 @@ class Lane:
 
     def close(self) -> None:
         """Called by :class:`Lanes` for a lane that nobody holds."""
-        for socket in (self._listener, self._woken, self._waker, *(s for s, _ in self._peers.values())):
-            socket.close()
-
-
-def _is_of_this_user(socket: sockets.socket) -> bool:
-    if sys.platform != "linux":
-        return True  # the address lies in a private directory
-    size = struct.calcsize("3i")
-    _, user, _ = struct.unpack("3i", socket.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, size))
-    return bool(user == os.getuid())
+        self._door.close()
+        self._woken.close()
+        self._waker.close()
 
 
 class Lanes:

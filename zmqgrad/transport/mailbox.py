@@ -35,7 +35,8 @@ from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Lost, Resolver, Suspected, Timer
 from zmqgrad.transport.credit import INFLIGHT, Allowance, Intake
 from zmqgrad.transport.direct import Direct
-from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes, lane_address
+from zmqgrad.transport.door import door_address
+from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes
 from zmqgrad.transport.liveness import Limits, answers
 from zmqgrad.transport.pulse import SCHEME, Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
@@ -145,7 +146,9 @@ class ZmqMailbox:
         try:
             _set_up(router)
             self._endpoints = tuple(self._bind(router, tcp_host))
-            self._receiver = Receiver(name, self._context, router, self._exchange.open)
+            self._receiver = Receiver(
+                name, self._context, router, door_address(self._endpoints[0]), self._exchange.open
+            )
             self._lanes = Lanes(self._endpoints[0], self._decode)
             self._listener = Listener(self._endpoints[0], tcp_host)
             if self._listener.endpoint is not None:
@@ -378,8 +381,8 @@ class ZmqMailbox:
             way = self._ways_to_lanes.get((peer, lane))
             if way is None:
                 way = self._ways_to_lanes[peer, lane] = _Peer()
-                way.endpoint = lane_address(main.endpoint, lane)
-                way.direct = Direct.open(way.endpoint, "DEALER")
+                way.endpoint = door_address(main.endpoint, lane)
+                way.direct = Direct.open(way.endpoint)
             return way
 
     def _connect(self, peer: int, way: _Peer) -> zmq.Socket[bytes]:
@@ -404,7 +407,7 @@ class ZmqMailbox:
         way.socket, way.endpoint = socket, endpoint
         self._feel(peer, endpoint, known)
         if endpoint.startswith("ipc:"):
-            way.direct = Direct.open(endpoint)
+            way.direct = Direct.open(door_address(endpoint))
         logger.debug("%s sends to worker %d at %s", self._name, peer, endpoint)
         return socket
 

@@ -1,17 +1,20 @@
-"""The receiving half of a mailbox: one thread at a time owns one ROUTER.
+"""The receiving half of a mailbox: one thread at a time reads one ROUTER and one door.
 
 With an engine pool, that is a thread of the pool, which makes another its successor before it runs a task
 (:meth:`~zmqgrad.runtime.engine_pool.EnginePool.lead`); without one, it is a thread of the receiver's own.
 It reads, decodes and hands on; it never runs user code and never stops for what a stranger sends (P5).
-It blocks in one ``recv`` and needs no poll: closing is a message to itself over ``inproc``, known by a
-token that nobody outside the process can have.
+Small messages of this host come by the door (:mod:`~zmqgrad.transport.door`), all others by the ROUTER, whose
+file descriptor tells when to look (and says nothing more before all that is there has been read). Closing is
+a message to itself over ``inproc``, known by a token that nobody outside the process can have.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+import select
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
@@ -21,6 +24,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Buffer, Handler, Inbound
+from zmqgrad.transport.door import Door
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.messages import Manifest
 
@@ -31,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 1000
 """How many senders of garbage are remembered, so that each is logged once."""
+
+FAIR = 16
+"""After so many messages of the ROUTER, look whether there are some at the door."""
 
 FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Buffer]]
 """(who sent it, manifest, the frames that came) -> the frames of the message."""
@@ -47,6 +54,7 @@ class Receiver:
         name: str,
         context: zmq.Context[zmq.Socket[bytes]],
         socket: zmq.Socket[bytes],
+        door: str,
         find_frames: FindFrames,
     ) -> None:
         self._name = name
@@ -66,6 +74,21 @@ class Receiver:
         self.frame_bytes = 0
         self.malformed = 0
         socket.bind(self._inproc)
+        self._poll = select.poll()
+        self._router_number = _number(socket, zmq.FD)
+        self._poll.register(self._router_number, select.POLLIN)
+        self._door = self._open_door(door)
+        self._arrived: deque[bytes] = deque()
+        self._at_router = True  # perhaps there is something to be read
+        self._in_a_row = 0  # messages of the ROUTER
+        self._over = False
+
+    def _open_door(self, address: str) -> Door | None:
+        try:
+            return Door(address, self._poll)
+        except OSError as e:  # so all comes by the ROUTER
+            logger.warning("%s cannot listen at %s: %s", self._name, address, e)
+            return None
 
     def start(self, handler: Handler, pool: EnginePool | None = None) -> None:
         """Begin to read."""
@@ -87,16 +110,16 @@ class Receiver:
 
     def _read(self) -> Task | None:
         """Read until there is a task, or it is over (None)."""
-        receive, more, rest = self._socket.recv, self._socket.getsockopt, self._rest
         self._reader = threading.get_ident()
         try:
-            while True:
-                identity = receive()
-                first = receive()
-                frames = rest() if more(zmq.RCVMORE) else ()
-                if first == self._stop_token:
-                    break
-                inbound = self.decode(first, frames, identity)
+            while not self._over:
+                if self._arrived:
+                    inbound = self.decode(self._arrived.popleft(), (), b"door")
+                elif self._at_router:
+                    inbound = self._from_router()
+                else:
+                    self._look(None)
+                    continue
                 task = None if inbound is None else self._deliver(inbound)
                 if task is not None:
                     self._reader = 0
@@ -104,9 +127,38 @@ class Receiver:
         except zmq.ContextTerminated:
             logger.debug("%s: the context has ended", self._name)
         self._reader = 0
+        self._shut()
+        return None
+
+    def _look(self, milliseconds: int | None) -> None:
+        """See what has come, or wait for it."""
+        for number, _ in self._poll.poll(milliseconds):
+            if number == self._router_number:
+                self._at_router = True
+            elif self._door is not None:
+                self._arrived.extend(self._door.read(number))
+
+    def _from_router(self) -> Inbound | None:
+        """The next message at the ROUTER; None if there is none, or it was none of ours."""
+        socket = self._socket
+        if not _number(socket, zmq.EVENTS) & zmq.POLLIN:
+            self._at_router = False
+            return None
+        self._in_a_row += 1
+        if self._in_a_row % FAIR == 0:
+            self._look(0)
+        identity, first = socket.recv(), socket.recv()
+        frames = self._rest() if socket.getsockopt(zmq.RCVMORE) else ()
+        if first == self._stop_token:
+            self._over = True
+            return None
+        return self.decode(first, frames, identity)
+
+    def _shut(self) -> None:
+        if self._door is not None:
+            self._door.close()
         self._socket.close(linger=0)
         self._ended.set(None)
-        return None
 
     def _rest(self) -> list[Buffer]:
         """The frames after the first: ours, writable, and received without a copy."""
@@ -159,8 +211,7 @@ class Receiver:
             return
         self._closed = True
         if not self._started:
-            self._socket.close(linger=0)
-            self._ended.set(None)
+            self._shut()
             return
         if self._ended.done():
             return
@@ -174,3 +225,9 @@ class Receiver:
         if self._started and not self._ended.wait_done(deadline.left_or_none()):
             return [f"{self._name}-receiver"]
         return []
+
+
+def _number(socket: zmq.Socket[bytes], option: int) -> int:
+    value = socket.getsockopt(option)
+    assert isinstance(value, int)
+    return value
