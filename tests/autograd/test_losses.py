@@ -11,6 +11,7 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients, releases
+from zmqgrad.autograd.context import ENDED_PASSES
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import PeerLostError
 from zmqgrad.runtime.clock import Deadline
@@ -165,6 +166,55 @@ def test_calls_without_grad_that_nobody_waits_for_are_told_of_the_end(c3: Cluste
         held.release()  # type: ignore[attr-defined]
         assert waits.wait().tolist() == [2.0]
     wait_until_known_by(c3)
+
+
+def double_elsewhere(x: Tensor) -> Tensor:
+    """Nobody uses what worker 2 gives, so its part of a pass never ends by itself."""
+    rpc.rpc_sync(2, double, (x,))
+    return x * 2
+
+
+def test_passes_that_have_ended_are_forgotten_everywhere(c3: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        loss = rpc.rpc_sync(1, double_elsewhere, (rpc.rpc_sync(2, double, (x,)),)).sum()
+        for _ in range(5 * ENDED_PASSES):
+            backward(ctx, [loss], retain_graph=True)
+        contexts = [autograd_of(w).contexts.find(ctx) for w in c3.workers]
+        wait_until(
+            lambda: all(0 < len(one.passes) <= ENDED_PASSES for one in contexts),
+            lambda: [len(one.passes) for one in contexts],
+        )
+        assert get_gradients(ctx)[x].tolist() == [4.0 * 5 * ENDED_PASSES]
+
+
+def test_a_late_message_does_not_bring_a_pass_back(c3: Cluster) -> None:
+    x = leaf(1)
+    with context() as ctx:
+        there = rpc.remote(1, leaf, (1.0,))
+        loss = rpc.rpc_sync(1, times, (there, rpc.rpc_sync(2, double, (x,)))).sum()
+        with c3.network.duplicate(MessageType.BACKWARD_AUTOGRAD_REQ, target=1) as first:
+            backward(ctx, [loss], retain_graph=True)
+        for _ in range(ENDED_PASSES):
+            backward(ctx, [loss], retain_graph=True)
+        context_there = autograd_of(c3.workers[1]).contexts.find(ctx)
+        number = first.caught[0].message.pass_id  # type: ignore[attr-defined]
+        wait_until(lambda: number not in context_there.passes, lambda: context_there.passes)
+        with c3.network.changed:
+            for parcel in first.caught:
+                c3.network.deliver(parcel.copy())
+        c3.network.wait_quiet()
+        assert number not in context_there.passes
+        assert get_gradients(ctx)[x].tolist() == [2.0 * (1 + ENDED_PASSES)]
+        assert rpc.rpc_sync(1, gradient_of, (ctx, there)).tolist() == [2.0 * (1 + ENDED_PASSES)]
+
+
+def times(w: rpc.RRef[Tensor], x: Tensor) -> Tensor:
+    return w.local_value() * x
+
+
+def gradient_of(ctx: int, w: rpc.RRef[Tensor]) -> Tensor:
+    return get_gradients(ctx)[w.local_value()]
 
 
 @pytest.fixture

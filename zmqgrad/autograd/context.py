@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 REMEMBERED = 10_000
 """How many released contexts are remembered, so that a late message does not bring one back."""
 
+ENDED_PASSES = 16
+"""When so many passes have ended in one context, their workers are told to forget all but the last."""
+
 
 class Context:
     """One context on one worker."""
@@ -38,8 +41,10 @@ class Context:
         self._peers: set[int] = set()
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._storages: set[int] = set()  # addresses of the gradients' memory
-        self.pass_lock = threading.Lock()  # guards passes
+        self.pass_lock = threading.Lock()  # guards the three below
         self.passes: dict[int, LocalPass] = {}
+        self._ended: list[int] = []  # passes that began here and are still remembered, anywhere
+        self._forgotten: set[int] = set()
 
     def know(self, peer: int) -> None:
         """``peer`` takes part; it will be told of the end."""
@@ -79,6 +84,29 @@ class Context:
             for i, output in zip(wanted, outputs, strict=True):
                 tensors[i] = output
         return tensors
+
+    def end_pass(self, number: int) -> list[int]:
+        """A pass that began here has ended. Gives, once they are many, those to forget: all but the last."""
+        with self.pass_lock:
+            self._ended.append(number)
+            if len(self._ended) < ENDED_PASSES:
+                return []
+            *over, last = self._ended
+            self._ended = [last]
+            return over
+
+    def forget_passes(self, numbers: Sequence[int]) -> list[int]:
+        """These passes have ended. Gives those that this worker had not heard it of before."""
+        with self.pass_lock:
+            fresh = [number for number in numbers if number not in self._forgotten]
+            self._forgotten.update(fresh)
+            for number in fresh:
+                self.passes.pop(number, None)
+            return fresh
+
+    def is_forgotten(self, number: int) -> bool:
+        """Has this pass ended long ago? To be called with the lock of passes held."""
+        return number in self._forgotten
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool = False) -> torch.Tensor:
         """Add to the gradient of ``leaf``; gives the sum. ``shared``: others hold ``gradient`` as well."""
@@ -187,6 +215,11 @@ class Contexts:
             if context is None:
                 context = self._live[context_id] = Context(context_id)
             return context
+
+    def known(self, context_id: int) -> Context | None:
+        """A context, if it is here."""
+        with self._lock:
+            return self._live.get(context_id)
 
     def find(self, context_id: int) -> Context:
         """A context that must be here.

@@ -71,8 +71,8 @@ class Autograd:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.contexts = Contexts()
-        self.passes = Passes(worker, self.contexts)
         self.releases = Releases(worker, self.contexts)
+        self.passes = Passes(worker, self.contexts, self.releases.end_passes)
 
     def begin(self) -> Context:
         """A new context that begins here."""

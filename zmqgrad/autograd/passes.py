@@ -56,9 +56,12 @@ MODES = ("fast", "smart", "auto")
 class Passes:
     """What one worker does of backward passes, its own and those of others."""
 
-    def __init__(self, worker: Worker, contexts: Contexts) -> None:
+    def __init__(
+        self, worker: Worker, contexts: Contexts, end_passes: Callable[[Context, Sequence[int]], None]
+    ) -> None:
         self._worker = worker
         self._contexts = contexts
+        self._end_passes = end_passes
         self._tallies: dict[int, Tally] = {}  # of passes that were started here, by pass id
 
     def install(self) -> None:
@@ -107,6 +110,8 @@ class Passes:
             finished = True
         finally:
             del self._tallies[pass_id]
+            if over := context.end_pass(pass_id):
+                self._end_passes(context, over)
             if lane is not None:
                 lane.give_back()
                 if not finished:
@@ -270,6 +275,8 @@ class Passes:
     def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> LocalPass:
         with context.pass_lock:
             work = context.passes.get(pass_id)
+            if work is None and context.is_forgotten(pass_id):
+                raise AutogradError(f"backward pass {show_id(pass_id)} has ended")
             if work is None:
                 work = context.passes[pass_id] = make_pass(context, self._worker.id, retain_graph)
             return work

@@ -1,4 +1,4 @@
-"""The end of contexts: forgotten here at once, and soon wherever else they went.
+"""The end of contexts, and of passes in them: forgotten here at once, and soon wherever else they went.
 
 Whoever leaves a context tells the workers that it exchanged messages of it with, and those pass it on. It
 is told off the path of the next step, for all contexts that ended meanwhile in one message a peer, and again
@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence
 
-from zmqgrad.autograd.context import Contexts
+from zmqgrad.autograd.context import Context, Contexts
 from zmqgrad.errors import NotInitializedError, PeerLostError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
@@ -41,7 +42,7 @@ class Releases:
         self._worker = worker
         self._contexts = contexts
         self._closed = False
-        self._untold: deque[tuple[int, set[int]]] = deque()
+        self._untold: deque[tuple[set[int], int, Sequence[int] | None]] = deque()  # peers, context, passes
         self._telling = False
 
     def install(self) -> None:
@@ -55,23 +56,37 @@ class Releases:
         context = self._contexts.release(context_id)
         if context is None:
             return
+        self._tell_soon(context, None, told_by)
+
+    def end_passes(self, context: Context, passes: Sequence[int], told_by: int | None = None) -> None:
+        """Forget passes of a context that goes on, and tell of it soon; but not the worker that told us."""
+        fresh = context.forget_passes(passes)
+        if fresh:
+            self._tell_soon(context, fresh, told_by)
+
+    def _tell_soon(self, context: Context, passes: Sequence[int] | None, told_by: int | None) -> None:
         peers = context.peers() - {self._worker.id, told_by}
         if peers:
-            self._untold.append((context_id, peers))
+            self._untold.append((peers, context.id, passes))
             if not self._telling:
                 self._telling = True
                 self._worker.timekeeper.call_later(TELL_SECONDS, self._tell_all)
 
     def _tell_all(self) -> None:
-        """In the timekeeper's thread: one message a peer for all contexts that ended meanwhile."""
+        """In the timekeeper's thread: one message a peer for all that ended meanwhile."""
         self._telling = False
-        by_peer: dict[int, list[int]] = {}
+        contexts: dict[int, list[int]] = {}
+        passes: dict[int, list[tuple[int, int]]] = {}
         while self._untold:
-            context_id, peers = self._untold.popleft()
+            peers, context_id, ended = self._untold.popleft()
             for peer in peers:
-                by_peer.setdefault(peer, []).append(context_id)
-        for peer, contexts in by_peer.items():
-            self._tell(peer, CleanupAutogradContextReq(tuple(contexts)))
+                if ended is None:
+                    contexts.setdefault(peer, []).append(context_id)
+                else:
+                    passes.setdefault(peer, []).extend((context_id, number) for number in ended)
+        for peer in {*contexts, *passes}:
+            message = CleanupAutogradContextReq(tuple(contexts.get(peer, ())), tuple(passes.get(peer, ())))
+            self._tell(peer, message)
 
     def _tell(self, peer: int, message: Message) -> None:
         """Send until it is answered. Hearing it twice is harmless."""
@@ -87,12 +102,20 @@ class Releases:
             logger.debug("cannot tell worker %d %s: %s", peer, message, e)
 
     def on_cleanup(self, inbound: Inbound) -> None:
-        """Another worker has released contexts."""
+        """Another worker has released contexts, or ended passes."""
         message = inbound.message
         assert isinstance(message, CleanupAutogradContextReq)
         self._worker.reply(inbound, CleanupAutogradContextResp())
+        source = inbound.envelope.source
         for context_id in message.contexts:
-            self.release(context_id, inbound.envelope.source)
+            self.release(context_id, source)
+        ended: dict[int, list[int]] = {}
+        for context_id, number in message.passes:
+            ended.setdefault(context_id, []).append(number)
+        for context_id, numbers in ended.items():
+            context = self._contexts.known(context_id)
+            if context is not None:
+                self.end_passes(context, numbers, source)
 
     def peer_lost(self, peer: int, error: BaseException) -> None:
         """Release what ``peer`` made; ask after what it took part in."""

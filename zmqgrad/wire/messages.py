@@ -504,10 +504,14 @@ class DropAutogradReq(Message, frozen=True):
 
 
 class CleanupAutogradContextReq(Message, frozen=True):
-    """Worker that leaves contexts to those it told of them: forget them, and pass it on."""
+    """Worker that leaves contexts to those it told of them: forget them, and pass it on.
+
+    ``passes``: context and number of backward passes that have ended in contexts that go on: the same.
+    """
 
     TYPE: ClassVar[MessageType] = MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ
     contexts: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
+    passes: Annotated[tuple[tuple[Id, Id], ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
 class CleanupAutogradContextResp(Message, frozen=True):
