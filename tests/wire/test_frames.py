@@ -25,7 +25,7 @@ envelopes = st.builds(
 def written(envelope: Envelope, header: bytes = b"") -> bytearray:
     """The first frame that has this envelope and header."""
     frame = bytearray(ENVELOPE_SIZE) + header
-    write_envelope(frame, envelope)
+    write_envelope(frame, 0, *envelope)
     return frame
 
 

@@ -50,10 +50,11 @@ class Answers:
     def remember(self, line: int, number: int, message: Message) -> None:
         """``message`` answers request ``number``, which has changed something."""
         before = self._last.pop(line, None)
-        if before is not None:
-            self._bytes -= _size(before.message)
+        if before is not None and type(before.message) is StoreValue:
+            self._bytes -= len(before.message.value)
         self._last[line] = Answer(number, message)
-        self._bytes += _size(message)
+        if type(message) is StoreValue:
+            self._bytes += len(message.value)
         while len(self._last) > self._max_lines or (self._bytes > self._max_bytes and len(self._last) > 1):
             oldest = next(iter(self._last))
             self._bytes -= _size(self._last.pop(oldest).message)

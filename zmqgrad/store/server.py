@@ -135,15 +135,16 @@ class StoreServer:
 
     def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
         """Answer a query, now or later; a change that was made already is not made again."""
-        line, number, kind = envelope.incarnation, envelope.message_id, type(message)
+        _, _, line, number, _ = envelope
+        kind = type(message)
+        asker = Asker(client, line, number, message)
         if kind in CHANGING:
             answer = self._answers.find(line, number)
-            if answer is not None:
-                if answer.number == number:
-                    self._carry_out([Reply(Asker(client, line, number, message), answer.message)])
-                return
-        asker = Asker(client, line, number, message)
-        if kind is StorePing:
+            if answer is None:
+                self._apply(asker)
+            elif answer.number == number:
+                self._carry_out([Reply(asker, answer.message)])
+        elif kind is StorePing:
             self._pong(asker)
         elif kind is StoreWatchKey or kind is StoreWatchPrefix:
             self._register(asker)
@@ -158,6 +159,12 @@ class StoreServer:
             self._park(asker)
             return
         changed = state.changes != before
+        if len(effects) == 1 and self._journal is None:  # the answer, as nearly always
+            answer = effects[0].message
+            if changed:
+                self._answers.remember(asker.line, asker.number, answer)
+            self._requests.reply(asker.client, asker.number, answer)
+            return
         for effect in effects:
             if type(effect) is Reply:
                 whose: Asker = effect.asker

@@ -195,15 +195,14 @@ class _Line:
 
     def _send(self, data: bytes | bytearray, deadline: Deadline) -> None:
         assert self._socket is not None
-        view = memoryview(data)
+        sent = 0
         while True:
             try:
-                sent = self._socket.send(view)
+                sent += self._socket.send(memoryview(data)[sent:] if sent else data)
             except BlockingIOError:
-                sent = 0
-            if sent == len(view):
+                pass
+            if sent == len(data):
                 return
-            view = view[sent:]
             self._limit_waits(deadline)
 
     def _answer(self, deadline: Deadline) -> Message:
@@ -243,8 +242,7 @@ class _Line:
 
     def _limit_waits(self, deadline: Deadline) -> None:
         """Let no wait outlast ``deadline``. Raises ``TimeoutError`` if it has passed."""
-        left = deadline.left()
-        limit = SLICE_SECONDS if left >= SLICE_SECONDS else left
+        limit = min(SLICE_SECONDS, deadline.left())
         if limit != self._limit:
             assert self._socket is not None
             if not limit:

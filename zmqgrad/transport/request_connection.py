@@ -70,6 +70,8 @@ class Client:
                 sent = self.socket.send(data[0]) if len(data) == 1 else self.socket.sendmsg(data)
             except BlockingIOError:
                 pass
+            if sent == len(data[0]) and len(data) == 1:
+                return  # as nearly always
         for each in data:
             if sent < len(each):
                 self.out.append(memoryview(each)[sent:])

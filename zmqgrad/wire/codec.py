@@ -18,8 +18,11 @@ from zmqgrad.wire.frames import (
 )
 from zmqgrad.wire.messages import BY_TYPE, Manifest, Message, StoreValue
 
-_encoder = msgspec.msgpack.Encoder()
+_encode_into = msgspec.msgpack.Encoder().encode_into
 _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.items()}
+SHORT = 1024
+"""Copying so many bytes takes less time than making a view of them."""
+
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -48,8 +51,8 @@ def encode(
         if manifest is not None:
             _write_manifest(frame, manifest)
             kind |= WITH_MANIFEST
-        _encoder.encode_into(message, frame, len(frame))
-        write_envelope(frame, Envelope(kind, source, incarnation, message_id, lane), room)
+        _encode_into(message, frame, len(frame))
+        write_envelope(frame, room, kind, source, incarnation, message_id, lane)
     except (msgspec.MsgspecError, OverflowError, TypeError, UnicodeError, RecursionError, struct.error) as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
     size = len(frame) - room
@@ -75,7 +78,7 @@ def encode_around(
 def _write_manifest(frame: bytearray, manifest: Manifest) -> None:
     at = len(frame) + MANIFEST_SIZE.size
     frame += bytes(MANIFEST_SIZE.size)
-    _encoder.encode_into(manifest, frame, at)
+    _encode_into(manifest, frame, at)
     MANIFEST_SIZE.pack_into(frame, at - MANIFEST_SIZE.size, len(frame) - at)
 
 
@@ -110,6 +113,8 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
         manifest = None
         if with_manifest:
             manifest, start = _read_manifest(frame)
+        if type(frame) is bytes and len(frame) <= SHORT:
+            return envelope, manifest, decoder.decode(frame[start:])
         return envelope, manifest, decoder.decode(memoryview(frame)[start:])
     except (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionError) as e:
         kind = BY_TYPE[envelope.type].__name__  # type: ignore[index]

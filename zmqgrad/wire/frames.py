@@ -27,6 +27,7 @@ VERSION = 1
 ENVELOPE = struct.Struct("!2sBBHHQQ")
 ENVELOPE_SIZE = ENVELOPE.size
 WITH_MANIFEST = 0x8000
+_pack_into, _unpack_from, _new = ENVELOPE.pack_into, ENVELOPE.unpack_from, tuple.__new__
 MANIFEST_SIZE = struct.Struct("!I")
 MAX_HEADER = 512 << 20
 """Bytes of envelope and header together; larger first frames are refused unread."""
@@ -42,19 +43,11 @@ class Envelope(NamedTuple):
     lane: int = 0
 
 
-def write_envelope(buffer: bytearray, envelope: Envelope, at: int = 0) -> None:
-    """Write ``envelope`` into ``buffer``, which must have ``ENVELOPE_SIZE`` bytes there."""
-    ENVELOPE.pack_into(
-        buffer,
-        at,
-        MAGIC,
-        VERSION,
-        envelope.lane,
-        envelope.type,
-        envelope.source,
-        envelope.incarnation,
-        envelope.message_id,
-    )
+def write_envelope(
+    buffer: bytearray, at: int, kind: int, source: int, incarnation: int, message_id: int, lane: int = 0
+) -> None:
+    """Write an envelope of these fields into ``buffer``, which must have ``ENVELOPE_SIZE`` bytes there."""
+    _pack_into(buffer, at, MAGIC, VERSION, lane, kind, source, incarnation, message_id)
 
 
 def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
@@ -65,11 +58,11 @@ def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
     """
     if not ENVELOPE_SIZE <= len(frame) <= MAX_HEADER:
         raise ProtocolError(f"first frame of {len(frame)} bytes (expected {ENVELOPE_SIZE} to {MAX_HEADER})")
-    magic, version, lane, kind, source, incarnation, message_id = ENVELOPE.unpack_from(frame)
+    magic, version, lane, kind, source, incarnation, message_id = _unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError(f"first bytes are {magic!r}, not {MAGIC!r}: the sender does not speak zmqgrad")
     if version != VERSION:
         raise ProtocolError(
             f"protocol version {version}, this side speaks {VERSION}: install the same release"
         )
-    return Envelope(kind, source, incarnation, message_id, lane)
+    return _new(Envelope, (kind, source, incarnation, message_id, lane))
