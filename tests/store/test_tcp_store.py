@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from datetime import timedelta
@@ -337,3 +338,48 @@ with TCPStore("127.0.0.1", 0, is_master=True, timeout=60) as s:
         print("interrupted", s.add("n", 1))
 """
     assert run_python(code) == "interrupted 1\n"
+
+
+# ---- a socket that somebody else has bound ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("listens", [True, False])
+@pytest.mark.parametrize("given", [True, False])
+def test_a_master_takes_over_a_bound_socket(listens: bool, given: bool) -> None:
+    bound = socket.socket()
+    bound.bind(("127.0.0.1", 0))
+    port = bound.getsockname()[1]
+    if listens:
+        bound.listen()
+    number = bound.detach()
+    with TCPStore(
+        "127.0.0.1", port if given else 0, is_master=True, timeout=PATIENCE, master_listen_fd=number
+    ) as store:
+        assert store.port == port
+        with TCPStore("127.0.0.1", port, timeout=PATIENCE) as client:
+            client.set("k", "v")
+        assert store.get("k") == b"v"
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(number)
+
+
+def test_what_cannot_be_taken_over_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
+    monkeypatch.delenv("ZMQGRAD_SECRET", raising=False)
+
+    def serve(number: int, port: int = 0) -> None:
+        TCPStore("127.0.0.1", port, is_master=True, master_listen_fd=number)
+
+    with socket.socket() as unbound, socket.socket() as open_to_all, socket.socket(socket.AF_UNIX) as local:
+        open_to_all.bind(("0.0.0.0", 0))
+        for number, port, words in (
+            (unbound.fileno(), 0, "bound to port 0"),
+            (open_to_all.fileno(), 1, r"bound to port \d+, not 1"),
+            (open_to_all.fileno(), 0, "without a secret"),
+            (local.fileno(), 0, "no tcp socket"),
+            (99_999, 0, "no socket to listen at: Bad file descriptor"),
+        ):
+            with pytest.raises(ConfigurationError, match=words):
+                serve(number, port)
+        for each in (unbound, open_to_all, local):
+            os.fstat(each.fileno())

@@ -33,8 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--port",
         type=int,
-        default=DEFAULT_PORT,
-        help=f"the port (default: {DEFAULT_PORT}); 0 for one that is free",
+        help=f"the port (default: {DEFAULT_PORT}, or that of --listen-fd); 0 for one that is free",
     )
     parser.add_argument(
         "--journal",
@@ -46,6 +45,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--sync",
         action="store_true",
         help="flush each change to the disk, to survive a power failure, too (needs --journal)",
+    )
+    parser.add_argument(
+        "--listen-fd",
+        type=int,
+        metavar="N",
+        help="serve at file descriptor N, a socket that whoever started this has bound (systemd's is 3)",
     )
     parser.add_argument(
         "--secret-file",
@@ -65,10 +70,19 @@ def execute(arguments: argparse.Namespace) -> int:
         raise ConfigurationError("--sync says how to write a journal, and there is none (--journal PATH)")
     _allow_many_clients()
     secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
-    address = listening_address(arguments.host, check_port(arguments.port), keys_of(secret) is not None)
+    port = arguments.port
+    if port is None:
+        port = DEFAULT_PORT if arguments.listen_fd is None else 0
+    address = listening_address(arguments.host, check_port(port), keys_of(secret) is not None)
     with SignalInbox() as signals:
         try:
-            server = StoreServer(address, journal=arguments.journal, sync=arguments.sync, secret=secret)
+            server = StoreServer(
+                address,
+                journal=arguments.journal,
+                sync=arguments.sync,
+                secret=secret,
+                listen_fd=arguments.listen_fd,
+            )
         except (TransportError, JournalError) as error:
             print(f"zmqgrad store serve: {error}", file=sys.stderr)
             return EXIT_FAILED

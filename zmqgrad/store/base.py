@@ -1,55 +1,22 @@
-"""What a store is: the calls of ``torch.distributed.Store``, and ``watch_key``, over one way to ask.
+"""What a store is: the calls of ``torch.distributed.Store``, and ``watch_key``.
 
-:class:`Store` is the contract, checked by one suite over all stores. :class:`QueryStore` fulfils it for
-whoever can put a query to a state machine, in this process or in another.
+:class:`Store` is the contract, checked by one suite over all stores.
 
-Keys are ``str`` (``bytes`` are taken as UTF-8), values ``bytes`` (``str`` is encoded as UTF-8); what comes
-back is ``bytes``. Timeouts are ``timedelta`` or seconds.
+Keys are ``str`` (or ``bytes``, see :mod:`~zmqgrad.store.arguments`), values ``bytes`` (``str`` is encoded as
+UTF-8); what comes back is ``bytes``. Timeouts are ``timedelta`` or seconds.
 """
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from datetime import timedelta
 
-from zmqgrad.errors import ClosedError, ConfigurationError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import MONOTONIC, Clock
-from zmqgrad.store.state import MAX_TOGETHER
-from zmqgrad.store.takers import NOBODY, KeyOldNew, OldNew, PrefixCallback, Taker, WatchCallback
+from zmqgrad.errors import ConfigurationError, StoreTimeoutError
+from zmqgrad.store.arguments import Timeout, as_key, seconds_of
+from zmqgrad.store.takers import KeyOldNew, OldNew, PrefixCallback, Taker, WatchCallback
 from zmqgrad.store.topics import Prefix, Target
-from zmqgrad.store.watch import WatchBook
 from zmqgrad.store.watching import Inbox, Watch
-from zmqgrad.wire.messages import (
-    MAX_KEY,
-    MAX_KEYS,
-    MAX_VALUE,
-    Message,
-    StoreAdd,
-    StoreAppend,
-    StoreCheck,
-    StoreCompareSet,
-    StoreDeleteKey,
-    StoreGet,
-    StoreGetNumKeys,
-    StoreKeys,
-    StoreListKeys,
-    StoreMultiGet,
-    StoreMultiSet,
-    StoreNumber,
-    StoreQueueLen,
-    StoreQueuePop,
-    StoreQueuePush,
-    StoreSet,
-    StoreValue,
-    StoreValues,
-    StoreWait,
-)
-
-Timeout = timedelta | float
-
-DEFAULT_TIMEOUT = timedelta(seconds=300)
 
 
 class Store(ABC):
@@ -257,200 +224,3 @@ class Store(ABC):
 
     def __exit__(self, *exc: object) -> None:
         self.close()
-
-
-class QueryStore(Store):
-    """A store that can put a query to a state machine: the calls, as queries."""
-
-    def __init__(self, timeout: Timeout, clock: Clock = MONOTONIC) -> None:
-        self._clock = clock
-        self._timeout = seconds_of(timeout)
-
-    @abstractmethod
-    def _ask(self, query: Message, seconds: float) -> Message:
-        """The answer to ``query``, which may take so long. Refusals and silence are raised as errors."""
-
-    @property
-    @abstractmethod
-    def _book(self) -> WatchBook:
-        """What is watched."""
-
-    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
-        try:
-            self._book.add(target, taker, present=present)
-        except ClosedError as e:
-            raise StoreError(f"cannot watch {target!r}: {e}") from e
-
-    def get_cached(self, key: str) -> bytes:
-        book, key = self._book, as_key(key)
-        value = book.last_known(key)
-        if value is None and not book.watches(key):
-            self._watch(key, NOBODY)
-            value = book.last_known(key)
-        while value is None:
-            # What get() would find could be newer than what is told next: see it through the book's eyes.
-            self.wait([key])
-            book.refresh(key)
-            value = book.last_known(key)
-        return value
-
-    def _expect(self, kind: type[Message], answer: Message) -> StoreError:
-        return StoreError(f"{self!r} answered with {type(answer).__name__} instead of {kind.__name__}")
-
-    def _number(self, query: Message) -> int:
-        answer = self._ask(query, self._timeout)
-        if type(answer) is not StoreNumber:
-            raise self._expect(StoreNumber, answer)
-        return answer.number
-
-    def _value(self, query: Message) -> bytes:
-        answer = self._ask(query, self._timeout)
-        if type(answer) is not StoreValue:
-            raise self._expect(StoreValue, answer)
-        return answer.value
-
-    def set(self, key: str, value: str | bytes) -> None:
-        self._ask(StoreSet(as_key(key), as_value(value)), self._timeout)
-
-    def get(self, key: str) -> bytes:
-        return self._value(StoreGet(as_key(key), self._timeout))
-
-    def add(self, key: str, amount: int) -> int:
-        try:
-            amount = int(operator.index(amount))  # a bool or a numpy integer becomes an int
-        except TypeError:
-            raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}") from None
-        if not -(1 << 63) <= amount < 1 << 63:
-            raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
-        return self._number(StoreAdd(as_key(key), amount))
-
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._value(StoreCompareSet(as_key(key), as_value(expected_value), as_value(desired_value)))
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return bool(self._number(StoreCheck(as_keys(keys))))
-
-    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        seconds = self._timeout if timeout is None else seconds_of(timeout)
-        self._ask(StoreWait(as_keys(keys), seconds), seconds)
-
-    def delete_key(self, key: str) -> bool:
-        return bool(self._number(StoreDeleteKey(as_key(key))))
-
-    def num_keys(self) -> int:
-        return self._number(StoreGetNumKeys())
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._ask(StoreAppend(as_key(key), as_value(value)), self._timeout)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        answer = self._ask(StoreMultiGet(as_keys(keys), self._timeout), self._timeout)
-        if type(answer) is not StoreValues:
-            raise self._expect(StoreValues, answer)
-        return list(answer.values)
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        if isinstance(values, (str, bytes)):
-            raise TypeError(f"multi_set: expected a list of values, not the {type(values).__name__}")
-        named, valued = as_keys(keys), tuple([as_value(value) for value in values])
-        if len(named) != len(valued):
-            raise ConfigurationError(f"multi_set: {len(named)} keys, but {len(valued)} values")
-        size = sum(map(len, valued))
-        if size > MAX_TOGETHER:
-            raise ConfigurationError(
-                f"multi_set: {size} bytes of values in one query (at most {MAX_TOGETHER})"
-            )
-        self._ask(StoreMultiSet(named, valued), self._timeout)
-
-    def queue_push(self, key: str, value: str | bytes) -> None:
-        self._ask(StoreQueuePush(as_key(key), as_value(value)), self._timeout)
-
-    def queue_pop(self, key: str, block: bool = True) -> bytes:
-        return self._value(StoreQueuePop(as_key(key), bool(block), self._timeout))
-
-    def queue_len(self, key: str) -> int:
-        return self._number(StoreQueueLen(as_key(key)))
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        answer = self._ask(StoreListKeys(as_key(prefix)), self._timeout)
-        if type(answer) is not StoreKeys:
-            raise self._expect(StoreKeys, answer)
-        return list(answer.keys)
-
-    @property
-    def timeout(self) -> timedelta:
-        return timedelta(seconds=min(self._timeout, timedelta.max.total_seconds() - 1))
-
-    def set_timeout(self, timeout: Timeout) -> None:
-        self._timeout = seconds_of(timeout)
-
-
-# ---- arguments --------------------------------------------------------------------------------------------
-
-
-def as_key(key: str | bytes) -> str:
-    """``key``, checked.
-
-    Raises:
-        TypeError, ConfigurationError: if it cannot be a key.
-    """
-    if type(key) is not str:
-        if isinstance(key, bytes):
-            try:
-                key = key.decode()
-            except UnicodeDecodeError as e:
-                raise ConfigurationError(f"the key {key[:40]!r} is not UTF-8") from e
-        elif not isinstance(key, str):
-            raise TypeError(f"a key must be a str, not {type(key).__name__}")
-    if len(key) > MAX_KEY:
-        raise ConfigurationError(f"a key of {len(key)} characters (at most {MAX_KEY}): {key[:40]!r}...")
-    return key
-
-
-def as_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    """``keys``, checked.
-
-    Raises:
-        TypeError, ConfigurationError: if they cannot be keys; one string is not taken for a list of letters.
-    """
-    if isinstance(keys, (str, bytes)):
-        raise TypeError(f"expected a list of keys, not the {type(keys).__name__} {keys[:40]!r}")
-    checked = tuple([as_key(key) for key in keys])
-    if len(checked) > MAX_KEYS:
-        raise ConfigurationError(f"{len(checked)} keys in one query (at most {MAX_KEYS})")
-    return checked
-
-
-def as_value(value: object) -> bytes:
-    """``value``, checked.
-
-    Raises:
-        TypeError, ConfigurationError: if it cannot be a value.
-    """
-    if not isinstance(value, bytes):
-        if isinstance(value, str):
-            value = value.encode()
-        elif isinstance(value, (bytearray, memoryview)):
-            value = bytes(value)
-        else:
-            raise TypeError(f"a value must be bytes or str, not {type(value).__name__}")
-    if len(value) > MAX_VALUE:
-        raise ConfigurationError(f"a value of {len(value)} bytes (at most {MAX_VALUE})")
-    return value
-
-
-def seconds_of(timeout: Timeout) -> float:
-    """``timeout`` in seconds, checked.
-
-    Raises:
-        TypeError, ConfigurationError: if it is no time, or negative.
-    """
-    if isinstance(timeout, timedelta):
-        seconds = timeout.total_seconds()
-    elif isinstance(timeout, (int, float)) and not isinstance(timeout, bool):
-        seconds = float(timeout)
-    else:
-        raise TypeError(f"a timeout must be a timedelta or seconds, not {type(timeout).__name__}")
-    if not seconds >= 0:
-        raise ConfigurationError(f"a timeout cannot be negative, or no number: {timeout}")
-    return seconds

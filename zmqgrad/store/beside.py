@@ -14,7 +14,7 @@ from typing import Protocol
 
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.base import Timeout, seconds_of
+from zmqgrad.store.arguments import Timeout, seconds_of
 from zmqgrad.store.client import TCPStore
 
 

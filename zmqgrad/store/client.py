@@ -8,9 +8,10 @@ import threading
 from zmqgrad.errors import ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import check_port, connecting_address, listening_address
-from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout
+from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.connection import Connection
 from zmqgrad.store.ending import Ending
+from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.servers import servers
 from zmqgrad.store.takers import Taker
@@ -34,7 +35,8 @@ class TCPStore(QueryStore):
         timeout: how long connecting and the calls wait.
         wait_for_workers: on the master: wait until ``world_size`` clients have connected.
         multi_tenant: on the master: share the server with another master of this process at that port.
-        master_listen_fd: torch's; must be None.
+        master_listen_fd: on the master: the file descriptor of a socket that is bound to ``port`` already, so
+            that nobody else can take it meanwhile. The store's from then on.
         use_libuv: torch's; without effect, as there is one kind of server.
         journal: on the master: a file that keeps what was written, for the next master that is given it.
         secret: who has not the same one is not answered; all is encrypted. None: that of the environment
@@ -63,10 +65,6 @@ class TCPStore(QueryStore):
         secret: str | bytes | None = None,
     ) -> None:
         super().__init__(timeout)
-        if master_listen_fd is not None:
-            raise ConfigurationError(
-                "master_listen_fd: the server opens its own socket; give it the port, or 0 to have one picked"
-            )
         if not isinstance(host_name, str):
             raise TypeError(f"the host name must be a str, not {type(host_name).__name__}")
         connecting_address(host_name, check_port(port))
@@ -76,7 +74,9 @@ class TCPStore(QueryStore):
         self._host = host_name
         self._secret = secret
         self._server = (
-            servers.lend(listening_address(host_name, port, keyed), multi_tenant, journal, secret)
+            servers.lend(
+                listening_address(host_name, port, keyed), multi_tenant, journal, secret, master_listen_fd
+            )
             if is_master
             else None
         )

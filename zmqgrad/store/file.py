@@ -11,9 +11,10 @@ from functools import partial
 
 from zmqgrad.errors import ClosedError, ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout
+from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.ending import Ending
 from zmqgrad.store.followers import Registered
+from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.replica import Replica
 from zmqgrad.store.shared_log import LogRemovedError, SharedLog
 from zmqgrad.store.takers import Taker

@@ -9,9 +9,10 @@ from functools import partial
 from zmqgrad.errors import ClosedError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.store.base import DEFAULT_TIMEOUT, QueryStore, Timeout
+from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.ending import Ending
 from zmqgrad.store.followers import Registered
+from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.state import Effect, Notice, State
 from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import Target

@@ -65,6 +65,7 @@ class StoreServer:
         journal: the file that makes the store durable (see :mod:`~zmqgrad.store.journal`); it is read first.
         sync: flush each change of it to the disk.
         secret: only who has it is answered; None: as the environment says (ZMQGRAD_SECRET).
+        listen_fd: a socket that was bound to the port of ``address`` already; the server's from then on.
         max_clients: how many connections are served; a client has one for each of its threads that ask.
         max_waiting: how many queries may wait at a time, of all clients together.
 
@@ -81,6 +82,7 @@ class StoreServer:
         journal: str | os.PathLike[str] | None = None,
         sync: bool = False,
         secret: str | bytes | None = None,
+        listen_fd: int | None = None,
         max_clients: int = MAX_CLIENTS,
         max_waiting: int = MAX_WAITING,
         clock: Clock = MONOTONIC,
@@ -101,7 +103,9 @@ class StoreServer:
             if self._journal is not None:
                 undo.callback(self._journal.close)
                 replay(self._journal, self._state, self._answers)
-            self._requests = RequestServer(name, address, keys=keys, max_clients=max_clients, clock=clock)
+            self._requests = RequestServer(
+                name, address, keys=keys, listen_fd=listen_fd, max_clients=max_clients, clock=clock
+            )
             undo.callback(self._requests.stop)
             interface = self._requests.endpoint.rpartition(":")[0]
             self._publisher = NoticePublisher(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from functools import partial
 
 from zmqgrad.store.server import StoreServer
 
@@ -21,16 +22,18 @@ class Servers:
         shared: bool,
         journal: str | os.PathLike[str] | None = None,
         secret: str | bytes | None = None,
+        listen_fd: int | None = None,
     ) -> StoreServer:
         """A server at ``address``: with ``shared`` the one that is there, if it is shared, too.
 
-        ``journal`` and ``secret`` are for one that is not there yet.
+        ``journal``, ``secret`` and ``listen_fd`` are for one that is not there yet.
         """
+        make = partial(StoreServer, address, journal=journal, secret=secret, listen_fd=listen_fd)
         if not shared or address.endswith(":*"):
-            return StoreServer(address, journal=journal, secret=secret)
+            return make()
         with self._lock:
             there = self._shared.get(address)
-            server, users = there or (StoreServer(address, journal=journal, secret=secret), 0)
+            server, users = there or (make(), 0)
             self._shared[address] = (server, users + 1)
             return server
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
-from zmqgrad.store.base import Store, Timeout, as_key, as_keys
+from zmqgrad.store.arguments import Timeout, as_key, as_keys
+from zmqgrad.store.base import Store
 from zmqgrad.store.followers import WatchEvent
 from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import Prefix, Target

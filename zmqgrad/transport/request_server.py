@@ -24,7 +24,7 @@ from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.transport.notices import NoticePublisher
 from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.security import Keys
-from zmqgrad.transport.tcp import listen, set_up
+from zmqgrad.transport.tcp import adopt, listen, set_up
 from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, Unpacker, opening, write_head
 from zmqgrad.wire.codec import decode, encode, encode_around
 from zmqgrad.wire.frames import Envelope, read_envelope
@@ -93,7 +93,10 @@ class Service(Protocol):
 class RequestServer:
     """Receives requests at ``address`` (``tcp://127.0.0.1:*`` for a port that the system picks).
 
-    With ``keys``, of those who have them.
+    Args:
+        keys: only those who have them are answered; None: whoever comes.
+        listen_fd: a socket that was bound to the port of ``address`` by somebody else.
+        max_clients: how many connections are served.
 
     Raises:
         AddressInUseError: if another socket listens there.
@@ -107,6 +110,7 @@ class RequestServer:
         address: str,
         *,
         keys: Keys | None = None,
+        listen_fd: int | None = None,
         max_clients: int = MAX_CLIENTS,
         clock: Clock = MONOTONIC,
     ) -> None:
@@ -126,7 +130,13 @@ class RequestServer:
         self.requests = 0
         self.malformed = 0
         self.undeliverable = 0
-        self._listener, self.endpoint = listen(address, keyed=keys is not None)
+        if listen_fd is None:
+            self._listener, self.endpoint = listen(address, keyed=keys is not None)
+        else:
+            port = address.rpartition(":")[2]
+            self._listener, self.endpoint = adopt(
+                listen_fd, 0 if port == "*" else int(port), keyed=keys is not None
+            )
         self._ear, self._bell = socket.socketpair()
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, _READ, self._accept)

@@ -6,7 +6,7 @@ import errno
 import socket
 import struct
 
-from zmqgrad.errors import AddressInUseError, TransportError
+from zmqgrad.errors import AddressInUseError, ConfigurationError, TransportError
 from zmqgrad.transport.exposure import check_exposure
 
 BACKLOG = 4096
@@ -53,8 +53,44 @@ def listen(address: str, *, keyed: bool) -> tuple[socket.socket, str]:
                 f"that has this one"
             ) from e
         raise TransportError(f"cannot listen on {address}: {e}") from e
-    bound = listener.getsockname()
-    return listener, f"tcp://[{bound[0]}]:{bound[1]}" if ":" in bound[0] else f"tcp://{bound[0]}:{bound[1]}"
+    return listener, _name_of(listener)[0]
+
+
+def adopt(number: int, port: int, *, keyed: bool) -> tuple[socket.socket, str]:
+    """As :func:`listen`, with the socket that file descriptor ``number`` is: it is ours from now on.
+
+    Whoever started this process has bound it to ``port`` (0: to any), and may listen at it already.
+
+    Raises:
+        ConfigurationError: if it is no such socket, or others than this host could connect unprotected.
+        TransportError: if it cannot be listened at.
+    """
+    try:
+        listener = socket.socket(fileno=number)
+    except OSError as e:
+        raise ConfigurationError(f"file descriptor {number} is no socket to listen at: {e.strerror}") from e
+    try:
+        if listener.family not in (socket.AF_INET, socket.AF_INET6) or listener.type != socket.SOCK_STREAM:
+            raise ConfigurationError(f"file descriptor {number} is no tcp socket")
+        address, bound = _name_of(listener)
+        if not bound or bound != (port or bound):
+            raise ConfigurationError(f"file descriptor {number} is bound to port {bound}, not {port}")
+        check_exposure(address, keyed)
+        listener.listen(BACKLOG)
+        listener.setblocking(False)
+    except OSError as e:
+        listener.close()
+        raise TransportError(f"cannot listen at file descriptor {number}: {e}") from e
+    except BaseException:
+        listener.detach()  # not ours, after all
+        raise
+    return listener, address
+
+
+def _name_of(listener: socket.socket) -> tuple[str, int]:
+    """Where it listens, as an address and as a port."""
+    host, port = listener.getsockname()[:2]
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}", port
 
 
 def dial(address: str, seconds: float) -> socket.socket:

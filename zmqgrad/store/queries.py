@@ -1,0 +1,165 @@
+"""The calls of a store, as queries to a state machine, in this process or in another."""
+
+from __future__ import annotations
+
+import operator
+from abc import abstractmethod
+from collections.abc import Sequence
+from datetime import timedelta
+
+from zmqgrad.errors import ClosedError, ConfigurationError, StoreError
+from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
+from zmqgrad.store.base import Store
+from zmqgrad.store.state import MAX_TOGETHER
+from zmqgrad.store.takers import NOBODY, Taker
+from zmqgrad.store.topics import Target
+from zmqgrad.store.watch import WatchBook
+from zmqgrad.wire.messages import (
+    Message,
+    StoreAdd,
+    StoreAppend,
+    StoreCheck,
+    StoreCompareSet,
+    StoreDeleteKey,
+    StoreGet,
+    StoreGetNumKeys,
+    StoreKeys,
+    StoreListKeys,
+    StoreMultiGet,
+    StoreMultiSet,
+    StoreNumber,
+    StoreQueueLen,
+    StoreQueuePop,
+    StoreQueuePush,
+    StoreSet,
+    StoreValue,
+    StoreValues,
+    StoreWait,
+)
+
+
+class QueryStore(Store):
+    """A store that can put a query to a state machine: the calls, as queries."""
+
+    def __init__(self, timeout: Timeout, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
+        self._timeout = seconds_of(timeout)
+
+    @abstractmethod
+    def _ask(self, query: Message, seconds: float) -> Message:
+        """The answer to ``query``, which may take so long. Refusals and silence are raised as errors."""
+
+    @property
+    @abstractmethod
+    def _book(self) -> WatchBook:
+        """What is watched."""
+
+    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
+        try:
+            self._book.add(target, taker, present=present)
+        except ClosedError as e:
+            raise StoreError(f"cannot watch {target!r}: {e}") from e
+
+    def get_cached(self, key: str) -> bytes:
+        book, key = self._book, as_key(key)
+        value = book.last_known(key)
+        if value is None and not book.watches(key):
+            self._watch(key, NOBODY)
+            value = book.last_known(key)
+        while value is None:
+            # What get() would find could be newer than what is told next: see it through the book's eyes.
+            self.wait([key])
+            book.refresh(key)
+            value = book.last_known(key)
+        return value
+
+    def _expect(self, kind: type[Message], answer: Message) -> StoreError:
+        return StoreError(f"{self!r} answered with {type(answer).__name__} instead of {kind.__name__}")
+
+    def _number(self, query: Message) -> int:
+        answer = self._ask(query, self._timeout)
+        if type(answer) is not StoreNumber:
+            raise self._expect(StoreNumber, answer)
+        return answer.number
+
+    def _value(self, query: Message) -> bytes:
+        answer = self._ask(query, self._timeout)
+        if type(answer) is not StoreValue:
+            raise self._expect(StoreValue, answer)
+        return answer.value
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._ask(StoreSet(as_key(key), as_value(value)), self._timeout)
+
+    def get(self, key: str) -> bytes:
+        return self._value(StoreGet(as_key(key), self._timeout))
+
+    def add(self, key: str, amount: int) -> int:
+        try:
+            amount = int(operator.index(amount))  # a bool or a numpy integer becomes an int
+        except TypeError:
+            raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}") from None
+        if not -(1 << 63) <= amount < 1 << 63:
+            raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
+        return self._number(StoreAdd(as_key(key), amount))
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        return self._value(StoreCompareSet(as_key(key), as_value(expected_value), as_value(desired_value)))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return bool(self._number(StoreCheck(as_keys(keys))))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        seconds = self._timeout if timeout is None else seconds_of(timeout)
+        self._ask(StoreWait(as_keys(keys), seconds), seconds)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._number(StoreDeleteKey(as_key(key))))
+
+    def num_keys(self) -> int:
+        return self._number(StoreGetNumKeys())
+
+    def append(self, key: str, value: str | bytes) -> None:
+        self._ask(StoreAppend(as_key(key), as_value(value)), self._timeout)
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        answer = self._ask(StoreMultiGet(as_keys(keys), self._timeout), self._timeout)
+        if type(answer) is not StoreValues:
+            raise self._expect(StoreValues, answer)
+        return list(answer.values)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        if isinstance(values, (str, bytes)):
+            raise TypeError(f"multi_set: expected a list of values, not the {type(values).__name__}")
+        named, valued = as_keys(keys), tuple([as_value(value) for value in values])
+        if len(named) != len(valued):
+            raise ConfigurationError(f"multi_set: {len(named)} keys, but {len(valued)} values")
+        size = sum(map(len, valued))
+        if size > MAX_TOGETHER:
+            raise ConfigurationError(
+                f"multi_set: {size} bytes of values in one query (at most {MAX_TOGETHER})"
+            )
+        self._ask(StoreMultiSet(named, valued), self._timeout)
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        self._ask(StoreQueuePush(as_key(key), as_value(value)), self._timeout)
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        return self._value(StoreQueuePop(as_key(key), bool(block), self._timeout))
+
+    def queue_len(self, key: str) -> int:
+        return self._number(StoreQueueLen(as_key(key)))
+
+    def list_keys(self, prefix: str = "") -> list[str]:
+        answer = self._ask(StoreListKeys(as_key(prefix)), self._timeout)
+        if type(answer) is not StoreKeys:
+            raise self._expect(StoreKeys, answer)
+        return list(answer.keys)
+
+    @property
+    def timeout(self) -> timedelta:
+        return timedelta(seconds=min(self._timeout, timedelta.max.total_seconds() - 1))
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self._timeout = seconds_of(timeout)
