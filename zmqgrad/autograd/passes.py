@@ -46,7 +46,7 @@ from zmqgrad.wire.messages import (
     Reach,
     Waiting,
 )
-from zmqgrad.wire.tensors import describe, rebuild
+from zmqgrad.wire.tensors import Devices, describe, rebuild
 
 logger = logging.getLogger(__name__)
 
@@ -316,6 +316,10 @@ class Passes:
         """Is that this worker?"""
         return worker == self._worker.id
 
+    def devices(self, peer: int) -> Devices:
+        """On which devices of ``peer`` gradients arrive."""
+        return self._worker.gradient_devices(peer)
+
     def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame], lane: int) -> None:
         """Send a request of a pass; whoever handles it tells the root, which waits at ``lane``."""
         self._worker.post(peer, message, frames, lane)
@@ -391,7 +395,7 @@ class _Request:
             note.autograd_id,
             self._root,
             tuple(-1 if g is None else next(numbers) for g in gradients),
-            describe(present, frames),
+            describe(present, frames, self._passes.devices(note.peer)),
             self._work.retain_graph,
             handled,
         )

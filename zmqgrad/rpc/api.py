@@ -70,6 +70,7 @@ def init_rpc(
     _check_backend(backend)
     options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
     _check_options(backend, options)
+    options.check_devices()
     with _lock:
         if _group is not None:
             raise RpcError(

@@ -53,10 +53,10 @@ def broadcast(
     futures: list[RpcFuture[Any]] = []
     for peer in peers:
         terms = worker.terms(peer)
-        ready = prepared.get(terms.main_by_reference)
+        ready = None if terms.devices else prepared.get(terms.main_by_reference)
         if ready is None:
             ready = pack_call(func, args, kwargs, terms)
-            if not ready[1].payload.forks:  # a fork is for one worker alone
+            if not (ready[1].payload.forks or terms.devices):  # those are for one worker alone
                 prepared[terms.main_by_reference] = ready
         try:
             futures.append(worker.future(worker.request_call(peer.id, *ready, seconds, func)))

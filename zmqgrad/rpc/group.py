@@ -14,7 +14,10 @@ import os
 import socket
 from collections.abc import Callable
 
+import torch
+
 from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
+from zmqgrad.rpc.devices import check_group, published
 from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
 from zmqgrad.rpc.membership import Membership, WorkerRecord, program_fingerprint
 from zmqgrad.rpc.options import RpcBackendOptions
@@ -57,6 +60,8 @@ def make_worker(
         socket.gethostname(),
         os.getpid(),
         program_fingerprint(),
+        published(options.device_maps),
+        torch.cuda.device_count() if options.device_maps or options.devices else -1,
     )
     worker = Worker(Membership(own, world_size), mailbox, options, clock)
     install_rrefs(worker)
@@ -83,10 +88,12 @@ class Group:
         Raises:
             DuplicateWorkerError: if another worker has this name or rank.
             RendezvousTimeoutError: naming the ranks that did not come.
+            ConfigurationError: if a device map of one of them cannot be right.
         """
         membership = self.worker.membership
         membership.claim(self.store)
         membership.meet(self.store, deadline)
+        check_group(membership.all())
         # Not before: whoever calls us has met all, and may be ahead; its messages wait in the socket.
         self.worker.start()
 

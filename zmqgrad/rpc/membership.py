@@ -55,7 +55,11 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """What a worker publishes of itself. ``program`` tells which ``__main__`` it runs."""
+    """What a worker publishes of itself. ``program`` tells which ``__main__`` it runs.
+
+    ``device_maps``: by the name of a worker that it calls, where tensors of its devices arrive there.
+    ``device_count``: its CUDA devices; -1 where it did not look.
+    """
 
     name: str
     id: int
@@ -64,6 +68,8 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     host: str
     pid: int
     program: str
+    device_maps: dict[str, dict[str, str]] = {}
+    device_count: int = -1
 
     @property
     def info(self) -> WorkerInfo:

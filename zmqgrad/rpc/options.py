@@ -6,10 +6,13 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
+
+import torch
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
 from zmqgrad.transport.credit import INFLIGHT
 from zmqgrad.transport.liveness import Limits
@@ -37,6 +40,9 @@ class RpcBackendOptions:
         rpc_timeout: seconds (or a timedelta) that a call may take by default; 0 for no limit.
         init_method: URL where the workers meet (see :mod:`zmqgrad.rendezvous`).
         num_worker_threads: engine threads that may work at a time.
+        device_maps: for each worker that is called, on which device there the tensors of each device of this
+            one arrive; see :meth:`set_device_map`. Answers come back the same way.
+        devices: CUDA devices of this worker that take part; none: those of the maps.
         arena_limit: bytes of shared memory that this worker may lend to others of its host at a time;
             beyond it, tensors go through sockets, which is slower. 0: none at all. None: the environment
             variable ZMQGRAD_ARENA_LIMIT, or else a quarter of the machine's (or container's) memory.
@@ -73,26 +79,46 @@ class RpcBackendOptions:
             raise ConfigurationError(
                 f"num_worker_threads must be at least 1, not {self.num_worker_threads!r}"
             )
-        if self.device_maps or self.devices:
-            raise _no_devices()
+        self.device_maps = {to: to_device_map(each) for to, each in dict(self.device_maps or {}).items()}
+        self.devices = to_devices(self.devices or ())
         self.arena()  # says what is wrong with it now, not later
         self.inflight()
 
-    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> NoReturn:
-        """Torch's way to say where tensors for ``to`` go; not supported yet.
+    def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
+        """Add to the map for worker ``to``: tensors of each of our devices arrive on that device there.
+
+        Devices are ``cpu``, or CUDA devices, as numbers, names or ``torch.device``.
 
         Raises:
-            ConfigurationError: always.
+            ConfigurationError: if one of them is no device, or two would go to one, or one to two.
         """
-        raise _no_devices()
+        maps = dict(self.device_maps)
+        maps[to] = to_device_map(device_map, maps.get(to))
+        self.device_maps = maps
 
-    def set_devices(self, devices: Sequence[Any]) -> NoReturn:
-        """Torch's way to say which devices tensors are on; not supported yet.
+    def set_devices(self, devices: Sequence[Any]) -> None:
+        """Say which CUDA devices of this worker take part; those of the maps do without.
 
         Raises:
-            ConfigurationError: always.
+            ConfigurationError: if one of them is none.
         """
-        raise _no_devices()
+        self.devices = to_devices(devices)
+
+    def check_devices(self) -> None:
+        """See that this process has the devices that are named.
+
+        Raises:
+            ConfigurationError: otherwise.
+        """
+        named = [(f"the device map for {to}", each.keys()) for to, each in self.device_maps.items()]
+        if not named and not self.devices:
+            return
+        count = torch.cuda.device_count()
+        check_present(self.devices, count, "this process", "devices")
+        for what, devices in named:
+            check_present(devices, count, "this process", what)
+            if self.devices and not {d for d in devices if d.type == "cuda"} <= set(self.devices):
+                raise ConfigurationError(f"{what} names devices that are not among `devices`")
 
     def arena(self) -> ArenaSettings:
         """The settings of this worker's arena, with what the environment says.
@@ -130,10 +156,6 @@ class RpcBackendOptions:
         if self.liveness_timeout is None:
             return Limits(frozen=self.frozen_timeout)
         return Limits(self.liveness_timeout, self.liveness_timeout, self.frozen_timeout)
-
-
-def _no_devices() -> ConfigurationError:
-    return ConfigurationError("device_maps and devices are not supported yet: only CPU tensors travel")
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):

@@ -28,7 +28,7 @@ from zmqgrad.errors import FunctionNotFoundError, PayloadError, PeerLostError, P
 from zmqgrad.rpc.code import PeerCode
 from zmqgrad.rpc.code import __name__ as code_module
 from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place
-from zmqgrad.wire.tensors import blob_bytes, describe, rebuild
+from zmqgrad.wire.tensors import Devices, blob_bytes, describe, rebuild
 from zmqgrad.wire.unwritten import Buffer, Frame
 
 INLINE = 64 << 10
@@ -71,12 +71,13 @@ class Terms(NamedTuple):
     ``main_by_reference``: the peer runs the same program, so what ``__main__`` defines goes by name.
     ``with_history``: Parameters that require grad go as tensors, so that autograd can follow them; a
     Parameter at the other end could not have a history. Those of a module that travels stay Parameters of
-    the copy.
+    the copy. ``devices``: where tensors of our devices arrive.
     """
 
     references: References | None = None
     main_by_reference: bool = True
     with_history: bool = False
+    devices: Devices | None = None
 
 
 class Packed(NamedTuple):
@@ -274,10 +275,10 @@ def pack(value: Any, terms: Terms = _TERMS) -> Packed:
     kind = type(value)
     if kind is torch.Tensor:
         frames: list[Frame] = []
-        return Packed(Payload(Form.TENSOR, describe((value,), frames)), frames, (value,))
+        return Packed(Payload(Form.TENSOR, describe((value,), frames, terms.devices)), frames, (value,))
     if kind is tuple and _only_tensors(value):
         frames = []
-        return Packed(Payload(Form.TUPLE, describe(value, frames)), frames, value)
+        return Packed(Payload(Form.TUPLE, describe(value, frames, terms.devices)), frames, value)
     return _pickle(value, terms)
 
 
@@ -361,7 +362,7 @@ def _pickle(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:
     pickler = _Pickler(file, terms, buffers.append)
     try:
         pickler.dump(value)
-        tensors = describe(pickler.tensors, frames)
+        tensors = describe(pickler.tensors, frames, terms.devices)
         outside = tuple(_blob(b.raw(), frames) for b in buffers)
     except BaseException as e:
         for fork in pickler.forks:

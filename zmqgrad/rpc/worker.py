@@ -32,6 +32,7 @@ from zmqgrad.errors import (
 from zmqgrad.rpc.calls import CallTable, LaneOutcome, PendingCall
 from zmqgrad.rpc.code import book_of
 from zmqgrad.rpc.current import act_again, act_for
+from zmqgrad.rpc.devices import for_answers, for_calls
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
 from zmqgrad.rpc.events import Events
 from zmqgrad.rpc.functions import Later, run
@@ -75,6 +76,7 @@ from zmqgrad.wire.messages import (
     RRefFetch,
     RRefValue,
 )
+from zmqgrad.wire.tensors import Devices
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +129,8 @@ class Worker:
         self._sent = 0
         self._served = 0
         self._terms: dict[int, Terms] = {}
+        self._answer_terms: dict[int, Terms] = {}
+        self._gradient_devices: dict[int, Devices] = {}
         requests: dict[MessageType, RequestHandler] = {
             MessageType.CALL: lambda i: self.run_call(i, i.message, None),
             MessageType.REMOTE_CALL: lambda i: self.run_call(i, i.message, None),
@@ -464,8 +468,28 @@ class Worker:
         terms = self._terms.get(peer.id)
         if terms is None:
             same = peer.program == self.membership.own.program
-            terms = self._terms[peer.id] = Terms(self.references.of(peer.id), same)
+            terms = Terms(self.references.of(peer.id), same, devices=for_calls(self.membership.own, peer))
+            self._terms[peer.id] = terms
         return terms._replace(with_history=True) if self.doors.with_history() else terms
+
+    def answer_terms(self, peer: WorkerRecord) -> Terms:
+        """The same for answers: tensors go back to the devices that they came from."""
+        terms = self._answer_terms.get(peer.id)
+        if terms is None:
+            terms = self.terms(peer)._replace(
+                with_history=False, devices=for_answers(self.membership.own, peer)
+            )
+            self._answer_terms[peer.id] = terms
+        return terms._replace(with_history=True) if self.doors.with_history() else terms
+
+    def gradient_devices(self, peer: int) -> Devices:
+        """Where gradients for ``peer`` arrive: those of tensors that it sent, and of answers to it."""
+        devices = self._gradient_devices.get(peer)
+        if devices is None:
+            own, record = self.membership.own, self.membership.find(peer)
+            devices = {**for_calls(own, record), **for_answers(own, record)}
+            self._gradient_devices[peer] = devices
+        return devices
 
     # ---- serving ----------------------------------------------------------------------------------------
 
@@ -579,13 +603,13 @@ class Worker:
             self._make(inbound, message, tensors)
         elif isinstance(message, RRefFetch):
             value = self.references.value(message.rref_id, message.timeout or None)
-            packed = pack(value, self.terms(self.membership.find(source)))
+            packed = pack(value, self.answer_terms(self.membership.find(source)))
             self.reply(inbound, RRefValue(packed.payload), packed, "to_here")
         else:
             raise RpcError(f"{type(message).__name__} is no call")
 
     def _answer(self, inbound: Inbound, call: Call, value: Any) -> None:
-        packed = pack(value, self.terms(self.membership.find(inbound.envelope.source)))
+        packed = pack(value, self.answer_terms(self.membership.find(inbound.envelope.source)))
         self.reply(inbound, Result(packed.payload), packed, call.function)
 
     def _make(self, inbound: Inbound, call: RemoteCall, tensors: list[torch.Tensor] | None) -> None:

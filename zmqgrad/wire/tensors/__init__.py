@@ -9,6 +9,7 @@ and each tensor is checked against its blob before a byte is read (P5).
 from __future__ import annotations
 
 from zmqgrad.wire.tensors.describing import describe
+from zmqgrad.wire.tensors.devices import Devices
 from zmqgrad.wire.tensors.rebuilding import blob_bytes, rebuild
 
-__all__ = ["blob_bytes", "describe", "rebuild"]
+__all__ = ["Devices", "blob_bytes", "describe", "rebuild"]

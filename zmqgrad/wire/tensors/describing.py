@@ -6,11 +6,13 @@ import io
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
 from zmqgrad.errors import PayloadError
 from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors.blobs import MANY, Blobs
+from zmqgrad.wire.tensors.devices import Devices, leave, no_way
 from zmqgrad.wire.tensors.dtypes import NAMES
 from zmqgrad.wire.tensors.sharing import Sharing, extent
 from zmqgrad.wire.unwritten import Frame
@@ -19,10 +21,11 @@ GAPS = 8 << 10
 """A view of up to so many bytes, gaps included, is sent as it lies, and so keeps its strides."""
 
 
-def describe(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
+def describe(tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devices | None = None) -> Tensors:
     """The descriptors and blobs of ``tensors``; bytes too many for the header are appended to ``frames``.
 
-    A frame may be a window on the memory of its tensor, which it keeps alive.
+    A frame may be a window on the memory of its tensor, which it keeps alive. ``devices`` says on which
+    device tensors of each device arrive.
 
     Raises:
         PayloadError: for a tensor that cannot be sent (on a device without a way to the peer).
@@ -30,9 +33,23 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
     if not tensors:
         return NO_TENSORS
     try:
-        return _describe_all(tensors, frames)
+        return _describe_for(devices, tensors, frames) if devices else _describe_all(tensors, frames)
+    except PayloadError:
+        raise
     except RuntimeError as e:  # torch's word for tensors that have no memory to show (nested, fake, ...)
         raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
+
+
+def _describe_for(devices: Devices, tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
+    staged, names = leave(tensors, devices)
+    there = _describe_all(staged, frames)
+    return Tensors(
+        tuple(
+            msgspec.structs.replace(d, device=name, requires_grad=t.requires_grad)
+            for d, name, t in zip(there.tensors, names, tensors, strict=True)
+        ),
+        there.blobs,
+    )
 
 
 def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
@@ -99,10 +116,7 @@ def _describe_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
             NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), 0, 0, t.requires_grad, "meta"
         )
     if not t.is_cpu:
-        raise PayloadError(
-            f"a tensor on {t.device} cannot be sent: only CPU tensors travel so far; "
-            f"move it with .cpu() before the call"
-        )
+        raise PayloadError(no_way(t.device))
     if t.layout is not torch.strided or t.is_quantized:
         return _describe_opaque(t, out)
     plain = t.detach().resolve_conj().resolve_neg()

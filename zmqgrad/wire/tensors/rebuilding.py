@@ -7,10 +7,12 @@ import io
 import math
 from collections.abc import Sequence
 
+import msgspec
 import torch
 
-from zmqgrad.errors import ProtocolError
+from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors.devices import arrive
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
 from zmqgrad.wire.unwritten import Buffer
 
@@ -26,9 +28,12 @@ def rebuild(described: Tensors, frames: Sequence[Buffer], differentiable: bool =
 
     Raises:
         ProtocolError: if a descriptor does not fit its blob, or a blob its frame.
+        PayloadError: if a tensor is to lie on a device that this process does not have.
     """
     try:
         return _rebuild_all(described, frames, differentiable)
+    except PayloadError:
+        raise
     except (
         RuntimeError,
         ValueError,
@@ -153,7 +158,10 @@ def _rebuild_other(
     if d.device == "meta":
         return torch.empty_strided(d.shape, d.strides, dtype=_dtype(d), device="meta")
     if d.device != "cpu":
-        raise ProtocolError(f"a tensor came for device {d.device!r}, which nobody agreed on")
+        here = msgspec.structs.replace(d, device="cpu")
+        if d.layout is Layout.STRIDED:
+            return arrive(_rebuild_alone(here, blobs, frames), d.device)
+        return arrive(_rebuild_other(here, blobs, frames, bases), d.device)
     if d.layout is Layout.COO:
         return _rebuild_coo(d, blobs, frames)
     blob = _blob_of(d, blobs)

@@ -1,0 +1,123 @@
+"""Device maps: on which device of another worker the tensors of each device of this one arrive.
+
+What a call carries goes by the caller's map for its callee; the answer goes the other way by the same map, so
+a tensor comes back to where it came from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from zmqgrad.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from zmqgrad.rpc.membership import WorkerRecord
+
+DeviceMap = dict[torch.device, torch.device]
+Names = dict[str, str]
+"""A device map as it is published: names of devices."""
+
+
+_ONE_TO_ONE = "`set_device_map` only supports 1-to-1 mapping"
+
+
+def to_device(device: Any) -> torch.device:
+    """What ``device`` (a number, a name or a ``torch.device``) means.
+
+    Raises:
+        ConfigurationError: if it means neither a CUDA device with its number nor the main memory.
+    """
+    try:
+        meant = torch.device("cuda", device) if type(device) is int else torch.device(device)
+    except (RuntimeError, TypeError, ValueError) as e:
+        raise ConfigurationError(f"device_maps or devices: {device!r} is no device: {e}") from e
+    if meant.type == "cpu":
+        return torch.device("cpu")
+    if meant.type != "cuda" or meant.index is None or meant.index < 0:
+        raise ConfigurationError(f"a device is cpu, or cuda with its number (cuda:0), not {device!r}")
+    return meant
+
+
+def to_device_map(device_map: Mapping[Any, Any], before: Mapping[Any, Any] | None = None) -> DeviceMap:
+    """``before`` and ``device_map`` as one.
+
+    Raises:
+        ConfigurationError: if one of them is no device, or if not each has one place to go, of its own.
+    """
+    full: DeviceMap = {}
+    for part in (before or {}, device_map):
+        if not isinstance(part, Mapping):
+            raise ConfigurationError(f"a device map is a dict from device to device, not {part!r}")
+        for source, target in part.items():
+            here, there = to_device(source), to_device(target)
+            other = full.setdefault(here, there)
+            if other != there:
+                raise ConfigurationError(f"{_ONE_TO_ONE}, trying to map {here} to {there} and {other}")
+    for target in full.values():
+        sources = [str(k) for k, v in full.items() if v == target]
+        if len(sources) > 1:
+            raise ConfigurationError(f"{_ONE_TO_ONE}, trying to map {' and '.join(sources)} to {target}")
+    return full
+
+
+def to_devices(devices: Sequence[Any]) -> list[torch.device]:
+    """``devices`` as a list of CUDA devices.
+
+    Raises:
+        ConfigurationError: if one of them is none, or is there twice.
+    """
+    meant = [to_device(device) for device in devices]
+    for device in meant:
+        if device.type != "cuda":
+            raise ConfigurationError(
+                f"`set_devices` expect a list of CUDA devices, but got device type {device.type}."
+            )
+    if len(set(meant)) != len(meant):
+        raise ConfigurationError(f"devices are there twice: {[str(d) for d in meant]}")
+    return meant
+
+
+def check_present(devices: Iterable[torch.device], count: int, where: str, what: str) -> None:
+    """See that those of ``devices`` that are CUDA devices exist ``where`` there are ``count``.
+
+    Raises:
+        ConfigurationError: naming the first that does not.
+    """
+    for device in devices:
+        if device.type == "cuda" and device.index >= count:
+            raise ConfigurationError(f"{what} names {device}, but {where} has {count} CUDA devices")
+
+
+def check_group(records: Iterable[WorkerRecord]) -> None:
+    """See that the maps of all workers lead to workers, and to devices that those have, as far as is known.
+
+    Raises:
+        ConfigurationError: in all of them alike.
+    """
+    by_name = {record.name: record for record in records}
+    for record in by_name.values():
+        for to, names in record.device_maps.items():
+            target, what = by_name.get(to), f"the device map of {record.name} for {to}"
+            if target is None:
+                raise ConfigurationError(f"{what}: there is no such worker; there are {', '.join(by_name)}")
+            if target.device_count >= 0:
+                check_present(map(torch.device, names.values()), target.device_count, to, what)
+
+
+def published(maps: Mapping[str, DeviceMap]) -> dict[str, Names]:
+    """``maps`` for the record of a worker."""
+    return {to: {str(k): str(v) for k, v in each.items()} for to, each in maps.items()}
+
+
+def for_calls(own: WorkerRecord, peer: WorkerRecord) -> DeviceMap:
+    """How tensors of calls of ``own`` go to ``peer``."""
+    names = own.device_maps.get(peer.name, {})
+    return {torch.device(k): torch.device(v) for k, v in names.items()}
+
+
+def for_answers(own: WorkerRecord, peer: WorkerRecord) -> DeviceMap:
+    """How tensors of answers of ``own`` go back to ``peer``."""
+    return {v: k for k, v in for_calls(peer, own).items()}
