@@ -13,6 +13,7 @@ wait somewhere at that point, they wait for ever, unless the pass goes on as ``m
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
@@ -62,6 +63,7 @@ class Passes:
         self._worker = worker
         self._contexts = contexts
         self._end_passes = end_passes
+        self._watched = {worker.id}  # those that would be known to be lost
         self._tallies: dict[int, Tally] = {}  # of passes that were started here, by pass id
 
     def install(self) -> None:
@@ -225,6 +227,7 @@ class Passes:
 
     def peer_lost(self, peer: int, error: BaseException) -> None:
         """Passes that were started here cannot finish if ``peer`` had a part in what is under way."""
+        self._watched.discard(peer)
         for tally in list(self._tallies.values()):
             tally.lose(peer, error)
 
@@ -311,6 +314,26 @@ class Passes:
         if tally is not None:
             error = None if handled.error is None else rebuild_failure(handled.error)
             tally.handled(handled.autograd_id, handled.sent, handled.waiting, error)
+            if any(worker not in self._watched for _, worker in handled.sent):
+                self._watch({worker for _, worker in handled.sent} - self._watched, tally)
+
+    def _watch(self, workers: set[int], tally: Tally) -> None:
+        """Others have sent requests to workers that this one may have nothing to do with: are they there?"""
+        for worker in workers:
+            if worker in self._worker.lost:
+                tally.lose(worker, self._worker.loss_of(worker, "its part of a backward pass"))
+            else:
+                self._watched.add(worker)
+                self._worker.submit(functools.partial(self._follow, worker))
+
+    def _follow(self, worker: int) -> None:
+        """In an engine thread, as it may have to ask where that is."""
+        try:
+            self._worker.mailbox.follow(worker)
+        except (RpcError, TransportError) as e:
+            logger.debug("cannot watch worker %d, which has part in a backward pass: %s", worker, e)
+            for tally in list(self._tallies.values()):
+                tally.lose(worker, e)
 
     def is_here(self, worker: int) -> bool:
         """Is that this worker?"""
