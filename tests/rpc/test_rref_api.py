@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -61,6 +62,16 @@ def test_the_value_itself_can_be_called(trio: Cluster, owner: int) -> None:
     assert [sync.add() for _ in range(3)] == [7, 8, 9], "a proxy can be used again"
     assert "proxy of" in repr(sync)
     assert counter.remote().own().to_here() == "of the object"
+
+
+@pytest.mark.parametrize("owner", [0, 1])
+def test_special_methods_by_name(trio: Cluster, owner: int) -> None:
+    numbers = rpc.remote(owner, list, args=([3, 4],))
+    assert numbers.rpc_sync().__len__() == 2
+    assert numbers.rpc_async().__getitem__(1).wait() == 4
+    assert numbers.remote().__add__([5]).to_here() == [3, 4, 5]
+    proxy = numbers.rpc_sync()
+    assert inspect.unwrap(proxy) is proxy, "what asks any object asks the proxy"
 
 
 @pytest.mark.parametrize("owner", [0, 1])

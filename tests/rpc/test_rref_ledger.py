@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -12,6 +14,7 @@ from zmqgrad.rpc import rref_ledger
 from zmqgrad.rpc.rref_ledger import (
     DropValue,
     OwnerLedger,
+    Remembered,
     SendChildAccept,
     SendDelete,
     SendForkRequest,
@@ -252,8 +255,29 @@ def test_what_is_remembered_is_bounded(monkeypatch: Any) -> None:
     for fork in range(1, 100):
         owner.note(VALUE, fork, 1)
         assert owner.delete(VALUE, fork) == []
-    assert len(owner._gone) == 10
+        assert all(f in owner._gone for f in range(max(1, fork - 9), fork + 1)), "the last ten"
+        assert len(owner._gone) <= 20
     assert owner.forks() == {VALUE: {0: 1}}
+
+
+@pytest.mark.parametrize("spread", [1, 3, 1 << 50])
+def test_remembered_numbers_are_the_last_ones(spread: int) -> None:
+    """The oracle is a list of all; numbers are near each other, or far apart."""
+    draw = random.Random(spread)
+    remembered, added = Remembered(50), list[int]()
+    for _ in range(2000):
+        number = draw.randrange(300) * spread
+        if draw.random() < 0.2:
+            remembered.discard(number)
+            added = [n for n in added if n != number]
+        else:
+            remembered.add(number)
+            added.append(number)
+        assert number not in remembered or number in added
+        latest = list(dict.fromkeys(reversed(added)))[:40]
+        assert all(n in remembered for n in latest)
+        assert len(remembered) <= 100
+    assert -1 not in remembered
 
 
 def test_a_user_that_is_asked_for_its_own_value_is_told_at_birth() -> None:

@@ -24,6 +24,16 @@ if TYPE_CHECKING:
 How = Callable[["RRef[Any]", float, str, Any, Any], Any]
 
 
+_OF_THE_PROXY = frozenset(
+    f"__{name}__"
+    for name in (
+        *("copy", "deepcopy", "getstate", "setstate", "getnewargs", "getnewargs_ex", "wrapped", "signature"),
+        *("array", "array_interface", "array_struct", "cuda_array_interface", "torch_function", "dlpack"),
+    )
+)
+"""What copy, pickle, inspect, numpy and torch ask any object for: the value over there is not meant."""
+
+
 class Proxy:
     """Stands for the value of an RRef; attributes are methods that run on its owner."""
 
@@ -35,8 +45,8 @@ class Proxy:
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name.startswith("__") and name.endswith("__"):
-            raise AttributeError(name)  # copy, pickle and inspect ask for these; the owner is not meant
+        if name in _OF_THE_PROXY:
+            raise AttributeError(name)
 
         def method(*args: Any, **kwargs: Any) -> Any:
             return self._how(self._rref, self._timeout, name, args, kwargs)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ from zmqgrad.rpc.rref_ledger import (
     DropValue,
     Effect,
     OwnerLedger,
+    Remembered,
     SendChildAccept,
     SendDelete,
     SendForkRequest,
@@ -60,7 +61,7 @@ RETRY_SECONDS = 5.0
 """A control message that nobody answers is sent again after so long."""
 
 REMEMBERED = 10_000
-"""How many dropped values are remembered, to tell "gone" from "not here yet"."""
+"""How many dropped values are remembered at least, to tell "gone" from "not here yet"."""
 
 
 class Handle(TravelsAsReference):
@@ -108,7 +109,7 @@ class ReferenceTable:
         self._worker = worker
         self._lock = threading.Lock()  # guards all below but the deque
         self._values: dict[int, Outcome[Any]] = {}
-        self._dropped: OrderedDict[int, None] = OrderedDict()
+        self._dropped = Remembered(REMEMBERED)
         # Values that others told of before their maker's call has come: its fork is yet to be noted, so they
         # are not dropped when those others let go.
         self._awaited: set[int] = set()
@@ -287,7 +288,7 @@ class ReferenceTable:
             if handle.owner == self._worker.id:
                 assert handle.outcome is not None
                 self._values[handle.rref_id] = handle.outcome
-                self._dropped.pop(handle.rref_id, None)  # nobody else referred to it; now somebody does again
+                self._dropped.discard(handle.rref_id)  # nobody else referred to it; now somebody does again
                 self._owner.note(handle.rref_id, fork_id, peer)
             elif self._user.holds(handle.fork_id):
                 self._user.fork(handle.fork_id, fork_id, peer)
@@ -363,6 +364,7 @@ class ReferenceTable:
         """``peer`` died, with its forks and its values."""
         with self._lock:
             self._lost.add(peer)
+            self._views.pop(peer, None)
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
             self._awaited -= orphans.keys()
             effects = self._owner.lose(peer) + self._user.lose(peer)
@@ -403,9 +405,7 @@ class ReferenceTable:
             if self._owner.knows(rref_id) or rref_id in self._awaited:
                 return []  # another fork was sent since the last one was deleted, or is to come
             outcome = self._values.pop(rref_id, None)
-            self._dropped[rref_id] = None
-            if len(self._dropped) > REMEMBERED:
-                self._dropped.popitem(last=False)
+            self._dropped.add(rref_id)
         return [] if outcome is None else [outcome]
 
     def _deleted(self, forks: list[tuple[int, int]]) -> None:

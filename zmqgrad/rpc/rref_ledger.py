@@ -18,11 +18,10 @@ Methods return the effects that the caller must carry out; none of them sends, w
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from dataclasses import dataclass, field
 
-REMEMBERED = 100_000
-"""How many deleted forks an owner remembers, for words about them that come late."""
+REMEMBERED = 50_000
+"""How many deleted forks an owner remembers at least, for words about them that come late."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,54 @@ class SendChildAccept:
 Effect = DropValue | SendDelete | SendForkRequest | SendChildAccept
 
 
+class Remembered:
+    """The last ``least`` numbers that were added, and up to as many before them.
+
+    Numbers that are near each other, as ids are, share a word of bits: most take less than a byte. There are
+    two generations, of which the older is forgotten when the younger is full.
+    """
+
+    __slots__ = ("_count", "_least", "_older", "_younger")
+
+    def __init__(self, least: int) -> None:
+        self._least = least
+        self._count = 0
+        self._younger: dict[int, int] = {}
+        self._older: dict[int, int] = {}
+
+    def add(self, number: int) -> None:
+        """Remember ``number``."""
+        place, bit = number >> _WORD, 1 << (number & _BITS)
+        word = self._younger.get(place, 0)
+        if word & bit:
+            return
+        self._younger[place] = word | bit
+        self._count += 1
+        if self._count >= self._least:
+            self._younger, self._older, self._count = {}, self._younger, 0
+
+    def discard(self, number: int) -> None:
+        """Forget it."""
+        place, bit = number >> _WORD, 1 << (number & _BITS)
+        if self._younger.get(place, 0) & bit:
+            self._younger[place] ^= bit
+            self._count -= 1
+        if self._older.get(place, 0) & bit:
+            self._older[place] ^= bit
+
+    def __contains__(self, number: int) -> bool:
+        place, bit = number >> _WORD, 1 << (number & _BITS)
+        return bool((self._younger.get(place, 0) | self._older.get(place, 0)) & bit)
+
+    def __len__(self) -> int:
+        """How many numbers there is room taken for; one that both generations have counts twice."""
+        return sum(word.bit_count() for words in (self._younger, self._older) for word in words.values())
+
+
+_WORD = 8
+_BITS = (1 << _WORD) - 1
+
+
 class OwnerLedger:
     """The forks of values that this worker owns: rref id -> fork id -> the worker that holds it."""
 
@@ -69,7 +116,7 @@ class OwnerLedger:
         self._forks: dict[int, dict[int, int]] = {}
         # A fork can be deleted before it is noted (its user gave up on a call that is still to run), and a
         # request for it be repeated after: neither must revive it.
-        self._gone: OrderedDict[int, None] = OrderedDict()
+        self._gone = Remembered(REMEMBERED)
 
     def note(self, rref_id: int, fork_id: int, holder: int) -> None:
         """``holder`` has fork ``fork_id``. Noting it twice is harmless, and so is noting it too late."""
@@ -78,9 +125,7 @@ class OwnerLedger:
 
     def delete(self, rref_id: int, fork_id: int) -> list[Effect]:
         """Fork ``fork_id`` is gone."""
-        self._gone[fork_id] = None
-        if len(self._gone) > REMEMBERED:
-            self._gone.popitem(last=False)
+        self._gone.add(fork_id)
         forks = self._forks.get(rref_id)
         if forks is None:
             return []

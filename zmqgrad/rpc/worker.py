@@ -770,6 +770,7 @@ class Worker:
         self.membership.depart(peer)
         self.serving.lose(peer)
         self.references.peer_lost(peer)
+        self._terms.pop(peer, None)
         for told in self.doors.peer_lost:
             told(peer, self.loss_of(peer, "a part of it"))
         self.mailbox.forget(peer)  # else the socket would look for it for ever
