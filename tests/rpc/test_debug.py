@@ -114,3 +114,16 @@ def test_calls_show_in_the_profiler(pair: Cluster) -> None:
         assert names.count(wanted) == 1, names
     served = [name for name in names if name.startswith("rpc_serve#")]
     assert sum(name.endswith(":work(worker0 -> worker1)") for name in served) == 2, served
+
+
+def test_backward_passes_show_in_the_profiler(pair: Cluster) -> None:
+    x = torch.ones(1, requires_grad=True)
+    config = _ExperimentalConfig(profile_all_threads=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync(1, torch.add, args=(x, x))
+        with profile(activities=[ProfilerActivity.CPU], experimental_config=config) as p:
+            autograd.backward(context_id, [y])
+    names = [event.name.rpartition(":")[2] for event in p.events()]
+    assert names.count("backward") == 1
+    assert names.count("SendRpcBackward") == 2
+    assert names.count("RecvRpcBackward") == 2

@@ -11,6 +11,7 @@ import torch
 from zmqgrad.autograd.context import Context, Recording, refuse_nesting
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.passes import MODES
+from zmqgrad.autograd.profiling import PASS_NAME, profiled
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
@@ -84,7 +85,8 @@ def backward(
         raise AutogradError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     autograd = autograd_of(current_worker())
     found = autograd.contexts.find(context_id)
-    autograd.passes.run(found, check_roots(roots), bool(retain_graph), mode)
+    with profiled(PASS_NAME):
+        autograd.passes.run(found, check_roots(roots), bool(retain_graph), mode)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

@@ -15,13 +15,10 @@ from typing import Any
 from zmqgrad.autograd.context import Context, record_for, recording, refuse_nesting
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.functions import RECV_NODE, Send, edge_of, note_of
+from zmqgrad.autograd.profiling import RECV_NAME, SEND_NAME
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.wire.ids import MAX_COUNTER, join_id, show_id
-
-SEND_NAME = "torch::distributed::autograd::SendRpcBackward"
-RECV_NAME = "torch::distributed::autograd::RecvRpcBackward"
-"""What torch calls them: programs that walk or draw graphs know the ends of messages by these names."""
 
 
 class GraphNode:

@@ -18,6 +18,7 @@ from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import RecvNote, Send, Start, edge_of, start_of
 from zmqgrad.autograd.hooks import node_hooks, run_post_accumulate_hooks, run_prehooks
 from zmqgrad.autograd.plan import bits
+from zmqgrad.autograd.profiling import SEND_NAME, profiled
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id
@@ -97,7 +98,8 @@ class LocalPass(ABC):
                 f"{len(gradients)} gradients came for the {len(self._starts[entry])} tensors of send "
                 f"{show_id(autograd_id)}"
             )
-        return self._enter(entry, gradients, send_on)
+        with profiled(SEND_NAME):
+            return self._enter(entry, gradients, send_on)
 
     @abstractmethod
     def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:

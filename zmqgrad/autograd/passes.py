@@ -26,6 +26,7 @@ from zmqgrad.autograd.engine import make_pass
 from zmqgrad.autograd.failures import describe_failure, rebuild_failure
 from zmqgrad.autograd.functions import RecvNote
 from zmqgrad.autograd.local_pass import LocalPass
+from zmqgrad.autograd.profiling import RECV_NAME, profiled
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.autograd.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcError, RpcTimeoutError, TransportError
@@ -422,7 +423,8 @@ class _Request:
             self._work.retain_graph,
             handled,
         )
-        self._passes.send(note.peer, message, frames, self._lane)
+        with profiled(RECV_NAME):
+            self._passes.send(note.peer, message, frames, self._lane)
 
 
 FEW = 1024
