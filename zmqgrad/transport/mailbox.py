@@ -33,6 +33,7 @@ from zmqgrad.transport import direct
 from zmqgrad.transport.arena.exchange import Exchange, Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Lost, Resolver, Suspected, Timer
+from zmqgrad.transport.chunks import Assembly, cut
 from zmqgrad.transport.credit import INFLIGHT, Allowance, Intake
 from zmqgrad.transport.direct import Direct
 from zmqgrad.transport.door import door_address
@@ -45,7 +46,7 @@ from zmqgrad.transport.sockets import HANDSHAKE_MS
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import RESPONSE, Credit, CreditWanted, Message, MessageType
+from zmqgrad.wire.messages import RESPONSE, Chunk, Credit, CreditWanted, Manifest, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -59,11 +60,13 @@ FOR_MAILBOX = frozenset(
         MessageType.RELEASE,
         MessageType.CREDIT,
         MessageType.CREDIT_WANTED,
+        MessageType.CHUNK,
     }
 )
 """Messages from mailbox to mailbox, which no handler sees."""
 
 NO_LOAD = Load(None, ())
+NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
 
 class _Peer:
@@ -141,13 +144,14 @@ class ZmqMailbox:
         self._exchange = Exchange(name, arena, self.send, lambda: not self._receiver.reads_here())
         self._allowance = Allowance(name, inflight, self._say)
         self._intake = Intake(inflight, self._say)
+        self._assembly = Assembly()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = self._context.socket(zmq.ROUTER)
         try:
             _set_up(router)
             self._endpoints = tuple(self._bind(router, tcp_host))
             self._receiver = Receiver(
-                name, self._context, router, door_address(self._endpoints[0]), self._exchange.open
+                name, self._context, router, door_address(self._endpoints[0]), self._find_frames
             )
             self._lanes = Lanes(self._endpoints[0], self._decode)
             self._listener = Listener(self._endpoints[0], tcp_host)
@@ -198,6 +202,7 @@ class ZmqMailbox:
             self._lost = lost
             self._watch = Watch(self._name, self._listener, self._lose, suspected or _unheard, self._limits)
         self._exchange.start(timer)
+        self._assembly.buffers.start(timer)
         self._resolve = resolve
         self._handler = handler
         self._receiver.start(self._received, pool)
@@ -206,8 +211,14 @@ class ZmqMailbox:
         self._exchange.forget(peer)
         self._lost(peer, where)
 
+    def _find_frames(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+        """The frames of a message that came with a manifest."""
+        if any(piece.block and not piece.segment for piece in manifest.pieces):
+            manifest, frames = self._assembly.complete(peer, manifest, frames)
+        return self._exchange.open(peer, manifest, frames)
+
     def _received(self, inbound: Inbound) -> Task | None:
-        if self.tap is not None:
+        if self.tap is not None and inbound.envelope.type != MessageType.CHUNK:
             self._show(inbound)
         if inbound.envelope.type in FOR_MAILBOX:
             self._heard(inbound)
@@ -221,6 +232,8 @@ class ZmqMailbox:
             self._allowance.heard(envelope.source, message)
         elif isinstance(message, CreditWanted):
             self._intake.wanted(envelope.source, message)
+        elif isinstance(message, Chunk):
+            self._assembly.add(envelope.source, message, inbound.frames)
         else:
             self._exchange.heard(envelope.source, message, envelope.message_id)
 
@@ -287,12 +300,16 @@ class ZmqMailbox:
             if way.socket is None:
                 self._open_way(peer, way)  # only then is it known whether the peer is on this host
             load = self._load(peer, way, message, frames, patience)
+        going, parts = load, NO_PARTS
         try:
-            first = encode(message, self.worker_id, self.incarnation, message_id, lane, load.manifest)
+            if load.frames:
+                going, chunks = cut(load)
+                parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
+            first = encode(message, self.worker_id, self.incarnation, message_id, lane, going.manifest)
             small = not load.frames and len(first) <= direct.LARGEST
             at_lane = small and lane and message.is_awaited_by(peer) and self._put_at_lane(peer, lane, first)
             if not at_lane:
-                self._put(peer, way, first, load.frames, small)
+                self._put(peer, way, first, going.frames, small, parts)
         except BaseException:
             self._unload(peer, message, load)
             raise
@@ -333,7 +350,16 @@ class ZmqMailbox:
             if way.socket is None:
                 self._connect(peer, way)
 
-    def _put(self, peer: int, way: _Peer, first: bytearray, frames: Sequence[Buffer], small: bool) -> None:
+    def _put(
+        self,
+        peer: int,
+        way: _Peer,
+        first: bytearray,
+        frames: Sequence[Buffer],
+        small: bool,
+        parts: Sequence[tuple[bytearray, memoryview]],
+    ) -> None:
+        """Queue a message; ``parts`` are chunks, each with its own header, that go before it."""
         with way.lock:
             socket = way.socket
             if socket is None:
@@ -343,6 +369,9 @@ class ZmqMailbox:
             if small and way.send_directly(first):
                 return
             try:
+                for head, data in parts:
+                    way.frame_bytes += len(data)
+                    _send_all(socket, head, (data,))
                 if not frames:
                     socket.send(first, zmq.NOBLOCK)
                 else:
@@ -437,6 +466,7 @@ class ZmqMailbox:
             for key in [key for key in self._ways_to_lanes if key[0] == peer]:
                 del self._ways_to_lanes[key]
         self._exchange.forget(peer)
+        self._assembly.forget(peer)
         self._intake.forget(peer)
         self._allowance.forget(peer)  # last: those who wait for it now fail
 
@@ -471,6 +501,7 @@ class ZmqMailbox:
             self._listener.close()
         self._receiver.close()
         self._exchange.close()
+        self._assembly.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the receiver and for libzmq; names what has not ended by ``deadline``."""

@@ -180,6 +180,9 @@ class Receiver:
             envelope, manifest, message = decode_all(first)
             if manifest is not None:
                 frames = self._find_frames(envelope.source, manifest, frames)
+                for piece in manifest.pieces:
+                    if piece.block and not piece.segment:  # it came before, in chunks
+                        by_socket += piece.size
         except ProtocolError as e:
             self._refuse(identity, e)
             return None
@@ -193,6 +196,9 @@ class Receiver:
         assert self._handler is not None
         try:
             return self._handler(inbound)
+        except ProtocolError as e:
+            self._refuse(b"worker %d" % inbound.envelope.source, e)
+            return None
         except Exception:
             source = inbound.envelope.source
             logger.exception("%s: handling %s from worker %d failed", self._name, inbound.message, source)

@@ -111,6 +111,7 @@ class MessageType(enum.IntEnum):
     RELEASE = 0x74
     CREDIT = 0x75
     CREDIT_WANTED = 0x76
+    CHUNK = 0x77
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -133,7 +134,8 @@ class _Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 class Piece(_Part, frozen=True):
     """Memory that frames lie in: block ``block`` of the sender's arena, or the next frame that follows.
 
-    ``segment`` names the arena's segment, in which the block has ``size`` bytes at ``offset``; 0: no block.
+    ``segment`` names the arena's segment, in which the block has ``size`` bytes at ``offset``. Where that is
+    0, the frame follows, or it came before in chunks, as stream ``block``, if that is not 0.
     """
 
     segment: Id = 0
@@ -879,6 +881,18 @@ class CreditWanted(Message, frozen=True):
     TYPE: ClassVar[MessageType] = MessageType.CREDIT_WANTED
     requests: Size = 0
     answers: Size = 0
+
+
+class Chunk(Message, frozen=True):
+    """Worker to a peer: the part at ``offset`` of a frame of ``total`` bytes; its message will follow.
+
+    The manifest of that names the frame by ``stream``. Chunks come in order.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.CHUNK
+    stream: Id
+    offset: Size
+    total: Size
 
 
 def _all_messages(base: type[Message]) -> list[type[Message]]:
