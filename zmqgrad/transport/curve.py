@@ -71,7 +71,7 @@ class Curve(Unpacker):
         super().__init__(expected)
         self._keys = keys
         self._own = own
-        self._public, self._private = crypto_box_keypair()  # for this connection alone
+        self._public = self._private = b""  # for this connection alone
         self._shared = b""  # of both ends' keys for this connection
         self._sent = 0  # the number of the last box
         self._heard = 0
@@ -177,6 +177,7 @@ class CurveCaller(Curve):
 
     def opening(self) -> bytes:
         """Greeting and HELLO: nothing needs to be heard before."""
+        self._public, self._private = crypto_box_keypair()
         number = self._next_number()
         shared = crypto_box_beforenm(self._keys.listener.public, self._private)
         box = crypto_box_afternm(bytes(64), b"CurveZMQHELLO---" + number, shared)
@@ -251,6 +252,7 @@ class CurveListener(Curve):
         shared = crypto_box_beforenm(caller, self._keys.listener.private)
         if any(self._open(b"CurveZMQHELLO---", self._count(number), box, shared)):
             raise ProtocolError("a HELLO that says something")
+        self._public, self._private = crypto_box_keypair()  # not for whoever has no more than connected
         self._caller = caller
         self._cookie = secrets.token_bytes(_COOKIE_SIZE)  # what it is of is kept here, not in it
         nonce = secrets.token_bytes(16)

@@ -44,6 +44,11 @@ SPARE = 64
 MAX_PENDING = 4096
 """How many may be about to say who they are. Then the one that has been so longest makes room."""
 
+ACCEPTS_AT_ONCE, STRANGERS_AT_ONCE = 16, 64
+"""So many connections are taken, and so many of those heard that have not said who they are, between two
+rounds in which all others are answered. The latter is more, as a handshake takes several: or those who come
+would pile up, and each would be dropped before it was heard."""
+
 FULL_SECONDS = 0.25
 """How long nobody is taken after the system had no descriptor or memory to give for him."""
 
@@ -193,9 +198,14 @@ class RequestServer:
                     service.settle()
                     continue
                 events = select(due - moment)
+            strangers = 0
             for key, mask in events:
                 whose = key.data
                 if type(whose) is Client:
+                    if whose.stranger:
+                        strangers += 1
+                        if strangers > STRANGERS_AT_ONCE:
+                            continue  # it comes up again
                     if mask & _READ:
                         self._read(whose)
                     if mask & _WRITE and not whose.closed:
@@ -215,7 +225,7 @@ class RequestServer:
     # ---- connections ------------------------------------------------------------------------------------
 
     def _accept(self) -> None:
-        for _ in range(64):  # then it is the others' turn
+        for _ in range(ACCEPTS_AT_ONCE):
             try:
                 connection, where = self._listener.accept()
             except BlockingIOError:
