@@ -23,9 +23,9 @@ def c() -> Iterator[Cluster]:
         yield made
 
 
-def make(number: int) -> Tensor:
+def make(number: int, *shape: int) -> Tensor:
     random = torch.Generator().manual_seed(number)
-    return torch.rand(3, generator=random, dtype=torch.float64).requires_grad_()
+    return torch.rand(shape or (3,), generator=random, dtype=torch.float64).requires_grad_()
 
 
 def make_with_grad() -> Tensor:
@@ -47,8 +47,8 @@ SPECIAL = {
     "Optimizer",  # the base of all
     "SparseAdam",  # sparse gradients only: tested below
     "LBFGS",  # its step needs a closure
-    "Muon",  # matrices only
 }
+SHAPES = {"Muon": (3, 4)}  # matrices only
 KINDS = sorted(n for n, k in vars(torch.optim).items() if isinstance(k, type) and n not in SPECIAL)
 
 
@@ -56,9 +56,10 @@ KINDS = sorted(n for n, k in vars(torch.optim).items() if isinstance(k, type) an
 def test_steps_equal_those_of_one_process(c: Cluster, kind: str) -> None:
     options: dict[str, Any] = {"lr": 0.05, **({"momentum": 0.9} if kind == "SGD" else {})}
     make_optimizer = getattr(torch.optim, kind)
-    local = [make(i) for i in range(4)]
+    shape = SHAPES.get(kind, ())
+    local = [make(i, *shape) for i in range(4)]
     optimizer = make_optimizer(local, **options)
-    params = [rpc.remote(to, make, (i,)) for i, to in enumerate([0, 1, 2, 1])]
+    params = [rpc.remote(to, make, (i, *shape)) for i, to in enumerate([0, 1, 2, 1])]
     distributed = DistributedOptimizer(make_optimizer, params, **options)
     for step in range(3):
         optimizer.zero_grad()
