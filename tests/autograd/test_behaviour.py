@@ -547,6 +547,53 @@ def test_passes_of_one_context_at_a_time_add_up(c: Cluster) -> None:
         assert_gradients(ctx, (x, [4.0 * sum(range(1, 7))]))
 
 
+def train_there(context_id: int, weight: rpc.RRef[Tensor], to: int, times: int) -> int:
+    """Runs passes of its own, over a call of its own, in the context that it was called in."""
+    w = weight.local_value()
+    for _ in range(times):
+        backward(context_id, [rpc.rpc_sync(to, double, (w * 3,)).sum()])
+    return times
+
+
+def test_passes_that_several_workers_begin_in_one_context(c: Cluster) -> None:
+    x = leaf(1)
+    weights = {to: rpc.remote(to, make, ([1.0],)) for to in (1, 2)}
+    with context() as ctx:
+        waits = [rpc.rpc_async(to, train_there, (ctx, w, 3 - to, 5)) for to, w in weights.items()]
+        for _ in range(5):
+            backward(ctx, [rpc.rpc_sync(1, relay, ([2], x)).sum()])
+        for w in waits:
+            w.wait()
+        assert_gradients(ctx, (x, [5 * 4.0]))
+        for to, w in weights.items():
+            assert rpc.rpc_sync(to, gradient_there, (ctx, w)).tolist() == [5 * 6.0]
+
+
+def loss_with(weight: rpc.RRef[Tensor], x: Tensor) -> Tensor:
+    return (weight.local_value() * x).sum()
+
+
+def test_a_backward_function_may_begin_a_pass_of_another_context(c: Cluster) -> None:
+    """As people do who differentiate inside: here in a hook, on an engine thread of another worker."""
+    x, weight = leaf(2), rpc.remote(2, make, ([3.0],))
+    with context() as ctx:
+        y = rpc.rpc_sync(1, hooked, (x, weight))
+        backward(ctx, [y.sum()])
+        assert_gradients(ctx, (x, [2 * 3.0]))
+
+
+def hooked(x: Tensor, weight: rpc.RRef[Tensor]) -> Tensor:
+    def inner(gradient: Tensor) -> Tensor:
+        probe = leaf(1)
+        with torch.enable_grad(), context() as ctx:
+            backward(ctx, [rpc.rpc_sync(2, loss_with, (weight, probe))])
+            return gradient * get_gradients(ctx)[probe]
+
+    y = x * 2
+    y.register_hook(inner)
+    return y
+
+
 def test_several_roots_some_of_them_remote_results(c: Cluster) -> None:
     x = leaf(1)
     with context() as ctx:

@@ -13,7 +13,7 @@ from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients, releases
 from zmqgrad.autograd.context import ENDED_PASSES
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.errors import PeerLostError
+from zmqgrad.errors import AutogradError, PeerLostError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.faults import Hold
@@ -76,6 +76,83 @@ def test_a_pass_ends_when_a_worker_that_it_waits_for_is_lost(c3: Cluster, route:
         thread.join(20.0)
         assert not thread.is_alive()
     assert f"worker{lost} (worker {lost}) is gone: its process has ended" in str(failed[0])
+
+
+@pytest.mark.parametrize("mode", ["smart", "auto"])
+def test_a_pass_ends_when_a_worker_is_lost_that_it_asks_what_may_come(c3: Cluster, mode: str) -> None:
+    failed: list[BaseException] = []
+
+    def differentiate() -> None:
+        with c3.acting(0), context() as ctx:
+            x = leaf(1)
+            rpc.rpc_sync(1, double_elsewhere, (x,))
+            loss = rpc.rpc_sync(1, double_elsewhere, (x,)).sum()
+            try:
+                backward(ctx, [loss + x.sum()], mode=mode)
+            except PeerLostError as e:
+                failed.append(e)
+
+    with c3.network.hold(MessageType.DISCOVER_AUTOGRAD_REQ) as held:
+        thread = threading.Thread(target=differentiate)
+        thread.start()
+        held.wait()
+        c3.workers[0].lose(1, "its process has ended")
+        thread.join(20.0)
+        assert not thread.is_alive()
+    assert "worker1 (worker 1) is gone: its process has ended" in str(failed[0])
+
+
+def test_a_pass_ends_when_its_context_is_left_meanwhile(c3: Cluster) -> None:
+    ended: list[BaseException] = []
+
+    def differentiate(ctx: int, loss: Tensor) -> None:
+        with c3.acting(0):
+            try:
+                backward(ctx, [loss])
+            except AutogradError as e:
+                ended.append(e)
+
+    with c3.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, target=1) as held:
+        with context() as ctx:
+            loss = rpc.rpc_sync(1, relay, ([2], leaf(1))).sum()
+            thread = threading.Thread(target=differentiate, args=(ctx, loss))
+            thread.start()
+            held.wait()
+        wait_until_known_by(c3)
+    thread.join(20.0)
+    assert not thread.is_alive()
+    assert "has been released" in str(ended[0])
+    assert known(c3) == []
+
+
+def test_of_two_passes_at_a_time_that_free_one_graph_none_hangs(c3: Cluster) -> None:
+    x = leaf(3)
+    refused: list[str] = []
+
+    def differentiate(ctx: int, loss: Tensor, together: threading.Barrier) -> None:
+        with c3.acting(0):
+            together.wait(10.0)
+            try:
+                backward(ctx, [loss])
+            except RuntimeError as e:
+                refused.append(str(e))
+
+    for _ in range(10):
+        together = threading.Barrier(2)
+        refused.clear()
+        with context() as ctx:
+            loss = (rpc.rpc_sync(1, square, (x,)) * x).sum()
+            threads = [threading.Thread(target=differentiate, args=(ctx, loss, together)) for _ in range(2)]
+            for t in threads:
+                t.start()
+            for t in threads:
+                t.join(20.0)
+                assert not t.is_alive()
+        assert all("second time" in text or "freed" in text for text in refused), refused
+
+
+def square(x: Tensor) -> Tensor:
+    return x * x
 
 
 def test_a_pass_goes_on_when_a_worker_without_a_part_in_it_is_lost(c3: Cluster) -> None:

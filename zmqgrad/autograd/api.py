@@ -59,7 +59,8 @@ def backward(
 ) -> None:
     """Run one backward pass from ``roots`` over all workers that the context went to.
 
-    Gradients of leaves are added up in the context, each on its own worker; see :func:`get_gradients`.
+    Gradients of leaves are added up in the context, each on its own worker; see :func:`get_gradients`. After
+    an error some have been added and some have not: leave the context.
 
     Args:
         context_id: from :class:`context`.
