@@ -19,7 +19,7 @@ import torch
 from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.devices import check_group, published
 from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
-from zmqgrad.rpc.membership import Membership, WorkerRecord, program_fingerprint
+from zmqgrad.rpc.membership import LOOK_SECONDS, Membership, WorkerRecord, program_fingerprint
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref import install_rrefs
 from zmqgrad.rpc.worker import Worker
@@ -70,6 +70,10 @@ def make_worker(
     return worker
 
 
+STAY_SECONDS = 10.0
+"""Whoever serves the store waits so long for workers that have joined to read it; one may have died."""
+
+
 class Group:
     """A worker's place among the others. Closes ``store`` at the end.
 
@@ -96,6 +100,27 @@ class Group:
         check_group(membership.all())
         # Not before: whoever calls us has met all, and may be ahead; its messages wait in the socket.
         self.worker.start()
+        if self._served is None:
+            self._say_met()
+        else:
+            self._stay_for_others(deadline)
+
+    def _say_met(self) -> None:
+        try:
+            self.store.set(f"met/{self.worker.id}", b"")
+        except StoreError as e:  # who serves it has gone on without us; we have read what we need
+            logger.debug("%s: nobody to tell that all have been met: %s", self.worker.name, e)
+
+    def _stay_for_others(self, deadline: Deadline) -> None:
+        """Let all read the store that is served here: the program may end as soon as it has joined."""
+        others = {record.id for record in self.worker.membership.all()} - {self.worker.id}
+        until = Deadline.after(min(deadline.left(), STAY_SECONDS))
+        while others and not until.passed():
+            try:
+                self.store.wait([f"met/{i}" for i in others], min(until.left(), LOOK_SECONDS))
+                return
+            except StoreTimeoutError:
+                others = {i for i in others - set(self.worker.lost) if not self.store.check([f"met/{i}"])}
 
     def leave(self, graceful: bool, deadline: Deadline) -> None:
         """End the worker; with ``graceful``, after all workers have called this and finished their work.
