@@ -21,7 +21,7 @@ from zmqgrad.errors import (
     RendezvousTimeoutError,
     RpcTimeoutError,
 )
-from zmqgrad.rpc.group import PART_SECONDS
+from zmqgrad.rpc.group import PART_SECONDS, Group
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import TCPStore
 
@@ -290,6 +290,33 @@ def test_calls_and_shutdown_do_not_wait_for_the_dead(tmp_path: Path) -> None:
     assert seconds < AT_ONCE
     assert left == []
     assert os.listdir(tmp_path) == [], "files of the killed process"
+
+
+def killed_while_leaving(rank: int, step: str) -> tuple[float, list[str]]:
+    """Of three, rank 2 dies just after it posted ``step`` of leaving together."""
+    join(rank)
+    for to in range(3):
+        rpc.rpc_sync(to, int)
+    rpc.barrier()
+    if rank == 2:
+        wait_for = Group._wait_for
+
+        def die(group: Group, *args: Any) -> None:
+            if group._step == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            wait_for(group, *args)
+
+        Group._wait_for = die  # type: ignore[method-assign]
+    began = MONOTONIC.now()
+    rpc.shutdown()
+    return MONOTONIC.now() - began, what_is_open()[0]
+
+
+@pytest.mark.parametrize("step", ["arrived", "quiet/1"])
+def test_two_of_three_leave_though_one_is_killed_meanwhile(step: str) -> None:
+    for seconds, left in run_processes(killed_while_leaving, 3, args=(step,), may_die=[2])[:2]:
+        assert seconds < AT_ONCE
+        assert left == []
 
 
 def master_is_killed(rank: int) -> tuple[float, str, list[str]]:

@@ -19,6 +19,7 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     StoreTimeoutError,
 )
+from zmqgrad.rpc import group
 from zmqgrad.rpc.group import Group, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
@@ -89,6 +90,62 @@ def test_shutdown_names_those_who_do_not_leave() -> None:
         RpcTimeoutError, match=r"waiting for worker1, worker2 to call shutdown.*graceful=False"
     ):
         made[0].leave(True, Deadline.after(0.05))
+    for g in made:
+        g.close()
+
+
+class Dead(BaseException):
+    """Of a process that was killed at this very line."""
+
+
+@pytest.mark.parametrize("posted", [False, True])
+@pytest.mark.parametrize("step", ["arrived", "quiet/0", "quiet/1"])
+def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: str, posted: bool) -> None:
+    """Only one of the others is told, at once; all do the same all the same, and none waits for long."""
+    made = groups(4)
+    victim, witness = made[2].worker, made[1].worker
+    monkeypatch.setattr(group, "SAY_EVERY", 1000.0)
+    monkeypatch.setattr(group, "PART_SECONDS", 0.05)
+    monkeypatch.setattr(group, "answers", lambda endpoint: endpoint not in victim.membership.own.endpoints)
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    meet = made[2]._meet
+
+    def meet_or_die(where: str, why: str, deadline: Deadline, value: str = "-") -> list[str]:
+        if where != step:
+            return meet(where, why, deadline, value)
+        if posted:
+            made[2].store.set(f"{step}/2", value)
+        witness.lose(2, "it was killed")
+        raise Dead
+
+    monkeypatch.setattr(made[2], "_meet", meet_or_die)
+    left: list[str] = []
+
+    def leave(g: Group) -> None:
+        g.leave(True, Deadline.after(20))
+        left.append(g.worker.name)
+
+    raised = all_at_once([lambda g=g: leave(g) for g in made])
+    assert [type(e) for e in raised] == [type(None), type(None), Dead, type(None)], raised
+    assert sorted(left) == ["worker0", "worker1", "worker3"]
+
+
+def test_who_serves_the_store_waits_for_the_slow_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = groups(2)
+    monkeypatch.setattr(group, "PART_SECONDS", 0.01)
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    looked = threading.Semaphore(0)
+    monkeypatch.setattr(made[0], "_is_gone", lambda rank: looked.release())
+    leaving = threading.Thread(target=made[0]._part, args=(Deadline.after(20),))
+    leaving.start()
+    for _ in range(3):
+        assert looked.acquire(timeout=10), "it lives, says nobody: it looks again"
+    made[1]._part(Deadline.after(20))
+    leaving.join(10)
+    assert not leaving.is_alive()
+    monkeypatch.setattr(group, "FAREWELL_SECONDS", 0.05)
+    made[0].store.delete_key("left/1")
+    made[0]._part(Deadline.after(20))
     for g in made:
         g.close()
 

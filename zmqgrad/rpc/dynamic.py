@@ -232,7 +232,12 @@ class DynamicGroup(Group):
     def _publish_loss(self, worker_id: int, why: str) -> None:
         self.store.set(f"gone/{worker_id}", why)
         self.store.delete_key(f"worker/{worker_id}")
-        self.store.add("changes", 1)
+        try:
+            self.store.add("changes", 1)
+        except StoreError as e:
+            if worker_id != self.worker.id:
+                raise
+            logger.debug("%s was the last that the store waited for: %s", self.worker.name, e)
 
     # ---- leaving ----------------------------------------------------------------------------------------
 
@@ -265,11 +270,11 @@ class DynamicGroup(Group):
     def _withdraw(self, why: str) -> None:
         self._leaving = True
         own = self.worker.membership.own
-        if self._joined:
-            self._joined = False
-            self._publish_loss(own.id, why)
         self.store.compare_set(f"name/{own.name}", self._claim, b"")
         self.store.unwatch_key("changes", self._changed)
+        if self._joined:
+            self._joined = False
+            self._publish_loss(own.id, why)  # last: whoever serves the store may go then
 
     def _wait_for_all_to_leave(self, deadline: Deadline) -> None:
         """They need the store, which ends with this worker."""
