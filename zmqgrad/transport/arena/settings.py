@@ -8,8 +8,12 @@ from pathlib import Path
 
 from zmqgrad.errors import ConfigurationError
 
-THRESHOLD = 128 << 10
-"""Messages whose frames have fewer bytes go through the socket: measured, that is as fast for them."""
+THRESHOLD = 16 << 10
+"""Messages whose frames have fewer bytes go through the socket.
+
+A message without frames of its own takes the short ways of small messages (the door, the lanes), so with the
+arena 20 KB there and back take four fifths of the time, and 96 KB seven tenths.
+"""
 
 SHARE = 4
 """An arena may grow to one part in so many of the memory that this process may use."""
