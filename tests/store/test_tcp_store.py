@@ -340,6 +340,26 @@ with TCPStore("127.0.0.1", 0, is_master=True, timeout=60) as s:
     assert run_python(code) == "interrupted 1\n"
 
 
+def test_threads_that_close_a_watching_store_at_once(master: TCPStore) -> None:
+    """As its finalizer and the interpreter's end may: libzmq aborted the process, or hung."""
+    master.set("k", "v")
+    for _ in range(10):
+        store = TCPStore("127.0.0.1", master.port, timeout=PATIENCE)
+        store.get_cached("k")
+        together = threading.Barrier(3)
+
+        def close(store: TCPStore = store, together: threading.Barrier = together) -> None:
+            together.wait(PATIENCE)
+            store.close()
+
+        threads = [threading.Thread(target=close, daemon=True) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(PATIENCE)
+            assert not thread.is_alive()
+
+
 # ---- a socket that somebody else has bound ----------------------------------------------------------------
 
 

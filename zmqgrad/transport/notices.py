@@ -140,7 +140,7 @@ class NoticeSubscriber:
         self._on_notice = on_notice
         self._on_broken = on_broken
         self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._lock = threading.Lock()  # guards _bell and _closed
+        self._lock = threading.Lock()  # guards _bell, _closed and the end of _context
         self._closed = False
         self._topics: set[Topic] = set()
         self.malformed = 0
@@ -249,7 +249,7 @@ class NoticeSubscriber:
             self._thread.join(deadline.left_or_none())
         if self._thread.is_alive():
             return [self._thread.name]
-        with self._lock:
+        with self._lock:  # libzmq aborts the process where two threads end a context at the same time
             self._bell.close(linger=0)
-        self._context.term()
+            self._context.term()
         return []
