@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tools.bench.limits import COPIES, ROUND_TRIP, run_limits
 from tools.bench.processes import Hear, run_together
 from tools.bench.startup import ROUNDS, run_group
-from tools.bench.stores import PROCESSES, QUESTIONS, TOGETHER, run_store
+from tools.bench.stores import AS_ROUND_TRIPS, PROCESSES, QUESTIONS, TOGETHER, run_store
 from tools.bench.timing import Budget
 from tools.bench.workloads import WORKLOADS, run_workloads
 
@@ -40,8 +40,8 @@ class Piece:
 def pieces(chosen: Callable[[str], bool], workers: Sequence[int], budget: Budget) -> list[Piece]:
     """What measures the rows whose names are ``chosen``, with groups of so many ``workers``."""
     calls = [Row(w.name, w.says, w.limit) for w in WORKLOADS]
-    stores = [Row(name, says) for name, (says, _) in QUESTIONS.items()]
-    stores += [Row(name, says) for name, says in TOGETHER.items()]
+    said = {name: says for name, (says, _) in QUESTIONS.items()} | TOGETHER
+    stores = [Row(n, says, ROUND_TRIP if n in AS_ROUND_TRIPS else "") for n, says in said.items()]
     made = [
         Piece("calls", calls, lambda side, hear: _calls(side, hear, _names(calls, chosen), budget)),
         *[_group(size) for size in workers],

@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from queue import SimpleQueue
 from typing import Any
 
 from tools.bench.processes import Place
@@ -24,6 +25,7 @@ QUESTIONS: dict[str, tuple[str, Callable[[Any], object]]] = {
     # Not set alone: torch's does not wait for its answer, and a thousand of them would wait for one get.
     "store_set_get": ("set a value of 64 bytes, and get it", lambda s: (s.set("key", VALUE), s.get("key"))),
     "store_get": ("get a value of 64 bytes", lambda s: s.get("key")),
+    "store_get_cached": ("get a value that is watched (torch: get it)", lambda s: _get_cached(s, "key")),
     "store_get_1MB": ("get a value of 1 MB", lambda s: s.get("large")),
     "store_add": ("add to a counter", lambda s: s.add("counter", 1)),
     "store_compare_set": ("compare and set", lambda s: s.compare_set("compared", "a", "a")),
@@ -37,7 +39,10 @@ TOGETHER = {
     "store_connect": "connect a client",
     "store_add_together": f"one add, of {CLIENTS} clients that add at once",
     "store_wake": "from set to the end of another client's wait",
+    "store_watch": "from set to another client's callback (torch has none)",
 }
+AS_ROUND_TRIPS = {"store_get", "store_add", "store_compare_set", "store_check", "store_watch"}
+"""Those that go there and back, and no more."""
 
 
 def run_store(place: Place, side_name: str, port: int, names: list[str], budget: Budget) -> dict[str, float]:
@@ -74,7 +79,28 @@ def run_store(place: Place, side_name: str, port: int, names: list[str], budget:
     if "store_wake" in names and place.rank in (1, 2):
         found.update(_wake(store, place.rank == 1))
     place.together()
+    if "store_watch" in names and place.rank in (1, 2) and hasattr(store, "watch_key"):
+        found.update(_watch(store, place.rank == 1))
+    place.together()
     return found
+
+
+def _get_cached(store: Any, key: str) -> object:
+    return store.get_cached(key) if hasattr(store, "get_cached") else store.get(key)
+
+
+def _watch(store: Any, watches: bool) -> dict[str, float]:
+    """One is called back, the other sets, a while after the last time."""
+    if watches:
+        late: SimpleQueue[float] = SimpleQueue()
+        store.watch_key("watched", lambda old, new: late.put(time.monotonic() - float(new)))
+        store.set("watching", b"")
+        return {"store_watch": statistics.median([late.get(timeout=60) for _ in range(WAKES)])}
+    store.wait(["watching"])
+    for _ in range(WAKES):
+        time.sleep(0.003)
+        store.set("watched", repr(time.monotonic()))
+    return {}
 
 
 def _close(store: Any) -> None:
