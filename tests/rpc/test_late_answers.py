@@ -11,7 +11,7 @@ import pytest
 
 from zmqgrad import rpc
 from zmqgrad.errors import RpcTimeoutError
-from zmqgrad.rpc import references
+from zmqgrad.rpc import references, waiting
 from zmqgrad.rpc import worker as module
 from zmqgrad.rpc.current import act_again, act_for, current_worker
 from zmqgrad.rpc.group import make_worker
@@ -28,7 +28,7 @@ OPTIONS = RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
     """Two workers of this process, over sockets; the test acts for the first."""
-    monkeypatch.setattr(module, "DRAIN_SECONDS", 0.02)
+    monkeypatch.setattr(waiting, "DRAIN_SECONDS", 0.02)
     monkeypatch.setattr(references, "SWEEP_SECONDS", 0.001)
     workers = [make_worker(f"worker{n}", n, 2, ZmqMailbox(f"worker{n}", n), OPTIONS) for n in range(2)]
     for worker in workers:
@@ -102,5 +102,5 @@ def test_an_answer_that_was_on_its_way_to_the_lane(
         worker.wait(call)
     gate.opened.set()
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
-    worker._drain_lanes()
+    worker.waiting._drain_lanes()
     wait_until_empty(pair)

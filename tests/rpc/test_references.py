@@ -234,7 +234,7 @@ def test_references_in_answers_that_nobody_reads(trio: Cluster) -> None:
         held.wait()
         worker = current_worker()
         (call,) = worker.calls.pending()
-        worker.give_up(call)
+        worker.waiting.give_up(call)
         with pytest.raises(RpcError, match="was given up"):
             late.wait()
     with pytest.raises(PayloadError, match="cannot be rebuilt"):

@@ -158,7 +158,7 @@ def test_a_caller_that_gives_up_tells_the_callee(pair: Cluster) -> None:
     queued = worker.call(1, count, timeout=0)
     pair.network.wait_quiet()
     for given_up in (queued, call):
-        worker.give_up(given_up)
+        worker.waiting.give_up(given_up)
     pair.network.wait_carried(MessageType.CANCEL, 2)
     pair.network.wait_quiet()
     stage.go_on.set()
@@ -172,7 +172,7 @@ def test_nobody_else_can_cancel_a_call() -> None:
     with cluster(3, ONE_THREAD) as c:
         call = c.workers[0].call(1, stop_and_look)
         assert stage.running.wait(WAIT)
-        c.workers[2]._cancel(call)
+        c.workers[2].waiting._cancel(call)
         c.network.wait_carried(MessageType.CANCEL)
         c.network.wait_quiet()
         stage.go_on.set()

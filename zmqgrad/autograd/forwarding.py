@@ -115,7 +115,7 @@ class Autograd:
         context = self.contexts.heard_of(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
         with Recording(context, message.answer_wanted):
-            self._worker.run_call(inbound, message.wrapped, tensors)
+            self._worker.callee.run(inbound, message.wrapped, tensors)
 
     def open_forward(self, inbound: Inbound) -> Opened:
         """An answer as part of a context, in the thread that waits for it."""

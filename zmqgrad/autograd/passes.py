@@ -118,7 +118,7 @@ class Passes:
             if lane is not None:
                 lane.give_back()
                 if not finished:
-                    self._worker.leave_early()
+                    self._worker.waiting.leave_early()
 
     def _take_lane(self, context: Context) -> Lane | None:
         """Where the root waits for what comes from workers of its host; None if it waits elsewhere."""

@@ -7,17 +7,13 @@ run user code; a thread that waits for a call opens the answer itself.
 
 from __future__ import annotations
 
-import contextvars
 import logging
 import math
 import os
-import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
-
-import torch
 
 from zmqgrad.errors import (
     ClosedError,
@@ -29,13 +25,13 @@ from zmqgrad.errors import (
     TransportError,
     UnknownPeerError,
 )
+from zmqgrad.rpc.callee import Callee
 from zmqgrad.rpc.calls import CallTable, LaneOutcome, PendingCall
 from zmqgrad.rpc.code import book_of
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.devices import for_answers, for_calls
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
 from zmqgrad.rpc.events import Events
-from zmqgrad.rpc.functions import Later, run
 from zmqgrad.rpc.futures import Completer, RpcFuture
 from zmqgrad.rpc.membership import Membership, WorkerInfo, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, check_timeout
@@ -43,24 +39,19 @@ from zmqgrad.rpc.payload import (
     PACKED_NOTHING,
     Packed,
     Terms,
-    find_function,
-    method_of,
-    pack,
     pack_call,
     unpack,
-    unpack_call,
     unpack_tensors,
 )
-from zmqgrad.rpc.profiling import callee_range, profiled_anywhere
 from zmqgrad.rpc.references import ReferenceTable
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
 from zmqgrad.rpc.serving import ServedCall, ServingTable, cancelled, serve, serve_no_more, time_left
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.rpc.waiting import Waiting
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.runtime.timekeeper import Timekeeper
-from zmqgrad.transport.base import Frame, Inbound, Lane, Mailbox
+from zmqgrad.transport.base import Frame, Inbound, Mailbox
 from zmqgrad.wire.ids import IdSource
 from zmqgrad.wire.messages import (
     RESPONSE,
@@ -71,18 +62,12 @@ from zmqgrad.wire.messages import (
     MessageType,
     Payload,
     RemoteCall,
-    RemoteResult,
     Result,
-    RRefFetch,
     RRefValue,
 )
 from zmqgrad.wire.tensors import Devices
 
 logger = logging.getLogger(__name__)
-
-
-DRAIN_SECONDS = 1.0
-"""So long after a caller gave up, an answer that was on its way to its lane has come."""
 
 
 class Worker:
@@ -121,8 +106,8 @@ class Worker:
         self.silent: dict[int, float] = {}  # peers that do not answer heartbeats, and since when
         self._completer = Completer(self.submit, self.timekeeper.call_later)
         self.events = Events(self.submit)
-        self._next_check = math.inf  # when the timekeeper looks for calls that are over time
-        self._check_lock = threading.Lock()
+        self.waiting = Waiting(self)
+        self.wait = self.waiting.wait
         self._closed = False
         self._pid = os.getpid()
         _workers.add(self)
@@ -131,12 +116,8 @@ class Worker:
         self._terms: dict[int, Terms] = {}
         self._answer_terms: dict[int, Terms] = {}
         self._gradient_devices: dict[int, Devices] = {}
-        requests: dict[MessageType, RequestHandler] = {
-            MessageType.CALL: lambda i: self.run_call(i, i.message, None),
-            MessageType.REMOTE_CALL: lambda i: self.run_call(i, i.message, None),
-            MessageType.RREF_FETCH: lambda i: self.run_call(i, i.message, None),
-        }
-        self.doors.requests.update(requests)
+        self.callee = Callee(self)
+        self.callee.install(self.doors)
         self.doors.control[MessageType.CANCEL] = self._on_cancel
         self.references.install(self.doors)
 
@@ -255,8 +236,7 @@ class Worker:
             finally:
                 del call, error  # its traceback holds this frame: make no cycle of it
         self._sent += 1
-        if deadline < self._next_check:
-            self._check_at(deadline)
+        self.waiting.note(deadline)
         return call
 
     def _why_unsent(self, call: PendingCall, error: BaseException) -> BaseException:
@@ -266,7 +246,7 @@ class Worker:
         if isinstance(error, TransportError) and call.peer in self.lost:
             return self.loss_of(call.peer, call.describe())
         if isinstance(error, CongestionError):
-            return RpcTimeoutError(f"{self._over_time(call)}: it was not sent, for {error}")
+            return RpcTimeoutError(f"{self.waiting.over_time(call)}: it was not sent, for {error}")
         return error
 
     def _closed_error(self) -> NotInitializedError:
@@ -289,94 +269,10 @@ class Worker:
         self.mailbox.send(peer, message, self.ids.next(), frames, lane)
         self._sent += 1
 
-    def wait(self, call: PendingCall) -> Inbound:
-        """Wait for the answer of ``call``.
-
-        Raises:
-            RpcTimeoutError: if it does not come in time. Others: as the outcome says.
-        """
-        if call.lane is not None:
-            return self._wait_at(call.lane, call)
-        outcome = call.outcome
-        left = None if call.deadline == math.inf else max(0.0, call.deadline - self.clock.now())
-        try:
-            if not outcome.wait_done(left) and self.calls.take(call.message_id) is not None:
-                outcome.fail(self._over_time(call))
-                self._cancel(call)
-            outcome.wait_done()  # at most the moment between its being taken and set by another thread
-        except BaseException:  # Ctrl-C: the caller does not want it any more
-            self.give_up(call)
-            raise
-        try:
-            return outcome.result()
-        finally:
-            del call, outcome  # an error's traceback holds this frame: make no cycle of it
-
-    def give_up(self, call: PendingCall) -> None:
-        """Nobody waits for ``call`` any more: tell its callee; drop the answer if it is here already."""
-        if self.calls.take(call.message_id) is not None:
-            call.outcome.fail(RpcError(f"{call.describe()} was given up by its caller"))
-            self._cancel(call)
-            if call.lane is not None:
-                self.leave_early()
-        elif call.outcome.done() and call.outcome.error() is None:
-            self._drop_unread(call.outcome.result())
-
-    def _cancel(self, call: PendingCall) -> None:
-        """Tell the callee that nobody waits for ``call`` any more."""
-        if call.kind not in _CANCELLABLE or call.peer in self.lost:
-            return
-        try:
-            self.post(call.peer, Cancel(call.message_id))
-        except (TransportError, RpcError) as e:
-            logger.debug("%s: cannot cancel %s: %s", self.name, call.describe(), e)
-
     def _on_cancel(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, Cancel)
         self.serving.cancel(inbound.envelope.source, message.call)
-
-    def _wait_at(self, lane: Lane, call: PendingCall) -> Inbound:
-        """Read answers at ``lane`` until that of ``call`` is there, or its outcome is set from elsewhere."""
-        try:
-            with about_to_block():
-                while not call.outcome.done():
-                    left = None if call.deadline == math.inf else call.deadline - self.clock.now()
-                    inbound = lane.receive(None if left is None else max(0.0, left))
-                    if inbound is None:
-                        if left is not None and left <= 0 and self.calls.take(call.message_id) is not None:
-                            call.outcome.fail(self._over_time(call))
-                            self._cancel(call)
-                            self.leave_early()
-                    elif inbound.envelope.message_id != call.message_id:
-                        self.on_stray(inbound)  # for somebody who gave up; or of a stranger
-                    elif self.calls.take(call.message_id) is not None:
-                        call.outcome.set(inbound)
-                        return inbound
-                    else:
-                        call.outcome.wait_done()  # another thread has taken it and is about to settle it
-        except BaseException:  # Ctrl-C
-            self.give_up(call)
-            raise
-        finally:
-            lane.give_back()
-        try:
-            return call.outcome.result()
-        finally:
-            del call  # as in wait()
-
-    def leave_early(self) -> None:
-        """What the calling thread waited for at a lane may still come: it must not stay there."""
-        self.timekeeper.call_later(DRAIN_SECONDS, self._drain_lanes)
-
-    def _drain_lanes(self) -> None:
-        """Read answers that came to lanes after those who waited there had gone."""
-        for lane in self.mailbox.take_idle_lanes():
-            try:
-                while (inbound := lane.receive(0.0)) is not None:
-                    self.on_stray(inbound)
-            finally:
-                lane.give_back()
 
     def on_stray(self, inbound: Inbound) -> None:
         """What came in by a lane for nobody who waits there."""
@@ -509,7 +405,7 @@ class Worker:
             if call is not None:
                 call.outcome.set(inbound)
             else:
-                self._drop_unread(inbound)
+                self.drop_unread(inbound)
             return None
         self._served += 1
         handler = self.doors.requests.get(kind)
@@ -521,7 +417,7 @@ class Worker:
     def _refuse(self, inbound: Inbound) -> None:
         """A message of a worker that is gone: one that was on its way, or of one that was only frozen."""
         source = inbound.envelope.source
-        self._drop_unread(inbound)
+        self.drop_unread(inbound)
         if inbound.envelope.type & RESPONSE:
             return
         said = f"{self.name} takes no calls of {self.membership.name_of(source)} (worker {source})"
@@ -554,14 +450,14 @@ class Worker:
             f"RPC ran for more than set timeout and will now be marked with an error: its caller had given "
             f"up before {self.name} could run it, so it was not run"
         )
-        self._drop_unread(inbound)
+        self.drop_unread(inbound)
         if isinstance(message, RemoteCall):
             made = self.references.expect(inbound.envelope.source, message.rref_id, message.fork_id)
             made.fail(error)
             self.references.made(message.rref_id)
         raise error
 
-    def _drop_unread(self, inbound: Inbound) -> None:
+    def drop_unread(self, inbound: Inbound) -> None:
         """Nobody will read this message: let go of the references in it."""
         message = getattr(inbound.message, "wrapped", inbound.message)
         payload: Payload | None = getattr(message, "payload", None)
@@ -589,84 +485,6 @@ class Worker:
             task()
         finally:
             act_again(token)
-
-    def run_call(self, inbound: Inbound, message: Message, tensors: list[torch.Tensor] | None) -> None:
-        """Serve a call, remote call or fetch; ``tensors`` if somebody has unpacked them already."""
-        source = inbound.envelope.source
-        if isinstance(message, Call):
-            value = self._invoke(inbound, message, tensors)
-            if value.__class__ is Later:
-                self._await(inbound, value, lambda: self._answer(inbound, message, value.value()))
-            else:
-                self._answer(inbound, message, value)
-        elif isinstance(message, RemoteCall):
-            self._make(inbound, message, tensors)
-        elif isinstance(message, RRefFetch):
-            value = self.references.value(message.rref_id, message.timeout or None)
-            packed = pack(value, self.answer_terms(self.membership.find(source)))
-            self.reply(inbound, RRefValue(packed.payload), packed, "to_here")
-        else:
-            raise RpcError(f"{type(message).__name__} is no call")
-
-    def _answer(self, inbound: Inbound, call: Call, value: Any) -> None:
-        packed = pack(value, self.answer_terms(self.membership.find(inbound.envelope.source)))
-        self.reply(inbound, Result(packed.payload), packed, call.function)
-
-    def _make(self, inbound: Inbound, call: RemoteCall, tensors: list[torch.Tensor] | None) -> None:
-        """Make the value of an RRef; that it failed is told to whoever fetches it."""
-        made = self.references.expect(inbound.envelope.source, call.rref_id, call.fork_id)
-        try:
-            value = self._invoke(inbound, call, tensors)
-        except BaseException as e:
-            made.fail(e)
-        else:
-            if value.__class__ is Later:
-                self._await(inbound, value, lambda: self._made(inbound, call, value.into(made)))
-                return
-            made.set(value)
-        self._made(inbound, call, made)
-
-    def _made(self, inbound: Inbound, call: RemoteCall, made: Outcome[Any]) -> None:
-        error = made.error()
-        if error is not None:
-            trace = describe_exception(error, self.name).traceback
-            self._show_failure(inbound.envelope.source, trace)
-        self.references.made(call.rref_id)
-        self.reply(inbound, RemoteResult(call.rref_id, call.fork_id))
-
-    def _await(self, inbound: Inbound, value: Later, finish: Callable[[], None]) -> None:
-        """Call ``finish`` once ``value`` is there, on behalf of whom the calling thread acts for now."""
-        context = contextvars.copy_context()
-
-        def answer() -> None:
-            try:
-                finish()
-            except BaseException as e:
-                self.reply_error(inbound, e)
-
-        value.when_done(lambda: context.run(answer))
-
-    def _invoke(self, inbound: Inbound, call: Call | RemoteCall, tensors: list[torch.Tensor] | None) -> Any:
-        if tensors is None:
-            tensors = unpack_tensors(call.payload, inbound.frames)
-        content = unpack(call.payload, inbound.frames, tensors, self.references.of(inbound.envelope.source))
-        inbound.let_go()
-        function, args, kwargs = unpack_call(call.function, call.payload, content)
-        del content, tensors
-        if function is None:
-            function = self._find(call.function)
-        if profiled_anywhere():
-            with callee_range(self, inbound.envelope.source, call.function or function):
-                return run(function, args, kwargs)
-        return run(function, args, kwargs)
-
-    def _find(self, reference: str) -> Any:
-        method = method_of(reference)
-        if method is None:
-            return find_function(reference)
-        # The caller keeps the value alive until it is answered; it may not have been made yet.
-        value = self.references.value(method[0], self.seconds(UNSET_RPC_TIMEOUT) or None)
-        return getattr(value, method[1])
 
     def reply(
         self, inbound: Inbound, message: Message, packed: Packed = PACKED_NOTHING, what: str = ""
@@ -700,43 +518,12 @@ class Worker:
     def _send_error(self, inbound: Inbound, error: BaseException) -> None:
         reply = describe_exception(error, repr(self.membership.own.info))
         envelope = inbound.envelope
-        self._show_failure(envelope.source, reply.traceback)
+        self.show_failure(envelope.source, reply.traceback)
         self.mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.lane)
 
-    def _show_failure(self, source: int, trace: str) -> None:
+    def show_failure(self, source: int, trace: str) -> None:
         """What a call raised shows here as well: the caller may never look at its future."""
         logger.warning("On %s, for %s:\n%s", self.membership.own.info, self.membership.name_of(source), trace)
-
-    # ---- deadlines --------------------------------------------------------------------------------------
-
-    def _check_at(self, deadline: float) -> None:
-        with self._check_lock:
-            if deadline >= self._next_check:
-                return
-            self._next_check = deadline
-        self.timekeeper.call_later(max(0.0, deadline - self.clock.now()), self._check_deadlines)
-
-    def _check_deadlines(self) -> None:
-        now = self.clock.now()
-        for call in self.calls.expire(now):
-            call.outcome.fail(self._over_time(call))
-            self._cancel(call)
-        with self._check_lock:
-            if self._next_check > now:
-                return  # a later check is on its way
-            self._next_check = math.inf
-        following = self.calls.next_deadline()
-        if following < math.inf:
-            self._check_at(following)
-
-    def _over_time(self, call: PendingCall) -> RpcTimeoutError:
-        name = self.membership.name_of(call.peer)
-        since = self.silent.get(call.peer)
-        silence = f", silent for {self.clock.now() - since:.1f} s by now" if since is not None else ""
-        return RpcTimeoutError(
-            f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked "
-            f"with an error: {call.describe()} on {name}{silence}"
-        )
 
     # ---- losing -----------------------------------------------------------------------------------------
 
@@ -822,9 +609,6 @@ class Worker:
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"{len(self.calls)} calls pending, {self.pool!r}"
         return f"<Worker {self.name} id={self.id}: {state}>"
-
-
-_CANCELLABLE = frozenset((MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH))
 
 
 _workers: weakref.WeakSet[Worker] = weakref.WeakSet()
