@@ -18,14 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqgrad.errors import FunctionNotFoundError, PayloadError, ProtocolError
+from zmqgrad.rpc.naming import find_function, reference_to
 from zmqgrad.rpc.payload import (
     INLINE,
     Terms,
     TravelsAsReference,
-    find_function,
     pack,
     pack_call,
-    reference_to,
     unpack,
     unpack_call,
     unpack_tensors,

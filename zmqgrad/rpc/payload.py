@@ -12,11 +12,8 @@ that run the same program (their globals are then the callee's own, as with torc
 
 from __future__ import annotations
 
-import importlib
 import io
 import pickle
-import reprlib
-import sys
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -27,17 +24,14 @@ import torch
 from zmqgrad.errors import FunctionNotFoundError, PayloadError, PeerLostError, ProtocolError
 from zmqgrad.rpc.code import PeerCode
 from zmqgrad.rpc.code import __name__ as code_module
+from zmqgrad.rpc.culprit import name_culprit, shorten
+from zmqgrad.rpc.naming import in_main, main_attribute, reference_to
 from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place
 from zmqgrad.wire.tensors import Devices, blob_bytes, describe, rebuild
 from zmqgrad.wire.unwritten import Buffer, Frame
 
 INLINE = 64 << 10
 """Pickles of up to so many bytes travel in the header."""
-
-DEEPEST = 8
-"""So many steps into a value are named when something in it cannot be sent."""
-
-_MAIN_NAMES = ("__main__", "__mp_main__")
 
 
 class References(Protocol):
@@ -151,8 +145,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # By name: behind a method that is decorated, or of a class, cloudpickle finds its bare function,
             # which has no name to be found by, and would send its code.
             return getattr, (obj.__self__, obj.__name__)
-        if self._terms.main_by_reference and isinstance(obj, _NAMED) and _in_main(obj):
-            return _main_attribute, (obj.__qualname__,)
+        if self._terms.main_by_reference and isinstance(obj, (types.FunctionType, type)) and in_main(obj):
+            return main_attribute, (obj.__qualname__,)
         return self._reduce_code(obj) or super().reducer_override(obj)
 
     def _reduce_code(self, obj: Any) -> tuple[Any, ...] | None:
@@ -191,29 +185,17 @@ class _Probe(_Pickler):
         return ()
 
 
+def _travels(value: Any, terms: Terms) -> bool:
+    try:
+        _Probe(terms).dump(value)
+    except Exception:
+        return False
+    return True
+
+
 class _Nowhere(io.BytesIO):
     def write(self, data: Any) -> int:
         return len(data)
-
-
-_NAMED = (types.FunctionType, type)
-
-
-def _in_main(obj: Any) -> bool:
-    """Can ``obj`` be found by name in the main module?"""
-    if getattr(obj, "__module__", None) not in _MAIN_NAMES:
-        return False
-    try:
-        return _main_attribute(obj.__qualname__) is obj
-    except AttributeError:
-        return False
-
-
-def _main_attribute(qualname: str) -> Any:
-    found: Any = sys.modules["__main__"]
-    for name in qualname.split("."):
-        found = getattr(found, name)
-    return found
 
 
 class _Adopted:
@@ -313,7 +295,7 @@ def _arguments(args: Any) -> tuple[Any, ...]:
 
 def _keywords(kwargs: Any) -> dict[str, Any]:
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise PayloadError(f"kwargs must be a dict of arguments by name, not {_shorten(kwargs)}")
+        raise PayloadError(f"kwargs must be a dict of arguments by name, not {shorten(kwargs)}")
     return dict(kwargs)
 
 
@@ -371,9 +353,8 @@ def _pickle(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:
         if not isinstance(e, Exception) or isinstance(e, PeerLostError):
             raise
         said = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
-        raise PayloadError(
-            f"cannot send {_shorten(value)}: {_name_culprit(value, terms, names)}{said}"
-        ) from e
+        culprit = name_culprit(value, lambda part: _travels(part, terms), names)
+        raise PayloadError(f"cannot send {shorten(value)}: {culprit}{said}") from e
     forks = tuple([fork[:4] for fork in pickler.forks])
     payload = Payload(Form.PICKLE, tensors, _blob(file.getbuffer(), frames), outside, forks)
     return Packed(payload, frames, pickler.tensors)
@@ -384,53 +365,6 @@ def _blob(data: memoryview, frames: list[Frame]) -> Blob:
         return Blob(Place.INLINE, len(data), bytes(data))
     frames.append(data)
     return Blob(Place.FRAME, len(data), b"", len(frames) - 1)
-
-
-def _shorten(value: Any) -> str:
-    """``value`` for a message, cut short; whatever its own ``__repr__`` does."""
-    return "a tensor" if isinstance(value, torch.Tensor) else reprlib.repr(value)
-
-
-def _name_culprit(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> str:
-    """Where in ``value`` the thing is that cannot be sent: ``its part [0].name (type): ``, or nothing."""
-    path, seen = "", {id(value)}
-    while (found := _first_bad(value, terms)) is not None:
-        step, value = found
-        path += step
-        if id(value) in seen or path.count("[") + path.count(".") > DEEPEST:
-            break
-        seen.add(id(value))
-    for number, name in enumerate(names):
-        path = name + path.removeprefix(f"[{number}]") if path.startswith(f"[{number}]") else path
-    return f"its part {path} ({type(value).__name__}): " if path else ""
-
-
-def _first_bad(value: Any, terms: Terms) -> tuple[str, Any] | None:
-    inner: list[tuple[str, Any]] = []
-    if isinstance(value, (tuple, list)):
-        inner = [(f"[{i}]", v) for i, v in enumerate(value)]
-    elif isinstance(value, dict):
-        inner = [(f"[{_shorten(k)}]", v) for k, v in value.items()]
-    elif isinstance(value, types.MethodType):
-        inner = [(".__self__", value.__self__)]
-    elif isinstance(value, types.FunctionType):
-        names = value.__code__.co_freevars
-        inner = [(f".{n}", c) for n, c in zip(names, _contents(value), strict=True)]
-        inner += [(f".{n}", value.__globals__[n]) for n in value.__code__.co_names if n in value.__globals__]
-        inner += [(".__defaults__", value.__defaults__), (".__kwdefaults__", value.__kwdefaults__)]
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-        inner = [(f".{k}", v) for k, v in vars(value).items()]
-    for step, member in inner:
-        try:
-            _Probe(terms).dump(member)
-        except Exception:
-            return step, member
-    return None
-
-
-def _contents(function: types.FunctionType) -> list[Any]:
-    """What a closure holds, in the order of its ``co_freevars``."""
-    return [getattr(cell, "cell_contents", None) for cell in function.__closure__ or ()]
 
 
 # ---- unpacking ------------------------------------------------------------------------------------------
@@ -495,77 +429,3 @@ def unpack(
         if not complete:
             unpickler.discard_rest(payload)
     return value
-
-
-# ---- functions ------------------------------------------------------------------------------------------
-
-_BUILTIN_HOMES = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
-
-
-def reference_to(function: Any, main_by_reference: bool = True) -> str:
-    """``module:qualified.name`` by which a peer finds ``function``, or an empty string if there is none."""
-    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
-    module = getattr(function, "__module__", None)
-    if not isinstance(name, str) or isinstance(function, types.MethodType):
-        return ""
-    if module in _MAIN_NAMES:
-        return f"__main__:{name}" if main_by_reference and _in_main(function) else ""
-    if isinstance(module, str) and _leads_to(module, name, function):
-        return f"{module}:{name}"
-    if isinstance(function, torch.jit.ScriptFunction):
-        module, _, short = function.qualified_name.removeprefix("__torch__.").rpartition(".")
-        return f"{module}:{short}" if _leads_to(module, short, function) else ""
-    if isinstance(function, types.BuiltinFunctionType):
-        short = function.__name__
-        for home in _BUILTIN_HOMES:
-            if _leads_to(home, short, function):
-                return f"{home}:{short}"
-    return ""
-
-
-def _leads_to(module: str, name: str, function: Any) -> bool:
-    found: Any = sys.modules.get(module)
-    for part in name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
-            return False
-    return found is function
-
-
-_METHOD = "rref"
-
-
-def method_reference(rref_id: int, name: str) -> str:
-    """How a call names a method of a value that the callee owns."""
-    return f"{_METHOD}:{rref_id}:{name}"
-
-
-def method_of(reference: str) -> tuple[int, str] | None:
-    """Value and method that ``reference`` names, if it names one."""
-    if not reference.startswith(f"{_METHOD}:"):
-        return None
-    _, rref_id, name = reference.split(":", 2)
-    if not rref_id.isdecimal():
-        raise ProtocolError(f"{reference!r} names no method of a value")
-    return int(rref_id), name
-
-
-def find_function(reference: str) -> Any:
-    """The function that ``reference`` names in this process.
-
-    Raises:
-        FunctionNotFoundError: saying what is missing.
-    """
-    module_name, _, qualname = reference.partition(":")
-    module = sys.modules.get(module_name)
-    try:
-        found: Any = module if module is not None else importlib.import_module(module_name)
-        for name in qualname.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise FunctionNotFoundError(
-            f"cannot find function {qualname!r} of module {module_name!r} here ({e}); "
-            f"the RPC pickler does not serialize the code of what the caller can import: it must be "
-            f"importable on the callee as well"
-        ) from e
-    return found

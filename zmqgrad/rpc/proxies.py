@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.functions import run
-from zmqgrad.rpc.payload import method_reference, pack_arguments
+from zmqgrad.rpc.naming import method_reference
+from zmqgrad.rpc.payload import pack_arguments
 from zmqgrad.rpc.profiling import caller_range, profiled_here
 
 if TYPE_CHECKING:

@@ -1,0 +1,104 @@
+"""Functions by name: ``module:qualified.name`` in a call, and found under it by the callee."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import types
+from typing import Any
+
+import torch
+
+from zmqgrad.errors import FunctionNotFoundError, ProtocolError
+
+MAIN_NAMES = ("__main__", "__mp_main__")
+"""What the main module is called, in a process and in those that it spawns."""
+
+_BUILTIN_HOMES = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
+
+
+def reference_to(function: Any, main_by_reference: bool = True) -> str:
+    """``module:qualified.name`` by which a peer finds ``function``, or an empty string if there is none."""
+    name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
+    module = getattr(function, "__module__", None)
+    if not isinstance(name, str) or isinstance(function, types.MethodType):
+        return ""
+    if module in MAIN_NAMES:
+        return f"__main__:{name}" if main_by_reference and in_main(function) else ""
+    if isinstance(module, str) and _leads_to(module, name, function):
+        return f"{module}:{name}"
+    if isinstance(function, torch.jit.ScriptFunction):
+        module, _, short = function.qualified_name.removeprefix("__torch__.").rpartition(".")
+        return f"{module}:{short}" if _leads_to(module, short, function) else ""
+    if isinstance(function, types.BuiltinFunctionType):
+        short = function.__name__
+        for home in _BUILTIN_HOMES:
+            if _leads_to(home, short, function):
+                return f"{home}:{short}"
+    return ""
+
+
+def _leads_to(module: str, name: str, function: Any) -> bool:
+    found: Any = sys.modules.get(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+        if found is None:
+            return False
+    return found is function
+
+
+_METHOD = "rref"
+
+
+def method_reference(rref_id: int, name: str) -> str:
+    """How a call names a method of a value that the callee owns."""
+    return f"{_METHOD}:{rref_id}:{name}"
+
+
+def method_of(reference: str) -> tuple[int, str] | None:
+    """Value and method that ``reference`` names, if it names one."""
+    if not reference.startswith(f"{_METHOD}:"):
+        return None
+    _, rref_id, name = reference.split(":", 2)
+    if not rref_id.isdecimal():
+        raise ProtocolError(f"{reference!r} names no method of a value")
+    return int(rref_id), name
+
+
+def find_function(reference: str) -> Any:
+    """The function that ``reference`` names in this process.
+
+    Raises:
+        FunctionNotFoundError: saying what is missing.
+    """
+    module_name, _, qualname = reference.partition(":")
+    module = sys.modules.get(module_name)
+    try:
+        found: Any = module if module is not None else importlib.import_module(module_name)
+        for name in qualname.split("."):
+            found = getattr(found, name)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise FunctionNotFoundError(
+            f"cannot find function {qualname!r} of module {module_name!r} here ({e}); "
+            f"the RPC pickler does not serialize the code of what the caller can import: it must be "
+            f"importable on the callee as well"
+        ) from e
+    return found
+
+
+def in_main(obj: Any) -> bool:
+    """Can ``obj`` be found by name in the main module?"""
+    if getattr(obj, "__module__", None) not in MAIN_NAMES:
+        return False
+    try:
+        return main_attribute(obj.__qualname__) is obj
+    except AttributeError:
+        return False
+
+
+def main_attribute(qualname: str) -> Any:
+    """What the main module of this process calls ``qualname``."""
+    found: Any = sys.modules["__main__"]
+    for name in qualname.split("."):
+        found = getattr(found, name)
+    return found
