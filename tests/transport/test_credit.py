@@ -16,6 +16,7 @@ from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import OverZmq, _TcpAlone
 from zmqgrad.errors import ClosedError, CongestionError
 from zmqgrad.runtime.engine_pool import Task
+from zmqgrad.transport import credit
 from zmqgrad.transport.base import Inbound, Mailbox
 from zmqgrad.transport.credit import Allowance, Intake
 from zmqgrad.transport.mailbox import ZmqMailbox
@@ -180,6 +181,25 @@ def test_what_was_taken_in_is_told_in_batches_or_when_somebody_waits() -> None:
     intake.forget(1)
     intake.wanted(1, CreditWanted(1, 0))
     assert len(said) == 3
+
+
+def test_what_was_lost_on_its_way_counts_as_taken_in_when_asked_again() -> None:
+    said: list[Message] = []
+    intake = Intake(100, lambda _, message: said.append(message))
+    intake.came(1, False, 30)
+    intake.wanted(1, CreditWanted(50, 0))
+    assert said == []  # more may come
+    intake.wanted(1, CreditWanted(50, 0, again=True))
+    assert said == []  # what is here still has to be taken in
+    intake.took(1, False, 30)
+    assert said == [Credit(50, 0)]  # 20 were lost
+    intake.wanted(1, CreditWanted(0, 7, again=True))
+    assert said[1:] == [Credit(0, 7)]
+    intake.came(1, False, 60)
+    intake.wanted(1, CreditWanted(50, 0, again=True))
+    assert len(said) == 2
+    intake.took(1, False, 60)
+    assert said[2:] == [Credit(60, 0)]
 
 
 @given(
@@ -399,6 +419,21 @@ def test_the_thread_that_reads_never_waits(office: Office) -> None:
     assert done.wait(20)
     for _ in range(5):
         desk.begin_next()
+
+
+def test_what_a_broken_connection_lost_holds_nobody_up_for_ever(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: SimpleQueue[Inbound] = SimpleQueue()
+    a, desk = office.open(0), slow_box(office, 1, got)
+    monkeypatch.setattr(credit, "SAY_SECONDS", 0.05)
+    a.mailbox._allowance.take(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
+    sender = Sender(a, 4)
+    for _ in range(4):
+        desk.begin_next()
+    sender.join()
+    assert sender.error is None
+    assert a.mailbox.statistics()["inflight"]["bytes"][1] <= LIMIT
 
 
 def test_a_handler_that_fails_keeps_no_credit(office: Office) -> None:

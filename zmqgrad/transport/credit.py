@@ -11,7 +11,9 @@ others take its place and begin what the peer has sent; hence two workers that f
 The thread that reads, which must not wait, sends at once. Messages without frames (control messages and
 small ones) and what goes by shared memory, which has a limit of its own, are not counted.
 
-What was taken in is told in batches, or as soon as the peer says that it waits for it.
+What was taken in is told in batches, or as soon as the peer says that it waits for it. Who has waited for
+long asks again, behind all that it sent: what has not come by then was lost with a connection, and is counted
+as taken in.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ BATCHES = 4
 """What was taken in is told when it comes to one part in so many of the limit."""
 
 SAY_SECONDS = 5.0
-"""A sender that waits for longer says so in the log."""
+"""A sender that waits for longer says so in the log, and asks again, so often."""
 
 Say = Callable[[int, Message], None]
 """Queue a small message for a peer; must not raise because of that peer."""
@@ -126,20 +128,21 @@ class Allowance:
         if is_first:
             self._go_on(peer, answer, account, granted)
         try:
-            self._wait(peer, account, waiter, Deadline.after(seconds or None))
+            self._wait(peer, answer, account, waiter, Deadline.after(seconds or None))
         except BaseException:
             self._withdraw(peer, answer, account, waiter)
             raise
 
-    def _wait(self, peer: int, account: _Account, waiter: _Waiter, deadline: Deadline) -> None:
-        granted = waiter.granted
-        if not granted.wait_done(deadline.sooner(SAY_SECONDS).left()):
+    def _wait(self, peer: int, answer: bool, account: _Account, waiter: _Waiter, deadline: Deadline) -> None:
+        granted, said = waiter.granted, False
+        while not granted.wait_done(deadline.sooner(SAY_SECONDS).left()):
             what = f"{self._name}: {self._describe(peer, account)}"
-            if not deadline.passed():
-                logger.warning("%s", what)
-                granted.wait_done(deadline.left_or_none())
-            if not granted.done():
+            if deadline.passed():
                 raise CongestionError(what)
+            if not said:
+                said = True
+                logger.warning("%s", what)
+            self._ask(peer, answer, account, again=True)
         granted.result()
 
     def _describe(self, peer: int, account: _Account) -> str:
@@ -181,10 +184,13 @@ class Allowance:
         """Let those go who may, and tell ``peer`` what the next one waits for."""
         for waiter in granted:
             waiter.granted.set(None)
+        self._ask(peer, answer, account)
+
+    def _ask(self, peer: int, answer: bool, account: _Account, again: bool = False) -> None:
         with self._lock:
             needed = account.needed()
         if needed:
-            self._say(peer, CreditWanted(0, needed) if answer else CreditWanted(needed, 0))
+            self._say(peer, CreditWanted(0, needed, again) if answer else CreditWanted(needed, 0, again))
 
     def forget(self, peer: int) -> None:
         """What was on its way to ``peer`` is lost, and so is what waits."""
@@ -227,11 +233,12 @@ def _take_waiting(accounts: Collection[_Account]) -> list[_Waiter]:
 
 
 class _Debt:
-    """What was taken in of one peer, and not told yet."""
+    """What came of one peer: not taken in yet, and taken in but not told yet."""
 
-    __slots__ = ("due", "taken")
+    __slots__ = ("due", "held", "taken")
 
     def __init__(self, due: int) -> None:
+        self.held = 0
         self.taken = 0
         self.due = due
 
@@ -250,29 +257,48 @@ class Intake:
         self._lock = threading.Lock()  # guards _debts
         self._debts: dict[tuple[int, bool], _Debt] = {}
 
+    def came(self, peer: int, answer: bool, size: int) -> None:
+        """``size`` bytes of frames of ``peer`` are here; they will be taken in."""
+        with self._lock:
+            self._debt(peer, answer).held += size
+
     def took(self, peer: int, answer: bool, size: int) -> None:
-        """``size`` bytes of frames of ``peer`` have been taken in."""
-        self._owe(peer, answer, size, self._batch)
+        """They have been."""
+        with self._lock:
+            debt = self._debt(peer, answer)
+            debt.held = max(0, debt.held - size)  # it may have been forgotten since they came
+            debt.taken += size
+            told = self._due(debt)
+        self._tell(peer, answer, told)
 
     def wanted(self, peer: int, message: CreditWanted) -> None:
         """``peer`` waits for so much to be taken in."""
-        if message.requests:
-            self._owe(peer, False, 0, message.requests)
-        if message.answers:
-            self._owe(peer, True, 0, message.answers)
+        for answer, needed in ((False, message.requests), (True, message.answers)):
+            if needed:
+                with self._lock:
+                    debt = self._debt(peer, answer)
+                    debt.due = min(debt.due, needed)
+                    if message.again and debt.held + debt.taken < needed:
+                        debt.taken = needed - debt.held  # the rest was lost on its way
+                    told = self._due(debt)
+                self._tell(peer, answer, told)
 
-    def _owe(self, peer: int, answer: bool, size: int, due: int) -> None:
-        with self._lock:
-            debt = self._debts.get((peer, answer))
-            if debt is None:
-                debt = self._debts[peer, answer] = _Debt(self._batch)
-            debt.taken += size
-            debt.due = min(debt.due, due)
-            if debt.taken < debt.due:
-                return
-            told = debt.taken
+    def _debt(self, peer: int, answer: bool) -> _Debt:
+        debt = self._debts.get((peer, answer))
+        if debt is None:
+            debt = self._debts[peer, answer] = _Debt(self._batch)
+        return debt
+
+    def _due(self, debt: _Debt) -> int:
+        """What has to be told now. Called with the lock held."""
+        told = debt.taken if debt.taken >= debt.due else 0
+        if told:
             debt.taken, debt.due = 0, self._batch
-        self._say(peer, Credit(0, told) if answer else Credit(told, 0))
+        return told
+
+    def _tell(self, peer: int, answer: bool, told: int) -> None:
+        if told:
+            self._say(peer, Credit(0, told) if answer else Credit(told, 0))
 
     def forget(self, peer: int) -> None:
         """Nothing is owed to ``peer``."""

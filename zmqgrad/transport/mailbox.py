@@ -241,6 +241,7 @@ class ZmqMailbox:
         """Hand on a message with frames; it counts as taken in as soon as nothing queues behind it here."""
         source, answer = inbound.envelope.source, bool(inbound.envelope.type & RESPONSE)
         size, task = inbound.by_socket, None
+        self._intake.came(source, answer, size)
         try:
             task = self._handler(inbound)
         finally:
@@ -257,7 +258,11 @@ class ZmqMailbox:
 
     def _say(self, peer: int, message: Message) -> None:
         try:
-            self.send(peer, message, 0)
+            if isinstance(message, CreditWanted) and message.again:  # it must not overtake what was sent
+                first = encode(message, self.worker_id, self.incarnation, 0)
+                self._put(peer, self._way_to(peer), first, (), False, ())
+            else:
+                self.send(peer, message, 0)
         except ZmqgradError as e:
             logger.debug("%s cannot tell worker %d %s: %s", self._name, peer, message, e)
 

@@ -875,12 +875,14 @@ class Credit(Message, frozen=True):
 class CreditWanted(Message, frozen=True):
     """Worker to a peer: a message waits here; tell me (CREDIT) when you have taken in so many bytes more.
 
-    0 in ``requests`` or in ``answers``: nothing of that kind waits.
+    0 in ``requests`` or in ``answers``: nothing of that kind waits. ``again``: it has waited for long, and
+    this comes behind all that I sent, so count what you have not got as taken in.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CREDIT_WANTED
     requests: Size = 0
     answers: Size = 0
+    again: bool = False
 
 
 class Chunk(Message, frozen=True):
