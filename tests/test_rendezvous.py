@@ -241,7 +241,7 @@ def test_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("url", ["nowhere://x", "env", "", "127.0.0.1:29500"])
 def test_a_scheme_that_nobody_handles(url: str) -> None:
     with pytest.raises(
-        RendezvousError, match=re.escape(f"no handler for {url!r}") + ".*env://, file://, tcp://"
+        RendezvousError, match=re.escape(f"No rendezvous handler for {url!r}") + ".*env://, file://, tcp://"
     ):
         rendezvous(url)
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from numbers import Integral
 from typing import NamedTuple, NoReturn
 from urllib.parse import parse_qsl, urlsplit
 
@@ -91,11 +92,22 @@ def rendezvous(
     handler = _handlers.get(scheme)
     if handler is None:
         known = ", ".join(f"{name}://" for name in sorted(_handlers))
-        raise RendezvousError(f"no handler for {url!r}: its scheme must be one of {known}")
+        raise RendezvousError(f"No rendezvous handler for {url!r}: its scheme must be one of {known}")
     for name, value in (("rank", rank), ("world_size", world_size)):
+        check_integer(name, value)
         if value != -1:
             url += f"{'&' if '?' in url else '?'}{name}={value}"
     return handler(url, timeout=timeout)
+
+
+def check_integer(name: str, value: object) -> None:
+    """Can ``value`` be a rank or a world size at all?
+
+    Raises:
+        RendezvousError: if it is none of Python's or numpy's integers.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise RendezvousError(f"`{name}` must be an integer. {value!r} is none")
 
 
 def says_world_size(url: str) -> bool:
@@ -125,6 +137,8 @@ def meeting_place(
     Raises: as :func:`rendezvous`.
     """
     request = parse(url)
+    if rank is not None:
+        check_integer("rank", rank)
     given = _rank_of(request) if rank == -1 else rank
     if request.scheme == "file":
         if request.host is not None or not request.path.strip("/"):

@@ -94,6 +94,26 @@ def test_shutdown_names_those_who_do_not_leave() -> None:
         g.close()
 
 
+@pytest.mark.parametrize(
+    ("rank", "world_size", "text"),
+    [
+        ("0", 2, "`rank`"),
+        (0.0, 2, "`rank`"),
+        (True, 2, "`rank`"),
+        (0, "2", "`world_size`"),
+        ("0", None, "`rank`"),
+    ],
+)
+def test_numbers_that_are_none(
+    monkeypatch: pytest.MonkeyPatch, rank: Any, world_size: Any, text: str
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=20)
+    for kind in (ValueError, RuntimeError):
+        with pytest.raises(kind, match=f"{text} must be an integer"):
+            rpc.init_rpc("a", rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
 class Dead(BaseException):
     """Of a process that was killed at this very line."""
 

@@ -176,8 +176,10 @@ def _setter(outcome: Outcome[None]) -> Callable[[object], None]:
 
 def _runtime_error(error: Exception) -> RuntimeError:
     """What a callback raised as torch tells it; where, is told by a note, as the traceback goes."""
-    told = error if isinstance(error, RuntimeError) else RuntimeError(f"{type(error).__name__}: {error}")
-    if told is not error:
+    told = error
+    if not isinstance(told, RuntimeError):
+        said = "Got the following error when running the callback"
+        told = RuntimeError(f"{said}: {type(error).__name__}: {error}")
         told.__cause__ = error
     where = "".join(traceback.format_tb(error.__traceback__)[1:])
     vars(told)["__notes__"] = [*getattr(told, "__notes__", ()), f"Raised in a callback:\n{where}"]

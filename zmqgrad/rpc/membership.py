@@ -17,7 +17,6 @@ from pathlib import Path
 import msgspec
 
 from zmqgrad.errors import (
-    ArgumentTypeError,
     ConfigurationError,
     DuplicateWorkerError,
     NotInitializedError,
@@ -81,10 +80,10 @@ def check_name(name: object) -> str:
     """``name`` if a worker can be called so.
 
     Raises:
-        WorkerNameError: otherwise, saying why. ArgumentTypeError: if it is no string.
+        WorkerNameError: otherwise, saying why.
     """
     if not isinstance(name, str):
-        raise ArgumentTypeError(f"a worker's name must be a string, not {name!r}")
+        raise WorkerNameError(f"a worker's name must be a string, not {name!r}")
     if not 0 < len(name) < MAX_NAME or not all(c.isalnum() or c in "_-:." for c in name):
         raise WorkerNameError(
             f"Worker name must match ^[A-Za-z0-9-_:.]*$, and must be non-empty and shorter than {MAX_NAME} "
