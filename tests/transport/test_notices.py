@@ -1,180 +1,199 @@
-"""Notices over real sockets: subscriptions that are known to be in place, breaks, moves, garbage."""
+"""Notices over real sockets: what is said unasked arrives in order, breaks are told, ends are ends."""
 
 from __future__ import annotations
 
 import logging
 import queue
-import select
+import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-import zmq
 
-from zmqgrad.errors import ClosedError
+from tests.transport.test_curve import OURS, THEIRS
+from tests.transport.test_requests import Echo, Running
+from zmqgrad.errors import ClosedError, ProtocolError, SecretError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.notices import NoticePublisher, NoticeSubscriber
+from zmqgrad.transport import request_server
+from zmqgrad.transport.notices import NoticeListener
+from zmqgrad.transport.request_connection import Client
+from zmqgrad.transport.security import Keys
+from zmqgrad.transport.zmtp import HEAD_ROOM, opening, write_head
 from zmqgrad.wire.codec import encode
-from zmqgrad.wire.messages import KeyCreated, KeyDeleted, Message
+from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.messages import KeyCreated, Message, StoreDone, StoreKeys, StoreListen
 
 PATIENCE = 20.0
-LOOPBACK = "tcp://127.0.0.1:*"
 
 
-class Publishing:
-    """A publisher in the test's own thread."""
+class Speaker(Echo):
+    """Says what it is told to say, on the connections that were introduced."""
 
-    def __init__(self, address: str = LOOPBACK) -> None:
-        self.abandoned: list[bytes] = []
-        self.publisher = NoticePublisher(address, 1, self.abandoned.append)
+    def __init__(self, running: Running) -> None:
+        super().__init__(running.server)
+        self.ears: dict[str, Client] = {}
+        self.refuses = False
+        self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
-    def until(self, condition: object) -> None:
-        """Take subscriptions until ``condition()`` holds."""
-        deadline = Deadline.after(PATIENCE)
-        while not condition():  # type: ignore[operator]
-            assert not deadline.passed(), f"subscribed: {self.publisher.topics}"
-            select.select([self.publisher.fd], [], [], 0.02)
-            self.publisher.take_subscriptions()
+    def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
+        if isinstance(message, StoreListen):
+            if not self.refuses:
+                self.ears[message.nonce] = client
+            answer = StoreKeys(("no",)) if self.refuses else StoreDone()
+            self.server.reply(client, envelope.message_id, answer)
+            return
+        super().handle(client, envelope, message)
 
-    def close(self) -> None:
-        self.publisher.close()
+    def next_due(self) -> float:
+        return super().next_due() if self._orders.empty() else 0.0
+
+    def do_due(self, now: float) -> None:
+        while not self._orders.empty():
+            self.server.notify(list(self.ears.values()), self._orders.get())
+
+    def say(self, *messages: Message) -> None:
+        """From another thread; what comes in next makes the server look."""
+        for message in messages:
+            self._orders.put(message)
+        socket.create_connection(("127.0.0.1", self.server.port), PATIENCE).close()
+
+
+class Speaking(Running):
+    """A server that gives notices."""
+
+    def __init__(self, address: str = "tcp://127.0.0.1:*", keys: Keys | None = None) -> None:
+        self.server = request_server.RequestServer("speaker", address, keys=keys)
+        self.speaker = self.service = Speaker(self)
+        self.thread = threading.Thread(target=self.server.serve, args=(self.service,), daemon=True)
+        self.thread.start()
 
 
 class Listening:
-    """A subscriber, and what it heard."""
+    """A listener, and what it heard."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, keys: Keys | None = None) -> None:
         self.heard: queue.Queue[Message] = queue.Queue()
         self.breaks = threading.Semaphore(0)
-        self.subscriber = NoticeSubscriber("test", address, self.heard.put, self.breaks.release)
+        self.listener = NoticeListener("test", address, keys, introduce, self.heard.put, self.breaks.release)
+
+    def known(self, but_not: str = "") -> str:
+        return self.listener.wait_known(Deadline.after(PATIENCE), but_not)
 
     def close(self) -> None:
-        self.subscriber.close()
-        self.subscriber.close()
-        assert self.subscriber.join(Deadline.after(PATIENCE)) == []
+        self.listener.close()
+        self.listener.close()
+        assert self.listener.join(Deadline.after(PATIENCE)) == []
+
+
+def introduce(ask: Callable[[Message], Message], name: str) -> None:
+    if type(ask(StoreListen(name))) is not StoreDone:
+        raise ProtocolError("not welcome")
+
+
+def notice(n: int, size: int = 0) -> KeyCreated:
+    return KeyCreated("k", n + 1, n, bytes(size))
+
+
+@pytest.fixture(params=[None, OURS], ids=["plain", "keyed"])
+def speaking(request: pytest.FixtureRequest) -> Iterator[Speaking]:
+    made = Speaking(keys=request.param)
+    yield made
+    made.stop()
 
 
 @pytest.fixture
-def publishing() -> Iterator[Publishing]:
-    made = Publishing()
+def listening(speaking: Speaking) -> Iterator[Listening]:
+    made = Listening(speaking.server.endpoint, speaking.server._keys)
     yield made
     made.close()
 
 
-@pytest.fixture
-def listening(publishing: Publishing) -> Iterator[Listening]:
-    made = Listening(publishing.publisher.endpoint)
-    yield made
-    made.close()
-
-
-def notice(n: int) -> KeyCreated:
-    return KeyCreated("k", n, n - 1, b"")
-
-
-def test_a_one_time_topic_proves_those_before_it(publishing: Publishing, listening: Listening) -> None:
-    """DESIGN 16.1: what is published once it is seen arrives, the first notice included."""
-    for n in range(1, 51):
-        topic, sync, seen = b"topic%d" % n, b"sync%d" % n, []
-        listening.subscriber.subscribe(topic)
-        listening.subscriber.subscribe(sync)
-        publishing.publisher.when_subscribed(sync, lambda seen=seen: seen.append(1))  # type: ignore[misc]
-        publishing.until(lambda seen=seen: seen)  # type: ignore[misc]
-        assert not publishing.publisher.expect_no_more(sync)
-        publishing.publisher.publish(topic, notice(n))
-        assert listening.heard.get(timeout=PATIENCE) == notice(n)
-        listening.subscriber.unsubscribe(sync)
-
-
-def test_a_subscription_that_came_first_counts(publishing: Publishing, listening: Listening) -> None:
-    listening.subscriber.subscribe(b"sync")
-    publishing.until(lambda: b"sync" in publishing.publisher.topics)
-    seen: list[int] = []
-    publishing.publisher.when_subscribed(b"sync", lambda: seen.append(1))
-    assert seen == [1]
-
-
-def test_what_is_expected_no_more_is_not_done(publishing: Publishing, listening: Listening) -> None:
-    publishing.publisher.when_subscribed(b"sync", lambda: pytest.fail("it was given up"))
-    assert publishing.publisher.expect_no_more(b"sync") is True
-    assert publishing.publisher.expect_no_more(b"sync") is False
-    listening.subscriber.subscribe(b"sync")
-    publishing.until(lambda: b"sync" in publishing.publisher.topics)
-
-
-def test_the_last_subscriber_to_go_abandons_a_topic(publishing: Publishing, listening: Listening) -> None:
-    other = Listening(publishing.publisher.endpoint)
-    for who, sync in ((listening, b"1"), (other, b"2")):
-        who.subscriber.subscribe(b"topic")
-        who.subscriber.subscribe(b"topic")  # twice is as once
-        who.subscriber.subscribe(sync)
-        publishing.until(lambda sync=sync: sync in publishing.publisher.topics)  # type: ignore[misc]
+def test_all_that_is_said_arrives_in_order(speaking: Speaking, listening: Listening) -> None:
+    """By everybody, whatever its size."""
+    other = Listening(speaking.server.endpoint, speaking.server._keys)
+    assert listening.known() != other.known()
+    said = [notice(n, size) for n, size in enumerate([0, 1, 300, 70_000, 0, 300_000, 2])]
+    speaking.speaker.say(*said)
+    for each in (listening, other):
+        assert [each.heard.get(timeout=PATIENCE) for _ in said] == said
     other.close()
-    publishing.until(lambda: b"2" in publishing.abandoned)
-    assert b"topic" not in publishing.abandoned
-    listening.subscriber.unsubscribe(b"topic")
-    publishing.until(lambda: b"topic" in publishing.abandoned)
-    assert publishing.publisher.topics == {b"1"}
 
 
 def test_a_break_is_told_and_the_connection_made_anew() -> None:
-    first = Publishing()
-    listening = Listening(first.publisher.endpoint)
-    listening.subscriber.subscribe(b"topic")
-    first.until(lambda: b"topic" in first.publisher.topics)
-    first.close()
+    first = Speaking()
+    listening = Listening(first.server.endpoint)
+    before = listening.known()
+    first.stop()
     assert listening.breaks.acquire(timeout=PATIENCE)
-    second = Publishing(first.publisher.endpoint)
-    second.until(lambda: b"topic" in second.publisher.topics)
-    second.publisher.publish(b"topic", notice(1))
+    second = Speaking(first.server.endpoint)
+    assert listening.known(but_not=before) in second.speaker.ears
+    second.speaker.say(notice(1))
     assert listening.heard.get(timeout=PATIENCE) == notice(1)
+    assert not listening.breaks.acquire(blocking=False)
     listening.close()
-    second.close()
+    second.stop()
 
 
-def test_a_subscriber_moves_with_its_subscriptions(publishing: Publishing, listening: Listening) -> None:
-    elsewhere = Publishing()
-    listening.subscriber.subscribe(b"topic")
-    publishing.until(lambda: b"topic" in publishing.publisher.topics)
-    listening.subscriber.move(elsewhere.publisher.endpoint)
-    elsewhere.until(lambda: b"topic" in elsewhere.publisher.topics)
-    publishing.until(lambda: publishing.abandoned == [b"topic"])
-    elsewhere.publisher.publish(b"topic", notice(1))
-    assert listening.heard.get(timeout=PATIENCE) == notice(1)
-    elsewhere.close()
+def test_who_does_not_read_is_hung_up_on(speaking: Speaking, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And connects anew: others get all of it."""
+    monkeypatch.setattr(request_server, "MAX_UNREAD", 3)
+    stuck, go = Listening(speaking.server.endpoint, speaking.server._keys), threading.Event()
+    stuck.listener._on_notice = lambda message: go.wait(PATIENCE) and None
+    name = stuck.known()
+    for n in range(10_000):
+        speaking.speaker.say(notice(n, 300_000))
+        if speaking.speaker.ears[name].closed:
+            break
+    go.set()
+    assert stuck.breaks.acquire(timeout=PATIENCE)
+    assert stuck.known(but_not=name)
+    stuck.close()
+
+
+def test_nobody_there_another_secret_not_welcome(speaking: Speaking) -> None:
+    address = speaking.server.endpoint
+    speaking.speaker.refuses = True
+    for keys, error in ((THEIRS, SecretError), (speaking.server._keys, ProtocolError)):
+        listening = Listening(address, keys)
+        with pytest.raises(error):
+            listening.known()
+        listening.close()
+    speaking.server.stop()
+    nobody = Listening("tcp://127.0.0.1:1")
+    with pytest.raises(TimeoutError, match=r"no notices from tcp://127\.0\.0\.1:1"):
+        nobody.listener.wait_known(Deadline.after(0.01))
+    ended: queue.Queue[bool] = queue.Queue()
+
+    def wait() -> None:
+        with pytest.raises(ClosedError):
+            nobody.known()
+        ended.put(True)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    nobody.close()
+    assert ended.get(timeout=PATIENCE)
+    waits.join(PATIENCE)
+    with pytest.raises(ClosedError):
+        nobody.known()
 
 
 def test_garbage_is_dropped_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """(P5)."""
-    with zmq.Context() as context, context.socket(zmq.XPUB) as publisher:
-        publisher.linger = 0
-        port = publisher.bind_to_random_port("tcp://127.0.0.1")
-        listening = Listening(f"tcp://127.0.0.1:{port}")
-        listening.subscriber.subscribe(b"topic")
-        publisher.recv()
+    with socket.create_server(("127.0.0.1", 0)) as server:
         with caplog.at_level(logging.WARNING, "zmqgrad.transport.notices"):
-            publisher.send_multipart([b"topic"])
-            publisher.send_multipart([b"topic", b"what?"])
-            publisher.send_multipart([b"topic", b"", b""])
-            publisher.send_multipart([b"topic", bytes(encode(KeyDeleted("k", 1, 0, None), 0, 1, 0))])
-            assert listening.heard.get(timeout=PATIENCE) == KeyDeleted("k", 1, 0, None)
-        assert listening.subscriber.malformed == 3
+            listening = Listening(f"tcp://127.0.0.1:{server.getsockname()[1]}")
+            connection, _ = server.accept()
+            with connection:
+                connection.sendall(opening("ROUTER"))
+                heard = b""
+                while len(heard) < len(opening("DEALER")) + 3:
+                    heard += connection.recv(1000)
+                done = [bytes(encode(StoreDone(), 0, 1, 1))]
+                for body in (*done, b"what?", b"", bytes(encode(notice(1), 0, 1, 0))):
+                    connection.sendall(write_head(bytearray(HEAD_ROOM) + body))
+                assert listening.heard.get(timeout=PATIENCE) == notice(1)
+            assert listening.breaks.acquire(timeout=PATIENCE)
+        assert listening.listener.malformed == 2
         assert caplog.text.count("dropped a malformed notice") == 1
         listening.close()
-
-
-def test_what_a_subscriber_sends_upstream_is_dropped(publishing: Publishing) -> None:
-    with zmq.Context() as context, context.socket(zmq.XSUB) as stranger:
-        stranger.linger = 0
-        stranger.connect(publishing.publisher.endpoint)
-        for upstream in (b"", b"\x07garbage", b"\x01topic"):
-            stranger.send(upstream)
-        publishing.until(lambda: publishing.publisher.topics)
-        assert publishing.publisher.topics == {b"topic"}
-
-
-def test_a_closed_subscriber_takes_no_orders(publishing: Publishing) -> None:
-    listening = Listening(publishing.publisher.endpoint)
-    listening.close()
-    with pytest.raises(ClosedError):
-        listening.subscriber.subscribe(b"topic")

@@ -63,12 +63,6 @@ def _loopback_of(name: str) -> str | None:
     return str(min(found))
 
 
-def same_host(address: str, notices: str) -> str:
-    """Where ``notices`` (as a server says it listens, perhaps on all interfaces) is reached from a client
-    that reached the server at ``address``."""
-    return f"{address.rpartition(':')[0]}:{notices.rpartition(':')[2]}"
-
-
 def why_unknown(host: str) -> str:
     """What is wrong with the name ``host``, as words to append to an error; empty if it can be resolved."""
     try:

@@ -143,11 +143,11 @@ class TCPStore(QueryStore):
         try:
             super()._watch(target, taker, present)
         finally:
-            self._connection.unsubscribe_if_unwatched(target)
+            self._connection.unwatch_if_unwatched(target)
 
     def _unwatch(self, target: Target, taker: Taker | None) -> None:
         if self._book.remove(target, taker):
-            self._connection.unsubscribe_if_unwatched(target)
+            self._connection.unwatch_if_unwatched(target)
 
     def clone(self) -> TCPStore:
         return TCPStore(self._host, self._port, timeout=self._timeout, secret=self._secret)

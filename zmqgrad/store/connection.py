@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import secrets
 import threading
+from collections.abc import Callable
 
 from zmqgrad import environment
 from zmqgrad.errors import (
@@ -16,17 +18,18 @@ from zmqgrad.errors import (
     StoreTimeoutError,
 )
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.addresses import connecting_address, same_host, why_unknown
+from zmqgrad.store.addresses import connecting_address, why_unknown
 from zmqgrad.store.followers import CallbackNotice, Registered
-from zmqgrad.store.topics import Target, sync_topic, topic_of
-from zmqgrad.store.watch import WatchBook, as_registered, watch_query
-from zmqgrad.transport.notices import NoticeSubscriber
+from zmqgrad.store.topics import Target
+from zmqgrad.store.watch import WatchBook, as_registered, unwatch_query, watch_query
+from zmqgrad.transport.notices import NoticeListener
 from zmqgrad.transport.request_client import RequestClient
 from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
     StoreCheck,
+    StoreListen,
     StoreMultiGet,
     StoreMultiSet,
     StorePing,
@@ -35,10 +38,15 @@ from zmqgrad.wire.messages import (
     StoreWait,
 )
 
+logger = logging.getLogger(__name__)
+
 LATE_SECONDS = 0.25
 """How much longer than its timeout a client waits, so that the server's own refusal can arrive."""
 
 JOIN_SECONDS = 5.0
+
+UNWATCH_SECONDS = 1.0
+"""How long it is tried to tell the server that something is watched no more."""
 
 
 class Connection:
@@ -57,9 +65,9 @@ class Connection:
         self._keys = keys_of(secret)
         name = f"store-client-{secrets.token_hex(3)}"
         self._client = RequestClient(self._address, name=name, keys=self._keys)
-        self._subscriber: NoticeSubscriber | None = None
+        self._listener: NoticeListener | None = None
         self._closed = False
-        self._lock = threading.Lock()  # guards _subscriber and _closed
+        self._lock = threading.Lock()  # guards _listener and _closed
         self.watches = WatchBook(self._client.name, self._register)
 
     def ask(self, query: Message, seconds: float) -> Message:
@@ -69,22 +77,30 @@ class Connection:
             StoreTimeoutError: if the server says that it took longer, or says nothing.
             StoreError: if the server refuses, or this is closed.
         """
-        try:
-            answer = self._client.request(query, Deadline.after(seconds + LATE_SECONDS))
-        except TimeoutError:
-            raise self._silence(query, seconds) from None
-        except ClosedError as e:
-            raise StoreError(f"{_name(query)}: {e}") from e
-        except SecretError as e:
-            raise StoreError(
-                f"{_name(query)}: cannot talk to {self._host}:{self._port}: {e}. All processes must be given "
-                f"the same {environment.SECRET} or {environment.SECRET_FILE} (or secret=..., --secret-file)"
-            ) from e
-        except ProtocolError as e:
-            raise StoreError(f"{_name(query)}: not understood by, or from, {self._address}: {e}") from e
+        answer = self._answer(query, seconds)
         if type(answer) is StoreRefused:
             raise self._refused(query, seconds, answer)
         return answer
+
+    def _answer(self, query: Message, seconds: float) -> Message:
+        """As :meth:`ask`, but a refusal is an answer."""
+        try:
+            return self._client.request(query, Deadline.after(seconds + LATE_SECONDS))
+        except (TimeoutError, ClosedError, ProtocolError) as e:
+            raise self._explained(e, query, seconds) from e
+
+    def _explained(self, error: Exception, query: Message, seconds: float) -> StoreError:
+        """An error of the transport, in words about ``query``."""
+        if isinstance(error, TimeoutError):
+            return self._silence(query, seconds)
+        if isinstance(error, SecretError):
+            return StoreError(
+                f"{_name(query)}: cannot talk to {self._host}:{self._port}: {error}. Give all processes the "
+                f"same {environment.SECRET} or {environment.SECRET_FILE} (or secret=..., --secret-file)"
+            )
+        if isinstance(error, ProtocolError):
+            return StoreError(f"{_name(query)}: not understood by, or from, {self._address}: {error}")
+        return StoreError(f"{_name(query)}: {error}")
 
     def _silence(self, query: Message, seconds: float) -> StoreTimeoutError:
         return StoreTimeoutError(
@@ -99,60 +115,82 @@ class Connection:
         kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
         return kind(f"{_name(query)}: {where} refused: {answer.text}")
 
-    def ping(self) -> str:
-        """The address at which the store publishes notices."""
+    def ping(self) -> None:
+        """Is there a store?"""
         pong = self.ask(StorePing(secrets.token_hex(8)), self.timeout)
         if type(pong) is not StorePong:
             raise StoreError(f"{self._address} answered a ping with {type(pong).__name__}")
-        return same_host(self._address, pong.notices)
-
-    def unsubscribe_if_unwatched(self, target: Target) -> None:
-        """After a watch of ``target`` ended or failed."""
-        # Under the same lock as subscribing: a watch that begins now comes wholly before or after.
-        with self._lock:
-            if self._subscriber is not None and not self._closed and not self.watches.watches(target):
-                self._subscriber.unsubscribe(topic_of(target))
-
-    def _subscribe(self, notices: str, *topics: bytes) -> NoticeSubscriber:
-        with self._lock:
-            if self._closed:
-                raise ClosedError(f"{self!r} is closed")
-            if self._subscriber is None:
-                self._subscriber = NoticeSubscriber(
-                    self._client.name, notices, self._noticed, self.watches.broken, self._keys
-                )
-            self._subscriber.move(notices)
-            for topic in topics:
-                self._subscriber.subscribe(topic)
-            return self._subscriber
 
     def _noticed(self, message: Message) -> None:
         if isinstance(message, CallbackNotice):
             self.watches.noticed(message)
 
+    def _listen(self) -> NoticeListener:
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self!r} is closed")
+            if self._listener is None:
+                self._listener = NoticeListener(
+                    self._client.name,
+                    self._address,
+                    self._keys,
+                    _introduce,
+                    self._noticed,
+                    self.watches.broken,
+                )
+            return self._listener
+
     def _register(self, target: Target) -> Registered:
-        """Subscribe to ``target``, and know that the subscription is in place (DESIGN 16.1)."""
-        nonce = secrets.token_hex(16)
-        # A server that was started again publishes at another port: ask it each time.
-        subscriber = self._subscribe(self.ping(), topic_of(target), sync_topic(nonce))
+        """Have notice given of ``target``: each change after what this gives will be heard of."""
+        deadline, known_as = Deadline.after(self.timeout), ""
+        listener = self._listen()
+        query: Message = watch_query(target)
+        while True:
+            try:
+                known_as = listener.wait_known(deadline, but_not=known_as)
+            except (TimeoutError, ClosedError, ProtocolError) as e:
+                raise self._explained(e, query, self.timeout) from e
+            query = watch_query(target, known_as)
+            answer = self._answer(query, deadline.left())
+            if type(answer) is not StoreRefused:
+                return as_registered(answer)
+            if answer.reason is not Refusal.UNKNOWN:
+                raise self._refused(query, self.timeout, answer)
+            # The connection for notices broke, and is made anew.
+
+    def unwatch_if_unwatched(self, target: Target) -> None:
+        """After a watch of ``target`` ended or failed."""
+        listener = self._listener
+        if listener is None or not listener.known_as or self.watches.watches(target):
+            return
         try:
-            return as_registered(self.ask(watch_query(target, nonce), self.timeout))
-        finally:
-            subscriber.unsubscribe(sync_topic(nonce))
+            self.ask(unwatch_query(target, listener.known_as), min(self.timeout, UNWATCH_SECONDS))
+            if self.watches.watches(target):  # since a moment ago: that is undone, too
+                self.watches.refresh(target)
+        except (StoreError, ClosedError) as e:
+            # Then that connection breaks, and all is looked at anew; or notices come that nobody wants.
+            logger.debug("%r: the watch of %r was not ended: %s", self, target, e)
 
     def close(self) -> None:
         """Disconnect. Idempotent. Calls under way end with ``StoreError``."""
         with self._lock:
-            subscriber, self._closed = self._subscriber, True
-        if subscriber is not None:
-            subscriber.close()
+            listener, self._closed = self._listener, True
+        if listener is not None:
+            listener.close()
         self._client.close()
         self.watches.close()
-        if subscriber is not None:
-            subscriber.join(Deadline.after(JOIN_SECONDS))
+        if listener is not None:
+            listener.join(Deadline.after(JOIN_SECONDS))
 
     def __repr__(self) -> str:
         return f"<Connection to the store at {self._host}:{self._port}{', closed' if self._closed else ''}>"
+
+
+def _introduce(ask: Callable[[Message], Message], name: str) -> None:
+    """Have the server give notices on this connection."""
+    answer = ask(StoreListen(name))
+    if type(answer) is StoreRefused:
+        raise ProtocolError(answer.text)
 
 
 def _name(query: Message) -> str:

@@ -1,11 +1,11 @@
-"""The store's server: one thread that drives the state machine over a request socket and a notice socket."""
+"""The store's server: one thread that drives the state machine, answers queries and gives notices."""
 
 from __future__ import annotations
 
 import logging
 import os
 import threading
-from collections import deque
+from collections.abc import Callable
 from contextlib import ExitStack
 
 from zmqgrad.errors import StoreError
@@ -14,8 +14,8 @@ from zmqgrad.store.answers import Answers
 from zmqgrad.store.durable import compact, replay
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.state import CHANGING, Effect, Notice, Reply, State
-from zmqgrad.store.topics import sync_topic, target_of, topic_of
-from zmqgrad.transport.notices import NoticePublisher
+from zmqgrad.store.topics import Prefix, Target
+from zmqgrad.store.watchers import Watchers
 from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.request_server import MAX_CLIENTS, RequestServer
 from zmqgrad.transport.security import keys_of
@@ -23,18 +23,19 @@ from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
+    StoreDone,
+    StoreListen,
     StorePing,
     StorePong,
     StoreQueuePop,
     StoreRefused,
+    StoreUnwatchKey,
+    StoreUnwatchPrefix,
     StoreWatchKey,
     StoreWatchPrefix,
 )
 
 logger = logging.getLogger(__name__)
-
-SUBSCRIPTION_SECONDS = 30.0
-"""How long a watch may wait for its subscription to take effect; that is a matter of milliseconds."""
 
 MAX_WAITING = 100_000
 """How many queries may wait at a time, of all clients together."""
@@ -58,8 +59,6 @@ class Asker:
 
 class StoreServer:
     """Serves a store at ``address`` (see :func:`~zmqgrad.store.addresses.listening_address`).
-
-    Notices are published at a port beside it, that the system picks; clients are told by ``STORE_PONG``.
 
     Args:
         journal: the file that makes the store durable (see :mod:`~zmqgrad.store.journal`); it is read first.
@@ -98,18 +97,14 @@ class StoreServer:
         self._max_waiting = max_waiting
         self._waiting: dict[tuple[int, int], Asker] = {}  # by line and number
         self._waiting_of: dict[Client, set[Asker]] = {}
-        self._registrations: deque[tuple[float, bytes, Asker]] = deque()  # by deadline
+        self._watchers: Watchers[Client] = Watchers()
+        self._published = 0
         with ExitStack() as undo:
             if self._journal is not None:
                 undo.callback(self._journal.close)
                 replay(self._journal, self._state, self._answers)
             self._requests = RequestServer(
                 name, address, keys=keys, listen_fd=listen_fd, max_clients=max_clients, clock=clock
-            )
-            undo.callback(self._requests.stop)
-            interface = self._requests.endpoint.rpartition(":")[0]
-            self._publisher = NoticePublisher(
-                f"{interface}:*", self._requests.incarnation, self._abandoned, keys
             )
             undo.pop_all()
         self._thread = threading.Thread(target=self._run, name=f"{name}-server", daemon=True)
@@ -127,11 +122,10 @@ class StoreServer:
 
     def _run(self) -> None:
         try:
-            self._requests.serve(self, self._publisher)
+            self._requests.serve(self)
         except Exception:
             logger.exception("the store at %s is lost", self.endpoint)
         finally:
-            self._publisher.close()
             if self._journal is not None:
                 self._journal.close()
 
@@ -150,8 +144,8 @@ class StoreServer:
                 self._carry_out([Reply(asker, answer.message)])
         elif kind is StorePing:
             self._pong(asker)
-        elif kind is StoreWatchKey or kind is StoreWatchPrefix:
-            self._register(asker)
+        elif kind in _ABOUT_NOTICES:
+            _ABOUT_NOTICES[kind](self, asker)
         else:
             self._apply(asker)
 
@@ -207,6 +201,8 @@ class StoreServer:
         for asker in list(self._waiting_of.get(client, ())):
             self._unpark(asker)
             self._state.cancel(asker)
+        for target in self._watchers.forget(client):
+            self._state.unwatch(target)
 
     def misunderstood(self, client: Client, message_id: int, why: str) -> None:
         """Refuse what could not be read."""
@@ -220,20 +216,37 @@ class StoreServer:
     def _pong(self, asker: Asker) -> None:
         if not self._no_newcomers:  # otherwise its client asks the next store here when this has hung up
             assert type(asker.query) is StorePing
-            pong = StorePong(asker.query.nonce, self._publisher.endpoint, self._state.revision)
+            pong = StorePong(asker.query.nonce, self._state.revision)
             self._requests.reply(asker.client, asker.number, pong)
 
-    def _register(self, asker: Asker) -> None:
-        """Answer once the subscription of the asker is known to be in place (DESIGN 16.1)."""
-        assert isinstance(asker.query, StoreWatchKey | StoreWatchPrefix)
-        topic = sync_topic(asker.query.nonce)
-        self._registrations.append((self._clock.now() + SUBSCRIPTION_SECONDS, topic, asker))
-        self._publisher.when_subscribed(topic, lambda: self._apply(asker))
+    def _listen(self, asker: Asker) -> None:
+        """From now on its connection is one for notices."""
+        if not self._no_newcomers:
+            assert type(asker.query) is StoreListen
+            self._watchers.introduce(asker.client, asker.query.nonce)
+            self._requests.reply(asker.client, asker.number, StoreDone())
 
-    def _abandoned(self, topic: bytes) -> None:
-        target = target_of(topic)
-        if target is not None:
+    def _watch(self, asker: Asker) -> None:
+        """Give notice of what is asked for, on the connection that the asker has for that."""
+        query = asker.query
+        assert isinstance(query, StoreWatchKey | StoreWatchPrefix)
+        ear = self._watchers.known(query.nonce)
+        if ear is None:
+            said = "your connection for notices has ended, or is about to begin"
+            self._carry_out([Reply(asker, StoreRefused(Refusal.UNKNOWN, said))])
+            return
+        effects = self._state.apply(query, asker, self._clock.now())
+        if any(type(e) is Reply and type(e.message) is not StoreRefused for e in effects):
+            self._watchers.add(_target_of(query), ear)
+        self._carry_out(effects)
+
+    def _unwatch(self, asker: Asker) -> None:
+        query = asker.query
+        assert isinstance(query, StoreUnwatchKey | StoreUnwatchPrefix)
+        target, ear = _target_of(query), self._watchers.known(query.nonce)
+        if ear is not None and self._watchers.remove(target, ear):
             self._state.unwatch(target)
+        self._apply(asker)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         if self._journal is None:
@@ -247,7 +260,8 @@ class StoreServer:
                 asker: Asker = effect.asker
                 self._requests.reply(asker.client, asker.number, effect.message)
             elif type(effect) is Notice:
-                self._publisher.publish(topic_of(effect.target), effect.message)
+                self._published += 1
+                self._requests.notify(self._watchers.of(effect.target), effect.message)
 
     def settle(self) -> None:
         """Write down what has changed, all that came together at once, and only then tell."""
@@ -266,19 +280,12 @@ class StoreServer:
             compact(self._journal, self._state, self._answers)
 
     def next_due(self) -> float:
-        """When the time of a parked query or of a registration is up."""
-        due = self._state.next_deadline()
-        return min(due, self._registrations[0][0]) if self._registrations else due
+        """When the time of a parked query is up."""
+        return self._state.next_deadline()
 
     def do_due(self, now: float) -> None:
         """Refuse those whose time is up."""
         self._refuse_waiting(self._state.expire(now))
-        while self._registrations and self._registrations[0][0] <= now:
-            _, topic, asker = self._registrations.popleft()
-            if self._publisher.expect_no_more(topic):
-                said = f"no subscription came to {self._publisher.endpoint} for {asker.query!r}"
-                refusal = StoreRefused(Refusal.TIMEOUT, said)
-                self._requests.reply(asker.client, asker.number, refusal)
 
     def stopping(self) -> None:
         """Refuse all who wait; if there is a journal, they had better wait for the store's next life."""
@@ -323,8 +330,22 @@ class StoreServer:
             "requests": requests.requests,
             "malformed": requests.malformed,
             "undeliverable": requests.undeliverable,
-            "published": self._publisher.published,
+            "published": self._published,
         }
 
     def __repr__(self) -> str:
         return f"<StoreServer at {self.endpoint}: {self._state.statistics()}>"
+
+
+def _target_of(query: StoreWatchKey | StoreWatchPrefix | StoreUnwatchKey | StoreUnwatchPrefix) -> Target:
+    """What ``query`` is about."""
+    return Prefix(query.prefix) if isinstance(query, StoreWatchPrefix | StoreUnwatchPrefix) else query.key
+
+
+_ABOUT_NOTICES: dict[type[Message], Callable[[StoreServer, Asker], None]] = {
+    StoreListen: StoreServer._listen,
+    StoreWatchKey: StoreServer._watch,
+    StoreWatchPrefix: StoreServer._watch,
+    StoreUnwatchKey: StoreServer._unwatch,
+    StoreUnwatchPrefix: StoreServer._unwatch,
+}

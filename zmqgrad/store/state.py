@@ -54,6 +54,7 @@ from zmqgrad.wire.messages import (
     StoreRefused,
     StoreSet,
     StoreUnwatchKey,
+    StoreUnwatchPrefix,
     StoreValue,
     StoreValues,
     StoreWait,
@@ -397,8 +398,8 @@ class State:
         found = PrefixCallbackRegistered(prefix.text, self.revision, tuple(there), tuple(there.values()))
         effects.append(Reply(asker, found))
 
-    def _unwatch_key(self, query: StoreUnwatchKey, asker: Any, now: float, effects: list[Effect]) -> None:
-        # Others may watch the key: the shell calls unwatch() when the last subscriber has gone.
+    def _unwatch(self, query: Message, asker: Any, now: float, effects: list[Effect]) -> None:
+        # Others may watch it: the shell calls unwatch() when nobody does.
         effects.append(Reply(asker, StoreDone()))
 
 
@@ -420,7 +421,8 @@ _ACTIONS: dict[type[Message], Callable[[State, Any, Any, float, list[Effect]], N
     StoreQueueLen: State._queue_len,
     StoreWatchKey: State._watch_key,
     StoreWatchPrefix: State._watch_prefix,
-    StoreUnwatchKey: State._unwatch_key,
+    StoreUnwatchKey: State._unwatch,
+    StoreUnwatchPrefix: State._unwatch,
 }
 
 CHANGING: frozenset[type[Message]] = frozenset(

@@ -25,7 +25,14 @@ from zmqgrad.store.followers import (
 )
 from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import Prefix, Target
-from zmqgrad.wire.messages import Message, PrefixChanged, StoreWatchKey, StoreWatchPrefix
+from zmqgrad.wire.messages import (
+    Message,
+    PrefixChanged,
+    StoreUnwatchKey,
+    StoreUnwatchPrefix,
+    StoreWatchKey,
+    StoreWatchPrefix,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -245,6 +252,12 @@ def watch_query(target: Target, nonce: str = "") -> StoreWatchKey | StoreWatchPr
     return (
         StoreWatchPrefix(target.text, nonce) if isinstance(target, Prefix) else StoreWatchKey(target, nonce)
     )
+
+
+def unwatch_query(target: Target, nonce: str) -> StoreUnwatchKey | StoreUnwatchPrefix:
+    """What to ask a store for to have no more notices of ``target``."""
+    kind = StoreUnwatchPrefix if isinstance(target, Prefix) else StoreUnwatchKey
+    return kind(target.text if isinstance(target, Prefix) else target, nonce)
 
 
 def as_registered(answer: Message) -> Registered:

@@ -37,12 +37,12 @@ from zmqgrad.transport.chunks import Assembly, cut
 from zmqgrad.transport.credit import INFLIGHT, Allowance, Intake
 from zmqgrad.transport.direct import Direct
 from zmqgrad.transport.door import door_address
+from zmqgrad.transport.doors import HANDSHAKE_MS, Doorkeeper, key_caller, key_listener
 from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes
 from zmqgrad.transport.liveness import Limits, answers
 from zmqgrad.transport.pulse import SCHEME, Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
-from zmqgrad.transport.security import Doorkeeper, Keys, key_caller, key_listener
-from zmqgrad.transport.sockets import HANDSHAKE_MS
+from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope

@@ -11,6 +11,7 @@ the server can tell a repetition by the line and the number (see :mod:`zmqgrad.s
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
 import socket
@@ -42,6 +43,7 @@ CHUNK = 16 << 10
 """How much is read at a time, but for large answers."""
 
 _OPENING = opening("DEALER")
+_NEVER = Deadline()
 
 
 class RequestClient:
@@ -56,8 +58,8 @@ class RequestClient:
         self.name = name
         self._keys = keys
         self._pid = os.getpid()
-        self._idle: deque[_Line] = deque()
-        self._lines: set[_Line] = set()
+        self._idle: deque[Line] = deque()
+        self._lines: set[Line] = set()
         self._closed = False
         self._closing = threading.Event()  # set with it, for those who pause
         self._lock = threading.Lock()  # guards _lines
@@ -72,11 +74,9 @@ class RequestClient:
             SecretError: if the server has another secret, or one of the two ends has none.
         """
         line = self._take()
-        line.number += 1
         try:
-            frame = encode(message, 0, line.id, line.number, room=HEAD_ROOM)
             with about_to_block():
-                answer = line.ask(frame, deadline)
+                answer = line.request(message, deadline)
         except BaseException:
             with self._lock:
                 self._lines.discard(line)
@@ -85,7 +85,7 @@ class RequestClient:
         self._give_back(line)
         return answer
 
-    def _take(self) -> _Line:
+    def _take(self) -> Line:
         if self._closed:
             raise ClosedError(f"{self.name}, connected to {self.address}, is closed")
         if os.getpid() != self._pid:
@@ -96,12 +96,12 @@ class RequestClient:
         try:
             return self._idle.pop()
         except IndexError:
-            line = _Line(self.address, self.name, self._keys, self._closing)
+            line = Line(self.address, self.name, self._keys, self._closing)
             with self._lock:
                 self._lines.add(line)
             return line
 
-    def _give_back(self, line: _Line) -> None:
+    def _give_back(self, line: Line) -> None:
         if len(self._idle) < MAX_IDLE:
             self._idle.append(line)
             if not self._closed:  # otherwise close() may have looked before we appended
@@ -131,7 +131,7 @@ class RequestClient:
         return f"<RequestClient {self.name} of {self.address}{closed}>"
 
 
-class _Line:
+class Line:
     """One request at a time, over one connection after the other. Used by one thread at a time."""
 
     def __init__(self, address: str, name: str, keys: Keys | None, closing: threading.Event) -> None:
@@ -145,8 +145,10 @@ class _Line:
         self._unpacker = Unpacker("ROUTER")
         self._limit = -1.0  # what the socket's waits are limited to
 
-    def ask(self, frame: bytearray, deadline: Deadline) -> Message:
-        """Send ``frame``, again on each new connection, until an answer to it comes."""
+    def request(self, message: Message, deadline: Deadline) -> Message:
+        """Send ``message``, again on each new connection, until an answer to it comes."""
+        self.number += 1
+        frame = encode(message, 0, self.id, self.number, room=HEAD_ROOM)
         pause = FIRST_PAUSE
         plain = None if self._keys is not None else write_head(frame)
         while True:
@@ -219,6 +221,19 @@ class _Line:
                     )
                 # An answer to what was asked twice, as its first answer seemed lost.
             self._limit_waits(deadline)
+
+    def hear(self) -> list[Frame | None]:
+        """What comes next without being asked for, however long it takes.
+
+        Raises:
+            OSError: if the connection has ended.
+            ProtocolError: if the other end does not speak as it should.
+        """
+        assert self._socket is not None
+        if self._limit != math.inf:
+            limit_waits(self._socket, math.inf)
+            self._limit = math.inf
+        return self._receive(_NEVER)
 
     def _receive(self, deadline: Deadline) -> list[Frame | None]:
         """What has come, after waiting for some bytes; may be nothing."""

@@ -17,11 +17,11 @@ import secrets
 import selectors
 import socket
 import threading
+from collections.abc import Iterable
 from typing import Protocol
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
-from zmqgrad.transport.notices import NoticePublisher
 from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import adopt, listen, set_up
@@ -51,6 +51,9 @@ would pile up, and each would be dropped before it was heard."""
 
 FULL_SECONDS = 0.25
 """How long nobody is taken after the system had no descriptor or memory to give for him."""
+
+MAX_UNREAD = 1000
+"""How many notices wait for one who does not read them."""
 
 GREETING_SECONDS = 10.0
 """How long a connection may take to say who it is."""
@@ -162,28 +165,22 @@ class RequestServer:
         """How many there are to those who have not."""
         return len(self._fresh)
 
-    def serve(self, service: Service, publisher: NoticePublisher | None = None) -> None:
-        """Hand requests to ``service`` until :meth:`stop`; then close all connections. Blocks.
-
-        Subscriptions at ``publisher`` are taken as they come.
-        """
+    def serve(self, service: Service) -> None:
+        """Hand requests to ``service`` until :meth:`stop`; then close all connections. Blocks."""
         with self._lock:
             if self._serving or self._stopped:
                 return
             self._serving = True
         self._service = service
-        if publisher is not None:
-            self._selector.register(publisher.fd, _READ, publisher.take_subscriptions)
         try:
-            self._loop(service, publisher)
+            self._loop(service)
         finally:
             with self._lock:
                 self._stopped = True
                 self._close_all()
 
-    def _loop(self, service: Service, publisher: NoticePublisher | None) -> None:
+    def _loop(self, service: Service) -> None:
         select, now = self._selector.select, self._clock.now
-        published = 0
         while True:
             due = service.next_due()
             if self._fresh or self._listen_again != math.inf:
@@ -217,10 +214,6 @@ class RequestServer:
                 else:
                     whose()
             service.settle()
-            if publisher is not None and publisher.published != published:
-                # Publishing makes libzmq swallow the sign by which its socket became readable.
-                published = publisher.published
-                publisher.take_subscriptions()
 
     # ---- connections ------------------------------------------------------------------------------------
 
@@ -384,6 +377,20 @@ class RequestServer:
             return
         frame = encode(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
         self._send(client, client.unpacker.pack(frame))
+
+    def notify(self, clients: Iterable[Client], message: Message) -> None:
+        """Send ``message``, which nobody asked for, to ``clients``; only in the server's thread.
+
+        Who has left ``MAX_UNREAD`` of them is hung up on: he will look himself, once he can.
+        """
+        frame = encode(message, 0, self.incarnation, 0, room=HEAD_ROOM)
+        plain = write_head(frame) if self._keys is None else None
+        for client in clients:
+            if len(client.out) >= MAX_UNREAD:
+                logger.warning("%s: hung up on %s, which reads no notices", self.name, client.address)
+                self._close(client)
+            elif not client.closed:
+                self._send(client, client.unpacker.pack(frame) if plain is None else plain)
 
     def _send(self, client: Client, *data: bytes | bytearray) -> None:
         waited = bool(client.out)

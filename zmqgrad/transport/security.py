@@ -3,8 +3,8 @@
 CURVE (https://rfc.zeromq.org/spec/26/) encrypts with keys that are made for each connection, so what was
 recorded stays secret though the job's secret becomes known. Both ends prove that they have the secret before
 either hears a message: one who connects must know the listener's public key, which is told to nobody, to
-be heard at all, and must have the job's other key, too. libzmq asks a :class:`Doorkeeper` about that;
-:mod:`~zmqgrad.transport.curve` asks itself.
+be heard at all, and must have the job's other key, too. libzmq asks a doorkeeper about that
+(:mod:`~zmqgrad.transport.doors`); :mod:`~zmqgrad.transport.curve` asks itself.
 
 Sockets that only processes of this user can reach (ipc) are not keyed.
 """
@@ -14,13 +14,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import stat
-import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
-
-import zmq
-from zmq.utils import z85
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
@@ -30,8 +26,6 @@ logger = logging.getLogger(__name__)
 SHORTEST = 16
 """Bytes of a secret; whoever has recorded a connection can try out short ones at leisure."""
 
-_DOMAIN = b"zmqgrad"
-_ZAP = "inproc://zeromq.zap.01"
 _MAKE_ONE = "`openssl rand -hex 32` makes one"
 
 
@@ -98,58 +92,7 @@ def _derive(secret: bytes) -> Keys:
 
 
 def _pair(secret: bytes, role: bytes) -> KeyPair:
+    from nacl.bindings import crypto_scalarmult_base  # who has no secret need not load it
+
     private = hashlib.blake2b(hashlib.sha512(secret).digest(), digest_size=32, person=b"zg-" + role).digest()
-    return KeyPair(z85.decode(zmq.curve_public(z85.encode(private))), private)
-
-
-# ---- sockets of libzmq ------------------------------------------------------------------------------------
-
-
-def key_listener(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Let ``socket`` take nobody but the job's at the addresses that it binds from now on.
-
-    A :class:`Doorkeeper` must have been opened in its context.
-    """
-    socket.curve_server = True
-    socket.curve_secretkey = keys.listener.private
-    socket.zap_domain = _DOMAIN
-
-
-def key_caller(socket: zmq.Socket[bytes], keys: Keys) -> None:
-    """Let ``socket`` talk to none but the job's at the addresses that it connects to from now on."""
-    socket.curve_serverkey = keys.listener.public
-    socket.curve_publickey = keys.caller.public
-    socket.curve_secretkey = keys.caller.private
-
-
-class Doorkeeper:
-    """Tells libzmq, in a thread named ``<name>-door``, whom to let in. It ends with ``context``."""
-
-    def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
-        self._caller = keys.caller.public
-        self._socket = context.socket(zmq.REP)
-        self._socket.linger = 0
-        try:
-            self._socket.bind(_ZAP)
-        except BaseException:
-            self._socket.close()
-            raise
-        self._thread = threading.Thread(target=self._run, name=f"{name}-door", daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        try:
-            while True:
-                # RFC 27: version, request, domain, address, identity, mechanism, credentials
-                version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
-                welcome = mechanism == b"CURVE" and credentials == [self._caller]
-                if not welcome:
-                    logger.warning(
-                        "refused %s, which has not the job's key", address.decode(errors="replace")
-                    )
-                code, text = (b"200", b"OK") if welcome else (b"400", b"another secret")
-                self._socket.send_multipart([version, request, code, text, b"", b""])
-        except zmq.ContextTerminated:
-            pass  # as everything in that context ends
-        finally:
-            self._socket.close(linger=0)
+    return KeyPair(crypto_scalarmult_base(private), private)

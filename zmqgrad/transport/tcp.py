@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 import socket
 import struct
 
@@ -117,9 +118,9 @@ def set_up(connection: socket.socket) -> socket.socket:
 def limit_waits(connection: socket.socket, seconds: float) -> None:
     """Let ``recv`` and ``send`` block for so long at most; then they raise ``BlockingIOError``.
 
-    By the kernel's own timeout: one of Python's would cost each call a ``poll`` before it.
+    Infinite: as long as it takes. By the kernel's own timeout: Python's would cost each call a ``poll``.
     """
-    micros = max(1, round(seconds * 1e6))
+    micros = 0 if seconds == math.inf else max(1, round(seconds * 1e6))
     limit = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)

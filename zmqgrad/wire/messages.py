@@ -89,6 +89,8 @@ class MessageType(enum.IntEnum):
     STORE_LIST_KEYS = 0x50 | REQUEST
     STORE_PING = 0x51 | REQUEST
     STORE_WATCH_PREFIX = 0x52 | REQUEST
+    STORE_LISTEN = 0x53 | REQUEST
+    STORE_UNWATCH_PREFIX = 0x54 | REQUEST
     PREFIX_CALLBACK_REGISTERED = 0x57 | RESPONSE
     STORE_VALUE = 0x58 | RESPONSE
     STORE_NUMBER = 0x59 | RESPONSE
@@ -588,9 +590,9 @@ class StoreDeleteKey(Message, frozen=True):
 
 
 class StoreWatchKey(Message, frozen=True):
-    """Publish changes of ``key``; my subscription is in place once topic ``sync:<nonce>`` is seen.
+    """Give notice of each change of ``key`` on the connection that is known as ``nonce`` (STORE_LISTEN).
 
-    Answer: KEY_CALLBACK_REGISTERED, sent only then (DESIGN 16.1).
+    Answer: KEY_CALLBACK_REGISTERED.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_WATCH_KEY
@@ -610,10 +612,19 @@ class StoreWatchPrefix(Message, frozen=True):
 
 
 class StoreUnwatchKey(Message, frozen=True):
-    """I no longer watch ``key``. Answer: STORE_DONE."""
+    """Give no more notice of ``key`` on the connection known as ``nonce``. Answer: STORE_DONE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_UNWATCH_KEY
     key: Key
+    nonce: Name = ""
+
+
+class StoreUnwatchPrefix(Message, frozen=True):
+    """As STORE_UNWATCH_KEY, for a watch of all keys that begin with ``prefix``. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_UNWATCH_PREFIX
+    prefix: Key
+    nonce: Name = ""
 
 
 class StoreAppend(Message, frozen=True):
@@ -678,6 +689,13 @@ class StorePing(Message, frozen=True):
     nonce: Name
 
 
+class StoreListen(Message, frozen=True):
+    """This connection is for notices, and known as ``nonce``. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_LISTEN
+    nonce: Name
+
+
 # ---- store: server to client ----------------------------------------------------------------------------
 
 
@@ -724,6 +742,7 @@ class Refusal(enum.IntEnum):
     INVALID = 2
     LIMIT = 3
     CLOSING = 4
+    UNKNOWN = 5  # the connection for notices
 
 
 class StoreRefused(Message, frozen=True):
@@ -735,11 +754,10 @@ class StoreRefused(Message, frozen=True):
 
 
 class StorePong(Message, frozen=True):
-    """Here I am; notices are published at ``notices``, and this is the store's revision."""
+    """Here I am, and this is the store's revision."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_PONG
     nonce: Name
-    notices: Name
     revision: Size
 
 
@@ -762,7 +780,7 @@ class PrefixCallbackRegistered(Message, frozen=True):
     values: Values
 
 
-# ---- notices: store server to everybody who subscribed to the key ---------------------------------------
+# ---- notices: store server to everybody who watches the key ---------------------------------------------
 
 
 class KeyCreated(Message, frozen=True):
