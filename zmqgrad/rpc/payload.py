@@ -26,7 +26,8 @@ from zmqgrad.rpc.code import PeerCode
 from zmqgrad.rpc.code import __name__ as code_module
 from zmqgrad.rpc.culprit import name_culprit, shorten
 from zmqgrad.rpc.naming import in_main, main_attribute, reference_to
-from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place
+from zmqgrad.rpc.plain import decode_arguments, decode_value, encode_arguments, encode_value
+from zmqgrad.wire.messages import NO_TENSORS, NOTHING, Blob, Form, Payload, Place
 from zmqgrad.wire.tensors import Devices, blob_bytes, describe, rebuild
 from zmqgrad.wire.unwritten import Buffer, Frame
 
@@ -261,6 +262,10 @@ def pack(value: Any, terms: Terms = _TERMS) -> Packed:
     if kind is tuple and _only_tensors(value):
         frames = []
         return Packed(Payload(Form.TUPLE, describe(value, frames, terms.devices)), frames, value)
+    plain = encode_value(value)
+    if plain is not None:
+        frames = []
+        return Packed(Payload(Form.PLAIN, NO_TENSORS, _blob(plain, frames)), frames, ())
     return _pickle(value, terms)
 
 
@@ -309,6 +314,12 @@ def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], terms: Terms =
         return PACKED_NOTHING
     if not kwargs and _only_tensors(args):
         return pack(args, terms)
+    plain = encode_arguments(args, kwargs)
+    if plain is not None:
+        data, tensors = plain
+        frames: list[Frame] = []
+        described = describe(tensors, frames, terms.devices)
+        return Packed(Payload(Form.ARGUMENTS, described, _blob(data, frames)), frames, tensors)
     return _pickle((args, kwargs), terms, ("args", "kwargs"))
 
 
@@ -322,6 +333,8 @@ def unpack_call(reference: str, payload: Payload, content: Any) -> tuple[Any, Se
         return None, (), {}
     if payload.form is Form.TUPLE:
         return None, content, {}
+    if payload.form is Form.ARGUMENTS:
+        return None, *content
     wanted = 2 if reference else 3
     if payload.form is not Form.PICKLE or not isinstance(content, tuple) or len(content) != wanted:
         raise ProtocolError(f"the payload of a call is no {wanted}-tuple")
@@ -360,7 +373,7 @@ def _pickle(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:
     return Packed(payload, frames, pickler.tensors)
 
 
-def _blob(data: memoryview, frames: list[Frame]) -> Blob:
+def _blob(data: bytes | memoryview, frames: list[Frame]) -> Blob:
     if len(data) <= INLINE:
         return Blob(Place.INLINE, len(data), bytes(data))
     frames.append(data)
@@ -404,8 +417,12 @@ def unpack(
     if form is Form.TUPLE:
         return tuple(tensors)
     if payload.pickled is None:
-        raise ProtocolError("a pickled payload came without its pickle")
+        raise ProtocolError("a payload came without its pickle")
     data = blob_bytes(payload.pickled, frames)
+    if form is Form.PLAIN:
+        return decode_value(data)
+    if form is Form.ARGUMENTS:
+        return decode_arguments(data, tensors)
     # A copy, so that arrays built on inline buffers can be written to.
     buffers = [
         bytearray(blob_bytes(b, frames)) if b.place is Place.INLINE else blob_bytes(b, frames)

@@ -229,10 +229,12 @@ class Form(enum.IntEnum):
     TENSOR = 1  # the one tensor itself
     TUPLE = 2  # a tuple of the tensors, in order
     PICKLE = 3  # a pickle in which tensors are replaced by their index
+    PLAIN = 4  # None, bool, int, float, str or bytes, as msgpack
+    ARGUMENTS = 5  # such, and tensors: msgpack of values, names of the last of them, and tensors' places
 
 
 class Payload(_Part, frozen=True):
-    """A Python value. ``pickled`` names a blob, ``buffers`` those of its out-of-band buffers.
+    """A Python value. ``pickled`` names the blob of its pickle or msgpack, ``buffers`` those beside a pickle.
 
     ``forks`` gives the references in it as (owner, rref id, fork id, parent): whoever drops a payload unread
     has to let go of them.

@@ -1,0 +1,101 @@
+"""Arguments and results without a pickle: what comes out is what a pickle would have made of it."""
+
+from __future__ import annotations
+
+import enum
+import math
+import pickle
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.rpc.payload import pack, pack_arguments, unpack, unpack_call
+from zmqgrad.rpc.plain import decode_arguments, decode_value, encode_arguments, encode_value
+from zmqgrad.wire.messages import Form
+
+TENSORS = [torch.ones(2), torch.zeros(3)]
+BIG = st.integers(-(1 << 70), 1 << 70)
+PLAIN = st.none() | st.booleans() | BIG | st.floats() | st.text(max_size=5) | st.binary(max_size=5)
+ARGUMENT = PLAIN | st.sampled_from(TENSORS)
+KEYWORDS = st.dictionaries(st.text(max_size=3), ARGUMENT, max_size=3)
+
+
+def same(a: Any, b: Any) -> bool:
+    """Are they of one type, and alike? Tensors have to be the same one."""
+    if isinstance(a, torch.Tensor) or isinstance(b, torch.Tensor):
+        return a is b
+    if isinstance(a, float) and isinstance(b, float):
+        return (math.isnan(a) and math.isnan(b)) or (a == b and math.copysign(1, a) == math.copysign(1, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+@given(st.lists(ARGUMENT, max_size=6), KEYWORDS)
+def test_arguments_come_as_they_went(args: list[Any], kwargs: dict[str, Any]) -> None:
+    encoded = encode_arguments(args, kwargs)
+    if encoded is None:
+        assert any(type(v) is int and v.bit_length() > 63 for v in (*args, *kwargs.values()))
+        return
+    data, tensors = encoded
+    assert len(tensors) == len({id(v) for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor)})
+    there_args, there_kwargs = decode_arguments(data, tensors)
+    assert len(args) == len(there_args)
+    assert all(map(same, args, there_args))
+    assert list(kwargs) == list(there_kwargs)
+    assert all(map(same, kwargs.values(), there_kwargs.values()))
+
+
+@given(PLAIN)
+def test_results_come_as_they_went(value: Any) -> None:
+    packed = pack(value)
+    assert same(unpack(packed.payload, packed.frames, []), pickle.loads(pickle.dumps(value)))
+
+
+class Color(enum.IntEnum):
+    """Looks like a number, and is none of the types that go without a pickle."""
+
+    RED = 1
+
+
+class Name(str):
+    """Nor is this."""
+
+
+@pytest.mark.parametrize("value", [Color.RED, Name("x"), [1], (1,), {"a": 1}, 1 << 64, "\ud800", 1j])
+def test_all_else_is_pickled(value: Any) -> None:
+    assert encode_value(value) is None
+    assert encode_arguments((value,), {}) is None
+    packed = pack_arguments((value, 1), {})
+    assert packed.payload.form is Form.PICKLE
+    content = unpack(packed.payload, packed.frames, [])
+    (there, _), _ = unpack_call("m:f", packed.payload, content)[1:]
+    assert same(value, there)
+
+
+@given(st.binary(max_size=40))
+def test_garbage_is_refused(data: bytes) -> None:
+    for decode in (decode_value, lambda data: decode_arguments(data, TENSORS)):
+        try:
+            decode(data)
+        except ProtocolError:
+            pass
+
+
+@pytest.mark.parametrize(
+    ("values", "names", "places"),
+    [
+        ([1], ["a", "b"], []),
+        ([None], [], [0]),
+        ([None], [], [1, 0]),
+        ([None], [], [0, 2]),
+        ([None], [], [-1, 0]),
+    ],
+)
+def test_what_does_not_fit_is_refused(values: Any, names: Any, places: Any) -> None:
+
+    with pytest.raises(ProtocolError):
+        decode_arguments(msgspec.msgpack.encode((values, names, places)), TENSORS)
