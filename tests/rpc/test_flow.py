@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.transport.test_contract import _TcpAlone
+from zmqgrad import autograd
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.api import rpc_async, rpc_sync
 from zmqgrad.rpc.current import act_again, act_for
@@ -114,6 +115,37 @@ def test_workers_that_flood_each_other_finish() -> None:
         assert failed == []
         assert all(event.is_set() for event in waits)
         assert [w.mailbox.statistics()["inflight"]["waiting"] for w in both] == [{}, {}]
+
+
+def test_backward_passes_at_once_give_the_gradients_of_one_process() -> None:
+    """Tensors and gradients, each of them a third of all credit, cross each other in both directions."""
+    passes = 8
+    with workers(2) as both:
+        wrong: list[object] = []
+
+        def run(number: int) -> None:
+            own, other = both[number % 2], both[1 - number % 2]
+            x = torch.full((N,), number + 1.0, requires_grad=True)
+            w = torch.full((N,), 2.0, requires_grad=True)
+            try:
+                with acting(own), autograd.context() as context_id:
+                    y = rpc_sync(other.name, torch.mul, args=(x, w))
+                    z = rpc_sync(other.name, torch.mul, args=(y * x, y))
+                    autograd.backward(context_id, [z.sum()])
+                    got = autograd.get_gradients(context_id)
+                    expected = torch.autograd.grad(((x * w * x) * (x * w)).sum(), (x, w))
+                    wrong.extend(
+                        n for n, t, e in zip("xw", (x, w), expected, strict=True) if not got[t].equal(e)
+                    )
+            except BaseException as e:
+                wrong.append(e)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(passes)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(50)
+        assert wrong == []
 
 
 class Gate:

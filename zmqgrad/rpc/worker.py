@@ -266,7 +266,10 @@ class Worker:
         """Send a request that is not answered to this worker, if at all."""
         if self._closed:
             raise self._closed_error()
-        self.mailbox.send(peer, message, self.ids.next(), frames, lane)
+        try:
+            self.mailbox.send(peer, message, self.ids.next(), frames, lane, self.default_timeout)
+        except CongestionError as e:
+            raise RpcTimeoutError(str(e)) from e
         self._sent += 1
 
     def _on_cancel(self, inbound: Inbound) -> None:
