@@ -58,12 +58,12 @@ def test_a_switch_between_on_and_off() -> None:
 
 
 def test_what_is_missing_says_where_it_was_looked_for() -> None:
-    assert "not found in the environment: set MASTER_ADDR, or start" in str(
+    assert "not found in the environment; set MASTER_ADDR, or start" in str(
         environment.missing("MASTER_ADDR")
     )
     said = str(environment.missing("RANK", "the argument rank"))
     assert "in the environment and the argument rank, nor was OMPI_COMM_WORLD_RANK (Open MPI) or" in said
-    assert "SLURM_PROCID (Slurm): set RANK, give it as the argument rank, or" in said
+    assert "SLURM_PROCID (Slurm); set RANK, give it as the argument rank, or" in said
 
 
 SRUN = {

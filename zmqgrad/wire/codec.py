@@ -103,7 +103,7 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
     envelope = read_envelope(frame)
     start, with_manifest = ENVELOPE_SIZE, envelope.type & WITH_MANIFEST
     if with_manifest:
-        envelope = envelope._replace(type=envelope.type & ~WITH_MANIFEST)
+        envelope = Envelope(envelope.type & ~WITH_MANIFEST, *envelope[1:])  # quicker than _replace
     decoder = _decoders.get(envelope.type)
     if decoder is None:
         raise ProtocolError(
