@@ -2,9 +2,10 @@
 
     python examples/ddp_beside_rpc.py
 
-The trainers' gradients are averaged by DistributedDataParallel over gloo, which finds its peers through
-zmqgrad's store (``zmq://``). The embedding is looked up by RPC, and its gradient goes back by distributed
-autograd. At the end one process does the same training alone, and the numbers are compared.
+The embedding is looked up by RPC, and one backward pass goes from the loss through the dense model to the
+embedding. On its way the trainers' gradients are averaged by DistributedDataParallel over gloo, which finds
+its peers through zmqgrad's store (``zmq://``). At the end one process does the same training alone, and the
+numbers are compared.
 """
 
 from __future__ import annotations
@@ -65,21 +66,20 @@ def table() -> rpc.RRef:
 def train(rank: int) -> tuple[list[float], nn.Module]:
     """Train as one of the trainers; the losses of whole batches, and the dense model."""
     dense = DistributedDataParallel(make_dense())
-    optimizer = optim.SGD(dense.parameters(), lr=RATE)
-    far_optimizer = DistributedOptimizer(optim.SGD, [rpc.rpc_sync(HOLDER, table)], lr=RATE / TRAINERS)
+    groups = [
+        {"params": [rpc.RRef(p) for p in dense.parameters()]},
+        # Each trainer's share of a gradient that DDP knows nothing of.
+        {"params": [rpc.rpc_sync(HOLDER, table)], "lr": RATE / TRAINERS},
+    ]
+    optimizer = DistributedOptimizer(optim.SGD, groups, lr=RATE)
     losses = []
     for bags, topics in batches():
         mine = slice(rank * BATCH // TRAINERS, (rank + 1) * BATCH // TRAINERS)
         with dist_autograd.context() as context_id:
             embedded = rpc.rpc_sync(HOLDER, look_up, args=(bags[mine],))
-            # DDP's backward pass is torch's own: it ends at a leaf, whose gradient then travels on.
-            leaf = embedded.detach().requires_grad_()
-            loss = cross_entropy(dense(leaf), topics[mine])
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            dist_autograd.backward(context_id, [(embedded * leaf.grad).sum()])
-            far_optimizer.step(context_id)
+            loss = cross_entropy(dense(embedded), topics[mine])
+            dist_autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
         whole = loss.detach() / TRAINERS
         dist.all_reduce(whole)  # and nobody looks anything up before everybody's step is done
         losses.append(whole.item())

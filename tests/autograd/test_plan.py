@@ -242,6 +242,21 @@ def test_a_leaf_that_is_an_entry_itself() -> None:
         plan.finished(group)
 
 
+def test_ends_that_wait_together_are_of_one_group() -> None:
+    """Node 0 leads to end 2 and node 1 to end 3; each of them is entered on its own."""
+    following = [[(2, 0)], [(3, 0)], [], []]
+    plan = Plan(
+        Graph(following, frozenset(), frozenset({2, 3}), together=frozenset({2, 3})), [[(0, 0)], [(1, 0)]]
+    )
+    (first,) = plan.arrive(0)
+    assert (first.entries, first.outgoing) == (0b01, [(2, 0)])
+    assert plan.finished(first) == []
+    assert plan.waits()
+    (second,) = plan.arrive(1)
+    (last,) = plan.finished(second)
+    assert (last.entries, sorted(last.ends), sorted(last.incoming)) == (0b11, [2, 3], [(2, 0), (3, 0)])
+
+
 def test_describe_tells_who_waits_for_what() -> None:
     plan = Plan(chain(3), [[(0, 0)], [(1, 0)]])
     plan.finished(plan.arrive(0)[0])

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
-from zmqgrad.autograd import engine
+from zmqgrad.autograd import engine, leaves, local_pass
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.passes import MODES
 from zmqgrad.errors import AutogradError
@@ -108,13 +108,16 @@ def test_hooks_run_once_on_whole_gradients() -> None:
         wait_until_released(c)
 
 
-@pytest.mark.parametrize("hooks", [False, True])
-def test_several_passes_and_contexts_at_a_time(hooks: bool) -> None:
-    """Also: regions without grad, sparse gradients, hooks of leaves."""
+@pytest.mark.parametrize("how", ["plain", "hooks", "together"])
+def test_several_passes_and_contexts_at_a_time(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """Also: regions without grad, sparse gradients, hooks of leaves; and in a process group, all of it."""
+    if how == "together":
+        for module in (leaves, local_pass):
+            monkeypatch.setattr(module, "replicas_feared", lambda: True)
     with cluster(3, OPTIONS) as c:
 
         @settings(max_examples=settings().max_examples // 2)
-        @given(programs(3, all_used=False, hooks=hooks, rich=True))
+        @given(programs(3, all_used=False, hooks=how != "plain", rich=True))
         def gradients_equal(program: Program) -> None:
             check_all_modes(c, program)
 

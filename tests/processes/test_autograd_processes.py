@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, seed, settings
+from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.processes import free_port, run_processes
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
@@ -191,3 +192,58 @@ def test_replicas_sum_their_gradients_to_those_of_one_process() -> None:
     assert len(replicas) == len(REPLICAS)
     for found in replicas:
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+def make_model() -> torch.nn.Module:
+    torch.manual_seed(2)
+    parts = (torch.nn.Linear(4, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    return torch.nn.Sequential(*parts).double()
+
+
+class Detour(torch.nn.Module):
+    """A model whose middle is on worker 2: its two ends get their gradients at different times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = make_model()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.last(rpc.rpc_sync(2, torch.tanh, (self.first(x),)))
+        return y
+
+
+def run_ddp(rank: int, port: int) -> list[float]:
+    """Workers 0 and 1 train replicas; how far the gradients in the context are from those of one process."""
+    rpc.init_rpc(f"worker{rank}")
+    gaps = []
+    if rank < 2:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2
+        )
+        torch.manual_seed(1)
+        batch = torch.rand(6, 4, dtype=torch.float64)
+        alone = make_model()
+        alone(batch).square().mean().backward()
+        expected = [p.grad for p in alone.parameters()]
+        for as_view in (False, True):
+            replica = DistributedDataParallel(Detour(), gradient_as_bucket_view=as_view)
+            seen: list[torch.Tensor] = []
+            replica.module.last.bias.register_hook(lambda g, seen=seen: seen.append(g))
+            for _ in range(2):
+                with context() as context_id:
+                    loss = replica(batch[3 * rank : 3 * rank + 3]).square().mean()
+                    backward(context_id, [loss])
+                    gradients = get_gradients(context_id)
+                kept = [gradients[p] for p in replica.parameters()]
+                gaps += [(g - e).abs().max().item() for g, e in zip(kept, expected, strict=True)]
+                assert all(p.grad is None for p in replica.parameters())
+            assert len(seen) == 2
+        torch.distributed.destroy_process_group()
+    rpc.shutdown()
+    return gaps
+
+
+def test_distributed_data_parallel_averages_gradients_of_contexts() -> None:
+    gaps = run_processes(run_ddp, 3, (free_port(),))
+    assert len(gaps[0]) == len(gaps[1]) == 2 * 2 * 4
+    assert max(gaps[0] + gaps[1]) < 1e-14

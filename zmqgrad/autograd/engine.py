@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
 from zmqgrad.autograd.hooks import any_registered, has_hooks
+from zmqgrad.autograd.leaves import Leaves, how_leaves_collect
 from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
 from zmqgrad.autograd.routes import RoutedPass, find_routes
@@ -29,15 +30,15 @@ def make_pass(
 ) -> LocalPass:
     """The part of ``worker`` in a backward pass of ``context``; ``roots`` if they are here."""
     entries = Entries(roots, context.sends())
-    hooks = any_registered()
+    leaves = how_leaves_collect()
     # A walk makes many small objects and no garbage; looking for some doubles its time.
     collects = gc.isenabled()
     gc.disable()
     try:
-        routes = find_routes(entries, hooks)
+        routes = find_routes(entries, leaves)
         if routes is None:
-            return PlannedPass(context, worker, retain_graph, entries, hooks)
-        return RoutedPass(context, worker, retain_graph, entries, routes, hooks)
+            return PlannedPass(context, worker, retain_graph, entries, leaves)
+        return RoutedPass(context, worker, retain_graph, entries, routes, leaves)
     finally:
         if collects:
             gc.enable()
@@ -47,12 +48,12 @@ class PlannedPass(LocalPass):
     """A pass with the plan of its local graph, and gradients that wait at edges."""
 
     def __init__(
-        self, context: Context, worker: int, retain_graph: bool, entries: Entries, hooks: bool
+        self, context: Context, worker: int, retain_graph: bool, entries: Entries, leaves: Leaves
     ) -> None:
         super().__init__(context, worker, retain_graph, entries)
-        self._hooks = hooks
+        self._hooks = hooks = any_registered()
         self._tick = 0
-        walked = _Walk(entries.edges(), hooks)
+        walked = _Walk(entries.edges(), leaves)
         self._nodes = walked.nodes
         self._notes = walked.notes
         self._numbers = walked.numbers
@@ -106,12 +107,13 @@ class PlannedPass(LocalPass):
             inputs = [(e, g) for e in group.incoming if (g := self._gradients.pop(e, None)) is not None]
         results = self._differentiate(group, dict(inputs)) if inputs else {}
         at_recv: dict[int, list[Gradient]] = {}
+        whole: list[tuple[Any, torch.Tensor, bool]] = []
         for end in group.ends:
-            node: Any = self._nodes[end]
             if end in self._notes:
                 at_recv[end] = [None] * self._notes[end].outputs
             elif (gradient := results.pop((end, 0), None)) is not None:
-                self._accumulate(node, gradient, False)
+                whole.append((self._nodes[end], gradient, False))
+        self._accumulate_all(whole)
         for edge, gradient in results.items():
             number = edge[0]
             if number in self._graph.leaves:
@@ -199,14 +201,14 @@ class _Walk:
     One walk in depth: a node is done, and last in ``order`` so far, when all that follow it are.
     """
 
-    def __init__(self, starts: Sequence[Sequence[GradientEdge]], hooks: bool) -> None:
+    def __init__(self, starts: Sequence[Sequence[GradientEdge]], leaves: Leaves) -> None:
         self.nodes: list[Any] = []
         self.notes: dict[int, RecvNote] = {}  # of the recvs
         self.numbers: dict[Any, int] = {}
         self._following: list[list[Any]] = []
         self._leaves: set[int] = set()
         self._ends: set[int] = set()
-        self._hooks = hooks
+        self._how = leaves
         order: list[int] = []
         for edges in starts:
             for edge in edges:
@@ -215,7 +217,9 @@ class _Walk:
         numbers = self.numbers
         self.entries = [[(numbers[e[0]], e[1]) for e in edges] for edges in starts]
         following = [[(numbers[node], number) for node, number in edges] for edges in self._following]
-        self.graph = Graph(following, frozenset(self._leaves), frozenset(self._ends), order)
+        ends = frozenset(self._ends)
+        together = ends.difference(self.notes) if leaves is Leaves.TOGETHER else frozenset()
+        self.graph = Graph(following, frozenset(self._leaves), ends, order, together)
 
     def _visit(self, start: Any, order: list[int]) -> None:
         """Take in ``start``, and what follows it."""
@@ -242,7 +246,9 @@ class _Walk:
             self.notes[number] = note
             self._ends.add(number)
         elif kind is LEAF_NODE:
-            (self._ends if self._hooks and has_hooks(node) else self._leaves).add(number)
+            how = self._how
+            waits = how is Leaves.TOGETHER or (how is Leaves.HOOKED and has_hooks(node))
+            (self._ends if waits else self._leaves).add(number)
         else:
             edges = [edge for edge in node.next_functions if edge[0] is not None]
         self.nodes.append(node)

@@ -90,6 +90,11 @@ _grad_lock = threading.RLock()
 """One borrower of ``.grad`` at a time in this process: passes, and optimizers, may share parameters."""
 
 
+def lending() -> threading.RLock:
+    """To be held by who borrows ``.grad``, for longer than one loan lasts."""
+    return _grad_lock
+
+
 @contextmanager
 def grads_lent(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
     """Inside it, ``.grad`` of ``tensors`` are ``gradients``; afterwards they are as before."""

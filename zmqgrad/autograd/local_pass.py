@@ -17,6 +17,7 @@ from torch.autograd.graph import GradientEdge
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import RecvNote, Send, Start, edge_of, start_of
 from zmqgrad.autograd.hooks import node_hooks, run_post_accumulate_hooks, run_prehooks
+from zmqgrad.autograd.leaves import accumulate_by_nodes, replicas_feared
 from zmqgrad.autograd.plan import bits
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
 from zmqgrad.autograd.single import Gradient
@@ -150,8 +151,18 @@ class LocalPass(ABC):
         got = [send for i, (send, _, _) in enumerate(sends) if arrived >> (i + 1) & 1]
         return PassView(self._worker, name, sends, got, bool(arrived & 1), flows, self.describe())
 
+    def _accumulate_all(self, whole: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
+        """Whole gradients of leaves, by their nodes, which may have hooks; those of the tensors have run.
+
+        With each gradient, whether others hold it as well.
+        """
+        if whole and replicas_feared():
+            accumulate_by_nodes(self.context, [node for node, *_ in whole], [g for _, g, _ in whole])
+            return
+        for node, gradient, also_held in whole:
+            self._accumulate(node, gradient, also_held)
+
     def _accumulate(self, node: Any, gradient: torch.Tensor, shared: bool) -> None:
-        """The whole gradient of the leaf of ``node``, which may have hooks; those of the tensor have run."""
         leaf = node.variable
         before, after = node_hooks(node)
         bent = run_prehooks(before, gradient)

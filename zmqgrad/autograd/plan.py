@@ -29,13 +29,15 @@ Edge = tuple[int, int]
 class Graph:
     """``following[n]`` are the edges out of node ``n``. ``leaves`` and ``ends`` have none that count.
 
-    ``order``, if it is known: all nodes, each before those that follow it.
+    ``order``, if it is known: all nodes, each before those that follow it. ``together``: ends that wait for
+    all that reaches any of them.
     """
 
     following: Sequence[Sequence[Edge]]
     leaves: frozenset[int]
     ends: frozenset[int]
     order: Sequence[int] | None = None
+    together: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True, eq=False)
@@ -215,6 +217,11 @@ def _reach(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[int]:
         for target, _ in graph.following[node]:
             if target not in leaves:
                 masks[target] |= mask
+    union = 0
+    for end in graph.together:
+        union |= masks[end]
+    for end in graph.together:
+        masks[end] = union
     return masks
 
 

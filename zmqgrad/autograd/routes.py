@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
 from zmqgrad.autograd.hooks import has_hooks
+from zmqgrad.autograd.leaves import Leaves
 from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.single import Gradient, run_engine, shared
 from zmqgrad.wire.messages import Waiting
@@ -36,11 +37,11 @@ class Route:
         """Is there any node on the way, or do leaves and received tensors travel on as they are?"""
 
 
-def find_routes(entries: Entries, hooks: bool) -> list[Route] | None:
-    """The route of each entry; None if two of them meet. ``hooks``: leaves may have some."""
+def find_routes(entries: Entries, leaves: Leaves) -> list[Route] | None:
+    """The route of each entry; None if two of them meet, be it at leaves that wait for both."""
     owner: dict[Any, int] = {}
     routes = []
-    for number, starts in enumerate(entries.edges() if hooks else entries.starts):
+    for number, starts in enumerate(entries.starts if leaves is Leaves.PLAIN else entries.edges()):
         edges = [start for start in starts if isinstance(start, GradientEdge)]  # leaves lead nowhere
         ends: dict[tuple[Any, int], None] = {}
         recvs: dict[Any, RecvNote] = {}
@@ -51,7 +52,12 @@ def find_routes(entries: Entries, hooks: bool) -> list[Route] | None:
             kind = type(node)
             if kind is LEAF_NODE:
                 ends[node, 0] = None
-                if hooks and has_hooks(node) and owner.setdefault(node, number) != number:
+                if leaves is Leaves.TOGETHER:
+                    meets = owner.setdefault(LEAF_NODE, number) != number
+                else:
+                    waits = leaves is Leaves.HOOKED and has_hooks(node)
+                    meets = waits and owner.setdefault(node, number) != number
+                if meets:
                     return None
                 continue
             before = owner.get(node)
@@ -81,13 +87,13 @@ class RoutedPass(LocalPass):
         retain_graph: bool,
         entries: Entries,
         routes: list[Route],
-        hooks: bool,
+        leaves: Leaves,
     ) -> None:
         super().__init__(context, worker, retain_graph, entries)
         self._routes = routes
-        self._hooks = hooks
+        self._hooks = leaves is not Leaves.PLAIN
         self._arrived = 0
-        if hooks:
+        if self._hooks:
             self._starts = entries.edges()
 
     def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
@@ -108,12 +114,16 @@ class RoutedPass(LocalPass):
         at_recv: dict[Any, list[Gradient]] = {
             recv: [None] * note.outputs for recv, note in route.recvs.items()
         }
+        whole: list[tuple[Any, torch.Tensor, bool]] = []
         for edge, gradient, also_held in self._run(route, flowing):
             node = edge.node
             if node in at_recv:
                 at_recv[node][edge.output_nr] = gradient
+            elif gradient is not None and self._hooks:
+                whole.append((node, gradient, also_held))
             elif gradient is not None:
-                self._collect(node, gradient, also_held)
+                self.context.accumulate(node.variable, gradient, also_held)
+        self._accumulate_all(whole)
         for recv, complete in at_recv.items():
             send_on(route.recvs[recv], complete)
         return True
@@ -128,12 +138,6 @@ class RoutedPass(LocalPass):
             return ((edge, gradient, False) for edge, gradient in flowing.items())
         found = run_engine(tuple(flowing), tuple(flowing.values()), route.ends, self.retain_graph)
         return zip(route.ends, found, shared(found), strict=True)
-
-    def _collect(self, node: Any, gradient: torch.Tensor, also_held: bool) -> None:
-        if self._hooks:
-            self._accumulate(node, gradient, also_held)
-        else:
-            self.context.accumulate(node.variable, gradient, also_held)
 
     def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
         """Nothing waits for another entry here, so nothing becomes ready."""

@@ -48,6 +48,14 @@ def run_engine(
     return found
 
 
+def run_nodes(nodes: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
+    """Run the nodes of leaves themselves: they add to ``.grad``."""
+    if _engine is None:
+        torch.autograd.backward(tuple(nodes), tuple(gradients))
+    else:
+        _engine(tuple(nodes), tuple(gradients), False, False, (), True, accumulate_grad=True)
+
+
 def shared(gradients: Sequence[Gradient]) -> list[bool]:
     """For each of ``gradients``: does anything hold it but this sequence, once?
 
