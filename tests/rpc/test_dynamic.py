@@ -244,6 +244,21 @@ def test_a_worker_out_of_reach_of_one_is_not_struck_off_for_others(town: Town) -
         rpc.rpc_sync("a", where)
 
 
+def test_the_loss_of_who_was_never_known(town: Town) -> None:
+    """It had sent something, and was dead before its name was."""
+    a = town.join("a")
+    with acting(a):
+        heard: list[int] = []
+        rpc.on_loss(lambda info, why: heard.append(info.id))
+        a.worker.lose(7, "its process has ended")
+        a.worker.lose(7, "again")
+        assert names_known_to(a) == ["a"]
+        b = town.join("b")
+        wait_until(lambda: names_known_to(a) == ["a", "b"])
+        b.leave(True, Deadline.after(WAIT))
+        wait_until(lambda: heard == [1])
+
+
 def test_messages_of_an_older_incarnation_are_refused(town: Town) -> None:
     a, b = town.join("a"), town.join("b")
     with acting(b), town.network.hold(source=1, target=0) as held:

@@ -62,13 +62,14 @@ class Callee:
             self._make(inbound, message, tensors)
         elif isinstance(message, RRefFetch):
             value = self._references.value(message.rref_id, message.timeout or None)
-            packed = pack(value, self._worker.answer_terms(self._worker.membership.find(source)))
+            packed = pack(value, self._worker.answer_terms(self._worker.membership.record(source)))
             self._worker.reply(inbound, RRefValue(packed.payload), packed, "to_here")
         else:
             raise RpcError(f"{type(message).__name__} is no call")
 
     def _answer(self, inbound: Inbound, call: Call, value: Any) -> None:
-        packed = pack(value, self._worker.answer_terms(self._worker.membership.find(inbound.envelope.source)))
+        caller = self._worker.membership.record(inbound.envelope.source)
+        packed = pack(value, self._worker.answer_terms(caller))
         self._worker.reply(inbound, Result(packed.payload), packed, call.function)
 
     def _make(self, inbound: Inbound, call: RemoteCall, tensors: list[torch.Tensor] | None) -> None:

@@ -16,7 +16,8 @@ import logging
 import threading
 import traceback
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -69,18 +70,6 @@ class PythonFuture(torch.futures.Future[T]):
         self._failed = True
         for alarm in self._alarms:
             alarm.set(self)
-
-    def alarm(self, outcome: Outcome[Any]) -> None:
-        """Set ``outcome`` to this future as soon as it fails, if it does."""
-        with _alarms_lock:
-            self._alarms = (*self._alarms, outcome)
-        if self._failed:
-            outcome.set(self)
-
-    def unalarm(self, outcome: Outcome[Any]) -> None:
-        """Nobody looks at ``outcome`` any more."""
-        with _alarms_lock:
-            self._alarms = tuple(o for o in self._alarms if o is not outcome)
 
     def then(self, callback: Callable[[Any], S]) -> PythonFuture[S]:
         """A future of what ``callback(self)`` returns, once this one is done.
@@ -139,6 +128,23 @@ class PythonFuture(torch.futures.Future[T]):
 
 
 _alarms_lock = threading.Lock()
+
+
+@contextmanager
+def alarmed(futures: Sequence[PythonFuture[Any]], outcome: Outcome[Any]) -> Iterator[None]:
+    """Meanwhile, ``outcome`` is set to the first of ``futures`` that fails, or has."""
+    with _alarms_lock:
+        for future in futures:
+            future._alarms += (outcome,)
+    try:
+        for future in futures:
+            if future._failed:
+                outcome.set(future)
+        yield
+    finally:
+        with _alarms_lock:
+            for future in futures:
+                future._alarms = tuple(o for o in future._alarms if o is not outcome)
 
 
 def _raise_anew(error: Exception) -> None:

@@ -18,7 +18,7 @@ import torch
 
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.futures import PythonFuture, RpcFuture
+from zmqgrad.rpc.futures import PythonFuture, RpcFuture, alarmed
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.payload import Packed, pack_call
 from zmqgrad.runtime.clock import Deadline
@@ -90,14 +90,8 @@ def _first_failure(futures: list[Any]) -> Iterator[Outcome[Any]]:
     """Gives an outcome that is set to the first of ``futures`` to fail, or to None once all are done."""
     outcome: Outcome[Any] = Outcome()
     torch._C.Future.add_done_callback(torch._C._collect_all(futures), lambda _: outcome.set(None))
-    ours = [future for future in futures if isinstance(future, PythonFuture)]
-    for future in ours:
-        future.alarm(outcome)
-    try:
+    with alarmed([future for future in futures if isinstance(future, PythonFuture)], outcome):
         yield outcome
-    finally:
-        for future in ours:
-            future.unalarm(outcome)
 
 
 def _results(futures: list[Any], outcome: Outcome[Any]) -> list[Any]:

@@ -274,6 +274,14 @@ class Membership:
             return self._by_id.get(to.id)
         raise UnknownWorkerError(f"a worker is a name, a rank or a WorkerInfo, not {to!r}")
 
+    def record(self, worker_id: int) -> WorkerRecord:
+        """The worker of that id, whether or not it still takes part; others are asked only if it is new here.
+
+        Raises:
+            UnknownWorkerError: if there is none.
+        """
+        return self._by_id.get(worker_id) or self.find(worker_id)
+
     def find_former(self, worker_id: int) -> WorkerRecord | None:
         """The worker of that id, whether or not it still takes part; None if it was never known."""
         return self._by_id.get(worker_id)

@@ -95,11 +95,13 @@ def _ask(
     rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any, waits: bool = False
 ) -> PendingCall:
     worker = rref._worker
-    peer = worker.membership.find(rref.handle.owner)
     seconds = worker.seconds(timeout)
     if rref.is_owner():
-        return worker.call(peer, call_own_method, (rref, seconds, name, args, kwargs), None, timeout, waits)
+        return worker.call(
+            worker.id, call_own_method, (rref, seconds, name, args, kwargs), None, timeout, waits
+        )
     worker.references.check_alive(rref.handle, f"method {name} on it")
+    peer = worker.membership.record(rref.handle.owner)
     packed = pack_arguments(args, kwargs, worker.terms(peer))
     reference = method_reference(rref.handle.rref_id, name)
     return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)

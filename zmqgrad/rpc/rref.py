@@ -66,7 +66,7 @@ class RRef(TravelsAsReference, Generic[T]):
 
     def owner(self) -> WorkerInfo:
         """The worker where the value lives."""
-        return self._worker.membership.find(self.handle.owner).info
+        return self._worker.membership.record(self.handle.owner).info
 
     def owner_name(self) -> str:
         """Its name."""

@@ -33,7 +33,7 @@ from zmqgrad.rpc.devices import for_answers, for_calls
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
 from zmqgrad.rpc.events import Events
 from zmqgrad.rpc.futures import Completer, RpcFuture
-from zmqgrad.rpc.membership import Membership, WorkerInfo, WorkerRecord
+from zmqgrad.rpc.membership import Membership, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, check_timeout
 from zmqgrad.rpc.payload import (
     PACKED_NOTHING,
@@ -126,7 +126,7 @@ class Worker:
         self.timekeeper.start()
         self.mailbox.start(
             self._on_message,
-            lambda peer: self.membership.find(peer).endpoints,
+            lambda peer: self.membership.record(peer).endpoints,
             self.pool,
             self.lose,
             self.timekeeper,
@@ -385,7 +385,7 @@ class Worker:
         """Where gradients for ``peer`` arrive: those of tensors that it sent, and of answers to it."""
         devices = self._gradient_devices.get(peer)
         if devices is None:
-            own, record = self.membership.own, self.membership.find(peer)
+            own, record = self.membership.own, self.membership.record(peer)
             devices = {**for_calls(own, record), **for_answers(own, record)}
             self._gradient_devices[peer] = devices
         return devices
@@ -564,7 +564,9 @@ class Worker:
         for told in self.doors.peer_lost:
             told(peer, self.loss_of(peer, "a part of it"))
         self.mailbox.forget(peer)  # else the socket would look for it for ever
-        self.events.lost(WorkerInfo(self.membership.name_of(peer), peer), why)
+        record = self.membership.find_former(peer)
+        if record is not None:  # of who was never known to join, nobody hears that it is gone
+            self.events.lost(record.info, why)
 
     def loss_of(self, peer: int, what: str) -> PeerLostError:
         """The error for ``what`` was asked of a peer that is gone."""
