@@ -366,6 +366,29 @@ def test_a_peer_that_left_and_keeps_a_tensor_keeps_its_block(sides: tuple[Side, 
     assert a.lent == 0
 
 
+def test_the_late_loss_of_a_former_self_frees_nothing_that_the_new_one_looks_at() -> None:
+    """A peer died and started again under its number; its death is told once more, and late."""
+    a, former, new = Side(0), Side(1), Side(1)
+    a.other, former.other, new.other = former, a, a
+    a.warm()
+    _, old_blocks = a.pass_on([b"o" * 2000])
+    a.exchange.forget(1)
+    a.other = new
+    a.warm()
+    _, (mine,) = a.pass_on([b"n" * 2000])
+    a.exchange.forget(1)  # late
+    del old_blocks
+    former.exchange.close()
+    a.exchange._release()
+    assert a.lent == 1  # the new one's alone
+    a.warm()
+    for _ in range(20):
+        a.pass_on([b"x" * 2000])
+    assert bytes(mine) == b"n" * 2000
+    for side in (a, new):
+        side.exchange.close()
+
+
 def test_what_was_received_outlives_both(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
