@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.store.state import HIDDEN, MAX_NOTICE_VALUE, Notice, Reply, State
+from zmqgrad.store.contents import MAX_NOTICE_VALUE, Notice
+from zmqgrad.store.state import HIDDEN, Reply, State
 from zmqgrad.wire.messages import (
     Call,
     KeyCallbackRegistered,

@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from tests.support.processes import free_port
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
+from zmqgrad.store.contents import MAX_NOTICE_VALUE, Notice
 from zmqgrad.store.followers import MAX_PENDING, KeyFollower, WatchEvent
-from zmqgrad.store.state import MAX_NOTICE_VALUE, Notice, State
+from zmqgrad.store.state import State
 from zmqgrad.store.takers import OldNew
 from zmqgrad.store.watch import WatchBook
 from zmqgrad.wire.messages import (

@@ -17,9 +17,10 @@ from tests.support.processes import free_port
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, WatchEvent
+from zmqgrad.store.contents import MAX_NOTICE_VALUE, Notice
 from zmqgrad.store.followers import Backlog, PrefixFollower
 from zmqgrad.store.server import StoreServer
-from zmqgrad.store.state import MAX_NOTICE_VALUE, Notice, State
+from zmqgrad.store.state import State
 from zmqgrad.wire.messages import PrefixCallbackRegistered, StoreDeleteKey, StoreSet, StoreWatchPrefix
 
 PATIENCE = 20.0

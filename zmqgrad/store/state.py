@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from zmqgrad.store.contents import Contents, Notice
 from zmqgrad.store.parking import Parked, Parking
 from zmqgrad.store.topics import HIDDEN, Prefix, Target, is_beneath
 from zmqgrad.wire.frames import MAX_HEADER
@@ -28,12 +29,8 @@ from zmqgrad.wire.messages import (
     MAX_KEYS,
     MAX_VALUE,
     KeyCallbackRegistered,
-    KeyCreated,
-    KeyDeleted,
-    KeyUpdated,
     Message,
     PrefixCallbackRegistered,
-    PrefixChanged,
     Refusal,
     StoreAdd,
     StoreAppend,
@@ -62,9 +59,6 @@ from zmqgrad.wire.messages import (
     StoreWatchPrefix,
 )
 
-MAX_NOTICE_VALUE = 64 << 10
-"""Larger values are left out of notices (None): whoever wants them reads them."""
-
 MAX_TOGETHER = MAX_HEADER - (64 << 20)
 """Bytes of values in one message; the rest is room for their heads."""
 
@@ -80,13 +74,6 @@ class Reply(NamedTuple):
     message: Message
 
 
-class Notice(NamedTuple):
-    """Publish ``message`` to whoever watches ``target``."""
-
-    target: Target
-    message: KeyCreated | KeyUpdated | KeyDeleted | PrefixChanged
-
-
 Effect = Reply | Notice
 
 
@@ -94,14 +81,24 @@ class State:
     """Keys, queues, and who waits for what. ``asker`` is whatever the shell needs to find the asker again."""
 
     def __init__(self) -> None:
-        self.revision = 0
-        self.changes = 0  # of keys and of queues
-        self._values: dict[str, bytes] = {}
-        self._queues: dict[str, deque[bytes]] = {}
-        self._hidden = 0
-        self._watched: dict[Target, int] = {}  # and the revision of its last notice
-        self._prefixes: list[Prefix] = []  # those of them that are some
+        self._contents = Contents()
+        self._values = self._contents.values
+        self._queues = self._contents.queues
         self._parking = Parking()
+
+    @property
+    def revision(self) -> int:
+        """One higher at each change of a key."""
+        return self._contents.revision
+
+    @revision.setter
+    def revision(self, revision: int) -> None:
+        self._contents.revision = revision
+
+    @property
+    def changes(self) -> int:
+        """How often a key or a queue was changed."""
+        return self._contents.changes
 
     # ---- what the shell calls ---------------------------------------------------------------------------
 
@@ -153,8 +150,7 @@ class State:
 
     def unwatch(self, target: Target) -> None:
         """Nobody watches ``target`` any more: make no notices of it."""
-        if self._watched.pop(target, None) is not None and isinstance(target, Prefix):
-            self._prefixes.remove(target)
+        self._contents.unwatch(target)
 
     def contents(self) -> Iterator[Message]:
         """Queries that make an empty state the same as this, less the revision and who waits or watches."""
@@ -170,7 +166,7 @@ class State:
             "keys": len(self._values),
             "queues": len(self._queues),
             "parked": len(self._parking),
-            "watched": len(self._watched),
+            "watched": self._contents.watched,
             "revision": self.revision,
         }
 
@@ -178,37 +174,9 @@ class State:
 
     def _put(self, key: str, value: bytes, effects: list[Effect]) -> None:
         """Set ``key``, and answer those for whom it was the last one missing."""
-        self._hold(key, value, effects)
+        self._contents.put(key, value, effects)
         if key in self._parking:
             self._wake(key, effects)
-
-    def _hold(self, key: str, value: bytes, effects: list[Effect]) -> None:
-        """Set ``key``, and note it for those who watch."""
-        old = self._values.get(key)
-        self._values[key] = value
-        self.changes += 1
-        self.revision += 1
-        if key in self._watched:
-            previous, self._watched[key] = self._watched[key], self.revision
-            new = _short(value)
-            if old is None:
-                effects.append(Notice(key, KeyCreated(key, self.revision, previous, new)))
-            else:
-                effects.append(Notice(key, KeyUpdated(key, self.revision, previous, _short(old), new)))
-        if self._prefixes:
-            self._tell_prefixes(key, value, effects)
-        if old is None:
-            self._hidden += key.startswith(HIDDEN)
-
-    def _tell_prefixes(self, key: str, value: bytes | None, effects: list[Effect]) -> None:
-        """``key`` holds ``value`` now: note it for those who watch keys that begin so."""
-        for prefix in self._prefixes:
-            if is_beneath(prefix.text, key):
-                previous, self._watched[prefix] = self._watched[prefix], self.revision
-                new = None if value is None else _short(value)
-                left_out = new is None and value is not None
-                notice = PrefixChanged(prefix.text, self.revision, previous, key, new, left_out)
-                effects.append(Notice(prefix, notice))
 
     def _wake(self, key: str, effects: list[Effect]) -> None:
         for parked in self._parking.line(key):
@@ -275,7 +243,7 @@ class State:
             effects.append(_refuse(asker, Refusal.INVALID, said))
             return
         for key, value in zip(query.keys, query.values, strict=True):
-            self._hold(key, value, effects)
+            self._contents.put(key, value, effects)
         for key in query.keys:
             self._wake(key, effects)
         effects.append(Reply(asker, StoreDone()))
@@ -313,18 +281,8 @@ class State:
         effects.append(Reply(asker, StoreDone()))
 
     def _delete_key(self, query: StoreDeleteKey, asker: Any, now: float, effects: list[Effect]) -> None:
-        key = query.key
-        old = self._values.pop(key, None)
-        if old is not None:
-            self._hidden -= key.startswith(HIDDEN)
-            self.changes += 1
-            self.revision += 1
-            if key in self._watched:
-                previous, self._watched[key] = self._watched[key], self.revision
-                effects.append(Notice(key, KeyDeleted(key, self.revision, previous, _short(old))))
-            if self._prefixes:
-                self._tell_prefixes(key, None, effects)
-        effects.append(Reply(asker, StoreNumber(int(old is not None))))
+        existed = self._contents.delete(query.key, effects)
+        effects.append(Reply(asker, StoreNumber(int(existed))))
 
     def _get(self, query: StoreGet, asker: Any, now: float, effects: list[Effect]) -> None:
         value = self._values.get(query.key)
@@ -342,7 +300,7 @@ class State:
         effects.append(Reply(asker, StoreNumber(int(there))))
 
     def _num_keys(self, query: StoreGetNumKeys, asker: Any, now: float, effects: list[Effect]) -> None:
-        effects.append(Reply(asker, StoreNumber(len(self._values) - self._hidden)))
+        effects.append(Reply(asker, StoreNumber(self._contents.shown)))
 
     def _list_keys(self, query: StoreListKeys, asker: Any, now: float, effects: list[Effect]) -> None:
         prefix = query.prefix
@@ -350,24 +308,20 @@ class State:
         effects.append(Reply(asker, StoreKeys(tuple(keys))))
 
     def _queue_push(self, query: StoreQueuePush, asker: Any, now: float, effects: list[Effect]) -> None:
-        self.changes += 1
         effects.append(Reply(asker, StoreDone()))
         first = self._parking.first(_line_of(query.key))
         if first is not None:
             self._parking.release(first)
+            self._contents.changes += 1
             effects.append(Reply(first.asker, StoreValue(query.value, self.revision)))
         else:
-            self._queues.setdefault(query.key, deque()).append(query.value)
+            self._contents.push(query.key, query.value)
             if query.key in self._parking:
                 self._wake(query.key, effects)
 
     def _queue_pop(self, query: StoreQueuePop, asker: Any, now: float, effects: list[Effect]) -> None:
-        queue = self._queues.get(query.key)
-        if queue:
-            self.changes += 1
-            effects.append(Reply(asker, StoreValue(queue.popleft(), self.revision)))
-            if not queue:
-                del self._queues[query.key]
+        if query.key in self._queues:
+            effects.append(Reply(asker, StoreValue(self._contents.pop(query.key), self.revision)))
         elif query.block:
             parked = Parked(query, asker, (query.key,))
             self._parking.park(parked, _line_of(query.key), now + query.timeout)
@@ -379,7 +333,7 @@ class State:
 
     def _watch_key(self, query: StoreWatchKey, asker: Any, now: float, effects: list[Effect]) -> None:
         key = query.key
-        self._watched.setdefault(key, 0)
+        self._contents.watch(key)
         effects.append(Reply(asker, KeyCallbackRegistered(key, self.revision, self._values.get(key))))
 
     def _watch_prefix(self, query: StoreWatchPrefix, asker: Any, now: float, effects: list[Effect]) -> None:
@@ -392,9 +346,7 @@ class State:
             )
             effects.append(_refuse(asker, Refusal.LIMIT, said))
             return
-        if prefix not in self._watched:
-            self._watched[prefix] = 0
-            self._prefixes.append(prefix)
+        self._contents.watch(prefix)
         found = PrefixCallbackRegistered(prefix.text, self.revision, tuple(there), tuple(there.values()))
         effects.append(Reply(asker, found))
 
@@ -447,10 +399,6 @@ def _refuse(asker: Any, reason: Refusal, text: str) -> Reply:
 def _line_of(queue: str) -> tuple[str, str]:
     """Where blocked pops of ``queue`` wait; a tuple, so that it is no key's place."""
     return ("queue", queue)
-
-
-def _short(value: bytes) -> bytes | None:
-    return value if len(value) <= MAX_NOTICE_VALUE else None
 
 
 def _number(value: bytes) -> int | None:

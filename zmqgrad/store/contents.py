@@ -1,0 +1,125 @@
+"""What a store holds: keys, queues, and what is watched of them. Pure.
+
+Each change of a key raises the revision by one, and each change of a watched key, or of one beneath a watched
+prefix, makes one notice, which names the revision of the notice before it: so a lost one shows.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from zmqgrad.store.topics import HIDDEN, Prefix, Target, is_beneath
+from zmqgrad.wire.messages import KeyCreated, KeyDeleted, KeyUpdated, PrefixChanged
+
+MAX_NOTICE_VALUE = 64 << 10
+"""Larger values are left out of notices (None): whoever wants them reads them."""
+
+
+class Notice(NamedTuple):
+    """Tell whoever watches ``target``."""
+
+    target: Target
+    message: KeyCreated | KeyUpdated | KeyDeleted | PrefixChanged
+
+
+class Contents:
+    """Keys and queues. Notices of what changes are appended to the list that is given."""
+
+    def __init__(self) -> None:
+        self.revision = 0
+        self.changes = 0  # of keys and of queues
+        self.values: dict[str, bytes] = {}
+        self.queues: dict[str, deque[bytes]] = {}  # those that are not empty
+        self._hidden = 0
+        self._watched: dict[Target, int] = {}  # and the revision of its last notice
+        self._prefixes: list[Prefix] = []  # those of them that are some
+
+    @property
+    def shown(self) -> int:
+        """How many keys there are that users have set."""
+        return len(self.values) - self._hidden
+
+    @property
+    def watched(self) -> int:
+        """How many keys and prefixes are watched."""
+        return len(self._watched)
+
+    # ---- keys -------------------------------------------------------------------------------------------
+
+    def put(self, key: str, value: bytes, notices: list[Any]) -> None:
+        """Set ``key``."""
+        old = self.values.get(key)
+        self.values[key] = value
+        self.changes += 1
+        self.revision += 1
+        if key in self._watched:
+            previous, self._watched[key] = self._watched[key], self.revision
+            new = _short(value)
+            if old is None:
+                notices.append(Notice(key, KeyCreated(key, self.revision, previous, new)))
+            else:
+                notices.append(Notice(key, KeyUpdated(key, self.revision, previous, _short(old), new)))
+        if self._prefixes:
+            self._tell_prefixes(key, value, notices)
+        if old is None:
+            self._hidden += key.startswith(HIDDEN)
+
+    def delete(self, key: str, notices: list[Any]) -> bool:
+        """Delete ``key``. Did it exist?"""
+        old = self.values.pop(key, None)
+        if old is None:
+            return False
+        self._hidden -= key.startswith(HIDDEN)
+        self.changes += 1
+        self.revision += 1
+        if key in self._watched:
+            previous, self._watched[key] = self._watched[key], self.revision
+            notices.append(Notice(key, KeyDeleted(key, self.revision, previous, _short(old))))
+        if self._prefixes:
+            self._tell_prefixes(key, None, notices)
+        return True
+
+    def _tell_prefixes(self, key: str, value: bytes | None, notices: list[Any]) -> None:
+        """``key`` holds ``value`` now: note it for those who watch keys that begin so."""
+        for prefix in self._prefixes:
+            if is_beneath(prefix.text, key):
+                previous, self._watched[prefix] = self._watched[prefix], self.revision
+                new = None if value is None else _short(value)
+                left_out = new is None and value is not None
+                notice = PrefixChanged(prefix.text, self.revision, previous, key, new, left_out)
+                notices.append(Notice(prefix, notice))
+
+    # ---- queues -----------------------------------------------------------------------------------------
+
+    def push(self, name: str, value: bytes) -> None:
+        """To the end of the queue ``name``."""
+        self.changes += 1
+        self.queues.setdefault(name, deque()).append(value)
+
+    def pop(self, name: str) -> bytes:
+        """The first value of the queue ``name``, which has one."""
+        self.changes += 1
+        queue = self.queues[name]
+        value = queue.popleft()
+        if not queue:
+            del self.queues[name]
+        return value
+
+    # ---- watches ----------------------------------------------------------------------------------------
+
+    def watch(self, target: Target) -> None:
+        """Make notices of ``target``."""
+        if target not in self._watched:
+            self._watched[target] = 0
+            if isinstance(target, Prefix):
+                self._prefixes.append(target)
+
+    def unwatch(self, target: Target) -> None:
+        """Make no more notices of ``target``."""
+        if self._watched.pop(target, None) is not None and isinstance(target, Prefix):
+            self._prefixes.remove(target)
+
+
+def _short(value: bytes) -> bytes | None:
+    return value if len(value) <= MAX_NOTICE_VALUE else None
