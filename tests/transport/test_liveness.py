@@ -182,6 +182,27 @@ def test_another_process_at_the_same_port_is_another() -> None:
         guest.close()
 
 
+def test_a_crowd_of_strangers_keeps_no_peer_out() -> None:
+    """The first of too many makes room; a peer of ours comes back, and is not thought dead."""
+    heard, others = Heard(), Heard()
+    with watch(others) as watched, watch(heard) as watching:
+        watched._most_guests = 3
+        address = watched._listener.sockets[1].getsockname()
+        assert watched._listener.endpoint is not None
+        watching.follow(7, watched._listener.endpoint)
+        until_token(watching, 7)
+        crowd = [socket.create_connection(address, WAIT) for _ in range(9)]
+        for stranger in crowd:
+            stranger.settimeout(WAIT)
+            assert len(stranger.recv(TOKEN_SIZE, socket.MSG_WAITALL)) in (0, TOKEN_SIZE)
+        for stranger in crowd[:5]:
+            assert not stranger.recv(1)
+        until_token(watching, 7)
+        for stranger in crowd:
+            stranger.close()
+        assert not heard.lost
+
+
 def test_a_host_that_takes_no_connection_is_out_of_reach() -> None:
     heard = Heard()
     with watch(heard) as watching, socket.socket() as listening:

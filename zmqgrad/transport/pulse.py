@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import secrets
 import selectors
 import socket as sockets
@@ -43,7 +44,9 @@ PAUSE_SECONDS = 1.0
 """Nobody is let in for so long after the process ran out of descriptors."""
 
 MAX_GUESTS = 1 << 16
-"""How many may connect: there are no more workers than that."""
+"""How many may connect: there are no more workers than that. Over tcp nobody proves who he is, so they get no
+more than half of the descriptors that the process may have; then the one who came first makes room. If he is
+one of ours, he connects again, and knows by that alone that this worker lives."""
 
 
 class Listener:
@@ -129,7 +132,8 @@ class Watch:
         self._selector = selectors.DefaultSelector()
         # Touched by the thread alone from here on.
         self._contacts: dict[int, _Contact] = {}
-        self._guests: set[sockets.socket] = set()
+        self._guests: dict[sockets.socket, None] = {}  # the first first
+        self._most_guests = _most_guests()
         self._paused: dict[sockets.socket, float] = {}  # listeners, and when to go on with them
         _watches.add(self)
         self._thread = threading.Thread(target=self._run, name=f"{name}-liveness", daemon=True)
@@ -224,22 +228,29 @@ class Watch:
             self._selector.unregister(listening)
             self._paused[listening] = self._clock.now() + PAUSE_SECONDS
             return
-        if len(self._guests) >= MAX_GUESTS or not _same_user(guest):
+        if not _same_user(guest):
             guest.close()
             return
+        if len(self._guests) >= self._most_guests:
+            self._see_off(next(iter(self._guests)))
         guest.setblocking(False)
-        self._guests.add(guest)
+        self._guests[guest] = None
         self._selector.register(guest, selectors.EVENT_READ, self._answer)
         _write(guest, self._listener.token)
 
     def _answer(self, guest: sockets.socket) -> None:
+        if guest not in self._guests:
+            return  # seen off a moment ago
         asked = _read(guest)
         if asked:
             _write(guest, asked[:PINGS_AT_ONCE])
         elif asked is not None:
-            self._selector.unregister(guest)
-            self._guests.discard(guest)
-            guest.close()
+            self._see_off(guest)
+
+    def _see_off(self, guest: sockets.socket) -> None:
+        self._selector.unregister(guest)
+        del self._guests[guest]
+        guest.close()
 
     # ---- watching ---------------------------------------------------------------------------------------
 
@@ -364,6 +375,11 @@ class Watch:
             listener(peer, what)
         except Exception:
             logger.exception("telling of worker %d (%s) failed", peer, what)
+
+
+def _most_guests() -> int:
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_GUESTS if allowed == resource.RLIM_INFINITY else max(1, min(MAX_GUESTS, allowed // 2))
 
 
 PINGS_AT_ONCE = 256
