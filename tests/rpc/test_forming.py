@@ -52,7 +52,7 @@ def test_who_meets_by_a_file_listens_where_others_can_reach(
         facing(tmp_path, MASTER_ADDR=MASTER)
     with pytest.raises(ConfigurationError, match="no way leads to no-such-host"):
         facing(tmp_path, MASTER_ADDR="no-such-host")
-    monkeypatch.setattr(exposure, "_ELSEWHERE", "no-such-host")
+    monkeypatch.setattr(exposure, "_ELSEWHERE", ("no-such-host",))
     assert facing(tmp_path, ZMQGRAD_ALLOW_INSECURE="1") == "127.0.0.1", "there is no other host"
 
 

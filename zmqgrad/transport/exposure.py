@@ -36,14 +36,16 @@ def facing_address(host: str, port: int) -> str:
 
 def own_address() -> str:
     """The address of this machine by which most others would reach it; loopback if it has no route to any."""
-    try:
-        return facing_address(_ELSEWHERE, 9)
-    except OSError:
-        return "127.0.0.1"
+    for elsewhere in _ELSEWHERE:
+        try:
+            return facing_address(elsewhere, 9)
+        except OSError:
+            continue  # no route
+    return "127.0.0.1"
 
 
-_ELSEWHERE = "192.0.2.1"
-"""An address of nobody's, set aside for documentation: the default route leads there. Nothing is sent."""
+_ELSEWHERE = ("192.0.2.1", "2001:db8::1")
+"""Addresses of nobody's, set aside for documentation: the default route leads there. Nothing is sent."""
 
 
 def may_be_exposed(keyed: bool) -> bool:
