@@ -100,10 +100,9 @@ def test_numbers_of_contexts(c: Cluster) -> None:
         assert autograd._get_max_id() == (2 << 48) + (1 << 48) - 1
         with autograd.context() as context_id:
             assert context_id >> 48 == 2
-            assert autograd._get_debug_info() == {
-                "num_autograd_contexts": "1",
-                "num_current_backward_passes": "0",
-            }
+            expected = {"num_autograd_contexts": 1, "num_current_backward_passes": 0}
+            assert autograd.get_debug_info() == expected
+            assert autograd._get_debug_info() == {name: str(n) for name, n in expected.items()}
 
 
 def test_there_is_nothing_to_set_up(c: Cluster) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -14,6 +16,7 @@ from zmqgrad.autograd import backward, context, get_gradients, releases
 from zmqgrad.autograd.context import ENDED_PASSES
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError, PeerLostError
+from zmqgrad.rpc.current import current_worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.faults import Hold
@@ -76,6 +79,17 @@ def test_a_pass_ends_when_a_worker_that_it_waits_for_is_lost(c3: Cluster, route:
         thread.join(20.0)
         assert not thread.is_alive()
     assert f"worker{lost} (worker {lost}) is gone: its process has ended" in str(failed[0])
+
+
+def test_a_pass_ends_that_others_take_to_a_worker_that_was_lost_before(c3: Cluster) -> None:
+    with (
+        c3.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, target=2),
+        context() as ctx,
+    ):
+        loss = rpc.rpc_sync(1, relay, ([2], leaf(1))).sum()
+        c3.workers[0].lose(2, "its process has ended")
+        with pytest.raises(PeerLostError, match=r"worker2 .* is gone: its process has ended"):
+            backward(ctx, [loss])
 
 
 @pytest.mark.parametrize("mode", ["smart", "auto"])
@@ -249,6 +263,38 @@ def double_elsewhere(x: Tensor) -> Tensor:
     """Nobody uses what worker 2 gives, so its part of a pass never ends by itself."""
     rpc.rpc_sync(2, double, (x,))
     return x * 2
+
+
+watched: list[weakref.ref[object]] = []
+
+
+def watch(ctx: int) -> None:
+    """Remembers, weakly, what is here of a context."""
+    gradients = get_gradients(ctx)
+    context_here = autograd_of(current_worker()).contexts.find(ctx)
+    watched.extend(map(weakref.ref, [context_here, *context_here.passes.values(), *gradients.values()]))
+
+
+def test_what_a_context_held_goes_with_it_and_not_with_the_garbage(c3: Cluster) -> None:
+    """Graphs and gradients are large, and the collector may come late."""
+    x = leaf(1)
+    watched.clear()
+    gc.collect()
+    gc.disable()
+    try:
+        with context() as ctx:
+            w = rpc.remote(1, leaf, (2.0,))
+            y = rpc.rpc_sync(1, times, (w, x))
+            z = rpc.rpc_sync(1, times, (w, y)) * y
+            backward(ctx, [y.sum()], retain_graph=True)
+            backward(ctx, [z.sum()])
+            watch(ctx)
+            rpc.rpc_sync(1, watch, (ctx,))
+            assert len(watched) == 2 * (1 + 2 + 1)
+        del y, z
+        wait_until(lambda: all(ref() is None for ref in watched), lambda: [ref() for ref in watched])
+    finally:
+        gc.enable()
 
 
 def test_passes_that_have_ended_are_forgotten_everywhere(c3: Cluster) -> None:

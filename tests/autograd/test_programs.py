@@ -23,7 +23,8 @@ from zmqgrad.wire.messages import MessageType
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(240),  # a hundred programs with the ci profile, and twice that time to shrink one
+    # A hundred programs with the ci profile, and twice that time to shrink one; thousands to soak.
+    pytest.mark.timeout(240 * max(1, settings().max_examples // 100)),
     pytest.mark.open_outcomes,  # RRefs that are deleted while their fork request is on its way leave one
 ]
 OPTIONS = RpcBackendOptions(rpc_timeout=20.0)

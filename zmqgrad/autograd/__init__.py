@@ -28,6 +28,7 @@ from zmqgrad.autograd.inspection import (
     _new_context,
     _release_context,
     _retrieve_context,
+    get_debug_info,
     is_available,
 )
 from zmqgrad.autograd.picture import describe_context, draw_context
@@ -48,6 +49,7 @@ __all__ = [
     "context",
     "describe_context",
     "draw_context",
+    "get_debug_info",
     "get_gradients",
     "install",
     "is_available",

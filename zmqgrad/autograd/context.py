@@ -50,6 +50,12 @@ class Context:
         """``peer`` takes part; it will be told of the end."""
         self._peers.add(peer)
 
+    def end(self) -> None:
+        """It has been released: what it holds goes as soon as nobody else holds it."""
+        self.released = True  # before its peers are read: see Autograd.outgoing
+        with self.pass_lock:
+            self.passes.clear()  # they know the context, and a cycle would keep graphs and gradients
+
     def peers(self) -> set[int]:
         """The workers that this one exchanged messages of the context with."""
         return set(self._peers)
@@ -246,7 +252,7 @@ class Contexts:
                 self._released.popitem(last=False)
             context = self._live.pop(context_id, None)
             if context is not None:
-                context.released = True  # before its peers are read: see Autograd.outgoing
+                context.end()
             return context
 
     def live(self) -> list[Context]:

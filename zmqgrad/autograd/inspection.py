@@ -193,6 +193,17 @@ def _get_max_id() -> int:
     return join_id(current_worker().id, MAX_COUNTER)
 
 
+def get_debug_info() -> dict[str, int]:
+    """How many contexts are known here, and how many passes that began here are under way.
+
+    ``zmqgrad.rpc.get_debug_info()`` has them among what it tells of the worker.
+
+    Raises:
+        NotInitializedError: if RPC is not initialized.
+    """
+    return autograd_of(current_worker()).debug_info()
+
+
 def _get_debug_info() -> dict[str, str]:
-    """How many contexts are known here, and how many passes that began here are under way, as text."""
-    return {name: str(value) for name, value in autograd_of(current_worker()).debug_info().items()}
+    """As :func:`get_debug_info`, but as text, which is how torch gives it under this name."""
+    return {name: str(value) for name, value in get_debug_info().items()}

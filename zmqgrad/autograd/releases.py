@@ -105,6 +105,8 @@ class Releases:
         """Another worker has released contexts, or ended passes."""
         message = inbound.message
         assert isinstance(message, CleanupAutogradContextReq)
+        if self._closed:
+            return  # all is forgotten here, and whoever asks again will hear that this worker is gone
         self._worker.reply(inbound, CleanupAutogradContextResp())
         source = inbound.envelope.source
         for context_id in message.contexts:
