@@ -278,7 +278,8 @@ def get_stats() -> dict[str, Any]:
     takes, ``bytes_lent`` to peers, ``blocks_in_use`` here of those that peers lent, how many messages went
     by frames all the same (``fallbacks``, by reason), and which workers cannot map it and why
     (``refused_by``). ``inflight`` gives the ``limit`` of what may be on its way to a peer through sockets,
-    and by worker id the ``bytes`` that are, and what is ``waiting`` for it to take them in.
+    and by worker id the ``bytes`` that are, and what is ``waiting`` for it to take them in. ``kept_warm``:
+    bytes of free memory that wait for the next large tensor from another host.
     """
     return current_worker().mailbox.statistics()
 

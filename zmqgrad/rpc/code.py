@@ -92,11 +92,6 @@ class CodeBook:
         with self._lock:
             return self._peers.setdefault(peer, PeerCode(self, peer))
 
-    def forget(self, peer: int) -> None:
-        """``peer`` is gone."""
-        with self._lock:
-            self._peers.pop(peer, None)
-
     def note(self, code: types.CodeType) -> _Code | None:
         """An entry for ``code``; None if it is to be sent each time."""
         with self._lock:

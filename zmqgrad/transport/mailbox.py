@@ -561,6 +561,7 @@ class ZmqMailbox:
             "peers": sum(w.socket is not None for w in list(self._peers.values())),
             "arena": exchange.statistics(),
             "inflight": self._allowance.statistics(),
+            "kept_warm": self._assembly.buffers.kept(),
         }
 
     def __repr__(self) -> str:
