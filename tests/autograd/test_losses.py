@@ -15,7 +15,7 @@ from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients, releases
 from zmqgrad.autograd.context import ENDED_PASSES
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.errors import AutogradError, PeerLostError
+from zmqgrad.errors import AutogradError, PeerLostError, RpcError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
@@ -167,6 +167,27 @@ def test_of_two_passes_at_a_time_that_free_one_graph_none_hangs(c3: Cluster) -> 
 
 def square(x: Tensor) -> Tensor:
     return x * x
+
+
+def test_a_pass_ends_when_its_worker_is_shut_down(c3: Cluster) -> None:
+    failed: list[BaseException] = []
+
+    def differentiate() -> None:
+        with c3.acting(0), context() as ctx:
+            loss = rpc.rpc_sync(1, double, (leaf(1),)).sum()
+            try:
+                backward(ctx, [loss])
+            except RpcError as e:
+                failed.append(e)
+
+    with c3.network.hold(MessageType.BACKWARD_AUTOGRAD_REQ, target=1) as held:
+        thread = threading.Thread(target=differentiate)
+        thread.start()
+        held.wait()
+        c3.workers[0].close()
+        thread.join(20.0)
+        assert not thread.is_alive()
+    assert "worker0 was shut down while a backward pass was under way" in str(failed[0])
 
 
 def test_a_pass_goes_on_when_a_worker_without_a_part_in_it_is_lost(c3: Cluster) -> None:

@@ -29,7 +29,7 @@ from zmqgrad.autograd.local_pass import LocalPass
 from zmqgrad.autograd.profiling import RECV_NAME, profiled
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.autograd.tally import ROOTS, Tally
-from zmqgrad.errors import AutogradError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.errors import AutogradError, ClosedError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.calls import LaneOutcome
 from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.worker import Worker
@@ -75,6 +75,7 @@ class Passes:
         doors.requests[MessageType.DROP_AUTOGRAD_REQ] = self.on_drop
         doors.control[MessageType.BACKWARD_AUTOGRAD_RESP] = self.on_report
         doors.peer_lost.append(self.peer_lost)
+        doors.closing.append(self.close)
 
     # ---- at the root ------------------------------------------------------------------------------------
 
@@ -232,6 +233,12 @@ class Passes:
         for tally in list(self._tallies.values()):
             tally.lose(peer, error)
 
+    def close(self) -> None:
+        """The worker is shut down while passes that were started here are under way."""
+        error = RpcError(f"worker {self._worker.name} was shut down while a backward pass was under way")
+        for tally in list(self._tallies.values()):
+            tally.end(error)
+
     # ---- at every worker --------------------------------------------------------------------------------
 
     def on_backward(self, inbound: Inbound) -> None:
@@ -325,7 +332,10 @@ class Passes:
                 tally.lose(worker, self._worker.loss_of(worker, "its part of a backward pass"))
             else:
                 self._watched.add(worker)
-                self._worker.submit(functools.partial(self._follow, worker))
+                try:
+                    self._worker.submit(functools.partial(self._follow, worker))
+                except ClosedError:
+                    logger.debug("a pass is about to end with its worker")  # see close()
 
     def _follow(self, worker: int) -> None:
         """In an engine thread, as it may have to ask where that is."""

@@ -81,6 +81,13 @@ class Tally:
         if over:
             self.finished.set(None)
 
+    def end(self, error: BaseException) -> None:
+        """Nothing of it will be heard any more."""
+        with self._lock:
+            self._error = self._error or error
+            finished = self.finished
+        finished.set(None)
+
     def _waits_for_lost(self) -> bool:
         """Is anything under way at a worker that is gone? Called with the lock held."""
         for worker in self._under_way.values() if self._lost else ():
