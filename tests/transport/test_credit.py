@@ -427,7 +427,7 @@ def test_what_a_broken_connection_lost_holds_nobody_up_for_ever(
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, desk = office.open(0), slow_box(office, 1, got)
     monkeypatch.setattr(credit, "SAY_SECONDS", 0.05)
-    a.mailbox._allowance.take(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
+    a.mailbox._plane.allowance.take(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
     sender = Sender(a, 4)
     for _ in range(4):
         desk.begin_next()

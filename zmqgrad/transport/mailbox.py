@@ -9,7 +9,7 @@ On Linux the ipc address lies in the abstract namespace, so a killed process lea
 the kernel's word for the peer's user id is checked at connect. Elsewhere it is a socket in a private
 directory (0700).
 
-Large frames between workers of one host do not go through sockets: see :mod:`zmqgrad.transport.arena`.
+How frames travel is decided in :mod:`~zmqgrad.transport.dataplane`.
 """
 
 from __future__ import annotations
@@ -26,15 +26,16 @@ from typing import Any
 
 import zmq
 
-from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, UnknownPeerError, ZmqgradError
+from zmqgrad.errors import AddressInUseError, ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport import direct
-from zmqgrad.transport.arena.exchange import Exchange, Load
+from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Lost, Resolver, Suspected, Timer
-from zmqgrad.transport.chunks import Assembly, cut
-from zmqgrad.transport.credit import INFLIGHT, Allowance, Intake
+from zmqgrad.transport.chunks import cut
+from zmqgrad.transport.credit import INFLIGHT
+from zmqgrad.transport.dataplane import OWN, DataPlane, frames_size
 from zmqgrad.transport.direct import Direct
 from zmqgrad.transport.door import door_address
 from zmqgrad.transport.doors import HANDSHAKE_MS, Doorkeeper, key_caller, key_listener
@@ -46,24 +47,12 @@ from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import RESPONSE, Chunk, Credit, CreditWanted, Manifest, Message, MessageType
+from zmqgrad.wire.messages import Message, MessageType
 
 logger = logging.getLogger(__name__)
 
 TAKE_OVER = 256 << 10
 """Frames of at least so many bytes are handed to libzmq without a copy; the sender must not write to them."""
-
-FOR_MAILBOX = frozenset(
-    {
-        MessageType.ARENA_OFFER,
-        MessageType.ARENA_ANSWER,
-        MessageType.RELEASE,
-        MessageType.CREDIT,
-        MessageType.CREDIT_WANTED,
-        MessageType.CHUNK,
-    }
-)
-"""Messages from mailbox to mailbox, which no handler sees."""
 
 NO_LOAD = Load(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
@@ -141,17 +130,17 @@ class ZmqMailbox:
         self._limits = limits
         self._keys = keys
         self._watch: Watch | None = None
-        self._exchange = Exchange(name, arena, self.send, lambda: not self._receiver.reads_here())
-        self._allowance = Allowance(name, inflight, self._say)
-        self._intake = Intake(inflight, self._say)
-        self._assembly = Assembly()
+        self._plane = DataPlane(
+            name, arena, inflight, self.send, self._send_behind, lambda: not self._receiver.reads_here()
+        )
+        self._owes = self._plane.exchange.owes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         router = self._context.socket(zmq.ROUTER)
         try:
             _set_up(router)
             self._endpoints = tuple(self._bind(router, tcp_host))
             self._receiver = Receiver(
-                name, self._context, router, door_address(self._endpoints[0]), self._find_frames
+                name, self._context, router, door_address(self._endpoints[0]), self._plane.find_frames
             )
             self._lanes = Lanes(self._endpoints[0], self._decode)
             self._listener = Listener(self._endpoints[0], tcp_host)
@@ -201,70 +190,24 @@ class ZmqMailbox:
         if lost is not None:
             self._lost = lost
             self._watch = Watch(self._name, self._listener, self._lose, suspected or _unheard, self._limits)
-        self._exchange.start(timer)
-        self._assembly.buffers.start(timer)
+        self._plane.start(timer)
         self._resolve = resolve
         self._handler = handler
         self._receiver.start(self._received, pool)
 
     def _lose(self, peer: int, where: str) -> None:
-        self._exchange.forget(peer)
+        self._plane.exchange.forget(peer)
         self._lost(peer, where)
-
-    def _find_frames(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
-        """The frames of a message that came with a manifest."""
-        if any(piece.block and not piece.segment for piece in manifest.pieces):
-            manifest, frames = self._assembly.complete(peer, manifest, frames)
-        return self._exchange.open(peer, manifest, frames)
 
     def _received(self, inbound: Inbound) -> Task | None:
         if self.tap is not None and inbound.envelope.type != MessageType.CHUNK:
             self._show(inbound)
-        if inbound.envelope.type in FOR_MAILBOX:
-            self._heard(inbound)
+        if inbound.envelope.type in OWN:
+            self._plane.heard(inbound)
             return None
-        return self._take_in(inbound) if inbound.by_socket else self._handler(inbound)
-
-    def _heard(self, inbound: Inbound) -> None:
-        """The mailbox of a peer said something to this one."""
-        envelope, message = inbound.envelope, inbound.message
-        if isinstance(message, Credit):
-            self._allowance.heard(envelope.source, message)
-        elif isinstance(message, CreditWanted):
-            self._intake.wanted(envelope.source, message)
-        elif isinstance(message, Chunk):
-            self._assembly.add(envelope.source, message, inbound.frames)
-        else:
-            self._exchange.heard(envelope.source, message, envelope.message_id)
-
-    def _take_in(self, inbound: Inbound) -> Task | None:
-        """Hand on a message with frames; it counts as taken in as soon as nothing queues behind it here."""
-        source, answer = inbound.envelope.source, bool(inbound.envelope.type & RESPONSE)
-        size, task = inbound.by_socket, None
-        self._intake.came(source, answer, size)
-        try:
-            task = self._handler(inbound)
-        finally:
-            if task is None:
-                self._intake.took(source, answer, size)
-        if task is None:
-            return None
-
-        def begin() -> None:
-            self._intake.took(source, answer, size)
-            task()
-
-        return begin
-
-    def _say(self, peer: int, message: Message) -> None:
-        try:
-            if isinstance(message, CreditWanted) and message.again:  # it must not overtake what was sent
-                first = encode(message, self.worker_id, self.incarnation, 0)
-                self._put(peer, self._way_to(peer), first, (), False, ())
-            else:
-                self.send(peer, message, 0)
-        except ZmqgradError as e:
-            logger.debug("%s cannot tell worker %d %s: %s", self._name, peer, message, e)
+        if inbound.by_socket:
+            return self._plane.take_in(inbound, self._handler)
+        return self._handler(inbound)
 
     def _decode(self, first: bytes) -> Inbound | None:
         """What came in by a lane."""
@@ -301,10 +244,10 @@ class ZmqMailbox:
         """Queue ``message`` for ``peer``. Frames of ``TAKE_OVER`` bytes and more must not change after."""
         way = self._peers.get(peer) or self._way_to(peer)
         load = NO_LOAD
-        if frames or self._exchange.owes(peer):
+        if frames or self._owes(peer):
             if way.socket is None:
                 self._open_way(peer, way)  # only then is it known whether the peer is on this host
-            load = self._load(peer, way, message, frames, patience)
+            load = self._plane.load(peer, way.endpoint.startswith("ipc:"), message, frames, patience)
         going, parts = load, NO_PARTS
         try:
             if load.frames:
@@ -316,39 +259,16 @@ class ZmqMailbox:
             if not at_lane:
                 self._put(peer, way, first, going.frames, small, parts)
         except BaseException:
-            self._unload(peer, message, load)
+            self._plane.unload(peer, message, load)
             raise
         if self.tap is not None:
             envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, lane)
             self.tap(Tapped(True, peer, envelope, message, len(first) + sum(map(len, frames))))
 
-    def _load(
-        self, peer: int, way: _Peer, message: Message, frames: Sequence[Frame], patience: float
-    ) -> Load:
-        """``frames`` ready to go; waits if they go through the socket and too much is on its way there."""
-        local = way.endpoint.startswith("ipc:")
-        load = self._exchange.load(peer, local, frames)
-        if not load.frames:
-            return load
-        answer, size = bool(message.TYPE & RESPONSE), _size(load.frames)
-        if self._allowance.take(peer, answer, size, wait=not self._receiver.reads_here()):
-            return load
-        self._exchange.unload(peer, load)  # what goes back by this message must not wait with it
-        self._allowance.wait(peer, answer, size, patience)
-        try:
-            load = self._exchange.load(peer, local, frames)
-        except BaseException:
-            self._allowance.give_back(peer, answer, size)
-            raise
-        if not load.frames:  # by now there is shared memory for them
-            self._allowance.give_back(peer, answer, size)
-        return load
-
-    def _unload(self, peer: int, message: Message, load: Load) -> None:
-        """``load`` could not be sent after all."""
-        self._exchange.unload(peer, load)
-        if load.frames:
-            self._allowance.give_back(peer, bool(message.TYPE & RESPONSE), _size(load.frames))
+    def _send_behind(self, peer: int, message: Message) -> None:
+        """Queue a message without frames that overtakes none which was sent before."""
+        first = encode(message, self.worker_id, self.incarnation, 0)
+        self._put(peer, self._way_to(peer), first, (), False, ())
 
     def _open_way(self, peer: int, way: _Peer) -> None:
         with way.lock:
@@ -380,7 +300,7 @@ class ZmqMailbox:
                 if not frames:
                     socket.send(first, zmq.NOBLOCK)
                 else:
-                    way.frame_bytes += _size(frames)
+                    way.frame_bytes += frames_size(frames)
                     _send_all(socket, first, frames)
             except BaseException:
                 # Half a message may be in the pipe: nothing must follow it.
@@ -470,10 +390,7 @@ class ZmqMailbox:
         with self._peers_lock:  # its lanes are found anew, where it then is
             for key in [key for key in self._ways_to_lanes if key[0] == peer]:
                 del self._ways_to_lanes[key]
-        self._exchange.forget(peer)
-        self._assembly.forget(peer)
-        self._intake.forget(peer)
-        self._allowance.forget(peer)  # last: those who wait for it now fail
+        self._plane.forget(peer)
 
     def _all_ways(self, peer: int | None = None) -> list[_Peer]:
         with self._peers_lock:
@@ -496,7 +413,7 @@ class ZmqMailbox:
             if self._closed:
                 return
             self._closed = True
-        self._allowance.close()
+        self._plane.allowance.close()
         for way in self._all_ways():
             self._shut(way, linger)
         self._lanes.close()
@@ -505,8 +422,7 @@ class ZmqMailbox:
         else:
             self._listener.close()
         self._receiver.close()
-        self._exchange.close()
-        self._assembly.close()
+        self._plane.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the receiver and for libzmq; names what has not ended by ``deadline``."""
@@ -539,7 +455,7 @@ class ZmqMailbox:
         Paths: ``inline`` (beside the header), ``frames`` (of a socket), ``arena`` (shared memory).
         """
         ways = self._all_ways()
-        exchange, receiver = self._exchange, self._receiver
+        exchange, receiver = self._plane.exchange, self._receiver
         sent = {
             "inline": sum(w.header_bytes for w in ways),
             "frames": sum(w.frame_bytes for w in ways),
@@ -559,9 +475,7 @@ class ZmqMailbox:
             "received_by_path": received,
             "malformed": receiver.malformed,
             "peers": sum(w.socket is not None for w in list(self._peers.values())),
-            "arena": exchange.statistics(),
-            "inflight": self._allowance.statistics(),
-            "kept_warm": self._assembly.buffers.kept(),
+            **self._plane.statistics(),
         }
 
     def __repr__(self) -> str:
@@ -595,10 +509,6 @@ def _bind(socket: zmq.Socket[bytes], address: str) -> str:
         kind = AddressInUseError if e.errno == zmq.EADDRINUSE else TransportError
         raise kind(f"cannot listen on {address}: {e}") from e
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)
-
-
-def _size(frames: Sequence[Buffer]) -> int:
-    return sum(map(len, frames))
 
 
 def _send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:

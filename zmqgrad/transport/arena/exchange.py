@@ -66,7 +66,7 @@ class Load(NamedTuple):
 
 
 class Exchange:
-    """The data plane of one mailbox.
+    """What one mailbox does with shared memory.
 
     Args:
         name: of the worker.
