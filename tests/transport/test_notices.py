@@ -83,6 +83,7 @@ class Listening:
         self.listener.close()
         self.listener.close()
         assert self.listener.join(Deadline.after(PATIENCE)) == []
+        assert not self.breaks.acquire(blocking=False), "an end is no break"
 
 
 def introduce(ask: Callable[[Message], Message], name: str) -> None:

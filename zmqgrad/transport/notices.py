@@ -34,7 +34,7 @@ class NoticeListener:
         introduce: called there with a way to ask and a name, on each new connection: has the server know the
             connection by that name. Raises ``ProtocolError`` if the server would not.
         on_notice: called there with each notice: must be quick, and must not raise.
-        on_broken: called there when a connection that was known breaks.
+        on_broken: called there when a connection that was known breaks, but by :meth:`close`.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class NoticeListener:
         self._line.disconnect()
         was_known = self._known_as
         self._become("", failure)
-        if was_known:
+        if was_known and not self._closing.is_set():
             self._on_broken()
         self._closing.wait(FIRST_PAUSE if failure is None else LONGEST_PAUSE)
 
