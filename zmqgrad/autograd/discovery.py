@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from zmqgrad.autograd.plan import bits
 from zmqgrad.wire.messages import Reach
 
 
@@ -31,6 +32,10 @@ class _Known:
         self.bit_of = {send[0]: 2 << i for i, send in enumerate(reach.sends)}
         self.live = int.from_bytes(reach.arrived, "little")
         self.groups = [_Group(int.from_bytes(mask, "little"), recvs) for mask, recvs in reach.groups]
+        self.of_entry: dict[int, list[_Group]] = {}
+        for group in self.groups:
+            for entry in bits(group.mask):
+                self.of_entry.setdefault(entry, []).append(group)
 
     def missing(self) -> int:
         """Entries that hold up groups which are reached, and will never arrive."""
@@ -77,10 +82,11 @@ class Discovery:
     def _enter(self, known: _Known, entries: int) -> list[tuple[int, int]]:
         """The recvs that ``entries`` lead to and nothing before them did."""
         found: list[tuple[int, int]] = []
-        for group in known.groups:
-            if group.mask & entries and not group.reached:
-                group.reached = True
-                found += group.recvs
+        for entry in bits(entries):
+            for group in known.of_entry.get(entry, ()):
+                if not group.reached:
+                    group.reached = True
+                    found += group.recvs
         return found
 
     def never(self) -> dict[int, list[tuple[int, int, str]]]:

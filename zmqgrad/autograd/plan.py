@@ -49,6 +49,8 @@ class Group:
     outgoing: list[Edge] = field(default_factory=list)
     ends: list[int] = field(default_factory=list)
     before: int = 0  # groups that have to run first and have not
+    missing: int = 0  # entries that have neither arrived nor been dropped
+    reached: bool = False  # has any entry arrived?
     after: list[Group] = field(default_factory=list)
     ran: bool = False
 
@@ -80,6 +82,13 @@ class Plan:
         self._graph = graph
         self._masks = _reach(graph, self.entries)
         self._build(graph, self._masks)
+        # A context may have thousands of entries: what one of them changes is found without a look at all.
+        self._of_entry: list[list[Group]] = [[] for _ in self.entries]
+        for found in self.groups.values():
+            for entry in bits(found.entries):
+                self._of_entry[entry].append(found)
+                found.missing += 1
+        self._held_up = 0  # groups that have been reached and miss entries
 
     def _build(self, graph: Graph, masks: Sequence[int]) -> None:
         group = self._group
@@ -126,12 +135,14 @@ class Plan:
         if (self.arrived | self.dropped) >> entry & 1:
             raise ValueError(f"entry {entry} arrived twice, or after it was dropped")
         self.arrived |= 1 << entry
-        return self._ready(1 << entry)
+        return self._settle(entry, True)
 
     def drop(self, entry: int) -> list[Group]:
         """``entry`` will never arrive. Gives the groups that may run now."""
+        if (self.arrived | self.dropped) >> entry & 1:
+            return []
         self.dropped |= 1 << entry
-        return self._ready(1 << entry)
+        return self._settle(entry, False)
 
     def finished(self, group: Group) -> list[Group]:
         """``group`` has run. Gives the groups that may run now."""
@@ -151,16 +162,24 @@ class Plan:
         """The nodes of ``group``, each before those that follow it."""
         return members(self._graph, self._masks, group.entries, group.incoming)
 
-    def _ready(self, changed: int) -> list[Group]:
-        return [g for g in self.groups.values() if g.entries & changed and self._may_run(g)]
+    def _settle(self, entry: int, arrived: bool) -> list[Group]:
+        """``entry`` is missed no more. Gives the groups that may run now."""
+        ready = []
+        for group in self._of_entry[entry]:
+            self._held_up -= group.reached and group.missing > 0
+            group.missing -= 1
+            group.reached |= arrived
+            self._held_up += group.reached and group.missing > 0
+            if self._may_run(group):
+                ready.append(group)
+        return ready
 
     def _may_run(self, group: Group) -> bool:
-        return not group.ran and not group.before and not group.entries & ~(self.arrived | self.dropped)
+        return not group.ran and not group.before and not group.missing
 
     def waits(self) -> bool:
         """Does a group that some entry has reached wait for another entry?"""
-        arrived, missing = self.arrived, ~(self.arrived | self.dropped)
-        return any(g.entries & arrived and g.entries & missing for g in self.groups.values() if not g.ran)
+        return self._held_up > 0
 
     def stalled(self) -> list[int]:
         """Entries that have not arrived and hold up a group that some other entry has reached."""
