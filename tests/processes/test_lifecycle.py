@@ -21,7 +21,7 @@ from zmqgrad.errors import (
     RendezvousTimeoutError,
     RpcTimeoutError,
 )
-from zmqgrad.rpc.group import PART_SECONDS, Group
+from zmqgrad.rpc.parting import PART_SECONDS, Parting
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import TCPStore
 
@@ -299,14 +299,14 @@ def killed_while_leaving(rank: int, step: str) -> tuple[float, list[str]]:
         rpc.rpc_sync(to, int)
     rpc.barrier()
     if rank == 2:
-        wait_for = Group._wait_for
+        wait_for = Parting._wait_for
 
-        def die(group: Group, *args: Any) -> None:
-            if group._step == step:
+        def die(parting: Parting, *args: Any) -> None:
+            if parting._step == step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            wait_for(group, *args)
+            wait_for(parting, *args)
 
-        Group._wait_for = die  # type: ignore[method-assign]
+        Parting._wait_for = die  # type: ignore[method-assign]
     began = MONOTONIC.now()
     rpc.shutdown()
     return MONOTONIC.now() - began, what_is_open()[0]

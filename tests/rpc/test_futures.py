@@ -324,6 +324,12 @@ def test_an_error_that_cannot_be_copied_is_raised_itself() -> None:
         def __reduce__(self) -> Any:
             return str, ("not even an error",)
 
+    circular = ValueError("its own cause")
+    circular.__cause__ = circular
+    endless: PythonFuture[int] = PythonFuture()
+    endless.set_exception(circular)
+    with pytest.raises(ValueError, match="its own cause"):
+        endless.wait()
     for error in (Odd(1, 2), Odder("odder")):
         future: PythonFuture[int] = PythonFuture()
         future.set_exception(error)

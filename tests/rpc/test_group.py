@@ -19,7 +19,7 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     StoreTimeoutError,
 )
-from zmqgrad.rpc import group
+from zmqgrad.rpc import parting
 from zmqgrad.rpc.group import Group, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
@@ -124,11 +124,11 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
     """Only one of the others is told, at once; all do the same all the same, and none waits for long."""
     made = groups(4)
     victim, witness = made[2].worker, made[1].worker
-    monkeypatch.setattr(group, "SAY_EVERY", 1000.0)
-    monkeypatch.setattr(group, "PART_SECONDS", 0.05)
-    monkeypatch.setattr(group, "answers", lambda endpoint: endpoint not in victim.membership.own.endpoints)
+    monkeypatch.setattr(parting, "SAY_EVERY", 1000.0)
+    monkeypatch.setattr(parting, "PART_SECONDS", 0.05)
+    monkeypatch.setattr(parting, "answers", lambda endpoint: endpoint not in victim.membership.own.endpoints)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
-    meet = made[2]._meet
+    meet = made[2]._parting._meet
 
     def meet_or_die(where: str, why: str, deadline: Deadline, value: str = "-") -> list[str]:
         if where != step:
@@ -138,7 +138,7 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
         witness.lose(2, "it was killed")
         raise Dead
 
-    monkeypatch.setattr(made[2], "_meet", meet_or_die)
+    monkeypatch.setattr(made[2]._parting, "_meet", meet_or_die)
     left: list[str] = []
 
     def leave(g: Group) -> None:
@@ -152,20 +152,20 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
 
 def test_who_serves_the_store_waits_for_the_slow_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     made = groups(2)
-    monkeypatch.setattr(group, "PART_SECONDS", 0.01)
+    monkeypatch.setattr(parting, "PART_SECONDS", 0.01)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     looked = threading.Semaphore(0)
-    monkeypatch.setattr(made[0], "_is_gone", lambda rank: looked.release())
-    leaving = threading.Thread(target=made[0]._part, args=(Deadline.after(20),))
+    monkeypatch.setattr(made[0]._parting, "_is_gone", lambda rank: looked.release())
+    leaving = threading.Thread(target=made[0]._parting._part, args=(Deadline.after(20),))
     leaving.start()
     for _ in range(3):
         assert looked.acquire(timeout=10), "it lives, says nobody: it looks again"
-    made[1]._part(Deadline.after(20))
+    made[1]._parting._part(Deadline.after(20))
     leaving.join(10)
     assert not leaving.is_alive()
-    monkeypatch.setattr(group, "FAREWELL_SECONDS", 0.05)
+    monkeypatch.setattr(parting, "FAREWELL_SECONDS", 0.05)
     made[0].store.delete_key("left/1")
-    made[0]._part(Deadline.after(20))
+    made[0]._parting._part(Deadline.after(20))
     for g in made:
         g.close()
 

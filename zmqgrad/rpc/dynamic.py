@@ -29,9 +29,10 @@ from zmqgrad.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from zmqgrad.rpc.group import JOIN_SECONDS, SAY_EVERY, Group
+from zmqgrad.rpc.group import JOIN_SECONDS, Group
 from zmqgrad.rpc.look_up import LookUp
 from zmqgrad.rpc.membership import WorkerRecord, read_all
+from zmqgrad.rpc.parting import SAY_EVERY
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore

@@ -2,19 +2,13 @@
 
 The answer is rebuilt by whoever gets there first: a thread that waits for it, or an engine thread, so that
 callbacks (user code) never run in the receiver's thread.
-
-Note [Errors of futures]: what a future holds is out of the garbage collector's sight, in C++. An exception
-that was raised refers to the frames that it went through, and these to the future that it came from: held
-there, the two would live for ever. So a future holds a copy that was never raised; ``wait`` raises another.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -22,6 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zmqgrad.rpc.raising import anew, error_of_callback, raise_anew
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
@@ -58,15 +53,15 @@ class PythonFuture(torch.futures.Future[T]):
         return result
 
     def set_exception(self, result: Exception) -> None:  # type: ignore[override]  # torch's stub asks for T
-        """Settle with an error, of which each ``wait`` raises a copy (see the module).
+        """Settle with an error, of which each ``wait`` raises a copy: see Note [Errors of futures].
 
         Raises:
             AssertionError: if it is no exception, as with torch.
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
-        self._set_unwrap_func(_raise_anew)
-        self.set_result(_anew(result))
+        self._set_unwrap_func(raise_anew)
+        self.set_result(anew(result))
         self._failed = True
         for alarm in self._alarms:
             alarm.set(self)
@@ -83,7 +78,7 @@ class PythonFuture(torch.futures.Future[T]):
             try:
                 value = callback(self)
             except Exception as e:
-                child.set_exception(_runtime_error(e))
+                child.set_exception(error_of_callback(e))
             else:
                 child.set_result(value)
 
@@ -147,27 +142,6 @@ def alarmed(futures: Sequence[PythonFuture[Any]], outcome: Outcome[Any]) -> Iter
                 future._alarms = tuple(o for o in future._alarms if o is not outcome)
 
 
-def _raise_anew(error: Exception) -> None:
-    """Called by torch for what a failed future holds."""
-    raise _anew(error)
-
-
-def _anew(error: BaseException) -> Any:
-    """A copy of ``error``, and of its causes, that was never raised; itself if it cannot be copied."""
-    try:
-        again = copy.copy(error)
-    except Exception as e:  # user code: its class cannot be called with what its instances were made of
-        logger.debug("%s cannot be copied: %s", type(error).__qualname__, e)
-        return error
-    if type(again) is not type(error):
-        return error
-    again.args = error.args  # where the class makes a text of its argument, that has been done
-    cause = error.__cause__
-    again.__cause__ = None if cause is None else _anew(cause)
-    again.__suppress_context__ = error.__suppress_context__
-    return again
-
-
 def _check_callable(callback: object) -> None:
     if not callable(callback):
         raise TypeError(f"incompatible function arguments. A callback must be callable, not {callback!r}")
@@ -178,18 +152,6 @@ def _setter(outcome: Outcome[None]) -> Callable[[object], None]:
         outcome.set(None)
 
     return settle
-
-
-def _runtime_error(error: Exception) -> RuntimeError:
-    """What a callback raised as torch tells it; where, is told by a note, as the traceback goes."""
-    told = error
-    if not isinstance(told, RuntimeError):
-        said = "Got the following error when running the callback"
-        told = RuntimeError(f"{said}: {type(error).__name__}: {error}")
-        told.__cause__ = error
-    where = "".join(traceback.format_tb(error.__traceback__)[1:])
-    vars(told)["__notes__"] = [*getattr(told, "__notes__", ()), f"Raised in a callback:\n{where}"]
-    return told
 
 
 class RpcFuture(PythonFuture[T]):
