@@ -104,3 +104,25 @@ def test_an_answer_that_was_on_its_way_to_the_lane(
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
     worker.waiting._drain_lanes()
     wait_until_empty(pair)
+
+
+has_run = threading.Event()
+
+
+def run_and_tell() -> int:
+    """Says when it has run."""
+    has_run.set()
+    return 4
+
+
+def test_an_answer_that_came_before_its_sender_was_lost(pair: list[Worker]) -> None:
+    for _ in range(3):  # from now on there are lanes
+        assert rpc.rpc_sync(1, len, args=("abc",)) == 3
+    has_run.clear()
+    worker = current_worker()
+    call = worker.call(1, run_and_tell, waits=True)
+    assert call.lane is not None
+    assert has_run.wait(WAIT)
+    assert pair[1].pool.wait_idle(Deadline.after(WAIT))
+    worker.lose(1, "its process has ended")
+    assert worker.open(worker.wait(call)) == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import threading
 import weakref
@@ -53,6 +54,8 @@ def assert_nothing_left(c: Cluster) -> None:
         if not left or deadline.passed():
             break
         tick.wait(0.002)  # nobody is told when the last acknowledgement has been handled
+    if left:
+        faulthandler.dump_traceback(all_threads=True)  # who stands where?
     assert left == {}
 
 

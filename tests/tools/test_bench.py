@@ -131,7 +131,7 @@ def test_it_measures_both_sides(tmp_path: Path) -> None:
     assert [row["name"] for row in saved["rows"]] == chosen.split(",")
     assert all(row["ratio"] > 0 for row in saved["rows"]), saved
     assert {row["name"]: row["times_limit"] is not None for row in saved["rows"]} == {
-        name: name.startswith(("call", "send")) for name in chosen.split(",")
+        name: name.startswith(("call", "send", "store_get")) for name in chosen.split(",")
     }
     assert saved["machine"]["processor"] in done.stdout
     assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -49,6 +49,9 @@ ASK_SECONDS = 5.0
 SILENT_SECONDS = 30.0
 """A store that did not answer is not asked for unknown workers for so long: calls must not wait for it."""
 
+LAST_WORDS_SECONDS = 0.2
+"""Calls to a worker that has left in good order are given up so long after."""
+
 LEFT = "it has left the group"
 
 
@@ -185,8 +188,16 @@ class DynamicGroup(Group):
                 if membership.learn(record) and self._joined:
                     worker.events.joined(record.info)
             for record in gone:
-                worker.lose(record.id, self._reason(record.id))
+                self._take_leave(record.id, self._reason(record.id))
             self._feel_next_pulse()
+
+    def _take_leave(self, worker_id: int, reason: str) -> None:
+        worker = self.worker
+        if reason == LEFT and any(call.peer == worker_id for call in worker.calls.pending()):
+            # It has answered all that it was asked; what it said last may not have been read here yet.
+            worker.timekeeper.call_later(LAST_WORDS_SECONDS, lambda: worker.lose(worker_id, reason))
+        else:
+            worker.lose(worker_id, reason)
 
     def _read_members(self) -> tuple[set[int], list[WorkerRecord]]:
         """The ids of all that take part, and the records of those not known here yet."""

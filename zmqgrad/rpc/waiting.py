@@ -12,7 +12,7 @@ import math
 import threading
 from typing import TYPE_CHECKING
 
-from zmqgrad.errors import RpcError, RpcTimeoutError, TransportError
+from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.transport.base import Inbound, Lane
@@ -101,6 +101,10 @@ class Waiting:
                         return inbound
                     else:
                         call.outcome.wait_done()  # another thread has taken it and is about to settle it
+                if isinstance(call.outcome.error(), PeerLostError):
+                    inbound = self._last_word(lane, call)
+                    if inbound is not None:
+                        return inbound
         except BaseException:  # Ctrl-C
             self.give_up(call)
             raise
@@ -110,6 +114,14 @@ class Waiting:
             return call.outcome.result()
         finally:
             del call  # as in wait()
+
+    def _last_word(self, lane: Lane, call: PendingCall) -> Inbound | None:
+        """The answer of ``call``, if it had come before its sender was lost, and was not read yet."""
+        while (inbound := lane.receive(0.0)) is not None:
+            if inbound.envelope.message_id == call.message_id:
+                return inbound
+            self._worker.on_stray(inbound)
+        return None
 
     def leave_early(self) -> None:
         """What the calling thread waited for at a lane may still come: it must not stay there."""
