@@ -58,7 +58,11 @@ SWEEP_SECONDS = 0.02
 """Dead references are gathered for so long and told to each owner in one message."""
 
 RETRY_SECONDS = 5.0
-"""A control message that nobody answers is sent again after so long."""
+"""A control message that nobody answers is sent again after so long, then after twice as long, and so on: who
+cannot keep up must not be sent the more."""
+
+MOST_PATIENCE = 16
+"""But never later than after so many times ``RETRY_SECONDS``."""
 
 REMEMBERED = 10_000
 """How many dropped values are remembered at least, to tell "gone" from "not here yet"."""
@@ -413,7 +417,7 @@ class ReferenceTable:
             for _, fork_id in forks:
                 self._user.deleted(fork_id)
 
-    def _tell(self, peer: int, message: Message, acknowledged: Callable[[], None]) -> None:
+    def _tell(self, peer: int, message: Message, acknowledged: Callable[[], None], patience: int = 1) -> None:
         """Send a control message until it is answered. Hearing one twice is harmless."""
 
         def settled(outcome: Outcome[Inbound]) -> None:
@@ -421,13 +425,17 @@ class ReferenceTable:
                 acknowledged()
             elif isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
                 logger.info("%s: worker %d did not answer %s, again", self._worker.name, peer, message)
-                self._tell(peer, message, acknowledged)
+                self._tell(peer, message, acknowledged, min(2 * patience, MOST_PATIENCE))
 
         if self._closed:
             return
         try:
             self._worker.request(
-                peer, message, seconds=RETRY_SECONDS, what=type(message).__name__, settled=settled
+                peer,
+                message,
+                seconds=patience * RETRY_SECONDS,
+                what=type(message).__name__,
+                settled=settled,
             )
         except (TransportError, NotInitializedError, PeerLostError) as e:
             logger.debug("%s: cannot tell worker %d %s: %s", self._worker.name, peer, message, e)
