@@ -1019,13 +1019,20 @@ def test_plain_backward_through_a_call_is_refused(c: Cluster) -> None:
             y.sum().backward()
 
 
-def test_a_leaf_that_requires_grad_no_more_gets_none(c: Cluster) -> None:
+@pytest.mark.parametrize("how", ["routes", "hooks", "groups"])
+def test_a_leaf_that_requires_grad_no_more_gets_none(c: Cluster, how: str) -> None:
     x, y = leaf(1), leaf(2)
+    handle = y.register_hook(lambda g: None) if how == "hooks" else None
     with context() as context_id:
         total = (rpc.rpc_sync(1, double, (x,)) + rpc.rpc_sync(1, double, (y,))).sum()
+        if how == "groups":  # two entries that meet
+            z = y * 3
+            total = total + (rpc.rpc_sync(1, double, (z,)) + rpc.rpc_sync(1, double, (z + 1,))).sum()
         x.requires_grad_(False)
         backward(context_id, [total])
         assert list(get_gradients(context_id)) == [y]
+    if handle is not None:
+        handle.remove()
 
 
 def test_torchs_own_nodes_of_that_kind_are_nodes_like_others(c: Cluster) -> None:
@@ -1033,6 +1040,7 @@ def test_torchs_own_nodes_of_that_kind_are_nodes_like_others(c: Cluster) -> None
     with context() as context_id:
         y = rpc.rpc_sync(1, double, (x,))
         behind = torch._C._functions.DelayedError("never reached", 1)(y * 2)
+        behind = rpc.rpc_sync(1, double, (behind,))
         with pytest.raises(RuntimeError, match="never reached"):
             backward(context_id, [behind.sum()])
 

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zmqgrad.errors import ProtocolError
@@ -77,6 +77,9 @@ def test_all_else_is_pickled(value: Any) -> None:
 
 
 @given(st.binary(max_size=40))
+@example(b"\xa1\xff")  # text that is no UTF-8
+@example(b"\x93\x91\xa1\xff\x90\x90")  # as an argument
+@example(b"\x91" * 100_000)  # containers too deep
 def test_garbage_is_refused(data: bytes) -> None:
     for decode in (decode_value, lambda data: decode_arguments(data, TENSORS)):
         try:

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.transport.test_requests import RequestClientContext, Running, soon
 from zmqgrad.errors import ClosedError, ProtocolError, SecretError
 from zmqgrad.transport.curve import Curve, CurveCaller, CurveListener
-from zmqgrad.transport.doors import Doorkeeper, key_caller, key_listener
 from zmqgrad.transport.request_client import RequestClient
 from zmqgrad.transport.security import Keys, keys_of
+from zmqgrad.transport.zap import Doorkeeper, key_caller, key_listener
 from zmqgrad.transport.zmtp import GREETING_SIZE, HEAD_ROOM, LARGE, command, opening, write_head
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import StoreGet, StoreValue

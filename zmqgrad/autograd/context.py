@@ -115,7 +115,12 @@ class Context:
         return number in self._forgotten
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool = False) -> torch.Tensor:
-        """Add to the gradient of ``leaf``; gives the sum. ``shared``: others hold ``gradient`` as well."""
+        """Add to the gradient of ``leaf``; gives the sum. ``shared``: others hold ``gradient`` as well.
+
+        A leaf that requires grad no more gets none, as in one process.
+        """
+        if not leaf.requires_grad:
+            return gradient
         with self._lock:
             present = self._gradients.get(leaf)
             total = self._own(gradient, shared) if present is None else present + gradient

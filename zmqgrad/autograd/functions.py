@@ -65,6 +65,11 @@ def edge_of(start: Start) -> GradientEdge:
     """``start`` as an edge of the graph."""
     if isinstance(start, GradientEdge):
         return start
+    if not start.requires_grad:  # any more: what comes for it is dropped (Context.accumulate)
+        stand_in = start.detach().requires_grad_()
+        edge = edge_of(stand_in)
+        stand_in.requires_grad_(False)
+        return edge
     if start.layout is torch.strided:
         return get_gradient_edge(start)
     # Torch finds the node of a leaf behind a view of it; a sparse tensor has no views, but can be copied.

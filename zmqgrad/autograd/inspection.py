@@ -31,15 +31,17 @@ class GraphNode:
 
     def name(self) -> str:
         """What kind of node it is."""
-        node = self._node
-        return RECV_NAME if type(node) is RECV_NODE and note_of(node) else str(node.name())
+        return RECV_NAME if self._is_recv() else str(self._node.name())
 
     @property
     def next_functions(self) -> tuple[tuple[GraphNode | None, int], ...]:
         """For each input, the node that made it, and which of its outputs it is."""
-        if type(self._node) is RECV_NODE and note_of(self._node):
+        if self._is_recv():
             return ()
         return tuple((node and GraphNode(node), i) for node, i in self._node.next_functions)
+
+    def _is_recv(self) -> bool:
+        return type(self._node) is RECV_NODE and note_of(self._node) is not None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)

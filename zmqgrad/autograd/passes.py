@@ -383,7 +383,7 @@ class _Request:
         except Exception as e:
             error = e
         except BaseException as e:  # a hook that calls sys.exit() must not leave the root waiting
-            self._passes.report(self._root, self._pass_id, self._report(e))
+            self._passes.report(self._root, self._pass_id, self._report(e), self._lane)
             raise
         last, self._last = self._last, None
         if last is not None:

@@ -21,8 +21,6 @@ from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.single import Gradient, run_engine, shared
 from zmqgrad.wire.messages import Waiting
 
-_ENDS = (LEAF_NODE, RECV_NODE)
-
 
 class Route:
     """Where one entry leads: edges at leaves and recvs, and the recvs."""
@@ -73,7 +71,9 @@ def find_routes(entries: Entries, leaves: Leaves) -> list[Route] | None:
                 return None
             if kind is RECV_NODE and node in recvs:
                 ends[node, edge[1]] = None
-        routes.append(Route(ends, recvs, any(type(e.node) not in _ENDS for e in edges)))
+        routes.append(
+            Route(ends, recvs, any(type(e.node) is not LEAF_NODE and e.node not in recvs for e in edges))
+        )
     return routes
 
 
@@ -108,7 +108,7 @@ class RoutedPass(LocalPass):
             if isinstance(start, GradientEdge):
                 present = flowing.get(start)
                 flowing[start] = gradient if present is None else present + gradient
-            elif start.requires_grad:  # still
+            else:
                 self.context.accumulate(start, gradient)
         route = self._routes[entry]
         at_recv: dict[Any, list[Gradient]] = {

@@ -17,6 +17,9 @@ from zmqgrad.errors import ProtocolError
 
 _PLAIN = frozenset((type(None), bool, int, float, str, bytes))
 
+_NO_MSGPACK = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+"""What reading raises for bytes that are none, text that is no UTF-8, and containers too deep."""
+
 _encode = msgspec.msgpack.Encoder().encode
 _decode_value = msgspec.msgpack.Decoder().decode
 _decode_arguments = msgspec.msgpack.Decoder(tuple[list[Any], list[str], list[int]]).decode
@@ -35,7 +38,7 @@ def decode_value(data: Any) -> Any:
     """
     try:
         return _decode_value(data)
-    except msgspec.MsgspecError as e:
+    except _NO_MSGPACK as e:
         raise ProtocolError(f"a plain value does not hold together: {e}") from e
 
 
@@ -72,7 +75,7 @@ def decode_arguments(data: Any, tensors: Sequence[torch.Tensor]) -> tuple[Sequen
     """
     try:
         content, names, places = _decode_arguments(data)
-    except msgspec.MsgspecError as e:
+    except _NO_MSGPACK as e:
         raise ProtocolError(f"the arguments of a call do not hold together: {e}") from e
     if len(names) > len(content) or len(places) % 2:
         raise ProtocolError(f"{len(content)} arguments came with {len(names)} names, {len(places)} places")

@@ -17,6 +17,7 @@ Whoever has no secret does not load what this needs (PyNaCl). Pure; no socket.
 from __future__ import annotations
 
 import secrets
+from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from nacl.bindings import (
@@ -54,7 +55,7 @@ _LAST_NUMBER = (1 << 64) - 1
 _ANOTHER_SECRET = b"another secret"
 
 
-class Curve(Unpacker):
+class Curve(Unpacker, ABC):
     """What both ends have in common. Use :class:`CurveCaller` or :class:`CurveListener`.
 
     Args:
@@ -77,9 +78,9 @@ class Curve(Unpacker):
         self._heard = 0
         self._multipart = False
 
+    @abstractmethod
     def opening(self) -> bytes:
         """What this end says first."""
-        raise NotImplementedError
 
     # ---- the handshake ----------------------------------------------------------------------------------
 
@@ -92,9 +93,9 @@ class Curve(Unpacker):
         except CryptoError:
             raise self._no_secret() from None
 
+    @abstractmethod
     def _shake_hands(self, name: bytes, data: bytes) -> None:
         """The other end says ``name``. Raises ``CryptoError`` if it has not the keys for what it says."""
-        raise NotImplementedError
 
     def _no_secret(self) -> SecretError:
         return SecretError("the other end has another secret")

@@ -38,13 +38,13 @@ from zmqgrad.transport.credit import INFLIGHT
 from zmqgrad.transport.dataplane import OWN, DataPlane, frames_size
 from zmqgrad.transport.direct import Direct
 from zmqgrad.transport.door import door_address
-from zmqgrad.transport.doors import HANDSHAKE_MS, Doorkeeper, key_caller, key_listener
 from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes
 from zmqgrad.transport.liveness import Limits, answers
 from zmqgrad.transport.pulse import SCHEME, Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tap import Tap, Tapped
+from zmqgrad.transport.zap import HANDSHAKE_MS, Doorkeeper, key_caller, key_listener
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, MessageType

@@ -4,7 +4,7 @@ CURVE (https://rfc.zeromq.org/spec/26/) encrypts with keys that are made for eac
 recorded stays secret though the job's secret becomes known. Both ends prove that they have the secret before
 either hears a message: one who connects must know the listener's public key, which is told to nobody, to
 be heard at all, and must have the job's other key, too. libzmq asks a doorkeeper about that
-(:mod:`~zmqgrad.transport.doors`); :mod:`~zmqgrad.transport.curve` asks itself.
+(:mod:`~zmqgrad.transport.zap`); :mod:`~zmqgrad.transport.curve` asks itself.
 
 Sockets that only processes of this user can reach (ipc) are not keyed.
 """

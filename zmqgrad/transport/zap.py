@@ -1,4 +1,7 @@
-"""Sockets of libzmq that are for the job's own alone (see :mod:`~zmqgrad.transport.security`)."""
+"""Sockets of libzmq that are for the job's own alone: CURVE, and ZAP, by which libzmq asks whom to let in.
+
+Of whom the job's own are, :mod:`~zmqgrad.transport.security` tells.
+"""
 
 from __future__ import annotations
 
