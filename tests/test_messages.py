@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 import msgspec
 import pytest
@@ -24,6 +25,48 @@ def test_each_type_has_one_struct_and_each_struct_one_type() -> None:
 
 def test_no_number_has_two_names() -> None:
     assert len(MessageType.__members__) == len(MessageType)
+
+
+class Row(NamedTuple):
+    """One line of the page: a message, what it says, and what it is answered with."""
+
+    family: str
+    name: str
+    says: str
+    answer: str | None
+
+
+def page() -> list[Row]:
+    """The lines of the package's docstring, each under the module that its heading names first."""
+    assert messages.__doc__ is not None
+    rows: list[Row] = []
+    family = ""
+    for line in messages.__doc__.splitlines():
+        if heading := re.match(r"[A-Z][a-z ]+ \(:mod:`~(zmqgrad\.wire\.messages\.[a-z]+)`.*::$", line):
+            family = heading[1]
+        elif row := re.match(r"    ([A-Z_]+) +(\S.*?)(?: -> ([A-Z_]+))?$", line):
+            rows.append(Row(family, *row.groups()))
+    return rows
+
+
+def test_the_page_has_one_line_a_message_under_its_family() -> None:
+    assert sorted(row.name for row in page()) == sorted(MessageType.__members__)
+    assert {row.name: row.family for row in page()} == {c.TYPE.name: c.__module__ for c in STRUCTS}
+
+
+def test_the_page_says_the_answer_of_each_request() -> None:
+    for row in page():
+        kind = MessageType[row.name]
+        assert (row.answer is not None) == bool(kind & REQUEST and kind is not MessageType.CANCEL), row
+        assert row.answer is None or MessageType[row.answer] & RESPONSE, row
+        said = re.findall(r"Answer: ([A-Z_]+)", BY_TYPE[kind].__doc__ or "")
+        assert said in ([], [row.answer]), row
+
+
+def test_each_response_answers_something_on_the_page() -> None:
+    answers = {row.answer for row in page()}
+    anything = {"EXCEPTION", "STORE_REFUSED"}  # whatever was asked
+    assert {t.name for t in MessageType if t & RESPONSE} == (answers - {None}) | anything
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)

@@ -8,10 +8,10 @@
          6     2  source         worker id of the sender
          8     8  incarnation    of the sender: random, new at every start
         16     8  message id     of the request; a response repeats it
-        24        header         msgpack, see messages.py
+        24        header         msgpack, see messages
 
-A manifest (of the frames that follow, see messages.py) begins with its size, in 4 bytes. All numbers are
-big-endian. A reader checks magic, version and size before it looks further, so that a stranger on the
+A manifest (of the frames that follow, see messages/delivery.py) begins with its size, in 4 bytes. All numbers
+are big-endian. A reader checks magic, version and size before it looks further, so that a stranger on the
 port (an HTTP client, a scanner) costs nothing but a counter (P5).
 """
 

@@ -1,0 +1,163 @@
+"""Distributed autograd: what travels is noted, gradients go back, contexts are forgotten (DESIGN section 10).
+
+Send: what a context notes of tensors that went out; recv: of those that came in; the autograd id joins the
+two. Root: the worker that called ``backward``; it counts what is under way.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from zmqgrad.wire.messages.base import MAX_TENSORS, Id, Mask, Message, MessageType, Part, Size, Text, WorkerId
+from zmqgrad.wire.messages.calls import Call, ExceptionReply, RemoteCall, RemoteResult, Result
+from zmqgrad.wire.messages.payloads import NO_TENSORS, Tensors
+from zmqgrad.wire.messages.references import RRefFetch, RRefValue
+
+
+class ForwardAutogradReq(Message, frozen=True):
+    """Caller to callee: ``wrapped``, as part of a context.
+
+    ``autograd_id`` joins the *send* of the caller to the *recv* of the callee; 0 if no tensor that
+    travels requires grad. Without ``answer_wanted`` the caller does not differentiate (``torch.no_grad``),
+    and the answer shall leave no send.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_REQ
+    context_id: Id
+    autograd_id: Id
+    wrapped: Call | RemoteCall | RRefFetch
+    answer_wanted: bool = True
+
+
+class ForwardAutogradResp(Message, frozen=True):
+    """Callee to caller: ``wrapped``, as part of a context; the same the other way round."""
+
+    TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_RESP
+    context_id: Id
+    autograd_id: Id
+    wrapped: Result | RemoteResult | RRefValue
+
+
+class Waiting(Part, frozen=True):
+    """What stood still on ``worker`` after its ``tick``-th step of a pass."""
+
+    worker: WorkerId
+    tick: Size
+    waits: bool = False
+    """Groups that something has reached wait for something else."""
+
+
+class Handled(Part, frozen=True):
+    """A worker has handled the gradients for ``autograd_id``, and that set off the requests in ``sent``.
+
+    ``sent`` gives (autograd id, worker) of each. ``error`` is what went wrong.
+    """
+
+    autograd_id: Id
+    sent: Annotated[tuple[tuple[Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)]
+    waiting: Waiting
+    error: ExceptionReply | None = None
+
+
+class BackwardAutogradReq(Message, frozen=True):
+    """Worker of a *recv* to worker of its *send*: the gradients of the tensors that you sent.
+
+    ``gradients`` gives, for each tensor of the send, its index in ``tensors``, or -1 where no gradient
+    exists (which is not the same as zeros). ``root`` started the pass and counts what is under way. Where
+    the message goes to the root itself, ``handled`` spares an answer of its own (BACKWARD_AUTOGRAD_RESP,
+    whose message id is the pass id).
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_REQ
+    context_id: Id
+    pass_id: Id
+    autograd_id: Id
+    root: WorkerId
+    gradients: Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(max_length=MAX_TENSORS)]
+    tensors: Tensors = NO_TENSORS
+    retain_graph: bool = False
+    handled: Handled | None = None
+
+    def is_awaited_by(self, worker: int) -> bool:
+        """The root of the pass waits for it."""
+        return worker == self.root
+
+
+class BackwardAutogradResp(Message, frozen=True):
+    """Worker to the root of the pass: what I have handled.
+
+    When the root has seen every request that it was told of handled, nothing of the pass is in flight.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_RESP
+    handled: Handled
+
+
+class Reach(Part, frozen=True):
+    """Which recvs on ``worker`` each of its entries leads to, as far as they have not been sent on.
+
+    ``sends`` gives (autograd id, receiving worker, what was sent). Masks are little-endian, bit 0 for the
+    roots of the pass and bit i + 1 for send i: ``arrived``, and in ``groups`` that of each group, beside the
+    (autograd id, worker) of its recvs.
+    """
+
+    worker: WorkerId
+    sends: Annotated[tuple[tuple[Id, WorkerId, Text], ...], Meta(max_length=MAX_TENSORS)]
+    arrived: Mask
+    groups: Annotated[
+        tuple[tuple[Mask, Annotated[tuple[tuple[Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)]], ...],
+        Meta(max_length=MAX_TENSORS),
+    ]
+
+
+class DiscoverAutogradReq(Message, frozen=True):
+    """Root of a pass to a worker: what may still arrive with you, and where would it lead?
+
+    Answer: DISCOVER_AUTOGRAD_RESP.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.DISCOVER_AUTOGRAD_REQ
+    context_id: Id
+    pass_id: Id
+    retain_graph: bool
+
+
+class DiscoverAutogradResp(Message, frozen=True):
+    """Answer to the above."""
+
+    TYPE: ClassVar[MessageType] = MessageType.DISCOVER_AUTOGRAD_RESP
+    reach: Reach
+
+
+class DropAutogradReq(Message, frozen=True):
+    """Root of a pass to a worker: no gradient will come for ``sends``, go on without them.
+
+    ``request`` stands for this message in the report, which is a BACKWARD_AUTOGRAD_RESP.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.DROP_AUTOGRAD_REQ
+    context_id: Id
+    pass_id: Id
+    request: Id
+    root: WorkerId
+    retain_graph: bool
+    sends: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
+
+
+class CleanupAutogradContextReq(Message, frozen=True):
+    """Worker that leaves contexts to those it told of them: forget them, and pass it on.
+
+    ``passes``: context and number of backward passes that have ended in contexts that go on: the same.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ
+    contexts: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
+    passes: Annotated[tuple[tuple[Id, Id], ...], Meta(max_length=MAX_TENSORS)] = ()
+
+
+class CleanupAutogradContextResp(Message, frozen=True):
+    """Answer to the above: forgotten, or never known."""
+
+    TYPE: ClassVar[MessageType] = MessageType.CLEANUP_AUTOGRAD_CONTEXT_RESP

@@ -1,0 +1,89 @@
+"""Calls: run this function, and what came of it; and code that the callee has never seen.
+
+Caller and callee are any two workers. Every request of these families may be answered by EXCEPTION instead.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from zmqgrad.wire.messages.base import MAX_CODE, Id, Message, MessageType, Name, Seconds, Text
+from zmqgrad.wire.messages.payloads import NOTHING, Payload
+
+
+class Call(Message, frozen=True, tag=1):
+    """Caller to callee: run ``function`` (``module:qualified.name``) on the payload (args, kwargs).
+
+    An empty ``function`` means that the payload is (function, args, kwargs). ``timeout`` is the time
+    left of the caller's deadline, 0 for none.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.CALL
+    function: Text
+    payload: Payload
+    timeout: Seconds = 0.0
+
+
+class RemoteCall(Message, frozen=True, tag=2):
+    """Caller to owner: as CALL, and keep the result as ``rref_id``, of which I am fork ``fork_id``."""
+
+    TYPE: ClassVar[MessageType] = MessageType.REMOTE_CALL
+    function: Text
+    payload: Payload
+    rref_id: Id
+    fork_id: Id
+    timeout: Seconds = 0.0
+
+
+class Result(Message, frozen=True, tag=3):
+    """Callee to caller: what the function returned."""
+
+    TYPE: ClassVar[MessageType] = MessageType.RESULT
+    payload: Payload = NOTHING
+
+
+class RemoteResult(Message, frozen=True, tag=4):
+    """Owner to caller: the function has run (or failed; a fetch will tell); your fork is known."""
+
+    TYPE: ClassVar[MessageType] = MessageType.REMOTE_RESULT
+    rref_id: Id
+    fork_id: Id
+
+
+class ExceptionReply(Message, frozen=True, tag=5):
+    """Callee to caller: instead of an answer, this exception.
+
+    ``pickled`` rebuilds it; where that is empty or fails, ``kind`` (qualified name of its type) and
+    ``text`` speak. ``worker`` names where it happened.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.EXCEPTION
+    worker: Name
+    kind: Text
+    text: str
+    traceback: str
+    pickled: bytes = b""
+
+
+class Cancel(Message, frozen=True):
+    """Caller to callee: I have given up waiting for ``call`` (a message id). Not answered."""
+
+    TYPE: ClassVar[MessageType] = MessageType.CANCEL
+    call: Id
+
+
+class CodeFetch(Message, frozen=True):
+    """Callee to caller, or the other way round: what is the code whose hash is ``digest``?"""
+
+    TYPE: ClassVar[MessageType] = MessageType.CODE_FETCH
+    digest: Annotated[bytes, Meta(max_length=64)]
+
+
+class CodeValue(Message, frozen=True):
+    """Answer to CODE_FETCH: this, for the interpreter that ``python`` names; empty if I have forgotten it."""
+
+    TYPE: ClassVar[MessageType] = MessageType.CODE_VALUE
+    python: Annotated[bytes, Meta(max_length=64)]
+    code: Annotated[bytes, Meta(max_length=MAX_CODE)] = b""

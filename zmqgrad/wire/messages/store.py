@@ -1,0 +1,213 @@
+"""Store queries and their answers: a client asks, the server says (DESIGN section 7).
+
+Timeouts are the time left at the client, in seconds; the server stops waiting when it is over. Every query
+may be answered by STORE_REFUSED instead.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Annotated, ClassVar
+
+from msgspec import Meta
+
+from zmqgrad.wire.messages.base import (
+    Key,
+    Keys,
+    Message,
+    MessageType,
+    Name,
+    Seconds,
+    Size,
+    Text,
+    Value,
+    Values,
+)
+
+
+class StoreSet(Message, frozen=True):
+    """Set ``key``. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_SET
+    key: Key
+    value: Value
+
+
+class StoreCompareSet(Message, frozen=True):
+    """Set ``key`` if it holds ``expected`` (or is missing and ``expected`` is empty). Answer: STORE_VALUE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_COMPARE_SET
+    key: Key
+    expected: Value
+    desired: Value
+
+
+class StoreGet(Message, frozen=True):
+    """The value of ``key``, once it exists. Answer: STORE_VALUE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_GET
+    key: Key
+    timeout: Seconds
+
+
+class StoreAdd(Message, frozen=True):
+    """Add ``amount`` to the number at ``key`` (0 if missing). Answer: STORE_NUMBER, the sum."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_ADD
+    key: Key
+    amount: Annotated[int, Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
+
+
+class StoreCheck(Message, frozen=True):
+    """Do all ``keys`` exist? Answer: STORE_NUMBER, 1 or 0."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_CHECK
+    keys: Keys
+
+
+class StoreWait(Message, frozen=True):
+    """Wait until all ``keys`` exist. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_WAIT
+    keys: Keys
+    timeout: Seconds
+
+
+class StoreGetNumKeys(Message, frozen=True):
+    """How many keys are there? Answer: STORE_NUMBER."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_GETNUMKEYS
+
+
+class StoreDeleteKey(Message, frozen=True):
+    """Delete ``key``. Answer: STORE_NUMBER, 1 if it was there."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_DELETE_KEY
+    key: Key
+
+
+class StoreAppend(Message, frozen=True):
+    """Append ``value`` to ``key`` (created if missing). Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_APPEND
+    key: Key
+    value: Value
+
+
+class StoreMultiGet(Message, frozen=True):
+    """The values of ``keys``, once all exist. Answer: STORE_VALUES."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_MULTI_GET
+    keys: Keys
+    timeout: Seconds
+
+
+class StoreMultiSet(Message, frozen=True):
+    """Set ``keys`` to ``values``, one to one. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_MULTI_SET
+    keys: Keys
+    values: Values
+
+
+class StoreQueuePush(Message, frozen=True):
+    """Push ``value`` to the end of the queue ``key``. Answer: STORE_DONE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_PUSH
+    key: Key
+    value: Value
+
+
+class StoreQueuePop(Message, frozen=True):
+    """Take the first value of the queue ``key``; with ``block``, once there is one. Answer: STORE_VALUE."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_POP
+    key: Key
+    block: bool
+    timeout: Seconds
+
+
+class StoreQueueLen(Message, frozen=True):
+    """How many values are in the queue ``key``? Answer: STORE_NUMBER."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_LEN
+    key: Key
+
+
+class StoreListKeys(Message, frozen=True):
+    """All keys that start with ``prefix``. Answer: STORE_KEYS, sorted."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_LIST_KEYS
+    prefix: Key
+
+
+class StorePing(Message, frozen=True):
+    """Are you there? Answer: STORE_PONG with the same nonce."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_PING
+    nonce: Name
+
+
+# ---- answers --------------------------------------------------------------------------------------------
+
+
+class StoreValue(Message, frozen=True):
+    """A value, and the store's revision when it was read."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_VALUE
+    value: Value
+    revision: Size = 0
+
+
+class StoreNumber(Message, frozen=True):
+    """A number."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_NUMBER
+    number: int
+
+
+class StoreValues(Message, frozen=True):
+    """Values, in the order of the keys asked for."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_VALUES
+    values: Values
+
+
+class StoreKeys(Message, frozen=True):
+    """Keys."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_KEYS
+    keys: Keys
+
+
+class StoreDone(Message, frozen=True):
+    """Done."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_DONE
+
+
+class Refusal(enum.IntEnum):
+    """Why a store query was refused."""
+
+    TIMEOUT = 0
+    MISSING = 1
+    INVALID = 2
+    LIMIT = 3
+    CLOSING = 4
+    UNKNOWN = 5  # the connection for notices
+
+
+class StoreRefused(Message, frozen=True):
+    """Not done, and why."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_REFUSED
+    reason: Refusal
+    text: Text
+
+
+class StorePong(Message, frozen=True):
+    """Here I am, and this is the store's revision."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_PONG
+    nonce: Name
+    revision: Size
