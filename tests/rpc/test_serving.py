@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
@@ -192,3 +195,22 @@ def test_the_calls_of_a_dead_caller_are_cancelled(pair: Cluster) -> None:
     assert stage.seen[0] == (True, 0.0)
     with pytest.raises(PeerLostError, match="it fell over"):
         rpc.rpc_sync(1, count)
+
+
+def helpers_of_a_product() -> int:
+    """How many threads a matrix product starts here."""
+    factor = torch.rand(256, 256)
+    before = len(os.listdir("/proc/self/task"))
+    torch.mm(factor, factor)
+    return len(os.listdir("/proc/self/task")) - before
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="counts OpenMP's threads in /proc")
+def test_functions_use_as_many_threads_as_torch_was_told_to() -> None:
+    told = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with cluster(2) as c, c.on(0):
+            assert rpc.rpc_sync(1, helpers_of_a_product) == 0
+    finally:
+        torch.set_num_threads(told)

@@ -9,23 +9,49 @@ from queue import SimpleQueue
 import pytest
 
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool, Task
+from zmqgrad.runtime.engine_pool import ATTENDANTS, EnginePool, Task
 from zmqgrad.runtime.future import Outcome
 
 WAIT = 10.0
 
 
 class Source:
-    """What a leader reads from."""
+    """What a pool attends: tasks by hand."""
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[Task | None] = SimpleQueue()
         self.changed = threading.Semaphore(0)
+        self.turn = threading.Semaphore(0)
+        self.leader: int | None = None
+        self.faults: list[str] = []
+        self.over = False
+        self.more = False
+
+    def stand_by(self) -> bool:
+        self.turn.acquire()
+        if self.over:
+            self.turn.release()
+            return False
+        return True
 
     def read(self) -> Task | None:
+        me = threading.get_ident()
+        if self.leader not in (None, me):
+            self.faults.append("two threads read at a time")
+        self.leader = me
         task = self.tasks.get()
         self.changed.release()
+        if task is None:
+            self.over = True
+            self.turn.release()
         return task
+
+    def has_more(self) -> bool:
+        return self.more
+
+    def pass_on(self) -> None:
+        self.leader = None
+        self.turn.release()
 
 
 @pytest.fixture
@@ -40,7 +66,7 @@ def make_pool(source: Source) -> Iterator[Callable[[int], EnginePool]]:
     def make(size: int) -> EnginePool:
         pool = EnginePool("led", size)
         made.append(pool)
-        pool.lead(source.read)
+        pool.attend(source)
         return pool
 
     yield make
@@ -48,6 +74,7 @@ def make_pool(source: Source) -> Iterator[Callable[[int], EnginePool]]:
         source.tasks.put(None)
         pool.close()
         assert pool.join(Deadline.after(WAIT)) == []
+    assert source.faults == []
 
 
 def result_of(source: Source, work: Callable[[], object]) -> Outcome[object]:
@@ -56,9 +83,10 @@ def result_of(source: Source, work: Callable[[], object]) -> Outcome[object]:
     return outcome
 
 
-def test_quick_tasks_are_run_by_the_one_thread_that_reads_them(
+def test_with_more_at_hand_quick_tasks_are_run_by_the_one_thread_that_reads_them(
     source: Source, make_pool: Callable[[int], EnginePool]
 ) -> None:
+    source.more = True
     pool = make_pool(4)
     idents = [result_of(source, threading.get_ident).wait(WAIT) for _ in range(20)]
     assert len(set(idents)) == 1
@@ -67,9 +95,31 @@ def test_quick_tasks_are_run_by_the_one_thread_that_reads_them(
     assert not pool.busy()
 
 
-def test_a_task_that_blocks_in_our_waits_hands_on_the_lead(
+def test_another_stands_by_already_when_the_leader_goes_to_work(
     source: Source, make_pool: Callable[[int], EnginePool]
 ) -> None:
+    pool = make_pool(4)
+    gates = [threading.Event() for _ in range(4)]
+    held = [result_of(source, lambda gate=gate: gate.wait(WAIT)) for gate in gates]
+    while source.tasks.qsize():  # four work, a fifth reads
+        source.changed.acquire(timeout=WAIT)
+    for gate in gates:
+        gate.set()
+    assert all(outcome.wait(WAIT) for outcome in held)
+    assert pool.wait_idle(Deadline.after(WAIT))
+    threads = pool.statistics()["threads"]
+    for _ in range(20):
+        assert result_of(source, lambda: "run").wait(WAIT) == "run"
+    assert pool.wait_idle(Deadline.after(WAIT))
+    assert pool.statistics()["threads"] == threads
+    assert pool.statistics()["idle"] == threads - ATTENDANTS
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_task_that_blocks_in_our_waits_hands_on_the_lead(
+    source: Source, make_pool: Callable[[int], EnginePool], more: bool
+) -> None:
+    source.more = more
     make_pool(1)
     inner: Outcome[int] = Outcome()
     outer = result_of(source, lambda: inner.wait(WAIT))
@@ -77,9 +127,11 @@ def test_a_task_that_blocks_in_our_waits_hands_on_the_lead(
     assert outer.wait(WAIT) == 3
 
 
+@pytest.mark.parametrize("more", [False, True])
 def test_a_task_that_blocks_elsewhere_is_noticed(
-    source: Source, make_pool: Callable[[int], EnginePool]
+    source: Source, make_pool: Callable[[int], EnginePool], more: bool
 ) -> None:
+    source.more = more
     make_pool(2)
     gate = threading.Event()
     outer = result_of(source, lambda: gate.wait(WAIT))
@@ -87,9 +139,11 @@ def test_a_task_that_blocks_elsewhere_is_noticed(
     assert outer.wait(WAIT) is True
 
 
+@pytest.mark.parametrize("more", [False, True])
 def test_with_no_room_tasks_queue_and_reading_goes_on(
-    source: Source, make_pool: Callable[[int], EnginePool]
+    source: Source, make_pool: Callable[[int], EnginePool], more: bool
 ) -> None:
+    source.more = more
     make_pool(1)
     gate = threading.Event()
     first = result_of(source, lambda: gate.wait(WAIT))
@@ -111,7 +165,11 @@ def test_a_failing_task_does_not_end_the_lead(
     assert "a task of led failed" in caplog.text
 
 
-def test_many_tasks_from_many_threads_all_run(source: Source, make_pool: Callable[[int], EnginePool]) -> None:
+@pytest.mark.parametrize("more", [False, True])
+def test_many_tasks_from_many_threads_all_run(
+    source: Source, make_pool: Callable[[int], EnginePool], more: bool
+) -> None:
+    source.more = more
     make_pool(3)
     outcomes = [[result_of(source, lambda i=i: i) for i in range(200)] for _ in range(4)]
     for batch in outcomes:

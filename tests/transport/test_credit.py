@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import OverZmq, _TcpAlone
 from zmqgrad.errors import ClosedError, CongestionError
-from zmqgrad.runtime.engine_pool import Task
+from zmqgrad.runtime.engine_pool import Source, Task
 from zmqgrad.transport import credit
 from zmqgrad.transport.base import Inbound, Mailbox
 from zmqgrad.transport.credit import Allowance, Intake
@@ -262,9 +262,9 @@ class Desk:
         self.tasks: SimpleQueue[Task] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def lead(self, read: Any) -> None:
+    def attend(self, source: Source) -> None:
         def work() -> None:
-            while (task := read()) is not None:
+            while (task := source.read()) is not None:
                 self.tasks.put(task)
 
         self._thread = threading.Thread(target=work, daemon=True)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
+
 from zmqgrad.errors import (
     ClosedError,
     CongestionError,
@@ -95,7 +97,9 @@ class Worker:
         self.clock = clock
         self.ids = IdSource(own.id)
         self.timekeeper = Timekeeper(own.name, clock)
-        self.pool = EnginePool(own.name, options.num_worker_threads, self.timekeeper.call_later)
+        self.pool = EnginePool(
+            own.name, options.num_worker_threads, self.timekeeper.call_later, _adopt_thread_settings
+        )
         self.calls = CallTable()
         self.serving = ServingTable(clock)
         self.doors = Doors()
@@ -625,6 +629,15 @@ def _close_in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_fork)
+
+
+def _adopt_thread_settings() -> None:
+    """In a new thread: use as many threads for an operator as ``torch.set_num_threads`` said.
+
+    OpenMP and MKL keep that by thread, and torch sets it in threads of its own only, or when asked for it.
+    Without this, each engine thread would wake helpers of its own for matrices of a few rows.
+    """
+    torch.get_num_threads()
 
 
 def _describe(what: str | Callable[..., Any]) -> str:

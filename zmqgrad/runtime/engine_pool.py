@@ -7,9 +7,11 @@ task first retires. A task that blocks somewhere we cannot see (a lock of the us
 noticed when tasks queue, nothing has finished for a while, and fewer than ``size`` threads have used the
 processor meanwhile; then, too, a thread is added. Long computations add none.
 
-One thread may *lead*: it reads where tasks come from, and runs what it has read itself, so that a task
-starts without waiting for a thread to wake. If the task blocks, or takes longer than a millisecond or two,
-another thread becomes the leader meanwhile: nothing waits behind user code for longer than that.
+A :class:`Source` of tasks is read by threads of the pool themselves, so that a task starts without waiting
+for a thread to wake. One of them *leads*: it reads, and runs what it has read; others stand by in the kernel
+and one of those leads next. While there is more at hand, the leader runs one task after another and keeps
+the lead. If one of them blocks, or takes longer than a millisecond or two, another leads meanwhile: nothing
+waits behind user code for longer than that.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ import logging
 import math
 import threading
 from collections.abc import Callable
+from functools import partial
 from queue import SimpleQueue
+from typing import Protocol
 
 from zmqgrad.errors import ClosedError
 from zmqgrad.runtime.blocking import about_to_block, belong_to
@@ -36,30 +40,59 @@ STUCK_SECONDS = 0.001
 """A thread that has used less of the processor between two looks is stuck."""
 
 
-EAGER_TASKS = 16
-"""After a task that took long, so many are expected to."""
+ATTENDANTS = 4
+"""So many threads that have nothing else to do stand by at the source."""
+
+
+class Source(Protocol):
+    """Where tasks come from. One thread at a time leads."""
+
+    def stand_by(self) -> bool:
+        """Wait until the calling thread is to lead; False: it is over."""
+        ...
+
+    def read(self) -> Task | None:
+        """By the leader: the next task, as soon as there is one; None: it is over."""
+        ...
+
+    def has_more(self) -> bool:
+        """By the leader: need the next task not be waited for?"""
+        ...
+
+    def pass_on(self) -> None:
+        """Whoever stands by leads next, as soon as there is something to read. Not while anybody reads."""
+        ...
 
 
 class EnginePool:
-    """Runs tasks on at most ``size`` working threads named ``<name>-engine-<n>``, started as needed."""
+    """Runs tasks on at most ``size`` working threads named ``<name>-engine-<n>``, started as needed.
+
+    ``call_later`` is used to look after stuck tasks; ``prepare`` is the first thing that each thread calls.
+    """
 
     def __init__(
-        self, name: str, size: int, call_later: Callable[[float, Callable[[], None]], object] | None = None
+        self,
+        name: str,
+        size: int,
+        call_later: Callable[[float, Callable[[], None]], object] | None = None,
+        prepare: Callable[[], object] | None = None,
     ) -> None:
         if size < 1:
             raise ValueError(f"an engine pool needs at least one thread, not {size}")
         self._name = name
         self._size = size
         self._call_later = call_later
+        self._prepare = prepare
         self._tasks: SimpleQueue[Task | None] = SimpleQueue()
-        # Guards all below. A thread is idle (waits for a task that was not promised to another),
-        # blocked, or working; a task is promised to an idle or new thread, or counts as backlog. While
-        # there is backlog nobody is idle. Up to size + extra threads work: extra make up for stuck ones.
+        # Guards all below. A thread attends the source (leads it or stands by), is idle (waits for a task
+        # that was not promised to another), blocked, or working; a task is promised to an idle or new thread,
+        # or counts as backlog. While there is backlog nobody is idle. Up to size + extra threads work: extra
+        # make up for stuck ones.
         self._lock = threading.Lock()
         self._idle = 0
         self._blocked = 0
         self._live = 0
-        self._leading = 0  # 1 while a thread reads; it is live, neither idle nor at work
+        self._attending = 0
         self._extra = 0
         self._backlog = 0
         self._finished = 0
@@ -69,9 +102,9 @@ class EnginePool:
         self._leaving: list[threading.Thread] = []  # no longer counted, perhaps at their last instruction
         self._numbers = 0
         self._at_rest = threading.Condition(self._lock)
+        self._source: Source | None = None
         self._vacancy: _Vacancy | None = None  # the leader works, and will lead again if it is quick
         self._seen: _Vacancy | None = None  # by the overseer, when it looked last
-        self._eager = 0  # so many tasks more are not expected to be quick
         self._overseer: Overseer | None = None
 
     def submit(self, task: Task) -> None:
@@ -96,11 +129,10 @@ class EnginePool:
         if watch:
             self._watch()
 
-    def lead(self, read: Callable[[], Task | None]) -> None:
-        """Let threads of the pool, one at a time, call ``read``, and run the task that it gives.
+    def attend(self, source: Source) -> None:
+        """From now on threads of the pool read ``source``, one at a time, and run the tasks that it gives.
 
-        ``read`` blocks until there is something to do, and gives None when it is over. Only one at a time
-        can be led by a pool.
+        A pool attends one source.
 
         Raises:
             ClosedError: after :meth:`close`.
@@ -108,25 +140,36 @@ class EnginePool:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the engine pool of {self._name} is closed")
-            if self._overseer is None:
-                self._overseer = Overseer(self._name, self._oversee)
-            self._pass_on(read)
+            self._source = source
+            self._overseer = Overseer(self._name, self._oversee)
+            self._yield_lead(source)
 
-    def _pass_on(self, read: Callable[[], Task | None]) -> None:
-        """Make another thread the leader. Called with the lock held."""
-        if self._idle:
-            self._idle -= 1
-        else:
-            self._spawn()
-        self._leading = 1
-        self._tasks.put(lambda: self._lead(read))
+    def _yield_lead(self, source: Source) -> None:
+        """Whoever stands by leads next. Called with the lock held."""
+        source.pass_on()
+        if not self._attending:
+            self._attending = 1
+            if self._idle:
+                self._idle -= 1
+            else:
+                self._spawn()
+            self._tasks.put(partial(self._attend, source))
 
-    def _lead(self, read: Callable[[], Task | None]) -> None:
-        """In the leader's thread, until another leads or there is nothing to read any more."""
-        while (task := read()) is not None:
+    def _attend(self, source: Source) -> None:
+        """In an engine thread that counts as attending, until it does so no more."""
+        while source.stand_by():
+            if not self._lead(source):
+                return
+        with self._lock:
+            self._attending -= 1
+
+    def _lead(self, source: Source) -> bool:
+        """By the leader, until it leads no more. Does it still attend?"""
+        while (task := source.read()) is not None:
+            keeps = source.has_more()
             with self._lock:
-                room = self._has_room_beside_leader() and not self._closed
-                vacancy = self._step_down(read) if room else None
+                room = self._has_room_beside_attendants() and not self._closed
+                vacancy = self._step_down(source, keeps) if room else None
             if not room:
                 self._leave_to_others(task)
                 continue
@@ -136,58 +179,58 @@ class EnginePool:
                 task()
             except BaseException:
                 logger.exception("a task of %s failed", self._name)
-            del task
-            if vacancy is None or not self._lead_again(vacancy):
-                return
-        with self._lock:
-            self._leading = 0
+            del task  # else a thread that stands by keeps the last task's tensors alive
+            leads = self._step_up(vacancy)
+            if leads is None:
+                return False
+            if not leads:
+                return True
+        return True
 
-    def _step_down(self, read: Callable[[], Task | None]) -> _Vacancy | None:
+    def _step_down(self, source: Source, keeps: bool) -> _Vacancy | None:
         """The leader is about to work. Called with the lock held.
 
-        Waking a thread to read costs more than a short task takes. So the lead is left vacant, unless tasks
-        were long lately; whoever notices first that this one is (the wait that it blocks in, or the
-        overseer) makes another thread the leader.
+        With more at hand (``keeps``), another thread would only get in its way, if the task is short. So the
+        lead is left vacant; whoever notices first that it is not short (the wait that it blocks in, or the
+        overseer) passes it on.
         """
-        self._leading = 0
-        if self._eager:
-            self._eager -= 1
-            self._pass_on(read)
-            return None
-        self._vacancy = _Vacancy(read, threading.get_ident())
+        self._attending -= 1
+        if keeps:
+            self._vacancy = _Vacancy(threading.get_ident())
+        else:
+            self._yield_lead(source)
         return self._vacancy
 
-    def _lead_again(self, vacancy: _Vacancy) -> bool:
-        """After a task: is the lead still vacant? Then the calling thread takes it."""
+    def _step_up(self, vacancy: _Vacancy | None) -> bool | None:
+        """After a task: does the calling thread lead again? If not, does it attend (False)? (None: no.)"""
         with self._lock:
-            if self._vacancy is not vacancy:
-                return False
-            self._vacancy = None
-            if self._backlog:  # which this thread is needed for
-                self._pass_on(vacancy.read)
-                return False
+            leads = vacancy is not None and self._vacancy is vacancy
+            if self._closed or self._backlog or (not leads and self._attending >= ATTENDANTS):
+                if leads:
+                    self._fill_vacancy()
+                return None
+            if leads:
+                self._vacancy = None
             self._finished += 1
-            self._leading = 1
-            if self._live - self._leading == self._idle:
+            self._attending += 1
+            if self._live - self._attending == self._idle:
                 self._at_rest.notify_all()
-            return True
+            return leads
 
     def _fill_vacancy(self) -> None:
-        """Make another thread the leader where there is none. Called with the lock held."""
-        vacancy, self._vacancy = self._vacancy, None
-        if vacancy is not None:
-            self._pass_on(vacancy.read)
+        """Pass on the lead if it is vacant. Called with the lock held."""
+        if self._vacancy is not None and self._source is not None:
+            self._vacancy = None
+            self._yield_lead(self._source)
 
     def _oversee(self) -> bool:
         """Is a task under way beside a vacant lead? If it is the same as last time, it takes long."""
         with self._lock:
-            vacancy = self._vacancy
-            if vacancy is None:
+            if self._vacancy is None:
                 return False
-            if vacancy is self._seen:
-                self._eager = EAGER_TASKS
+            if self._vacancy is self._seen:
                 self._fill_vacancy()
-            self._seen = vacancy
+            self._seen = self._vacancy
             return True
 
     def _leave_to_others(self, task: Task) -> None:
@@ -196,9 +239,9 @@ class EnginePool:
         except ClosedError:
             logger.debug("%s: a task came while closing", self._name)
 
-    def _has_room_beside_leader(self) -> bool:
-        """May the leader, which does not count as such any more, work? Called with the lock held."""
-        return self._live - 1 - self._blocked - self._idle < self._size + self._extra
+    def _has_room_beside_attendants(self) -> bool:
+        """May one of those that attend work? Called with the lock held."""
+        return self._live - self._attending - self._blocked - self._idle < self._size + self._extra
 
     def blocked(self) -> _Blocked:
         """A context manager around a wait in one of our threads: another may work meanwhile."""
@@ -219,7 +262,7 @@ class EnginePool:
 
     def _has_room(self) -> bool:
         """May another thread work? Called with the lock held."""
-        return self._live - self._leading - self._blocked < self._size + self._extra
+        return self._live - self._attending - self._blocked < self._size + self._extra
 
     def _spawn(self) -> None:
         """Start a thread, to which one task is promised. Called with the lock held."""
@@ -238,6 +281,8 @@ class EnginePool:
 
     def _work(self) -> None:
         belong_to(self)
+        if self._prepare is not None:
+            self._prepare()
         tasks = self._tasks
         while (task := tasks.get()) is not None:
             try:
@@ -254,7 +299,7 @@ class EnginePool:
         """After a task: will there be another for this thread? If not, it has retired."""
         with self._lock:
             self._finished += 1
-            if self._closed or self._live - self._leading - self._blocked > self._size + self._extra:
+            if self._closed or self._live - self._attending - self._blocked > self._size + self._extra:
                 self._retire()
                 return False
             if self._backlog:
@@ -265,7 +310,7 @@ class EnginePool:
                 return False
             else:
                 self._idle += 1
-                if self._live - self._leading == self._idle:
+                if self._live - self._attending == self._idle:
                     self._at_rest.notify_all()
             return True
 
@@ -277,7 +322,7 @@ class EnginePool:
         self._live -= 1
         self._threads.discard(me)
         self._leaving = [*(t for t in self._leaving if t.is_alive()), me]
-        if self._live - self._leading == self._idle:
+        if self._live - self._attending == self._idle:
             self._at_rest.notify_all()
 
     def _watch(self) -> None:
@@ -339,13 +384,13 @@ class EnginePool:
     def busy(self) -> bool:
         """Does any thread run or wait inside a task, or is one queued?"""
         with self._lock:
-            return self._backlog > 0 or self._live - self._leading > self._idle
+            return self._backlog > 0 or self._live - self._attending > self._idle
 
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no task runs, waits or is queued. False if that does not come by ``deadline``."""
         with self._lock:
             return self._at_rest.wait_for(
-                lambda: not self._backlog and self._live - self._leading == self._idle,
+                lambda: not self._backlog and self._live - self._attending == self._idle,
                 deadline.left_or_none(),
             )
 
@@ -355,12 +400,11 @@ class EnginePool:
 
 
 class _Vacancy:
-    """Nobody leads: the leader runs a task. One for each task."""
+    """Nobody leads: the leader runs a task, in ``thread``. One for each task."""
 
-    __slots__ = ("read", "thread")
+    __slots__ = ("thread",)
 
-    def __init__(self, read: Callable[[], Task | None], thread: int) -> None:
-        self.read = read
+    def __init__(self, thread: int) -> None:
         self.thread = thread
 
 

@@ -16,6 +16,7 @@ import socket as sockets
 import struct
 import sys
 from collections.abc import Sequence
+from typing import Protocol
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.zmtp import Unpacker, opening
@@ -38,6 +39,18 @@ def unix_address(endpoint: str) -> str:
     return "\0" + path[1:] if path.startswith("@") else path
 
 
+class Registry(Protocol):
+    """What polls file descriptors."""
+
+    def register(self, number: int, mask: int, /) -> None:
+        """Poll ``number`` for ``mask`` (``select.POLLIN``)."""
+        ...
+
+    def unregister(self, number: int, /) -> None:
+        """Poll it no more."""
+        ...
+
+
 class Door:
     """A listener at ``address`` (ipc) and all who have come in by it. One thread at a time uses it.
 
@@ -49,7 +62,7 @@ class Door:
         OSError: if it cannot listen.
     """
 
-    def __init__(self, address: str, poll: select.poll) -> None:
+    def __init__(self, address: str, poll: Registry) -> None:
         self._address = address
         self._poll = poll
         self._peers: dict[int, tuple[sockets.socket, Unpacker]] = {}
@@ -61,7 +74,7 @@ class Door:
         except OSError:
             self._listener.close()
             raise
-        poll.register(self._listener, select.POLLIN)
+        poll.register(self._listener.fileno(), select.POLLIN)
 
     def read(self, number: int) -> Sequence[bytes]:
         """What has come by file descriptor ``number``, which is ready: frames, each of them a message."""
@@ -103,7 +116,7 @@ class Door:
             socket.close()
             return
         self._peers[socket.fileno()] = socket, Unpacker("DEALER")
-        self._poll.register(socket, select.POLLIN)
+        self._poll.register(socket.fileno(), select.POLLIN)
 
     def close(self) -> None:
         """Nobody comes in any more, and all who did are sent away. Idempotent."""

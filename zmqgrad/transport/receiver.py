@@ -1,7 +1,7 @@
 """The receiving half of a mailbox: one thread at a time reads one ROUTER and one door.
 
-With an engine pool, that is a thread of the pool, which makes another its successor before it runs a task
-(:meth:`~zmqgrad.runtime.engine_pool.EnginePool.lead`); without one, it is a thread of the receiver's own.
+With an engine pool, that is a thread of the pool, and others stand by (:mod:`~zmqgrad.transport.gate`,
+:meth:`~zmqgrad.runtime.engine_pool.EnginePool.attend`); without one, it is a thread of the receiver's own.
 It reads, decodes and hands on; it never runs user code and never stops for what a stranger sends (P5).
 Small messages of this host come by the door (:mod:`~zmqgrad.transport.door`), all others by the ROUTER, whose
 file descriptor tells when to look (and says nothing more before all that is there has been read). Closing is
@@ -25,6 +25,7 @@ from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Buffer, Handler, Inbound
 from zmqgrad.transport.door import Door
+from zmqgrad.transport.gate import make_gate
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.messages import Manifest
 
@@ -74,9 +75,9 @@ class Receiver:
         self.frame_bytes = 0
         self.malformed = 0
         socket.bind(self._inproc)
-        self._poll = select.poll()
+        self._gate = make_gate()
         self._router_number = _number(socket, zmq.FD)
-        self._poll.register(self._router_number, select.POLLIN)
+        self._gate.register(self._router_number, select.POLLIN)
         self._door = self._open_door(door)
         self._arrived: deque[bytes] = deque()
         self._at_router = True  # perhaps there is something to be read
@@ -85,7 +86,7 @@ class Receiver:
 
     def _open_door(self, address: str) -> Door | None:
         try:
-            return Door(address, self._poll)
+            return Door(address, self._gate)
         except OSError as e:  # so all comes by the ROUTER
             logger.warning("%s cannot listen at %s: %s", self._name, address, e)
             return None
@@ -95,20 +96,34 @@ class Receiver:
         self._handler = handler
         self._started = True
         if pool is not None:
-            pool.lead(self._read)
+            pool.attend(self)
         else:
             threading.Thread(target=self._run, name=f"{self._name}-receiver", daemon=True).start()
 
     def _run(self) -> None:
-        while (task := self._read()) is not None:
+        while (task := self.read()) is not None:
             self._reader = threading.get_ident()  # nobody reads meanwhile
             task()
+
+    def stand_by(self) -> bool:
+        """Wait until the calling thread is to read; False: it is over."""
+        return self._gate.wait()
+
+    def pass_on(self) -> None:
+        """One that stands by is to read."""
+        self._gate.open(at_once=bool(self._arrived) or self._at_router)
+
+    def has_more(self) -> bool:
+        """Is there a message that was read already, or that libzmq has?"""
+        if self._at_router:
+            self._at_router = bool(_number(self._socket, zmq.EVENTS) & zmq.POLLIN)
+        return bool(self._arrived) or self._at_router
 
     def reads_here(self) -> bool:
         """Does nobody read while the calling thread waits?"""
         return self._reader == threading.get_ident()
 
-    def _read(self) -> Task | None:
+    def read(self) -> Task | None:
         """Read until there is a task, or it is over (None)."""
         self._reader = threading.get_ident()
         try:
@@ -130,9 +145,9 @@ class Receiver:
         self._shut()
         return None
 
-    def _look(self, milliseconds: int | None) -> None:
+    def _look(self, seconds: float | None) -> None:
         """See what has come, or wait for it."""
-        for number, _ in self._poll.poll(milliseconds):
+        for number in self._gate.poll(seconds):
             if number == self._router_number:
                 self._at_router = True
             elif self._door is not None:
@@ -157,6 +172,7 @@ class Receiver:
     def _shut(self) -> None:
         if self._door is not None:
             self._door.close()
+        self._gate.close()
         self._socket.close(linger=0)
         self._ended.set(None)
 

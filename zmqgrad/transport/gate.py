@@ -1,0 +1,161 @@
+"""A gate: of the threads that wait for messages, one is let in when there is something to read.
+
+The thread that is in reads; before it does something else, it opens the gate for the next. Those who wait
+are waiting in the kernel already, so a reader that goes to work wakes nobody: only the next message does.
+Of several, the one that came last is let in first, as its caches are the warmest.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from typing import Protocol
+
+MOST = 64
+"""So many descriptors are looked at in one go."""
+
+
+class Gate(Protocol):
+    """What is read, and who reads it. It is shut at first."""
+
+    def register(self, number: int, mask: int) -> None:
+        """Poll file descriptor ``number`` for ``mask`` (``select.POLLIN``)."""
+        ...
+
+    def unregister(self, number: int) -> None:
+        """Poll it no more; it is still open."""
+        ...
+
+    def poll(self, seconds: float | None) -> list[int]:
+        """By the thread that is in: the descriptors that are ready, or will be within ``seconds``."""
+        ...
+
+    def wait(self) -> bool:
+        """Wait to be let in; False: the gate was closed for good."""
+        ...
+
+    def open(self, at_once: bool) -> None:
+        """Let one in: when something is ready to be read, or ``at_once``. Shut behind it. From any thread,
+        but only while nobody is in who goes on to read."""
+        ...
+
+    def close(self) -> None:
+        """All who wait leave. By the thread that is in, or before the first was let in. Idempotent."""
+        ...
+
+
+def make_gate() -> Gate:
+    """The best gate that there is on this system."""
+    return EpollGate() if hasattr(select, "epoll") and hasattr(os, "eventfd") else PlainGate()
+
+
+class EpollGate:
+    """A :class:`Gate` of two epolls: one for what is read, inside one at which threads wait for it.
+
+    The outer one is armed for one event (``EPOLLONESHOT``), so the kernel wakes one thread, and no other
+    before it is armed again.
+    """
+
+    def __init__(self) -> None:
+        self._inside = select.epoll()
+        self._gate = select.epoll()
+        self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # guards _waiting and _closed
+        self._waiting = 0
+        self._closed = False
+        self._inside.register(self._bell, select.EPOLLIN)
+        self._gate.register(self._inside.fileno(), select.EPOLLONESHOT)
+
+    def register(self, number: int, mask: int) -> None:
+        """As :class:`Gate`."""
+        self._inside.register(number, mask)
+
+    def unregister(self, number: int) -> None:
+        """As :class:`Gate`."""
+        self._inside.unregister(number)
+
+    def poll(self, seconds: float | None) -> list[int]:
+        """As :class:`Gate`."""
+        ready = [number for number, _ in self._inside.poll(seconds, MOST)]
+        if self._bell in ready:
+            ready.remove(self._bell)
+            os.eventfd_read(self._bell)
+        return ready
+
+    def wait(self) -> bool:
+        """As :class:`Gate`."""
+        with self._lock:
+            if self._is_closed():
+                return False
+            self._waiting += 1
+        self._gate.poll(None, 1)
+        with self._lock:
+            self._waiting -= 1
+            over = self._is_closed()
+            if over:
+                self._see_off()
+            return not over
+
+    def _is_closed(self) -> bool:
+        return self._closed
+
+    def open(self, at_once: bool) -> None:
+        """As :class:`Gate`."""
+        if at_once:
+            os.eventfd_write(self._bell, 1)
+        self._gate.modify(self._inside.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+
+    def close(self) -> None:
+        """As :class:`Gate`."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._see_off()
+
+    def _see_off(self) -> None:
+        """Let the next of those who wait leave; the last one tidies up. Called with the lock held."""
+        if self._waiting:
+            self.open(at_once=True)
+            return
+        self._gate.close()
+        self._inside.close()
+        os.close(self._bell)
+
+
+class PlainGate:
+    """A :class:`Gate` for systems without epoll: whoever is let in waits inside for something to read."""
+
+    def __init__(self) -> None:
+        self._inside = select.poll()
+        self._turns = threading.Semaphore(0)
+        self._closed = False
+
+    def register(self, number: int, mask: int) -> None:
+        """As :class:`Gate`."""
+        self._inside.register(number, mask)
+
+    def unregister(self, number: int) -> None:
+        """As :class:`Gate`."""
+        self._inside.unregister(number)
+
+    def poll(self, seconds: float | None) -> list[int]:
+        """As :class:`Gate`."""
+        return [number for number, _ in self._inside.poll(None if seconds is None else int(seconds * 1000))]
+
+    def wait(self) -> bool:
+        """As :class:`Gate`."""
+        self._turns.acquire()
+        if self._closed:
+            self._turns.release()
+        return not self._closed
+
+    def open(self, at_once: bool) -> None:
+        """As :class:`Gate`."""
+        self._turns.release()
+
+    def close(self) -> None:
+        """As :class:`Gate`."""
+        if not self._closed:
+            self._closed = True
+            self._turns.release()
