@@ -20,8 +20,9 @@ from tests.support.processes import free_port
 from zmqgrad.errors import QueueEmptyError, StoreError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
+from zmqgrad.store.askers import Asker
 from zmqgrad.store.effects import Effect, Reply
-from zmqgrad.store.server import Asker, StoreServer
+from zmqgrad.store.server import StoreServer
 from zmqgrad.transport.request_connection import Client
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, StorePing, StoreWatchKey

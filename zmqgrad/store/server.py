@@ -12,6 +12,7 @@ from zmqgrad.errors import StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.actions import CHANGING
 from zmqgrad.store.answers import Answers
+from zmqgrad.store.askers import Asker, WaitingAskers
 from zmqgrad.store.durable import compact, replay
 from zmqgrad.store.effects import Effect, Notice, Reply
 from zmqgrad.store.journal import Journal
@@ -44,19 +45,6 @@ MAX_WAITING = 100_000
 
 CLOSE_SECONDS = 10.0
 """How long closing may take; it is a matter of milliseconds, too."""
-
-
-class Asker:
-    """Who asked what: request ``number`` on ``line``, which came from ``client``."""
-
-    __slots__ = ("client", "line", "number", "query", "waits")
-
-    def __init__(self, client: Client, line: int, number: int, query: Message) -> None:
-        self.client = client
-        self.line = line
-        self.number = number
-        self.query = query
-        self.waits = False
 
 
 class StoreServer:
@@ -96,9 +84,8 @@ class StoreServer:
         self._answers = Answers()
         self._journal = None if journal is None else Journal(journal, sync=sync)
         self._held: list[Effect] = []  # until the journal has what they tell of
-        self._max_waiting = max_waiting
-        self._waiting: dict[tuple[int, int], Asker] = {}  # by line and number
-        self._waiting_of: dict[Client, set[Asker]] = {}
+        self._waiting = WaitingAskers(self._state, max_waiting)
+        self._park, self._unpark = self._waiting.park, self._waiting.unpark
         self._watchers: Watchers[Client] = Watchers()
         self._published = 0
         with ExitStack() as undo:
@@ -156,7 +143,9 @@ class StoreServer:
         before = state.changes
         effects = state.apply(asker.query, asker, self._clock.now())
         if not effects:
-            self._park(asker)
+            effects = self._park(asker)
+            if effects:
+                self._carry_out(effects)
             return
         changed = state.changes != before
         if len(effects) == 1 and self._journal is None:  # the answer, as nearly always
@@ -176,33 +165,9 @@ class StoreServer:
                         self._journal.note(whose.line, whose.number, whose.query)
         self._carry_out(effects)
 
-    def _park(self, asker: Asker) -> None:
-        before = self._waiting.get((asker.line, asker.number))
-        if before is not None:  # it was asked on a connection of which we do not know yet that it broke
-            self._unpark(before)
-            self._state.cancel(before)
-        if len(self._waiting) >= self._max_waiting:
-            self._state.cancel(asker)
-            said = f"{self._max_waiting} queries wait there already, which is its limit"
-            self._carry_out([Reply(asker, StoreRefused(Refusal.LIMIT, said))])
-            return
-        asker.waits = True
-        self._waiting[asker.line, asker.number] = asker
-        self._waiting_of.setdefault(asker.client, set()).add(asker)
-
-    def _unpark(self, asker: Asker) -> None:
-        asker.waits = False
-        del self._waiting[asker.line, asker.number]
-        of_client = self._waiting_of[asker.client]
-        of_client.discard(asker)
-        if not of_client:
-            del self._waiting_of[asker.client]
-
     def gone(self, client: Client) -> None:
-        """Nobody waits there any more; above all, nobody is to take a value from a queue."""
-        for asker in list(self._waiting_of.get(client, ())):
-            self._unpark(asker)
-            self._state.cancel(asker)
+        """Nobody waits or listens there any more."""
+        self._waiting.forget(client)
         for target in self._watchers.forget(client):
             self._state.unwatch(target)
 
