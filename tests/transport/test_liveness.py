@@ -186,10 +186,11 @@ def test_a_crowd_of_strangers_keeps_no_peer_out() -> None:
     """The first of too many makes room; a peer of ours comes back, and is not thought dead."""
     heard, others = Heard(), Heard()
     with watch(others) as watched, watch(heard) as watching:
-        watched._most_guests = 3
-        address = watched._listener.sockets[1].getsockname()
-        assert watched._listener.endpoint is not None
-        watching.follow(7, watched._listener.endpoint)
+        watched._guests._most = 3
+        listener = watched._guests._listener
+        address = listener.sockets[1].getsockname()
+        assert listener.endpoint is not None
+        watching.follow(7, listener.endpoint)
         until_token(watching, 7)
         crowd = [socket.create_connection(address, WAIT) for _ in range(9)]
         for stranger in crowd:
