@@ -253,9 +253,10 @@ def test_a_peer_that_is_forgotten_may_end() -> None:
 def test_a_fork_does_not_keep_its_parent_alive() -> None:
     """The kernel keeps a connection open while any process has it: also one that a fork has by accident."""
     heard, other = Heard(), Heard()
-    watched = Watch("o", a_listener(), other.on_lost, other.on_suspected, Limits())
+    listener = a_listener()
+    watched = Watch("o", listener, other.on_lost, other.on_suspected, Limits())
     with watch(heard) as watching:
-        watching.follow(7, name_of(watched._listener))
+        watching.follow(7, name_of(listener))
         until_token(watching, 7)
         reading, writing = os.pipe()
         child = os.fork()
