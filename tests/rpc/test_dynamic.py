@@ -27,7 +27,7 @@ from zmqgrad.rpc import dynamic
 from zmqgrad.rpc.current import act_again, act_for, current_worker
 from zmqgrad.rpc.dynamic import DynamicGroup, allot_id
 from zmqgrad.rpc.group import make_worker
-from zmqgrad.rpc.membership import WorkerRecord
+from zmqgrad.rpc.identity import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore

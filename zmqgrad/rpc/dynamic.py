@@ -30,8 +30,9 @@ from zmqgrad.errors import (
     StoreTimeoutError,
 )
 from zmqgrad.rpc.group import JOIN_SECONDS, Group
+from zmqgrad.rpc.identity import WorkerRecord
+from zmqgrad.rpc.joining import read_all
 from zmqgrad.rpc.look_up import LookUp
-from zmqgrad.rpc.membership import WorkerRecord, read_all
 from zmqgrad.rpc.parting import SAY_EVERY
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
