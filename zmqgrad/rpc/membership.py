@@ -10,11 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from zmqgrad.errors import (
-    NotInitializedError,
-    RpcTimeoutError,
-    UnknownWorkerError,
-)
+from zmqgrad.errors import NotInitializedError, RpcTimeoutError, UnknownWorkerError
 from zmqgrad.rpc.identity import WorkerInfo, WorkerRecord
 from zmqgrad.runtime.clock import Deadline
 
