@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 import msgspec
 
@@ -18,8 +19,28 @@ from zmqgrad.wire.frames import (
 )
 from zmqgrad.wire.messages import BY_TYPE, Manifest, Message, StoreValue
 
-_encode_into = msgspec.msgpack.Encoder().encode_into
+_encoder = msgspec.msgpack.Encoder()
+_encode_into = _encoder.encode_into
 _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.items()}
+
+write_header: Callable[[Message], bytes] = _encoder.encode
+"""The header of a message, for who writes the envelope himself. Raises ``UNWRITABLE``."""
+
+HEADER_READERS: dict[int, Callable[[bytes | memoryview], Message]] = {
+    kind: decoder.decode for kind, decoder in _decoders.items()
+}
+"""What makes a message of its header, by type, for who has read the envelope. Raises ``UNREADABLE``."""
+
+UNWRITABLE = (
+    msgspec.MsgspecError,
+    OverflowError,
+    TypeError,
+    UnicodeError,
+    RecursionError,
+    struct.error,
+)
+UNREADABLE = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionError)
+
 SHORT = 1024
 """Copying so many bytes takes less time than making a view of them."""
 
@@ -53,7 +74,7 @@ def encode(
             kind |= WITH_MANIFEST
         _encode_into(message, frame, len(frame))
         write_envelope(frame, room, kind, source, incarnation, message_id, lane)
-    except (msgspec.MsgspecError, OverflowError, TypeError, UnicodeError, RecursionError, struct.error) as e:
+    except UNWRITABLE as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
     size = len(frame) - room
     if size > MAX_HEADER:
@@ -116,7 +137,7 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
         if type(frame) is bytes and len(frame) <= SHORT:
             return envelope, manifest, decoder.decode(frame[start:])
         return envelope, manifest, decoder.decode(memoryview(frame)[start:])
-    except (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionError) as e:
+    except UNREADABLE as e:
         kind = BY_TYPE[envelope.type].__name__  # type: ignore[index]
         raise ProtocolError(f"malformed {kind} from worker {envelope.source}: {e}") from e
 
