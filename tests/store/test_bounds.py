@@ -15,9 +15,8 @@ from tests.support.processes import free_port
 from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.store import StoreServer, TCPStore
-from zmqgrad.transport import newcomers
-from zmqgrad.transport.newcomers import GREETING_SECONDS
-from zmqgrad.transport.request_server import SPARE
+from zmqgrad.transport import request_server
+from zmqgrad.transport.request_server import GREETING_SECONDS, SPARE
 from zmqgrad.transport.zmtp import opening
 
 PATIENCE = 20.0
@@ -62,6 +61,18 @@ def test_a_client_too_many_is_told_so(server: StoreServer) -> None:
         client.close()
 
 
+@pytest.mark.parametrize("seconds", [1e8, 1e300, float("inf")])
+def test_whoever_waits_for_years_keeps_nobody(server: StoreServer, seconds: float) -> None:
+    with connect(server) as patient, connect(server) as other:
+        waits = threading.Thread(target=patient.wait, args=(["key"], seconds), daemon=True)
+        waits.start()
+        until(lambda: server.statistics()["parked"] == 1)
+        other.set("key", "value")
+        waits.join(PATIENCE)
+        assert not waits.is_alive()
+        assert other.get("key") == b"value"
+
+
 def test_far_too_many_are_not_even_told(server: StoreServer) -> None:
     with connect(server) as store:
         crowd = [dial(server) for _ in range(2 + SPARE)]
@@ -81,7 +92,7 @@ def test_far_too_many_are_not_even_told(server: StoreServer) -> None:
 
 def test_those_who_only_take_up_room_make_room(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever says nothing keeps nobody out, however many they are; the first of them goes."""
-    monkeypatch.setattr(newcomers, "MAX_PENDING", 5)
+    monkeypatch.setattr(request_server, "MAX_PENDING", 5)
     crowd = [dial(server) for _ in range(20)]
     with connect(server) as store:
         assert store.add("n", 1) == 1

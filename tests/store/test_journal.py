@@ -61,7 +61,7 @@ def load(path: Path) -> tuple[State, Answers]:
 def test_a_state_comes_back(tmp_path: Path) -> None:
     write(tmp_path / "j", CHANGES)
     state, answers = load(tmp_path / "j")
-    assert list(state.contents()) == [StoreSet("n", b"7"), StoreQueuePush("q", b"y")]
+    assert list(state.as_queries()) == [StoreSet("n", b"7"), StoreQueuePush("q", b"y")]
     assert state.revision == 5
     assert answers.find(7, 8) == (8, StoreNumber(7))
     assert answers.find(7, 9) is None
@@ -74,7 +74,7 @@ def test_a_journal_can_be_written_on(tmp_path: Path) -> None:
     journal.note(0, 0, StoreSet("more", b""))
     journal.commit()
     journal.close()
-    assert StoreSet("more", b"") in list(load(tmp_path / "j")[0].contents())
+    assert StoreSet("more", b"") in list(load(tmp_path / "j")[0].as_queries())
 
 
 def ends(data: bytes) -> list[int]:
@@ -92,7 +92,7 @@ def test_a_record_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
         path.write_bytes(data[:size])
         state, _ = load(path)
         whole = len(CHANGES) - (1 if size >= one_before else 2)
-        assert state.changes == whole, size
+        assert state.contents.changes == whole, size
         assert path.stat().st_size == (one_before if size >= one_before else two_before)
 
 
@@ -102,7 +102,7 @@ def test_a_file_that_grew_and_was_not_written_is_dropped(tmp_path: Path) -> None
     write(path, CHANGES)
     data = path.read_bytes()
     path.write_bytes(data + bytes(100))
-    assert load(path)[0].changes == len(CHANGES)
+    assert load(path)[0].contents.changes == len(CHANGES)
     assert path.read_bytes() == data
 
 
@@ -139,10 +139,10 @@ def test_what_is_whole_is_saved(tmp_path: Path, beyond: bool) -> None:
     assert saved.gaps == 1
     if beyond:
         assert saved == (len(CHANGES) - 1, 1, marks[3] - marks[2])
-        assert list(load(new)[0].contents()) == [StoreSet("n", b"7"), StoreQueuePush("q", b"y")]
+        assert list(load(new)[0].as_queries()) == [StoreSet("n", b"7"), StoreQueuePush("q", b"y")]
     else:
         assert saved == (2, 1, marks[-1] - marks[2])
-        assert list(load(new)[0].contents()) == [StoreSet("a", b"1"), StoreSet("n", b"5")]
+        assert list(load(new)[0].as_queries()) == [StoreSet("a", b"1"), StoreSet("n", b"5")]
     with pytest.raises(JournalError, match=r"cannot write what was saved to .*exists"):
         salvage(path, new)
 
@@ -164,7 +164,7 @@ def test_a_whole_record_that_says_nothing_we_know() -> None:
 @pytest.mark.parametrize("begin", [b"", MAGIC[:5], MAGIC[:-1]])
 def test_a_journal_that_had_just_begun(tmp_path: Path, begin: bytes) -> None:
     (tmp_path / "j").write_bytes(begin)
-    assert load(tmp_path / "j")[0].changes == 0
+    assert load(tmp_path / "j")[0].contents.changes == 0
     assert (tmp_path / "j").read_bytes() == MAGIC
 
 
@@ -209,9 +209,9 @@ def test_a_compacted_journal_says_the_same(tmp_path: Path, drawn: list[tuple[Mes
     journal, state, answers = Journal(path), State(), Answers()
     replay(journal, state, answers)
     for number, (query, line, then_compact) in enumerate(drawn, 1):
-        before = state.changes
+        before = state.contents.changes
         (reply,) = state.apply(query, "asker", 0.0)
-        if state.changes != before:
+        if state.contents.changes != before:
             answers.remember(line, number, reply.message)
             journal.note(line, number, query)
             journal.commit()
@@ -219,7 +219,7 @@ def test_a_compacted_journal_says_the_same(tmp_path: Path, drawn: list[tuple[Mes
             compact(journal, state, answers)
     journal.close()
     again, again_answers = load(path)
-    assert list(again.contents()) == list(state.contents())
+    assert list(again.as_queries()) == list(state.as_queries())
     assert (again.revision, list(again_answers)) == (state.revision, list(answers))
     assert [p.name for p in tmp_path.iterdir()] == ["j"]
 
@@ -256,5 +256,5 @@ def test_no_room_to_write_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     journal.note(0, 0, StoreSet("z", b"z"))
     journal.commit()
     journal.close()
-    assert load(tmp_path / "j")[0].changes == len(CHANGES) + 1
+    assert load(tmp_path / "j")[0].contents.changes == len(CHANGES) + 1
     assert [p.name for p in tmp_path.iterdir()] == ["j"]

@@ -20,11 +20,8 @@ from tests.support.processes import free_port
 from zmqgrad.errors import QueueEmptyError, StoreError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
-from zmqgrad.store.askers import Asker
-from zmqgrad.store.effects import Effect, Reply
 from zmqgrad.store.server import StoreServer
 from zmqgrad.transport.request_connection import Client
-from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, StorePing, StoreWatchKey
 
 PATIENCE = 20.0
@@ -64,27 +61,26 @@ class Mortal(StoreServer):
         super().__init__(address, journal=life.journal)
 
     def _run(self) -> None:
+        self._requests_reply = self._requests.reply
+        self._requests.reply = self._reply  # type: ignore[method-assign]
         try:
             super()._run()
         except Died:
             self._life.reborn()
 
-    def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
-        counts = type(message) not in (StorePing, StoreWatchKey)
+    def handle(self, client: Client, line: int, number: int, query: Message) -> None:
+        counts = type(query) not in (StorePing, StoreWatchKey)
         self._now = self._life.fates.popleft() if counts and self._life.fates else "arrives"
         if self._now == "dies before":
             raise Died
-        super().handle(client, envelope, message)
+        super().handle(client, line, number, query)
 
-    def _deliver(self, effects: list[Effect]) -> None:
+    def _reply(self, client: Client, number: int, message: Message) -> None:
         if self._now == "dies after":
             raise Died
         if self._now == "breaks":
-            for effect in effects:
-                if isinstance(effect, Reply):
-                    asker: Asker = effect.asker
-                    self._requests._close(asker.client)
-        super()._deliver(effects)
+            self._requests._close(client)
+        self._requests_reply(client, number, message)
 
 
 @pytest.fixture(params=["in memory", "with a journal"])

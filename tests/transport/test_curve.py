@@ -11,7 +11,7 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.transport.test_requests import RequestClientContext, Running, soon
+from tests.transport.test_requests import RequestClientContext, Running
 from zmqgrad.errors import ClosedError, ProtocolError, SecretError
 from zmqgrad.transport.curve import Curve, CurveCaller, CurveListener
 from zmqgrad.transport.request_client import RequestClient
@@ -275,7 +275,7 @@ def test_our_client_asks_libzmq(library: Library) -> None:
     thread.start()
     with RequestClientContext(endpoint, OURS) as client:
         for key in ("a", "b" * 50, "c" * 1000):
-            assert client.request(StoreGet(key, 1.0), soon()) == StoreValue(key.encode() * 3000)
+            assert client.request(StoreGet(key, 1.0), PATIENCE) == StoreValue(key.encode() * 3000)
     thread.join(PATIENCE)
 
 
@@ -296,7 +296,7 @@ def test_libzmq_lets_nobody_else_in(library: Library) -> None:
         stranger.disable_monitor()
         monitor.close(linger=0)
     with RequestClientContext(endpoint, HALF) as client, pytest.raises((SecretError, ProtocolError)):
-        client.request(StoreGet("k", 1.0), soon())
+        client.request(StoreGet("k", 1.0), PATIENCE)
     ours = library.open(zmq.DEALER)
     key_caller(ours, OURS)
     ours.connect(endpoint)
@@ -320,10 +320,10 @@ def test_a_client_learns_at_once_what_is_wrong(running: Running, keys: Keys | No
         RequestClientContext(running.server.endpoint, keys) as client,
         pytest.raises(SecretError, match=r"another secret|wants a secret"),
     ):
-        client.request(StoreGet("k", 1.0), soon())
+        client.request(StoreGet("k", 1.0), PATIENCE)
     assert running.server.requests == 0
     with RequestClientContext(running.server.endpoint, OURS) as client:
-        assert client.request(StoreGet("k", 1.0), soon()) == StoreValue(b"k")
+        assert client.request(StoreGet("k", 1.0), PATIENCE) == StoreValue(b"k")
 
 
 def test_strangers_are_hung_up_on_and_heard_by_nobody(running: Running) -> None:
@@ -353,7 +353,7 @@ def test_strangers_are_hung_up_on_and_heard_by_nobody(running: Running) -> None:
             assert b"MESSAGE" not in heard
             assert running.server.malformed == n
             assert running.server.requests == n - 1
-            assert client.request(StoreGet("k", 1.0), soon()) == StoreValue(b"k")
+            assert client.request(StoreGet("k", 1.0), PATIENCE) == StoreValue(b"k")
 
 
 def test_half_open_handshakes_hold_up_nobody(running: Running) -> None:
@@ -366,7 +366,7 @@ def test_half_open_handshakes_hold_up_nobody(running: Running) -> None:
         crowd.append(stranger)
         if n % 50 == 0:
             with RequestClientContext(running.server.endpoint, OURS) as client:
-                assert client.request(StoreGet("k", 1.0), soon()) == StoreValue(b"k")
+                assert client.request(StoreGet("k", 1.0), PATIENCE) == StoreValue(b"k")
     for stranger in crowd:
         stranger.close()
 
@@ -380,7 +380,7 @@ def test_a_server_that_stops_in_the_middle_of_a_handshake_costs_the_deadline() -
 
         def ask() -> None:
             try:
-                client.request(StoreGet("a very secret key", 1.0), soon())
+                client.request(StoreGet("a very secret key", 1.0), PATIENCE)
             except ClosedError as e:
                 outcome.append(e)
 

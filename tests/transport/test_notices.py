@@ -20,7 +20,6 @@ from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.zmtp import HEAD_ROOM, opening, write_head
 from zmqgrad.wire.codec import encode
-from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import KeyCreated, Message, StoreDone, StoreKeys, StoreListen
 
 PATIENCE = 20.0
@@ -35,14 +34,14 @@ class Speaker(Echo):
         self.refuses = False
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
 
-    def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
+    def handle(self, client: Client, line: int, message_id: int, message: Message) -> None:
         if isinstance(message, StoreListen):
             if not self.refuses:
                 self.ears[message.nonce] = client
             answer = StoreKeys(("no",)) if self.refuses else StoreDone()
-            self.server.reply(client, envelope.message_id, answer)
+            self.server.reply(client, message_id, answer)
             return
-        super().handle(client, envelope, message)
+        super().handle(client, line, message_id, message)
 
     def next_due(self) -> float:
         return super().next_due() if self._orders.empty() else 0.0

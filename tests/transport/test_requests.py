@@ -19,7 +19,7 @@ from zmqgrad.errors import (
     ProtocolError,
     TransportError,
 )
-from zmqgrad.runtime.clock import MONOTONIC, Deadline, ManualClock
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline, ManualClock
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.exposure import is_loopback
 from zmqgrad.transport.request_client import MAX_IDLE, RequestClient
@@ -27,7 +27,6 @@ from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.request_server import RequestServer
 from zmqgrad.transport.security import Keys, keys_of
 from zmqgrad.wire.codec import encode
-from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, StoreDone, StoreGet, StoreKeys, StorePing, StoreValue
 
 PATIENCE = 20.0
@@ -44,8 +43,7 @@ class Echo:
         self.arrived = threading.Semaphore(0)
         self.gone_clients = threading.Semaphore(0)
 
-    def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
-        message_id = envelope.message_id
+    def handle(self, client: Client, line: int, message_id: int, message: Message) -> None:
         match message:
             case StoreGet("park", timeout):
                 self.parked.append((client, message_id))
@@ -117,10 +115,6 @@ def client(running: Running) -> Iterator[RequestClient]:
     made.close()
 
 
-def soon() -> Deadline:
-    return Deadline.after(PATIENCE)
-
-
 def in_thread(call: Callable[[], Message]) -> Outcome[Message]:
     outcome: Outcome[Message] = Outcome()
 
@@ -136,13 +130,13 @@ def in_thread(call: Callable[[], Message]) -> Outcome[Message]:
 
 def test_an_answer_comes_back(client: RequestClient) -> None:
     for key in ("a", "b", "x" * 50_000):
-        assert client.request(StoreGet(key, 1.0), soon()) == StoreValue(key.encode())
+        assert client.request(StoreGet(key, 1.0), PATIENCE) == StoreValue(key.encode())
 
 
 def test_many_threads_get_their_own_answers(client: RequestClient) -> None:
     def ask(name: str) -> Message:
         for n in range(50):
-            answer = client.request(StoreGet(f"{name}.{n}", 1.0), soon())
+            answer = client.request(StoreGet(f"{name}.{n}", 1.0), PATIENCE)
             assert answer == StoreValue(f"{name}.{n}".encode())
         return StoreDone()
 
@@ -152,33 +146,34 @@ def test_many_threads_get_their_own_answers(client: RequestClient) -> None:
 
 
 def test_parked_requests_are_in_nobodys_way(running: Running, client: RequestClient) -> None:
-    parked = [in_thread(lambda: client.request(StoreGet("park", 60.0), soon())) for _ in range(3)]
+    parked = [in_thread(lambda: client.request(StoreGet("park", 60.0), PATIENCE)) for _ in range(3)]
     for _ in parked:
         assert running.service.arrived.acquire(timeout=PATIENCE)
-    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+    assert client.request(StoreGet("a", 1.0), PATIENCE) == StoreValue(b"a")
     assert not any(wait.done() for wait in parked)
-    assert client.request(StorePing(""), soon()) == StoreDone()
+    assert client.request(StorePing(""), PATIENCE) == StoreDone()
     assert [wait.wait(PATIENCE) for wait in parked] == [StoreValue(b"released")] * 3
 
 
 def test_the_service_is_called_when_something_is_due(client: RequestClient) -> None:
-    assert client.request(StoreGet("park", 0.01), soon()) == StoreValue(b"too late")
+    assert client.request(StoreGet("park", 0.01), PATIENCE) == StoreValue(b"too late")
 
 
-def test_a_late_answer_meets_no_later_question(running: Running, client: RequestClient) -> None:
+def test_a_late_answer_meets_no_later_question(running: Running) -> None:
     clock = ManualClock()
-    late = in_thread(lambda: client.request(StoreGet("park", 60.0), Deadline.after(0.02, clock)))
-    assert running.service.arrived.acquire(timeout=PATIENCE)
-    clock.advance(1.0)
-    with pytest.raises(TimeoutError, match=r"127\.0\.0\.1"):
-        late.wait(PATIENCE)
-    assert client.request(StorePing(""), soon()) == StoreDone(), "which answers the parked one, too"
-    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+    with RequestClientContext(running.server.endpoint, clock=clock) as client:
+        late = in_thread(lambda: client.request(StoreGet("park", 60.0), 0.02))
+        assert running.service.arrived.acquire(timeout=PATIENCE)
+        clock.advance(1.0)
+        with pytest.raises(TimeoutError, match=r"127\.0\.0\.1"):
+            late.wait(PATIENCE)
+        assert client.request(StorePing(""), PATIENCE) == StoreDone(), "which answers the parked one, too"
+        assert client.request(StoreGet("a", 1.0), PATIENCE) == StoreValue(b"a")
 
 
 def test_an_answer_to_a_client_that_has_gone_is_counted(running: Running, client: RequestClient) -> None:
     gone = RequestClient(running.server.endpoint)
-    wait = in_thread(lambda: gone.request(StoreGet("park", 60.0), soon()))
+    wait = in_thread(lambda: gone.request(StoreGet("park", 60.0), PATIENCE))
     assert running.service.arrived.acquire(timeout=PATIENCE)
     gone.close()
     with pytest.raises(ClosedError):
@@ -186,7 +181,7 @@ def test_an_answer_to_a_client_that_has_gone_is_counted(running: Running, client
     (its_request,) = running.service.parked
     for _ in range(1000):  # libzmq notices at some time that it has gone
         running.service.parked = [its_request]
-        client.request(StorePing(""), soon())
+        client.request(StorePing(""), PATIENCE)
         if running.server.undeliverable:
             return
     pytest.fail("answers to a client that has gone are never counted")
@@ -195,8 +190,8 @@ def test_an_answer_to_a_client_that_has_gone_is_counted(running: Running, client
 class RequestClientContext:
     """A client for the length of a ``with``."""
 
-    def __init__(self, address: str, keys: Keys | None = None) -> None:
-        self._client = RequestClient(address, keys=keys)
+    def __init__(self, address: str, keys: Keys | None = None, clock: Clock = MONOTONIC) -> None:
+        self._client = RequestClient(address, keys=keys, clock=clock)
 
     def __enter__(self) -> RequestClient:
         return self._client
@@ -209,16 +204,16 @@ def test_no_server_costs_the_deadline_and_no_more() -> None:
     with zmq.Context() as context, context.socket(zmq.ROUTER) as socket:
         port = socket.bind_to_random_port("tcp://127.0.0.1")
     with RequestClientContext(f"tcp://127.0.0.1:{port}") as client, pytest.raises(TimeoutError):
-        client.request(StoreGet("a", 1.0), Deadline.after(0.02))
+        client.request(StoreGet("a", 1.0), 0.02)
 
 
 def test_a_server_that_comes_later_is_found() -> None:
     first = Running()
     address = first.server.endpoint
     with RequestClientContext(address) as client:
-        assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+        assert client.request(StoreGet("a", 1.0), PATIENCE) == StoreValue(b"a")
         first.stop()
-        waits = in_thread(lambda: client.request(StoreGet("b", 1.0), soon()))
+        waits = in_thread(lambda: client.request(StoreGet("b", 1.0), PATIENCE))
         second = Running(address)
         assert waits.wait(PATIENCE) == StoreValue(b"b")
         second.stop()
@@ -227,7 +222,7 @@ def test_a_server_that_comes_later_is_found() -> None:
 def test_a_stopping_server_has_a_last_word() -> None:
     running = Running()
     with RequestClientContext(running.server.endpoint) as client:
-        waits = in_thread(lambda: client.request(StoreGet("park", 60.0), soon()))
+        waits = in_thread(lambda: client.request(StoreGet("park", 60.0), PATIENCE))
         assert running.service.arrived.acquire(timeout=PATIENCE)
         running.stop()
         assert waits.wait(PATIENCE) == StoreValue(b"stopping")
@@ -241,7 +236,7 @@ def test_a_server_that_never_served_stops() -> None:
 
 def test_closing_the_client_ends_what_waits(running: Running) -> None:
     client = RequestClient(running.server.endpoint)
-    waits = [in_thread(lambda: client.request(StoreGet("park", 60.0), soon())) for _ in range(3)]
+    waits = [in_thread(lambda: client.request(StoreGet("park", 60.0), PATIENCE)) for _ in range(3)]
     for _ in waits:
         assert running.service.arrived.acquire(timeout=PATIENCE)
     client.close()
@@ -250,7 +245,7 @@ def test_closing_the_client_ends_what_waits(running: Running) -> None:
         with pytest.raises(ClosedError, match="closed"):
             wait.wait(PATIENCE)
     with pytest.raises(ClosedError, match="closed"):
-        client.request(StoreGet("a", 1.0), soon())
+        client.request(StoreGet("a", 1.0), PATIENCE)
 
 
 def test_ctrl_c_ends_a_wait(running: Running, client: RequestClient) -> None:
@@ -274,12 +269,12 @@ def test_ctrl_c_ends_a_wait(running: Running, client: RequestClient) -> None:
     thread.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            client.request(StoreGet("park", 60.0), soon())
+            client.request(StoreGet("park", 60.0), PATIENCE)
     finally:
         interrupted.set()
         thread.join(PATIENCE)
         signal.signal(signal.SIGINT, before)
-    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+    assert client.request(StoreGet("a", 1.0), PATIENCE) == StoreValue(b"a")
 
 
 @pytest.mark.parametrize(
@@ -313,22 +308,22 @@ def test_garbage_is_counted_and_logged_once(
             pass
     assert running.server.malformed == 3
     assert caplog.text.count("dropped a malformed") == 1
-    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+    assert client.request(StoreGet("a", 1.0), PATIENCE) == StoreValue(b"a")
 
 
 def test_a_client_of_ours_is_told_that_it_was_not_understood(client: RequestClient) -> None:
-    answer = client.request(StoreGet("k", -1.0), soon())
+    answer = client.request(StoreGet("k", -1.0), PATIENCE)
     assert isinstance(answer, StoreKeys)
     assert "malformed StoreGet" in answer.keys[0]
 
 
 def test_a_fault_of_the_service_is_logged(client: RequestClient, caplog: pytest.LogCaptureFixture) -> None:
-    unanswered = in_thread(lambda: client.request(StoreGet("fail", 1.0), soon()))
-    limit, pause = soon(), threading.Event()
+    unanswered = in_thread(lambda: client.request(StoreGet("fail", 1.0), PATIENCE))
+    limit, pause = Deadline.after(PATIENCE), threading.Event()
     while "LookupError: a fault of the service" not in caplog.text and not limit.passed():
         pause.wait(0.001)  # nothing tells when a line is logged
     assert "LookupError: a fault of the service" in caplog.text
-    assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+    assert client.request(StoreGet("a", 1.0), PATIENCE) == StoreValue(b"a")
     assert not unanswered.done()
     client.close()
     with pytest.raises(ClosedError):
@@ -341,7 +336,7 @@ def test_an_answer_that_is_none_of_ours() -> None:
         port = server.bind_to_random_port("tcp://127.0.0.1")
         with RequestClientContext(f"tcp://127.0.0.1:{port}") as client:
             for reply in (b"what?", bytes(encode(StoreDone(), 0, 1, 999))):
-                waits = in_thread(lambda: client.request(StoreGet("a", 1.0), soon()))
+                waits = in_thread(lambda: client.request(StoreGet("a", 1.0), PATIENCE))
                 server.send_multipart([server.recv_multipart()[0], reply])
                 with pytest.raises(ProtocolError):
                     waits.wait(PATIENCE)
@@ -365,7 +360,7 @@ def test_nothing_but_loopback_without_leave(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
     running = Running("tcp://*:*")
     with RequestClientContext(f"tcp://127.0.0.1:{running.server.port}") as client:
-        assert client.request(StoreGet("a", 1.0), soon()) == StoreValue(b"a")
+        assert client.request(StoreGet("a", 1.0), PATIENCE) == StoreValue(b"a")
     running.stop()
 
 
@@ -388,9 +383,9 @@ def test_what_loopback_is(host: str, loopback: bool) -> None:
 
 
 def test_a_fork_cannot_use_the_client(client: RequestClient, monkeypatch: pytest.MonkeyPatch) -> None:
-    client.request(StoreGet("a", 1.0), soon())
+    client.request(StoreGet("a", 1.0), PATIENCE)
     pid = os.getpid()
     monkeypatch.setattr(os, "getpid", lambda: pid + 1)
     with pytest.raises(ClosedError, match=f"belongs to process {pid}"):
-        client.request(StoreGet("a", 1.0), soon())
+        client.request(StoreGet("a", 1.0), PATIENCE)
     monkeypatch.undo()

@@ -22,7 +22,6 @@ from zmqgrad.autograd.plan import bits
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.errors import AutogradError
-from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import Reach, Waiting
 
@@ -100,10 +99,8 @@ class LocalPass(ABC):
                 f"{len(gradients)} gradients came for the {len(self._starts[entry])} tensors of send "
                 f"{show_id(autograd_id)}"
             )
-        if profiled_anywhere():
-            with profiled(SEND_NAME):
-                return self._enter(entry, gradients, send_on)
-        return self._enter(entry, gradients, send_on)
+        with profiled(SEND_NAME):
+            return self._enter(entry, gradients, send_on)
 
     @abstractmethod
     def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:

@@ -6,7 +6,6 @@ other thread acts for the worker that ``init_rpc`` made.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
@@ -36,13 +35,14 @@ def current_worker_or_none() -> Worker | None:
     return _acting.get() or _default
 
 
-# The variable's own methods: every call that is served needs them.
+def act_for(worker: Worker | None) -> Token[Worker | None]:
+    """The calling thread acts for ``worker`` until :func:`act_again` is given the token."""
+    return _acting.set(worker)
 
-act_for: Callable[[Worker | None], Token[Worker | None]] = _acting.set
-"""The calling thread acts for that worker until :func:`act_again` is given the token."""
 
-act_again: Callable[[Token[Worker | None]], None] = _acting.reset
-"""Back to whom the thread acted for before."""
+def act_again(token: Token[Worker | None]) -> None:
+    """Back to whom the thread acted for before."""
+    _acting.reset(token)
 
 
 def set_default_worker(worker: Worker | None) -> None:

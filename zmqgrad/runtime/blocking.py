@@ -37,3 +37,8 @@ def about_to_block() -> Any:
     """A context manager for a wait in the calling thread."""
     pool = _here.pool
     return _nothing if pool is None else pool.blocked()
+
+
+def working_for() -> Blockable | None:
+    """The pool that the calling thread works for, for who waits so briefly that a context manager shows."""
+    return _here.pool

@@ -27,6 +27,9 @@ class Answer(NamedTuple):
     message: Message
 
 
+_new = tuple.__new__  # quicker than the class itself
+
+
 class Answers:
     """The answers to the last changes, by line."""
 
@@ -49,12 +52,15 @@ class Answers:
 
     def remember(self, line: int, number: int, message: Message) -> None:
         """``message`` answers request ``number``, which has changed something."""
-        before = self._last.pop(line, None)
-        if before is not None and type(before.message) is StoreValue:
-            self._bytes -= len(before.message.value)
-        self._last[line] = Answer(number, message)
-        if type(message) is StoreValue:
-            self._bytes += len(message.value)
+        last = self._last
+        before = last.pop(line, None)
+        last[line] = _new(Answer, (number, message))
+        if type(message) is StoreValue or (before is not None and type(before.message) is StoreValue):
+            self._bytes += _size(message) - (0 if before is None else _size(before.message))
+        if len(last) > self._max_lines or self._bytes > self._max_bytes:
+            self._forget()
+
+    def _forget(self) -> None:
         while len(self._last) > self._max_lines or (self._bytes > self._max_bytes and len(self._last) > 1):
             oldest = next(iter(self._last))
             self._bytes -= _size(self._last.pop(oldest).message)

@@ -49,6 +49,13 @@ UNWATCH_SECONDS = 1.0
 """How long it is tried to tell the server that something is watched no more."""
 
 
+class UnknownEarError(StoreError):
+    """The server knows no connection for notices by that name."""
+
+
+_KINDS = {Refusal.MISSING: QueueEmptyError, Refusal.UNKNOWN: UnknownEarError}
+
+
 class Connection:
     """To the server at ``host:port``; ``timeout``, in seconds, is for what has none of its own.
 
@@ -77,17 +84,13 @@ class Connection:
             StoreTimeoutError: if the server says that it took longer, or says nothing.
             StoreError: if the server refuses, or this is closed.
         """
-        answer = self._answer(query, seconds)
+        try:
+            answer = self._client.request(query, seconds + LATE_SECONDS)
+        except (TimeoutError, ClosedError, ProtocolError) as e:
+            raise self._explained(e, query, seconds) from e
         if type(answer) is StoreRefused:
             raise self._refused(query, seconds, answer)
         return answer
-
-    def _answer(self, query: Message, seconds: float) -> Message:
-        """As :meth:`ask`, but a refusal is an answer."""
-        try:
-            return self._client.request(query, Deadline.after(seconds + LATE_SECONDS))
-        except (TimeoutError, ClosedError, ProtocolError) as e:
-            raise self._explained(e, query, seconds) from e
 
     def _explained(self, error: Exception, query: Message, seconds: float) -> StoreError:
         """An error of the transport, in words about ``query``."""
@@ -112,7 +115,7 @@ class Connection:
         where = f"the store at {self._host}:{self._port}"
         if answer.reason is Refusal.TIMEOUT:
             return StoreTimeoutError(f"{_name(query)}: after {seconds:g} s at {where}: {answer.text}")
-        kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
+        kind = _KINDS.get(answer.reason, StoreError)
         return kind(f"{_name(query)}: {where} refused: {answer.text}")
 
     def ping(self) -> None:
@@ -151,12 +154,10 @@ class Connection:
             except (TimeoutError, ClosedError, ProtocolError) as e:
                 raise self._explained(e, query, self.timeout) from e
             query = watch_query(target, known_as)
-            answer = self._answer(query, deadline.left())
-            if type(answer) is not StoreRefused:
-                return as_registered(answer)
-            if answer.reason is not Refusal.UNKNOWN:
-                raise self._refused(query, self.timeout, answer)
-            # The connection for notices broke, and is made anew.
+            try:
+                return as_registered(self.ask(query, deadline.left()))
+            except UnknownEarError:
+                pass  # the connection for notices broke, and is made anew
 
     def unwatch_if_unwatched(self, target: Target) -> None:
         """After a watch of ``target`` ended or failed."""

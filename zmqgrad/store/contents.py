@@ -7,9 +7,8 @@ prefix, makes one notice, which names the revision of the notice before it: so a
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
-from zmqgrad.store.effects import Notice
 from zmqgrad.store.topics import HIDDEN, Prefix, Target, is_beneath
 from zmqgrad.wire.messages import KeyCreated, KeyDeleted, KeyUpdated, PrefixChanged
 
@@ -17,12 +16,20 @@ MAX_NOTICE_VALUE = 64 << 10
 """Larger values are left out of notices (None): whoever wants them reads them."""
 
 
+class Notice(NamedTuple):
+    """Tell whoever watches ``target``."""
+
+    target: Target
+    message: KeyCreated | KeyUpdated | KeyDeleted | PrefixChanged
+
+
 class Contents:
     """Keys and queues. Notices of what changes are appended to the list that is given."""
 
     def __init__(self) -> None:
         self.revision = 0
-        self.changes = 0  # of keys and of queues
+        self.changes = 0
+        """How often a key or a queue was changed."""
         self.values: dict[str, bytes] = {}
         self.queues: dict[str, deque[bytes]] = {}  # those that are not empty
         self._hidden = 0

@@ -6,10 +6,9 @@ import logging
 from collections.abc import Iterator
 
 from zmqgrad.store.answers import Answers
-from zmqgrad.store.effects import Reply
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.records import Entry, Role
-from zmqgrad.store.state import State
+from zmqgrad.store.state import Reply, State
 from zmqgrad.wire.messages import StoreDone
 
 logger = logging.getLogger(__name__)
@@ -41,7 +40,7 @@ def compact(journal: Journal, state: State, answers: Answers) -> None:
 
 
 def _entries(state: State, answers: Answers) -> Iterator[Entry]:
-    for query in state.contents():
+    for query in state.as_queries():
         yield Entry(Role.CHANGE, 0, 0, query)
     for line, answer in answers:
         yield Entry(Role.ANSWER, line, answer.number, answer.message)

@@ -34,7 +34,8 @@ class Parking:
     """Parked queries, by place and by deadline."""
 
     def __init__(self) -> None:
-        self._places: dict[Hashable, dict[Parked, None]] = {}  # in the order in which they came
+        self.places: dict[Hashable, dict[Parked, None]] = {}
+        """Who waits where, in the order in which they came; to be looked at only."""
         self._deadlines: list[tuple[float, int, Parked]] = []
         self._by_asker: dict[Any, Parked] = {}
         self._numbers = itertools.count()
@@ -42,10 +43,6 @@ class Parking:
 
     def __len__(self) -> int:
         return self._count
-
-    def __contains__(self, place: Hashable) -> bool:
-        """Does anybody wait there?"""
-        return place in self._places
 
     def park(self, parked: Parked, place: Hashable, deadline: float) -> None:
         """``parked`` waits at ``place`` until ``deadline``."""
@@ -61,7 +58,7 @@ class Parking:
         """``parked`` goes on waiting, at ``place``, last in the line."""
         self._leave(parked)
         parked.place = place
-        self._places.setdefault(place, {})[parked] = None
+        self.places.setdefault(place, {})[parked] = None
 
     def release(self, parked: Parked) -> None:
         """``parked`` waits no more."""
@@ -77,19 +74,19 @@ class Parking:
             self.release(parked)
 
     def _leave(self, parked: Parked) -> None:
-        line = self._places.get(parked.place)
+        line = self.places.get(parked.place)
         if line is not None:
             line.pop(parked, None)
             if not line:
-                del self._places[parked.place]
+                del self.places[parked.place]
 
     def line(self, place: Hashable) -> list[Parked]:
         """Who waits at ``place``, in the order in which they came."""
-        return list(self._places.get(place, ()))
+        return list(self.places.get(place, ()))
 
     def first(self, place: Hashable) -> Parked | None:
         """Who waits longest at ``place``."""
-        return next(iter(self._places.get(place, ())), None)
+        return next(iter(self.places.get(place, ())), None)
 
     def next_deadline(self) -> float:
         """When the next one's time is up. May be early (of one answered before), never late."""

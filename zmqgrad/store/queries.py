@@ -11,7 +11,7 @@ from zmqgrad.errors import ClosedError, ConfigurationError, StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.base import Store
-from zmqgrad.store.effects import MAX_TOGETHER
+from zmqgrad.store.state import MAX_TOGETHER
 from zmqgrad.store.takers import NOBODY, Taker
 from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook
@@ -96,10 +96,11 @@ class QueryStore(Store):
         return self._value(StoreGet(as_key(key), self._timeout))
 
     def add(self, key: str, amount: int) -> int:
-        try:
-            amount = int(operator.index(amount))  # a bool or a numpy integer becomes an int
-        except TypeError:
-            raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}") from None
+        if type(amount) is not int:
+            try:
+                amount = int(operator.index(amount))  # a bool or a numpy integer becomes an int
+            except TypeError:
+                raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}") from None
         if not -(1 << 63) <= amount < 1 << 63:
             raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
         return self._number(StoreAdd(as_key(key), amount))

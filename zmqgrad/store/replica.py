@@ -20,9 +20,9 @@ from zmqgrad.errors import ProtocolError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Clock, Deadline
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.store.effects import Effect, Notice
+from zmqgrad.store.contents import Notice
 from zmqgrad.store.shared_log import SharedLog
-from zmqgrad.store.state import State
+from zmqgrad.store.state import Effect, State
 from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook
 from zmqgrad.wire.codec import decode, encode
@@ -191,7 +191,7 @@ class Replica:
         if self._offset <= self._short_until:
             return
         try:
-            contents = (encode(query, 0, 0, 0) for query in self._state.contents())
+            contents = (encode(query, 0, 0, 0) for query in self._state.as_queries())
             self._offset = self._log.write_anew(contents)
         except StoreError as e:
             logger.warning("%s: it goes on growing: %s", self._name, e)

@@ -7,22 +7,20 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import NamedTuple
 
 from zmqgrad.errors import StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
-from zmqgrad.store.actions import CHANGING
 from zmqgrad.store.answers import Answers
-from zmqgrad.store.askers import Asker, WaitingAskers
+from zmqgrad.store.contents import Notice
 from zmqgrad.store.durable import compact, replay
-from zmqgrad.store.effects import Effect, Notice, Reply
 from zmqgrad.store.journal import Journal
-from zmqgrad.store.state import State
+from zmqgrad.store.state import CHANGING, Effect, Reply, State
 from zmqgrad.store.topics import Prefix, Target
 from zmqgrad.store.watchers import Watchers
 from zmqgrad.transport.request_connection import Client
 from zmqgrad.transport.request_server import MAX_CLIENTS, RequestServer
 from zmqgrad.transport.security import keys_of
-from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
@@ -45,6 +43,17 @@ MAX_WAITING = 100_000
 
 CLOSE_SECONDS = 10.0
 """How long closing may take; it is a matter of milliseconds, too."""
+
+
+class Asker(NamedTuple):
+    """Who asked: request ``number`` on ``line``, which came from ``client``."""
+
+    client: Client
+    line: int
+    number: int
+
+
+_new = tuple.__new__  # quicker than the class itself
 
 
 class StoreServer:
@@ -81,11 +90,14 @@ class StoreServer:
         self._clock = clock
         self._no_newcomers = False
         self._state = State()
+        self.next_due: Callable[[], float] = self._state.next_deadline
+        """When the time of a parked query is up."""
         self._answers = Answers()
         self._journal = None if journal is None else Journal(journal, sync=sync)
         self._held: list[Effect] = []  # until the journal has what they tell of
-        self._waiting = WaitingAskers(self._state, max_waiting)
-        self._park, self._unpark = self._waiting.park, self._waiting.unpark
+        self._max_waiting = max_waiting
+        self._waiting: dict[tuple[int, int], tuple[Asker, Message]] = {}  # by line and number, with the query
+        self._waiting_of: dict[Client, set[Asker]] = {}
         self._watchers: Watchers[Client] = Watchers()
         self._published = 0
         with ExitStack() as undo:
@@ -120,54 +132,92 @@ class StoreServer:
 
     # ---- the service, called in the server's thread -----------------------------------------------------
 
-    def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
+    def handle(self, client: Client, line: int, number: int, query: Message) -> None:
         """Answer a query, now or later; a change that was made already is not made again."""
-        _, _, line, number, _ = envelope
-        kind = type(message)
-        asker = Asker(client, line, number, message)
+        asker = _new(Asker, (client, line, number))
+        kind = type(query)
         if kind in CHANGING:
-            answer = self._answers.find(line, number)
-            if answer is None:
-                self._apply(asker)
-            elif answer.number == number:
-                self._carry_out([Reply(asker, answer.message)])
-        elif kind is StorePing:
-            self._pong(asker)
-        elif kind in _ABOUT_NOTICES:
-            _ABOUT_NOTICES[kind](self, asker)
+            last = self._answers.find(line, number)
+            if last is None:
+                self._change(asker, query)
+            elif last.number == number:
+                self._carry_out([Reply(asker, last.message)])
+        elif kind in _OWN:
+            _OWN[kind](self, asker, query)
         else:
-            self._apply(asker)
+            self._look(asker, query)
 
-    def _apply(self, asker: Asker) -> None:
-        state = self._state
-        before = state.changes
-        effects = state.apply(asker.query, asker, self._clock.now())
-        if not effects:
-            effects = self._park(asker)
-            if effects:
-                self._carry_out(effects)
-            return
-        changed = state.changes != before
-        if len(effects) == 1 and self._journal is None:  # the answer, as nearly always
-            answer = effects[0].message
-            if changed:
-                self._answers.remember(asker.line, asker.number, answer)
+    def _look(self, asker: Asker, query: Message) -> None:
+        """``query`` changes nothing."""
+        answer = self._state.answer(query, asker, self._clock.now(), [])
+        if answer is None:
+            self._park(asker, query)
+        elif self._journal is None:
             self._requests.reply(asker.client, asker.number, answer)
+        else:
+            self._held.append(Reply(asker, answer))
+
+    def _change(self, asker: Asker, query: Message) -> None:
+        """``query`` may change something."""
+        effects: list[Effect] = []
+        contents = self._state.contents
+        before = contents.changes
+        answer = self._state.answer(query, asker, self._clock.now(), effects)
+        if answer is None:
+            self._park(asker, query)
             return
+        if contents.changes != before:
+            self._answers.remember(asker.line, asker.number, answer)
+            if self._journal is not None:
+                self._journal.note(asker.line, asker.number, query)
+        if effects:
+            self._release(effects)
+        if self._journal is None:
+            if effects:
+                self._deliver(effects)  # who waits goes first
+            self._requests.reply(asker.client, asker.number, answer)
+        else:
+            self._held += effects
+            self._held.append(Reply(asker, answer))
+
+    def _release(self, effects: list[Effect]) -> None:
+        """Who is answered waits no more; a value that was taken from a queue has changed that."""
         for effect in effects:
             if type(effect) is Reply:
-                whose: Asker = effect.asker
-                if whose.waits:
-                    self._unpark(whose)
-                if changed and (whose is asker or type(whose.query) is StoreQueuePop):
-                    self._answers.remember(whose.line, whose.number, effect.message)
+                asker: Asker = effect.asker
+                query = self._unpark(asker)
+                if type(query) is StoreQueuePop:
+                    self._answers.remember(asker.line, asker.number, effect.message)
                     if self._journal is not None:
-                        self._journal.note(whose.line, whose.number, whose.query)
-        self._carry_out(effects)
+                        self._journal.note(asker.line, asker.number, query)
+
+    def _park(self, asker: Asker, query: Message) -> None:
+        which = asker.line, asker.number
+        if which in self._waiting:  # it was asked on a connection of which we do not know yet that it broke
+            before = self._waiting[which][0]
+            self._unpark(before)
+            self._state.cancel(before)
+        if len(self._waiting) >= self._max_waiting:
+            self._state.cancel(asker)
+            said = f"{self._max_waiting} queries wait there already, which is its limit"
+            self._carry_out([Reply(asker, StoreRefused(Refusal.LIMIT, said))])
+            return
+        self._waiting[which] = asker, query
+        self._waiting_of.setdefault(asker.client, set()).add(asker)
+
+    def _unpark(self, asker: Asker) -> Message:
+        """``asker`` waits no more. Gives its query."""
+        of_client = self._waiting_of[asker.client]
+        of_client.discard(asker)
+        if not of_client:
+            del self._waiting_of[asker.client]
+        return self._waiting.pop((asker.line, asker.number))[1]
 
     def gone(self, client: Client) -> None:
-        """Nobody waits or listens there any more."""
-        self._waiting.forget(client)
+        """Nobody waits there any more; above all, nobody is to take a value from a queue."""
+        for asker in list(self._waiting_of.get(client, ())):
+            self._unpark(asker)
+            self._state.cancel(asker)
         for target in self._watchers.forget(client):
             self._state.unwatch(target)
 
@@ -180,22 +230,20 @@ class StoreServer:
         said = f"it serves {limit} connections already, which is its limit"
         self._requests.reply(client, message_id, StoreRefused(Refusal.LIMIT, said))
 
-    def _pong(self, asker: Asker) -> None:
+    def _pong(self, asker: Asker, query: Message) -> None:
         if not self._no_newcomers:  # otherwise its client asks the next store here when this has hung up
-            assert type(asker.query) is StorePing
-            pong = StorePong(asker.query.nonce, self._state.revision)
-            self._requests.reply(asker.client, asker.number, pong)
+            assert type(query) is StorePing
+            self._requests.reply(asker.client, asker.number, StorePong(query.nonce, self._state.revision))
 
-    def _listen(self, asker: Asker) -> None:
+    def _listen(self, asker: Asker, query: Message) -> None:
         """From now on its connection is one for notices."""
         if not self._no_newcomers:
-            assert type(asker.query) is StoreListen
-            self._watchers.introduce(asker.client, asker.query.nonce)
+            assert type(query) is StoreListen
+            self._watchers.introduce(asker.client, query.nonce)
             self._requests.reply(asker.client, asker.number, StoreDone())
 
-    def _watch(self, asker: Asker) -> None:
+    def _watch(self, asker: Asker, query: Message) -> None:
         """Give notice of what is asked for, on the connection that the asker has for that."""
-        query = asker.query
         assert isinstance(query, StoreWatchKey | StoreWatchPrefix)
         ear = self._watchers.known(query.nonce)
         if ear is None:
@@ -207,13 +255,12 @@ class StoreServer:
             self._watchers.add(_target_of(query), ear)
         self._carry_out(effects)
 
-    def _unwatch(self, asker: Asker) -> None:
-        query = asker.query
+    def _unwatch(self, asker: Asker, query: Message) -> None:
         assert isinstance(query, StoreUnwatchKey | StoreUnwatchPrefix)
         target, ear = _target_of(query), self._watchers.known(query.nonce)
         if ear is not None and self._watchers.remove(target, ear):
             self._state.unwatch(target)
-        self._apply(asker)
+        self._look(asker, query)
 
     def _carry_out(self, effects: list[Effect]) -> None:
         if self._journal is None:
@@ -245,10 +292,6 @@ class StoreServer:
         self._deliver(held)
         if self._journal.has_grown:
             compact(self._journal, self._state, self._answers)
-
-    def next_due(self) -> float:
-        """When the time of a parked query is up."""
-        return self._state.next_deadline()
 
     def do_due(self, now: float) -> None:
         """Refuse those whose time is up."""
@@ -309,10 +352,12 @@ def _target_of(query: StoreWatchKey | StoreWatchPrefix | StoreUnwatchKey | Store
     return Prefix(query.prefix) if isinstance(query, StoreWatchPrefix | StoreUnwatchPrefix) else query.key
 
 
-_ABOUT_NOTICES: dict[type[Message], Callable[[StoreServer, Asker], None]] = {
+_OWN: dict[type[Message], Callable[[StoreServer, Asker, Message], None]] = {
+    StorePing: StoreServer._pong,
     StoreListen: StoreServer._listen,
     StoreWatchKey: StoreServer._watch,
     StoreWatchPrefix: StoreServer._watch,
     StoreUnwatchKey: StoreServer._unwatch,
     StoreUnwatchPrefix: StoreServer._unwatch,
 }
+"""Queries that are for the server rather than for its state."""

@@ -95,9 +95,8 @@ class Door:
             self._poll.unregister(number)
             del self._peers[number]
             socket.close()
-        if None in frames:  # a message of several frames, which nobody of ours sends by a door
-            frames = [frame or b"" for frame in frames]
-        return frames  # type: ignore[return-value]  # views are for large ones, which do not come here
+        # None: a message of several frames, which nobody of ours sends by a door.
+        return [b"" if frame is None else bytes(frame) for frame in frames]
 
     def _accept(self) -> None:
         try:

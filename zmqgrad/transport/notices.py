@@ -123,7 +123,7 @@ class NoticeListener:
         self._closing.wait(FIRST_PAUSE if failure is None else LONGEST_PAUSE)
 
     def _ask(self, message: Message) -> Message:
-        return self._line.request(message, Deadline.after(MEETING_SECONDS))
+        return self._line.request(message, MEETING_SECONDS)
 
     def _take(self, frame: bytes | memoryview | None) -> None:
         try:

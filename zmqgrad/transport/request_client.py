@@ -19,11 +19,12 @@ import threading
 from collections import deque
 
 from zmqgrad.errors import ClosedError, ProtocolError
-from zmqgrad.runtime.blocking import about_to_block
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.blocking import working_for
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import dial, hang_up, limit_waits
-from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, Unpacker, opening, write_head
+from zmqgrad.transport.whole import read, write
+from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, Unpacker, opening
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
 
@@ -53,59 +54,64 @@ class RequestClient:
         keys: those of the job; None: nothing is encrypted.
     """
 
-    def __init__(self, address: str, *, name: str = "client", keys: Keys | None = None) -> None:
+    def __init__(
+        self, address: str, *, name: str = "client", keys: Keys | None = None, clock: Clock = MONOTONIC
+    ) -> None:
         self.address = address
         self.name = name
         self._keys = keys
+        self._clock = clock
         self._pid = os.getpid()
         self._idle: deque[Line] = deque()
         self._lines: set[Line] = set()
         self._closed = False
         self._closing = threading.Event()  # set with it, for those who pause
-        self._lock = threading.Lock()  # guards _lines
+        self._lock = threading.Lock()  # guards _lines and the setting of _closed
 
-    def request(self, message: Message, deadline: Deadline) -> Message:
+    def request(self, message: Message, seconds: float) -> Message:
         """Send ``message`` and give the answer. A Ctrl-C in the meantime gives the request up.
 
         Raises:
-            TimeoutError: if there is no answer by ``deadline``; says what was tried last.
+            TimeoutError: if there is no answer within ``seconds``; says what was tried last.
             ClosedError: after, or by, :meth:`close`; and in a fork of the process that made this client.
             ProtocolError: if ``message`` cannot be written, or what comes back is no message of ours.
             SecretError: if the server has another secret, or one of the two ends has none.
         """
-        line = self._take()
-        try:
-            with about_to_block():
-                answer = line.request(message, deadline)
-        except BaseException:
-            with self._lock:
-                self._lines.discard(line)
-            line.disconnect()
-            raise
-        self._give_back(line)
-        return answer
-
-    def _take(self) -> Line:
-        if self._closed:
-            raise ClosedError(f"{self.name}, connected to {self.address}, is closed")
         if os.getpid() != self._pid:
             raise ClosedError(
                 f"{self.name}, connected to {self.address}, belongs to process {self._pid} and cannot be "
                 f"used in a fork of it: start processes by spawn or forkserver, or connect in the child"
             )
         try:
-            return self._idle.pop()
+            line = self._idle.pop()  # there is none once this is closed
         except IndexError:
-            line = Line(self.address, self.name, self._keys, self._closing)
-            with self._lock:
-                self._lines.add(line)
-            return line
-
-    def _give_back(self, line: Line) -> None:
+            line = self._new_line()
+        try:
+            pool = working_for()
+            if pool is None:
+                answer = line.request(message, seconds)
+            else:
+                with pool.blocked():
+                    answer = line.request(message, seconds)
+        except BaseException:
+            self._drop(line)
+            raise
         if len(self._idle) < MAX_IDLE:
             self._idle.append(line)
             if not self._closed:  # otherwise close() may have looked before we appended
-                return
+                return answer
+        self._drop(line)
+        return answer
+
+    def _new_line(self) -> Line:
+        line = Line(self.address, self.name, self._keys, self._closing, self._clock)
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self.name}, connected to {self.address}, is closed")
+            self._lines.add(line)
+        return line
+
+    def _drop(self, line: Line) -> None:
         with self._lock:
             self._lines.discard(line)
         line.disconnect()
@@ -114,10 +120,10 @@ class RequestClient:
         """Disconnect; requests under way end with ``ClosedError``. Idempotent."""
         if os.getpid() != self._pid:
             return
-        self._closed = True
-        self._closing.set()
         with self._lock:
+            self._closed = True
             lines, self._lines = list(self._lines), set()
+        self._closing.set()
         while self._idle:
             try:
                 self._idle.pop().disconnect()
@@ -134,31 +140,65 @@ class RequestClient:
 class Line:
     """One request at a time, over one connection after the other. Used by one thread at a time."""
 
-    def __init__(self, address: str, name: str, keys: Keys | None, closing: threading.Event) -> None:
+    def __init__(
+        self,
+        address: str,
+        name: str,
+        keys: Keys | None,
+        closing: threading.Event,
+        clock: Clock = MONOTONIC,
+    ) -> None:
         self.id = secrets.randbits(63)
         self.number = 0
         self._address = address
         self._name = name
         self._keys = keys
         self._closing = closing
+        self._clock = clock
         self._socket: socket.socket | None = None
         self._unpacker = Unpacker("ROUTER")
         self._limit = -1.0  # what the socket's waits are limited to
+        self._quick: socket.socket | None = (
+            None  # the same, while the next answer is all that comes, in the clear
+        )
 
-    def request(self, message: Message, deadline: Deadline) -> Message:
+    def request(self, message: Message, seconds: float) -> Message:
         """Send ``message``, again on each new connection, until an answer to it comes."""
-        self.number += 1
-        frame = encode(message, 0, self.id, self.number, room=HEAD_ROOM)
+        self.number = number = self.number + 1
+        began = self._clock.now()
+        sent, heard = 0, b""
+        connection = self._quick
+        if connection is not None and seconds >= SLICE_SECONDS:
+            said = write(message, self.id, number)
+            try:
+                sent = connection.send(said)
+                if sent == len(said):
+                    heard = connection.recv(CHUNK)
+                    answer = read(heard)
+                    if answer is not None and answer[1] == number:
+                        return answer[2]
+                    if not heard:
+                        self.disconnect()
+            except BlockingIOError:  # it takes longer
+                pass
+            except OSError:
+                self.disconnect()
+        return self._insist(message, Deadline(began + seconds, self._clock), sent, heard)
+
+    def _insist(self, message: Message, deadline: Deadline, sent: int, heard: bytes) -> Message:
+        """Go on from where ``sent`` bytes of ``message`` have gone, and ``heard`` is what has come since."""
         pause = FIRST_PAUSE
-        plain = None if self._keys is not None else write_head(frame)
         while True:
             try:
                 if self._socket is None:
                     self._connect(deadline)
+                    sent, heard = 0, b""
                 else:
                     self._limit_waits(deadline)
-                self._send(self._unpacker.pack(frame) if plain is None else plain, deadline)
-                return self._answer(deadline)
+                self._send(self._pack(message), deadline, sent)
+                answer = self._answer(deadline, heard)
+                self._quick = self._socket if self._keys is None and self._unpacker.at_rest else None
+                return answer
             except TimeoutError as e:  # of connecting or of asking, by the deadline
                 if deadline.passed():
                     raise TimeoutError(f"no answer from {self._address}") from e
@@ -171,6 +211,12 @@ class Line:
                 if deadline.passed():
                     raise TimeoutError(f"no answer from {self._address} ({e})") from e
                 pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _pack(self, message: Message) -> bytes | bytearray:
+        """``message`` as it goes out on the connection that stands."""
+        if self._keys is None:
+            return write(message, self.id, self.number)
+        return self._unpacker.pack(encode(message, 0, self.id, self.number, room=HEAD_ROOM))
 
     def _connect(self, deadline: Deadline) -> None:
         said = self._introduce()
@@ -195,21 +241,21 @@ class Line:
         self._unpacker = curve = CurveCaller(self._keys, "DEALER", "ROUTER")
         return curve.opening()
 
-    def _send(self, data: bytes | bytearray, deadline: Deadline) -> None:
+    def _send(self, data: bytes | bytearray, deadline: Deadline, sent: int = 0) -> None:
+        """Send ``data``, of which ``sent`` bytes have gone already."""
         assert self._socket is not None
-        sent = 0
-        while True:
+        while sent < len(data):
             try:
                 sent += self._socket.send(memoryview(data)[sent:] if sent else data)
             except BlockingIOError:
                 pass
-            if sent == len(data):
-                return
-            self._limit_waits(deadline)
+            if sent < len(data):
+                self._limit_waits(deadline)
 
-    def _answer(self, deadline: Deadline) -> Message:
+    def _answer(self, deadline: Deadline, heard: bytes) -> Message:
+        """What comes; it may have begun with ``heard``."""
         while True:
-            for frame in self._receive(deadline):
+            for frame in self._take(heard, deadline) if heard else self._receive(deadline):
                 if frame is None:
                     raise ProtocolError(f"{self._address} answered with several frames (expected one)")
                 envelope, answer = decode(frame)
@@ -220,6 +266,7 @@ class Line:
                         f"{self._address} answered request {envelope.message_id}, not {self.number}"
                     )
                 # An answer to what was asked twice, as its first answer seemed lost.
+            heard = b""
             self._limit_waits(deadline)
 
     def hear(self) -> list[Frame | None]:
@@ -230,6 +277,7 @@ class Line:
             ProtocolError: if the other end does not speak as it should.
         """
         assert self._socket is not None
+        self._quick = None
         if self._limit != math.inf:
             limit_waits(self._socket, math.inf)
             self._limit = math.inf
@@ -241,18 +289,22 @@ class Line:
         unpacker = self._unpacker
         try:
             if unpacker.large is None:
-                data = self._socket.recv(CHUNK)
-                frames = unpacker.feed(data) if data else None
-            else:
-                size = self._socket.recv_into(unpacker.room, 0, socket.MSG_WAITALL)
-                frames = unpacker.filled(size) if size else None
+                return self._take(self._socket.recv(CHUNK), deadline)
+            size = self._socket.recv_into(unpacker.room, 0, socket.MSG_WAITALL)
         except BlockingIOError:
             return []
-        if frames is None:
+        if not size:
             raise ConnectionResetError(f"{self._address} hung up")
-        if unpacker.answers:
-            self._send(bytes(unpacker.answers), deadline)
-            unpacker.answers.clear()
+        return unpacker.filled(size)
+
+    def _take(self, data: bytes, deadline: Deadline) -> list[Frame | None]:
+        """The messages that are complete with ``data``."""
+        if not data:
+            raise ConnectionResetError(f"{self._address} hung up")
+        frames = self._unpacker.feed(data)
+        if self._unpacker.answers:
+            self._send(bytes(self._unpacker.answers), deadline)
+            self._unpacker.answers.clear()
         return frames
 
     def _limit_waits(self, deadline: Deadline) -> None:
@@ -273,7 +325,7 @@ class Line:
 
     def disconnect(self) -> None:
         """Close the connection, if there is one."""
-        connection, self._socket = self._socket, None
+        connection, self._socket, self._quick = self._socket, None, None
         if connection is not None:
             hang_up(connection)
             connection.close()

@@ -19,7 +19,7 @@ class Client:
         unpacker: knows how the other end speaks.
     """
 
-    __slots__ = ("address", "closed", "out", "socket", "stranger", "surplus", "unpacker")
+    __slots__ = ("address", "at_rest", "closed", "out", "socket", "stranger", "surplus", "unpacker")
 
     def __init__(self, connection: socket.socket, address: str, unpacker: Unpacker) -> None:
         self.socket = connection
@@ -29,12 +29,16 @@ class Client:
         """It has not said who it is."""
         self.surplus = False
         """It is one too many, and to be told so."""
+        self.at_rest = False
+        """Is the next request all that comes, and in the clear? :meth:`receive` finds out."""
         self.closed = False
         self.out: deque[memoryview] = deque()
         """What the other end did not take yet."""
 
-    def receive(self) -> list[Frame | None] | None:
+    def receive(self, data: bytes = b"") -> list[Frame | None] | None:
         """Messages that are complete now, as :class:`Unpacker` gives them; None: the other end hung up.
+
+        ``data`` has been received already.
 
         Raises:
             OSError: if the connection has ended otherwise.
@@ -43,7 +47,7 @@ class Client:
         unpacker = self.unpacker
         try:
             if unpacker.large is None:
-                data = self.socket.recv(CHUNK)
+                data = data or self.socket.recv(CHUNK)
                 frames = unpacker.feed(data) if data else None
             else:
                 size = self.socket.recv_into(unpacker.room)
@@ -56,10 +60,11 @@ class Client:
             if unpacker.answers:
                 self.send(bytes(unpacker.answers))
                 unpacker.answers.clear()
+        self.at_rest = unpacker.at_rest and unpacker.MECHANISM == b"NULL"
         return frames
 
-    def send(self, *data: bytes | bytearray) -> None:
-        """Send ``data``, one after the other, now or in :meth:`flush`.
+    def send(self, data: bytes) -> None:
+        """Send ``data``, now or in :meth:`flush`.
 
         Raises:
             OSError: if the connection has ended.
@@ -67,11 +72,13 @@ class Client:
         sent = 0
         if not self.out:
             try:
-                sent = self.socket.send(data[0]) if len(data) == 1 else self.socket.sendmsg(data)
+                sent = self.socket.send(data)
             except BlockingIOError:
                 pass
-            if sent == len(data[0]) and len(data) == 1:
-                return  # as nearly always
+        self.keep(sent, data)
+
+    def keep(self, sent: int, *data: bytes | bytearray) -> None:
+        """The other end took ``sent`` bytes of ``data``: keep the rest until it takes more."""
         for each in data:
             if sent < len(each):
                 self.out.append(memoryview(each)[sent:])

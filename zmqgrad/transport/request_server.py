@@ -2,8 +2,7 @@
 
 Unlike mailboxes (one-way), this serves many light clients. One thread owns the listening socket and all
 connections; it waits for all of them at once, reads what has come, and writes answers at once. An answer
-that the other end does not take is kept, and nothing more is read from there until it has. Those who have
-not said who they are stand with :mod:`~zmqgrad.transport.newcomers`.
+that the other end does not take is kept, and nothing more is read from there until it has.
 
 Speaks ZMTP as a ROUTER does (see :mod:`~zmqgrad.transport.zmtp` for why not through libzmq). What does not
 speak it costs a counter and a line in the log (P5).
@@ -11,10 +10,10 @@ speak it costs a counter and a line in the log (P5).
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
 import secrets
-import selectors
 import socket
 import threading
 from collections.abc import Iterable
@@ -22,13 +21,14 @@ from typing import Protocol
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
-from zmqgrad.transport.newcomers import Newcomers
-from zmqgrad.transport.request_connection import Client
+from zmqgrad.transport.ready import LONGEST_SECONDS, READ, WRITE, Poller
+from zmqgrad.transport.request_connection import CHUNK, Client
 from zmqgrad.transport.security import Keys
-from zmqgrad.transport.tcp import adopt, listen
-from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, write_head
+from zmqgrad.transport.tcp import adopt, listen, set_up
+from zmqgrad.transport.whole import read, write
+from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, Unpacker, opening, write_head
 from zmqgrad.wire.codec import decode, encode, encode_around
-from zmqgrad.wire.frames import Envelope, read_envelope
+from zmqgrad.wire.frames import read_envelope
 from zmqgrad.wire.messages import Message, StoreValue
 
 logger = logging.getLogger(__name__)
@@ -42,22 +42,31 @@ MAX_CLIENTS = 16_384
 SPARE = 64
 """How many connections beyond those are taken, to be told so."""
 
-STRANGERS_AT_ONCE = 64
-"""How many of those who have not said who they are are heard between two rounds in which all others are
-answered. It is more than are taken (``ACCEPTS_AT_ONCE``), as a handshake takes several: or those who come
+MAX_PENDING = 4096
+"""How many may be about to say who they are. Then the one that has been so longest makes room."""
+
+ACCEPTS_AT_ONCE, STRANGERS_AT_ONCE = 16, 64
+"""So many connections are taken, and so many of those heard that have not said who they are, between two
+rounds in which all others are answered. The latter is more, as a handshake takes several: or those who come
 would pile up, and each would be dropped before it was heard."""
+
+FULL_SECONDS = 0.25
+"""How long nobody is taken after the system had no descriptor or memory to give for him."""
 
 MAX_UNREAD = 1000
 """How many notices wait for one who does not read them."""
 
-_READ, _WRITE = selectors.EVENT_READ, selectors.EVENT_WRITE
+GREETING_SECONDS = 10.0
+"""How long a connection may take to say who it is."""
+
+_OPENING = opening("ROUTER")
 
 
 class Service(Protocol):
     """What a server serves; called in the server's thread alone."""
 
-    def handle(self, client: Client, envelope: Envelope, message: Message) -> None:
-        """Answer by :meth:`RequestServer.reply`, now or in a later call."""
+    def handle(self, client: Client, line: int, number: int, message: Message) -> None:
+        """Answer request ``number`` on ``line`` by :meth:`RequestServer.reply`, now or in a later call."""
         ...
 
     def misunderstood(self, client: Client, message_id: int, why: str) -> None:
@@ -121,32 +130,26 @@ class RequestServer:
         self._lock = threading.Lock()  # guards _stopped and _serving
         self._stopped = False
         self._serving = False
+        self._full = False  # did the last newcomer find the system without a descriptor for him?
+        self._listen_again = math.inf  # when, should the system have no more connections to give
         self._strangers: set[str] = set()
-        self._clients: set[Client] = set()  # those who have said who they are
+        self._fresh: dict[Client, float] = {}  # strangers, and until when they may be; the first first
+        self._clients: set[Client] = set()  # those who are none any more
         self.requests = 0
         self.malformed = 0
         self.undeliverable = 0
         if listen_fd is None:
-            listener, self.endpoint = listen(address, keyed=keys is not None)
+            self._listener, self.endpoint = listen(address, keyed=keys is not None)
         else:
             port = address.rpartition(":")[2]
-            listener, self.endpoint = adopt(
+            self._listener, self.endpoint = adopt(
                 listen_fd, 0 if port == "*" else int(port), keyed=keys is not None
             )
-        self._selector = selectors.DefaultSelector()
-        self._newcomers = Newcomers(
-            listener,
-            self.endpoint,
-            name=name,
-            keys=keys,
-            selector=self._selector,
-            clock=clock,
-            say=self._send,
-            refuse=self._refuse,
-            end=self._close,
-        )
         self._ear, self._bell = socket.socketpair()
-        self._selector.register(self._ear, _READ, None)
+        self._poller = Poller()
+        self._poller.register(self._listener.fileno(), READ)
+        self._poller.register(self._ear.fileno(), READ)
+        self._by_number: dict[int, Client] = {}  # of the descriptor
 
     @property
     def port(self) -> int:
@@ -161,7 +164,7 @@ class RequestServer:
     @property
     def pending(self) -> int:
         """How many there are to those who have not."""
-        return len(self._newcomers.pending)
+        return len(self._fresh)
 
     def serve(self, service: Service) -> None:
         """Hand requests to ``service`` until :meth:`stop`; then close all connections. Blocks."""
@@ -178,76 +181,158 @@ class RequestServer:
                 self._close_all()
 
     def _loop(self, service: Service) -> None:
-        select, now, newcomers = self._selector.select, self._clock.now, self._newcomers
-        pending = newcomers.pending
+        poll, by_number, now = self._poller.poll, self._by_number, self._clock.now
+        ear = self._ear.fileno()
         while True:
             due = service.next_due()
-            if pending or newcomers.listen_again != math.inf:
-                due = min(due, newcomers.next_due())
-            if due == math.inf:
-                events = select()
-            else:
+            if self._fresh or self._listen_again != math.inf:
+                due = min(due, self._next_own_due())
+            seconds = LONGEST_SECONDS
+            if due != math.inf:
                 moment = now()
                 if moment >= due:
-                    newcomers.do_due(moment)
+                    self._do_own_due(moment)
                     service.do_due(moment)
                     service.settle()
                     continue
-                events = select(due - moment)
+                seconds = min(seconds, due - moment)
             strangers = 0
-            for key, mask in events:
-                whose = key.data
-                if type(whose) is Client:
-                    if whose.stranger:
-                        strangers += 1
-                        if strangers > STRANGERS_AT_ONCE:
-                            continue  # it comes up again
-                    if mask & _READ:
-                        self._read(whose)
-                    if mask & _WRITE and not whose.closed:
-                        self._flush(whose)
-                elif whose is None:
-                    service.stopping()
-                    service.settle()
-                    return
+            for number, _ in poll(seconds, len(by_number) + 2):
+                client = by_number.get(number)
+                if client is None:
+                    if number == ear:
+                        service.stopping()
+                        service.settle()
+                        return
+                    self._accept()
+                    continue
+                if client.stranger:
+                    strangers += 1
+                    if strangers > STRANGERS_AT_ONCE:
+                        continue  # it comes up again
+                if client.out:
+                    self._flush(client)
                 else:
-                    whose()
+                    self._read(client)
             service.settle()
 
     # ---- connections ------------------------------------------------------------------------------------
 
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_AT_ONCE):
+            try:
+                connection, where = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as e:
+                if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                    if self._fresh:
+                        self._close(next(iter(self._fresh)))  # it may be one who only takes up room
+                        continue
+                    if not self._full:
+                        logger.error("%s at %s: cannot take more clients: %s", self.name, self.endpoint, e)
+                    self._full = True
+                    self._poller.unregister(self._listener.fileno())  # or poll would come back at once
+                    self._listen_again = self._clock.now() + FULL_SECONDS
+                    return
+                continue  # it went before we looked
+            self._full = False
+            if len(self._fresh) >= MAX_PENDING:
+                self._close(next(iter(self._fresh)))
+            connection.setblocking(False)
+            set_up(connection)
+            unpacker, said = self._introduce()
+            client = Client(connection, f"{where[0]}:{where[1]}", unpacker)
+            self._fresh[client] = self._clock.now() + GREETING_SECONDS
+            self._by_number[connection.fileno()] = client
+            self._poller.register(connection.fileno(), READ)
+            self._send(client, said)
+
+    def _introduce(self) -> tuple[Unpacker, bytes]:
+        """Of a new connection: how the other end is to speak, and what this end says first."""
+        if self._keys is None:
+            return Unpacker("DEALER"), _OPENING
+        from zmqgrad.transport.curve import CurveListener  # which takes a library that others need not load
+
+        curve = CurveListener(self._keys, "ROUTER", "DEALER")
+        return curve, curve.opening()
+
     def _welcome(self, client: Client) -> None:
         """``client`` has said who it is."""
-        self._newcomers.welcome(client)
+        client.stranger = False
+        del self._fresh[client]
         client.surplus = len(self._clients) >= self._max_clients
         self._clients.add(client)
         if len(self._clients) > self._max_clients + SPARE:
+            self._close(client)
+
+    def _next_own_due(self) -> float:
+        return min(self._listen_again, next(iter(self._fresh.values()), math.inf))
+
+    def _do_own_due(self, now: float) -> None:
+        """Listen again, and drop those who have not said who they are."""
+        if now >= self._listen_again:
+            self._listen_again = math.inf
+            self._poller.register(self._listener.fileno(), READ)
+        while self._fresh:
+            client, until = next(iter(self._fresh.items()))
+            if until > now:
+                break
+            self._refuse(client, f"it has not said who it is within {GREETING_SECONDS:g} s")
             self._close(client)
 
     def _close(self, client: Client) -> None:
         if client.closed:
             return
         client.closed = True
-        self._newcomers.forget(client)
+        self._fresh.pop(client, None)
         self._clients.discard(client)
-        self._selector.unregister(client.socket)
+        number = client.socket.fileno()
+        del self._by_number[number]
+        self._poller.unregister(number)
         client.socket.close()
         self._service.gone(client)
 
     def _close_all(self) -> None:
-        for client in self._clients:
+        for client in (*self._clients, *self._fresh):
             client.closed = True
             client.socket.close()
         self._clients.clear()
-        self._selector.close()
-        for closing in (self._newcomers, self._ear, self._bell):
+        self._fresh.clear()
+        self._by_number.clear()
+        self._poller.close()
+        for closing in (self._listener, self._ear, self._bell):
             closing.close()
 
     # ---- in ---------------------------------------------------------------------------------------------
 
     def _read(self, client: Client) -> None:
+        data = b""
+        if client.at_rest and not client.surplus:
+            try:
+                data = client.socket.recv(CHUNK)
+            except BlockingIOError:
+                return
+            except OSError:
+                self._close(client)
+                return
+            request = read(data)
+            if request is not None:
+                self.requests += 1
+                try:
+                    self._service.handle(client, *request)
+                except Exception:
+                    self._failed(request[2])
+                return
+            if not data:
+                self._close(client)
+                return
+        self._read_on(client, data)
+
+    def _read_on(self, client: Client, data: bytes) -> None:
+        """``data``, if it is any, has come already; it is not just one short request."""
         try:
-            frames = client.receive()
+            frames = client.receive(data)
         except ProtocolError as e:
             self._refuse(client, str(e))
             frames = None
@@ -275,15 +360,19 @@ class RequestServer:
             self._refuse(client, str(e))
             self._tell(client, frame, str(e))
             return
-        self.requests += 1
         if client.surplus:
+            self.requests += 1
             self._service.unwelcome(client, envelope.message_id, self._max_clients)
             self._close(client)
             return
+        self.requests += 1
         try:
-            self._service.handle(client, envelope, message)
+            self._service.handle(client, envelope.incarnation, envelope.message_id, message)
         except Exception:
-            logger.exception("%s: handling %s failed", self.name, type(message).__name__)
+            self._failed(message)
+
+    def _failed(self, message: Message) -> None:
+        logger.exception("%s: handling %s failed", self.name, type(message).__name__)
 
     def _tell(self, client: Client, frame: Frame, why: str) -> None:
         """Let a client of ours (of another release, perhaps) know; a stranger would not understand."""
@@ -313,14 +402,18 @@ class RequestServer:
         if client.closed:
             self.undeliverable += 1
             return
-        if type(message) is StoreValue and len(message.value) >= LARGE and self._keys is None:
+        if self._keys is not None:
+            frame = encode(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
+            data: bytes | bytearray = client.unpacker.pack(frame)
+        elif type(message) is StoreValue and len(message.value) >= LARGE:
             # The store's own copy of the value is sent: another would cost more than all the rest.
             before, after = encode_around(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
             write_head(before, len(message.value) + len(after))
             self._send(client, before, message.value, after)
             return
-        frame = encode(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
-        self._send(client, client.unpacker.pack(frame))
+        else:
+            data = write(message, self.incarnation, message_id)
+        self._send(client, data)
 
     def notify(self, clients: Iterable[Client], message: Message) -> None:
         """Send ``message``, which nobody asked for, to ``clients``; only in the server's thread.
@@ -336,19 +429,25 @@ class RequestServer:
             elif not client.closed:
                 self._send(client, client.unpacker.pack(frame) if plain is None else plain)
 
-    def _send(self, client: Client, *data: bytes | bytearray) -> None:
-        waited = bool(client.out)
+    def _send(self, client: Client, data: bytes | bytearray, *more: bytes | bytearray) -> None:
+        sent = 0
         try:
-            client.send(*data)
+            if not client.out:
+                sent = client.socket.sendmsg((data, *more)) if more else client.socket.send(data)
+                if sent == len(data) and not more:
+                    return  # as nearly always
+        except BlockingIOError:
+            pass
         except OSError:
             self.undeliverable += 1
             return  # it is about to be read from, and found to have gone
-        if client.out and not waited:
+        client.keep(sent, data, *more)
+        if client.out:
             self._wait_to(client)
 
     def _wait_to(self, client: Client) -> None:
         """Nothing more is read from who does not take what he asked for."""
-        self._selector.modify(client.socket, _WRITE if client.out else _READ, client)
+        self._poller.modify(client.socket.fileno(), WRITE if client.out else READ)
 
     def _flush(self, client: Client) -> None:
         try:
