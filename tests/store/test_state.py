@@ -258,6 +258,14 @@ def test_a_refusal_names_what_is_missing() -> None:
     assert "'line'" in texts["p"]
 
 
+def test_a_queue_is_there_for_a_wait_but_not_for_a_get() -> None:
+    state = State()
+    for query in (StoreGet("q", 10.0), StoreWait(("q",), 10.0), StoreMultiGet(("q",), 10.0)):
+        assert state.apply(query, type(query).__name__, 0.0) == []
+    told = replies(state.apply(StoreQueuePush("q", b"1"), "x", 0.0))
+    assert sorted(told) == [("StoreWait", "done"), ("x", "done")]
+
+
 def test_an_answered_wait_leaves_nothing_behind() -> None:
     """Waits with long timeouts that were answered soon must not pile up until their time."""
     state = State()

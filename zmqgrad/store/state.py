@@ -184,7 +184,7 @@ class State:
 
     def _wake(self, key: str, others: list[Effect]) -> None:
         for parked in self._parking.line(key):
-            missing = None if len(parked.keys) == 1 else self._first_missing(parked)
+            missing = self._first_missing(parked)
             if missing is None:
                 self._parking.release(parked)
                 others.append(Reply(parked.asker, self._give(parked.query)))
@@ -259,7 +259,7 @@ class State:
 
     def _add(self, query: StoreAdd, asker: Any, now: float, others: list[Effect]) -> Message:
         value = self._values.get(query.key, b"0")
-        number = _number(value)
+        number = int(value) if value.isdigit() and len(value) < 19 else _number(value)
         if number is None:
             said = f"add: the value of {query.key!r} is no 64-bit number but {value[:40]!r}"
             return StoreRefused(Refusal.INVALID, said)
@@ -402,8 +402,6 @@ def _line_of(queue: str) -> tuple[str, str]:
 
 def _number(value: bytes) -> int | None:
     """The decimal 64-bit number that ``value`` is, or None. No blanks or underscores."""
-    if value.isdigit() and len(value) < 19:  # as nearly always
-        return int(value)
     if not value.removeprefix(b"-").isdigit() or len(value) > 20:
         return None
     number = int(value)
