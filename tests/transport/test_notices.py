@@ -43,10 +43,7 @@ class Speaker(Echo):
             return
         super().handle(client, line, message_id, message)
 
-    def next_due(self) -> float:
-        return super().next_due() if self._orders.empty() else 0.0
-
-    def do_due(self, now: float) -> None:
+    def settle(self) -> None:
         while not self._orders.empty():
             self.server.notify(list(self.ears.values()), self._orders.get())
 

@@ -22,23 +22,21 @@ class Blockable(Protocol):
 
 class _Here(threading.local):
     pool: Blockable | None = None
+    """Whom the calling thread works for."""
 
 
-_here = _Here()
+here = _Here()
+"""For who waits so briefly that :func:`about_to_block` would show."""
+
 _nothing = nullcontext()
 
 
 def belong_to(pool: Blockable | None) -> None:
     """The calling thread now works for ``pool``."""
-    _here.pool = pool
+    here.pool = pool
 
 
 def about_to_block() -> Any:
     """A context manager for a wait in the calling thread."""
-    pool = _here.pool
+    pool = here.pool
     return _nothing if pool is None else pool.blocked()
-
-
-def working_for() -> Blockable | None:
-    """The pool that the calling thread works for, for who waits so briefly that a context manager shows."""
-    return _here.pool

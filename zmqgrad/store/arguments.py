@@ -28,6 +28,8 @@ def as_key(key: str | bytes) -> str:
     Raises:
         TypeError, ConfigurationError: if it cannot be a key.
     """
+    if type(key) is str and key.isascii() and len(key) <= MAX_KEY:  # as nearly always
+        return key
     if type(key) is not str:
         if isinstance(key, (bytes, bytearray)):
             key = _as_text(bytes(key))

@@ -42,7 +42,7 @@ def compact(journal: Journal, state: State, answers: Answers) -> None:
 def _entries(state: State, answers: Answers) -> Iterator[Entry]:
     for query in state.as_queries():
         yield Entry(Role.CHANGE, 0, 0, query)
-    for line, answer in answers:
-        yield Entry(Role.ANSWER, line, answer.number, answer.message)
+    for line, (number, message) in answers.last.items():
+        yield Entry(Role.ANSWER, line, number, message)
     # Last, as the entries above raise it. Watchers compare revisions: it must not go back.
     yield Entry(Role.REVISION, 0, state.revision, StoreDone())

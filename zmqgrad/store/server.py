@@ -90,9 +90,8 @@ class StoreServer:
         self._clock = clock
         self._no_newcomers = False
         self._state = State()
-        self.next_due: Callable[[], float] = self._state.next_deadline
-        """When the time of a parked query is up."""
         self._answers = Answers()
+        self._answered = self._answers.last
         self._journal = None if journal is None else Journal(journal, sync=sync)
         self._held: list[Effect] = []  # until the journal has what they tell of
         self._max_waiting = max_waiting
@@ -133,19 +132,8 @@ class StoreServer:
     # ---- the service, called in the server's thread -----------------------------------------------------
 
     def handle(self, client: Client, line: int, number: int, query: Message) -> None:
-        """Answer a query, now or later; a change that was made already is not made again."""
-        asker = _new(Asker, (client, line, number))
-        kind = type(query)
-        if kind in CHANGING:
-            last = self._answers.find(line, number)
-            if last is None:
-                self._change(asker, query)
-            elif last.number == number:
-                self._carry_out([Reply(asker, last.message)])
-        elif kind in _OWN:
-            _OWN[kind](self, asker, query)
-        else:
-            self._look(asker, query)
+        """Answer a query, now or later."""
+        _HANDLERS.get(type(query), StoreServer._look)(self, _new(Asker, (client, line, number)), query)
 
     def _look(self, asker: Asker, query: Message) -> None:
         """``query`` changes nothing."""
@@ -158,7 +146,13 @@ class StoreServer:
             self._held.append(Reply(asker, answer))
 
     def _change(self, asker: Asker, query: Message) -> None:
-        """``query`` may change something."""
+        """``query`` may change something; what it has changed already is not changed again."""
+        client, line, number = asker
+        last = self._answered.get(line)
+        if last is not None and number <= last[0]:
+            if number == last[0]:
+                self._carry_out([Reply(asker, last[1])])
+            return  # otherwise nobody waits for it any more
         effects: list[Effect] = []
         contents = self._state.contents
         before = contents.changes
@@ -167,18 +161,17 @@ class StoreServer:
             self._park(asker, query)
             return
         if contents.changes != before:
-            self._answers.remember(asker.line, asker.number, answer)
+            self._answers.remember(line, number, answer)
             if self._journal is not None:
-                self._journal.note(asker.line, asker.number, query)
+                self._journal.note(line, number, query)
         if effects:
             self._release(effects)
         if self._journal is None:
             if effects:
                 self._deliver(effects)  # who waits goes first
-            self._requests.reply(asker.client, asker.number, answer)
+            self._requests.reply(client, number, answer)
         else:
-            self._held += effects
-            self._held.append(Reply(asker, answer))
+            self._held += (*effects, Reply(asker, answer))
 
     def _release(self, effects: list[Effect]) -> None:
         """Who is answered waits no more; a value that was taken from a queue has changed that."""
@@ -204,6 +197,7 @@ class StoreServer:
             return
         self._waiting[which] = asker, query
         self._waiting_of.setdefault(asker.client, set()).add(asker)
+        self._requests.wake_by(self._state.next_deadline())
 
     def _unpark(self, asker: Asker) -> Message:
         """``asker`` waits no more. Gives its query."""
@@ -293,9 +287,10 @@ class StoreServer:
         if self._journal.has_grown:
             compact(self._journal, self._state, self._answers)
 
-    def do_due(self, now: float) -> None:
+    def do_due(self, now: float) -> float:
         """Refuse those whose time is up."""
         self._refuse_waiting(self._state.expire(now))
+        return self._state.next_deadline()
 
     def stopping(self) -> None:
         """Refuse all who wait; if there is a journal, they had better wait for the store's next life."""
@@ -352,7 +347,8 @@ def _target_of(query: StoreWatchKey | StoreWatchPrefix | StoreUnwatchKey | Store
     return Prefix(query.prefix) if isinstance(query, StoreWatchPrefix | StoreUnwatchPrefix) else query.key
 
 
-_OWN: dict[type[Message], Callable[[StoreServer, Asker, Message], None]] = {
+_HANDLERS: dict[type[Message], Callable[[StoreServer, Asker, Message], None]] = {
+    **dict.fromkeys(CHANGING, StoreServer._change),
     StorePing: StoreServer._pong,
     StoreListen: StoreServer._listen,
     StoreWatchKey: StoreServer._watch,
@@ -360,4 +356,4 @@ _OWN: dict[type[Message], Callable[[StoreServer, Asker, Message], None]] = {
     StoreUnwatchKey: StoreServer._unwatch,
     StoreUnwatchPrefix: StoreServer._unwatch,
 }
-"""Queries that are for the server rather than for its state."""
+"""What is done about queries that do more than look."""

@@ -16,10 +16,11 @@ import os
 import secrets
 import socket
 import threading
+import weakref
 from collections import deque
 
 from zmqgrad.errors import ClosedError, ProtocolError
-from zmqgrad.runtime.blocking import working_for
+from zmqgrad.runtime.blocking import here
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import dial, hang_up, limit_waits
@@ -45,6 +46,7 @@ CHUNK = 16 << 10
 
 _OPENING = opening("DEALER")
 _NEVER = Deadline()
+_clients: weakref.WeakSet[RequestClient] = weakref.WeakSet()
 
 
 class RequestClient:
@@ -67,6 +69,7 @@ class RequestClient:
         self._closed = False
         self._closing = threading.Event()  # set with it, for those who pause
         self._lock = threading.Lock()  # guards _lines and the setting of _closed
+        _clients.add(self)
 
     def request(self, message: Message, seconds: float) -> Message:
         """Send ``message`` and give the answer. A Ctrl-C in the meantime gives the request up.
@@ -77,21 +80,15 @@ class RequestClient:
             ProtocolError: if ``message`` cannot be written, or what comes back is no message of ours.
             SecretError: if the server has another secret, or one of the two ends has none.
         """
-        if os.getpid() != self._pid:
-            raise ClosedError(
-                f"{self.name}, connected to {self.address}, belongs to process {self._pid} and cannot be "
-                f"used in a fork of it: start processes by spawn or forkserver, or connect in the child"
-            )
         try:
-            line = self._idle.pop()  # there is none once this is closed
+            line = self._idle.pop()  # there is none once this is closed, nor in a fork
         except IndexError:
             line = self._new_line()
         try:
-            pool = working_for()
-            if pool is None:
+            if here.pool is None:
                 answer = line.request(message, seconds)
             else:
-                with pool.blocked():
+                with here.pool.blocked():
                     answer = line.request(message, seconds)
         except BaseException:
             self._drop(line)
@@ -104,12 +101,21 @@ class RequestClient:
         return answer
 
     def _new_line(self) -> Line:
+        if os.getpid() != self._pid:
+            raise ClosedError(
+                f"{self.name}, connected to {self.address}, belongs to process {self._pid} and cannot be "
+                f"used in a fork of it: start processes by spawn or forkserver, or connect in the child"
+            )
         line = Line(self.address, self.name, self._keys, self._closing, self._clock)
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self.name}, connected to {self.address}, is closed")
             self._lines.add(line)
         return line
+
+    def forget_lines(self) -> None:
+        """In a fork: the connections are the other process's."""
+        self._idle.clear()
 
     def _drop(self, line: Line) -> None:
         with self._lock:
@@ -329,3 +335,12 @@ class Line:
         if connection is not None:
             hang_up(connection)
             connection.close()
+
+
+def _forget_lines() -> None:
+    for client in _clients:
+        client.forget_lines()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_lines)

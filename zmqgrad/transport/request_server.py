@@ -85,12 +85,8 @@ class Service(Protocol):
         """What had come has been handled; more is waited for after this."""
         ...
 
-    def next_due(self) -> float:
-        """The moment when :meth:`do_due` wants to be called; infinite for never."""
-        ...
-
-    def do_due(self, now: float) -> None:
-        """Do what was due by ``now``."""
+    def do_due(self, now: float) -> float:
+        """Do what was due by ``now``. Gives the moment when something is due next; infinite for never."""
         ...
 
     def stopping(self) -> None:
@@ -130,6 +126,7 @@ class RequestServer:
         self._lock = threading.Lock()  # guards _stopped and _serving
         self._stopped = False
         self._serving = False
+        self._due = math.inf  # when something is to be done though nothing comes; perhaps later
         self._full = False  # did the last newcomer find the system without a descriptor for him?
         self._listen_again = math.inf  # when, should the system have no more connections to give
         self._strangers: set[str] = set()
@@ -181,21 +178,19 @@ class RequestServer:
                 self._close_all()
 
     def _loop(self, service: Service) -> None:
-        poll, by_number, now = self._poller.poll, self._by_number, self._clock.now
-        ear = self._ear.fileno()
+        poll, by_number = self._poller.poll, self._by_number
+        ear, now = self._ear.fileno(), self._clock.now
         while True:
-            due = service.next_due()
-            if self._fresh or self._listen_again != math.inf:
-                due = min(due, self._next_own_due())
             seconds = LONGEST_SECONDS
-            if due != math.inf:
+            if self._due != math.inf:
                 moment = now()
-                if moment >= due:
-                    self._do_own_due(moment)
-                    service.do_due(moment)
+                if moment >= self._due:
+                    self._due = math.inf
+                    self.wake_by(self._do_own_due(moment))
+                    self.wake_by(service.do_due(moment))
                     service.settle()
                     continue
-                seconds = min(seconds, due - moment)
+                seconds = min(seconds, self._due - moment)
             strangers = 0
             for number, _ in poll(seconds, len(by_number) + 2):
                 client = by_number.get(number)
@@ -205,16 +200,20 @@ class RequestServer:
                         service.settle()
                         return
                     self._accept()
-                    continue
-                if client.stranger:
-                    strangers += 1
-                    if strangers > STRANGERS_AT_ONCE:
-                        continue  # it comes up again
-                if client.out:
-                    self._flush(client)
+                elif client.stranger and strangers == STRANGERS_AT_ONCE:
+                    pass  # it comes up again
                 else:
-                    self._read(client)
+                    strangers += client.stranger
+                    if client.out:
+                        self._flush(client)
+                    else:
+                        self._read(client)
             service.settle()
+
+    def wake_by(self, moment: float) -> None:
+        """Call the service's ``do_due`` at ``moment``, or sooner. Only in the server's thread."""
+        if moment < self._due:
+            self._due = moment
 
     # ---- connections ------------------------------------------------------------------------------------
 
@@ -234,6 +233,7 @@ class RequestServer:
                     self._full = True
                     self._poller.unregister(self._listener.fileno())  # or poll would come back at once
                     self._listen_again = self._clock.now() + FULL_SECONDS
+                    self.wake_by(self._listen_again)
                     return
                 continue  # it went before we looked
             self._full = False
@@ -244,6 +244,7 @@ class RequestServer:
             unpacker, said = self._introduce()
             client = Client(connection, f"{where[0]}:{where[1]}", unpacker)
             self._fresh[client] = self._clock.now() + GREETING_SECONDS
+            self.wake_by(self._fresh[client])
             self._by_number[connection.fileno()] = client
             self._poller.register(connection.fileno(), READ)
             self._send(client, said)
@@ -266,20 +267,18 @@ class RequestServer:
         if len(self._clients) > self._max_clients + SPARE:
             self._close(client)
 
-    def _next_own_due(self) -> float:
-        return min(self._listen_again, next(iter(self._fresh.values()), math.inf))
-
-    def _do_own_due(self, now: float) -> None:
-        """Listen again, and drop those who have not said who they are."""
+    def _do_own_due(self, now: float) -> float:
+        """Listen again, and drop those who have not said who they are. Gives the moment of the next."""
         if now >= self._listen_again:
             self._listen_again = math.inf
             self._poller.register(self._listener.fileno(), READ)
         while self._fresh:
             client, until = next(iter(self._fresh.items()))
             if until > now:
-                break
+                return min(until, self._listen_again)
             self._refuse(client, f"it has not said who it is within {GREETING_SECONDS:g} s")
             self._close(client)
+        return self._listen_again
 
     def _close(self, client: Client) -> None:
         if client.closed:
