@@ -18,7 +18,7 @@ from zmqgrad.errors import AutogradError
 from zmqgrad.rpc import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
-from zmqgrad.transport.faults import Fault
+from zmqgrad.transport.memory.faults import Fault
 from zmqgrad.wire.messages import MessageType
 
 pytestmark = [

@@ -23,12 +23,13 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     UnknownWorkerError,
 )
-from zmqgrad.rpc import dynamic
+from zmqgrad.rpc import roster
 from zmqgrad.rpc.current import act_again, act_for, current_worker
-from zmqgrad.rpc.dynamic import DynamicGroup, allot_id
+from zmqgrad.rpc.dynamic import DynamicGroup
 from zmqgrad.rpc.group import make_worker
-from zmqgrad.rpc.membership import WorkerRecord
+from zmqgrad.rpc.identity import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.roster import allot_id
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
@@ -136,7 +137,7 @@ def test_ranks_that_cannot_be(town: Town, rank: Any) -> None:
 
 
 def test_ids_are_used_up_at_some_time(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dynamic, "MAX_WORKER", 1)
+    monkeypatch.setattr(roster, "MAX_WORKER", 1)
     assert [allot_id(town.store, "a", None) for _ in range(2)] == [0, 1]
     with pytest.raises(RendezvousError, match="all 2 worker ids have been used"):
         allot_id(town.store, "a", None)

@@ -15,7 +15,7 @@ import torch
 
 from zmqgrad import rpc
 from zmqgrad.errors import PayloadError, PeerLostError, RpcError, RpcTimeoutError, RRefError
-from zmqgrad.rpc import references
+from zmqgrad.rpc import references, telling
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
@@ -31,7 +31,7 @@ CONTROL = (
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(references, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(telling, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(references, "SWEEP_SECONDS", 0.001)
 
 

@@ -210,7 +210,7 @@ def test_functions_use_as_many_threads_as_torch_was_told_to() -> None:
     told = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with cluster(2) as c, c.on(0):
+        with cluster(2):
             assert rpc.rpc_sync(1, helpers_of_a_product) == 0
     finally:
         torch.set_num_threads(told)

@@ -186,10 +186,11 @@ def test_a_crowd_of_strangers_keeps_no_peer_out() -> None:
     """The first of too many makes room; a peer of ours comes back, and is not thought dead."""
     heard, others = Heard(), Heard()
     with watch(others) as watched, watch(heard) as watching:
-        watched._most_guests = 3
-        address = watched._listener.sockets[1].getsockname()
-        assert watched._listener.endpoint is not None
-        watching.follow(7, watched._listener.endpoint)
+        watched._guests._most = 3
+        listener = watched._guests._listener
+        address = listener.sockets[1].getsockname()
+        assert listener.endpoint is not None
+        watching.follow(7, listener.endpoint)
         until_token(watching, 7)
         crowd = [socket.create_connection(address, WAIT) for _ in range(9)]
         for stranger in crowd:
@@ -252,9 +253,10 @@ def test_a_peer_that_is_forgotten_may_end() -> None:
 def test_a_fork_does_not_keep_its_parent_alive() -> None:
     """The kernel keeps a connection open while any process has it: also one that a fork has by accident."""
     heard, other = Heard(), Heard()
-    watched = Watch("o", a_listener(), other.on_lost, other.on_suspected, Limits())
+    listener = a_listener()
+    watched = Watch("o", listener, other.on_lost, other.on_suspected, Limits())
     with watch(heard) as watching:
-        watching.follow(7, name_of(watched._listener))
+        watching.follow(7, name_of(listener))
         until_token(watching, 7)
         reading, writing = os.pipe()
         child = os.fork()

@@ -11,7 +11,6 @@ from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import InMemory
 from zmqgrad.errors import UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport import memory
 from zmqgrad.transport.memory import MemoryNetwork
 from zmqgrad.wire.messages import Goodbye, Hello, Message, MessageType
 
@@ -195,7 +194,7 @@ def test_it_records_what_it_carried_lost_or_not(office: Office, network: MemoryN
 
 
 def test_the_record_is_bounded_and_holds_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(memory, "RECORD", 5)
+    monkeypatch.setattr("zmqgrad.transport.memory.network.RECORD", 5)
     with office_of(InMemory()) as office:
         a, b = office.pair()
         say(a, 1, *range(12))

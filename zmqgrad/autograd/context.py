@@ -39,7 +39,8 @@ class Context:
         self._sends: dict[int, Send] = {}
         self._recvs: dict[int, Any] = {}  # nodes
         self._peers: set[int] = set()
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
+        # By id of the leaf, with the leaf: the hash of a tensor is a Python function.
+        self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         self._storages: set[int] = set()  # addresses of the gradients' memory
         self.pass_lock = threading.Lock()  # guards the three below
         self.passes: dict[int, LocalPass] = {}
@@ -122,18 +123,18 @@ class Context:
         if not leaf.requires_grad:
             return gradient
         with self._lock:
-            present = self._gradients.get(leaf)
-            total = self._own(gradient, shared) if present is None else present + gradient
-            self._gradients[leaf] = total
+            present = self._gradients.get(id(leaf))
+            total = self._own(gradient, shared) if present is None else present[1] + gradient
+            self._gradients[id(leaf)] = leaf, total
             return total
 
     def replace(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
         """The gradient of ``leaf`` is another, or none."""
         with self._lock:
             if gradient is None:
-                self._gradients.pop(leaf, None)
+                self._gradients.pop(id(leaf), None)
             else:
-                self._gradients[leaf] = gradient
+                self._gradients[id(leaf)] = leaf, gradient
 
     def _own(self, gradient: torch.Tensor, shared: bool) -> torch.Tensor:
         """``gradient`` in memory of its own, so that users may write to it. Called with the lock held."""
@@ -149,7 +150,7 @@ class Context:
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Leaf to gradient, of all backward passes of this context so far."""
         with self._lock:
-            return dict(self._gradients)
+            return dict(self._gradients.values())
 
     def __repr__(self) -> str:
         return f"<Context {show_id(self.id)}: {len(self._sends)} sends, {len(self._gradients)} gradients>"

@@ -22,6 +22,7 @@ from zmqgrad.autograd.plan import bits
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
 from zmqgrad.autograd.single import Gradient
 from zmqgrad.errors import AutogradError
+from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import Reach, Waiting
 
@@ -99,8 +100,10 @@ class LocalPass(ABC):
                 f"{len(gradients)} gradients came for the {len(self._starts[entry])} tensors of send "
                 f"{show_id(autograd_id)}"
             )
-        with profiled(SEND_NAME):
-            return self._enter(entry, gradients, send_on)
+        if profiled_anywhere():
+            with profiled(SEND_NAME):
+                return self._enter(entry, gradients, send_on)
+        return self._enter(entry, gradients, send_on)
 
     @abstractmethod
     def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:

@@ -31,6 +31,7 @@ from zmqgrad.autograd.single import Gradient
 from zmqgrad.autograd.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, ClosedError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.calls import LaneOutcome
+from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import about_to_block
@@ -322,20 +323,20 @@ class Passes:
         if tally is not None:
             error = None if handled.error is None else rebuild_failure(handled.error)
             tally.handled(handled.autograd_id, handled.sent, handled.waiting, error)
-            if any(worker not in self._watched for _, worker in handled.sent):
-                self._watch({worker for _, worker in handled.sent} - self._watched, tally)
+            for _, worker in handled.sent:
+                if worker not in self._watched:
+                    self._watch(worker, tally)
 
-    def _watch(self, workers: set[int], tally: Tally) -> None:
-        """Others have sent requests to workers that this one may have nothing to do with: are they there?"""
-        for worker in workers:
-            if worker in self._worker.lost:
-                tally.lose(worker, self._worker.loss_of(worker, "its part of a backward pass"))
-            else:
-                self._watched.add(worker)
-                try:
-                    self._worker.submit(functools.partial(self._follow, worker))
-                except ClosedError:
-                    logger.debug("a pass is about to end with its worker")  # see close()
+    def _watch(self, worker: int, tally: Tally) -> None:
+        """Others have sent a request to a worker that this one may have nothing to do with: is it there?"""
+        if worker in self._worker.lost:
+            tally.lose(worker, self._worker.loss_of(worker, "its part of a backward pass"))
+            return
+        self._watched.add(worker)
+        try:
+            self._worker.submit(functools.partial(self._follow, worker))
+        except ClosedError:
+            logger.debug("a pass is about to end with its worker")  # see close()
 
     def _follow(self, worker: int) -> None:
         """In an engine thread, as it may have to ask where that is."""
@@ -420,20 +421,27 @@ class _Request:
         self._sent.append((note.autograd_id, note.peer))
 
     def _send(self, note: RecvNote, gradients: Sequence[Gradient], handled: Handled | None) -> None:
-        present = [_packed(g) for g in gradients if g is not None]
-        numbers = iter(range(len(present)))
+        present: list[torch.Tensor] = []
+        numbers: list[int] = []
+        for gradient in gradients:
+            numbers.append(-1 if gradient is None else len(present))
+            if gradient is not None:
+                present.append(_packed(gradient))
         frames: list[Frame] = []
         message = BackwardAutogradReq(
             self._work.context.id,
             self._pass_id,
             note.autograd_id,
             self._root,
-            tuple(-1 if g is None else next(numbers) for g in gradients),
+            tuple(numbers),
             describe(present, frames, self._passes.devices(note.peer)),
             self._work.retain_graph,
             handled,
         )
-        with profiled(RECV_NAME):
+        if profiled_anywhere():
+            with profiled(RECV_NAME):
+                self._passes.send(note.peer, message, frames, self._lane)
+        else:
             self._passes.send(note.peer, message, frames, self._lane)
 
 

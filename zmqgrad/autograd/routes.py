@@ -8,6 +8,7 @@ shared: they collect.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -27,12 +28,17 @@ class Route:
 
     __slots__ = ("ends", "recvs", "ways")
 
-    def __init__(self, ends: dict[tuple[Any, int], None], recvs: dict[Any, RecvNote], ways: bool) -> None:
-        self.ends = tuple(GradientEdge(*end) for end in ends)
+    def __init__(
+        self, ends: dict[tuple[Any, int], None], recvs: dict[Any, RecvNote], edges: Sequence[GradientEdge]
+    ) -> None:
+        self.ends = tuple(starmap(GradientEdge, ends))
         self.recvs = recvs
         """The recvs' nodes, and where their gradients go."""
-        self.ways = ways
+        self.ways = False
         """Is there any node on the way, or do leaves and received tensors travel on as they are?"""
+        for edge in edges:
+            if type(edge.node) is not LEAF_NODE and edge.node not in recvs:
+                self.ways = True
 
 
 def find_routes(entries: Entries, leaves: Leaves) -> list[Route] | None:
@@ -71,9 +77,7 @@ def find_routes(entries: Entries, leaves: Leaves) -> list[Route] | None:
                 return None
             if kind is RECV_NODE and node in recvs:
                 ends[node, edge[1]] = None
-        routes.append(
-            Route(ends, recvs, any(type(e.node) is not LEAF_NODE and e.node not in recvs for e in edges))
-        )
+        routes.append(Route(ends, recvs, edges))
     return routes
 
 

@@ -20,8 +20,8 @@ from zmqgrad.rpc.gathering import _thread_local_var as _thread_local_var
 from zmqgrad.rpc.gathering import _wait_all as _wait_all
 from zmqgrad.rpc.gathering import note_future
 from zmqgrad.rpc.group import Group, close_quietly
+from zmqgrad.rpc.identity import WorkerInfo, check_name
 from zmqgrad.rpc.meeting import all_gather, barrier
-from zmqgrad.rpc.membership import WorkerInfo, check_name
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,

@@ -6,6 +6,7 @@ other thread acts for the worker that ``init_rpc`` made.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextvars import ContextVar, Token
 from typing import TYPE_CHECKING
 
@@ -35,14 +36,13 @@ def current_worker_or_none() -> Worker | None:
     return _acting.get() or _default
 
 
-def act_for(worker: Worker | None) -> Token[Worker | None]:
-    """The calling thread acts for ``worker`` until :func:`act_again` is given the token."""
-    return _acting.set(worker)
+# The variable's own methods: every call that is served needs them.
 
+act_for: Callable[[Worker | None], Token[Worker | None]] = _acting.set
+"""The calling thread acts for that worker until :func:`act_again` is given the token."""
 
-def act_again(token: Token[Worker | None]) -> None:
-    """Back to whom the thread acted for before."""
-    _acting.reset(token)
+act_again: Callable[[Token[Worker | None]], None] = _acting.reset
+"""Back to whom the thread acted for before."""
 
 
 def set_default_worker(worker: Worker | None) -> None:

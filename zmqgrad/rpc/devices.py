@@ -14,7 +14,7 @@ import torch
 from zmqgrad.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from zmqgrad.rpc.membership import WorkerRecord
+    from zmqgrad.rpc.identity import WorkerRecord
 
 DeviceMap = dict[torch.device, torch.device]
 Names = dict[str, str]

@@ -1,4 +1,7 @@
-"""A worker joins a group through a store, and leaves it in good order (see :mod:`zmqgrad.rpc.parting`)."""
+"""A worker's place in a group: it joins through a store, and leaves in good order.
+
+See :mod:`zmqgrad.rpc.joining` and :mod:`zmqgrad.rpc.parting` for how.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ import torch
 from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.devices import check_group, published
 from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
-from zmqgrad.rpc.membership import LOOK_SECONDS, Membership, WorkerRecord, program_fingerprint
+from zmqgrad.rpc.identity import WorkerRecord, program_fingerprint
+from zmqgrad.rpc.joining import LOOK_SECONDS, claim, meet
+from zmqgrad.rpc.membership import Membership
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.parting import Parting
 from zmqgrad.rpc.rref import install_rrefs
@@ -82,8 +87,8 @@ class Group:
             ConfigurationError: if a device map of one of them cannot be right.
         """
         membership = self.worker.membership
-        membership.claim(self.store)
-        membership.meet(self.store, deadline)
+        claim(membership, self.store)
+        meet(membership, self.store, deadline)
         check_group(membership.all())
         # Not before: whoever calls us has met all, and may be ahead; its messages wait in the socket.
         self.worker.start()

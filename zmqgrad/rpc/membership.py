@@ -1,126 +1,20 @@
-"""Who takes part: each worker publishes a record in the store and reads those of the others.
+"""The workers of a group, as one of them knows them: by name and by id, there or gone.
 
-Two workers of one name or one rank are refused: name and rank are claimed with ``compare_set`` before
-anything else is said.
+Ids are never given twice; a name can have another holder later. Who is gone stays known, so that errors can
+name him. Where workers come and go, somebody who is not known may have joined a moment ago: then the store is
+asked, by :attr:`Membership.look_up`.
 """
 
 from __future__ import annotations
 
-import hashlib
-import os
-import socket
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
-import msgspec
-
-from zmqgrad.errors import (
-    ConfigurationError,
-    DuplicateWorkerError,
-    NotInitializedError,
-    RendezvousTimeoutError,
-    RpcTimeoutError,
-    StoreError,
-    StoreTimeoutError,
-    UnknownWorkerError,
-    WorkerNameError,
-)
+from zmqgrad.errors import NotInitializedError, RpcTimeoutError, UnknownWorkerError
+from zmqgrad.rpc.identity import WorkerInfo, WorkerRecord
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import Store
-from zmqgrad.wire.ids import MAX_WORKER
 
-MAX_NAME = 128
-
-REFUSED = "!"
-"""What a worker that was refused publishes instead of its record, before it says why."""
-
-LOOK_SECONDS = 1.0
-"""While workers are waited for, who is missing is looked up so often."""
-
-
-class WorkerInfo(msgspec.Struct, frozen=True):
-    """Name and id (rank) of a worker; what a call can be addressed to."""
-
-    name: str
-    id: int
-
-    def __post_init__(self) -> None:
-        check_name(self.name)
-
-    def __repr__(self) -> str:
-        return f"WorkerInfo(id={self.id}, name={self.name})"
-
-
-class WorkerRecord(msgspec.Struct, frozen=True):
-    """What a worker publishes of itself. ``program`` tells which ``__main__`` it runs.
-
-    ``device_maps``: by the name of a worker that it calls, where tensors of its devices arrive there.
-    ``device_count``: its CUDA devices; -1 where it did not look.
-    """
-
-    name: str
-    id: int
-    incarnation: int
-    endpoints: tuple[str, ...]
-    host: str
-    pid: int
-    program: str
-    device_maps: dict[str, dict[str, str]] = {}
-    device_count: int = -1
-
-    @property
-    def info(self) -> WorkerInfo:
-        """Its public part."""
-        return WorkerInfo(self.name, self.id)
-
-
-def check_name(name: object) -> str:
-    """``name`` if a worker can be called so.
-
-    Raises:
-        WorkerNameError: otherwise, saying why.
-    """
-    if not isinstance(name, str):
-        raise WorkerNameError(f"a worker's name must be a string, not {name!r}")
-    if not 0 < len(name) < MAX_NAME or not all(c.isalnum() or c in "_-:." for c in name):
-        raise WorkerNameError(
-            f"Worker name must match ^[A-Za-z0-9-_:.]*$, and must be non-empty and shorter than {MAX_NAME} "
-            f"characters, not {name!r}"
-        )
-    return name
-
-
-def check_rank(rank: object, world_size: object) -> tuple[int, int]:
-    """Rank and world size if they fit each other.
-
-    Raises:
-        ConfigurationError: otherwise, saying why.
-    """
-    if (
-        isinstance(world_size, bool)
-        or not isinstance(world_size, int)
-        or not 1 <= world_size <= MAX_WORKER + 1
-    ):
-        raise ConfigurationError(f"world_size must be 1 to {MAX_WORKER + 1}, not {world_size!r}")
-    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
-        raise ConfigurationError(
-            f"rank must be 0 to {world_size - 1} (world_size {world_size}), not {rank!r}"
-        )
-    return rank, world_size
-
-
-def program_fingerprint() -> str:
-    """Which program ``__main__`` is: equal in workers that run the same file, unique where there is none."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
-    try:
-        source = Path(path).read_bytes() if path else None
-    except OSError:
-        source = None
-    if source is None:
-        return f"{socket.gethostname()}/{os.getpid()}"
-    return hashlib.sha256(source).hexdigest()[:16]
+__all__ = ["Membership", "WorkerInfo", "WorkerRecord"]
 
 
 class Membership:
@@ -139,57 +33,6 @@ class Membership:
         self._by_name: dict[str, WorkerRecord] = {own.name: own}
         self._former: set[int] = set()  # of those, who is gone
         self._closed = False
-
-    def claim(self, store: Store) -> None:
-        """Take name and rank, and publish the record.
-
-        Raises:
-            DuplicateWorkerError: if another worker has either.
-        """
-        own = self.own
-        mine = f"{own.id}/{own.incarnation}"
-        for key, what in ((f"name/{own.name}", f"name {own.name!r}"), (f"rank/{own.id}", f"rank {own.id}")):
-            holder = store.compare_set(key, "", mine).decode()
-            if holder != mine:
-                said = (
-                    f"{what} is not unique: another worker already has it (worker {holder.split('/')[0]}); "
-                    f"give each of the {self.world_size} workers a name and rank of its own"
-                )
-                if not store.check([f"rank/{own.id}"]):
-                    store.set(f"worker/{own.id}", REFUSED + said)  # nobody else will come for this rank
-                raise DuplicateWorkerError(said)
-        store.set(f"worker/{own.id}", msgspec.json.encode(own))
-
-    def meet(self, store: Store, deadline: Deadline) -> None:
-        """Wait until all workers have published, and learn their records.
-
-        Raises:
-            RendezvousTimeoutError: naming the ranks that did not come.
-            DuplicateWorkerError: if one of them was refused, so that the group will never be whole.
-        """
-        keys = [f"worker/{i}" for i in range(self.world_size)]
-        missing = [i for i in range(self.world_size) if i != self.own.id]
-        while True:
-            try:
-                # One query waits and reads. Between two, whoever has met all might be gone, store and all.
-                records = read_all(store, keys, min(deadline.left(), LOOK_SECONDS))
-                break
-            except StoreTimeoutError as e:
-                missing = _absent(store, keys, missing)
-                if deadline.passed():
-                    raise self._did_not_come(missing) from e
-            except StoreError as e:  # rank 0 gave up before us, and took its store along
-                raise self._did_not_come(missing) from e
-        for raw in records:
-            if raw.startswith(REFUSED.encode()):
-                raise DuplicateWorkerError(raw.decode().removeprefix(REFUSED))
-            self.learn(msgspec.json.decode(raw, type=WorkerRecord))
-
-    def _did_not_come(self, ranks: list[int]) -> RendezvousTimeoutError:
-        return RendezvousTimeoutError(
-            f"{self.own.name}: of {self.world_size} workers, these ranks did not come in time: {ranks}; "
-            f"start them with the same MASTER_ADDR, MASTER_PORT and world size, or allow more time"
-        )
 
     def learn(self, record: WorkerRecord) -> bool:
         """Note a worker. Is it a new one?"""
@@ -311,22 +154,3 @@ class Membership:
         """All workers that take part, as far as known."""
         with self._lock:
             return [record for number, record in self._by_id.items() if number not in self._former]
-
-
-def _absent(store: Store, keys: list[str], before: list[int]) -> list[int]:
-    """The numbers of those ``keys`` that are not there; as ``before`` if the store has gone meanwhile."""
-    try:
-        there = set(store.list_keys("worker/"))
-    except StoreError:
-        return before
-    return [i for i, key in enumerate(keys) if key not in there]
-
-
-def read_all(store: Store, keys: list[str], seconds: float) -> list[bytes]:
-    """The values of ``keys``, once they are there; waits up to ``seconds``."""
-    patience = store.timeout
-    store.set_timeout(seconds)
-    try:
-        return store.multi_get(keys)
-    finally:
-        store.set_timeout(patience)

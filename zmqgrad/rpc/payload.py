@@ -260,13 +260,17 @@ def pack(value: Any, terms: Terms = _TERMS) -> Packed:
         frames: list[Frame] = []
         return Packed(Payload(Form.TENSOR, describe((value,), frames, terms.devices)), frames, (value,))
     if kind is tuple and _only_tensors(value):
-        frames = []
-        return Packed(Payload(Form.TUPLE, describe(value, frames, terms.devices)), frames, value)
+        return _pack_tensors(value, terms)
     plain = encode_value(value)
     if plain is not None:
         frames = []
         return Packed(Payload(Form.PLAIN, NO_TENSORS, _blob(plain, frames)), frames, ())
     return _pickle(value, terms)
+
+
+def _pack_tensors(value: tuple[torch.Tensor, ...], terms: Terms) -> Packed:
+    frames: list[Frame] = []
+    return Packed(Payload(Form.TUPLE, describe(value, frames, terms.devices)), frames, value)
 
 
 def pack_call(
@@ -313,7 +317,7 @@ def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], terms: Terms =
     if not args and not kwargs:
         return PACKED_NOTHING
     if not kwargs and _only_tensors(args):
-        return pack(args, terms)
+        return _pack_tensors(args, terms)
     plain = encode_arguments(args, kwargs)
     if plain is not None:
         data, tensors = plain
@@ -344,9 +348,10 @@ def unpack_call(reference: str, payload: Payload, content: Any) -> tuple[Any, Se
 
 def _only_tensors(value: tuple[Any, ...]) -> bool:
     """Is it a tuple of tensors, and each of them another? (The pickle knows that two are the same.)"""
-    return (
-        bool(value) and all(type(v) is torch.Tensor for v in value) and len(set(map(id, value))) == len(value)
-    )
+    for item in value:
+        if type(item) is not torch.Tensor:
+            return False
+    return len(value) == 1 or len(set(map(id, value))) == len(value) > 0
 
 
 def _pickle(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:

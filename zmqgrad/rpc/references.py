@@ -1,7 +1,8 @@
-"""The values that this worker owns and the references that it holds: the ledgers, carried out.
+"""RRefs of one worker: the references that it holds, how they travel, and the ledgers, carried out.
 
-One lock guards the ledgers and the table of values. It is never held while sending, waiting or letting go
-of a user's object (whose ``__del__`` is user code).
+The owner's side (:mod:`~zmqgrad.rpc.rref_values`) and the user's side are guarded by a lock each; neither is
+ever held with the other, or while sending, waiting or letting go of a user's object (whose ``__del__`` is
+user code).
 
 Note [Finalizers only enqueue]: an RRef can die at any line of any thread, with our own lock held. Its
 finalizer appends to a deque and, for the first of a batch, posts to the timekeeper; both are re-entrant.
@@ -9,39 +10,29 @@ finalizer appends to a deque and, for the first of a batch, posts to the timekee
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from zmqgrad.errors import (
-    NotInitializedError,
-    PeerLostError,
-    RpcError,
-    RpcTimeoutError,
-    RRefError,
-    TransportError,
-)
+from zmqgrad.errors import PeerLostError, RpcError, RRefError
 from zmqgrad.rpc.code import PeerCode
 from zmqgrad.rpc.dispatch import Doors
-from zmqgrad.rpc.futures import PythonFuture
-from zmqgrad.rpc.payload import TravelsAsReference
+from zmqgrad.rpc.rref_handle import Handle
 from zmqgrad.rpc.rref_ledger import (
     DropValue,
     Effect,
-    OwnerLedger,
-    Remembered,
     SendChildAccept,
     SendDelete,
     SendForkRequest,
     UserLedger,
 )
+from zmqgrad.rpc.rref_values import OwnedValues
+from zmqgrad.rpc.telling import Telling
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
-from zmqgrad.wire.ids import IdSource, show_id, split_id
+from zmqgrad.wire.ids import IdSource, show_id
 from zmqgrad.wire.messages import (
-    Message,
     MessageType,
     RRefAck,
     RRefChildAccept,
@@ -52,58 +43,8 @@ from zmqgrad.wire.messages import (
 if TYPE_CHECKING:
     from zmqgrad.rpc.worker import Worker
 
-logger = logging.getLogger(__name__)
-
 SWEEP_SECONDS = 0.02
 """Dead references are gathered for so long and told to each owner in one message."""
-
-RETRY_SECONDS = 5.0
-"""A control message that nobody answers is sent again after so long, then after twice as long, and so on: who
-cannot keep up must not be sent the more."""
-
-MOST_PATIENCE = 16
-"""But never later than after so many times ``RETRY_SECONDS``."""
-
-REMEMBERED = 10_000
-"""How many dropped values are remembered at least, to tell "gone" from "not here yet"."""
-
-
-class Handle(TravelsAsReference):
-    """What an RRef is made of: ids, the owner, and on the owner the outcome that holds the value."""
-
-    __slots__ = (
-        "__weakref__",
-        "creation",
-        "fork_id",
-        "outcome",
-        "owner",
-        "rref_id",
-        "table",
-        "type_name",
-        "value_type",
-    )
-
-    def __init__(
-        self,
-        table: ReferenceTable,
-        rref_id: int,
-        fork_id: int,
-        owner: int,
-        outcome: Outcome[Any] | None = None,
-        type_name: str = "",
-    ) -> None:
-        self.table = table
-        self.rref_id = rref_id
-        self.fork_id = fork_id
-        self.owner = owner
-        self.outcome = outcome  # on the owner: the value; on a user: None until creating it failed
-        self.type_name = type_name
-        self.value_type: PythonFuture[Any] | None = None  # once it was asked for
-        self.creation: Outcome[Inbound] | None = None  # the owner's answer, where this worker had it made
-
-    def __del__(self) -> None:
-        if self.fork_id:
-            self.table.release_later(self.fork_id)
 
 
 class ReferenceTable:
@@ -111,13 +52,11 @@ class ReferenceTable:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
+        self._owned = OwnedValues(worker.name)
+        # What calls need of the owner's side, with no step between.
+        self.expect, self.made, self.value = self._owned.expect, self._owned.made, self._owned.value
+        self._telling = Telling(worker)
         self._lock = threading.Lock()  # guards all below but the deque
-        self._values: dict[int, Outcome[Any]] = {}
-        self._dropped = Remembered(REMEMBERED)
-        # Values that others told of before their maker's call has come: its fork is yet to be noted, so they
-        # are not dropped when those others let go.
-        self._awaited: set[int] = set()
-        self._owner = OwnerLedger()
         self._user = UserLedger()
         self._lost: set[int] = set()  # workers that are gone; ids are never given twice
         self._released: deque[int] = deque()
@@ -151,54 +90,7 @@ class ReferenceTable:
     def own_later(self) -> Handle:
         """A handle on a value that a remote call of this worker to itself will make."""
         rref_id = self._ids.next()
-        return Handle(self, rref_id, 0, self._worker.id, self._expect(rref_id))
-
-    def expect(self, holder: int, rref_id: int, fork_id: int) -> Outcome[Any]:
-        """The outcome that will hold ``rref_id``, which is about to be made for ``holder``."""
-        outcome = self._expect(rref_id)
-        with self._lock:
-            self._awaited.discard(rref_id)
-            if fork_id and holder not in self._lost:
-                self._owner.note(rref_id, fork_id, holder)
-        return outcome
-
-    def made(self, rref_id: int) -> None:
-        """The outcome that :meth:`expect` gave has been set."""
-        with self._lock:
-            if not self._owner.knows(rref_id):  # made for this worker itself: its handle keeps it
-                self._values.pop(rref_id, None)
-
-    def _expect(self, rref_id: int) -> Outcome[Any]:
-        """The outcome of ``rref_id``; made if it is not here yet, for messages of two peers have no order."""
-        with self._lock:
-            if rref_id in self._dropped:
-                raise RRefError(
-                    f"value {show_id(rref_id)} of {self._worker.name} is gone: nothing referred to it"
-                )
-            outcome = self._values.get(rref_id)
-            if outcome is None and self._closed:  # a call that close() found half-way here
-                raise self._never_made()
-            return self._await(rref_id) if outcome is None else outcome
-
-    def _await(self, rref_id: int) -> Outcome[Any]:
-        """An outcome for what will be made. Called with the lock held."""
-        self._awaited.add(rref_id)
-        outcome = self._values[rref_id] = Outcome()
-        return outcome
-
-    def value(self, rref_id: int, timeout: float | None) -> Any:
-        """The value of ``rref_id``; waits up to ``timeout`` seconds for it to be made.
-
-        Raises:
-            RRefError: if it is gone. RpcTimeoutError: if it does not come. Others: as making it raised.
-        """
-        outcome = self._expect(rref_id)
-        if not outcome.wait_done(timeout):
-            raise RpcTimeoutError(
-                f"RPC ran for more than set timeout ({(timeout or 0.0) * 1000:.0f} ms): value "
-                f"{show_id(rref_id)} of {self._worker.name} was not made within it"
-            )
-        return outcome.result()
+        return Handle(self, rref_id, 0, self._worker.id, self._owned.find(rref_id))
 
     # ---- user -------------------------------------------------------------------------------------------
 
@@ -286,26 +178,26 @@ class ReferenceTable:
                 "Cannot call fork an UserRRef after deletion."
             )
         fork_id = self._ids.next()
-        with self._lock:
-            if peer in self._lost:  # nobody would ever take the fork back
-                raise self._worker.loss_of(peer, "a message with an RRef")
-            if handle.owner == self._worker.id:
-                assert handle.outcome is not None
-                self._values[handle.rref_id] = handle.outcome
-                self._dropped.discard(handle.rref_id)  # nobody else referred to it; now somebody does again
-                self._owner.note(handle.rref_id, fork_id, peer)
-            elif self._user.holds(handle.fork_id):
-                self._user.fork(handle.fork_id, fork_id, peer)
-            else:
-                raise self._dead(handle, "fork an UserRRef")
+        if handle.owner == self._worker.id:
+            assert handle.outcome is not None
+            lent = self._owned.lend(handle.rref_id, handle.outcome, fork_id, peer)
+        else:
+            with self._lock:
+                lent = peer not in self._lost
+                if lent and not self._user.holds(handle.fork_id):
+                    raise self._dead(handle, "fork an UserRRef")
+                if lent:
+                    self._user.fork(handle.fork_id, fork_id, peer)
+        if not lent:  # nobody would ever take the fork back
+            raise self._worker.loss_of(peer, "a message with an RRef")
         return handle.owner, handle.rref_id, fork_id, self._worker.id, handle.type_name
 
     def adopt_from(self, owner: int, rref_id: int, fork_id: int, parent: int, type_name: str) -> Any:
         """The RRef of a fork that came here."""
         if owner == self._worker.id:
-            outcome = self._expect(rref_id)
+            outcome = self._owned.find(rref_id)
             if parent == self._worker.id:
-                self._carry_out(self._locked(lambda: self._owner.delete(rref_id, fork_id)))
+                self._carry_out(self._owned.delete(((rref_id, fork_id),)))
             else:
                 self._carry_out([SendChildAccept(parent, rref_id, fork_id)])
             return self.make_rref(Handle(self, rref_id, 0, owner, outcome, type_name))
@@ -331,7 +223,7 @@ class ReferenceTable:
     def unfork(self, owner: int, rref_id: int, fork_id: int) -> None:
         """A fork was made for a message that will never be sent."""
         if owner == self._worker.id:
-            self._carry_out(self._locked(lambda: self._owner.delete(rref_id, fork_id)))
+            self._carry_out(self._owned.delete(((rref_id, fork_id),)))
         else:
             self._carry_out(self._locked(lambda: self._user.child_accepted(fork_id)))
 
@@ -340,12 +232,7 @@ class ReferenceTable:
     def _on_fork_request(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefForkRequest)
-        with self._lock:
-            if message.rref_id not in self._dropped and inbound.envelope.source not in self._lost:
-                self._owner.note(message.rref_id, message.fork_id, inbound.envelope.source)
-                # Unknown even now: it was deleted before. Known without a value: its maker's call comes yet.
-                if self._owner.knows(message.rref_id) and message.rref_id not in self._values:
-                    self._await(message.rref_id)
+        self._owned.note(message.rref_id, message.fork_id, inbound.envelope.source)
         self._worker.reply(inbound, RRefAck())
 
     def _on_child_accept(self, inbound: Inbound) -> None:
@@ -357,24 +244,17 @@ class ReferenceTable:
     def _on_user_delete(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefUserDelete)
-        effects: list[Effect] = []
-        with self._lock:
-            for rref_id, fork_id in message.forks:
-                effects += self._owner.delete(rref_id, fork_id)
+        effects = self._owned.delete(message.forks)
         self._worker.reply(inbound, RRefAck())
         self._carry_out(effects)
 
     def peer_lost(self, peer: int) -> None:
         """``peer`` died, with its forks and its values."""
+        effects, orphans = self._owned.lose(peer)
         with self._lock:
             self._lost.add(peer)
             self._views.pop(peer, None)
-            orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
-            self._awaited -= orphans.keys()
-            effects = self._owner.lose(peer) + self._user.lose(peer)
-            for rref_id in orphans:
-                if not self._owner.knows(rref_id):
-                    del self._values[rref_id]
+            effects += self._user.lose(peer)
         for rref_id, outcome in orphans.items():
             outcome.fail(self._worker.loss_of(peer, f"the call that makes value {show_id(rref_id)}"))
         self._carry_out(effects)
@@ -388,57 +268,30 @@ class ReferenceTable:
     def _carry_out(self, effects: list[Effect]) -> None:
         deletes: dict[int, list[tuple[int, int]]] = {}
         dropped: list[Outcome[Any]] = []
+        tell = self._telling.tell
         for effect in effects:
             if isinstance(effect, SendDelete):
                 deletes.setdefault(effect.owner, []).append((effect.rref_id, effect.fork_id))
             elif isinstance(effect, DropValue):
-                dropped += self._drop(effect.rref_id)
+                outcome = self._owned.drop(effect.rref_id)
+                if outcome is not None:
+                    dropped.append(outcome)
+                    del outcome  # nothing but the list may keep it
             elif isinstance(effect, SendForkRequest):
                 request = RRefForkRequest(effect.rref_id, effect.fork_id)
-                self._tell(effect.owner, request, lambda f=effect.fork_id: self.confirm(f))  # type: ignore[misc]
+                tell(effect.owner, request, lambda f=effect.fork_id: self.confirm(f))  # type: ignore[misc]
             else:
-                self._tell(effect.parent, RRefChildAccept(effect.rref_id, effect.fork_id), _nothing)
+                tell(effect.parent, RRefChildAccept(effect.rref_id, effect.fork_id))
         for owner, forks in deletes.items():
-            self._tell(owner, RRefUserDelete(tuple(forks)), lambda f=forks: self._deleted(f))  # type: ignore[misc]
+            tell(owner, RRefUserDelete(tuple(forks)), lambda f=forks: self._deleted(f))  # type: ignore[misc]
         if dropped and not self._closed:
             # Letting go of a value may run a user's __del__: not in the receiver's thread.
             self._worker.pool.submit(dropped.clear)
-
-    def _drop(self, rref_id: int) -> list[Outcome[Any]]:
-        with self._lock:
-            if self._owner.knows(rref_id) or rref_id in self._awaited:
-                return []  # another fork was sent since the last one was deleted, or is to come
-            outcome = self._values.pop(rref_id, None)
-            self._dropped.add(rref_id)
-        return [] if outcome is None else [outcome]
 
     def _deleted(self, forks: list[tuple[int, int]]) -> None:
         with self._lock:
             for _, fork_id in forks:
                 self._user.deleted(fork_id)
-
-    def _tell(self, peer: int, message: Message, acknowledged: Callable[[], None], patience: int = 1) -> None:
-        """Send a control message until it is answered. Hearing one twice is harmless."""
-
-        def settled(outcome: Outcome[Inbound]) -> None:
-            if outcome.error() is None:
-                acknowledged()
-            elif isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
-                logger.info("%s: worker %d did not answer %s, again", self._worker.name, peer, message)
-                self._tell(peer, message, acknowledged, min(2 * patience, MOST_PATIENCE))
-
-        if self._closed:
-            return
-        try:
-            self._worker.request(
-                peer,
-                message,
-                seconds=patience * RETRY_SECONDS,
-                what=type(message).__name__,
-                settled=settled,
-            )
-        except (TransportError, NotInitializedError, PeerLostError) as e:
-            logger.debug("%s: cannot tell worker %d %s: %s", self._worker.name, peer, message, e)
 
     # ---- ending -----------------------------------------------------------------------------------------
 
@@ -449,24 +302,17 @@ class ReferenceTable:
     def close(self) -> None:
         """Forget everything."""
         self._closed = True
+        self._telling.close()
         with self._lock:
-            values, self._values = self._values, {}
-            self._awaited.clear()
-            self._owner, self._user = OwnerLedger(), UserLedger()
-        for outcome in values.values():
-            outcome.fail(self._never_made())
-        values.clear()
-
-    def _never_made(self) -> RRefError:
-        return RRefError(f"worker {self._worker.name} was shut down before this value was made")
+            self._user = UserLedger()
+        self._owned.close()
 
     def statistics(self) -> dict[str, int]:
         """How many values are kept for others, forks others hold, and references held here."""
+        owned = self._owned.statistics()
         with self._lock:
-            forks = self._owner.forks()
             return {
-                "owner_rrefs": len(self._values),
-                "forks": sum(map(len, forks.values())),
+                **owned,
                 "user_rrefs": len(self._user),
                 "unconfirmed": sum(not fork.confirmed for fork in self._user.forks()),
             }
@@ -497,7 +343,3 @@ class PeerReferences:
     def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
         """Let go of forks that the peer sent, unread."""
         self._table.discard(forks)
-
-
-def _nothing() -> None:
-    return None

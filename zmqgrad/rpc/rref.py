@@ -15,11 +15,11 @@ from zmqgrad.errors import NotInitializedError, RpcTimeoutError, RRefError
 from zmqgrad.rpc import proxies
 from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
-from zmqgrad.rpc.membership import WorkerInfo
+from zmqgrad.rpc.identity import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.payload import TravelsAsReference, pack_call
 from zmqgrad.rpc.profiling import caller_range, profiled_here
-from zmqgrad.rpc.references import Handle
+from zmqgrad.rpc.rref_handle import Handle
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 
 from zmqgrad.runtime.clock import Clock, Deadline
@@ -105,14 +105,11 @@ class ServingTable:
 _serving: ContextVar[ServedCall | None] = ContextVar("zmqgrad_serving", default=None)
 
 
-def serve(served: ServedCall | None) -> Token[ServedCall | None]:
-    """The calling thread serves that call until :func:`serve_no_more` is given the token."""
-    return _serving.set(served)
+serve: Callable[[ServedCall | None], Token[ServedCall | None]] = _serving.set
+"""The calling thread serves that call until :func:`serve_no_more` is given the token."""
 
-
-def serve_no_more(token: Token[ServedCall | None]) -> None:
-    """Back to what the thread served before."""
-    _serving.reset(token)
+serve_no_more: Callable[[Token[ServedCall | None]], None] = _serving.reset
+"""Back to what the thread served before."""
 
 
 def time_left() -> float:

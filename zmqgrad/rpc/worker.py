@@ -117,8 +117,8 @@ class Worker:
         _workers.add(self)
         self._sent = 0
         self._served = 0
-        self._terms: dict[int, Terms] = {}
-        self._answer_terms: dict[int, Terms] = {}
+        self._terms: dict[tuple[int, bool], Terms] = {}  # by peer, and whether they keep history
+        self._answer_terms: dict[tuple[int, bool], Terms] = {}
         self._gradient_devices: dict[int, Devices] = {}
         self.callee = Callee(self)
         self.callee.install(self.doors)
@@ -368,22 +368,22 @@ class Worker:
 
     def terms(self, peer: WorkerRecord) -> Terms:
         """On which terms values travel to ``peer``."""
-        terms = self._terms.get(peer.id)
+        key = peer.id, self.doors.with_history()
+        terms = self._terms.get(key)
         if terms is None:
             same = peer.program == self.membership.own.program
-            terms = Terms(self.references.of(peer.id), same, devices=for_calls(self.membership.own, peer))
-            self._terms[peer.id] = terms
-        return terms._replace(with_history=True) if self.doors.with_history() else terms
+            devices = for_calls(self.membership.own, peer)
+            terms = self._terms[key] = Terms(self.references.of(peer.id), same, key[1], devices)
+        return terms
 
     def answer_terms(self, peer: WorkerRecord) -> Terms:
         """The same for answers: tensors go back to the devices that they came from."""
-        terms = self._answer_terms.get(peer.id)
+        key = peer.id, self.doors.with_history()
+        terms = self._answer_terms.get(key)
         if terms is None:
-            terms = self.terms(peer)._replace(
-                with_history=False, devices=for_answers(self.membership.own, peer)
-            )
-            self._answer_terms[peer.id] = terms
-        return terms._replace(with_history=True) if self.doors.with_history() else terms
+            devices = for_answers(self.membership.own, peer)
+            terms = self._answer_terms[key] = self.terms(peer)._replace(devices=devices)
+        return terms
 
     def gradient_devices(self, peer: int) -> Devices:
         """Where gradients for ``peer`` arrive: those of tensors that it sent, and of answers to it."""
@@ -564,7 +564,9 @@ class Worker:
         self.membership.depart(peer)
         self.serving.lose(peer)
         self.references.peer_lost(peer)
-        self._terms.pop(peer, None)
+        for known in (self._terms, self._answer_terms):
+            known.pop((peer, False), None)
+            known.pop((peer, True), None)
         for told in self.doors.peer_lost:
             told(peer, self.loss_of(peer, "a part of it"))
         self.mailbox.forget(peer)  # else the socket would look for it for ever

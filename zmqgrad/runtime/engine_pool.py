@@ -102,6 +102,7 @@ class EnginePool:
         self._leaving: list[threading.Thread] = []  # no longer counted, perhaps at their last instruction
         self._numbers = 0
         self._at_rest = threading.Condition(self._lock)
+        self._awaited = 0  # so many wait for that
         self._source: Source | None = None
         self._vacancy: _Vacancy | None = None  # the leader works, and will lead again if it is quick
         self._seen: _Vacancy | None = None  # by the overseer, when it looked last
@@ -213,7 +214,7 @@ class EnginePool:
                 self._vacancy = None
             self._finished += 1
             self._attending += 1
-            if self._live - self._attending == self._idle:
+            if self._awaited and self._live - self._attending == self._idle:
                 self._at_rest.notify_all()
             return leads
 
@@ -310,7 +311,7 @@ class EnginePool:
                 return False
             else:
                 self._idle += 1
-                if self._live - self._attending == self._idle:
+                if self._awaited and self._live - self._attending == self._idle:
                     self._at_rest.notify_all()
             return True
 
@@ -322,7 +323,7 @@ class EnginePool:
         self._live -= 1
         self._threads.discard(me)
         self._leaving = [*(t for t in self._leaving if t.is_alive()), me]
-        if self._live - self._attending == self._idle:
+        if self._awaited and self._live - self._attending == self._idle:
             self._at_rest.notify_all()
 
     def _watch(self) -> None:
@@ -389,10 +390,14 @@ class EnginePool:
     def wait_idle(self, deadline: Deadline) -> bool:
         """Wait until no task runs, waits or is queued. False if that does not come by ``deadline``."""
         with self._lock:
-            return self._at_rest.wait_for(
-                lambda: not self._backlog and self._live - self._attending == self._idle,
-                deadline.left_or_none(),
-            )
+            self._awaited += 1
+            try:
+                return self._at_rest.wait_for(
+                    lambda: not self._backlog and self._live - self._attending == self._idle,
+                    deadline.left_or_none(),
+                )
+            finally:
+                self._awaited -= 1
 
     def __repr__(self) -> str:
         said = ", ".join(f"{v} {k}" for k, v in self.statistics().items())

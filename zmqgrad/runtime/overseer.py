@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 PERIOD = 0.001
 """Seconds between two looks."""
 
-QUIET_LOOKS = 50
+QUIET_LOOKS = 10
 """After so many looks at nothing it falls asleep."""
 
 

@@ -95,8 +95,9 @@ class Door:
             self._poll.unregister(number)
             del self._peers[number]
             socket.close()
-        # None: a message of several frames, which nobody of ours sends by a door.
-        return [b"" if frame is None else bytes(frame) for frame in frames]
+        if None in frames:  # a message of several frames, which nobody of ours sends by a door
+            frames = [frame or b"" for frame in frames]
+        return frames  # type: ignore[return-value]  # views are for large ones, which do not come here
 
     def _accept(self) -> None:
         try:

@@ -27,8 +27,8 @@ class Gate(Protocol):
         """Poll it no more; it is still open."""
         ...
 
-    def poll(self, seconds: float | None) -> list[int]:
-        """By the thread that is in: the descriptors that are ready, or will be within ``seconds``."""
+    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
+        """By the thread that is in: what is ready, or will be within ``seconds``, as of ``select.poll``."""
         ...
 
     def wait(self) -> bool:
@@ -64,8 +64,10 @@ class EpollGate:
         self._lock = threading.Lock()  # guards _waiting and _closed
         self._waiting = 0
         self._closed = False
+        self._rung = False
+        self._inside_number = self._inside.fileno()
         self._inside.register(self._bell, select.EPOLLIN)
-        self._gate.register(self._inside.fileno(), select.EPOLLONESHOT)
+        self._gate.register(self._inside_number, select.EPOLLONESHOT)
 
     def register(self, number: int, mask: int) -> None:
         """As :class:`Gate`."""
@@ -75,36 +77,35 @@ class EpollGate:
         """As :class:`Gate`."""
         self._inside.unregister(number)
 
-    def poll(self, seconds: float | None) -> list[int]:
+    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """As :class:`Gate`."""
-        ready = [number for number, _ in self._inside.poll(seconds, MOST)]
-        if self._bell in ready:
-            ready.remove(self._bell)
-            os.eventfd_read(self._bell)
-        return ready
+        ready = self._inside.poll(seconds, MOST)
+        return self._hush(ready) if self._rung else ready
+
+    def _hush(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """The bell has let somebody in, and is nobody's message."""
+        self._rung = False
+        os.eventfd_read(self._bell)
+        return [entry for entry in ready if entry[0] != self._bell]
 
     def wait(self) -> bool:
         """As :class:`Gate`."""
         with self._lock:
-            if self._is_closed():
-                return False
             self._waiting += 1
-        self._gate.poll(None, 1)
+        if not self._closed:
+            self._gate.poll(None, 1)
         with self._lock:
             self._waiting -= 1
-            over = self._is_closed()
-            if over:
+            if self._closed:
                 self._see_off()
-            return not over
-
-    def _is_closed(self) -> bool:
-        return self._closed
+        return not self._closed
 
     def open(self, at_once: bool) -> None:
         """As :class:`Gate`."""
         if at_once:
+            self._rung = True
             os.eventfd_write(self._bell, 1)
-        self._gate.modify(self._inside.fileno(), select.EPOLLIN | select.EPOLLONESHOT)
+        self._gate.modify(self._inside_number, select.EPOLLIN | select.EPOLLONESHOT)
 
     def close(self) -> None:
         """As :class:`Gate`."""
@@ -118,9 +119,10 @@ class EpollGate:
         if self._waiting:
             self.open(at_once=True)
             return
-        self._gate.close()
-        self._inside.close()
-        os.close(self._bell)
+        if not self._gate.closed:
+            self._gate.close()
+            self._inside.close()
+            os.close(self._bell)
 
 
 class PlainGate:
@@ -139,9 +141,9 @@ class PlainGate:
         """As :class:`Gate`."""
         self._inside.unregister(number)
 
-    def poll(self, seconds: float | None) -> list[int]:
+    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """As :class:`Gate`."""
-        return [number for number, _ in self._inside.poll(None if seconds is None else int(seconds * 1000))]
+        return self._inside.poll(None if seconds is None else int(seconds * 1000))
 
     def wait(self) -> bool:
         """As :class:`Gate`."""

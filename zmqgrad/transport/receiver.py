@@ -147,7 +147,7 @@ class Receiver:
 
     def _look(self, seconds: float | None) -> None:
         """See what has come, or wait for it."""
-        for number in self._gate.poll(seconds):
+        for number, _ in self._gate.poll(seconds):
             if number == self._router_number:
                 self._at_router = True
             elif self._door is not None:

@@ -148,11 +148,16 @@ class Unpacker:
         Raises:
             ProtocolError: if the other end does not speak ZMTP 3, or not to us. Then it is to be left.
         """
-        if self.ready and not self._buffer and len(data) >= 2 and not data[0] and data[1] + 2 == len(data):
-            if not self._more:
-                return [data[2:]]  # one short message, as nearly always
-            self._more = False
-            return [None]
+        if self.ready and data and not self._buffer and not self._more:  # one message, as nearly always
+            size = len(data)
+            if data[0] == 0 and size >= 2 and data[1] + 2 == size:
+                return [data[2:]]
+            if (
+                data[0] == _LONG
+                and size < LARGE
+                and int.from_bytes(data[1:HEAD_ROOM], "big") + HEAD_ROOM == size
+            ):
+                return [data[HEAD_ROOM:]]
         self._buffer += data
         if len(self._buffer) < self._need:
             if not self._greeted:

@@ -85,6 +85,8 @@ class Exchange:
         self._pid = os.getpid()
         self._lender = Lender(settings.limit) if settings.limit and supported() else None
         self._borrowings = Borrowings(self._owing)
+        self.owes = self._borrowings.owed
+        """Is there a block to give back to that peer?"""
         self._lock = threading.Lock()  # guards _borrowers and _offers
         self._borrowers: dict[int, Borrower] = {}
         self._offers: dict[int, tuple[Borrower, int]] = {}  # message id -> of whom, and which segment
@@ -102,10 +104,6 @@ class Exchange:
         self._timer = timer
 
     # ---- sending ----------------------------------------------------------------------------------------
-
-    def owes(self, peer: int) -> bool:
-        """Is there a block to give back to ``peer``?"""
-        return self._borrowings.owed(peer)
 
     def load(self, peer: int, local: bool, frames: Sequence[Frame]) -> Load:
         """``frames`` ready for ``peer``, which is on this host if ``local``; with what it gets back."""

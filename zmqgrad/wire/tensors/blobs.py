@@ -24,6 +24,14 @@ ALIGNMENT = 64
 _string_at = ctypes.string_at
 
 
+def blob_of(owner: torch.Tensor, address: int, size: int, frames: list[Frame]) -> Blob:
+    """The one blob of a message: ``size`` bytes at ``address``, which ``owner`` keeps alive."""
+    if size <= INLINE:
+        return Blob(Place.INLINE, size, _string_at(address, size) if size else b"")
+    frames.append(_window(owner, address, size))
+    return Blob(Place.FRAME, size, b"", len(frames) - 1)
+
+
 class Blobs:
     """Where the bytes of the tensors of one message go.
 

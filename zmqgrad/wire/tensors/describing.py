@@ -11,7 +11,7 @@ import torch
 
 from zmqgrad.errors import PayloadError
 from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
-from zmqgrad.wire.tensors.blobs import MANY, Blobs
+from zmqgrad.wire.tensors.blobs import MANY, Blobs, blob_of
 from zmqgrad.wire.tensors.devices import Devices, leave, no_way
 from zmqgrad.wire.tensors.dtypes import NAMES
 from zmqgrad.wire.tensors.sharing import Sharing, extent
@@ -53,9 +53,12 @@ def _describe_for(devices: Devices, tensors: Sequence[torch.Tensor], frames: lis
 
 
 def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
-    if len(tensors) == 1 and _plain(tensors[0]):
-        out = Blobs(frames, many=False)
-        return out.finish([_describe_plain(tensors[0], out)])
+    if len(tensors) == 1 and _plain(t := tensors[0]):
+        size = t.nbytes
+        blob = blob_of(t, t.data_ptr(), size, frames)
+        return Tensors(
+            (TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, 0, t.requires_grad),), (blob,)
+        )
     places = _places(tensors)
     if places is not None:
         out = Blobs(frames, sum([size for _, size in places]) > MANY)

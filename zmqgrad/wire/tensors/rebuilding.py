@@ -45,6 +45,13 @@ def rebuild(described: Tensors, frames: Sequence[Buffer], differentiable: bool =
 
 def _rebuild_all(described: Tensors, frames: Sequence[Buffer], differentiable: bool) -> list[torch.Tensor]:
     blobs = described.blobs
+    if len(described.tensors) == 1:
+        d = described.tensors[0]
+        if d.layout is Layout.STRIDED and d.device == "cpu":
+            t = _rebuild_flat(d, blobs, frames)
+            if t is None:
+                t = _rebuild_alone(d, blobs, frames)
+            return [t.requires_grad_() if d.requires_grad and differentiable else t]
     users: dict[int, int] = {}
     for d in described.tensors:
         if d.layout is Layout.STRIDED and d.device == "cpu":
@@ -113,18 +120,25 @@ def _needed(d: TensorDescriptor, itemsize: int) -> int:
 def _rebuild_flat(
     d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]
 ) -> torch.Tensor | None:
-    """A contiguous tensor that fits its part of a frame; None: it is none, or something is wrong with it.
+    """A contiguous tensor that fits its blob; None: it is none, or something is wrong with it.
 
     What :func:`_rebuild_alone` does, in a straight line: of such tensors there may be hundreds.
     """
     dtype = DTYPES.get(d.dtype)
     if dtype is None or d.strides or d.offset or d.blob >= len(blobs):
         return None
-    blob = blobs[d.blob]
-    if blob.place is not Place.FRAME or blob.index >= len(frames):
-        return None
-    frame, shape = frames[blob.index], d.shape
+    blob, shape = blobs[d.blob], d.shape
     count = math.prod(shape)
+    if blob.place is Place.INLINE:
+        data, size = blob.data, count * dtype.itemsize
+        if not 0 < size <= blob.size == len(data):
+            return None
+        t = torch.empty(shape, dtype=dtype)
+        _memmove(t.data_ptr(), data, size)
+        return t
+    if blob.index >= len(frames):
+        return None
+    frame = frames[blob.index]
     if not 0 < count * dtype.itemsize <= blob.size <= len(frame) - blob.offset:
         return None
     flat = torch.frombuffer(frame, dtype=dtype, count=count, offset=blob.offset)

@@ -1,84 +1,33 @@
-"""Heartbeats: who lives is asked on small sockets of their own, in a thread named ``<name>-liveness``.
+"""Watching: each peer is asked for signs of life, and whoever is gone, or silent, is told of.
 
-On a connection of its own a ping waits behind no message, however large, and its kernel tells what libzmq
-keeps to itself: that the process at the other end has ended, or that its host is out of reach. What is
-heard becomes a judgement in :mod:`~zmqgrad.transport.liveness`.
-
-Each worker listens beside its mailbox: on one host at the ipc address with ``-pulse`` appended, between hosts
-at a tcp port that its endpoint ``pulse://host:port/token`` names. Who connects is told the token (so that
-another process at the same port is known as another), and gets a byte back for each that it sends.
+A connection that breaks is opened again soon, for how that goes tells a process that has ended from one that
+only lost its connection, and from a host that is out of reach.
 """
 
 from __future__ import annotations
 
 import errno
 import logging
+import math
 import os
-import resource
-import secrets
 import selectors
 import socket as sockets
-import struct
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from zmqgrad.errors import TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.base import Lost, Suspected
 from zmqgrad.transport.liveness import Judgement, Limits, Vital, host_and_port, unix_path
+from zmqgrad.transport.pulse.guests import Guests, Listener
+from zmqgrad.transport.pulse.speech import PING, PINGS_AT_ONCE, SCHEME, TOKEN_SIZE, read, write
 
 logger = logging.getLogger(__name__)
 
-SUFFIX = "-pulse"
-SCHEME = "pulse://"
-TOKEN_SIZE = 16
-PING = b"?"
-
 AGAIN_SECONDS = 0.05
 """A connection that broke is opened again after so long: what a dying peer sent last may still come."""
-
-PAUSE_SECONDS = 1.0
-"""Nobody is let in for so long after the process ran out of descriptors."""
-
-MAX_GUESTS = 1 << 16
-"""How many may connect: there are no more workers than that. Over tcp nobody proves who he is, so they get no
-more than half of the descriptors that the process may have; then the one who came first makes room. If he is
-one of ours, he connects again, and knows by that alone that this worker lives."""
-
-
-class Listener:
-    """Where peers ask whether this worker lives. Made with the mailbox, as its address is published."""
-
-    def __init__(self, ipc_endpoint: str, tcp_host: str | None) -> None:
-        self.token = secrets.token_bytes(TOKEN_SIZE)
-        self.sockets: list[sockets.socket] = []
-        self.endpoint: str | None = None
-        try:
-            self._listen(sockets.AF_UNIX, unix_path(ipc_endpoint + SUFFIX))
-            if tcp_host is not None:
-                family = sockets.AF_INET6 if ":" in tcp_host else sockets.AF_INET
-                port = self._listen(family, (tcp_host, 0)).getsockname()[1]
-                shown = f"[{tcp_host}]" if ":" in tcp_host else tcp_host
-                self.endpoint = f"{SCHEME}{shown}:{port}/{self.token.hex()}"
-        except OSError as e:
-            self.close()
-            raise TransportError(f"cannot listen for heartbeats beside {ipc_endpoint}: {e}") from e
-
-    def _listen(self, family: int, address: Any) -> sockets.socket:
-        listening = sockets.socket(family, sockets.SOCK_STREAM)
-        self.sockets.append(listening)
-        listening.setblocking(False)
-        listening.bind(address)
-        listening.listen(1024)
-        return listening
-
-    def close(self) -> None:
-        """Listen no more. Idempotent."""
-        for listening in self.sockets:
-            listening.close()
 
 
 class _Contact:
@@ -93,13 +42,6 @@ class _Contact:
         self.socket: sockets.socket | None = None
         self.greeting = b""  # what has come of the token
         self.at = 0.0  # when to ping, or to connect
-
-
-def pulse_of(endpoint: str, endpoints: Sequence[str]) -> str | None:
-    """Where the pulse of the peer is felt whose mailbox is sent to at ``endpoint``; None if nowhere."""
-    if endpoint.startswith("ipc://"):
-        return endpoint + SUFFIX
-    return next((e for e in endpoints if e.startswith(SCHEME)), None)
 
 
 class Watch:
@@ -120,7 +62,6 @@ class Watch:
         limits: Limits = Limits(),  # noqa: B008 (immutable)
         clock: Clock = MONOTONIC,
     ) -> None:
-        self._listener = listener
         self._lost = lost
         self._suspected = suspected
         self._limits = limits
@@ -132,9 +73,7 @@ class Watch:
         self._selector = selectors.DefaultSelector()
         # Touched by the thread alone from here on.
         self._contacts: dict[int, _Contact] = {}
-        self._guests: dict[sockets.socket, None] = {}  # the first first
-        self._most_guests = _most_guests()
-        self._paused: dict[sockets.socket, float] = {}  # listeners, and when to go on with them
+        self._guests = Guests(f"{name}-liveness", listener, self._selector, clock)
         _watches.add(self)
         self._thread = threading.Thread(target=self._run, name=f"{name}-liveness", daemon=True)
         self._thread.start()
@@ -169,8 +108,7 @@ class Watch:
     def _run(self) -> None:
         select = self._selector
         select.register(self._woken, selectors.EVENT_READ, self._take_orders)
-        for listening in self._listener.sockets:
-            select.register(listening, selectors.EVENT_READ, self._accept)
+        self._guests.let_in()
         self._goes_on = True
         try:
             while self._goes_on:
@@ -186,15 +124,14 @@ class Watch:
 
     def close_sockets(self) -> None:
         """Close every socket of the watch in this process (in a fork: its copies)."""
-        self._listener.close()
-        for own in (self._wake, self._woken, *self._guests):
+        for own in (self._guests, self._wake, self._woken):
             own.close()
         for contact in self._contacts.values():
             if contact.socket is not None:
                 contact.socket.close()
 
     def _take_orders(self, woken: sockets.socket) -> None:
-        _read(woken)
+        read(woken)
         while True:
             try:
                 order = self._orders.get_nowait()
@@ -216,52 +153,15 @@ class Watch:
                 contact = self._contacts[peer] = _Contact(peer, address, vital)
                 self._connect(contact)
 
-    # ---- being watched ----------------------------------------------------------------------------------
-
-    def _accept(self, listening: sockets.socket) -> None:
-        try:
-            guest, _ = listening.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it has gone again
-            return
-        except OSError as e:  # this process has no more descriptors: those who ask must wait
-            logger.warning("%s cannot accept: %s", self._thread.name, e)
-            self._selector.unregister(listening)
-            self._paused[listening] = self._clock.now() + PAUSE_SECONDS
-            return
-        if not _same_user(guest):
-            guest.close()
-            return
-        if len(self._guests) >= self._most_guests:
-            self._see_off(next(iter(self._guests)))
-        guest.setblocking(False)
-        self._guests[guest] = None
-        self._selector.register(guest, selectors.EVENT_READ, self._answer)
-        _write(guest, self._listener.token)
-
-    def _answer(self, guest: sockets.socket) -> None:
-        if guest not in self._guests:
-            return  # seen off a moment ago
-        asked = _read(guest)
-        if asked:
-            _write(guest, asked[:PINGS_AT_ONCE])
-        elif asked is not None:
-            self._see_off(guest)
-
-    def _see_off(self, guest: sockets.socket) -> None:
-        self._selector.unregister(guest)
-        del self._guests[guest]
-        guest.close()
-
     # ---- watching ---------------------------------------------------------------------------------------
 
     def _seconds_to_next(self) -> float | None:
-        times = [*(c.at for c in self._contacts.values()), *self._paused.values()]
-        return max(0.0, min(times) - self._clock.now()) if times else None
+        due = min([c.at for c in self._contacts.values()], default=math.inf)
+        due = min(due, self._guests.next_due())
+        return None if due == math.inf else max(0.0, due - self._clock.now())
 
     def _do_due(self, now: float) -> None:
-        for listening in [s for s, at in self._paused.items() if at <= now]:
-            del self._paused[listening]
-            self._selector.register(listening, selectors.EVENT_READ, self._accept)
+        self._guests.do_due(now)
         for contact in [c for c in self._contacts.values() if c.at <= now]:
             contact.at = now + contact.vital.interval
             judgement = contact.vital.tick(now)
@@ -277,7 +177,7 @@ class Watch:
             if contact.socket is None:
                 self._connect(contact)
             else:
-                _write(contact.socket, PING)  # what cannot be written shows when it is read
+                write(contact.socket, PING)  # what cannot be written shows when it is read
 
     def _is_out_of_reach(self, contact: _Contact) -> bool:
         """Has its kernel not even taken a connection for so long? (It does where the process is frozen.)"""
@@ -377,41 +277,7 @@ class Watch:
             logger.exception("telling of worker %d (%s) failed", peer, what)
 
 
-def _most_guests() -> int:
-    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return MAX_GUESTS if allowed == resource.RLIM_INFINITY else max(1, min(MAX_GUESTS, allowed // 2))
-
-
-PINGS_AT_ONCE = 256
-"""Bytes that are read and answered at a time."""
-
 _OUT_OF_REACH = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN))
-
-
-def _read(socket: sockets.socket) -> bytes | None:
-    """What has come; empty at the end; None if nothing has."""
-    try:
-        return socket.recv(PINGS_AT_ONCE)
-    except BlockingIOError:
-        return None
-    except OSError:
-        return b""
-
-
-def _write(socket: sockets.socket, data: bytes) -> None:
-    """Send what can be sent at once. That the other end is gone shows when it is read."""
-    try:
-        socket.send(data)
-    except OSError as e:
-        logger.debug("a heartbeat was not sent: %s", e)
-
-
-def _same_user(guest: sockets.socket) -> bool:
-    """Is it a process of this user that has connected? (Over tcp that cannot be told.)"""
-    if guest.family != sockets.AF_UNIX or not hasattr(sockets, "SO_PEERCRED"):
-        return True
-    _, user, _ = struct.unpack("3i", guest.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))
-    return bool(user == os.getuid())
 
 
 # A fork (a data loader's worker, say) gets copies of all sockets. While it lives the kernel would keep the
