@@ -56,7 +56,7 @@ class Source(Protocol):
         ...
 
     def has_more(self) -> bool:
-        """By the leader: need the next task not be waited for?"""
+        """By the leader: is there another task already, or will there be one in no time?"""
         ...
 
     def pass_on(self) -> None:

@@ -82,6 +82,7 @@ class Receiver:
         self._arrived: deque[bytes] = deque()
         self._at_router = True  # perhaps there is something to be read
         self._in_a_row = 0  # messages of the ROUTER
+        self._in_crowds = False  # the last look found several at the door
         self._over = False
 
     def _open_door(self, address: str) -> Door | None:
@@ -114,10 +115,10 @@ class Receiver:
         self._gate.open(at_once=bool(self._arrived) or self._at_router)
 
     def has_more(self) -> bool:
-        """Is there a message that was read already, or that libzmq has?"""
+        """Is there a message that was read already, or that libzmq has, or do they come in crowds?"""
         if self._at_router:
             self._at_router = bool(_number(self._socket, zmq.EVENTS) & zmq.POLLIN)
-        return bool(self._arrived) or self._at_router
+        return bool(self._arrived) or self._at_router or self._in_crowds
 
     def reads_here(self) -> bool:
         """Does nobody read while the calling thread waits?"""
@@ -147,11 +148,14 @@ class Receiver:
 
     def _look(self, seconds: float | None) -> None:
         """See what has come, or wait for it."""
+        arrived = self._arrived
+        before = len(arrived)
         for number, _ in self._gate.poll(seconds):
             if number == self._router_number:
                 self._at_router = True
             elif self._door is not None:
-                self._arrived.extend(self._door.read(number))
+                arrived.extend(self._door.read(number))
+        self._in_crowds = len(arrived) - before > 1
 
     def _from_router(self) -> Inbound | None:
         """The next message at the ROUTER; None if there is none, or it was none of ours."""
