@@ -14,7 +14,7 @@ from zmqgrad.errors import ConfigurationError, PayloadError
 from zmqgrad.rpc.api import rpc_sync
 from zmqgrad.rpc.devices import check_group, check_present, for_answers, for_calls, to_device_map
 from zmqgrad.rpc.gathering import broadcast
-from zmqgrad.rpc.identity import WorkerRecord
+from zmqgrad.rpc.groups.identity import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.tensors import devices as staging

@@ -14,7 +14,7 @@ from zmqgrad.errors import RpcTimeoutError
 from zmqgrad.rpc import references, waiting
 from zmqgrad.rpc import worker as module
 from zmqgrad.rpc.current import act_again, act_for, current_worker
-from zmqgrad.rpc.group import make_worker
+from zmqgrad.rpc.groups.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline

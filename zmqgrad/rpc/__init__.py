@@ -36,8 +36,8 @@ from zmqgrad.rpc.api import (
 from zmqgrad.rpc.backend_registry import backend_registered, construct_rpc_backend_options
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import broadcast, wait_all
-from zmqgrad.rpc.identity import WorkerInfo
-from zmqgrad.rpc.meeting import all_gather, barrier
+from zmqgrad.rpc.groups.identity import WorkerInfo
+from zmqgrad.rpc.groups.meeting import all_gather, barrier
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from zmqgrad.rpc.rref import RRef
 from zmqgrad.rpc.serving import cancelled, time_left

@@ -13,15 +13,15 @@ from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError
 from zmqgrad.rendezvous import meeting_place, rendezvous, says_world_size
 from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
 from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
-from zmqgrad.rpc.events import JoinCallback, LossCallback
-from zmqgrad.rpc.forming import form_dynamic, form_fixed
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import _thread_local_var as _thread_local_var
 from zmqgrad.rpc.gathering import _wait_all as _wait_all
 from zmqgrad.rpc.gathering import note_future
-from zmqgrad.rpc.group import Group, close_quietly
-from zmqgrad.rpc.identity import WorkerInfo, check_name
-from zmqgrad.rpc.meeting import all_gather, barrier
+from zmqgrad.rpc.groups.events import JoinCallback, LossCallback
+from zmqgrad.rpc.groups.forming import form_dynamic, form_fixed
+from zmqgrad.rpc.groups.group import Group, close_quietly
+from zmqgrad.rpc.groups.identity import WorkerInfo, check_name
+from zmqgrad.rpc.groups.meeting import all_gather, barrier
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,

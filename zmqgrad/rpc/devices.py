@@ -14,7 +14,7 @@ import torch
 from zmqgrad.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from zmqgrad.rpc.identity import WorkerRecord
+    from zmqgrad.rpc.groups.identity import WorkerRecord
 
 DeviceMap = dict[torch.device, torch.device]
 Names = dict[str, str]

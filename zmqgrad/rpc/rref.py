@@ -15,7 +15,7 @@ from zmqgrad.errors import NotInitializedError, RpcTimeoutError, RRefError
 from zmqgrad.rpc import proxies
 from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
-from zmqgrad.rpc.identity import WorkerInfo
+from zmqgrad.rpc.groups.identity import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.payload import TravelsAsReference, pack_call
 from zmqgrad.rpc.profiling import caller_range, profiled_here

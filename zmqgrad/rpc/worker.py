@@ -33,9 +33,9 @@ from zmqgrad.rpc.code import book_of
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.devices import for_answers, for_calls
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
-from zmqgrad.rpc.events import Events
 from zmqgrad.rpc.futures import Completer, RpcFuture
-from zmqgrad.rpc.membership import Membership, WorkerRecord
+from zmqgrad.rpc.groups.events import Events
+from zmqgrad.rpc.groups.membership import Membership, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, check_timeout
 from zmqgrad.rpc.payload import (
     PACKED_NOTHING,

@@ -1,8 +1,8 @@
 """Groups that workers join, leave and rejoin as they like: ``init_rpc`` without a world size.
 
-Who takes part stands in the store (:mod:`~zmqgrad.rpc.roster`), which every worker watches. A worker that
-dies says nothing, so each also feels the pulse of the next one in the order of ids (and of those it talks
-to); whoever finds one dead strikes it off for all.
+Who takes part stands in the store (:mod:`~zmqgrad.rpc.groups.roster`), which every worker watches. A worker
+that dies says nothing, so each also feels the pulse of the next one in the order of ids (and of those it
+talks to); whoever finds one dead strikes it off for all.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 
 from zmqgrad.errors import RpcTimeoutError, StoreError
-from zmqgrad.rpc.group import JOIN_SECONDS, Group
-from zmqgrad.rpc.identity import WorkerRecord
-from zmqgrad.rpc.look_up import LookUp
-from zmqgrad.rpc.parting import SAY_EVERY
-from zmqgrad.rpc.roster import Roster, lives
+from zmqgrad.rpc.groups.group import JOIN_SECONDS, Group
+from zmqgrad.rpc.groups.identity import WorkerRecord
+from zmqgrad.rpc.groups.look_up import LookUp
+from zmqgrad.rpc.groups.parting import SAY_EVERY
+from zmqgrad.rpc.groups.roster import Roster, lives
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore

@@ -19,8 +19,8 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     StoreTimeoutError,
 )
-from zmqgrad.rpc import parting
-from zmqgrad.rpc.group import Group, make_worker
+from zmqgrad.rpc.groups import parting
+from zmqgrad.rpc.groups.group import Group, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore, TCPStore

@@ -1,6 +1,6 @@
 """A worker's place in a group: it joins through a store, and leaves in good order.
 
-See :mod:`zmqgrad.rpc.joining` and :mod:`zmqgrad.rpc.parting` for how.
+See :mod:`zmqgrad.rpc.groups.joining` and :mod:`zmqgrad.rpc.groups.parting` for how.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import torch
 from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.devices import check_group, published
 from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
-from zmqgrad.rpc.identity import WorkerRecord, program_fingerprint
-from zmqgrad.rpc.joining import LOOK_SECONDS, claim, meet
-from zmqgrad.rpc.membership import Membership
+from zmqgrad.rpc.groups.identity import WorkerRecord, program_fingerprint
+from zmqgrad.rpc.groups.joining import LOOK_SECONDS, claim, meet
+from zmqgrad.rpc.groups.membership import Membership
+from zmqgrad.rpc.groups.parting import Parting
 from zmqgrad.rpc.options import RpcBackendOptions
-from zmqgrad.rpc.parting import Parting
 from zmqgrad.rpc.rref import install_rrefs
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline

@@ -13,12 +13,12 @@ import msgspec
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, RendezvousError, StoreTimeoutError
-from zmqgrad.rpc.dynamic import DynamicGroup
-from zmqgrad.rpc.group import Group, make_worker
-from zmqgrad.rpc.identity import WorkerRecord, check_rank
-from zmqgrad.rpc.joining import REFUSED, read_all
+from zmqgrad.rpc.groups.dynamic import DynamicGroup
+from zmqgrad.rpc.groups.group import Group, make_worker
+from zmqgrad.rpc.groups.identity import WorkerRecord, check_rank
+from zmqgrad.rpc.groups.joining import REFUSED, read_all
+from zmqgrad.rpc.groups.roster import PREFIX, allot_id, lives
 from zmqgrad.rpc.options import RpcBackendOptions
-from zmqgrad.rpc.roster import PREFIX, allot_id, lives
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
 from zmqgrad.transport.exposure import (
     check_exposure,

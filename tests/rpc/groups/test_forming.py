@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.rpc import forming
-from zmqgrad.rpc.forming import listening_host
+from zmqgrad.rpc.groups import forming
+from zmqgrad.rpc.groups.forming import listening_host
 from zmqgrad.store import FileStore, HashStore, PrefixStore
 from zmqgrad.transport import exposure
 

@@ -13,8 +13,8 @@ from __future__ import annotations
 import msgspec
 
 from zmqgrad.errors import DuplicateWorkerError, RendezvousTimeoutError, StoreError, StoreTimeoutError
-from zmqgrad.rpc.identity import WorkerRecord
-from zmqgrad.rpc.membership import Membership
+from zmqgrad.rpc.groups.identity import WorkerRecord
+from zmqgrad.rpc.groups.membership import Membership
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
 

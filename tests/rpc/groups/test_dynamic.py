@@ -23,13 +23,13 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     UnknownWorkerError,
 )
-from zmqgrad.rpc import roster
 from zmqgrad.rpc.current import act_again, act_for, current_worker
-from zmqgrad.rpc.dynamic import DynamicGroup
-from zmqgrad.rpc.group import make_worker
-from zmqgrad.rpc.identity import WorkerRecord
+from zmqgrad.rpc.groups import roster
+from zmqgrad.rpc.groups.dynamic import DynamicGroup
+from zmqgrad.rpc.groups.group import make_worker
+from zmqgrad.rpc.groups.identity import WorkerRecord
+from zmqgrad.rpc.groups.roster import allot_id
 from zmqgrad.rpc.options import RpcBackendOptions
-from zmqgrad.rpc.roster import allot_id
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
