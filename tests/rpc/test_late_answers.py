@@ -11,11 +11,12 @@ import pytest
 
 from zmqgrad import rpc
 from zmqgrad.errors import RpcTimeoutError
-from zmqgrad.rpc import references, waiting
+from zmqgrad.rpc import waiting
 from zmqgrad.rpc import worker as module
 from zmqgrad.rpc.current import act_again, act_for, current_worker
 from zmqgrad.rpc.groups.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.references import table
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.mailbox import ZmqMailbox
@@ -29,7 +30,7 @@ OPTIONS = RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
     """Two workers of this process, over sockets; the test acts for the first."""
     monkeypatch.setattr(waiting, "DRAIN_SECONDS", 0.02)
-    monkeypatch.setattr(references, "SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr(table, "SWEEP_SECONDS", 0.001)
     workers = [make_worker(f"worker{n}", n, 2, ZmqMailbox(f"worker{n}", n), OPTIONS) for n in range(2)]
     for worker in workers:
         for other in workers:

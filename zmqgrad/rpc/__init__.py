@@ -2,10 +2,11 @@
 
 Guarantees: a call's function runs at most once, and exactly once while both processes live; every future is
 resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the engine pool; R1
-to R3 of :mod:`~zmqgrad.rpc.rref_ledger`.
+to R3 of :mod:`~zmqgrad.rpc.references.ledger`.
 
-Start with :mod:`~zmqgrad.rpc.worker` (what happens to a call), then :mod:`~zmqgrad.rpc.rref_ledger`. Upper
-floors take part through :mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.payload` is the only pickle.
+Start with :mod:`~zmqgrad.rpc.worker` (what happens to a call), then :mod:`~zmqgrad.rpc.references.ledger`.
+Who takes part is in :mod:`~zmqgrad.rpc.groups`. Upper floors take part through
+:mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.payload` is the only pickle.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """RRef: a reference to a value that lives on another worker (or on this one).
 
 Names, arguments and errors are those of ``torch.distributed.rpc.RRef``. The protocol that keeps the value
-alive is in :mod:`zmqgrad.rpc.rref_ledger`.
+alive is in :mod:`zmqgrad.rpc.references.ledger`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from zmqgrad.errors import NotInitializedError, RpcTimeoutError, RRefError
-from zmqgrad.rpc import proxies
 from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.groups.identity import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.payload import TravelsAsReference, pack_call
 from zmqgrad.rpc.profiling import caller_range, profiled_here
-from zmqgrad.rpc.rref_handle import Handle
+from zmqgrad.rpc.references import proxies
+from zmqgrad.rpc.references.handle import Handle
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound

@@ -45,7 +45,7 @@ from zmqgrad.rpc.payload import (
     unpack,
     unpack_tensors,
 )
-from zmqgrad.rpc.references import ReferenceTable
+from zmqgrad.rpc.references.table import ReferenceTable
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
 from zmqgrad.rpc.serving import ServedCall, ServingTable, cancelled, serve, serve_no_more, time_left
 from zmqgrad.rpc.waiting import Waiting

@@ -1,8 +1,8 @@
 """RRefs of one worker: the references that it holds, how they travel, and the ledgers, carried out.
 
-The owner's side (:mod:`~zmqgrad.rpc.rref_values`) and the user's side are guarded by a lock each; neither is
-ever held with the other, or while sending, waiting or letting go of a user's object (whose ``__del__`` is
-user code).
+The owner's side (:mod:`~zmqgrad.rpc.references.values`) and the user's side are guarded by a lock each;
+neither is ever held with the other, or while sending, waiting or letting go of a user's object (whose
+``__del__`` is user code).
 
 Note [Finalizers only enqueue]: an RRef can die at any line of any thread, with our own lock held. Its
 finalizer appends to a deque and, for the first of a batch, posts to the timekeeper; both are re-entrant.
@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 from zmqgrad.errors import PeerLostError, RpcError, RRefError
 from zmqgrad.rpc.code import PeerCode
 from zmqgrad.rpc.dispatch import Doors
-from zmqgrad.rpc.rref_handle import Handle
-from zmqgrad.rpc.rref_ledger import (
+from zmqgrad.rpc.references.handle import Handle
+from zmqgrad.rpc.references.ledger import (
     DropValue,
     Effect,
     SendChildAccept,
@@ -27,7 +27,7 @@ from zmqgrad.rpc.rref_ledger import (
     SendForkRequest,
     UserLedger,
 )
-from zmqgrad.rpc.rref_values import OwnedValues
+from zmqgrad.rpc.references.values import OwnedValues
 from zmqgrad.rpc.telling import Telling
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound

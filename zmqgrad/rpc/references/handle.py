@@ -14,7 +14,7 @@ from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 
 if TYPE_CHECKING:
-    from zmqgrad.rpc.references import ReferenceTable
+    from zmqgrad.rpc.references.table import ReferenceTable
 
 
 class Handle(TravelsAsReference):

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zmqgrad.errors import RpcTimeoutError, RRefError
-from zmqgrad.rpc.rref_ledger import DropValue
-from zmqgrad.rpc.rref_values import OwnedValues
+from zmqgrad.rpc.references.ledger import DropValue
+from zmqgrad.rpc.references.values import OwnedValues
 from zmqgrad.wire.ids import join_id
 
 pytestmark = pytest.mark.open_outcomes  # of values whose makers never come

@@ -15,8 +15,9 @@ import torch
 
 from zmqgrad import rpc
 from zmqgrad.errors import PayloadError, PeerLostError, RpcError, RpcTimeoutError, RRefError
-from zmqgrad.rpc import references, telling
+from zmqgrad.rpc import telling
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.references import table
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import MessageType
@@ -32,7 +33,7 @@ CONTROL = (
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(telling, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(references, "SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr(table, "SWEEP_SECONDS", 0.001)
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from zmqgrad.rpc import rref_ledger
-from zmqgrad.rpc.rref_ledger import (
+from zmqgrad.rpc.references import ledger
+from zmqgrad.rpc.references.ledger import (
     DropValue,
     OwnerLedger,
     Remembered,
@@ -249,7 +249,7 @@ def test_a_late_repetition_does_not_revive_a_fork() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(rref_ledger, "REMEMBERED", 10)
+    monkeypatch.setattr(ledger, "REMEMBERED", 10)
     owner = OwnerLedger()
     owner.note(VALUE, 0, 1)
     for fork in range(1, 100):

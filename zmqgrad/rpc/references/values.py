@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from zmqgrad.errors import RpcTimeoutError, RRefError
-from zmqgrad.rpc.rref_ledger import Effect, OwnerLedger, Remembered
+from zmqgrad.rpc.references.ledger import Effect, OwnerLedger, Remembered
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.wire.ids import show_id, split_id
 
