@@ -74,8 +74,8 @@ def census() -> Counter[str]:
     gc.collect()
     found: Counter[str] = Counter()
     for each in gc.get_objects():
-        kind = type(each)
-        if kind.__module__.startswith("zmqgrad") or issubclass(
+        kind = type(each)  # of some classes of other libraries, __module__ is not a string
+        if str(kind.__module__).startswith("zmqgrad") or issubclass(
             kind, (torch.Tensor, Exception, torch._C.Future)
         ):
             found[f"{kind.__module__}.{kind.__qualname__}"] += 1
