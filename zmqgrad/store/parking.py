@@ -74,11 +74,12 @@ class Parking:
             self.release(parked)
 
     def _leave(self, parked: Parked) -> None:
-        line = self.places.get(parked.place)
-        if line is not None:
-            line.pop(parked, None)
+        place = parked.place
+        if place is not None:
+            line = self.places[place]
+            del line[parked]
             if not line:
-                del self.places[parked.place]
+                del self.places[place]
 
     def line(self, place: Hashable) -> list[Parked]:
         """Who waits at ``place``, in the order in which they came."""

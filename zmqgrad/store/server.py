@@ -153,36 +153,39 @@ class StoreServer:
             if number == last[0]:
                 self._carry_out([Reply(asker, last[1])])
             return  # otherwise nobody waits for it any more
-        effects: list[Effect] = []
+        others: list[Effect] = []
         contents = self._state.contents
         before = contents.changes
-        answer = self._state.answer(query, asker, self._clock.now(), effects)
+        answer = self._state.answer(query, asker, self._clock.now(), others)
         if answer is None:
             self._park(asker, query)
             return
-        if contents.changes != before:
-            self._answers.remember(line, number, answer)
-            if self._journal is not None:
-                self._journal.note(line, number, query)
-        if effects:
-            self._release(effects)
+        try:
+            if others:
+                self._carry_out(others)  # who waits goes first
+        finally:
+            if contents.changes != before:
+                self._remember(asker, query, answer)
+        if others:
+            self._release(others)
         if self._journal is None:
-            if effects:
-                self._deliver(effects)  # who waits goes first
             self._requests.reply(client, number, answer)
         else:
-            self._held += (*effects, Reply(asker, answer))
+            self._held.append(Reply(asker, answer))
+
+    def _remember(self, asker: Asker, query: Message, answer: Message) -> None:
+        """``query`` has changed something: it is not to be done again."""
+        self._answers.remember(asker.line, asker.number, answer)
+        if self._journal is not None:
+            self._journal.note(asker.line, asker.number, query)
 
     def _release(self, effects: list[Effect]) -> None:
-        """Who is answered waits no more; a value that was taken from a queue has changed that."""
+        """Who is answered waits no more; a value that one has taken from a queue is another change."""
         for effect in effects:
             if type(effect) is Reply:
-                asker: Asker = effect.asker
-                query = self._unpark(asker)
+                query = self._unpark(effect.asker)
                 if type(query) is StoreQueuePop:
-                    self._answers.remember(asker.line, asker.number, effect.message)
-                    if self._journal is not None:
-                        self._journal.note(asker.line, asker.number, query)
+                    self._remember(effect.asker, query, effect.message)
 
     def _park(self, asker: Asker, query: Message) -> None:
         which = asker.line, asker.number

@@ -64,6 +64,8 @@ MAX_TOGETHER = MAX_HEADER - (64 << 20)
 
 _NO_QUEUES: dict[str, deque[bytes]] = {}
 
+_DONE = StoreDone()
+
 _LEAST, _MOST = -(1 << 63), (1 << 63) - 1
 
 
@@ -75,6 +77,8 @@ class Reply(NamedTuple):
 
 
 Effect = Reply | Notice
+
+_new = tuple.__new__  # quicker than the class itself
 
 
 class State:
@@ -187,7 +191,9 @@ class State:
             missing = self._first_missing(parked)
             if missing is None:
                 self._parking.release(parked)
-                others.append(Reply(parked.asker, self._give(parked.query)))
+                query = parked.query
+                answer = _DONE if type(query) is StoreWait else self._give(query)
+                others.append(_new(Reply, (parked.asker, answer)))
             else:
                 self._parking.move(parked, missing)
 
@@ -203,6 +209,8 @@ class State:
 
     def _first_missing(self, parked: Parked) -> str | None:
         values, keys = self._values, parked.keys
+        if not parked.next and all(map(values.__contains__, keys)):  # as nearly always
+            return None
         queues = self._queues if type(parked.query) is StoreWait else _NO_QUEUES
         # Those before `next` were there when last looked at, but may have been deleted since (S2).
         for indices in (range(parked.next, len(keys)), range(parked.next)):
@@ -224,7 +232,7 @@ class State:
             case StoreGet(key=key):
                 return StoreValue(self._values[key], self.revision)
             case _:
-                return StoreDone()
+                return _DONE
 
     def _what_is_missing(self, parked: Parked) -> str:
         if isinstance(parked.query, StoreQueuePop):
@@ -237,7 +245,7 @@ class State:
 
     def _set(self, query: StoreSet, asker: Any, now: float, others: list[Effect]) -> Message:
         self._put(query.key, query.value, others)
-        return StoreDone()
+        return _DONE
 
     def _multi_set(self, query: StoreMultiSet, asker: Any, now: float, others: list[Effect]) -> Message:
         if len(query.keys) != len(query.values):
@@ -247,7 +255,7 @@ class State:
             self.contents.put(key, value, others)
         for key in query.keys:
             self._wake(key, others)
-        return StoreDone()
+        return _DONE
 
     def _compare_set(self, query: StoreCompareSet, asker: Any, now: float, others: list[Effect]) -> Message:
         current = self._values.get(query.key)
@@ -276,7 +284,7 @@ class State:
             said = f"append: {query.key!r} would hold {len(value)} bytes, more than {MAX_VALUE}"
             return StoreRefused(Refusal.LIMIT, said)
         self._put(query.key, value, others)
-        return StoreDone()
+        return _DONE
 
     def _delete_key(self, query: StoreDeleteKey, asker: Any, now: float, others: list[Effect]) -> Message:
         existed = self.contents.delete(query.key, others)
@@ -316,7 +324,7 @@ class State:
             self.contents.push(query.key, query.value)
             if query.key in self._lacked:
                 self._wake(query.key, others)
-        return StoreDone()
+        return _DONE
 
     def _queue_pop(
         self, query: StoreQueuePop, asker: Any, now: float, others: list[Effect]
@@ -351,7 +359,7 @@ class State:
 
     def _unwatch(self, query: Message, asker: Any, now: float, others: list[Effect]) -> Message:
         # Others may watch it: the shell calls unwatch() when nobody does.
-        return StoreDone()
+        return _DONE
 
 
 _ACTIONS: dict[type[Message], Callable[[State, Any, Any, float, list[Effect]], Message | None]] = {
