@@ -6,21 +6,25 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context, get_gradients, releases
+from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.autograd.context import ENDED_PASSES
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError, PeerLostError, RpcError
+from zmqgrad.rpc import telling
+from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.memory.faults import Hold
-from zmqgrad.wire.messages import MessageType
+from zmqgrad.wire.messages import Message, MessageType
 
 # Outcomes of calls to workers that are lost only for some are nobody's any more.
 pytestmark = pytest.mark.open_outcomes
@@ -240,12 +244,23 @@ def test_who_asks_after_a_context_that_has_ended_forgets_it(c3: Cluster) -> None
 
 
 def test_the_end_of_a_context_is_told_until_it_is_heard(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(releases, "RETRY_SECONDS", 0.05)
+    """Less and less often: who cannot keep up must not be told the more."""
+    monkeypatch.setattr(telling, "RETRY_SECONDS", 0.05)
+    patience: list[float] = []
+    request = Worker.request
+
+    def note(worker: Worker, peer: int, message: Message, *packed: Any, **how: Any) -> PendingCall:
+        if (worker.id, message.TYPE) == (0, MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ):
+            patience.append(how["seconds"] / telling.RETRY_SECONDS)
+        return request(worker, peer, message, *packed, **how)
+
+    monkeypatch.setattr(Worker, "request", note)
     with c3.network.drop(MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ, times=3) as dropped:
         with context():
             rpc.rpc_sync(1, relay, ([2], leaf(1)))
         wait_until_known_by(c3)
         dropped.wait(3)
+    assert patience[:4] == [1, 2, 4, 8]
 
 
 going_on, may_go_on = threading.Event(), threading.Event()

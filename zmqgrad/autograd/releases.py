@@ -2,8 +2,9 @@
 
 Whoever leaves a context tells the workers that it exchanged messages of it with, and those pass it on. It
 is told off the path of the next step, for all contexts that ended meanwhile in one message a peer, and again
-until it is answered. A worker that dies takes its contexts along; those in which it took part may have lost
-the way by which the end would be told, so whoever shared them with it asks their makers, who then know of it.
+until it is answered (:mod:`zmqgrad.rpc.telling`). A worker that dies takes its contexts along; those in which
+it took part may have lost the way by which the end would be told, so whoever shared them with it asks their
+makers, who then know of it.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from collections import deque
 from collections.abc import Sequence
 
 from zmqgrad.autograd.context import Context, Contexts
-from zmqgrad.errors import NotInitializedError, PeerLostError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.errors import RpcError, RpcTimeoutError, TransportError
+from zmqgrad.rpc import telling
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
@@ -22,7 +24,6 @@ from zmqgrad.wire.ids import split_id
 from zmqgrad.wire.messages import (
     CleanupAutogradContextReq,
     CleanupAutogradContextResp,
-    Message,
     MessageType,
 )
 
@@ -30,9 +31,6 @@ logger = logging.getLogger(__name__)
 
 TELL_SECONDS = 0.01
 """The end of a context is told so long after, together with that of others: off the path of the next one."""
-
-RETRY_SECONDS = 5.0
-"""A clean-up message that nobody answers is sent again after so long."""
 
 
 class Releases:
@@ -43,7 +41,8 @@ class Releases:
         self._contexts = contexts
         self._closed = False
         self._untold: deque[tuple[set[int], int, Sequence[int] | None]] = deque()  # peers, context, passes
-        self._telling = False
+        self._about_to_tell = False
+        self._telling = telling.Telling(worker)
 
     def install(self) -> None:
         """Fill the doors of the worker."""
@@ -68,13 +67,13 @@ class Releases:
         peers = context.peers() - {self._worker.id, told_by}
         if peers:
             self._untold.append((peers, context.id, passes))
-            if not self._telling:
-                self._telling = True
+            if not self._about_to_tell:
+                self._about_to_tell = True
                 self._worker.timekeeper.call_later(TELL_SECONDS, self._tell_all)
 
     def _tell_all(self) -> None:
         """In the timekeeper's thread: one message a peer for all that ended meanwhile."""
-        self._telling = False
+        self._about_to_tell = False
         contexts: dict[int, list[int]] = {}
         passes: dict[int, list[tuple[int, int]]] = {}
         while self._untold:
@@ -86,20 +85,7 @@ class Releases:
                     passes.setdefault(peer, []).extend((context_id, number) for number in ended)
         for peer in {*contexts, *passes}:
             message = CleanupAutogradContextReq(tuple(contexts.get(peer, ())), tuple(passes.get(peer, ())))
-            self._tell(peer, message)
-
-    def _tell(self, peer: int, message: Message) -> None:
-        """Send until it is answered. Hearing it twice is harmless."""
-
-        def settled(outcome: Outcome[Inbound]) -> None:
-            if isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
-                logger.info("worker %d did not answer %s, again", peer, type(message).__name__)
-                self._tell(peer, message)
-
-        try:
-            self._worker.request(peer, message, seconds=RETRY_SECONDS, what="clean-up", settled=settled)
-        except (NotInitializedError, PeerLostError, TransportError) as e:
-            logger.debug("cannot tell worker %d %s: %s", peer, message, e)
+            self._telling.tell(peer, message)  # hearing it twice is harmless
 
     def on_cleanup(self, inbound: Inbound) -> None:
         """Another worker has released contexts, or ended passes."""
@@ -131,17 +117,17 @@ class Releases:
         for maker, contexts in questions.items():
             self._ask(maker, contexts)
 
-    def _ask(self, maker: int, contexts: list[int]) -> None:
+    def _ask(self, maker: int, contexts: list[int], patience: int = 1) -> None:
         def answered(outcome: Outcome[Inbound]) -> None:
             if isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
-                self._ask(maker, contexts)
+                self._ask(maker, contexts, telling.more(patience))
             elif outcome.error() is None:
                 for context_id in self._worker.open(outcome.result()):
                     self.release(context_id, maker)
 
         try:
-            asked = (contexts, self._worker.id)
-            call = self._worker.call(maker, which_have_ended, asked, timeout=RETRY_SECONDS)
+            asked, seconds = (contexts, self._worker.id), patience * telling.RETRY_SECONDS
+            call = self._worker.call(maker, which_have_ended, asked, timeout=seconds)
         except (RpcError, TransportError) as e:
             logger.debug("cannot ask worker %d after %s: %s", maker, contexts, e)
         else:
@@ -158,6 +144,7 @@ class Releases:
     def close(self) -> None:
         """Forget everything."""
         self._closed = True
+        self._telling.close()
         for context in self._contexts.live():
             self._contexts.release(context.id)
 

@@ -27,6 +27,11 @@ MOST_PATIENCE = 16
 """But never later than after so many times ``RETRY_SECONDS``."""
 
 
+def more(patience: int) -> int:
+    """How patiently to wait the next time, in multiples of :data:`RETRY_SECONDS`."""
+    return min(2 * patience, MOST_PATIENCE)
+
+
 class Telling:
     """Tells others what ``worker`` has to say, and has them acknowledge it."""
 
@@ -48,7 +53,7 @@ class Telling:
                     acknowledged()
             elif isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
                 logger.info("%s: worker %d did not answer %s, again", self._worker.name, peer, message)
-                self.tell(peer, message, acknowledged, min(2 * patience, MOST_PATIENCE))
+                self.tell(peer, message, acknowledged, more(patience))
 
         if self._closed:
             return
