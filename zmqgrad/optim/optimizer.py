@@ -11,7 +11,7 @@ import torch
 from zmqgrad.autograd import get_gradients
 from zmqgrad.autograd.hooks import grads_lent
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.optim.owners import by_owner, local_values, on_all
+from zmqgrad.optim.owners import by_owner, local_values, on_all, on_each
 from zmqgrad.rpc import RRef
 
 Group = dict[str, Any]
@@ -34,17 +34,13 @@ class LocalOptimizer:
         with grads_lent(params, [gradients.get(p) for p in params]):
             self.optimizer.step()
 
+    def state(self) -> dict[str, Any]:
+        """Its state dictionary, as if it had travelled."""
+        return copy.deepcopy(self.optimizer.state_dict())
+
 
 def _make(optimizer_class: type, groups: Sequence[Group], args: Any, kwargs: Any) -> RRef[Any]:
     return RRef(LocalOptimizer(optimizer_class, groups, args, kwargs))
-
-
-def _step(local: RRef[LocalOptimizer], context_id: int) -> None:
-    local.local_value().step(context_id)
-
-
-def _state(local: RRef[LocalOptimizer]) -> dict[str, Any]:
-    return copy.deepcopy(local.local_value().optimizer.state_dict())  # as if it had travelled
 
 
 def _load(local: RRef[LocalOptimizer], state: dict[str, Any]) -> None:
@@ -88,11 +84,11 @@ class DistributedOptimizer:
             what a step raised on any owner, naming it; the steps of the others are done all the same. If
             several failed, the error's cause tells of the others.
         """
-        on_all(_step, {owner: (local, context_id) for owner, local in self._locals.items()})
+        on_each(self._locals, "step", context_id)
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the optimizers of all owners, by their names; copies, brought here."""
-        return on_all(_state, {owner: (local,) for owner, local in self._locals.items()})
+        return on_each(self._locals, "state")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what :meth:`state_dict` gave; of an optimizer with the same parameters on each owner.

@@ -39,6 +39,27 @@ def on_all(function: Callable[..., Any], args: Mapping[str, Sequence[Any]]) -> d
     }
     if own in args:
         waits[own] = lambda: function(*args[own])
+    return _wait_for_all(waits, own, list(args))
+
+
+def on_each(values: Mapping[str, RRef[Any]], method: str, *args: Any) -> dict[str, Any]:
+    """``value.method(*args)`` for each of ``values``, by the names of their owners; otherwise as `on_all`.
+
+    The reference need not travel, which takes less than calling a function with it.
+    """
+    own = get_worker_info().name
+    waits: dict[str, Callable[[], Any]] = {
+        owner: getattr(value.rpc_async(), method)(*args).wait
+        for owner, value in values.items()
+        if owner != own
+    }
+    if own in values:
+        waits[own] = lambda: getattr(values[own].local_value(), method)(*args)
+    return _wait_for_all(waits, own, list(values))
+
+
+def _wait_for_all(waits: Mapping[str, Callable[[], Any]], own: str, owners: Sequence[str]) -> dict[str, Any]:
+    """What ``waits`` give, by owner, in the order of ``owners``."""
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
     for owner in sorted(waits, key=lambda owner: owner != own):  # ours first: it waits for nobody
@@ -47,8 +68,8 @@ def on_all(function: Callable[..., Any], args: Mapping[str, Sequence[Any]]) -> d
         except Exception as e:
             errors[owner] = e
     if errors:
-        _raise({owner: errors[owner] for owner in args if owner in errors})
-    return {owner: results[owner] for owner in args}
+        _raise({owner: errors[owner] for owner in owners if owner in errors})
+    return {owner: results[owner] for owner in owners}
 
 
 def _raise(errors: dict[str, Exception]) -> None:
