@@ -429,6 +429,7 @@ class ZmqMailbox:
         left = self._receiver.join(deadline)
         if self._watch is not None:
             left += self._watch.join(deadline)
+        left += self._plane.exchange.join(deadline)
         if left:
             return left
         if not self._lanes.join(deadline.left_or_none()):

@@ -19,8 +19,10 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.errors import ZmqgradError
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.arena.borrowings import Borrowings
+from zmqgrad.transport.arena.copier import Copier
 from zmqgrad.transport.arena.lender import Borrower, Lender, Loan
 from zmqgrad.transport.arena.packing import arrange
 from zmqgrad.transport.arena.segment import supported
@@ -84,6 +86,8 @@ class Exchange:
         self._may_wait = may_wait
         self._pid = os.getpid()
         self._lender = Lender(settings.limit) if settings.limit and supported() else None
+        self._copier = Copier(name)
+        self._copy = self._copier.copy
         self._borrowings = Borrowings(self._owing)
         self.owes = self._borrowings.owed
         """Is there a block to give back to that peer?"""
@@ -120,7 +124,7 @@ class Exchange:
                 try:
                     for window, frame in zip(windows, frames, strict=True):
                         block = blocks[window.piece]
-                        block.segment.write(block.offset + window.offset, frame)
+                        block.segment.write(block.offset + window.offset, frame, self._copy)
                 except BaseException:  # Ctrl-C, too, while much is copied
                     self.unload(peer, load)
                     raise
@@ -291,6 +295,7 @@ class Exchange:
         """Lend and release no more. Tensors that were received stay valid. Idempotent."""
         self._closed = True
         self._borrowings.close()
+        self._copier.close()
         if self._lender is not None:
             self._lender.close()
         with self._lock:
@@ -298,6 +303,10 @@ class Exchange:
                 borrower.settle()
             self._borrowers.clear()  # their loans keep the segments
             self._offers.clear()
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for threads; names those that have not ended by ``deadline``."""
+        return self._copier.join(deadline)
 
     def statistics(self) -> dict[str, Any]:
         """Use of the arena, fallbacks by their reason, and who refused why."""

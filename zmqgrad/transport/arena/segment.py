@@ -18,6 +18,7 @@ import mmap
 import os
 import secrets
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -35,6 +36,9 @@ NONCE = 16
 """Bytes of proof, at the start of every segment."""
 
 _FLOCK = struct.Struct("@hhqqi4x")  # struct flock: type, whence, start, length, pid
+
+Copy = Callable[[int, Any, int], object]
+"""To which address, from what, and how many bytes: ``ctypes.memmove``, or what does the same."""
 
 TRIM_LEAST = 1 << 20
 """Free ranges below so many bytes keep their memory."""
@@ -85,7 +89,7 @@ class Segment:
             self.id, self.size, os.getpid(), self._descriptor, stat.st_dev, stat.st_ino, self.nonce_at, lock
         )
 
-    def write(self, offset: int, data: Frame) -> None:
+    def write(self, offset: int, data: Frame, copy: Copy = ctypes.memmove) -> None:
         """Copy ``data`` to ``offset``; where it can be written to, or is bytes, the GIL is free meanwhile."""
         size = len(data)
         assert offset + size <= self.size
@@ -97,7 +101,7 @@ class Segment:
             self._map[offset : offset + size] = data
         else:
             source = data if isinstance(data, bytes) else _array_of(size).from_buffer(data)
-            ctypes.memmove(self._address + offset, source, size)
+            copy(self._address + offset, source, size)
 
     def is_held(self, lock: int) -> bool:
         """Does anybody hold the lock of byte ``lock``, so may look at what was lent to him?"""
