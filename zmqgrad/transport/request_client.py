@@ -164,9 +164,7 @@ class Line:
         self._socket: socket.socket | None = None
         self._unpacker = Unpacker("ROUTER")
         self._limit = -1.0  # what the socket's waits are limited to
-        self._quick: socket.socket | None = (
-            None  # the same, while the next answer is all that comes, in the clear
-        )
+        self._quick: socket.socket | None = None  # _socket, while nothing but one answer comes, in the clear
 
     def request(self, message: Message, seconds: float) -> Message:
         """Send ``message``, again on each new connection, until an answer to it comes."""

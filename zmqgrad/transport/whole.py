@@ -13,7 +13,7 @@ import struct
 
 from zmqgrad.transport.zmtp import HEAD_ROOM, write_head
 from zmqgrad.wire.codec import HEADER_READERS, UNREADABLE, UNWRITABLE, encode, write_header
-from zmqgrad.wire.frames import ENVELOPE_SIZE, MAGIC, MAX_HEADER, VERSION
+from zmqgrad.wire.frames import MAGIC, MAX_HEADER, VERSION
 from zmqgrad.wire.messages import Message
 
 _SHORT = struct.Struct("!H4sH2xQQ")
@@ -25,26 +25,33 @@ _START = MAGIC + bytes([VERSION, 0])
 """An envelope's first bytes; there are no lanes here."""
 
 _AFTER_SHORT, _AFTER_LONG = _SHORT.size, _LONG.size
-_write_short, _write_long = _SHORT.pack, _LONG.pack
+_SPARED = _AFTER_LONG - _AFTER_SHORT
+"""By how much a short head is shorter than a long one."""
+
+_write_short, _write_long = _SHORT.pack_into, _LONG.pack_into
 _read_short, _read_long = _SHORT.unpack_from, _LONG.unpack_from
 
 
-def write(message: Message, incarnation: int, number: int) -> bytes:
+def write(message: Message, incarnation: int, number: int) -> bytearray:
     """``message`` as it goes out, with all that comes before it.
 
     Raises:
         ProtocolError: as :func:`~zmqgrad.wire.codec.encode`.
     """
+    data = bytearray(_AFTER_LONG)
     try:
-        header = write_header(message)
-        size = ENVELOPE_SIZE + len(header)
+        write_header(message, data, _AFTER_LONG)
+        size = len(data) - HEAD_ROOM
         if size < 256:
-            return _write_short(size, _START, message.TYPE, incarnation, number) + header
+            _write_short(data, _SPARED, size, _START, message.TYPE, incarnation, number)
+            del data[:_SPARED]  # moves a pointer, not the bytes
+            return data
         if size <= MAX_HEADER:
-            return _write_long(_LONG_FLAG, size, _START, message.TYPE, incarnation, number) + header
+            _write_long(data, 0, _LONG_FLAG, size, _START, message.TYPE, incarnation, number)
+            return data
     except UNWRITABLE:
         pass
-    return bytes(write_head(encode(message, 0, incarnation, number, room=HEAD_ROOM)))  # which says why not
+    return write_head(encode(message, 0, incarnation, number, room=HEAD_ROOM))  # which says why not
 
 
 def read(data: bytes) -> tuple[int, int, Message] | None:

@@ -19,12 +19,11 @@ from zmqgrad.wire.frames import (
 )
 from zmqgrad.wire.messages import BY_TYPE, Manifest, Message, StoreValue
 
-_encoder = msgspec.msgpack.Encoder()
-_encode_into = _encoder.encode_into
 _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.items()}
 
-write_header: Callable[[Message], bytes] = _encoder.encode
-"""The header of a message, for who writes the envelope himself. Raises ``UNWRITABLE``."""
+write_header: Callable[[msgspec.Struct, bytearray, int], None] = msgspec.msgpack.Encoder().encode_into
+"""Append the header of a message to a buffer that ends there, for who writes the envelope himself. Raises
+``UNWRITABLE``."""
 
 HEADER_READERS: dict[int, Callable[[bytes | memoryview], Message]] = {
     kind: decoder.decode for kind, decoder in _decoders.items()
@@ -72,7 +71,7 @@ def encode(
         if manifest is not None:
             _write_manifest(frame, manifest)
             kind |= WITH_MANIFEST
-        _encode_into(message, frame, len(frame))
+        write_header(message, frame, len(frame))
         write_envelope(frame, room, kind, source, incarnation, message_id, lane)
     except UNWRITABLE as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
@@ -99,7 +98,7 @@ def encode_around(
 def _write_manifest(frame: bytearray, manifest: Manifest) -> None:
     at = len(frame) + MANIFEST_SIZE.size
     frame += bytes(MANIFEST_SIZE.size)
-    _encode_into(manifest, frame, at)
+    write_header(manifest, frame, at)
     MANIFEST_SIZE.pack_into(frame, at - MANIFEST_SIZE.size, len(frame) - at)
 
 
