@@ -53,7 +53,9 @@ def as_keys(keys: Sequence[str]) -> tuple[str, ...]:
     """
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"expected a list of keys, not the {type(keys).__name__} {keys[:40]!r}")
-    checked = tuple([as_key(key) for key in keys])
+    checked = tuple(keys)
+    if {*map(type, checked)} != {str} or not "".join(checked).isascii() or max(map(len, checked)) > MAX_KEY:
+        checked = tuple([as_key(key) for key in checked])
     if len(checked) > MAX_KEYS:
         raise ConfigurationError(f"{len(checked)} keys in one query (at most {MAX_KEYS})")
     return checked

@@ -224,7 +224,7 @@ class State:
         """The reply to a query all of whose keys exist."""
         match query:
             case StoreMultiGet(keys=keys):
-                values = tuple([self._values[key] for key in keys])
+                values = tuple(map(self._values.__getitem__, keys))
                 size = sum(map(len, values))
                 if size > MAX_TOGETHER:
                     return StoreRefused(Refusal.LIMIT, f"multi_get: {size} bytes, more than {MAX_TOGETHER}")
