@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch.utils.hooks import RemovableHandle
 
-from zmqgrad.autograd import hooks
+from zmqgrad.autograd.graph import hooks
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.autograd.plan import Edge, Graph, Group, Plan, bits
+from zmqgrad.autograd.graph.plan import Edge, Graph, Group, Plan, bits
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from zmqgrad.autograd import hooks
-from zmqgrad.autograd.border import runs_through
-from zmqgrad.autograd.plan import Graph
-from zmqgrad.autograd.single import let_go, outputs_of, run_node
+from zmqgrad.autograd.graph import hooks
+from zmqgrad.autograd.graph.border import runs_through
+from zmqgrad.autograd.graph.plan import Graph
+from zmqgrad.autograd.graph.single import let_go, outputs_of, run_node
 
 
 class Scale(torch.autograd.Function):

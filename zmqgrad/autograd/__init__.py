@@ -10,8 +10,9 @@ once, on torch's own engine; when ``backward`` returns, nothing of the pass is i
 go to the context, never to ``.grad``.
 
 Start with :mod:`~zmqgrad.autograd.functions` (what a message leaves in the graph), then
-:mod:`~zmqgrad.autograd.plan` (which part of a local graph may run when); :mod:`~zmqgrad.autograd.engine`
-drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding` fills its doors.
+:mod:`~zmqgrad.autograd.graph.plan` (which part of a local graph may run when);
+:mod:`~zmqgrad.autograd.engine` drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding`
+fills its doors.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zmqgrad.autograd.plan import bits
+from zmqgrad.autograd.graph.plan import bits
 from zmqgrad.wire.messages import Reach
 
 

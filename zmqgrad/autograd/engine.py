@@ -16,12 +16,12 @@ from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
-from zmqgrad.autograd.hooks import any_registered, has_hooks
-from zmqgrad.autograd.leaves import Leaves, how_leaves_collect
+from zmqgrad.autograd.graph.hooks import any_registered, has_hooks
+from zmqgrad.autograd.graph.leaves import Leaves, how_leaves_collect
+from zmqgrad.autograd.graph.plan import Edge, Graph, Group, Plan
+from zmqgrad.autograd.graph.single import Gradient, let_go, outputs_of, run_engine, run_node, shared
 from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
-from zmqgrad.autograd.plan import Edge, Graph, Group, Plan
 from zmqgrad.autograd.routes import RoutedPass, find_routes
-from zmqgrad.autograd.single import Gradient, let_go, outputs_of, run_engine, run_node, shared
 from zmqgrad.wire.messages import Waiting
 
 

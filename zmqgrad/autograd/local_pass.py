@@ -16,11 +16,11 @@ from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import RecvNote, Send, Start, edge_of, start_of
-from zmqgrad.autograd.hooks import node_hooks, run_post_accumulate_hooks, run_prehooks
-from zmqgrad.autograd.leaves import accumulate_by_nodes, replicas_feared
-from zmqgrad.autograd.plan import bits
+from zmqgrad.autograd.graph.hooks import node_hooks, run_post_accumulate_hooks, run_prehooks
+from zmqgrad.autograd.graph.leaves import accumulate_by_nodes, replicas_feared
+from zmqgrad.autograd.graph.plan import bits
+from zmqgrad.autograd.graph.single import Gradient
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
-from zmqgrad.autograd.single import Gradient
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id

@@ -25,9 +25,9 @@ from zmqgrad.autograd.discovery import Discovery
 from zmqgrad.autograd.engine import make_pass
 from zmqgrad.autograd.failures import describe_failure, rebuild_failure
 from zmqgrad.autograd.functions import RecvNote
+from zmqgrad.autograd.graph.single import Gradient
 from zmqgrad.autograd.local_pass import LocalPass
 from zmqgrad.autograd.profiling import RECV_NAME, profiled
-from zmqgrad.autograd.single import Gradient
 from zmqgrad.autograd.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, ClosedError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.calls import LaneOutcome

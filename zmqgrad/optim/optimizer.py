@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from zmqgrad.autograd import get_gradients
-from zmqgrad.autograd.hooks import grads_lent
+from zmqgrad.autograd.graph.hooks import grads_lent
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.optim.owners import by_owner, local_values, on_all, on_each
 from zmqgrad.rpc import RRef

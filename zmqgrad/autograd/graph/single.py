@@ -1,10 +1,10 @@
 """One node of the autograd graph, run by itself on torch's engine, and stopped before anything follows.
 
-Used where the engine cannot be told to stop (:mod:`~zmqgrad.autograd.border`), or would run hooks on parts
-of sums where it does (:mod:`~zmqgrad.autograd.hooks`). What the engine does around a node it does here too:
-hooks of its tensors and of the node itself, checks, sums to the shape and casts to the type that the next
-node was made with. It is stopped by an exception in a hook of ours, the last that runs; so the engine does
-not free what the node has saved, and :func:`let_go` does.
+Used where the engine cannot be told to stop (:mod:`~zmqgrad.autograd.graph.border`), or would run hooks on
+parts of sums where it does (:mod:`~zmqgrad.autograd.graph.hooks`). What the engine does around a node it
+does here too: hooks of its tensors and of the node itself, checks, sums to the shape and casts to the type
+that the next node was made with. It is stopped by an exception in a hook of ours, the last that runs; so
+the engine does not free what the node has saved, and :func:`let_go` does.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from zmqgrad.autograd.hooks import our_hook
+from zmqgrad.autograd.graph.hooks import our_hook
 from zmqgrad.errors import AutogradError
 
 Gradient = torch.Tensor | None

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from zmqgrad.autograd.border import members, runs_through
+from zmqgrad.autograd.graph.border import members, runs_through
 
 T = TypeVar("T")
 

@@ -1,9 +1,9 @@
 """Hooks run once, on the whole gradient, as in one process.
 
 Torch's engine runs the hooks of a tensor wherever it hands its gradient back, which at a border
-(:mod:`~zmqgrad.autograd.plan`) is a part of a sum. It does not tell whether a node has any. So as soon as a
-hook has been registered anywhere in this process, groups with borders are run node by node
-(:mod:`~zmqgrad.autograd.single`), and a leaf with hooks waits for all that reaches it.
+(:mod:`~zmqgrad.autograd.graph.plan`) is a part of a sum. It does not tell whether a node has any. So as
+soon as a hook has been registered anywhere in this process, groups with borders are run node by node
+(:mod:`~zmqgrad.autograd.graph.single`), and a leaf with hooks waits for all that reaches it.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ node leads to another of these edges. So a border beyond which another target of
 run, before its time and on a partial sum. Take ``x = w * w``, sent away and also used here with ``w`` in one
 sum: from that sum one reaches ``w``, and also ``x``, through which one reaches ``w`` again.
 
-Such groups are rare, and are run node by node instead (:mod:`~zmqgrad.autograd.single`).
+Such groups are rare, and are run node by node instead (:mod:`~zmqgrad.autograd.graph.single`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.plan import Edge, Graph
+    from zmqgrad.autograd.graph.plan import Edge, Graph
 
 
 def runs_through(graph: Graph, outgoing: Sequence[Edge]) -> bool:

@@ -19,8 +19,8 @@ import torch.distributed
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.hooks import any_registered, grads_lent, lending
-from zmqgrad.autograd.single import run_nodes
+from zmqgrad.autograd.graph.hooks import any_registered, grads_lent, lending
+from zmqgrad.autograd.graph.single import run_nodes
 
 
 class Leaves(enum.Enum):
