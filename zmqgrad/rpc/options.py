@@ -14,7 +14,7 @@ from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
-from zmqgrad.transport.credit import INFLIGHT
+from zmqgrad.transport.dataplane.credit import INFLIGHT
 from zmqgrad.transport.liveness import Limits
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0

@@ -1,7 +1,7 @@
 """Moving messages. The only floor that imports zmq; it never asks what a message means.
 
-Start with :mod:`~zmqgrad.transport.base` (the contracts). Guarantees: messages between two workers
-arrive once, while both live, but may overtake one another; a send waits for nothing but credit, for messages
-with large parts, and says for how long at most (:mod:`~zmqgrad.transport.credit`); malformed bytes cost a
-counter and a log line, never a thread (P5); ``close()`` tells, ``join()`` waits.
+Start with :mod:`~zmqgrad.transport.base` (the contracts). Guarantees: messages between two workers arrive
+once, while both live, but may overtake one another; a send waits for nothing but credit, for messages with
+large parts, and says for how long at most (:mod:`~zmqgrad.transport.dataplane.credit`); malformed bytes
+cost a counter and a log line, never a thread (P5); ``close()`` tells, ``join()`` waits.
 """

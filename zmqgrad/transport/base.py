@@ -147,7 +147,7 @@ class Mailbox(Protocol):
     ) -> None:
         """Queue ``message`` for ``peer``; ``frames`` have been copied or handed over when this returns.
 
-        Waits while too much is on its way to ``peer`` already (:mod:`zmqgrad.transport.credit`).
+        Waits while too much is on its way to ``peer`` already (:mod:`zmqgrad.transport.dataplane.credit`).
 
         Args:
             lane: of a request, the number of the lane at which its sender waits; of an answer, that of the

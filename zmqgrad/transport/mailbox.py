@@ -33,9 +33,9 @@ from zmqgrad.transport import direct
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Lost, Resolver, Suspected, Timer
-from zmqgrad.transport.chunks import cut
-from zmqgrad.transport.credit import INFLIGHT
-from zmqgrad.transport.dataplane import OWN, DataPlane, frames_size
+from zmqgrad.transport.dataplane.chunks import cut
+from zmqgrad.transport.dataplane.credit import INFLIGHT
+from zmqgrad.transport.dataplane.plane import OWN, DataPlane, frames_size
 from zmqgrad.transport.direct import Direct
 from zmqgrad.transport.door import door_address
 from zmqgrad.transport.lanes import MAX_LANES, Lane, Lanes

@@ -1,8 +1,8 @@
 """How the frames of messages travel: by shared memory, or by the socket, within credit and in chunks.
 
-One for each mailbox, which carries what this decides on. Three mechanisms meet here, and know nothing of one
-another: the arena (:mod:`~zmqgrad.transport.arena.exchange`), credit (:mod:`~zmqgrad.transport.credit`) and
-chunks (:mod:`~zmqgrad.transport.chunks`).
+One for each mailbox, which carries what this decides on. Three mechanisms meet here, and know nothing of
+one another: the arena (:mod:`~zmqgrad.transport.arena.exchange`), credit
+(:mod:`~zmqgrad.transport.dataplane.credit`) and chunks (:mod:`~zmqgrad.transport.dataplane.chunks`).
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.transport.arena.exchange import Exchange, Load, Send
 from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer
-from zmqgrad.transport.chunks import Assembly
-from zmqgrad.transport.credit import Allowance, Intake
+from zmqgrad.transport.dataplane.chunks import Assembly
+from zmqgrad.transport.dataplane.credit import Allowance, Intake
 from zmqgrad.wire.messages import RESPONSE, Chunk, Credit, CreditWanted, Manifest, Message, MessageType
 
 logger = logging.getLogger(__name__)

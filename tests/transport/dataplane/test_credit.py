@@ -16,9 +16,9 @@ from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import OverZmq, _TcpAlone
 from zmqgrad.errors import ClosedError, CongestionError
 from zmqgrad.runtime.engine_pool import Source, Task
-from zmqgrad.transport import credit
 from zmqgrad.transport.base import Inbound, Mailbox
-from zmqgrad.transport.credit import Allowance, Intake
+from zmqgrad.transport.dataplane import credit
+from zmqgrad.transport.dataplane.credit import Allowance, Intake
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.tap import Tapped
 from zmqgrad.wire.messages import Credit, CreditWanted, Message, RRefAck, StoreSet

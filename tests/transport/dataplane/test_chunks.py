@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from tests.transport.contract import Office, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport import chunks
 from zmqgrad.transport.arena.exchange import Load, _in_frames
-from zmqgrad.transport.chunks import Assembly, WarmBuffers, cut
-from zmqgrad.transport.credit import INFLIGHT
+from zmqgrad.transport.dataplane import chunks
+from zmqgrad.transport.dataplane.chunks import Assembly, WarmBuffers, cut
+from zmqgrad.transport.dataplane.credit import INFLIGHT
 from zmqgrad.transport.tap import Tapped
 from zmqgrad.wire.messages import Chunk, Hello, Manifest, MessageType, Piece, StoreSet, Window
 
