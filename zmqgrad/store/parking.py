@@ -67,6 +67,13 @@ class Parking:
         self._by_asker.pop(parked.asker, None)
         self._count -= 1
 
+    def call(self, place: Hashable) -> list[Parked]:
+        """Who waits at ``place``, in the order in which they came: each is to be moved or released."""
+        called = list(self.places.pop(place, ()))
+        for parked in called:
+            parked.place = None
+        return called
+
     def cancel(self, asker: Any) -> None:
         """The query of ``asker``, if it waits, waits no more."""
         parked = self._by_asker.get(asker)
@@ -80,10 +87,6 @@ class Parking:
             del line[parked]
             if not line:
                 del self.places[place]
-
-    def line(self, place: Hashable) -> list[Parked]:
-        """Who waits at ``place``, in the order in which they came."""
-        return list(self.places.get(place, ()))
 
     def first(self, place: Hashable) -> Parked | None:
         """Who waits longest at ``place``."""

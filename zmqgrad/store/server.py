@@ -161,8 +161,8 @@ class StoreServer:
             self._park(asker, query)
             return
         try:
-            if others:
-                self._carry_out(others)  # who waits goes first
+            if others and self._journal is None:
+                self._deliver(others)  # who waits goes first
         finally:
             if contents.changes != before:
                 self._remember(asker, query, answer)
@@ -171,7 +171,7 @@ class StoreServer:
         if self._journal is None:
             self._requests.reply(client, number, answer)
         else:
-            self._held.append(Reply(asker, answer))
+            self._held += (*others, Reply(asker, answer))
 
     def _remember(self, asker: Asker, query: Message, answer: Message) -> None:
         """``query`` has changed something: it is not to be done again."""

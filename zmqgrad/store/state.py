@@ -187,7 +187,7 @@ class State:
             self._wake(key, others)
 
     def _wake(self, key: str, others: list[Effect]) -> None:
-        for parked in self._parking.line(key):
+        for parked in self._parking.call(key):
             missing = self._first_missing(parked)
             if missing is None:
                 self._parking.release(parked)
