@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqgrad.errors import FunctionNotFoundError, PayloadError, ProtocolError
-from zmqgrad.rpc.naming import find_function, reference_to
+from zmqgrad.rpc.packing.naming import find_function, reference_to
 from zmqgrad.rpc.payload import (
     INLINE,
     Terms,

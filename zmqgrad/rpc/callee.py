@@ -12,8 +12,8 @@ from zmqgrad.errors import RpcError
 from zmqgrad.rpc.dispatch import Doors
 from zmqgrad.rpc.functions import Later
 from zmqgrad.rpc.functions import run as call_it
-from zmqgrad.rpc.naming import find_function, method_of
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
+from zmqgrad.rpc.packing.naming import find_function, method_of
 from zmqgrad.rpc.payload import pack, unpack, unpack_call, unpack_tensors
 from zmqgrad.rpc.profiling import callee_range, profiled_anywhere
 from zmqgrad.rpc.remote_errors import describe_exception

@@ -6,8 +6,9 @@ function that can be imported goes by name, arguments or results that are nothin
 are.
 
 Lambdas, closures and whatever else cannot be imported go by value, through cloudpickle; their code is sent
-to each peer once (:mod:`zmqgrad.rpc.code`). Functions and classes of ``__main__`` go by reference to peers
-that run the same program (their globals are then the callee's own, as with torch), and by value to others.
+to each peer once (:mod:`zmqgrad.rpc.packing.code`). Functions and classes of ``__main__`` go by reference
+to peers that run the same program (their globals are then the callee's own, as with torch), and by value to
+others.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ import cloudpickle
 import torch
 
 from zmqgrad.errors import FunctionNotFoundError, PayloadError, PeerLostError, ProtocolError
-from zmqgrad.rpc.code import PeerCode
-from zmqgrad.rpc.code import __name__ as code_module
-from zmqgrad.rpc.culprit import name_culprit, shorten
-from zmqgrad.rpc.naming import in_main, main_attribute, reference_to
-from zmqgrad.rpc.plain import decode_arguments, decode_value, encode_arguments, encode_value
+from zmqgrad.rpc.packing.code import PeerCode
+from zmqgrad.rpc.packing.code import __name__ as code_module
+from zmqgrad.rpc.packing.culprit import name_culprit, shorten
+from zmqgrad.rpc.packing.naming import in_main, main_attribute, reference_to
+from zmqgrad.rpc.packing.plain import decode_arguments, decode_value, encode_arguments, encode_value
 from zmqgrad.wire.messages import NO_TENSORS, NOTHING, Blob, Form, Payload, Place
 from zmqgrad.wire.tensors import Devices, blob_bytes, describe, rebuild
 from zmqgrad.wire.unwritten import Buffer, Frame
@@ -151,7 +152,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return self._reduce_code(obj) or super().reducer_override(obj)
 
     def _reduce_code(self, obj: Any) -> tuple[Any, ...] | None:
-        """For code that its peer need not be sent again (:mod:`zmqgrad.rpc.code`)."""
+        """For code that its peer need not be sent again (:mod:`zmqgrad.rpc.packing.code`)."""
         references = self._terms.references
         if references is None:
             return None

@@ -29,7 +29,6 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rpc.callee import Callee
 from zmqgrad.rpc.calls import CallTable, LaneOutcome, PendingCall
-from zmqgrad.rpc.code import book_of
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.devices import for_answers, for_calls
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
@@ -37,6 +36,7 @@ from zmqgrad.rpc.futures import Completer, RpcFuture
 from zmqgrad.rpc.groups.events import Events
 from zmqgrad.rpc.groups.membership import Membership, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, check_timeout
+from zmqgrad.rpc.packing.code import book_of
 from zmqgrad.rpc.payload import (
     PACKED_NOTHING,
     Packed,

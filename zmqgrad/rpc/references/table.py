@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zmqgrad.errors import PeerLostError, RpcError, RRefError
-from zmqgrad.rpc.code import PeerCode
 from zmqgrad.rpc.dispatch import Doors
+from zmqgrad.rpc.packing.code import PeerCode
 from zmqgrad.rpc.references.handle import Handle
 from zmqgrad.rpc.references.ledger import (
     DropValue,

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from zmqgrad.errors import PayloadError
-from zmqgrad.rpc import code as code_module
 from zmqgrad.rpc.api import rpc_async, rpc_sync
-from zmqgrad.rpc.code import CodeBook
 from zmqgrad.rpc.gathering import broadcast
+from zmqgrad.rpc.packing import code as code_module
+from zmqgrad.rpc.packing.code import CodeBook
 from zmqgrad.rpc.payload import pack_call
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import Call, CodeValue, MessageType
