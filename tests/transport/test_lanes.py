@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 
 import pytest
 
@@ -12,7 +13,7 @@ from tests.transport.test_contract import OverZmq
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import Inbound, Lane
 from zmqgrad.transport.direct import LARGEST
-from zmqgrad.transport.lanes import MAX_LANES
+from zmqgrad.transport.lanes import LOOKS, MAX_LANES
 from zmqgrad.wire.messages import ExceptionReply, Hello, RRefAck
 
 ANSWER = RRefAck()
@@ -205,4 +206,53 @@ def test_a_peer_that_is_forgotten_is_found_again(office: Office) -> None:
     for _ in range(2):
         open_lane(a, b, lane)
         b.mailbox.forget(0)
+    lane.give_back()
+
+
+class Polled:
+    """In the place of a lane's poll: nothing ever comes; ``meanwhile`` happens at the fifth look."""
+
+    def __init__(self, meanwhile: Callable[[], object]) -> None:
+        self.meanwhile = meanwhile
+        self.looks = 0
+        self.slept = False
+
+    def poll(self, milliseconds: int) -> list[tuple[int, int]]:
+        if milliseconds:
+            self.slept = True
+            return []
+        self.looks += 1
+        if self.looks == 5:
+            self.meanwhile()
+        return []
+
+
+def looked(lane: Lane, meanwhile: Callable[[], object]) -> int:
+    """How often ``lane`` looks before it sleeps."""
+    polled = Polled(meanwhile)
+    lane._poll = polled  # type: ignore[attr-defined]
+    assert lane.receive(1) is None
+    assert polled.slept
+    return polled.looks
+
+
+def test_who_waits_does_not_look_while_another_thread_works_or_looks(office: Office) -> None:
+    a, b = pair(office)
+    first, second = lane_to(a), lane_to(a)
+    assert looked(first, lambda: None) == LOOKS
+    assert looked(first, lambda: looked(second, lambda: None)) == 5
+    first.give_back()
+    second.give_back()
+
+    ran: SimpleQueue[Inbound] = SimpleQueue()
+    at_work = office.open(2, lambda inbound: lambda: ran.put(inbound))  # type: ignore[arg-type, return-value]
+    at_work.mailbox.send(1, Hello("x"), 1)
+    b.take()
+
+    def give_work() -> None:
+        b.mailbox.send(2, Hello("x"), 2)
+        ran.get(timeout=20)
+
+    lane = lane_to(at_work)
+    assert looked(lane, give_work) == 5
     lane.give_back()

@@ -45,6 +45,15 @@ Decode = Callable[[bytes], "Inbound | None"]
 """A frame to a message; None for what was none of ours and has been counted."""
 
 
+class _Eyes:
+    """One thread of a worker looks at a time."""
+
+    __slots__ = ("of",)
+
+    def __init__(self) -> None:
+        self.of: Lane | None = None
+
+
 class Lane:
     """One lane, held by one thread at a time.
 
@@ -52,8 +61,11 @@ class Lane:
         OSError: if it cannot listen.
     """
 
-    def __init__(self, number: int, endpoint: str, decode: Decode, free: Callable[[Lane], None]) -> None:
+    def __init__(
+        self, number: int, endpoint: str, decode: Decode, free: Callable[[Lane], None], eyes: _Eyes
+    ) -> None:
         self.number = number
+        self._eyes = eyes
         self._decode = decode
         self._free = free
         self._arrived: deque[bytes] = deque()
@@ -89,17 +101,21 @@ class Lane:
     def _look(self) -> list[tuple[int, int]]:
         """What is ready, if something is soon and such looks have paid lately.
 
-        Each look lets go of the interpreter, so that other threads of this process are not kept from it.
+        Each look lets go of the interpreter, so that other threads of this process are not kept from it. But
+        it gets in their way: it ends as soon as another looks, or works (:meth:`Lanes.look_away`).
         """
         if self._luck <= 0:
             self._luck += 1
             return []
-        poll = self._poll.poll
+        poll, eyes = self._poll.poll, self._eyes
+        eyes.of = self
         for _ in range(LOOKS):
             ready = poll(0)
             if ready:
                 self._luck = min(self._luck + 1, MOST_LUCK)
                 return ready
+            if eyes.of is not self:
+                return []
         self._luck = self._luck - 2 if self._luck > 2 else -PATIENCE
         return []
 
@@ -133,6 +149,7 @@ class Lanes:
         self._endpoint = endpoint
         self._decode = decode
         self._lock = threading.Lock()  # guards all below
+        self._eyes = _Eyes()
         self._free: list[Lane] = []
         self._made = 0
         self._open = 0
@@ -148,13 +165,17 @@ class Lanes:
                 return None
             self._made += 1
             try:
-                lane = Lane(self._made, self._endpoint, self._decode, self._take_back)
+                lane = Lane(self._made, self._endpoint, self._decode, self._take_back, self._eyes)
             except OSError as e:
                 self._made = MAX_LANES  # what does not work now will not work later
                 logger.debug("no more lanes: %s", e)
                 return None
             self._open += 1
             return lane
+
+    def look_away(self) -> None:
+        """Another thread is about to work: whoever waits sleeps meanwhile. From any thread."""
+        self._eyes.of = None
 
     def take_idle(self) -> list[Lane]:
         """All lanes that nobody holds, for the calling thread, which gives them back."""

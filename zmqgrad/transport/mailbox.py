@@ -205,9 +205,10 @@ class ZmqMailbox:
         if inbound.envelope.type in OWN:
             self._plane.heard(inbound)
             return None
-        if inbound.by_socket:
-            return self._plane.take_in(inbound, self._handler)
-        return self._handler(inbound)
+        task = self._plane.take_in(inbound, self._handler) if inbound.by_socket else self._handler(inbound)
+        if task is not None:
+            self._lanes.look_away()
+        return task
 
     def _decode(self, first: bytes) -> Inbound | None:
         """What came in by a lane."""
