@@ -46,14 +46,17 @@ class Manifest(Part, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Worker to worker, at the first contact: who I am."""
+    """Worker to worker: who I am. Its number is kept, but nobody needs to send it: each envelope says so."""
 
     TYPE: ClassVar[MessageType] = MessageType.HELLO
     name: Name
 
 
 class Goodbye(Message, frozen=True):
-    """Worker to its peers: I leave in good order; nothing more will come from me."""
+    """Worker to its peers: nothing more will come from me.
+
+    Its number is kept, but nobody needs to send it: connections end, and the group knows who has left.
+    """
 
     TYPE: ClassVar[MessageType] = MessageType.GOODBYE
 
