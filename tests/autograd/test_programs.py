@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
-from zmqgrad.autograd import engine, local_pass
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.graph import leaves
-from zmqgrad.autograd.passes import MODES
+from zmqgrad.autograd.passes import MODES, engine, local_pass
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from zmqgrad import rpc
-from zmqgrad.autograd import backward, context, engine, get_gradients
+from zmqgrad.autograd import backward, context, get_gradients
+from zmqgrad.autograd.passes import engine
 from zmqgrad.testing import Cluster, cluster
 
 Stage = Callable[[Tensor, Tensor], Any]

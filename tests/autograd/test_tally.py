@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.autograd.tally import ROOTS, Tally
+from zmqgrad.autograd.passes.tally import ROOTS, Tally
 from zmqgrad.wire.messages import Waiting
 
 QUIET = Waiting(0, 0)

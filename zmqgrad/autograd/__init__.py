@@ -11,7 +11,7 @@ go to the context, never to ``.grad``.
 
 Start with :mod:`~zmqgrad.autograd.functions` (what a message leaves in the graph), then
 :mod:`~zmqgrad.autograd.graph.plan` (which part of a local graph may run when);
-:mod:`~zmqgrad.autograd.engine` drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding`
+:mod:`~zmqgrad.autograd.passes` drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding`
 fills its doors.
 """
 

@@ -19,7 +19,7 @@ from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id, split_id
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.local_pass import LocalPass
+    from zmqgrad.autograd.passes.local_pass import LocalPass
 
 REMEMBERED = 10_000
 """How many released contexts are remembered, so that a late message does not bring one back."""

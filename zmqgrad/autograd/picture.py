@@ -9,9 +9,9 @@ Before the first backward pass this is what one would find; afterwards, how the 
 from __future__ import annotations
 
 from zmqgrad.autograd.context import Recording
-from zmqgrad.autograd.engine import make_pass
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.autograd.local_pass import PassView
+from zmqgrad.autograd.passes.engine import make_pass
+from zmqgrad.autograd.passes.local_pass import PassView
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc import rpc_sync
 from zmqgrad.rpc.current import current_worker

@@ -19,7 +19,7 @@ from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
 from zmqgrad.autograd.graph.hooks import has_hooks
 from zmqgrad.autograd.graph.leaves import Leaves
 from zmqgrad.autograd.graph.single import Gradient, run_engine, shared
-from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
+from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.wire.messages import Waiting
 
 

@@ -1,7 +1,7 @@
 """One backward pass on one worker: gradients enter at the roots and at sends, and leave at leaves and recvs.
 
-What lies between is for two classes to say: :mod:`~zmqgrad.autograd.routes` where no two entries meet, which
-is most graphs, and :mod:`~zmqgrad.autograd.engine` where they do.
+What lies between is for two classes to say: :mod:`~zmqgrad.autograd.passes.routes` where no two entries meet,
+which is most graphs, and :mod:`~zmqgrad.autograd.passes.engine` where they do.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ from zmqgrad.autograd.graph.hooks import any_registered, has_hooks
 from zmqgrad.autograd.graph.leaves import Leaves, how_leaves_collect
 from zmqgrad.autograd.graph.plan import Edge, Graph, Group, Plan
 from zmqgrad.autograd.graph.single import Gradient, let_go, outputs_of, run_engine, run_node, shared
-from zmqgrad.autograd.local_pass import Entries, LocalPass, SendOn
-from zmqgrad.autograd.routes import RoutedPass, find_routes
+from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
+from zmqgrad.autograd.passes.routes import RoutedPass, find_routes
 from zmqgrad.wire.messages import Waiting
 
 

@@ -1,0 +1,215 @@
+"""What a worker does of backward passes: it takes part in those of others, and begins its own."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+
+from zmqgrad.autograd.context import Context, Contexts
+from zmqgrad.autograd.passes.engine import make_pass
+from zmqgrad.autograd.passes.failures import describe_failure, rebuild_failure
+from zmqgrad.autograd.passes.local_pass import LocalPass
+from zmqgrad.autograd.passes.request import Request
+from zmqgrad.autograd.passes.root import Root
+from zmqgrad.autograd.passes.tally import Tally
+from zmqgrad.errors import AutogradError, ClosedError, RpcError, TransportError
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.transport.base import Frame, Inbound
+from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.messages import (
+    BackwardAutogradReq,
+    BackwardAutogradResp,
+    DiscoverAutogradReq,
+    DiscoverAutogradResp,
+    DropAutogradReq,
+    ExceptionReply,
+    Handled,
+    MessageType,
+    Waiting,
+)
+from zmqgrad.wire.tensors import Devices, rebuild
+
+logger = logging.getLogger(__name__)
+
+MODES = ("fast", "smart", "auto")
+
+
+class Passes:
+    """What one worker does of backward passes, its own and those of others."""
+
+    def __init__(
+        self, worker: Worker, contexts: Contexts, end_passes: Callable[[Context, Sequence[int]], None]
+    ) -> None:
+        self._worker = worker
+        self._contexts = contexts
+        self._end_passes = end_passes
+        self._watched = {worker.id}  # those that would be known to be lost
+        self._tallies: dict[int, Tally] = {}  # of passes that were started here, by pass id
+
+    def install(self) -> None:
+        """Fill the doors of the worker."""
+        doors = self._worker.doors
+        doors.requests[MessageType.BACKWARD_AUTOGRAD_REQ] = self.on_backward
+        doors.requests[MessageType.DISCOVER_AUTOGRAD_REQ] = self.on_discover
+        doors.requests[MessageType.DROP_AUTOGRAD_REQ] = self.on_drop
+        doors.control[MessageType.BACKWARD_AUTOGRAD_RESP] = self.on_report
+        doors.peer_lost.append(self.peer_lost)
+        doors.closing.append(self.close)
+
+    # ---- its own ----------------------------------------------------------------------------------------
+
+    def run(self, context: Context, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
+        """One pass from ``roots``; returns when it has finished on all workers.
+
+        Raises:
+            AutogradError: in fast mode, if groups somewhere wait for a gradient that will never come.
+            RpcTimeoutError: if nothing is heard of the pass for the default timeout, naming the workers.
+            Anything else: what failed, anywhere; a RuntimeError besides.
+        """
+        root = Root(self, self._worker, context)
+        self._tallies[root.id] = root.tally
+        try:
+            root.run(roots, retain_graph, mode)
+        finally:
+            del self._tallies[root.id]
+            if over := context.end_pass(root.id):
+                self._end_passes(context, over)
+            root.leave()
+
+    def under_way(self) -> int:
+        """How many passes that began here have not finished."""
+        return len(self._tallies)
+
+    def peer_lost(self, peer: int, error: BaseException) -> None:
+        """Passes that were started here cannot finish if ``peer`` had a part in what is under way."""
+        self._watched.discard(peer)
+        for tally in list(self._tallies.values()):
+            tally.lose(peer, error)
+
+    def close(self) -> None:
+        """The worker is shut down while passes that were started here are under way."""
+        error = RpcError(f"worker {self._worker.name} was shut down while a backward pass was under way")
+        for tally in list(self._tallies.values()):
+            tally.end(error)
+
+    # ---- those of others, too ---------------------------------------------------------------------------
+
+    def on_backward(self, inbound: Inbound) -> None:
+        """Gradients for a send of this worker."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradReq)
+        try:
+            context = self._contexts.find(message.context_id)
+            context.know(inbound.envelope.source)
+            tensors = rebuild(message.tensors, inbound.frames)
+            gradients = [None if i < 0 else tensors[i] for i in message.gradients]
+            work = self._pass(context, message.pass_id, message.retain_graph)
+        except Exception as e:
+            self._refuse(message.root, message.pass_id, message.autograd_id, e)
+            return
+        finally:
+            if message.handled is not None:
+                self._count(message.pass_id, message.handled)
+        lane = inbound.envelope.lane
+        request = Request(self, work, message.pass_id, message.autograd_id, message.root, lane)
+        request.carry_out(lambda: work.arrive(message.autograd_id, gradients, request.send_on))
+
+    def on_discover(self, inbound: Inbound) -> None:
+        """The root of a pass asks what leads where."""
+        message = inbound.message
+        assert isinstance(message, DiscoverAutogradReq)
+        context = self._contexts.find(message.context_id)
+        context.know(inbound.envelope.source)
+        work = self._pass(context, message.pass_id, message.retain_graph)
+        self._worker.reply(inbound, DiscoverAutogradResp(work.reach(starts_here=False)))
+
+    def on_drop(self, inbound: Inbound) -> None:
+        """The root of a pass knows that some gradients will never arrive."""
+        message = inbound.message
+        assert isinstance(message, DropAutogradReq)
+        try:
+            context = self._contexts.find(message.context_id)
+            work = self._pass(context, message.pass_id, message.retain_graph)
+        except Exception as e:
+            self._refuse(message.root, message.pass_id, message.request, e)
+            return
+        request = Request(self, work, message.pass_id, message.request, message.root, inbound.envelope.lane)
+        request.carry_out(lambda: work.drop(message.request, message.sends, request.send_on))
+
+    def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> LocalPass:
+        with context.pass_lock:
+            work = context.passes.get(pass_id)
+            if work is None and context.is_forgotten(pass_id):
+                raise AutogradError(f"backward pass {show_id(pass_id)} has ended")
+            if work is None:
+                work = context.passes[pass_id] = make_pass(context, self._worker.id, retain_graph)
+            return work
+
+    def _refuse(self, root: int, pass_id: int, request: int, error: Exception) -> None:
+        """There is no pass here to carry on."""
+        handled = Handled(request, (), Waiting(self._worker.id, 0), self.describe_error(error))
+        self.report(root, pass_id, handled)
+
+    def report(self, root: int, pass_id: int, handled: Handled, lane: int = 0) -> None:
+        """Tell the root of a pass, which waits at ``lane``, what has been handled here."""
+        if root == self._worker.id:
+            self._count(pass_id, handled)
+            return
+        try:
+            self._worker.mailbox.send(root, BackwardAutogradResp(handled), pass_id, lane=lane)
+        except (RpcError, TransportError) as e:
+            logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
+
+    def describe_error(self, error: BaseException) -> ExceptionReply:
+        """An error of this worker, for the root."""
+        return describe_failure(error, self._worker.id, repr(self._worker.membership.own.info))
+
+    def on_report(self, inbound: Inbound) -> None:
+        """Another worker has handled a request of a pass that was started here. In the reading thread."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradResp)
+        self._count(inbound.envelope.message_id, message.handled)
+
+    def _count(self, pass_id: int, handled: Handled) -> None:
+        tally = self._tallies.get(pass_id)
+        if tally is not None:
+            error = None if handled.error is None else rebuild_failure(handled.error)
+            tally.handled(handled.autograd_id, handled.sent, handled.waiting, error)
+            for _, worker in handled.sent:
+                if worker not in self._watched:
+                    self._watch(worker, tally)
+
+    def _watch(self, worker: int, tally: Tally) -> None:
+        """Others have sent a request to a worker that this one may have nothing to do with: is it there?"""
+        if worker in self._worker.lost:
+            tally.lose(worker, self._worker.loss_of(worker, "its part of a backward pass"))
+            return
+        self._watched.add(worker)
+        try:
+            self._worker.submit(functools.partial(self._follow, worker))
+        except ClosedError:
+            logger.debug("a pass is about to end with its worker")  # see close()
+
+    def _follow(self, worker: int) -> None:
+        """In an engine thread, as it may have to ask where that is."""
+        try:
+            self._worker.mailbox.follow(worker)
+        except (RpcError, TransportError) as e:
+            logger.debug("cannot watch worker %d, which has part in a backward pass: %s", worker, e)
+            for tally in list(self._tallies.values()):
+                tally.lose(worker, e)
+
+    def is_here(self, worker: int) -> bool:
+        """Is that this worker?"""
+        return worker == self._worker.id
+
+    def devices(self, peer: int) -> Devices:
+        """On which devices of ``peer`` gradients arrive."""
+        return self._worker.gradient_devices(peer)
+
+    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame], lane: int) -> None:
+        """Send a request of a pass; whoever handles it tells the root, which waits at ``lane``."""
+        self._worker.post(peer, message, frames, lane)
