@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tools.bench import __main__ as command
+from tools.bench import store_scale
 from tools.bench.limits import COPIES, ROUND_TRIP
 from tools.bench.picture import save_picture
 from tools.bench.plan import Piece, Row, limits, pieces
@@ -136,3 +137,11 @@ def test_it_measures_both_sides(tmp_path: Path) -> None:
     assert saved["machine"]["processor"] in done.stdout
     assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "round 1 of 1: calls, torch" in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_many_clients_of_a_store_come_through_or_the_time_is_up() -> None:
+    found = store_scale.measure("zmqgrad", 6, 2, 50.0)
+    assert set(found) == {*store_scale.STEPS, "server", "a client"}
+    assert store_scale.measure("zmqgrad", 6, 2, 0.0) == {"start": "0 through"}

@@ -40,6 +40,11 @@ def take(name: str) -> Side:
     return _here
 
 
+def store_of(name: str) -> Any:
+    """The store of a side, without loading the rest."""
+    return importlib.import_module(_MODULES[name][-1])
+
+
 def here() -> Side:
     """The side that this process has taken: what runs on a worker because another called it asks for it."""
     assert _here is not None, "take() comes first"

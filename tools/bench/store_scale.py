@@ -1,15 +1,20 @@
 """Very many clients of one store: connecting, a barrier, and everybody reading everybody's address.
 
-    python -m tools.bench.store_scale [-n CLIENTS] [-p PROCESSES] [--sides zmqgrad,torch]
+    python -m tools.bench.store_scale [-n CLIENTS] [-p PROCESSES] [--sides zmqgrad,torch] [--limit SECONDS]
 
 Clients are threads, each with a store of its own, spread over a few processes; one more process serves.
 Says for each side how long each step took until the last client was through, and what it cost in memory.
+A side that does not get through all steps within the limit is stopped, and it is said how far it came.
+
+Torch's client looks up the name of each address that it connects from. Where no name server answers that
+takes ten seconds for each, so look-ups are given up after one here (``RES_OPTIONS``).
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing as mp
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -18,10 +23,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from tools.bench.sides import take
+from tools.bench.sides import store_of
 
 STEPS = ("connect", "barrier", "publish", "read all")
-LIMIT = timedelta(seconds=300)
+LIMIT_SECONDS = 120.0
+PATIENCE = timedelta(seconds=300)
+"""Of the stores themselves."""
+
 ADDRESS_BYTES = 64
 
 
@@ -33,25 +41,28 @@ def resident() -> float:
 
 def serve(side: str, pipe: Connection) -> None:
     """A store's server; says its port, and at the end how much memory it has come to hold."""
-    store = take(side).store.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=LIMIT)
+    store = store_of(side).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=PATIENCE)
     before = resident()
     pipe.send(store.port)
     pipe.recv()
     pipe.send(resident() - before)
 
 
-def ask(side: str, port: int, ranks: range, clients: int, pipe: Connection) -> None:
-    """``ranks`` of the clients, a thread each: takes each step when told, and says when all were through."""
-    make = take(side).store.TCPStore
+def ask(side: str, port: int, ranks: range, clients: int, pipe: Connection, through: Any) -> None:
+    """``ranks`` of the clients, a thread each: takes each step when told, and says when all were through.
+
+    ``through`` counts the clients, of all processes, that are through the step.
+    """
+    make = store_of(side).TCPStore
     stores: dict[int, Any] = {}
 
     def connect(rank: int) -> None:
-        stores[rank] = make("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=LIMIT)
+        stores[rank] = make("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=PATIENCE)
 
     def barrier(rank: int) -> None:
         if stores[rank].add("arrived", 1) == clients:
             stores[rank].set("all arrived", b"")
-        stores[rank].wait(["all arrived"], LIMIT)
+        stores[rank].wait(["all arrived"], PATIENCE)
 
     def publish(rank: int) -> None:
         stores[rank].set(f"address{rank}", str(rank).encode().ljust(ADDRESS_BYTES))
@@ -65,19 +76,21 @@ def ask(side: str, port: int, ranks: range, clients: int, pipe: Connection) -> N
     for step in (connect, barrier, publish, read_all):
         pipe.send("ready")
         pipe.recv()
-        together(step, ranks)
+        together(step, ranks, through)
         pipe.send(time.monotonic())
     pipe.send(resident() - before)
     pipe.recv()
 
 
-def together(step: Callable[[int], None], ranks: range) -> None:
+def together(step: Callable[[int], None], ranks: range, through: Any) -> None:
     """Let each of ``ranks`` take ``step`` in a thread of its own."""
     failed: list[BaseException] = []
 
     def take_it(rank: int) -> None:
         try:
             step(rank)
+            with through.get_lock():
+                through.value += 1
         except BaseException as e:
             failed.append(e)
 
@@ -91,37 +104,53 @@ def together(step: Callable[[int], None], ranks: range) -> None:
         raise failed[0]
 
 
-def measure(side: str, clients: int, processes: int) -> dict[str, float]:
-    """Seconds of each step, and MiB of the server and of a client."""
+class LateError(Exception):
+    """The limit was reached before all were through."""
+
+
+def measure(side: str, clients: int, processes: int, limit: float) -> dict[str, str]:
+    """Of each step the time; MiB of the server and KiB of a client. What was not reached is left out."""
+    deadline = time.monotonic() + limit
+
+    def hear(pipe: Connection) -> Any:
+        if not pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise LateError
+        return pipe.recv()
+
     context = mp.get_context("spawn")
+    through = context.Value("i", 0)
     here, there = context.Pipe()
-    server = context.Process(target=serve, args=(side, there), daemon=True)
-    server.start()
-    port = here.recv()
-    pipes, workers = [], []
-    for n in range(processes):
-        mine, its = context.Pipe()
-        ranks = range(n, clients, processes)
-        workers.append(context.Process(target=ask, args=(side, port, ranks, clients, its), daemon=True))
-        workers[-1].start()
-        its.close()  # so that a worker that dies is noticed
-        pipes.append(mine)
-    found: dict[str, float] = {}
-    for step in STEPS:
-        for pipe in pipes:
-            assert pipe.recv() == "ready"
-        begun = time.monotonic()
-        for pipe in pipes:
-            pipe.send("go")
-        found[step] = max(pipe.recv() for pipe in pipes) - begun
-    found["client"] = sum(pipe.recv() for pipe in pipes) / clients
-    here.send("end")
-    found["server"] = here.recv()
-    for pipe in pipes:
-        pipe.send("end")
-    for process in (*workers, server):
-        process.terminate()
-        process.join()
+    started = [context.Process(target=serve, args=(side, there), daemon=True)]
+    started[0].start()
+    pipes: list[Connection] = []
+    found: dict[str, str] = {}
+    step = "start"
+    try:
+        port = hear(here)
+        for n in range(processes):
+            mine, its = context.Pipe()
+            arguments = (side, port, range(n, clients, processes), clients, its, through)
+            started.append(context.Process(target=ask, args=arguments, daemon=True))
+            started[-1].start()
+            its.close()  # so that a worker that dies is noticed
+            pipes.append(mine)
+        for step in STEPS:
+            for pipe in pipes:
+                assert hear(pipe) == "ready"
+            through.value = 0
+            begun = time.monotonic()
+            for pipe in pipes:
+                pipe.send("go")
+            found[step] = f"{max(hear(pipe) for pipe in pipes) - begun:.2f} s"
+        found["a client"] = f"{sum(hear(pipe) for pipe in pipes) / clients * 1024:.0f} KiB"
+        here.send("end")
+        found["server"] = f"{hear(here):.1f} MiB"
+    except LateError:
+        found[step] = f"{through.value} through"
+    finally:
+        for process in started:
+            process.kill()  # a thread that waits in C hears nothing else
+            process.join()
     return found
 
 
@@ -133,13 +162,15 @@ def main() -> None:
     parser.add_argument("-n", "--clients", type=int, default=1000)
     parser.add_argument("-p", "--processes", type=int, default=4)
     parser.add_argument("--sides", default="zmqgrad,torch")
+    parser.add_argument("--limit", type=float, default=LIMIT_SECONDS, help="seconds for each side")
     options = parser.parse_args()
+    os.environ.setdefault("RES_OPTIONS", "attempts:1 timeout:1")
+    columns = (*STEPS, "server", "a client")
     print(f"{options.clients} clients, as threads of {options.processes} processes, of one server")
-    print(f"{'':10}" + "".join(f"{step:>12}" for step in STEPS) + f"{'server':>14}{'a client':>14}")
+    print(f"{'':10}" + "".join(f"{column:>14}" for column in columns))
     for side in options.sides.split(","):
-        found = measure(side, options.clients, options.processes)
-        steps = "".join(f"{found[step]:10.2f} s" for step in STEPS)
-        print(f"{side:10}{steps}{found['server']:10.1f} MiB{found['client'] * 1024:10.0f} KiB", flush=True)
+        found = measure(side, options.clients, options.processes, options.limit)
+        print(f"{side:10}" + "".join(f"{found.get(column, '-'):>14}" for column in columns), flush=True)
 
 
 if __name__ == "__main__":
