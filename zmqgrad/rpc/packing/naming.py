@@ -17,6 +17,10 @@ MAIN_NAMES = ("__main__", "__mp_main__")
 _BUILTIN_HOMES = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
 
 
+_TORCH_OPERATOR = "_VariableFunctionsClass."
+"""So begins the qualified name of ``torch.add`` and its like."""
+
+
 def reference_to(function: Any, main_by_reference: bool = True) -> str:
     """``module:qualified.name`` by which a peer finds ``function``, or an empty string if there is none."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
@@ -25,11 +29,17 @@ def reference_to(function: Any, main_by_reference: bool = True) -> str:
         return ""
     if module in MAIN_NAMES:
         return f"__main__:{name}" if main_by_reference and in_main(function) else ""
+    if name.startswith(_TORCH_OPERATOR):  # what their names say leads nowhere
+        return _builtin_reference(function)
     if isinstance(module, str) and _leads_to(module, name, function):
         return f"{module}:{name}"
     if isinstance(function, torch.jit.ScriptFunction):
         module, _, short = function.qualified_name.removeprefix("__torch__.").rpartition(".")
         return f"{module}:{short}" if _leads_to(module, short, function) else ""
+    return _builtin_reference(function)
+
+
+def _builtin_reference(function: Any) -> str:
     if isinstance(function, types.BuiltinFunctionType):
         short = function.__name__
         for home in _BUILTIN_HOMES:
