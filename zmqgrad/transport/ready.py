@@ -13,21 +13,24 @@ READ, WRITE = 1, 4
 LONGEST_SECONDS = 3600.0
 """How long anybody should wait at a time: both count milliseconds in 31 bits."""
 
+
+class Poll:
+    """Poll, called as epoll is."""
+
+    def __init__(self) -> None:
+        poller = select.poll()
+        self.register, self.modify, self.unregister = poller.register, poller.modify, poller.unregister
+        self._poll = poller.poll
+
+    def poll(self, seconds: float, most: int) -> list[tuple[int, int]]:
+        """Descriptors that are ready, and what for. Waits until there is one, or for so long."""
+        return self._poll(seconds * 1000)
+
+    def close(self) -> None:
+        """There is nothing to be closed."""
+
+
 if sys.platform == "linux":
     Poller = select.epoll
 else:
-
-    class Poller:
-        """Poll, as epoll is called."""
-
-        def __init__(self) -> None:
-            poller = select.poll()
-            self.register, self.modify, self.unregister = poller.register, poller.modify, poller.unregister
-            self._poll = poller.poll
-
-        def poll(self, seconds: float, most: int) -> list[tuple[int, int]]:
-            """Descriptors that are ready, and what for. Waits until there is one, or for so long."""
-            return self._poll(seconds * 1000)
-
-        def close(self) -> None:
-            """There is nothing to be closed."""
+    Poller = Poll
