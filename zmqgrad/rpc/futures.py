@@ -157,15 +157,17 @@ def _setter(outcome: Outcome[None]) -> Callable[[object], None]:
 class RpcFuture(PythonFuture[T]):
     """What ``rpc_async`` gives."""
 
+    waiting = False
+    called_back = False
+    what: str | Callable[..., Any] = ""
+    """Was asked of whom: for people."""
+    peer = -1
+
     def __init__(self, answer: Outcome[Inbound], open_answer: Callable[[Outcome[Inbound]], T]) -> None:
         super().__init__()
         self._answer = answer
         self._open = open_answer
         self._claim = threading.Lock()  # taken, never given back, by whoever completes the future
-        self.waiting = False
-        self.called_back = False
-        self.what: str | Callable[..., Any] = ""  # was asked of whom: for people
-        self.peer = -1
 
     def complete(self) -> None:
         """Rebuild the answer, which must be there, and settle. Only the first call does anything."""
@@ -228,7 +230,7 @@ class Completer:
         self._watched = False
         self._apart: set[RpcFuture[Any]] = set()  # those with a task of their own that has not begun
 
-    def answered(self, future: RpcFuture[Any]) -> None:
+    def answered(self, future: RpcFuture[Any], _: object = None) -> None:
         """Called in the receiver's thread when the answer of ``future`` is there."""
         if future.waiting:
             return  # the waiting thread wakes and completes it

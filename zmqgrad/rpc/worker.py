@@ -316,7 +316,7 @@ class Worker:
     def future_of(self, answer: Outcome[Inbound]) -> RpcFuture[Any]:
         """An answer as a future."""
         future: RpcFuture[Any] = RpcFuture(answer, self._open_outcome)
-        answer.then(lambda _: self._completer.answered(future))
+        answer.then(partial(self._completer.answered, future))
         return future
 
     def _open_outcome(self, outcome: Outcome[Inbound]) -> Any:
