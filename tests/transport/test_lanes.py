@@ -42,7 +42,7 @@ def lane_to(box: Box, peer: int = 1) -> Lane:
 
 def open_lane(a: Box, b: Box, lane: Lane) -> None:
     """Let ``b`` write to the lane of ``a``: what it answers before the lane is ready goes to the ROUTER."""
-    ways, at_router = b.mailbox._ways_to_lanes, -1  # type: ignore[attr-defined]
+    ways, at_router = b.mailbox._ways._to_lanes, -1  # type: ignore[attr-defined]
     before = ways[0, lane.number].messages if (0, lane.number) in ways else 0
     while (0, lane.number) not in ways or ways[0, lane.number].messages == before:
         assert lane.receive(0.01) is None  # lets b in
@@ -180,7 +180,7 @@ def test_garbage_at_a_lane_is_counted_and_dropped(office: Office) -> None:
     a, b = pair(office)
     lane = lane_to(a)
     open_lane(a, b, lane)
-    way = b.mailbox._ways_to_lanes[0, lane.number]  # type: ignore[attr-defined]
+    way = b.mailbox._ways._to_lanes[0, lane.number]  # type: ignore[attr-defined]
     way.direct.send(b"GET / HTTP/1.1")
     assert lane.receive(20) is None
     assert a.mailbox.statistics()["malformed"] == 1
