@@ -16,6 +16,7 @@ waits behind user code for longer than that.
 
 from __future__ import annotations
 
+import enum
 import logging
 import math
 import threading
@@ -181,11 +182,9 @@ class EnginePool:
             except BaseException:
                 logger.exception("a task of %s failed", self._name)
             del task  # else a thread that stands by keeps the last task's tensors alive
-            leads = self._step_up(vacancy)
-            if leads is None:
-                return False
-            if not leads:
-                return True
+            following = self._step_up(vacancy)
+            if following is not _Next.LEAD:
+                return following is _Next.STAND_BY
         return True
 
     def _step_down(self, source: Source, keeps: bool) -> _Vacancy | None:
@@ -202,21 +201,21 @@ class EnginePool:
             self._yield_lead(source)
         return self._vacancy
 
-    def _step_up(self, vacancy: _Vacancy | None) -> bool | None:
-        """After a task: does the calling thread lead again? If not, does it attend (False)? (None: no.)"""
+    def _step_up(self, vacancy: _Vacancy | None) -> _Next:
+        """What the calling thread does after a task."""
         with self._lock:
             leads = vacancy is not None and self._vacancy is vacancy
             if self._closed or self._backlog or (not leads and self._attending >= ATTENDANTS):
                 if leads:
                     self._fill_vacancy()
-                return None
+                return _Next.LEAVE
             if leads:
                 self._vacancy = None
             self._finished += 1
             self._attending += 1
             if self._awaited and self._live - self._attending == self._idle:
                 self._at_rest.notify_all()
-            return leads
+            return _Next.LEAD if leads else _Next.STAND_BY
 
     def _fill_vacancy(self) -> None:
         """Pass on the lead if it is vacant. Called with the lock held."""
@@ -402,6 +401,14 @@ class EnginePool:
     def __repr__(self) -> str:
         said = ", ".join(f"{v} {k}" for k, v in self.statistics().items())
         return f"<EnginePool {self._name}: {said}>"
+
+
+class _Next(enum.Enum):
+    """What a thread does that has run a task of the source."""
+
+    LEAD = enum.auto()
+    STAND_BY = enum.auto()
+    LEAVE = enum.auto()  # it is wanted elsewhere, or not at all
 
 
 class _Vacancy:
