@@ -11,8 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.store.contents import MAX_NOTICE_VALUE, Notice
-from zmqgrad.store.state import HIDDEN, Reply, State
+from zmqgrad.store.contents import MAX_NOTICE_VALUE
+from zmqgrad.store.effects import Notice, Reply
+from zmqgrad.store.state import State
+from zmqgrad.store.topics import HIDDEN
 from zmqgrad.wire.messages import (
     Call,
     KeyCallbackRegistered,
@@ -273,8 +275,8 @@ def test_an_answered_wait_leaves_nothing_behind() -> None:
         state.apply(StoreGet(f"k{i}", 1e6), i, 0.0)
         state.apply(StoreSet(f"k{i}", b""), "x", 0.0)
         state.apply(StoreDeleteKey(f"k{i}"), "x", 0.0)
-    assert len(state._parking._deadlines) < 200
-    assert state._parking.places == {}
+    assert len(state.parking._deadlines) < 200
+    assert state.parking.places == {}
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"1_0", b" 1", b"+1", b"--1", b"1.0", b"9" * 30, b"\xd9\xa1"])

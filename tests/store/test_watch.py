@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from tests.support.processes import free_port
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
-from zmqgrad.store.contents import MAX_NOTICE_VALUE, Notice
+from zmqgrad.store.contents import MAX_NOTICE_VALUE
+from zmqgrad.store.effects import Notice
 from zmqgrad.store.followers import MAX_PENDING, KeyFollower, WatchEvent
 from zmqgrad.store.state import State
 from zmqgrad.store.takers import OldNew

@@ -17,7 +17,8 @@ from tests.support.processes import free_port
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, WatchEvent
-from zmqgrad.store.contents import MAX_NOTICE_VALUE, Notice
+from zmqgrad.store.contents import MAX_NOTICE_VALUE
+from zmqgrad.store.effects import Notice
 from zmqgrad.store.followers import Backlog, PrefixFollower
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.state import State

@@ -7,20 +7,14 @@ prefix, makes one notice, which names the revision of the notice before it: so a
 from __future__ import annotations
 
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
+from zmqgrad.store.effects import Notice
 from zmqgrad.store.topics import HIDDEN, Prefix, Target, is_beneath
 from zmqgrad.wire.messages import KeyCreated, KeyDeleted, KeyUpdated, PrefixChanged
 
 MAX_NOTICE_VALUE = 64 << 10
 """Larger values are left out of notices (None): whoever wants them reads them."""
-
-
-class Notice(NamedTuple):
-    """Tell whoever watches ``target``."""
-
-    target: Target
-    message: KeyCreated | KeyUpdated | KeyDeleted | PrefixChanged
 
 
 class Contents:

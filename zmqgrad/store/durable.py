@@ -6,9 +6,10 @@ import logging
 from collections.abc import Iterator
 
 from zmqgrad.store.answers import Answers
+from zmqgrad.store.effects import Reply
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.records import Entry, Role
-from zmqgrad.store.state import Reply, State
+from zmqgrad.store.state import State
 from zmqgrad.wire.messages import StoreDone
 
 logger = logging.getLogger(__name__)

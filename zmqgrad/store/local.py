@@ -10,11 +10,11 @@ from zmqgrad.errors import ClosedError, QueueEmptyError, StoreError, StoreTimeou
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
-from zmqgrad.store.contents import Notice
+from zmqgrad.store.effects import Effect, Notice
 from zmqgrad.store.ending import Ending
 from zmqgrad.store.followers import Registered
 from zmqgrad.store.queries import QueryStore
-from zmqgrad.store.state import Effect, State
+from zmqgrad.store.state import State
 from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook, as_registered, watch_query

@@ -11,7 +11,7 @@ from zmqgrad.errors import ClosedError, ConfigurationError, StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.base import Store
-from zmqgrad.store.state import MAX_TOGETHER
+from zmqgrad.store.effects import MAX_TOGETHER
 from zmqgrad.store.takers import NOBODY, Taker
 from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook

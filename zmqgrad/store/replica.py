@@ -20,9 +20,9 @@ from zmqgrad.errors import ProtocolError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Clock, Deadline
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.store.contents import Notice
+from zmqgrad.store.effects import Effect, Notice
 from zmqgrad.store.shared_log import SharedLog
-from zmqgrad.store.state import Effect, State
+from zmqgrad.store.state import State
 from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook
 from zmqgrad.wire.codec import decode, encode

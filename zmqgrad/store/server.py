@@ -11,11 +11,12 @@ from typing import NamedTuple
 
 from zmqgrad.errors import StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.store.actions import CHANGING
 from zmqgrad.store.answers import Answers
-from zmqgrad.store.contents import Notice
 from zmqgrad.store.durable import compact, replay
+from zmqgrad.store.effects import Effect, Notice, Reply
 from zmqgrad.store.journal import Journal
-from zmqgrad.store.state import CHANGING, Effect, Reply, State
+from zmqgrad.store.state import State
 from zmqgrad.store.topics import Prefix, Target
 from zmqgrad.store.watchers import Watchers
 from zmqgrad.transport.request_connection import Client
