@@ -7,14 +7,14 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
 
 from zmqgrad.errors import StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.actions import CHANGING
 from zmqgrad.store.answers import Answers
+from zmqgrad.store.askers import MAX_WAITING, Asker, WaitingAskers
 from zmqgrad.store.durable import compact, replay
-from zmqgrad.store.effects import Effect, Notice, Reply
+from zmqgrad.store.effects import Effect, Notice, Reply, refuse
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.state import State
 from zmqgrad.store.topics import Prefix, Target
@@ -39,20 +39,8 @@ from zmqgrad.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-MAX_WAITING = 100_000
-"""How many queries may wait at a time, of all clients together."""
-
 CLOSE_SECONDS = 10.0
 """How long closing may take; it is a matter of milliseconds, too."""
-
-
-class Asker(NamedTuple):
-    """Who asked: request ``number`` on ``line``, which came from ``client``."""
-
-    client: Client
-    line: int
-    number: int
-
 
 _new = tuple.__new__  # quicker than the class itself
 
@@ -95,9 +83,8 @@ class StoreServer:
         self._answered = self._answers.last
         self._journal = None if journal is None else Journal(journal, sync=sync)
         self._held: list[Effect] = []  # until the journal has what they tell of
-        self._max_waiting = max_waiting
-        self._waiting: dict[tuple[int, int], tuple[Asker, Message]] = {}  # by line and number, with the query
-        self._waiting_of: dict[Client, set[Asker]] = {}
+        self._waiting = WaitingAskers(self._state, max_waiting)
+        self._unpark = self._waiting.unpark
         self._watchers: Watchers[Client] = Watchers()
         self._published = 0
         with ExitStack() as undo:
@@ -189,33 +176,15 @@ class StoreServer:
                     self._remember(effect.asker, query, effect.message)
 
     def _park(self, asker: Asker, query: Message) -> None:
-        which = asker.line, asker.number
-        if which in self._waiting:  # it was asked on a connection of which we do not know yet that it broke
-            before = self._waiting[which][0]
-            self._unpark(before)
-            self._state.cancel(before)
-        if len(self._waiting) >= self._max_waiting:
-            self._state.cancel(asker)
-            said = f"{self._max_waiting} queries wait there already, which is its limit"
-            self._carry_out([Reply(asker, StoreRefused(Refusal.LIMIT, said))])
-            return
-        self._waiting[which] = asker, query
-        self._waiting_of.setdefault(asker.client, set()).add(asker)
-        self._requests.wake_by(self._state.next_deadline())
-
-    def _unpark(self, asker: Asker) -> Message:
-        """``asker`` waits no more. Gives its query."""
-        of_client = self._waiting_of[asker.client]
-        of_client.discard(asker)
-        if not of_client:
-            del self._waiting_of[asker.client]
-        return self._waiting.pop((asker.line, asker.number))[1]
+        refusal = self._waiting.park(asker, query)
+        if refusal is None:
+            self._requests.wake_by(self._state.next_deadline())
+        else:
+            self._carry_out([refusal])
 
     def gone(self, client: Client) -> None:
-        """Nobody waits there any more; above all, nobody is to take a value from a queue."""
-        for asker in list(self._waiting_of.get(client, ())):
-            self._unpark(asker)
-            self._state.cancel(asker)
+        """Nobody waits or listens there any more."""
+        self._waiting.forget(client)
         for target in self._watchers.forget(client):
             self._state.unwatch(target)
 
@@ -246,7 +215,7 @@ class StoreServer:
         ear = self._watchers.known(query.nonce)
         if ear is None:
             said = "your connection for notices has ended, or is about to begin"
-            self._carry_out([Reply(asker, StoreRefused(Refusal.UNKNOWN, said))])
+            self._carry_out([refuse(asker, Refusal.UNKNOWN, said)])
             return
         effects = self._state.apply(query, asker, self._clock.now())
         if any(type(e) is Reply and type(e.message) is not StoreRefused for e in effects):
