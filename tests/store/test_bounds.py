@@ -15,8 +15,9 @@ from tests.support.processes import free_port
 from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.store import StoreServer, TCPStore
-from zmqgrad.transport import request_server
-from zmqgrad.transport.request_server import GREETING_SECONDS, SPARE
+from zmqgrad.transport import newcomers
+from zmqgrad.transport.newcomers import GREETING_SECONDS
+from zmqgrad.transport.request_server import SPARE
 from zmqgrad.transport.zmtp import opening
 
 PATIENCE = 20.0
@@ -92,7 +93,7 @@ def test_far_too_many_are_not_even_told(server: StoreServer) -> None:
 
 def test_those_who_only_take_up_room_make_room(server: StoreServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever says nothing keeps nobody out, however many they are; the first of them goes."""
-    monkeypatch.setattr(request_server, "MAX_PENDING", 5)
+    monkeypatch.setattr(newcomers, "MAX_PENDING", 5)
     crowd = [dial(server) for _ in range(20)]
     with connect(server) as store:
         assert store.add("n", 1) == 1

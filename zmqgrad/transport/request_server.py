@@ -2,7 +2,8 @@
 
 Unlike mailboxes (one-way), this serves many light clients. One thread owns the listening socket and all
 connections; it waits for all of them at once, reads what has come, and writes answers at once. An answer
-that the other end does not take is kept, and nothing more is read from there until it has.
+that the other end does not take is kept, and nothing more is read from there until it has. Those who have
+not said who they are stand with :mod:`~zmqgrad.transport.newcomers`.
 
 Speaks ZMTP as a ROUTER does (see :mod:`~zmqgrad.transport.zmtp` for why not through libzmq). What does not
 speak it costs a counter and a line in the log (P5).
@@ -10,7 +11,6 @@ speak it costs a counter and a line in the log (P5).
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import secrets
@@ -21,12 +21,13 @@ from typing import Protocol
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.transport.newcomers import STRANGERS_AT_ONCE, Newcomers
 from zmqgrad.transport.ready import LONGEST_SECONDS, READ, WRITE, Poller
 from zmqgrad.transport.request_connection import CHUNK, Client
 from zmqgrad.transport.security import Keys
-from zmqgrad.transport.tcp import adopt, listen, set_up
+from zmqgrad.transport.tcp import adopt, listen
 from zmqgrad.transport.whole import read, write
-from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, Unpacker, opening, write_head
+from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, write_head
 from zmqgrad.wire.codec import decode, encode, encode_around
 from zmqgrad.wire.frames import read_envelope
 from zmqgrad.wire.messages import Message, StoreValue
@@ -42,24 +43,8 @@ MAX_CLIENTS = 16_384
 SPARE = 64
 """How many connections beyond those are taken, to be told so."""
 
-MAX_PENDING = 4096
-"""How many may be about to say who they are. Then the one that has been so longest makes room."""
-
-ACCEPTS_AT_ONCE, STRANGERS_AT_ONCE = 16, 64
-"""So many connections are taken, and so many of those heard that have not said who they are, between two
-rounds in which all others are answered. The latter is more, as a handshake takes several: or those who come
-would pile up, and each would be dropped before it was heard."""
-
-FULL_SECONDS = 0.25
-"""How long nobody is taken after the system had no descriptor or memory to give for him."""
-
 MAX_UNREAD = 1000
 """How many notices wait for one who does not read them."""
-
-GREETING_SECONDS = 10.0
-"""How long a connection may take to say who it is."""
-
-_OPENING = opening("ROUTER")
 
 
 class Service(Protocol):
@@ -127,26 +112,34 @@ class RequestServer:
         self._stopped = False
         self._serving = False
         self._due = math.inf  # when something is to be done though nothing comes; perhaps later
-        self._full = False  # did the last newcomer find the system without a descriptor for him?
-        self._listen_again = math.inf  # when, should the system have no more connections to give
         self._strangers: set[str] = set()
-        self._fresh: dict[Client, float] = {}  # strangers, and until when they may be; the first first
-        self._clients: set[Client] = set()  # those who are none any more
+        self._clients: set[Client] = set()  # those who have said who they are
         self.requests = 0
         self.malformed = 0
         self.undeliverable = 0
         if listen_fd is None:
-            self._listener, self.endpoint = listen(address, keyed=keys is not None)
+            listener, self.endpoint = listen(address, keyed=keys is not None)
         else:
             port = address.rpartition(":")[2]
-            self._listener, self.endpoint = adopt(
+            listener, self.endpoint = adopt(
                 listen_fd, 0 if port == "*" else int(port), keyed=keys is not None
             )
         self._ear, self._bell = socket.socketpair()
         self._poller = Poller()
-        self._poller.register(self._listener.fileno(), READ)
         self._poller.register(self._ear.fileno(), READ)
         self._by_number: dict[int, Client] = {}  # of the descriptor
+        self._newcomers = Newcomers(
+            listener,
+            self.endpoint,
+            name=name,
+            keys=keys,
+            poller=self._poller,
+            clock=clock,
+            take=self._take,
+            refuse=self._refuse,
+            end=self._close,
+            wake_by=self.wake_by,
+        )
 
     @property
     def port(self) -> int:
@@ -161,7 +154,7 @@ class RequestServer:
     @property
     def pending(self) -> int:
         """How many there are to those who have not."""
-        return len(self._fresh)
+        return len(self._newcomers)
 
     def serve(self, service: Service) -> None:
         """Hand requests to ``service`` until :meth:`stop`; then close all connections. Blocks."""
@@ -186,7 +179,7 @@ class RequestServer:
                 moment = now()
                 if moment >= self._due:
                     self._due = math.inf
-                    self.wake_by(self._do_own_due(moment))
+                    self.wake_by(self._newcomers.do_due(moment))
                     self.wake_by(service.do_due(moment))
                     service.settle()
                     continue
@@ -199,7 +192,7 @@ class RequestServer:
                         service.stopping()
                         service.settle()
                         return
-                    self._accept()
+                    self._newcomers.accept()
                 elif client.stranger and strangers == STRANGERS_AT_ONCE:
                     pass  # it comes up again
                 else:
@@ -217,74 +210,26 @@ class RequestServer:
 
     # ---- connections ------------------------------------------------------------------------------------
 
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_AT_ONCE):
-            try:
-                connection, where = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as e:
-                if e.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                    if self._fresh:
-                        self._close(next(iter(self._fresh)))  # it may be one who only takes up room
-                        continue
-                    if not self._full:
-                        logger.error("%s at %s: cannot take more clients: %s", self.name, self.endpoint, e)
-                    self._full = True
-                    self._poller.unregister(self._listener.fileno())  # or poll would come back at once
-                    self._listen_again = self._clock.now() + FULL_SECONDS
-                    self.wake_by(self._listen_again)
-                    return
-                continue  # it went before we looked
-            self._full = False
-            if len(self._fresh) >= MAX_PENDING:
-                self._close(next(iter(self._fresh)))
-            connection.setblocking(False)
-            set_up(connection)
-            unpacker, said = self._introduce()
-            client = Client(connection, f"{where[0]}:{where[1]}", unpacker)
-            self._fresh[client] = self._clock.now() + GREETING_SECONDS
-            self.wake_by(self._fresh[client])
-            self._by_number[connection.fileno()] = client
-            self._poller.register(connection.fileno(), READ)
-            self._send(client, said)
-
-    def _introduce(self) -> tuple[Unpacker, bytes]:
-        """Of a new connection: how the other end is to speak, and what this end says first."""
-        if self._keys is None:
-            return Unpacker("DEALER"), _OPENING
-        from zmqgrad.transport.curve import CurveListener  # which takes a library that others need not load
-
-        curve = CurveListener(self._keys, "ROUTER", "DEALER")
-        return curve, curve.opening()
+    def _take(self, client: Client, said: bytes) -> None:
+        """Hear ``client``, who has just come, and say ``said`` to it."""
+        number = client.socket.fileno()
+        self._by_number[number] = client
+        self._poller.register(number, READ)
+        self._send(client, said)
 
     def _welcome(self, client: Client) -> None:
         """``client`` has said who it is."""
-        client.stranger = False
-        del self._fresh[client]
+        self._newcomers.welcome(client)
         client.surplus = len(self._clients) >= self._max_clients
         self._clients.add(client)
         if len(self._clients) > self._max_clients + SPARE:
             self._close(client)
 
-    def _do_own_due(self, now: float) -> float:
-        """Listen again, and drop those who have not said who they are. Gives the moment of the next."""
-        if now >= self._listen_again:
-            self._listen_again = math.inf
-            self._poller.register(self._listener.fileno(), READ)
-        while self._fresh:
-            client, until = next(iter(self._fresh.items()))
-            if until > now:
-                return min(until, self._listen_again)
-            self._refuse(client, f"it has not said who it is within {GREETING_SECONDS:g} s")
-            self._close(client)
-        return self._listen_again
-
     def _close(self, client: Client) -> None:
         if client.closed:
             return
         client.closed = True
-        self._fresh.pop(client, None)
+        self._newcomers.forget(client)
         self._clients.discard(client)
         number = client.socket.fileno()
         del self._by_number[number]
@@ -293,14 +238,13 @@ class RequestServer:
         self._service.gone(client)
 
     def _close_all(self) -> None:
-        for client in (*self._clients, *self._fresh):
+        for client in self._clients:
             client.closed = True
             client.socket.close()
         self._clients.clear()
-        self._fresh.clear()
         self._by_number.clear()
         self._poller.close()
-        for closing in (self._listener, self._ear, self._bell):
+        for closing in (self._newcomers, self._ear, self._bell):
             closing.close()
 
     # ---- in ---------------------------------------------------------------------------------------------
