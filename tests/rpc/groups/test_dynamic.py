@@ -24,8 +24,8 @@ from zmqgrad.errors import (
     UnknownWorkerError,
 )
 from zmqgrad.rpc.current import act_again, act_for, current_worker
-from zmqgrad.rpc.groups import roster
-from zmqgrad.rpc.groups.dynamic import DynamicGroup
+from zmqgrad.rpc.groups import dynamic, roster
+from zmqgrad.rpc.groups.dynamic import LEFT, DynamicGroup
 from zmqgrad.rpc.groups.group import make_worker
 from zmqgrad.rpc.groups.identity import WorkerRecord
 from zmqgrad.rpc.groups.roster import allot_id
@@ -102,6 +102,12 @@ def names_known_to(group: DynamicGroup) -> list[str]:
     """Who takes part, as far as it knows."""
     with acting(group):
         return [info.name for info in rpc.get_worker_infos()]
+
+
+def ids_known_to(group: DynamicGroup) -> list[int]:
+    """The same by their ids."""
+    with acting(group):
+        return [info.id for info in rpc.get_worker_infos()]
 
 
 def wait_until(what: Callable[[], bool]) -> None:
@@ -454,6 +460,33 @@ def test_gradients_go_on_while_others_come_and_go(town: Town) -> None:
             a.worker.lose(other.worker.id, "its process has ended")
 
 
+hold = threading.Event()
+
+
+def held() -> str:
+    """As `where`, once the test lets it."""
+    assert hold.wait(WAIT)
+    return where()
+
+
+def test_the_name_of_one_who_left_is_free_though_an_answer_is_still_awaited(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic, "LAST_WORDS_SECONDS", WAIT)
+    hold.clear()
+    a, first = town.join("a"), town.join("c")
+    with acting(a):
+        awaited = rpc.rpc_async("c", held)
+        first._roster.give_name_back()
+        first._roster.leave(LEFT)
+        wait_until(lambda: ids_known_to(a) == [a.worker.id])
+        second = town.join("c")
+        assert rpc.rpc_sync("c", where) == "c"
+        assert second.worker.counts()[1] == 1
+        hold.set()
+        assert awaited.wait() == "c"
+
+
 @pytest.mark.slow
 def test_one_comes_and_goes_while_others_call_each_other(town: Town) -> None:
     steady = [town.join(name) for name in "ab"]
@@ -482,6 +515,9 @@ def test_one_comes_and_goes_while_others_call_each_other(town: Town) -> None:
     try:
         for n in range(10):
             guest = town.join("c")
+            for group in steady:  # else they may call the last c, of whose end they have not heard yet
+                new = guest.worker.id
+                wait_until(lambda group=group, new=new: new in ids_known_to(group))  # type: ignore[misc]
             with acting(guest):
                 for name in "ab":
                     assert rpc.rpc_sync(name, there_and_back, args=("c",)) == "c"

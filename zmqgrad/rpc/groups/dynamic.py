@@ -122,7 +122,9 @@ class DynamicGroup(Group):
     def _take_leave(self, worker_id: int, reason: str) -> None:
         worker = self.worker
         if reason == LEFT and any(call.peer == worker_id for call in worker.calls.pending()):
-            # It has answered all that it was asked; what it said last may not have been read here yet.
+            # It has answered all that it was asked; what it said last may not have been read here yet. But
+            # its name may have another holder by now.
+            worker.membership.depart(worker_id)
             worker.timekeeper.call_later(LAST_WORDS_SECONDS, lambda: worker.lose(worker_id, reason))
         else:
             worker.lose(worker_id, reason)
