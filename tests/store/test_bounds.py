@@ -15,9 +15,9 @@ from tests.support.processes import free_port
 from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.store import StoreServer, TCPStore
-from zmqgrad.transport import newcomers
-from zmqgrad.transport.newcomers import GREETING_SECONDS
-from zmqgrad.transport.request_server import SPARE
+from zmqgrad.transport.requests import newcomers
+from zmqgrad.transport.requests.newcomers import GREETING_SECONDS
+from zmqgrad.transport.requests.server import SPARE
 from zmqgrad.transport.zmtp import opening
 
 PATIENCE = 20.0

@@ -21,7 +21,7 @@ from zmqgrad.errors import QueueEmptyError, StoreError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
 from zmqgrad.store.server import StoreServer
-from zmqgrad.transport.request_connection import Client
+from zmqgrad.transport.requests.connection import Client
 from zmqgrad.wire.messages import Message, StorePing, StoreWatchKey
 
 PATIENCE = 20.0

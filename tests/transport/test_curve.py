@@ -11,10 +11,10 @@ import zmq
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.transport.test_requests import RequestClientContext, Running
+from tests.transport.requests.test_requests import RequestClientContext, Running
 from zmqgrad.errors import ClosedError, ProtocolError, SecretError
 from zmqgrad.transport.curve import Curve, CurveCaller, CurveListener
-from zmqgrad.transport.request_client import RequestClient
+from zmqgrad.transport.requests.client import RequestClient
 from zmqgrad.transport.security import Keys, keys_of
 from zmqgrad.transport.zap import Doorkeeper, key_caller, key_listener
 from zmqgrad.transport.zmtp import GREETING_SIZE, HEAD_ROOM, LARGE, command, opening, write_head

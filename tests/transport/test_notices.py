@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.transport.requests.test_requests import Echo, Running
 from tests.transport.test_curve import OURS, THEIRS
-from tests.transport.test_requests import Echo, Running
 from zmqgrad.errors import ClosedError, ProtocolError, SecretError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport import request_server
 from zmqgrad.transport.notices import NoticeListener
-from zmqgrad.transport.request_connection import Client
+from zmqgrad.transport.requests import server as request_server
+from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.zmtp import HEAD_ROOM, opening, write_head
 from zmqgrad.wire.codec import encode

@@ -1,4 +1,4 @@
-"""ZMTP by itself, cut into pieces of any size; libzmq as the other end is in test_requests.py."""
+"""ZMTP by itself, cut into pieces of any size; libzmq as the other end is in requests/test_requests.py."""
 
 from __future__ import annotations
 

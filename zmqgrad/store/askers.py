@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zmqgrad.store.effects import Reply, refuse
 from zmqgrad.store.state import State
-from zmqgrad.transport.request_connection import Client
+from zmqgrad.transport.requests.connection import Client
 from zmqgrad.wire.messages import Message, Refusal
 
 MAX_WAITING = 100_000

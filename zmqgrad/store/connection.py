@@ -23,7 +23,7 @@ from zmqgrad.store.followers import CallbackNotice, Registered
 from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook, as_registered, unwatch_query, watch_query
 from zmqgrad.transport.notices import NoticeListener
-from zmqgrad.transport.request_client import RequestClient
+from zmqgrad.transport.requests.client import RequestClient
 from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.messages import (
     Message,

@@ -19,8 +19,8 @@ from zmqgrad.store.journal import Journal
 from zmqgrad.store.state import State
 from zmqgrad.store.topics import Prefix, Target
 from zmqgrad.store.watchers import Watchers
-from zmqgrad.transport.request_connection import Client
-from zmqgrad.transport.request_server import MAX_CLIENTS, RequestServer
+from zmqgrad.transport.requests.connection import Client
+from zmqgrad.transport.requests.server import MAX_CLIENTS, RequestServer
 from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.messages import (
     Message,

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.transport.test_requests import PATIENCE, RequestClientContext, Running
-from zmqgrad.transport import request_server
-from zmqgrad.transport.ready import READ, WRITE, Poll
+from tests.transport.requests.test_requests import PATIENCE, RequestClientContext, Running
+from zmqgrad.transport.requests import server as request_server
+from zmqgrad.transport.requests.ready import READ, WRITE, Poll
 from zmqgrad.wire.messages import StoreGet, StoreValue
 
 POLLERS = [Poll, *([select.epoll] if hasattr(select, "epoll") else [])]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.support.messages import messages
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.whole import read, write
+from zmqgrad.transport.requests.whole import read, write
 from zmqgrad.transport.zmtp import HEAD_ROOM, Unpacker, opening, write_head
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message, StoreAdd, StoreGet, StoreSet, StoreValue

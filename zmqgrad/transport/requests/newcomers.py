@@ -15,8 +15,8 @@ import socket
 from collections.abc import Callable
 
 from zmqgrad.runtime.clock import Clock
-from zmqgrad.transport.ready import READ, Poller
-from zmqgrad.transport.request_connection import Client
+from zmqgrad.transport.requests.connection import Client
+from zmqgrad.transport.requests.ready import READ, Poller
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import set_up
 from zmqgrad.transport.zmtp import Unpacker, opening

@@ -22,9 +22,9 @@ from zmqgrad.errors import (
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline, ManualClock
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.exposure import is_loopback
-from zmqgrad.transport.request_client import MAX_IDLE, RequestClient
-from zmqgrad.transport.request_connection import Client
-from zmqgrad.transport.request_server import RequestServer
+from zmqgrad.transport.requests.client import MAX_IDLE, RequestClient
+from zmqgrad.transport.requests.connection import Client
+from zmqgrad.transport.requests.server import RequestServer
 from zmqgrad.transport.security import Keys, keys_of
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Message, StoreDone, StoreGet, StoreKeys, StorePing, StoreValue
@@ -294,7 +294,7 @@ def test_garbage_is_counted_and_logged_once(
 ) -> None:
     """(P5): and the server goes on."""
     with (
-        caplog.at_level(logging.WARNING, "zmqgrad.transport.request_server"),
+        caplog.at_level(logging.WARNING, "zmqgrad.transport.requests.server"),
         zmq.Context() as context,
         context.socket(zmq.DEALER) as stranger,
     ):

@@ -3,7 +3,7 @@
 Unlike mailboxes (one-way), this serves many light clients. One thread owns the listening socket and all
 connections; it waits for all of them at once, reads what has come, and writes answers at once. An answer
 that the other end does not take is kept, and nothing more is read from there until it has. Those who have
-not said who they are stand with :mod:`~zmqgrad.transport.newcomers`.
+not said who they are stand with :mod:`~zmqgrad.transport.requests.newcomers`.
 
 Speaks ZMTP as a ROUTER does (see :mod:`~zmqgrad.transport.zmtp` for why not through libzmq). What does not
 speak it costs a counter and a line in the log (P5).
@@ -21,12 +21,12 @@ from typing import Protocol
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
-from zmqgrad.transport.newcomers import STRANGERS_AT_ONCE, Newcomers
-from zmqgrad.transport.ready import LONGEST_SECONDS, READ, WRITE, Poller
-from zmqgrad.transport.request_connection import CHUNK, Client
+from zmqgrad.transport.requests.connection import CHUNK, Client
+from zmqgrad.transport.requests.newcomers import STRANGERS_AT_ONCE, Newcomers
+from zmqgrad.transport.requests.ready import LONGEST_SECONDS, READ, WRITE, Poller
+from zmqgrad.transport.requests.whole import read, write
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import adopt, listen
-from zmqgrad.transport.whole import read, write
 from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, write_head
 from zmqgrad.wire.codec import decode, encode, encode_around
 from zmqgrad.wire.frames import read_envelope

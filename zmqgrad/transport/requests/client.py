@@ -22,9 +22,9 @@ from collections import deque
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.blocking import here
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.transport.requests.whole import read, write
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import dial, hang_up, limit_waits
-from zmqgrad.transport.whole import read, write
 from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, Unpacker, opening
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message

@@ -1,0 +1,1 @@
+"""Requests: clients and servers against one another, against libzmq, and against bad peers."""
