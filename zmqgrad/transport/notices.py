@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.requests.client import FIRST_PAUSE, LONGEST_PAUSE, Line
+from zmqgrad.transport.requests.line import FIRST_PAUSE, LONGEST_PAUSE, Line
 from zmqgrad.transport.security import Keys
 from zmqgrad.wire.codec import decode
 from zmqgrad.wire.messages import Message
