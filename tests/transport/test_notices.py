@@ -15,8 +15,9 @@ from tests.transport.test_curve import OURS, THEIRS
 from zmqgrad.errors import ClosedError, ProtocolError, SecretError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.notices import NoticeListener
-from zmqgrad.transport.requests import server as request_server
+from zmqgrad.transport.requests import outgoing
 from zmqgrad.transport.requests.connection import Client
+from zmqgrad.transport.requests.server import RequestServer
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.zmtp import HEAD_ROOM, opening, write_head
 from zmqgrad.wire.codec import encode
@@ -58,7 +59,8 @@ class Speaking(Running):
     """A server that gives notices."""
 
     def __init__(self, address: str = "tcp://127.0.0.1:*", keys: Keys | None = None) -> None:
-        self.server = request_server.RequestServer("speaker", address, keys=keys)
+        self.keys = keys
+        self.server = RequestServer("speaker", address, keys=keys)
         self.speaker = self.service = Speaker(self)
         self.thread = threading.Thread(target=self.server.serve, args=(self.service,), daemon=True)
         self.thread.start()
@@ -100,14 +102,14 @@ def speaking(request: pytest.FixtureRequest) -> Iterator[Speaking]:
 
 @pytest.fixture
 def listening(speaking: Speaking) -> Iterator[Listening]:
-    made = Listening(speaking.server.endpoint, speaking.server._keys)
+    made = Listening(speaking.server.endpoint, speaking.keys)
     yield made
     made.close()
 
 
 def test_all_that_is_said_arrives_in_order(speaking: Speaking, listening: Listening) -> None:
     """By everybody, whatever its size."""
-    other = Listening(speaking.server.endpoint, speaking.server._keys)
+    other = Listening(speaking.server.endpoint, speaking.keys)
     assert listening.known() != other.known()
     said = [notice(n, size) for n, size in enumerate([0, 1, 300, 70_000, 0, 300_000, 2])]
     speaking.speaker.say(*said)
@@ -133,8 +135,8 @@ def test_a_break_is_told_and_the_connection_made_anew() -> None:
 
 def test_who_does_not_read_is_hung_up_on(speaking: Speaking, monkeypatch: pytest.MonkeyPatch) -> None:
     """And connects anew: others get all of it."""
-    monkeypatch.setattr(request_server, "MAX_UNREAD", 3)
-    stuck, go = Listening(speaking.server.endpoint, speaking.server._keys), threading.Event()
+    monkeypatch.setattr(outgoing, "MAX_UNREAD", 3)
+    stuck, go = Listening(speaking.server.endpoint, speaking.keys), threading.Event()
     stuck.listener._on_notice = lambda message: go.wait(PATIENCE) and None
     name = stuck.known()
     for n in range(10_000):
@@ -150,7 +152,7 @@ def test_who_does_not_read_is_hung_up_on(speaking: Speaking, monkeypatch: pytest
 def test_nobody_there_another_secret_not_welcome(speaking: Speaking) -> None:
     address = speaking.server.endpoint
     speaking.speaker.refuses = True
-    for keys, error in ((THEIRS, SecretError), (speaking.server._keys, ProtocolError)):
+    for keys, error in ((THEIRS, SecretError), (speaking.keys, ProtocolError)):
         listening = Listening(address, keys)
         with pytest.raises(error):
             listening.known()

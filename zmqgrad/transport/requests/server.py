@@ -1,9 +1,9 @@
 """Answers requests on the connection on which they came: the store's server.
 
 Unlike mailboxes (one-way), this serves many light clients. One thread owns the listening socket and all
-connections; it waits for all of them at once, reads what has come, and writes answers at once. An answer
-that the other end does not take is kept, and nothing more is read from there until it has. Those who have
-not said who they are stand with :mod:`~zmqgrad.transport.requests.newcomers`.
+connections; it waits for all of them at once, reads what has come, and writes answers at once. Those who
+have not said who they are stand with :mod:`~zmqgrad.transport.requests.newcomers`; what is said to clients,
+and kept if they do not take it, with :mod:`~zmqgrad.transport.requests.outgoing`.
 
 Speaks ZMTP as a ROUTER does (see :mod:`~zmqgrad.transport.zmtp` for why not through libzmq). What does not
 speak it costs a counter and a line in the log (P5).
@@ -16,21 +16,21 @@ import math
 import secrets
 import socket
 import threading
-from collections.abc import Iterable
-from typing import Protocol
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.transport.requests.connection import CHUNK, Client
 from zmqgrad.transport.requests.newcomers import STRANGERS_AT_ONCE, Newcomers
-from zmqgrad.transport.requests.ready import LONGEST_SECONDS, READ, WRITE, Poller
-from zmqgrad.transport.requests.whole import read, write
+from zmqgrad.transport.requests.outgoing import Outgoing
+from zmqgrad.transport.requests.ready import LONGEST_SECONDS, READ, Poller
+from zmqgrad.transport.requests.service import Service
+from zmqgrad.transport.requests.whole import read
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import adopt, listen
-from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, Frame, write_head
-from zmqgrad.wire.codec import decode, encode, encode_around
+from zmqgrad.transport.zmtp import Frame
+from zmqgrad.wire.codec import decode
 from zmqgrad.wire.frames import read_envelope
-from zmqgrad.wire.messages import Message, StoreValue
+from zmqgrad.wire.messages import Message
 
 logger = logging.getLogger(__name__)
 
@@ -42,41 +42,6 @@ MAX_CLIENTS = 16_384
 
 SPARE = 64
 """How many connections beyond those are taken, to be told so."""
-
-MAX_UNREAD = 1000
-"""How many notices wait for one who does not read them."""
-
-
-class Service(Protocol):
-    """What a server serves; called in the server's thread alone."""
-
-    def handle(self, client: Client, line: int, number: int, message: Message) -> None:
-        """Answer request ``number`` on ``line`` by :meth:`RequestServer.reply`, now or in a later call."""
-        ...
-
-    def misunderstood(self, client: Client, message_id: int, why: str) -> None:
-        """A request of ours was malformed; it has been logged."""
-        ...
-
-    def unwelcome(self, client: Client, message_id: int, limit: int) -> None:
-        """A request came from a client beyond the ``limit``: say so."""
-        ...
-
-    def gone(self, client: Client) -> None:
-        """The connection has ended; answers to it are dropped."""
-        ...
-
-    def settle(self) -> None:
-        """What had come has been handled; more is waited for after this."""
-        ...
-
-    def do_due(self, now: float) -> float:
-        """Do what was due by ``now``. Gives the moment when something is due next; infinite for never."""
-        ...
-
-    def stopping(self) -> None:
-        """The last chance to reply."""
-        ...
 
 
 class RequestServer:
@@ -104,7 +69,6 @@ class RequestServer:
         clock: Clock = MONOTONIC,
     ) -> None:
         self.name = name
-        self._keys = keys
         self.incarnation = secrets.randbits(63)
         self._clock = clock
         self._max_clients = max_clients
@@ -116,7 +80,6 @@ class RequestServer:
         self._clients: set[Client] = set()  # those who have said who they are
         self.requests = 0
         self.malformed = 0
-        self.undeliverable = 0
         if listen_fd is None:
             listener, self.endpoint = listen(address, keyed=keys is not None)
         else:
@@ -128,6 +91,9 @@ class RequestServer:
         self._poller = Poller()
         self._poller.register(self._ear.fileno(), READ)
         self._by_number: dict[int, Client] = {}  # of the descriptor
+        self._outgoing = Outgoing(name, self.incarnation, keys=keys, poller=self._poller, end=self._close)
+        self.reply, self.notify = self._outgoing.reply, self._outgoing.notify
+        """As :class:`Outgoing` has them: methods of this would cost each answer another call."""
         self._newcomers = Newcomers(
             listener,
             self.endpoint,
@@ -155,6 +121,11 @@ class RequestServer:
     def pending(self) -> int:
         """How many there are to those who have not."""
         return len(self._newcomers)
+
+    @property
+    def undeliverable(self) -> int:
+        """How many answers were dropped, as the client had gone."""
+        return self._outgoing.undeliverable
 
     def serve(self, service: Service) -> None:
         """Hand requests to ``service`` until :meth:`stop`; then close all connections. Blocks."""
@@ -198,7 +169,7 @@ class RequestServer:
                 else:
                     strangers += client.stranger
                     if client.out:
-                        self._flush(client)
+                        self._outgoing.flush(client)
                     else:
                         self._read(client)
             service.settle()
@@ -208,6 +179,17 @@ class RequestServer:
         if moment < self._due:
             self._due = moment
 
+    def stop(self) -> None:
+        """Let :meth:`serve` return. Safe from any thread; idempotent."""
+        with self._lock:
+            if self._stopped:
+                return
+            self._stopped = True
+            if not self._serving:
+                self._close_all()
+                return
+            self._bell.send(b"\0")
+
     # ---- connections ------------------------------------------------------------------------------------
 
     def _take(self, client: Client, said: bytes) -> None:
@@ -215,7 +197,7 @@ class RequestServer:
         number = client.socket.fileno()
         self._by_number[number] = client
         self._poller.register(number, READ)
-        self._send(client, said)
+        self._outgoing.send(client, said)
 
     def _welcome(self, client: Client) -> None:
         """``client`` has said who it is."""
@@ -294,7 +276,7 @@ class RequestServer:
             else:
                 self._hand_on(client, frame)
         if client.out and not client.closed:  # it did not take what its end of the protocol asked for
-            self._wait_to(client)
+            self._outgoing.wait_to(client)
 
     def _hand_on(self, client: Client, frame: Frame) -> None:
         try:
@@ -337,80 +319,6 @@ class RequestServer:
                 client.address,
                 why,
             )
-
-    # ---- out --------------------------------------------------------------------------------------------
-
-    def reply(self, client: Client, message_id: int, message: Message) -> None:
-        """Send an answer; only in the server's thread. It is dropped, and counted, if the client has gone."""
-        if client.closed:
-            self.undeliverable += 1
-            return
-        if self._keys is not None:
-            frame = encode(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
-            data: bytes | bytearray = client.unpacker.pack(frame)
-        elif type(message) is StoreValue and len(message.value) >= LARGE:
-            # The store's own copy of the value is sent: another would cost more than all the rest.
-            before, after = encode_around(message, 0, self.incarnation, message_id, room=HEAD_ROOM)
-            write_head(before, len(message.value) + len(after))
-            self._send(client, before, message.value, after)
-            return
-        else:
-            data = write(message, self.incarnation, message_id)
-        self._send(client, data)
-
-    def notify(self, clients: Iterable[Client], message: Message) -> None:
-        """Send ``message``, which nobody asked for, to ``clients``; only in the server's thread.
-
-        Who has left ``MAX_UNREAD`` of them is hung up on: he will look himself, once he can.
-        """
-        frame = encode(message, 0, self.incarnation, 0, room=HEAD_ROOM)
-        plain = write_head(frame) if self._keys is None else None
-        for client in clients:
-            if len(client.out) >= MAX_UNREAD:
-                logger.warning("%s: hung up on %s, which reads no notices", self.name, client.address)
-                self._close(client)
-            elif not client.closed:
-                self._send(client, client.unpacker.pack(frame) if plain is None else plain)
-
-    def _send(self, client: Client, data: bytes | bytearray, *more: bytes | bytearray) -> None:
-        sent = 0
-        try:
-            if not client.out:
-                sent = client.socket.sendmsg((data, *more)) if more else client.socket.send(data)
-                if sent == len(data) and not more:
-                    return  # as nearly always
-        except BlockingIOError:
-            pass
-        except OSError:
-            self.undeliverable += 1
-            return  # it is about to be read from, and found to have gone
-        client.keep(sent, data, *more)
-        if client.out:
-            self._wait_to(client)
-
-    def _wait_to(self, client: Client) -> None:
-        """Nothing more is read from who does not take what he asked for."""
-        self._poller.modify(client.socket.fileno(), WRITE if client.out else READ)
-
-    def _flush(self, client: Client) -> None:
-        try:
-            client.flush()
-        except OSError:
-            self._close(client)
-            return
-        if not client.out:
-            self._wait_to(client)
-
-    def stop(self) -> None:
-        """Let :meth:`serve` return. Safe from any thread; idempotent."""
-        with self._lock:
-            if self._stopped:
-                return
-            self._stopped = True
-            if not self._serving:
-                self._close_all()
-                return
-            self._bell.send(b"\0")
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else f"{len(self._clients)} clients, {self.requests} requests"
