@@ -62,18 +62,20 @@ class Mortal(StoreServer):
 
     def _run(self) -> None:
         self._requests_reply = self._requests.reply
-        self._requests.reply = self._reply  # type: ignore[method-assign]
+        self._requests.reply = self._reply
+        self._service_handle = self._service.handle
+        self._service.handle = self._handle  # type: ignore[method-assign]
         try:
             super()._run()
         except Died:
             self._life.reborn()
 
-    def handle(self, client: Client, line: int, number: int, query: Message) -> None:
+    def _handle(self, client: Client, line: int, number: int, query: Message) -> None:
         counts = type(query) not in (StorePing, StoreWatchKey)
         self._now = self._life.fates.popleft() if counts and self._life.fates else "arrives"
         if self._now == "dies before":
             raise Died
-        super().handle(client, line, number, query)
+        self._service_handle(client, line, number, query)
 
     def _reply(self, client: Client, number: int, message: Message) -> None:
         if self._now == "dies after":

@@ -11,7 +11,7 @@ seen by every call that begins after it has returned. Every wait has a deadline,
 costs the timeout, no more; one that comes back within it costs nothing. A watch callback sees the last
 value (P8).
 
-Start with :mod:`~zmqgrad.store.state`, the pure machine. :mod:`~zmqgrad.store.server` and
+Start with :mod:`~zmqgrad.store.state`, the pure machine. :mod:`~zmqgrad.store.service` and
 :mod:`~zmqgrad.store.local` drive it; :mod:`~zmqgrad.store.watch` follows keys at the client's end.
 Threads: the server's one; with watches, one that receives notices, and those that run callbacks.
 """
