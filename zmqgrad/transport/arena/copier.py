@@ -37,8 +37,7 @@ class Copier:
     def __init__(self, name: str) -> None:
         self._name = f"{name}-copier"
         self._lock = threading.Lock()  # held by whose copy is helped with, and to start and to end the thread
-        self._jobs: SimpleQueue[tuple[int, int, int] | None] = SimpleQueue()
-        self._done = threading.Semaphore(0)
+        self._jobs: SimpleQueue[tuple[int, int, int, threading.Lock] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = (os.cpu_count() or 1) < 2
         self.helped = 0
@@ -61,23 +60,14 @@ class Copier:
             return
         half = size // 2 // ALIGNMENT * ALIGNMENT
         address = ctypes.addressof(source)
-        self._jobs.put((to + half, address + half, size - half))
+        done = threading.Lock()  # one for each copy: an interrupted one must not answer for the next
+        done.acquire()
+        self._jobs.put((to + half, address + half, size - half, done))
         try:
             ctypes.memmove(to, address, half)
         finally:
-            self._wait()  # whatever happened: the memory must stay what it is until both have finished
+            _wait(done)  # whatever happened: the memory must stay what it is until both have finished
         self.helped += 1
-
-    def _wait(self) -> None:
-        interrupted: BaseException | None = None
-        while True:
-            try:
-                self._done.acquire()
-                break
-            except BaseException as e:  # Ctrl-C
-                interrupted = e
-        if interrupted is not None:
-            raise interrupted
 
     def _has_helper(self) -> bool:
         """Called with the lock held."""
@@ -93,8 +83,9 @@ class Copier:
 
     def _help(self) -> None:
         while (job := self._jobs.get()) is not None:
-            ctypes.memmove(*job)
-            self._done.release()
+            to, source, size, done = job
+            ctypes.memmove(to, source, size)
+            done.release()
 
     def close(self) -> None:
         """End the thread; who copies now copies alone. Idempotent."""
@@ -109,3 +100,16 @@ class Copier:
             return []
         thread.join(deadline.left_or_none())
         return [self._name] if thread.is_alive() else []
+
+
+def _wait(done: threading.Lock) -> None:
+    """Wait until ``done`` is released, whatever signals come; they take effect afterwards."""
+    interrupted: BaseException | None = None
+    while True:
+        try:
+            done.acquire()
+            break
+        except BaseException as e:  # Ctrl-C
+            interrupted = e
+    if interrupted is not None:
+        raise interrupted
