@@ -26,8 +26,9 @@ from zmqgrad.errors import FunctionNotFoundError, PayloadError, PeerLostError, P
 from zmqgrad.rpc.packing.code import PeerCode
 from zmqgrad.rpc.packing.code import __name__ as code_module
 from zmqgrad.rpc.packing.culprit import name_culprit, shorten
-from zmqgrad.rpc.packing.naming import in_main, main_attribute, reference_to
+from zmqgrad.rpc.packing.naming import find_function, in_main, main_attribute, reference_to
 from zmqgrad.rpc.packing.plain import decode_arguments, decode_value, encode_arguments, encode_value
+from zmqgrad.rpc.packing.scripts import check_script_arguments, reduce_script
 from zmqgrad.wire.messages import NO_TENSORS, NOTHING, Blob, Form, Payload, Place
 from zmqgrad.wire.tensors import Devices, blob_bytes, describe, rebuild
 from zmqgrad.wire.unwritten import Buffer, Frame
@@ -149,7 +150,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return getattr, (obj.__self__, obj.__name__)
         if self._terms.main_by_reference and isinstance(obj, (types.FunctionType, type)) and in_main(obj):
             return main_attribute, (obj.__qualname__,)
-        return self._reduce_code(obj) or super().reducer_override(obj)
+        return self._reduce_code(obj) or self._reduce_script(obj) or super().reducer_override(obj)
 
     def _reduce_code(self, obj: Any) -> tuple[Any, ...] | None:
         """For code that its peer need not be sent again (:mod:`zmqgrad.rpc.packing.code`)."""
@@ -161,6 +162,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if type(obj) is types.FunctionType and "<" in obj.__qualname__:  # else it may be found by its name
             return references.code.reduce_function(obj)
         return None
+
+    def _reduce_script(self, obj: Any) -> tuple[Any, ...] | None:
+        if not isinstance(obj, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
+            return None
+        reference = reference_to(obj, self._terms.main_by_reference)
+        return (find_function, (reference,)) if reference else reduce_script(obj)
 
     def _reduce(self, obj: TravelsInCalls) -> tuple[Any, ...]:
         if isinstance(obj, TravelsAsReference):
@@ -287,6 +294,8 @@ def pack_call(
     if args.__class__ is not tuple:
         args = _arguments(args)
     kwargs = {} if kwargs is None else _keywords(kwargs)
+    if function.__class__ is torch.jit.ScriptFunction:
+        check_script_arguments(function, args, kwargs)
     reference = reference_to(function, terms.main_by_reference)
     if not reference:
         return "", _pickle((function, args, kwargs), terms, ("func", "args", "kwargs"))

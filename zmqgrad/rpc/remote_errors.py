@@ -12,6 +12,7 @@ import pickle
 import traceback
 
 import cloudpickle
+import torch
 
 from zmqgrad.errors import RemoteError
 from zmqgrad.wire.messages import MAX_TEXT, ExceptionReply
@@ -19,6 +20,11 @@ from zmqgrad.wire.messages import MAX_TEXT, ExceptionReply
 logger = logging.getLogger(__name__)
 
 _LONGEST = MAX_TEXT // 4
+
+
+class ScriptError(RemoteError, torch.jit.Error):
+    """TorchScript failed over there: what torch raises for it, which with torch's RPC is a RuntimeError."""
+
 
 LARGEST = 1 << 20
 """An exception whose pickle has more bytes travels as its text alone."""
@@ -59,6 +65,8 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
         return RemoteError(
             f"{reply.kind} cannot be rebuilt here. Original exception on remote side was:\n{text}"
         )
+    if type(error) is torch.jit.Error:
+        return ScriptError(text)
     if all(isinstance(a, str) for a in error.args) and len(error.args) <= 1:
         error.args = (text,)
     # For exceptions that make their text from other things than one string.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import FunctionNotFoundError, ProtocolError
+from zmqgrad.rpc.packing.scripts import scripted_name
 
 MAIN_NAMES = ("__main__", "__mp_main__")
 """What the main module is called, in a process and in those that it spawns."""
@@ -34,7 +35,9 @@ def reference_to(function: Any, main_by_reference: bool = True) -> str:
     if isinstance(module, str) and _leads_to(module, name, function):
         return f"{module}:{name}"
     if isinstance(function, torch.jit.ScriptFunction):
-        module, _, short = function.qualified_name.removeprefix("__torch__.").rpartition(".")
+        module, short = scripted_name(function)
+        if module == "__main__" and not main_by_reference:
+            return ""
         return f"{module}:{short}" if _leads_to(module, short, function) else ""
     return _builtin_reference(function)
 

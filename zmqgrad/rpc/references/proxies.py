@@ -86,7 +86,9 @@ def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -
         AttributeError: if the value has no such method.
     """
     if not hasattr(rref._get_type(timeout), name):
-        sync(rref, timeout, "__getattribute__", (name,), {})  # perhaps the object itself has it
+        worker, seconds = rref._worker, rref._worker.seconds(timeout)  # perhaps the object itself has it
+        owner = rref.handle.owner
+        worker.open(worker.wait(worker.call(owner, _look_up, (rref, seconds, name), None, timeout)))
     content = (rref, rref._worker.seconds(timeout), name, args, kwargs)
     return rref._call_there(call_own_method, content, timeout)
 
@@ -105,6 +107,11 @@ def _ask(
     packed = pack_arguments(args, kwargs, worker.terms(peer))
     reference = method_reference(rref.handle.rref_id, name)
     return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)
+
+
+def _look_up(rref: RRef[Any], seconds: float, name: str) -> None:
+    """On the owner."""
+    getattr(rref._own_value(seconds), name)
 
 
 def call_own_method(rref: RRef[Any], seconds: float, name: str, args: Any, kwargs: Any) -> Any:
