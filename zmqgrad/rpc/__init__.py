@@ -38,7 +38,13 @@ from zmqgrad.rpc.api import (
     shutdown,
     wait_for_workers,
 )
-from zmqgrad.rpc.backend_registry import backend_registered, construct_rpc_backend_options
+from zmqgrad.rpc.backend_registry import (
+    BackendValue,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import broadcast, wait_all
 from zmqgrad.rpc.groups.identity import WorkerInfo
@@ -51,6 +57,7 @@ PyRRef = RRef
 
 __all__ = [
     "BackendType",
+    "BackendValue",
     "PyRRef",
     "RRef",
     "RpcBackendOptions",
@@ -75,10 +82,12 @@ __all__ = [
     "get_stats",
     "get_worker_info",
     "get_worker_infos",
+    "init_backend",
     "init_rpc",
     "is_available",
     "on_join",
     "on_loss",
+    "register_backend",
     "remote",
     "rpc_async",
     "rpc_sync",

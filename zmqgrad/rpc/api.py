@@ -11,6 +11,7 @@ from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
 from zmqgrad.rendezvous import meeting_place, rendezvous, says_world_size
+from zmqgrad.rpc.backend_registry import construct_rpc_backend_options, init_backend, is_own
 from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
 from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
 from zmqgrad.rpc.futures import RpcFuture
@@ -18,14 +19,13 @@ from zmqgrad.rpc.gathering import _thread_local_var as _thread_local_var
 from zmqgrad.rpc.gathering import _wait_all as _wait_all
 from zmqgrad.rpc.gathering import note_future
 from zmqgrad.rpc.groups.events import JoinCallback, LossCallback
-from zmqgrad.rpc.groups.forming import form_dynamic, form_fixed
+from zmqgrad.rpc.groups.forming import join_group
 from zmqgrad.rpc.groups.group import Group, close_quietly
 from zmqgrad.rpc.groups.identity import WorkerInfo, check_name
 from zmqgrad.rpc.groups.meeting import all_gather, barrier
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
-    BackendType,
     RpcBackendOptions,
     TensorPipeRpcBackendOptions,
     check_timeout,
@@ -34,6 +34,7 @@ from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.rref import RRef, call_remote
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import Store
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,8 @@ def init_rpc(
 
     Args:
         name: of this worker, unique in the group.
-        backend: of no meaning; there is one.
+        backend: there is one, and those that the program has registered
+            (:mod:`zmqgrad.rpc.backend_registry`).
         rank: 0 to ``world_size`` - 1, unique in the group; -1: from the environment or the URL. Without a
             world size, None: the next that is free.
         world_size: how many workers there are; None: from the environment or the URL. If nobody says, any
@@ -67,9 +69,11 @@ def init_rpc(
     """
     global _group
     check_name(name)
-    _check_backend(backend)
-    options = RpcBackendOptions() if rpc_backend_options is None else rpc_backend_options
-    _check_options(backend, options)
+    own = is_own(backend)
+    options: Any = rpc_backend_options
+    if options is None:
+        options = RpcBackendOptions() if own else construct_rpc_backend_options(backend)
+    _check_options(backend, own, options)
     options.check_devices()
     with _lock:
         if _group is not None:
@@ -77,36 +81,47 @@ def init_rpc(
                 f"RPC is already initialized in this process (as {_group.worker.name}); call shutdown() first"
             )
         deadline = Deadline.after(options.rpc_timeout or None)
-        patience = options.rpc_timeout or 1e8
-        if world_size is None and not says_world_size(options.init_method):
-            store, rank = meeting_place(options.init_method, rank, patience)
-            group: Group = form_dynamic(name, rank, store, options)
+        store, rank, world_size = _meet(rank, world_size, options)
+        if own:
+            group = join_group(store, name, rank, world_size, options, deadline)
         else:
-            size = -1 if world_size is None else world_size
-            met = rendezvous(options.init_method, -1 if rank is None else rank, size, timeout=patience)
-            group = form_fixed(name, *next(met), options)
-        try:
-            group.join(deadline)
-        except BaseException:
-            close_quietly(group)
-            raise
+            group = _join_by(backend, store, name, rank, world_size, options)
         _group = group
         set_default_worker(group.worker)
 
 
-def _check_backend(backend: Any) -> None:
-    if backend is None or isinstance(backend, BackendType):
-        return
-    if getattr(backend, "name", None) not in BackendType.__members__:  # torch's own enumeration will do
-        raise ArgumentTypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
+def _meet(
+    rank: int | None, world_size: int | None, options: RpcBackendOptions
+) -> tuple[Store, int | None, int | None]:
+    """Store, rank and world size (None: the group has no fixed one)."""
+    patience = options.rpc_timeout or 1e8
+    if world_size is None and not says_world_size(options.init_method):
+        store, rank = meeting_place(options.init_method, rank, patience)
+        return store, rank, None
+    size = -1 if world_size is None else world_size
+    return next(rendezvous(options.init_method, -1 if rank is None else rank, size, timeout=patience))
 
 
-def _check_options(backend: Any, options: object) -> None:
+def _join_by(
+    backend: Any, store: Store, name: str, rank: int | None, world_size: int | None, options: Any
+) -> Group:
+    """Join through a backend that the program has registered."""
+    try:
+        group: Group = init_backend(
+            backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=options
+        )
+    except BaseException:
+        store.close()
+        raise
+    return group
+
+
+def _check_options(backend: Any, own: bool, options: object) -> None:
     if not isinstance(options, RpcBackendOptions):
         raise ArgumentTypeError(
             f"Argument rpc_backend_options must be an instance of RpcBackendOptions, not {options!r}"
         )
-    if type(options) is RpcBackendOptions or isinstance(options, TensorPipeRpcBackendOptions):
+    if not own or type(options) is RpcBackendOptions or isinstance(options, TensorPipeRpcBackendOptions):
         options.__post_init__()  # they may have been changed since
         return
     if backend is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from zmqgrad.rpc.options import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
@@ -10,9 +12,13 @@ from zmqgrad.rpc.options import (
     UNSET_RPC_TIMEOUT,
 )
 
+DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(milliseconds=2**31 - 1)
+"""Of no meaning here: no process group stands behind a worker."""
+
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_NUM_WORKER_THREADS",
+    "DEFAULT_PROCESS_GROUP_TIMEOUT",
     "DEFAULT_RPC_TIMEOUT_SEC",
     "DEFAULT_SHUTDOWN_TIMEOUT",
     "UNSET_RPC_TIMEOUT",

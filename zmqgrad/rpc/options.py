@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from zmqgrad import environment
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
 from zmqgrad.transport.dataplane.credit import INFLIGHT
@@ -30,6 +30,9 @@ class BackendType(enum.Enum):
 
     ZMQ = "ZMQ"
     TENSORPIPE = "TENSORPIPE"
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
 
 
 @dataclass
@@ -75,7 +78,9 @@ class RpcBackendOptions:
     def __post_init__(self) -> None:
         self.limits.check()
         self.rpc_timeout = check_timeout(self.rpc_timeout, "rpc_timeout")
-        if not isinstance(self.num_worker_threads, int) or self.num_worker_threads < 1:
+        if not isinstance(self.num_worker_threads, int):
+            raise ArgumentTypeError(f"num_worker_threads must be a number, not {self.num_worker_threads!r}")
+        if self.num_worker_threads < 1:
             raise ConfigurationError(
                 f"num_worker_threads must be at least 1, not {self.num_worker_threads!r}"
             )
@@ -173,6 +178,10 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         _channels: Any = None,
         **others: Any,  # those that torch does not have
     ) -> None:
+        if not hasattr(type(rpc_timeout), "__float__"):  # the base takes a timedelta as well
+            raise ArgumentTypeError(
+                f"incompatible constructor arguments: rpc_timeout must be seconds here, not {rpc_timeout!r}"
+            )
         super().__init__(
             rpc_timeout, init_method, num_worker_threads, device_maps or {}, devices or (), **others
         )
@@ -182,12 +191,13 @@ def check_timeout(value: Any, name: str = "timeout") -> float:
     """Seconds as a float, 0 for no limit.
 
     Raises:
-        ConfigurationError: unless ``value`` is a number of seconds or a timedelta, not below 0.
+        ArgumentTypeError: unless ``value`` is a number of seconds or a timedelta.
+        ConfigurationError: if it is below 0.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigurationError(f"{name} must be seconds or a timedelta, not {value!r}")
+    if isinstance(value, bool) or not hasattr(type(value), "__float__"):
+        raise ArgumentTypeError(f"{name} must be seconds or a timedelta, not {value!r}")
     if not value >= 0:
         raise ConfigurationError(f"{name} must be at least 0 seconds (0: no limit), not {value!r}")
     return float(value)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -236,6 +237,10 @@ def test_options_by_torchs_name() -> None:
     made = registry.construct_rpc_backend_options(registry.BackendType["TENSORPIPE"], 5, num_worker_threads=2)
     assert isinstance(made, rpc.TensorPipeRpcBackendOptions)
     assert (made.rpc_timeout, made.num_worker_threads, made.init_method) == (5.0, 2, "env://")
+    for strange in ({"rpc_timeout": timedelta(seconds=3)}, {"rpc_timeout": "3"}, {"num_worker_threads": "3"}):
+        with pytest.raises(TypeError, match=next(iter(strange))):
+            rpc.TensorPipeRpcBackendOptions(**strange)  # type: ignore[arg-type]
+    assert rpc.RpcBackendOptions(rpc_timeout=timedelta(seconds=3)).rpc_timeout == 3.0  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="num_threads"):
         rpc.TensorPipeRpcBackendOptions(num_threads=3)
     options.rpc_timeout = -5

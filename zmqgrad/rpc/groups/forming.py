@@ -14,11 +14,12 @@ import msgspec
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, RendezvousError, StoreTimeoutError
 from zmqgrad.rpc.groups.dynamic import DynamicGroup
-from zmqgrad.rpc.groups.group import Group, make_worker
+from zmqgrad.rpc.groups.group import Group, close_quietly, make_worker
 from zmqgrad.rpc.groups.identity import WorkerRecord, check_rank
 from zmqgrad.rpc.groups.joining import REFUSED, read_all
 from zmqgrad.rpc.groups.roster import PREFIX, allot_id, lives
 from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
 from zmqgrad.transport.exposure import (
     check_exposure,
@@ -35,6 +36,31 @@ _OF_FIXED_GROUP = re.compile(r"rpc/\d+/worker/\d+")
 
 GLANCE_SECONDS = 0.2
 """How long a key that was just listed may take to be read."""
+
+
+def join_group(
+    store: Store,
+    name: str,
+    rank: int | None,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    deadline: Deadline,
+) -> Group:
+    """Join the group that meets at ``store``; without a world size, one that others may join and leave.
+
+    Raises:
+        ConfigurationError, RendezvousError: as :meth:`Group.join`, and what forms it; the store is closed.
+    """
+    if world_size is None:
+        group: Group = form_dynamic(name, rank, store, options)
+    else:
+        group = form_fixed(name, store, -1 if rank is None else rank, world_size, options)
+    try:
+        group.join(deadline)
+    except BaseException:
+        close_quietly(group)
+        raise
+    return group
 
 
 def form_fixed(name: str, store: Store, rank: int, world_size: int, options: RpcBackendOptions) -> Group:

@@ -8,7 +8,6 @@ copy. Script code that makes remote calls itself cannot be compiled: those opera
 from __future__ import annotations
 
 import io
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -42,17 +41,19 @@ def _arguments(function: Any) -> list[Any]:
     return arguments
 
 
-def _saved(obj: Any) -> pickle.PickleBuffer:
+def _saved(obj: Any) -> bytes:
     file = io.BytesIO()
     torch.jit.save(obj, file)
-    return pickle.PickleBuffer(file.getbuffer())
+    return file.getvalue()
 
 
-def _load_module(saved: Any) -> Any:
+def _load_module(saved: bytes) -> Any:
     return torch.jit.load(io.BytesIO(saved))  # type: ignore[no-untyped-call]
 
 
-def _load_function(saved: Any, name: str, arguments: list[str], defaults: dict[str, Any]) -> ArrivedFunction:
+def _load_function(
+    saved: bytes, name: str, arguments: list[str], defaults: dict[str, Any]
+) -> ArrivedFunction:
     return ArrivedFunction(_load_module(saved), name, arguments, defaults)
 
 
