@@ -314,6 +314,30 @@ def test_sparse_gradients_of_embeddings(c: Cluster, remote: bool) -> None:
         assert gradient.to_dense()[:, 0].tolist() == [0.0, 2.0, 0.0, 1.0]
 
 
+@pytest.mark.parametrize("sparse_first", [False, True])
+def test_sparse_and_dense_gradients_of_one_tensor(c: Cluster, sparse_first: bool) -> None:
+    rows = torch.tensor([1, 3, 1])
+
+    def run(to: Callable[..., Tensor], differentiate: Callable[[list[Tensor]], None], x: Tensor) -> None:
+        w = x * 1
+        sparse = [to(look_up, w, rows).sum(), to(look_up, x, rows).sum()]
+        dense = [(to(torch.sin, w) * w).sum(), to(torch.cos, x).sum()]
+        roots = [*sparse, *dense] if sparse_first else [*dense, *sparse]
+        for root in roots:
+            differentiate([root])
+        differentiate(roots)  # sums at borders, too
+
+    weight, alone = (torch.ones(4, 2, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    run(lambda f, *args: f(*args), lambda roots: torch.autograd.backward(roots, retain_graph=True), alone)
+    with context() as ctx:
+        run(
+            lambda f, *args: rpc.rpc_sync(1, f, args),
+            lambda roots: backward(ctx, roots, retain_graph=True),
+            weight,
+        )
+        assert_gradients(ctx, (weight, alone.grad))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
 def test_other_types_of_numbers(c: Cluster, dtype: torch.dtype) -> None:
     x = torch.tensor([1, 2], dtype=dtype, requires_grad=True)
@@ -382,6 +406,27 @@ def test_a_leaf_used_beside_a_tensor_made_from_it_that_was_sent(c: Cluster, reta
         x = w * w
         backward(ctx, [(x + rpc.rpc_sync(1, same, (x,)) + w).sum()], retain_graph)
         assert_gradients(ctx, (w, [5.0]))
+
+
+class Generous(torch.autograd.Function):
+    """Gives gradients that nobody has asked for."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return x * 2 + y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient * 2, gradient
+
+
+def test_gradients_of_constants_are_dropped_where_nodes_run_one_by_one(c: Cluster) -> None:
+    w = leaf(1)
+    with context() as ctx:
+        x = w * w
+        y = Generous.apply(x, torch.ones(1, dtype=torch.float64)) + w
+        backward(ctx, [(y + rpc.rpc_sync(1, same, (x,))).sum()])
+        assert_gradients(ctx, (w, [7.0]))
 
 
 def test_a_hook_of_a_tensor_sees_the_whole_gradient_once(c: Cluster) -> None:

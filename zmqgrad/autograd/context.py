@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zmqgrad.autograd.functions import RecvNote, Send, attach_recv
+from zmqgrad.autograd.graph.single import added
 from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id, split_id
 
@@ -124,7 +125,7 @@ class Context:
             return gradient
         with self._lock:
             present = self._gradients.get(id(leaf))
-            total = self._own(gradient, shared) if present is None else present[1] + gradient
+            total = self._own(gradient, shared) if present is None else added(present[1], gradient)
             self._gradients[id(leaf)] = leaf, total
             return total
 

@@ -48,6 +48,13 @@ def run_engine(
     return found
 
 
+def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """The sum of two gradients, as the engine forms it: torch adds sparse to dense, not dense to sparse."""
+    if present.layout is not torch.strided and gradient.layout is torch.strided:
+        return gradient + present
+    return present + gradient
+
+
 def run_nodes(nodes: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> None:
     """Run the nodes of leaves themselves: they add to ``.grad``."""
     if _engine is None:

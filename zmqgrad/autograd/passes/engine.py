@@ -19,7 +19,7 @@ from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
 from zmqgrad.autograd.graph.hooks import any_registered, has_hooks
 from zmqgrad.autograd.graph.leaves import Leaves, how_leaves_collect
 from zmqgrad.autograd.graph.plan import Edge, Graph, Group, Plan
-from zmqgrad.autograd.graph.single import Gradient, let_go, outputs_of, run_engine, run_node, shared
+from zmqgrad.autograd.graph.single import Gradient, added, let_go, outputs_of, run_engine, run_node, shared
 from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.passes.routes import RoutedPass, find_routes
 from zmqgrad.wire.messages import Waiting
@@ -99,7 +99,7 @@ class PlannedPass(LocalPass):
     def _add(self, edge: Edge, gradient: Gradient) -> None:
         if gradient is not None:
             present = self._gradients.get(edge)
-            self._gradients[edge] = gradient if present is None else present + gradient
+            self._gradients[edge] = gradient if present is None else added(present, gradient)
 
     def _run(self, group: Group) -> list[tuple[RecvNote, list[Gradient]]]:
         """Run ``group``; gives the recvs that are complete now, and their gradients (None: none)."""
@@ -160,12 +160,12 @@ class PlannedPass(LocalPass):
             for gradient, also_held, (following, i) in zip(
                 made, shared(made), node.next_functions, strict=True
             ):
-                if gradient is not None:
+                if gradient is not None and following is not None:
                     edge = self._numbers[following], i
                     present = flowing.get(edge)
                     if also_held and present is None and type(following) is LEAF_NODE:
                         gradient = gradient.clone()
-                    flowing[edge] = gradient if present is None else present + gradient
+                    flowing[edge] = gradient if present is None else added(present, gradient)
         for end in group.ends:
             complete = {e: flowing.pop(e) for e in list(flowing) if e[0] == end}
             if complete:

@@ -18,7 +18,7 @@ from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
 from zmqgrad.autograd.graph.hooks import has_hooks
 from zmqgrad.autograd.graph.leaves import Leaves
-from zmqgrad.autograd.graph.single import Gradient, run_engine, shared
+from zmqgrad.autograd.graph.single import Gradient, added, run_engine, shared
 from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.wire.messages import Waiting
 
@@ -111,7 +111,7 @@ class RoutedPass(LocalPass):
                 continue
             if isinstance(start, GradientEdge):
                 present = flowing.get(start)
-                flowing[start] = gradient if present is None else present + gradient
+                flowing[start] = gradient if present is None else added(present, gradient)
             else:
                 self.context.accumulate(start, gradient)
         route = self._routes[entry]
