@@ -15,6 +15,7 @@ from torch import Tensor
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.autograd.forwarding import autograd_of
+from zmqgrad.autograd.passes import engine
 from zmqgrad.errors import AutogradError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
@@ -499,6 +500,70 @@ def leaves_with_gradients(context_id: int) -> int:
 def checkpointed(x: Tensor, weight: rpc.RRef[Tensor], use_reentrant: bool) -> Tensor:
     w = weight.local_value()
     y: Tensor = torch.utils.checkpoint.checkpoint(lambda t: (t * w).sin(), x, use_reentrant=use_reentrant)
+    return y
+
+
+class Refuses(torch.autograd.Function):
+    """Asked for a gradient, it gives none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return None
+
+
+class Counts(torch.autograd.Function):
+    """Is called with zeros where nothing comes, or with None if it would rather."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, zeros: bool) -> Tensor:
+        ctx.set_materialize_grads(zeros)
+        return x * 3
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        return gradient if gradient is None else gradient + 1, None
+
+
+def refuse(x: Tensor) -> Tensor:
+    refused: Tensor = Refuses.apply(x)
+    return refused
+
+
+def refuse_first(x: Tensor, y: Tensor, unused: Tensor) -> Tensor:
+    return refuse(x) + y
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("how", ["routes", "groups", "node by node"])
+def test_a_function_behind_one_that_gives_no_gradient_is_called_as_in_one_process(
+    c: Cluster, monkeypatch: pytest.MonkeyPatch, how: str, zeros: bool
+) -> None:
+    """A gradient that was asked for and does not exist is not the same as one that nobody asked for."""
+    monkeypatch.setattr(engine, "any_registered", lambda: how == "node by node")
+    if how != "routes":
+        monkeypatch.setattr(engine, "find_routes", lambda *_: None)
+
+    def run(to: Callable[..., Tensor], ws: list[Tensor]) -> Tensor:
+        a, b, unused, d, e = (Counts.apply(w, zeros).sin() for w in ws)
+        y = to(refuse_first, a, b, unused) + to(relay_refused, d)
+        z = e * 1
+        return (y + to(refuse, z) + (refuse(z) if how != "routes" else 0)).sum()
+
+    ws, alone = ([leaf(i + 1) for i in range(5)] for _ in range(2))
+    run(lambda f, *args: f(*args) if f is not relay_refused else refuse(args[0] * 1), alone).backward()
+    with context() as ctx:
+        backward(ctx, [run(lambda f, *args: rpc.rpc_sync(1, f, args), ws)])
+        expected = [(w, one.grad) for w, one in zip(ws, alone, strict=True) if one.grad is not None]
+        assert len(expected) == (4 if zeros else 1)
+        assert_gradients(ctx, *expected)
+
+
+def relay_refused(x: Tensor) -> Tensor:
+    y: Tensor = rpc.rpc_sync(2, refuse, (x * 1,))
     return y
 
 

@@ -26,9 +26,9 @@ def any_registered() -> bool:
 
 
 @contextmanager
-def our_hook(node: Any, hook: Any) -> Iterator[None]:
-    """Inside it, ``hook`` runs after ``node``, behind the hooks of others. It counts as none."""
-    handle = _register(node.register_hook, hook)
+def our_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> Iterator[None]:
+    """Inside it, ``hook`` is registered, behind the hooks of others. It counts as none."""
+    handle = _register(register, hook)
     try:
         yield
     finally:

@@ -13,13 +13,14 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.graph.hooks import our_hook
+from zmqgrad.autograd.graph.undefined import UNDEFINED, calls_user, stood_in_for
 from zmqgrad.errors import AutogradError
 
 Gradient = torch.Tensor | None
@@ -80,15 +81,36 @@ _engine: Callable[..., Any] | None = getattr(
 
 
 def run_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool = False) -> list[Gradient]:
-    """What ``node`` makes of the ``gradients`` of its outputs: one for each of ``node.next_functions``."""
-    given = [(GradientEdge(node, i), g) for i, g in enumerate(gradients) if g is not None]
+    """What ``node`` makes of the ``gradients`` of its outputs: one for each of ``node.next_functions``.
+
+    ``UNDEFINED`` where it makes nothing of them; None where nothing follows, and if nothing comes to it.
+    """
+    came = [i for i, g in enumerate(gradients) if g is not None]
     # All of them: a node makes nothing for what the engine has not been asked for.
     onward = {e: GradientEdge(*e) for e in node.next_functions if e[0] is not None}
-    if not given or not onward:
+    if not came or not onward:
         return [None] * len(node.next_functions)
+    given = {GradientEdge(node, i): g for i in came if (g := gradients[i]) is not None and g is not UNDEFINED}
+    if given:
+        made = _run_alone(node, given, onward, retain_graph)
+    elif calls_user(node):
+        with stood_in_for([(node, i) for i in came]) as stand_ins:
+            made = _run_alone(node, stand_ins, onward, retain_graph)
+    else:
+        made = [None] * len(node.next_functions)
+    followed = [following is not None for following, _ in node.next_functions]
+    return [UNDEFINED if g is None and f else g for g, f in zip(made, followed, strict=True)]
+
+
+def _run_alone(
+    node: Any,
+    given: Mapping[GradientEdge, torch.Tensor],
+    onward: Mapping[Any, GradientEdge],
+    retain_graph: bool,
+) -> list[Gradient]:
     made: list[Gradient] = []
     us = threading.get_ident()
-    on_cpu = all(g.device.type == "cpu" for _, g in given)
+    on_cpu = all(g.device.type == "cpu" for g in given.values())
 
     def catch(outputs: Sequence[Gradient], _: Any) -> None:
         if on_cpu and threading.get_ident() != us:
@@ -96,10 +118,9 @@ def run_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool = Fals
         made.extend(outputs)
         raise _Stop
 
-    edges, flowing = zip(*given, strict=True)
-    with our_hook(node, catch):
+    with our_hook(node.register_hook, catch):
         try:
-            run_engine(edges, flowing, tuple(onward.values()), retain_graph)
+            run_engine(tuple(given), tuple(given.values()), tuple(onward.values()), retain_graph)
         except _Stop:
             return made
     raise AssertionError(f"torch's engine did not run {node}")

@@ -20,6 +20,7 @@ from zmqgrad.autograd.graph.hooks import any_registered, has_hooks
 from zmqgrad.autograd.graph.leaves import Leaves, how_leaves_collect
 from zmqgrad.autograd.graph.plan import Edge, Graph, Group, Plan
 from zmqgrad.autograd.graph.single import Gradient, added, let_go, outputs_of, run_engine, run_node, shared
+from zmqgrad.autograd.graph.undefined import UNDEFINED, reached
 from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.passes.routes import RoutedPass, find_routes
 from zmqgrad.wire.messages import Waiting
@@ -98,8 +99,11 @@ class PlannedPass(LocalPass):
 
     def _add(self, edge: Edge, gradient: Gradient) -> None:
         if gradient is not None:
-            present = self._gradients.get(edge)
-            self._gradients[edge] = gradient if present is None else added(present, gradient)
+            present = self._gradients.get(edge, UNDEFINED)
+            if present is UNDEFINED:
+                self._gradients[edge] = gradient
+            elif gradient is not UNDEFINED:
+                self._gradients[edge] = added(present, gradient)
 
     def _run(self, group: Group) -> list[tuple[RecvNote, list[Gradient]]]:
         """Run ``group``; gives the recvs that are complete now, and their gradients (None: none)."""
@@ -111,13 +115,14 @@ class PlannedPass(LocalPass):
         for end in group.ends:
             if end in self._notes:
                 at_recv[end] = [None] * self._notes[end].outputs
-            elif (gradient := results.pop((end, 0), None)) is not None:
+            elif (gradient := results.pop((end, 0), UNDEFINED)) is not UNDEFINED:
                 whole.append((self._nodes[end], gradient, False))
         self._accumulate_all(whole)
         for edge, gradient in results.items():
             number = edge[0]
             if number in self._graph.leaves:
-                self.context.accumulate(self._nodes[number].variable, gradient)
+                if gradient is not UNDEFINED:
+                    self.context.accumulate(self._nodes[number].variable, gradient)
             elif number in at_recv:
                 at_recv[number][edge[1]] = gradient
             else:
@@ -126,12 +131,21 @@ class PlannedPass(LocalPass):
         return [(self._notes[recv], gradients) for recv, gradients in at_recv.items()]
 
     def _differentiate(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
-        """From gradients at the group's incoming edges to those at its outgoing ones, on torch's engine."""
+        """From gradients at the group's incoming edges to those at its outgoing ones, on torch's engine.
+
+        Of those that were not reached there are none; ``UNDEFINED`` where nothing came out.
+        """
         if self._stops.issuperset(node for node, _ in group.incoming):
             return flowing  # leaves that were sent, and what was received and sent on: nothing on the way
-        if (group.after and self._hooks) or self.plan.runs_through(group):
+        undefined = any(gradient is UNDEFINED for gradient in flowing.values())
+        if undefined or (group.after and self._hooks) or self.plan.runs_through(group):
             return self._node_by_node(group, flowing)
-        return self._through_engine(flowing, group.outgoing)
+        found = self._through_engine(flowing, group.outgoing)
+        if len(found) < len(group.outgoing):
+            places = {(e.node, e.output_nr): edge for edge in group.outgoing for e in [self._edge(edge)]}
+            for place in reached(map(self._edge, flowing), places):
+                found.setdefault(places[place], UNDEFINED)
+        return found
 
     def _through_engine(
         self, flowing: dict[Edge, torch.Tensor], ends: Sequence[Edge]
@@ -160,14 +174,19 @@ class PlannedPass(LocalPass):
             for gradient, also_held, (following, i) in zip(
                 made, shared(made), node.next_functions, strict=True
             ):
-                if gradient is not None and following is not None:
-                    edge = self._numbers[following], i
-                    present = flowing.get(edge)
-                    if also_held and present is None and type(following) is LEAF_NODE:
-                        gradient = gradient.clone()
-                    flowing[edge] = gradient if present is None else added(present, gradient)
+                if gradient is None or following is None:
+                    continue
+                edge = self._numbers[following], i
+                present = flowing.get(edge, UNDEFINED)
+                if present is not UNDEFINED:
+                    flowing[edge] = present if gradient is UNDEFINED else added(present, gradient)
+                elif also_held and type(following) is LEAF_NODE and gradient is not UNDEFINED:
+                    flowing[edge] = gradient.clone()
+                else:
+                    flowing[edge] = gradient
         for end in group.ends:
-            complete = {e: flowing.pop(e) for e in list(flowing) if e[0] == end}
+            at_end = [e for e, g in flowing.items() if e[0] == end and g is not UNDEFINED]
+            complete = {e: flowing.pop(e) for e in at_end}
             if complete:
                 flowing.update(self._through_engine(complete, tuple(complete)))  # for the hooks
         return flowing

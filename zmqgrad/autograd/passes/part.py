@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from zmqgrad.autograd.context import Context, Contexts
+from zmqgrad.autograd.graph.undefined import UNDEFINED
 from zmqgrad.autograd.passes.engine import make_pass
 from zmqgrad.autograd.passes.failures import describe_failure, rebuild_failure
 from zmqgrad.autograd.passes.local_pass import LocalPass
@@ -20,6 +21,8 @@ from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import (
+    NO_GRADIENT,
+    NOT_REACHED,
     BackwardAutogradReq,
     BackwardAutogradResp,
     DiscoverAutogradReq,
@@ -33,6 +36,8 @@ from zmqgrad.wire.messages import (
 from zmqgrad.wire.tensors import Devices, rebuild
 
 logger = logging.getLogger(__name__)
+
+_ABSENT = {NOT_REACHED: None, NO_GRADIENT: UNDEFINED}
 
 MODES = ("fast", "smart", "auto")
 
@@ -105,7 +110,7 @@ class Passes:
             context = self._contexts.find(message.context_id)
             context.know(inbound.envelope.source)
             tensors = rebuild(message.tensors, inbound.frames)
-            gradients = [None if i < 0 else tensors[i] for i in message.gradients]
+            gradients = [tensors[i] if i >= 0 else _ABSENT[i] for i in message.gradients]
             work = self._pass(context, message.pass_id, message.retain_graph)
         except Exception as e:
             self._refuse(message.root, message.pass_id, message.autograd_id, e)

@@ -14,13 +14,14 @@ import torch
 
 from zmqgrad.autograd.functions import RecvNote
 from zmqgrad.autograd.graph.single import Gradient
+from zmqgrad.autograd.graph.undefined import UNDEFINED
 from zmqgrad.autograd.passes.local_pass import LocalPass
 from zmqgrad.autograd.profiling import RECV_NAME, profiled
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.transport.base import Frame
 from zmqgrad.wire.ids import show_id
-from zmqgrad.wire.messages import BackwardAutogradReq, Handled
+from zmqgrad.wire.messages import NO_GRADIENT, NOT_REACHED, BackwardAutogradReq, Handled
 from zmqgrad.wire.tensors import describe
 
 if TYPE_CHECKING:
@@ -91,8 +92,10 @@ class Request:
         present: list[torch.Tensor] = []
         numbers: list[int] = []
         for gradient in gradients:
-            numbers.append(-1 if gradient is None else len(present))
-            if gradient is not None:
+            if gradient is None or gradient is UNDEFINED:
+                numbers.append(NOT_REACHED if gradient is None else NO_GRADIENT)
+            else:
+                numbers.append(len(present))
                 present.append(_packed(gradient))
         frames: list[Frame] = []
         message = BackwardAutogradReq(

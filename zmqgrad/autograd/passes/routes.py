@@ -19,6 +19,7 @@ from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
 from zmqgrad.autograd.graph.hooks import has_hooks
 from zmqgrad.autograd.graph.leaves import Leaves
 from zmqgrad.autograd.graph.single import Gradient, added, run_engine, shared
+from zmqgrad.autograd.graph.undefined import UNDEFINED, calls_user, reached, stood_in_for
 from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.wire.messages import Waiting
 
@@ -106,10 +107,14 @@ class RoutedPass(LocalPass):
                 return False
             self._arrived |= 1 << entry
         flowing: dict[GradientEdge, torch.Tensor] = {}
+        undefined: list[GradientEdge] = []
         for start, gradient in zip(self._starts[entry], gradients, strict=True):
             if gradient is None:
                 continue
-            if isinstance(start, GradientEdge):
+            if gradient is UNDEFINED:
+                if isinstance(start, GradientEdge):
+                    undefined.append(start)
+            elif isinstance(start, GradientEdge):
                 present = flowing.get(start)
                 flowing[start] = gradient if present is None else added(present, gradient)
             else:
@@ -119,29 +124,45 @@ class RoutedPass(LocalPass):
             recv: [None] * note.outputs for recv, note in route.recvs.items()
         }
         whole: list[tuple[Any, torch.Tensor, bool]] = []
-        for edge, gradient, also_held in self._run(route, flowing):
+        nothing = bool(undefined)
+        for edge, gradient, also_held in self._run(route, flowing, undefined):
             node = edge.node
             if node in at_recv:
                 at_recv[node][edge.output_nr] = gradient
+                nothing |= gradient is None
             elif gradient is not None and self._hooks:
                 whole.append((node, gradient, also_held))
             elif gradient is not None:
                 self.context.accumulate(node.variable, gradient, also_held)
         self._accumulate_all(whole)
+        if nothing:
+            places = {(e[0], e[1]) for e in route.ends if e[0] in at_recv}
+            for node, number in reached([*flowing, *undefined], places):
+                if at_recv[node][number] is None:
+                    at_recv[node][number] = UNDEFINED
         for recv, complete in at_recv.items():
             send_on(route.recvs[recv], complete)
         return True
 
     def _run(
-        self, route: Route, flowing: dict[GradientEdge, torch.Tensor]
+        self, route: Route, flowing: dict[GradientEdge, torch.Tensor], undefined: list[GradientEdge]
     ) -> Iterable[tuple[Any, Gradient, bool]]:
         """What comes out at the ends of ``route``, and whether others hold it as well."""
+        if undefined:
+            return self._run_partly(route, flowing, undefined)
         if not flowing:
             return ()
         if not route.ways and not self._hooks:
             return ((edge, gradient, False) for edge, gradient in flowing.items())
         found = run_engine(tuple(flowing), tuple(flowing.values()), route.ends, self.retain_graph)
         return zip(route.ends, found, shared(found), strict=True)
+
+    def _run_partly(
+        self, route: Route, flowing: dict[GradientEdge, torch.Tensor], undefined: list[GradientEdge]
+    ) -> Iterable[tuple[Any, Gradient, bool]]:
+        ends = {(e[0], e[1]) for e in route.ends}
+        with stood_in_for(reached(undefined, ends, calls_user)) as stand_ins:
+            return list(self._run(route, {**stand_ins, **flowing}, []))
 
     def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
         """Nothing waits for another entry here, so nothing becomes ready."""

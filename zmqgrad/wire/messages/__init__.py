@@ -93,6 +93,8 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
 from __future__ import annotations
 
 from zmqgrad.wire.messages.autograd import (
+    NO_GRADIENT,
+    NOT_REACHED,
     BackwardAutogradReq,
     BackwardAutogradResp,
     CleanupAutogradContextReq,
@@ -230,6 +232,8 @@ __all__ = [
     "MAX_TEXT",
     "MAX_VALUE",
     "NOTHING",
+    "NOT_REACHED",
+    "NO_GRADIENT",
     "NO_TENSORS",
     "REQUEST",
     "RESPONSE",

@@ -61,11 +61,16 @@ class Handled(Part, frozen=True):
     error: ExceptionReply | None = None
 
 
+NOT_REACHED, NO_GRADIENT = -1, -2
+"""In place of the index of a gradient."""
+
+
 class BackwardAutogradReq(Message, frozen=True):
     """Worker of a *recv* to worker of its *send*: the gradients of the tensors that you sent.
 
-    ``gradients`` gives, for each tensor of the send, its index in ``tensors``, or -1 where no gradient
-    exists (which is not the same as zeros). ``root`` started the pass and counts what is under way. Where
+    ``gradients`` gives, for each tensor of the send, its index in ``tensors``; or where no gradient exists
+    (which is not the same as zeros), -1 if the backward pass did not come there, and -2 if it did and nothing
+    came out. ``root`` started the pass and counts what is under way. Where
     the message goes to the root itself, ``handled`` spares an answer of its own (BACKWARD_AUTOGRAD_RESP,
     whose message id is the pass id).
     """
@@ -75,7 +80,7 @@ class BackwardAutogradReq(Message, frozen=True):
     pass_id: Id
     autograd_id: Id
     root: WorkerId
-    gradients: Annotated[tuple[Annotated[int, Meta(ge=-1)], ...], Meta(max_length=MAX_TENSORS)]
+    gradients: Annotated[tuple[Annotated[int, Meta(ge=NO_GRADIENT)], ...], Meta(max_length=MAX_TENSORS)]
     tensors: Tensors = NO_TENSORS
     retain_graph: bool = False
     handled: Handled | None = None
