@@ -105,7 +105,7 @@ class Door:
         except OSError as e:  # it has left again
             logger.debug("%s: nobody to let in: %s", self._address, e)
             return
-        if not _is_of_this_user(socket):
+        if not is_of_this_user(socket):
             logger.warning("%s: refused a process of another user", self._address)
             socket.close()
             return
@@ -125,7 +125,8 @@ class Door:
             socket.close()
 
 
-def _is_of_this_user(socket: sockets.socket) -> bool:
+def is_of_this_user(socket: sockets.socket) -> bool:
+    """Is the process at the other end one of our own user's? (Whoever listened there, or connected.)"""
     if sys.platform != "linux":
         return True  # the address lies in a private directory
     size = struct.calcsize("3i")

@@ -22,6 +22,7 @@ from zmqgrad.wire.frames import MAX_HEADER
 GREETING_SIZE = 64
 _SIGNATURE = b"\xff" + bytes(8) + b"\x7f"
 _MORE, _LONG, _COMMAND = 1, 2, 4
+_NEARBY = b"X-Nearby"
 
 MAX_COMMAND = 4096
 """Bytes of a command; ours need 40."""
@@ -38,9 +39,12 @@ MAX_SPARE = 4 << 20
 Frame = bytes | memoryview
 
 
-def opening(socket_type: str) -> bytes:
-    """What an end of this type (``"ROUTER"``, ``"DEALER"``) says first, where nothing is encrypted."""
-    return greeting(b"NULL") + command(b"READY", properties(socket_type))
+def opening(socket_type: str, nearby: bytes = b"") -> bytes:
+    """What an end of this type (``"ROUTER"``, ``"DEALER"``) says first, where nothing is encrypted.
+
+    ``nearby``: see :attr:`Unpacker.nearby`.
+    """
+    return greeting(b"NULL") + command(b"READY", properties(socket_type, nearby))
 
 
 def greeting(mechanism: bytes, *, as_server: bool = False) -> bytes:
@@ -56,9 +60,13 @@ def command(name: bytes, data: bytes) -> bytes:
     return bytes([_COMMAND | _LONG]) + len(body).to_bytes(8, "big") + body
 
 
-def properties(socket_type: str) -> bytes:
+def properties(socket_type: str, nearby: bytes = b"") -> bytes:
     """What READY says of an end of this type."""
-    name, value = b"Socket-Type", socket_type.encode()
+    said = _property(b"Socket-Type", socket_type.encode())
+    return said + _property(_NEARBY, nearby) if nearby else said
+
+
+def _property(name: bytes, value: bytes) -> bytes:
     return bytes([len(name)]) + name + len(value).to_bytes(4, "big") + value
 
 
@@ -98,6 +106,7 @@ class Unpacker:
         "_spare",
         "answers",
         "large",
+        "nearby",
         "ready",
     )
 
@@ -114,6 +123,8 @@ class Unpacker:
         self._more = False  # in the middle of a message of several frames
         self.ready = False
         """Has the other end said READY?"""
+        self.nearby = b""
+        """How it says that it can be reached otherwise on its own host, if it does."""
         self.answers = bytearray()
         """What is to be sent because the protocol wants it; the caller takes it away."""
 
@@ -238,10 +249,12 @@ class Unpacker:
         while at < len(data):
             name_end = at + 1 + data[at]
             value_end = name_end + 4 + int.from_bytes(data[name_end : name_end + 4], "big")
-            if data[at + 1 : name_end].lower() == b"socket-type":
-                said = data[name_end + 4 : value_end].decode(errors="replace")
-                if said != self._expected:
-                    raise ProtocolError(f"the other end is a {said} socket (expected {self._expected})")
+            name, value = data[at + 1 : name_end].lower(), data[name_end + 4 : value_end]
+            if name == b"socket-type" and value != self._expected.encode():
+                said = value.decode(errors="replace")
+                raise ProtocolError(f"the other end is a {said} socket (expected {self._expected})")
+            if name == _NEARBY.lower():
+                self.nearby = value
             at = value_end
         self.ready = True
 

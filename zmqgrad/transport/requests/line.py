@@ -11,13 +11,15 @@ import math
 import secrets
 import socket
 import threading
+from collections.abc import Callable
 
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.transport.requests.nearby import dial_nearby, wait_for
 from zmqgrad.transport.requests.whole import read, write
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import dial, hang_up, limit_waits
-from zmqgrad.transport.zmtp import HEAD_ROOM, Frame, Unpacker, opening
+from zmqgrad.transport.zmtp import GREETING_SIZE, HEAD_ROOM, Frame, Unpacker, opening
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
 
@@ -34,6 +36,8 @@ CHUNK = 16 << 10
 """How much is read at a time, but for large answers."""
 
 _OPENING = opening("DEALER")
+_GREETING, _READY = _OPENING[:GREETING_SIZE], _OPENING[GREETING_SIZE:]
+_SLICE_MS = SLICE_SECONDS * 1000
 _NEVER = Deadline()
 
 
@@ -58,6 +62,8 @@ class Line:
         self._socket: socket.socket | None = None
         self._unpacker = Unpacker("ROUTER")
         self._limit = -1.0  # what the socket's waits are limited to
+        self._shunned = False  # did the shorter way, where there is one, lead nowhere the last time?
+        self._wait: Callable[[float | None], object] = _leave_it_to_recv  # until there is something to read
         self._quick: socket.socket | None = None  # _socket, while nothing but one answer comes, in the clear
 
     def request(self, message: Message, seconds: float) -> Message:
@@ -70,7 +76,7 @@ class Line:
             said = write(message, self.id, number)
             try:
                 sent = connection.send(said)
-                if sent == len(said):
+                if sent == len(said) and self._wait(_SLICE_MS):
                     heard = connection.recv(CHUNK)
                     answer = read(heard)
                     if answer is not None and answer[1] == number:
@@ -117,27 +123,38 @@ class Line:
         return self._unpacker.pack(encode(message, 0, self.id, self.number, room=HEAD_ROOM))
 
     def _connect(self, deadline: Deadline) -> None:
-        said = self._introduce()
-        self._socket = dial(self._address, max(0.001, min(CONNECT_SECONDS, deadline.left())))
-        self._socket.settimeout(None)
-        self._limit = -1.0
+        seconds = max(0.001, min(CONNECT_SECONDS, deadline.left()))
+        if self._keys is not None:
+            from zmqgrad.transport.curve import CurveCaller  # which takes a library that others need not load
+
+            curve = CurveCaller(self._keys, "DEALER", "ROUTER")
+            self._meet(dial(self._address, seconds), curve, curve.opening(), deadline)
+            return
+        # Who stays has to say who he is; who is only told of a shorter way does not, and counts as nobody.
+        self._meet(dial(self._address, seconds), Unpacker("ROUTER"), _GREETING, deadline)
+        assert self._socket is not None
+        nearby = None if self._shunned else dial_nearby(self._unpacker.nearby, self._socket)
+        self._shunned = nearby is not None  # until we are heard there
+        if nearby is None:
+            self._send(_READY, deadline)
+        else:
+            self.disconnect()
+            self._meet(nearby, Unpacker("ROUTER"), _OPENING, deadline)
+            self._wait = wait_for(nearby)
+            self._shunned = False
+
+    def _meet(self, connection: socket.socket, unpacker: Unpacker, said: bytes, deadline: Deadline) -> None:
+        """Say ``said`` on ``connection``, the line's from now on, and hear who is there."""
+        self._socket, self._unpacker, self._limit = connection, unpacker, -1.0
+        self._wait = _leave_it_to_recv
+        connection.settimeout(None)
         if self._closing.is_set():
             raise ConnectionAbortedError("closed while it connected")
         self._limit_waits(deadline)
         self._send(said, deadline)
-        while not self._unpacker.ready:
+        while not unpacker.ready:
             self._receive(deadline)
             self._limit_waits(deadline)
-
-    def _introduce(self) -> bytes:
-        """What this end says first on a new connection."""
-        if self._keys is None:
-            self._unpacker = Unpacker("ROUTER")
-            return _OPENING
-        from zmqgrad.transport.curve import CurveCaller  # which takes a library that others need not load
-
-        self._unpacker = curve = CurveCaller(self._keys, "DEALER", "ROUTER")
-        return curve.opening()
 
     def _send(self, data: bytes | bytearray, deadline: Deadline, sent: int = 0) -> None:
         """Send ``data``, of which ``sent`` bytes have gone already."""
@@ -187,6 +204,8 @@ class Line:
         unpacker = self._unpacker
         try:
             if unpacker.large is None:
+                if not self._wait(None if self._limit == math.inf else self._limit * 1000):
+                    return []
                 return self._take(self._socket.recv(CHUNK), deadline)
             size = self._socket.recv_into(unpacker.room, 0, socket.MSG_WAITALL)
         except BlockingIOError:
@@ -227,3 +246,7 @@ class Line:
         if connection is not None:
             hang_up(connection)
             connection.close()
+
+
+def _leave_it_to_recv(milliseconds: float | None) -> bool:
+    return True

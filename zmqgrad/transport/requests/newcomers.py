@@ -15,7 +15,9 @@ import socket
 from collections.abc import Callable
 
 from zmqgrad.runtime.clock import Clock
+from zmqgrad.transport.door import is_of_this_user
 from zmqgrad.transport.requests.connection import Client
+from zmqgrad.transport.requests.nearby import Nearby, set_up_nearby, shown
 from zmqgrad.transport.requests.ready import READ, Poller
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import set_up
@@ -37,15 +39,16 @@ FULL_SECONDS = 0.25
 GREETING_SECONDS = 10.0
 """How long a connection may take to say who it is."""
 
-_OPENING = opening("ROUTER")
+NEARBY = "this host:nearby"
+"""What stands in the log for the address of one who came by the unix socket."""
 
 
 class Newcomers:
     """Takes those who come to ``listener``, and keeps them until :meth:`welcome`. In one thread.
 
     Args:
-        listener: a socket that listens at ``endpoint``; closed by :meth:`close`. When ``poller``, where it is
-            registered, finds it ready, :meth:`accept` is to be called.
+        listener: a socket that listens at ``endpoint``; closed by :meth:`close`. It is registered with
+            ``poller``, and so is one for those nearby: when one is ready, :meth:`accept` is to be called.
         name: of the server, for log lines.
         keys: what is spoken is protected by them; None: by nothing.
         take: hears a client from now on, and says something to it first.
@@ -69,6 +72,14 @@ class Newcomers:
         wake_by: Callable[[float], None],
     ) -> None:
         self._listener = listener
+        self._listeners = {listener.fileno(): listener}
+        self._nearby: Nearby | None = None
+        if keys is None:
+            try:
+                self._nearby = Nearby()
+                self._listeners[self._nearby.listener.fileno()] = self._nearby.listener
+            except OSError as e:
+                logger.debug("%s at %s: all who come, come by tcp: %s", name, endpoint, e)
         self._endpoint = endpoint
         self._name = name
         self._keys = keys
@@ -81,16 +92,21 @@ class Newcomers:
         self._full = False  # did the last one find the system without a descriptor for him?
         self._listen_again = math.inf  # when, should the system have no more connections to give
         self._pending: dict[Client, float] = {}  # and until when they may be; the first first
-        poller.register(listener.fileno(), READ)
+        self._hear_all()
+
+    def _hear_all(self) -> None:
+        for number in self._listeners:
+            self._poller.register(number, READ)
 
     def __len__(self) -> int:
         return len(self._pending)
 
-    def accept(self) -> None:
-        """Take those who have come; if they are many, some of them."""
+    def accept(self, number: int) -> None:
+        """Take those who have come to the listener whose descriptor is ``number``; if they are many, some."""
+        listener = self._listeners[number]
         for _ in range(ACCEPTS_AT_ONCE):
             try:
-                connection, where = self._listener.accept()
+                connection, where = listener.accept()
             except BlockingIOError:
                 return
             except OSError as e:
@@ -101,7 +117,8 @@ class Newcomers:
                     if not self._full:
                         logger.error("%s at %s: cannot take more clients: %s", self._name, self._endpoint, e)
                     self._full = True
-                    self._poller.unregister(self._listener.fileno())  # or poll would come back at once
+                    for each in self._listeners:
+                        self._poller.unregister(each)  # or poll would come back at once
                     self._listen_again = self._clock.now() + FULL_SECONDS
                     self._wake_by(self._listen_again)
                     return
@@ -110,21 +127,34 @@ class Newcomers:
             if len(self._pending) >= MAX_PENDING:
                 self._end(next(iter(self._pending)))
             connection.setblocking(False)
-            set_up(connection)
-            unpacker, said = self._introduce()
-            client = Client(connection, f"{where[0]}:{where[1]}", unpacker)
+            address = NEARBY
+            if listener is self._listener:
+                set_up(connection)
+                address = shown(where)
+            elif is_of_this_user(connection):
+                set_up_nearby(connection)
+            else:
+                connection.close()
+                continue  # he finds out himself, too, and stays on tcp
+            unpacker, said = self._introduce(address)
+            client = Client(connection, address, unpacker)
             self._pending[client] = self._clock.now() + GREETING_SECONDS
             self._wake_by(self._pending[client])
             self._take(client, said)
 
-    def _introduce(self) -> tuple[Unpacker, bytes]:
-        """Of a new connection: how the other end is to speak, and what this end says first."""
+    def _introduce(self, address: str) -> tuple[Unpacker, bytes]:
+        """Of a new connection from ``address``: how that end is to speak, and what this one says first."""
         if self._keys is None:
-            return Unpacker("DEALER"), _OPENING
+            return Unpacker("DEALER"), self._opening(address)
         from zmqgrad.transport.curve import CurveListener  # which takes a library that others need not load
 
         curve = CurveListener(self._keys, "ROUTER", "DEALER")
         return curve, curve.opening()
+
+    def _opening(self, address: str) -> bytes:
+        if self._nearby is None or address == NEARBY:
+            return opening("ROUTER")
+        return opening("ROUTER", self._nearby.invitation(address))
 
     def welcome(self, client: Client) -> None:
         """``client`` has said who it is."""
@@ -139,7 +169,7 @@ class Newcomers:
         """Listen again, and drop those who have not said who they are. Gives the moment of the next."""
         if now >= self._listen_again:
             self._listen_again = math.inf
-            self._poller.register(self._listener.fileno(), READ)
+            self._hear_all()
         while self._pending:
             client, until = next(iter(self._pending.items()))
             if until > now:
@@ -154,4 +184,5 @@ class Newcomers:
             client.closed = True
             client.socket.close()
         self._pending.clear()
-        self._listener.close()
+        for listener in self._listeners.values():
+            listener.close()

@@ -156,14 +156,14 @@ class RequestServer:
                     continue
                 seconds = min(seconds, self._due - moment)
             strangers = 0
-            for number, _ in poll(seconds, len(by_number) + 2):
+            for number, _ in poll(seconds, len(by_number) + 3):
                 client = by_number.get(number)
                 if client is None:
                     if number == ear:
                         service.stopping()
                         service.settle()
                         return
-                    self._newcomers.accept()
+                    self._newcomers.accept(number)
                 elif client.stranger and strangers == STRANGERS_AT_ONCE:
                     pass  # it comes up again
                 else:
