@@ -24,6 +24,7 @@ from zmqgrad.rpc.payload import (
     Terms,
     TravelsAsReference,
     pack,
+    pack_arguments,
     pack_call,
     unpack,
     unpack_call,
@@ -426,6 +427,8 @@ def test_damaged_payloads_are_refused() -> None:
         (Payload(Form.TENSOR, tensor), two),
         (Payload(Form.TENSOR, tensor), []),
         (Payload(Form.PICKLE), []),
+        (msgspec.structs.replace(pack([torch.ones(1)]).payload, form=Form.ARGUMENTS), []),
+        (msgspec.structs.replace(pack_arguments((1, 2), {}).payload, form=Form.VALUE), []),
         (msgspec.structs.replace(good, pickled=Blob(Place.FRAME, 3, b"", 0)), []),
         (msgspec.structs.replace(good, pickled=Blob(Place.INLINE, 3, b"1")), []),
         (msgspec.structs.replace(good, buffers=(Blob(Place.FRAME, 3, b"", 5),)), []),
@@ -446,7 +449,7 @@ def test_payloads_that_are_no_calls_are_refused() -> None:
 
 
 def test_a_pickle_that_names_a_tensor_which_did_not_come() -> None:
-    payload = pack([torch.ones(1)]).payload
+    payload = pack([[torch.ones(1)]]).payload
     with pytest.raises(PayloadError, match="IndexError"):
         unpack(payload, [], [])
 

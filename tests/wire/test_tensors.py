@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from tests.support.messages import messages_of
 from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
-from zmqgrad.wire.tensors import describe, rebuild
+from zmqgrad.wire.tensors import describe, rebuild, rows
 from zmqgrad.wire.tensors.blobs import INLINE
 from zmqgrad.wire.unwritten import written
 
@@ -349,6 +349,106 @@ def test_too_many_dimensions_are_refused_where_they_are_sent() -> None:
     with pytest.raises(PayloadError, match="65 dimensions"):
         describe([torch.ones(2, 3).t()[(None,) * 63]], [])
     assert travel(torch.ones((1,) * 64))[0].dim() == 64
+
+
+# ---- rows ------------------------------------------------------------------------------------------------
+
+
+def many(n: int, size: int = 100, **options: Any) -> list[torch.Tensor]:
+    return [torch.rand(size, **options) + i for i in range(n)]
+
+
+@given(
+    st.lists(
+        tensors() | st.sampled_from(DTYPES).map(lambda d: torch.ones(3, dtype=d)), min_size=8, max_size=20
+    )
+)
+def test_any_many_tensors(sent: list[torch.Tensor]) -> None:
+    got = travel(*sent)
+    assert len(got) == len(sent)
+    for s, g in zip(sent, got, strict=True):
+        assert_same(s, g)
+
+
+@pytest.mark.parametrize("size", [1, 100, 4000])
+def test_many_small_tensors_are_rows_and_each_is_its_own(size: int) -> None:
+    sent = [torch.full((size,), float(i)) for i in range(20)]
+    sent[3] = sent[3].requires_grad_()
+    sent[6], sent[7], sent[8] = torch.rand(INLINE), torch.tensor(7), torch.rand(0, 3)
+    sent[9] = torch.rand(size, 1)
+    described, frames = send(*sent)
+    assert len(described.rows) == 3
+    assert len(described.tensors) == 2
+    assert described.requiring_grad() == [3]
+    got = rebuild(described, frames)
+    for s, g in zip(sent, got, strict=True):
+        assert_same(s, g)
+    versions = [g._version for g in got]
+    got[0].fill_(9.0)
+    assert [g._version for g in got[1:]] == versions[1:]
+    assert all(map(torch.equal, got[1:], sent[1:]))
+    assert got[0].untyped_storage().nbytes() == got[0].nbytes
+    del got[1:], described, frames
+    assert torch.equal(got[0], torch.full((size,), 9.0))
+
+
+def test_a_tensor_with_gaps_among_many() -> None:
+    sent = [*many(10), torch.ones(3, 4).t(), x := torch.rand(50), x[10:20]]
+    got = travel(*sent)
+    assert all(map(torch.equal, got, sent))
+    got[-2].zero_()
+    assert not got[-1].any()
+
+
+def test_a_row_ends_so_that_no_tensor_keeps_much_more_than_itself() -> None:
+    sent = many(1000, 1024)
+    described, frames = send(*sent)
+    assert len(described.rows) == 4
+    assert max(map(len, frames)) < rows.LONGEST + rows.LARGEST
+    assert all(map(torch.equal, rebuild(described, frames), sent))
+
+
+ROW_DAMAGE: dict[str, list[Any]] = {
+    "dtype": ["float64", "uint8", "quint8", "no such", ""],
+    "blob": [1, 7, (1 << 63) - 1],
+    "shapes": [
+        (),
+        ((100,),),
+        ((100,),) * 11,
+        ((0,),) * 10,
+        ((10, 10),) * 10,
+        ((99,), (101,)) * 5,
+        ((1000, 0),),
+        ((1 << 62, 1 << 62),) * 10,
+        ((),) * 1000,
+    ],
+    "places": [(0,), (0,) * 10, tuple(range(1, 11)), (1 << 62,) * 10, tuple(range(9, -1, -1))],
+    "requires_grad": [True],
+}
+
+
+@pytest.mark.parametrize("field", ROW_DAMAGE)
+@pytest.mark.parametrize("size", [100, 2000])
+def test_each_field_of_a_row_damaged(field: str, size: int) -> None:
+    described, frames = send(*many(10, size))
+    (row,) = described.rows
+    single = TensorDescriptor("float32", (1,), (), 0, 0)
+    for value in ROW_DAMAGE[field]:
+        damaged = msgspec.structs.replace(row, **{field: value})
+        for tensors in ((), (single,)):
+            try_rebuild(Tensors(tensors, described.blobs, (damaged,)), frames)
+            try_rebuild(Tensors(tensors, described.blobs, (row, damaged)), frames)
+            try_rebuild(Tensors(tensors, described.blobs, (damaged,)), [f[:-1] for f in frames])
+        damaged_tensors = Tensors((single,), described.blobs, (damaged,))
+        assert isinstance(damaged_tensors.requiring_grad(), list)
+    for wrong in ({"places": tuple(range(9))}, {"shapes": ((100,),) * 9}, {"dtype": "float64"}, {"blob": 1}):
+        with pytest.raises(ProtocolError):
+            rebuild(Tensors((), described.blobs, (msgspec.structs.replace(row, **wrong),)), frames)
+    with pytest.raises(ProtocolError, match="one blob"):
+        rebuild(Tensors((), described.blobs, (row, row)), frames)
+    twice = msgspec.structs.replace(row, places=(0,) * 10)
+    with pytest.raises(ProtocolError, match="two tensors"):
+        rebuild(Tensors((), described.blobs, (twice,)), frames)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class Autograd:
         context.know(source)
         if not autograd_id:
             return unpack_tensors(payload, inbound.frames)
-        wanted = [i for i, d in enumerate(payload.tensors.tensors) if d.requires_grad]
+        wanted = payload.tensors.requiring_grad()
         tensors = unpack_tensors(payload, inbound.frames, differentiable=False)
         return context.receive(autograd_id, source, tensors, wanted)
 

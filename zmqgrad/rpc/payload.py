@@ -273,7 +273,20 @@ def pack(value: Any, terms: Terms = _TERMS) -> Packed:
     if plain is not None:
         frames = []
         return Packed(Payload(Form.PLAIN, NO_TENSORS, _blob(plain, frames)), frames, ())
+    if kind is list or kind is dict:
+        return _pack_plain((value,), {}, Form.VALUE, terms) or _pickle(value, terms)
     return _pickle(value, terms)
+
+
+def _pack_plain(args: tuple[Any, ...], kwargs: dict[str, Any], form: Form, terms: Terms) -> Packed | None:
+    """``args`` and ``kwargs`` without a pickle, if that can be."""
+    plain = encode_arguments(args, kwargs)
+    if plain is None:
+        return None
+    data, tensors = plain
+    frames: list[Frame] = []
+    described = describe(tensors, frames, terms.devices)
+    return Packed(Payload(form, described, _blob(data, frames)), frames, tensors)
 
 
 def _pack_tensors(value: tuple[torch.Tensor, ...], terms: Terms) -> Packed:
@@ -328,13 +341,8 @@ def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], terms: Terms =
         return PACKED_NOTHING
     if not kwargs and _only_tensors(args):
         return _pack_tensors(args, terms)
-    plain = encode_arguments(args, kwargs)
-    if plain is not None:
-        data, tensors = plain
-        frames: list[Frame] = []
-        described = describe(tensors, frames, terms.devices)
-        return Packed(Payload(Form.ARGUMENTS, described, _blob(data, frames)), frames, tensors)
-    return _pickle((args, kwargs), terms, ("args", "kwargs"))
+    plain = _pack_plain(args, kwargs, Form.ARGUMENTS, terms)
+    return plain or _pickle((args, kwargs), terms, ("args", "kwargs"))
 
 
 def unpack_call(reference: str, payload: Payload, content: Any) -> tuple[Any, Sequence[Any], dict[str, Any]]:
@@ -395,6 +403,12 @@ def _blob(data: bytes | memoryview, frames: list[Frame]) -> Blob:
     return Blob(Place.FRAME, len(data), b"", len(frames) - 1)
 
 
+def _only(args: Sequence[Any]) -> Any:
+    if len(args) != 1:
+        raise ProtocolError(f"one value came as {len(args)}")
+    return args[0]
+
+
 # ---- unpacking ------------------------------------------------------------------------------------------
 
 
@@ -406,7 +420,7 @@ def unpack_tensors(
     Raises:
         ProtocolError: if they do not fit their frames.
     """
-    return rebuild(payload.tensors, frames, differentiable) if payload.tensors.tensors else []
+    return rebuild(payload.tensors, frames, differentiable) if payload.tensors != NO_TENSORS else []
 
 
 def unpack(
@@ -438,6 +452,8 @@ def unpack(
         return decode_value(data)
     if form is Form.ARGUMENTS:
         return decode_arguments(data, tensors)
+    if form is Form.VALUE:
+        return _only(decode_arguments(data, tensors)[0])
     # A copy, so that arrays built on inline buffers can be written to.
     buffers = [
         bytearray(blob_bytes(b, frames)) if b.place is Place.INLINE else blob_bytes(b, frames)

@@ -55,6 +55,59 @@ def test_results_come_as_they_went(value: Any) -> None:
     assert same(unpack(packed.payload, packed.frames, []), pickle.loads(pickle.dumps(value)))
 
 
+@pytest.mark.parametrize(
+    "value",
+    [TENSORS, tuple(TENSORS), {"a": TENSORS[0], "": TENSORS[1]}, TENSORS[:1]],
+    ids=["list", "tuple", "dict", "one"],
+)
+def test_containers_of_tensors_need_no_pickle(value: Any) -> None:
+    for before in ([], [1, "x"], [torch.ones(4)]):
+        encoded = encode_arguments([*before, value], {"more": [torch.ones(5)]})
+        assert encoded is not None
+        (*_, got), kwargs = decode_arguments(*encoded)
+        assert type(kwargs["more"]) is list
+        assert type(got) is type(value)
+        if isinstance(value, dict):
+            assert list(got) == list(value)
+            got, value = list(got.values()), list(value.values())
+        assert len(got) == len(value)
+        assert all(map(same, got, value))
+
+
+X = torch.ones(1)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ([X, X],),
+        (X, [X]),
+        (TENSORS, TENSORS),
+        (TENSORS, {"a": TENSORS[0]}),
+        ([],),
+        ({},),
+        ([X, 1],),
+        ([[X]],),
+        ({1: X},),
+    ],
+)
+def test_containers_that_only_a_pickle_understands(args: tuple[Any, ...]) -> None:
+    """Who is whom must be the same there: not everything of that can be said without a pickle."""
+    packed = pack_arguments(args, {})
+    assert packed.payload.form is Form.PICKLE
+    content = unpack(packed.payload, packed.frames, list(packed.tensors))
+    there, _ = unpack_call("m:f", packed.payload, content)[1:]
+    assert repr(there) == repr(args)
+
+
+def test_a_tensor_after_the_container_that_it_is_in() -> None:
+    packed = pack_arguments(([X], X), {})
+    assert len(packed.tensors) == 1
+    content = unpack(packed.payload, packed.frames, [torch.ones(1)])
+    (there, again), _ = unpack_call("m:f", packed.payload, content)[1:]
+    assert there[0] is again
+
+
 class Color(enum.IntEnum):
     """Looks like a number, and is none of the types that go without a pickle."""
 
@@ -93,9 +146,18 @@ def test_garbage_is_refused(data: bytes) -> None:
     [
         ([1], ["a", "b"], []),
         ([None], [], [0]),
-        ([None], [], [1, 0]),
-        ([None], [], [0, 2]),
-        ([None], [], [-1, 0]),
+        ([None], [], [1, 0, 0, 1]),
+        ([None], [], [0, 0, 2, 1]),
+        ([None], [], [-1, 0, 0, 1]),
+        ([None], [], [0, 0, 0, 0]),
+        ([None], [], [0, 1, 0, 3]),
+        ([None], [], [0, 1, 1, 2]),
+        ([None], [], [0, 4, 0, 2]),
+        ([None], [], [0, 3, 0, 2]),
+        ([["a"]], [], [0, 3, 0, 2]),
+        ([["a", "a"]], [], [0, 3, 0, 2]),
+        ([["a", 1]], [], [0, 3, 0, 2]),
+        ([["a", ["b"]]], [], [0, 3, 0, 2]),
     ],
 )
 def test_what_does_not_fit_is_refused(values: Any, names: Any, places: Any) -> None:

@@ -163,6 +163,7 @@ from zmqgrad.wire.messages.payloads import (
     Layout,
     Payload,
     Place,
+    Row,
     TensorDescriptor,
     Tensors,
 )
@@ -291,6 +292,7 @@ __all__ = [
     "RemoteCall",
     "RemoteResult",
     "Result",
+    "Row",
     "Seconds",
     "Size",
     "StoreAdd",

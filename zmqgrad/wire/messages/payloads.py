@@ -7,11 +7,14 @@ description of its blob, so that tensors which share a storage share a blob.
 from __future__ import annotations
 
 import enum
+import itertools
 from typing import Annotated
 
 from msgspec import Meta
 
 from zmqgrad.wire.messages.base import MAX_DIMENSIONS, MAX_TENSORS, Id, Name, Part, Size, WorkerId
+
+Shape = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)]
 
 
 class Place(enum.IntEnum):
@@ -46,7 +49,7 @@ class TensorDescriptor(Part, frozen=True):
     """
 
     dtype: Name
-    shape: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)]
+    shape: Shape
     strides: Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)] = ()
     offset: Size = 0
     blob: Size = 0
@@ -57,11 +60,43 @@ class TensorDescriptor(Part, frozen=True):
     parts: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=2)] = ()
 
 
+class Row(Part, frozen=True):
+    """Contiguous tensors of one dtype whose bytes fill a blob, one behind the other.
+
+    ``places`` are their numbers among the tensors of the message; empty: they are all of them.
+    """
+
+    dtype: Name
+    blob: Size
+    shapes: Annotated[tuple[Shape, ...], Meta(max_length=MAX_TENSORS)]
+    places: Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)] = ()
+    requires_grad: bool = False
+
+
 class Tensors(Part, frozen=True):
-    """Tensors beside a message, and the blobs that hold their bytes (tensors may share one)."""
+    """Tensors beside a message, and the blobs that hold their bytes (tensors may share one).
+
+    Those of ``tensors`` have, in order, the numbers that those in ``rows`` leave free.
+    """
 
     tensors: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=MAX_TENSORS)] = ()
     blobs: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
+    rows: Annotated[tuple[Row, ...], Meta(max_length=MAX_TENSORS)] = ()
+
+    def requiring_grad(self) -> list[int]:
+        """The numbers of those that require grad."""
+        if not self.rows:
+            return [i for i, d in enumerate(self.tensors) if d.requires_grad]
+        numbers: list[int] = []
+        taken: set[int] = set()
+        for row in self.rows:
+            places = row.places or range(len(row.shapes))
+            taken.update(places)
+            if row.requires_grad:
+                numbers += places
+        free = itertools.filterfalse(taken.__contains__, itertools.count())
+        numbers += [i for i, d in zip(free, self.tensors, strict=False) if d.requires_grad]
+        return sorted(numbers)
 
 
 NO_TENSORS = Tensors()
@@ -76,6 +111,7 @@ class Form(enum.IntEnum):
     PICKLE = 3  # a pickle in which tensors are replaced by their index
     PLAIN = 4  # None, bool, int, float, str or bytes, as msgpack
     ARGUMENTS = 5  # such, and tensors: msgpack of values, names of the last of them, and tensors' places
+    VALUE = 6  # the one argument of such
 
 
 class Payload(Part, frozen=True):

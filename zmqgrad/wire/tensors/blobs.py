@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zmqgrad.wire.messages import Blob, Place, TensorDescriptor, Tensors
+from zmqgrad.wire.messages import Blob, Place, Row, TensorDescriptor, Tensors
 from zmqgrad.wire.unwritten import Frame, Unwritten
 
 INLINE = 16 << 10
@@ -28,7 +28,7 @@ def blob_of(owner: torch.Tensor, address: int, size: int, frames: list[Frame]) -
     """The one blob of a message: ``size`` bytes at ``address``, which ``owner`` keeps alive."""
     if size <= INLINE:
         return Blob(Place.INLINE, size, _string_at(address, size) if size else b"")
-    frames.append(_window(owner, address, size))
+    frames.append(window(owner, address, size))
     return Blob(Place.FRAME, size, b"", len(frames) - 1)
 
 
@@ -49,44 +49,17 @@ class Blobs:
         self._shared_index = -1
         self._shared_size = 0
 
-    def add_apart(self, tensors: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> None:
-        """Take in plain tensors that are apart, one blob each, in order: few steps for each of many."""
-        groups: dict[torch.dtype, tuple[int, list[torch.Tensor]]] = {}
-        ends: dict[torch.dtype, int] = {}
-        inline, blobs = self._inline, self.blobs
-        for t, (address, size) in zip(tensors, places, strict=True):
-            if size <= inline or size > INLINE:
-                self.add(t, address, size)
-                continue
-            dtype = t.dtype
-            group = groups.get(dtype)
-            if group is None:
-                group = groups[dtype] = len(self.frames), []
-                self.frames.append(b"")
-                ends[dtype] = 0
-            offset = ends[dtype]
-            blobs.append(Blob(Place.FRAME, size, b"", group[0], offset))
-            ends[dtype] = offset + size
-            group[1].append(t)
-        for dtype, (index, members) in groups.items():
-            self.frames[index] = _Joined(members, ends[dtype])
-
     def add(self, owner: torch.Tensor, address: int, size: int) -> int:
         """Take in ``size`` bytes at ``address``, which ``owner`` keeps alive; gives the blob's number."""
         if size <= INLINE:
             return self.add_bytes(_string_at(address, size) if size else b"")
         self.blobs.append(Blob(Place.FRAME, size, b"", len(self.frames)))
-        self.frames.append(_window(owner, address, size))
+        self.frames.append(window(owner, address, size))
         return len(self.blobs) - 1
 
     def add_packed(self, t: torch.Tensor) -> int:
         """Take in the elements of ``t``, which has gaps, side by side; gives the blob's number."""
-        if t.nbytes <= INLINE:
-            packed = t.contiguous()
-            return self.add(packed, packed.data_ptr(), packed.nbytes)
-        self.blobs.append(Blob(Place.FRAME, t.nbytes, b"", len(self.frames)))
-        self.frames.append(_Packed(t))
-        return len(self.blobs) - 1
+        return self.add_unwritten(_Packed(t))
 
     def add_bytes(self, data: bytes) -> int:
         """Take in ``data``; gives the blob's number."""
@@ -110,18 +83,27 @@ class Blobs:
         self.blobs.append(blob)
         return len(self.blobs) - 1
 
-    def finish(self, descriptors: Sequence[TensorDescriptor]) -> Tensors:
+    def add_unwritten(self, data: Unwritten) -> int:
+        """Take in what has yet to be written; gives the blob's number."""
+        size = len(data)
+        if size <= INLINE:
+            return self.add_bytes(bytes(data.written()) if size else b"")
+        self.blobs.append(Blob(Place.FRAME, size, b"", len(self.frames)))
+        self.frames.append(data)
+        return len(self.blobs) - 1
+
+    def finish(self, descriptors: Sequence[TensorDescriptor], rows: Sequence[Row] = ()) -> Tensors:
         """All is taken in."""
         if self._shared_index >= 0:
             self.frames[self._shared_index] = b"".join(self._shared)
-        return Tensors(tuple(descriptors), tuple(self.blobs))
+        return Tensors(tuple(descriptors), tuple(self.blobs), tuple(rows))
 
 
-def _window(owner: torch.Tensor, address: int, size: int) -> memoryview:
-    """The bytes of ``owner`` there, which live as long as this does."""
-    window: Any = (ctypes.c_char * size).from_address(address)
-    window.owner = owner
-    return memoryview(window).cast("B")
+def window(owner: torch.Tensor, address: int, size: int) -> memoryview:
+    """``size`` bytes of ``owner`` at ``address``, which live as long as this does."""
+    array: Any = (ctypes.c_char * size).from_address(address)
+    array.owner = owner
+    return memoryview(array).cast("B")
 
 
 class _Packed(Unwritten):
@@ -141,30 +123,4 @@ class _Packed(Unwritten):
 
     def written(self) -> memoryview:
         packed = self._tensor.contiguous()
-        return _window(packed, packed.data_ptr(), packed.nbytes)
-
-
-class _Joined(Unwritten):
-    """Contiguous tensors of one dtype, one behind the other."""
-
-    __slots__ = ("_size", "_tensors")
-
-    def __init__(self, tensors: Sequence[torch.Tensor], size: int) -> None:
-        self._tensors = tensors
-        self._size = size
-
-    def __len__(self) -> int:
-        return self._size
-
-    def _flat(self) -> list[torch.Tensor]:
-        return [t if t.dim() == 1 else t.view(-1) for t in self._tensors]
-
-    def write_to(self, room: memoryview) -> None:
-        with torch.no_grad():
-            out = torch.frombuffer(room, dtype=self._tensors[0].dtype)
-            torch.cat(self._flat(), out=out)
-
-    def written(self) -> memoryview:
-        with torch.no_grad():
-            flat = torch.cat(self._flat())
-        return _window(flat, flat.data_ptr(), flat.nbytes)
+        return window(packed, packed.data_ptr(), packed.nbytes)

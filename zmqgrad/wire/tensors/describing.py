@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import itertools
 from collections.abc import Sequence
 
 import msgspec
@@ -14,6 +13,7 @@ from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDesc
 from zmqgrad.wire.tensors.blobs import MANY, Blobs, blob_of
 from zmqgrad.wire.tensors.devices import Devices, leave, no_way
 from zmqgrad.wire.tensors.dtypes import NAMES
+from zmqgrad.wire.tensors.rows import LEAST, make_rows
 from zmqgrad.wire.tensors.sharing import Sharing, extent
 from zmqgrad.wire.unwritten import Frame
 
@@ -62,13 +62,10 @@ def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tenso
     places = _places(tensors)
     if places is not None:
         out = Blobs(frames, sum([size for _, size in places]) > MANY)
-        out.add_apart(tensors, places)
-        return out.finish(
-            [
-                TensorDescriptor(NAMES[t.dtype], t.shape, (), 0, number, t.requires_grad)
-                for number, t in enumerate(tensors)
-            ]
-        )
+        if len(tensors) < LEAST:
+            return out.finish([_describe_plain(t, out) for t in tensors])
+        rows, others = make_rows(tensors, places, out)
+        return out.finish([_describe_plain(tensors[n], out) for n in others], rows)
     shared = Sharing(tensors)
     out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY)
     return out.finish(
@@ -83,14 +80,15 @@ def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tenso
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
     """Address and size in bytes of each of ``tensors``; None unless all are plain, and apart in memory."""
-    places = []
-    for t in tensors:
-        if not _plain(t):
+    if not all([_plain(t) for t in tensors]):
+        return None
+    places = [(t.data_ptr(), t.nbytes) for t in tensors]
+    end = 0
+    for address, size in sorted(places):
+        if address < end:
             return None
-        places.append((t.data_ptr(), t.nbytes))
-    by_address = sorted(places)
-    apart = all([one[0] + one[1] <= two[0] for one, two in itertools.pairwise(by_address)])
-    return places if apart else None
+        end = address + size
+    return places
 
 
 def _plain(t: torch.Tensor) -> bool:

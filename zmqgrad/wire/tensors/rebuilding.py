@@ -14,6 +14,7 @@ from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors.devices import arrive
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
+from zmqgrad.wire.tensors.rows import rebuild_row
 from zmqgrad.wire.unwritten import Buffer
 
 _memmove = ctypes.memmove
@@ -44,6 +45,8 @@ def rebuild(described: Tensors, frames: Sequence[Buffer], differentiable: bool =
 
 
 def _rebuild_all(described: Tensors, frames: Sequence[Buffer], differentiable: bool) -> list[torch.Tensor]:
+    if described.rows:
+        return _rebuild_with_rows(described, frames, differentiable)
     blobs = described.blobs
     if len(described.tensors) == 1:
         d = described.tensors[0]
@@ -67,6 +70,36 @@ def _rebuild_all(described: Tensors, frames: Sequence[Buffer], differentiable: b
             t = _rebuild_other(d, blobs, frames, bases)
         out.append(t.requires_grad_() if d.requires_grad and differentiable else t)
     return out
+
+
+def _rebuild_with_rows(
+    described: Tensors, frames: Sequence[Buffer], differentiable: bool
+) -> list[torch.Tensor]:
+    blobs, rows = described.blobs, described.rows
+    if len({row.blob for row in rows}) < len(rows):
+        raise ProtocolError("two rows of tensors name one blob")
+    out: list[torch.Tensor | None] = [None] * (
+        len(described.tensors) + sum([len(row.shapes) for row in rows])
+    )
+    for row in rows:
+        if row.blob >= len(blobs):
+            raise ProtocolError(f"a row of tensors names blob {row.blob} of {len(blobs)}")
+        row_of = rebuild_row(row, _data(blobs[row.blob], frames))
+        if row.requires_grad and differentiable:
+            row_of = [t.requires_grad_() for t in row_of]
+        if not row.places and len(row_of) == len(out):
+            return row_of
+        if len(row.places) != len(row_of) or max(row.places, default=0) >= len(out):
+            raise ProtocolError(f"{len(row_of)} tensors of a row have places {row.places[:8]} of {len(out)}")
+        for place, t in zip(row.places, row_of, strict=True):
+            out[place] = t
+    others = _rebuild_all(Tensors(described.tensors, blobs), frames, differentiable)
+    free = [place for place, t in enumerate(out) if t is None]
+    if len(free) != len(others):
+        raise ProtocolError("a place was given to two tensors")
+    for place, t in zip(free, others, strict=True):
+        out[place] = t
+    return out  # type: ignore[return-value]  # none is None any more
 
 
 def _data(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
