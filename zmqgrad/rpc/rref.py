@@ -281,9 +281,13 @@ def call_remote(
     handle = references.own_later() if peer.id == worker.id else references.refer(peer.id)
     rref = RRef._of(worker, handle)
     message = RemoteCall(reference, packed.payload, handle.rref_id, handle.fork_id, seconds)
-    call = worker.request(
-        peer.id, message, packed, seconds, function, keep=handle, settled=lambda o: _created(handle, o)
-    )
+    try:
+        call = worker.request(
+            peer.id, message, packed, seconds, function, keep=handle, settled=lambda o: _created(handle, o)
+        )
+    except BaseException:
+        references.unasked(handle)
+        raise
     handle.creation = call.outcome
     if call.outcome.done():
         _forget_if_made(handle, call.outcome)  # it came before it was noted

@@ -312,6 +312,16 @@ def test_references_of_a_worker_that_is_lost(trio: Cluster) -> None:
     assert not any(trio.workers[0].references.statistics().values())
 
 
+def test_a_reference_to_what_the_lost_should_have_made(trio: Cluster) -> None:
+    own, other = rpc.RRef(Value()), rpc.remote(2, Value)
+    trio.workers[0].lose(1, "it fell over")
+    for args in ((), (own,), (other,)):
+        with pytest.raises(PeerLostError, match="worker1"):
+            rpc.remote(1, Value, args=args)
+    del own, other, args
+    assert_nothing_left(trio)  # though nobody will ever confirm the forks that were made for it
+
+
 @pytest.mark.slow
 def test_many_references_made_and_dropped(trio: Cluster) -> None:
     for _ in range(20):

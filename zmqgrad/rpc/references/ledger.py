@@ -180,6 +180,10 @@ class UserLedger:
         """We asked ``owner`` to make the value (RREF by ``remote``); its answer confirms."""
         self._forks[fork_id] = UserFork(rref_id, fork_id, owner, None, confirmed=False)
 
+    def forget(self, fork_id: int) -> None:
+        """The owner was not asked for it after all."""
+        self._forks.pop(fork_id, None)
+
     def adopt(self, rref_id: int, fork_id: int, owner: int, parent: int) -> list[Effect]:
         """A fork came in a message of ``parent``."""
         if fork_id in self._forks:

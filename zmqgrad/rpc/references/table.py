@@ -101,6 +101,12 @@ class ReferenceTable:
             self._user.create(rref_id, fork_id, owner)
         return Handle(self, rref_id, fork_id, owner)
 
+    def unasked(self, handle: Handle) -> None:
+        """The owner of ``handle`` could not be asked for its value; it may have heard of it all the same."""
+        with self._lock:
+            if not self._user.is_confirmed(handle.fork_id):
+                self._user.forget(handle.fork_id)
+
     def confirm(self, fork_id: int) -> None:
         """The owner knows of ``fork_id``."""
         self._carry_out(self._locked(lambda: self._user.confirm(fork_id)))
