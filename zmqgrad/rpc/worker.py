@@ -405,7 +405,10 @@ class Worker:
         control = self.doors.control.get(kind)
         if control is not None:
             self._served += not kind & RESPONSE
-            control(inbound)
+            try:
+                control(inbound)
+            except (ClosedError, PeerLostError) as e:  # this worker ends just now, or the other has
+                logger.debug("%s: nobody to answer %r: %s", self.name, inbound.message, e)
             return None
         if kind & RESPONSE:
             call = self.calls.take(inbound.envelope.message_id)

@@ -244,15 +244,14 @@ class ReferenceTable:
     def _on_child_accept(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefChildAccept)
-        self._worker.reply(inbound, RRefAck())
         self._carry_out(self._locked(lambda: self._user.child_accepted(message.fork_id)))
+        self._worker.reply(inbound, RRefAck())
 
     def _on_user_delete(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefUserDelete)
-        effects = self._owned.delete(message.forks)
-        self._worker.reply(inbound, RRefAck())
-        self._carry_out(effects)
+        self._carry_out(self._owned.delete(message.forks))
+        self._worker.reply(inbound, RRefAck())  # last: it fails where the user was lost meanwhile
 
     def peer_lost(self, peer: int) -> None:
         """``peer`` died, with its forks and its values."""
