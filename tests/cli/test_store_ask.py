@@ -50,6 +50,17 @@ def test_values_in_and_out(ask: Ask, store: TCPStore) -> None:
     assert json.loads(ask("add", "n", "1", "--json")[1]) == {"key": "n", "value": -3}
 
 
+def test_host_and_port_as_serve_takes_them(store: TCPStore, capsys: pytest.CaptureFixture[str]) -> None:
+    where = "--host", "127.0.0.1", "--port", f"{store.port}"
+    assert main(["store", "set", "k", "v", *where]) == 0
+    assert main(["store", "get", "k", "--port", f"{store.port}"]) == 0
+    assert capsys.readouterr().out == "v\n"
+    assert main(["store", "get", "k", "--endpoint", ":1", "--port", "1"]) == 2
+    assert "give --endpoint, or --host and --port, not both" in capsys.readouterr().err
+    assert main(["store", "get", "k", "--port", "70000"]) == 2
+    assert "the port 70000 is not between 0 and 65535" in capsys.readouterr().err
+
+
 def test_bytes_that_are_no_text(ask: Ask, store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\x1b[2J\n")))
     assert ask("set", "k", "-")[0] == 0
@@ -126,6 +137,19 @@ def test_watching(ask: Ask, store: TCPStore, monkeypatch: pytest.MonkeyPatch) ->
             assert err == "watching a, b; Ctrl-C ends this\n"
             assert lines == expected
         assert code == 0
+
+
+def test_watching_all_that_begin_so(ask: Ask, store: TCPStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = TCPStore.watch_prefix
+
+    def then_change(self: TCPStore, prefix: str, callback: Callable[..., None]) -> None:
+        watch(self, prefix, callback)
+        store.multi_set(["other", "job/1", "job/2"], ["", "a", "b"])
+
+    monkeypatch.setattr(TCPStore, "watch_prefix", then_change)
+    code, out, err = ask("watch", "--prefix", "job/", "--count", "2")
+    assert (code, err) == (0, "watching job/*; Ctrl-C ends this\n")
+    assert out.splitlines() == ["+ job/1 = a", "+ job/2 = b"]
 
 
 def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,6 +55,8 @@ class Question:
             help="where the store is served (default: MASTER_ADDR and MASTER_PORT of the environment, or "
             f"{DEFAULT_HOST}:{DEFAULT_PORT})",
         )
+        parser.add_argument("--host", help="the same in two parts, as serve takes them")
+        parser.add_argument("--port", type=int)
         parser.add_argument(
             "--timeout",
             type=float,
@@ -75,7 +77,7 @@ class Question:
         Raises:
             ConfigurationError: if the arguments cannot be right.
         """
-        host, port = endpoint_of(arguments.endpoint)
+        host, port = endpoint_of(arguments.endpoint, arguments.host, arguments.port)
         secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
         try:
             with TCPStore(host, port, timeout=arguments.timeout, secret=secret) as store:
@@ -90,19 +92,22 @@ class Question:
             return EXIT_PIPE
 
 
-def endpoint_of(text: str | None) -> tuple[str, int]:
-    """Host and port, from ``--endpoint`` or else from the environment.
+def endpoint_of(text: str | None, host: str | None = None, port: int | None = None) -> tuple[str, int]:
+    """Host and port, from ``--endpoint``, from ``--host`` and ``--port``, or else from the environment.
 
     Raises:
-        ConfigurationError: if ``text`` is not ``host:port``.
+        ConfigurationError: if ``text`` is not ``host:port``, or is given beside the other two.
     """
     if text is None:
         launch = environment.read_launch()
-        return launch.master_addr or DEFAULT_HOST, launch.master_port or DEFAULT_PORT
-    host, colon, port = text.rpartition(":")
-    if not colon or not port.isascii() or not port.isdigit():
+        host = launch.master_addr or DEFAULT_HOST if host is None else host
+        return host, launch.master_port or DEFAULT_PORT if port is None else port
+    if host is not None or port is not None:
+        raise ConfigurationError("give --endpoint, or --host and --port, not both")
+    host, colon, number = text.rpartition(":")
+    if not colon or not number.isascii() or not number.isdigit():
         raise ConfigurationError(f"--endpoint must be HOST:PORT, not {text!r}")
-    return host or DEFAULT_HOST, int(port)
+    return host or DEFAULT_HOST, int(number)
 
 
 # ---- showing ----------------------------------------------------------------------------------------------
@@ -195,9 +200,13 @@ def _wait(store: Store, arguments: argparse.Namespace) -> int:
 def _watch(store: Store, arguments: argparse.Namespace) -> int:
     changes: SimpleQueue[tuple[str, bytes | None, bytes | None]] = SimpleQueue()
     for key in arguments.keys:
-        store.watch_key(key, partial(_note, changes, key))
+        if arguments.prefix:
+            store.watch_prefix(key, partial(_note, changes))
+        else:
+            store.watch_key(key, partial(_note, changes, key))
     if not arguments.json:
-        print(f"watching {', '.join(arguments.keys)}; Ctrl-C ends this", file=sys.stderr, flush=True)
+        shown = ", ".join(f"{key}*" if arguments.prefix else key for key in arguments.keys)
+        print(f"watching {shown}; Ctrl-C ends this", file=sys.stderr, flush=True)
     seen = 0
     try:
         while arguments.count is None or seen < arguments.count:
@@ -252,6 +261,7 @@ def _takes_keys(parser: argparse.ArgumentParser) -> None:
 
 def _takes_watch(parser: argparse.ArgumentParser) -> None:
     _takes_keys(parser)
+    parser.add_argument("--prefix", action="store_true", help="watch all keys that begin with one of these")
     parser.add_argument("--count", type=int, metavar="N", help="end after N changes")
 
 
