@@ -426,6 +426,9 @@ def test_damaged_payloads_are_refused() -> None:
     for payload, tensors in (
         (Payload(Form.TENSOR, tensor), two),
         (Payload(Form.TENSOR, tensor), []),
+        (Payload(Form.TUPLE, tensor, order=(0, 0, 1)), two[:1]),
+        (Payload(Form.TUPLE, tensor, order=(1 << 62,)), two),
+        (Payload(Form.TUPLE, order=(0,)), []),
         (Payload(Form.PICKLE), []),
         (msgspec.structs.replace(pack([torch.ones(1)]).payload, form=Form.ARGUMENTS), []),
         (msgspec.structs.replace(pack_arguments((1, 2), {}).payload, form=Form.VALUE), []),

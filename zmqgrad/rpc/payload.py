@@ -290,8 +290,18 @@ def _pack_plain(args: tuple[Any, ...], kwargs: dict[str, Any], form: Form, terms
 
 
 def _pack_tensors(value: tuple[torch.Tensor, ...], terms: Terms) -> Packed:
+    """A tuple of tensors. One that is there twice is sent once, and is one tensor at the other end."""
     frames: list[Frame] = []
-    return Packed(Payload(Form.TUPLE, describe(value, frames, terms.devices)), frames, value)
+    order: tuple[int, ...] = ()
+    if len(value) > 1:
+        numbers: dict[int, int] = {}
+        order = tuple([numbers.setdefault(id(t), len(numbers)) for t in value])
+        if len(numbers) == len(value):
+            order = ()
+        else:
+            value = tuple({id(t): t for t in value}.values())
+    tensors = describe(value, frames, terms.devices)
+    return Packed(Payload(Form.TUPLE, tensors, None, (), (), order), frames, value)
 
 
 def pack_call(
@@ -365,11 +375,10 @@ def unpack_call(reference: str, payload: Payload, content: Any) -> tuple[Any, Se
 
 
 def _only_tensors(value: tuple[Any, ...]) -> bool:
-    """Is it a tuple of tensors, and each of them another? (The pickle knows that two are the same.)"""
     for item in value:
         if type(item) is not torch.Tensor:
             return False
-    return len(value) == 1 or len(set(map(id, value))) == len(value) > 0
+    return len(value) > 0
 
 
 def _pickle(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:
@@ -403,6 +412,12 @@ def _blob(data: bytes | memoryview, frames: list[Frame]) -> Blob:
     return Blob(Place.FRAME, len(data), b"", len(frames) - 1)
 
 
+def _in_order(tensors: list[torch.Tensor], order: Sequence[int]) -> tuple[torch.Tensor, ...]:
+    if max(order) >= len(tensors):
+        raise ProtocolError(f"a tuple of tensors {order[:8]} came with {len(tensors)}")
+    return tuple([tensors[number] for number in order])
+
+
 def _only(args: Sequence[Any]) -> Any:
     if len(args) != 1:
         raise ProtocolError(f"one value came as {len(args)}")
@@ -420,7 +435,8 @@ def unpack_tensors(
     Raises:
         ProtocolError: if they do not fit their frames.
     """
-    return rebuild(payload.tensors, frames, differentiable) if payload.tensors != NO_TENSORS else []
+    described = payload.tensors
+    return rebuild(described, frames, differentiable) if described.tensors or described.rows else []
 
 
 def unpack(
@@ -444,7 +460,7 @@ def unpack(
             raise ProtocolError(f"a payload of one tensor came with {len(tensors)}")
         return tensors[0]
     if form is Form.TUPLE:
-        return tuple(tensors)
+        return _in_order(tensors, payload.order) if payload.order else tuple(tensors)
     if payload.pickled is None:
         raise ProtocolError("a payload came without its pickle")
     data = blob_bytes(payload.pickled, frames)

@@ -15,7 +15,7 @@ from zmqgrad.rpc.packing.scripts import scripted_name
 MAIN_NAMES = ("__main__", "__mp_main__")
 """What the main module is called, in a process and in those that it spawns."""
 
-_BUILTIN_HOMES = ("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
+_OTHER_HOMES = ("torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
 
 
 _TORCH_OPERATOR = "_VariableFunctionsClass."
@@ -45,7 +45,9 @@ def reference_to(function: Any, main_by_reference: bool = True) -> str:
 def _builtin_reference(function: Any) -> str:
     if isinstance(function, types.BuiltinFunctionType):
         short = function.__name__
-        for home in _BUILTIN_HOMES:
+        if getattr(torch, short, None) is function:  # most of them are there
+            return f"torch:{short}"
+        for home in _OTHER_HOMES:
             if _leads_to(home, short, function):
                 return f"{home}:{short}"
     return ""

@@ -107,7 +107,7 @@ class Form(enum.IntEnum):
 
     NOTHING = 0  # None, or no arguments
     TENSOR = 1  # the one tensor itself
-    TUPLE = 2  # a tuple of the tensors, in order
+    TUPLE = 2  # a tuple of the tensors
     PICKLE = 3  # a pickle in which tensors are replaced by their index
     PLAIN = 4  # None, bool, int, float, str or bytes, as msgpack
     ARGUMENTS = 5  # such, and tensors: msgpack of values, names of the last of them, and tensors' places
@@ -118,7 +118,7 @@ class Payload(Part, frozen=True):
     """A Python value. ``pickled`` names the blob of its pickle or msgpack, ``buffers`` those beside a pickle.
 
     ``forks`` gives the references in it as (owner, rref id, fork id, parent): whoever drops a payload unread
-    has to let go of them.
+    has to let go of them. ``order`` gives the numbers of the tensors in a tuple, where one is there twice.
     """
 
     form: Form = Form.NOTHING
@@ -126,6 +126,7 @@ class Payload(Part, frozen=True):
     pickled: Blob | None = None
     buffers: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
     forks: Annotated[tuple[tuple[WorkerId, Id, Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)] = ()
+    order: Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
 NOTHING = Payload()
