@@ -1,7 +1,8 @@
 """What peers have lent to this worker: their segments, the blocks in use, and those to give back.
 
-A block is in use as long as anything is built on it; a finalizer notices the end, and only enqueues (DESIGN
-16.3). What is built on a block is the reader's own: its maker does not touch it before it is released.
+A block is in use as long as anything is built on it; a weak reference notices the end, and its callback
+only enqueues (DESIGN 16.3). What is built on a block is the reader's own: its maker does not touch it before
+it is released.
 
 Note [Forks and blocks]: a fork sees the blocks that were in use, for shared memory is not copied by a fork.
 Were the parent to release them, the child's tensors would change under it. So what is in use at a fork is
@@ -31,12 +32,19 @@ MAX_SEGMENTS = 64
 _everywhere: weakref.WeakValueDictionary[int, _Source] = weakref.WeakValueDictionary()
 
 
+class _Use(weakref.ref[Any]):
+    """Notices the end of what block ``block`` is built on, at a third of the cost of ``weakref.finalize``."""
+
+    __slots__ = ("block",)
+    block: int
+
+
 class _Source:
     """One mapped segment, and which of its blocks are in use."""
 
     def __init__(self, mapped: MappedSegment, dead: deque[int], tell: Callable[[], None]) -> None:
         self.mapped = mapped
-        self._in_use: set[int] = set()
+        self._in_use: dict[int, _Use] = {}
         self._pinned: set[int] = set()  # in use at a fork: see Note [Forks and blocks]
         self._dead = dead
         self._tell = tell
@@ -44,28 +52,30 @@ class _Source:
 
     def open(self, piece: Piece) -> memoryview:
         """The bytes of a block, which is in use until nothing refers to them."""
-        if piece.block in self._in_use:
-            raise ProtocolError(f"block {piece.block} came twice")
-        if piece.offset % ALIGNMENT or not 0 < piece.size <= self.mapped.size - piece.offset:
+        block, offset, size = piece.block, piece.offset, piece.size
+        if block in self._in_use:
+            raise ProtocolError(f"block {block} came twice")
+        if offset % ALIGNMENT or not 0 < size <= self.mapped.size - offset:
             raise ProtocolError(
-                f"a block of {piece.size} bytes at {piece.offset} does not lie in its segment "
-                f"of {self.mapped.size}"
+                f"a block of {size} bytes at {offset} does not lie in its segment of {self.mapped.size}"
             )
-        array = self.mapped.block(piece.offset, piece.size)
-        self._in_use.add(piece.block)
-        weakref.finalize(array, self._died, piece.block).atexit = False
+        array = self.mapped.block(offset, size)
+        use = _Use(array, self._died)
+        use.block = block
+        self._in_use[block] = use
         return memoryview(array).cast("B")
 
-    def _died(self, block: int) -> None:
-        """A finalizer: runs at any line of any thread, and so enqueues and nothing else."""
-        self._in_use.discard(block)
+    def _died(self, use: _Use) -> None:
+        """A callback of the collector: runs at any line of any thread, and so enqueues and nothing else."""
+        block = use.block
+        self._in_use.pop(block, None)
         if block not in self._pinned:
             self._dead.append(block)
             self._tell()
 
     def pin(self) -> None:
         """Never release what is in use now."""
-        self._pinned |= self._in_use
+        self._pinned.update(list(self._in_use))
 
     def counts(self) -> tuple[int, int]:
         """Blocks in use, and blocks pinned."""
@@ -118,11 +128,15 @@ class Borrowings:
         """
         if not manifest.windows and not manifest.pieces:
             return frames
+        windows = manifest.windows
+        if len(windows) == len(manifest.pieces) == 1 and not frames:
+            view = self._open(peer, manifest.pieces[0], iter(()))
+            return (view if windows[0] == Window(0, 0, len(view)) else _window(windows[0], (view,)),)
         following = iter(frames)
         pieces = [self._open(peer, piece, following) for piece in manifest.pieces]
         if next(following, None) is not None:
             raise ProtocolError(f"a manifest speaks of fewer than the {len(frames)} frames that came")
-        return [_window(w, pieces) for w in manifest.windows]
+        return [_window(w, pieces) for w in windows]
 
     def _open(self, peer: int, piece: Piece, following: Any) -> memoryview:
         if not piece.segment:
@@ -142,6 +156,8 @@ class Borrowings:
     def take_owed(self, peer: int) -> tuple[int, ...]:
         """The blocks to give back to ``peer``; whoever takes them must tell it."""
         dead = self._dead.get(peer)
+        if not dead:
+            return ()
         taken: list[int] = []
         while dead and len(taken) < MAX_TENSORS:
             try:

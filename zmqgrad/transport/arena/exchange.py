@@ -115,7 +115,8 @@ class Exchange:
         if not frames:
             return Load(Manifest(released=released) if released else None, ())
         sizes = [len(f) for f in frames]
-        if sum(sizes) >= self._threshold:
+        total = sum(sizes)
+        if total >= self._threshold:
             pieces, windows = arrange(sizes)
             blocks = self._lend(peer, local, pieces)
             if blocks is not None:
@@ -128,7 +129,7 @@ class Exchange:
                 except BaseException:  # Ctrl-C, too, while much is copied
                     self.unload(peer, load)
                     raise
-                self.bytes_out += sum(sizes)
+                self.bytes_out += total
                 return load
         return _in_frames(frames, sizes, released)
 
@@ -214,8 +215,10 @@ class Exchange:
             borrower = self._borrowers.get(peer)
             if borrower is not None:
                 self._lender.release(borrower, manifest.released)
+        if not manifest.pieces and not manifest.windows:
+            return frames
         opened = self._borrowings.open(peer, manifest, frames)
-        self.bytes_in += sum(p.size for p in manifest.pieces if p.segment)
+        self.bytes_in += sum([p.size for p in manifest.pieces if p.segment])
         return opened
 
     def heard(self, peer: int, message: Message, message_id: int) -> bool:

@@ -17,6 +17,8 @@ LARGE = 128 << 10
 
 def arrange(sizes: Sequence[int]) -> tuple[list[int], tuple[Window, ...]]:
     """The size of each piece, and for each of the frames of ``sizes`` where it lies."""
+    if len(sizes) == 1:
+        return [max(sizes[0], 1)], (Window(0, 0, sizes[0]),)
     pieces: list[int] = []
     windows: list[Window] = []
     shared = -1  # number of the piece that small frames share

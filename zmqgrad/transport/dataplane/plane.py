@@ -123,7 +123,7 @@ class DataPlane:
         Raises:
             ProtocolError: if they do not fit each other, or what came before.
         """
-        if any(piece.block and not piece.segment for piece in manifest.pieces):
+        if any([piece.block and not piece.segment for piece in manifest.pieces]):
             manifest, frames = self._assembly.complete(peer, manifest, frames)
         return self.exchange.open(peer, manifest, frames)
 
