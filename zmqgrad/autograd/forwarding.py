@@ -16,6 +16,7 @@ from zmqgrad.autograd.functions import record_send
 from zmqgrad.autograd.passes import Passes
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
+from zmqgrad.rpc.calls import What, describe
 from zmqgrad.rpc.dispatch import Opened
 from zmqgrad.rpc.payload import unpack_tensors
 from zmqgrad.rpc.worker import Worker
@@ -78,7 +79,7 @@ class Autograd:
         """A new context that begins here."""
         return self.contexts.new(self._worker.ids.next())
 
-    def outgoing(self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: str) -> Message:
+    def outgoing(self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: What) -> Message:
         """``message``, wrapped if the calling thread records."""
         context = recording()
         if context is None or not isinstance(message, _WRAPPED):
@@ -93,13 +94,13 @@ class Autograd:
         autograd_id = self._record(context, peer, tensors, what) if answer_wanted() else 0
         return ForwardAutogradResp(context.id, autograd_id, message)
 
-    def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: str) -> int:
+    def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: What) -> int:
         """The id of a send of ``tensors``; 0 if none of them requires grad."""
         differentiable = [t for t in tensors if t.requires_grad]
         if not differentiable:
             return 0
         autograd_id = self._worker.ids.next()
-        context.add_send(record_send(autograd_id, peer, differentiable, what))
+        context.add_send(record_send(autograd_id, peer, differentiable, describe(what)))
         return autograd_id
 
     def unsent(self, message: Message) -> None:

@@ -11,13 +11,25 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound, Lane
 from zmqgrad.wire.messages import MessageType
 
+if TYPE_CHECKING:
+    from zmqgrad.rpc.futures import RpcFuture
+
 T = TypeVar("T")
+
+
+What = str | Callable[..., Any]
+"""What is asked for, for people: in words, or the function itself."""
+
+
+def describe(what: What) -> str:
+    """The words for it."""
+    return what if isinstance(what, str) else getattr(what, "__qualname__", None) or repr(what)
 
 
 class LaneOutcome(Outcome[T]):
@@ -45,18 +57,19 @@ class PendingCall:
     """One request on its way.
 
     ``what`` says what was asked for, for people; ``keep`` stays alive as long; ``kind`` is its MessageType.
-    ``lane``: where the calling thread waits for the answer.
+    ``lane``: where the calling thread waits for the answer; ``future``: what it has instead.
     """
 
     message_id: int
     peer: int
     deadline: float
     timeout: float
-    what: str | Callable[..., Any]
+    what: What
     keep: Any = None
     kind: int = 0
     outcome: Outcome[Inbound] = field(default_factory=Outcome)
     lane: Lane | None = None
+    future: RpcFuture[Any] | None = None
 
     @property
     def makes_value(self) -> bool:
@@ -65,9 +78,7 @@ class PendingCall:
 
     def describe(self) -> str:
         """What was asked for."""
-        if isinstance(self.what, str):
-            return self.what
-        return getattr(self.what, "__qualname__", None) or repr(self.what)
+        return describe(self.what)
 
 
 class CallTable:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zmqgrad.rpc.calls import What
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import Message, MessageType
 
@@ -28,8 +29,8 @@ class Opened(NamedTuple):
 RequestHandler = Callable[[Inbound], None]
 """Serves a request; in an engine thread, or in the receiver's if registered as control (must be quick)."""
 
-Outgoing = Callable[[int, Message, Sequence[torch.Tensor], str], Message]
-"""(peer, message, its tensors, what it is for people) -> the message to send instead."""
+Outgoing = Callable[[int, Message, Sequence[torch.Tensor], What], Message]
+"""(peer, message, its tensors, what it is) -> the message to send instead."""
 
 Opener = Callable[[Inbound], Opened]
 

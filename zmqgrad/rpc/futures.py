@@ -12,10 +12,12 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
+from zmqgrad.rpc.calls import What, describe
 from zmqgrad.rpc.raising import anew, error_of_callback, raise_anew
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.runtime.future import Outcome
@@ -23,11 +25,11 @@ from zmqgrad.transport.base import Inbound
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-S = TypeVar("S")
-
 STUCK_SECONDS = 0.02
 """Answers wait behind a callback for so long before another thread completes their futures."""
+
+T = TypeVar("T")
+S = TypeVar("S")
 
 
 class PythonFuture(torch.futures.Future[T]):
@@ -159,22 +161,31 @@ class RpcFuture(PythonFuture[T]):
 
     waiting = False
     called_back = False
-    what: str | Callable[..., Any] = ""
+    in_crowd = False
+    """Whoever brings the answer looks for more, and asks :meth:`Completer.due` then."""
+    what: What = ""
     """Was asked of whom: for people."""
     peer = -1
+    _answer: Outcome[Inbound] | None = None
 
-    def __init__(self, answer: Outcome[Inbound], open_answer: Callable[[Outcome[Inbound]], T]) -> None:
+    def __init__(self, answer: Outcome[Inbound], completer: Completer) -> None:
         super().__init__()
         self._answer = answer
-        self._open = open_answer
-        self._claim = threading.Lock()  # taken, never given back, by whoever completes the future
+        self._completer = completer
+
+    def answered(self, _: object) -> None:
+        """The answer is there; in the thread that brings it."""
+        if not self.waiting:  # else the thread that waits wakes and completes it
+            self._completer.answered(self)
 
     def complete(self) -> None:
         """Rebuild the answer, which must be there, and settle. Only the first call does anything."""
-        if not self._claim.acquire(blocking=False):
+        # One step for all threads: so one of them gets it. Nothing of the call is kept afterwards.
+        answer: Outcome[Inbound] | None = self.__dict__.pop("_answer", None)
+        if answer is None:
             return
         try:
-            value = self._open(self._answer)
+            value = self._completer.open(answer)
         except Exception as e:
             self.set_exception(e)
         else:
@@ -187,13 +198,14 @@ class RpcFuture(PythonFuture[T]):
             what the remote function raised, with its own type; ``RpcTimeoutError``, ``PeerLostError``.
         """
         # done() is torch's: true already for callbacks, which run while the future is being completed.
-        if not self.done():
+        answer = None if self.done() else self._answer
+        if answer is not None:
             self.waiting = True
             try:
-                self._answer.wait_done()  # has a deadline: every pending call does, or the user said 0
+                answer.wait_done()  # has a deadline: every pending call does, or the user said 0
             finally:
                 self.waiting = False
-                if self._answer.done():
+                if answer.done():
                     self.complete()
         # Done but for a moment, if another thread is just rebuilding the answer.
         result: T = torch.futures.Future.wait(self)
@@ -205,10 +217,7 @@ class RpcFuture(PythonFuture[T]):
         super().add_done_callback(callback)
 
     def __repr__(self) -> str:
-        what = (
-            self.what if isinstance(self.what, str) else getattr(self.what, "__qualname__", repr(self.what))
-        )
-        asked = f" of {what} on worker {self.peer}" if self.peer >= 0 else ""
+        asked = f" of {describe(self.what)} on worker {self.peer}" if self.peer >= 0 else ""
         return f"<RpcFuture{asked}: {'done' if self.done() else 'pending'}>"
 
 
@@ -218,51 +227,74 @@ class Completer:
     A future with callbacks has a task of its own, as callbacks may take long, or wait for other futures.
     That of others can call back, too (``torch.futures.collect_all`` does so unseen): where a task is stuck
     in one of them, another takes its place.
+
+    Args:
+        submit: has an engine thread run a task.
+        call_later: of the timekeeper.
+        open: gives the value of an answer.
     """
 
     def __init__(
-        self, submit: Callable[[Task], None], call_later: Callable[[float, Callable[[], None]], object]
+        self,
+        submit: Callable[[Task], None],
+        call_later: Callable[[float, Callable[[], None]], object],
+        open: Callable[[Outcome[Inbound]], Any],
     ) -> None:
+        self.open = open
         self._submit = submit
         self._call_later = call_later
         self._ready: deque[RpcFuture[Any]] = deque()
         self._running: threading.Lock = threading.Lock()  # one for each task that should be the only one
         self._watched = False
+        self._closed = False
         self._apart: set[RpcFuture[Any]] = set()  # those with a task of their own that has not begun
 
-    def answered(self, future: RpcFuture[Any], _: object = None) -> None:
-        """Called in the receiver's thread when the answer of ``future`` is there."""
-        if future.waiting:
-            return  # the waiting thread wakes and completes it
-        if future.called_back:
+    def answered(self, future: RpcFuture[Any]) -> None:
+        """The answer of ``future``, for which nobody waits, is there; in the thread that brings it."""
+        if future.called_back and not self._closed:
             self._apart.add(future)
-            self._submit(lambda: self._complete_apart(future))
+            self._submit(partial(self._complete_apart, future))
             return
         self._ready.append(future)
-        self._have_run()
+        if self._closed:  # finish() may have looked already
+            self.finish()
+        elif not future.in_crowd:
+            self._have_run()
 
     def _complete_apart(self, future: RpcFuture[Any]) -> None:
         self._apart.discard(future)
         future.complete()
 
-    def close(self) -> None:
-        """There will be no engine threads: the thread that brings an answer completes the future."""
-        self._submit = _do
+    def due(self) -> Task | None:
+        """For the engine thread that brings answers and has no more at hand: what it should do itself."""
+        if not self._ready:
+            return None
+        running = self._running
+        if not running.acquire(blocking=False):
+            self._have_watched()
+            return None
+        return partial(self._run, running)
 
-    def finish(self) -> None:
-        """The engine threads have dropped their tasks: complete in the calling thread what those left."""
-        for future in [*self._apart, *self._ready]:
-            future.complete()
+    def pass_on(self) -> None:
+        """In the thread that brings answers, which will not ask what is :meth:`due` for now."""
+        if self._ready:
+            self._have_run()
 
     def _have_run(self) -> None:
+        """Have an engine thread complete what is ready."""
         running = self._running
-        if running.acquire(blocking=False):
-            try:
-                self._submit(lambda: self._run(running))
-            except BaseException:
-                running.release()
-                raise
-        elif not self._watched:
+        if not running.acquire(blocking=False):
+            self._have_watched()
+            return
+        try:
+            self._submit(partial(self._run, running))
+        except BaseException:
+            running.release()
+            raise
+
+    def _have_watched(self) -> None:
+        """There is a task already: look whether it is stuck."""
+        if not self._watched:
             self._watched = True
             self._call_later(STUCK_SECONDS, self._check)
 
@@ -270,7 +302,7 @@ class Completer:
         """Somebody found a task running: is there still something to do? Then it may be stuck."""
         self._watched = False
         if self._ready and self._running.locked():
-            self._running = threading.Lock()  # the old task ends with the futures that it has
+            self._running = threading.Lock()  # the old task ends with the future that it has
             self._have_run()
 
     def _run(self, running: threading.Lock) -> None:
@@ -285,6 +317,16 @@ class Completer:
             # One may have been added between the last look and the release.
             if not self._ready or running is not self._running or not running.acquire(blocking=False):
                 return
+
+    def close(self) -> None:
+        """There will be no engine threads: the thread that brings an answer completes the future."""
+        self._closed = True
+        self._submit = _do
+
+    def finish(self) -> None:
+        """The engine threads have dropped their tasks: complete in the calling thread what those left."""
+        for future in [*self._apart, *self._ready]:
+            future.complete()
 
 
 def _do(task: Task) -> None:

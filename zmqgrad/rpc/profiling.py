@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import profiler
 
+from zmqgrad.rpc.calls import describe
+
 if TYPE_CHECKING:
     from zmqgrad.rpc.worker import Worker
 
@@ -34,14 +36,10 @@ def profiled_anywhere() -> bool:
 def caller_range(how: str, worker: Worker, to: object, what: Any) -> Any:
     """A range for a call that ``worker`` makes; ``how`` is sync, async or remote."""
     callee = worker.membership.find(to).name
-    return profiler.record_function(f"rpc_{how}#{_name(what)}({worker.name} -> {callee})")
+    return profiler.record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
 
 
 def callee_range(worker: Worker, source: int, what: Any) -> Any:
     """A range for a function that ``worker`` runs for another."""
     caller = worker.membership.name_of(source)
-    return profiler.record_function(f"rpc_serve#{_name(what)}({caller} -> {worker.name})")
-
-
-def _name(what: Any) -> str:
-    return what if isinstance(what, str) else getattr(what, "__qualname__", None) or repr(what)
+    return profiler.record_function(f"rpc_serve#{describe(what)}({caller} -> {worker.name})")

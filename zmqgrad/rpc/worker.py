@@ -28,8 +28,8 @@ from zmqgrad.errors import (
     UnknownPeerError,
 )
 from zmqgrad.rpc.callee import Callee
-from zmqgrad.rpc.calls import CallTable, LaneOutcome, PendingCall
-from zmqgrad.rpc.current import act_again, act_for
+from zmqgrad.rpc.calls import CallTable, LaneOutcome, PendingCall, What, describe
+from zmqgrad.rpc.current import act_for
 from zmqgrad.rpc.devices import for_answers, for_calls
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
 from zmqgrad.rpc.futures import Completer, RpcFuture
@@ -98,8 +98,9 @@ class Worker:
         self.ids = IdSource(own.id)
         self.timekeeper = Timekeeper(own.name, clock)
         self.pool = EnginePool(
-            own.name, options.num_worker_threads, self.timekeeper.call_later, _adopt_thread_settings
+            own.name, options.num_worker_threads, self.timekeeper.call_later, self._prepare_thread
         )
+        self.submit = self.pool.submit
         self.calls = CallTable()
         self.serving = ServingTable(clock)
         self.doors = Doors()
@@ -108,7 +109,7 @@ class Worker:
         self.default_timeout = options.rpc_timeout
         self.lost: dict[int, str] = {}  # peers that are gone, and why that is believed
         self.silent: dict[int, float] = {}  # peers that do not answer heartbeats, and since when
-        self._completer = Completer(self.submit, self.timekeeper.call_later)
+        self._completer = Completer(self.submit, self.timekeeper.call_later, self._open_outcome)
         self.events = Events(self.submit)
         self.waiting = Waiting(self)
         self.wait = self.waiting.wait
@@ -125,6 +126,15 @@ class Worker:
         self.doors.control[MessageType.CANCEL] = self._on_cancel
         self.references.install(self.doors)
 
+    def _prepare_thread(self) -> None:
+        """In a new engine thread: it acts for this worker, with as many threads as torch was told to use.
+
+        OpenMP and MKL keep that number by thread, and torch sets it in threads of its own only, or when asked
+        for it. Without this, each engine thread would wake helpers of its own for matrices of a few rows.
+        """
+        act_for(self)
+        torch.get_num_threads()
+
     def start(self) -> None:
         """Start threads; calls can be made and are served from here on."""
         self.timekeeper.start()
@@ -135,6 +145,7 @@ class Worker:
             self.lose,
             self.timekeeper,
             self.suspect,
+            self._completer.due,
         )
 
     # ---- calling ----------------------------------------------------------------------------------------
@@ -174,7 +185,7 @@ class Worker:
         reference: str,
         packed: Packed,
         seconds: float,
-        what: str | Callable[..., Any],
+        what: What,
         keep: Any = None,
         waits: bool = False,
     ) -> PendingCall:
@@ -188,7 +199,7 @@ class Worker:
         message: Message,
         packed: Packed = PACKED_NOTHING,
         seconds: float = 0.0,
-        what: str | Callable[..., Any] = "",
+        what: What = "",
         keep: Any = None,
         settled: Callable[[Outcome[Inbound]], None] | None = None,
         waits: bool = False,
@@ -204,9 +215,9 @@ class Worker:
         kind = message.TYPE
         if peer in self.lost:
             self._unfork(peer, packed)
-            raise self.loss_of(peer, _describe(what))
+            raise self.loss_of(peer, describe(what))
         if self.doors.outgoing is not None:
-            message = self.doors.outgoing(peer, message, packed.tensors, _describe(what))
+            message = self.doors.outgoing(peer, message, packed.tensors, what)
         deadline = self.clock.now() + seconds if seconds else math.inf
         lane = self.mailbox.take_lane(peer) if waits else None
         if lane is None:
@@ -220,7 +231,7 @@ class Worker:
         self.calls.add(call)
         try:
             if peer in self.lost:  # since we looked: whoever noted the loss may not have seen this call
-                raise self.loss_of(peer, _describe(what))
+                raise self.loss_of(peer, describe(what))
             self.mailbox.send(
                 peer, message, call.message_id, packed.frames, 0 if lane is None else lane.number, seconds
             )
@@ -284,6 +295,7 @@ class Worker:
     def on_stray(self, inbound: Inbound) -> None:
         """What came in by a lane for nobody who waits there."""
         task = self._on_message(inbound)
+        self._completer.pass_on()
         if task is not None:
             try:
                 self.pool.submit(task)
@@ -303,8 +315,9 @@ class Worker:
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """The answer of ``call`` as a future."""
-        future = self.future_of(call.outcome)
+        future = call.future = RpcFuture(call.outcome, self._completer)
         future.what, future.peer = call.what, call.peer
+        call.outcome.then(future.answered)
         return future
 
     def failed(self, error: Exception) -> RpcFuture[Any]:
@@ -315,8 +328,8 @@ class Worker:
 
     def future_of(self, answer: Outcome[Inbound]) -> RpcFuture[Any]:
         """An answer as a future."""
-        future: RpcFuture[Any] = RpcFuture(answer, self._open_outcome)
-        answer.then(partial(self._completer.answered, future))
+        future: RpcFuture[Any] = RpcFuture(answer, self._completer)
+        answer.then(future.answered)
         return future
 
     def _open_outcome(self, outcome: Outcome[Inbound]) -> Any:
@@ -412,12 +425,18 @@ class Worker:
             return None
         if kind & RESPONSE:
             call = self.calls.take(inbound.envelope.message_id)
-            if call is not None:
-                call.outcome.set(inbound)
-            else:
+            if call is None:
                 self.drop_unread(inbound)
+                return None
+            future = call.future
+            if future is None or future.waiting:
+                call.outcome.set(inbound)
+                return None
+            future.in_crowd = True
+            call.outcome.set(inbound)
             return None
         self._served += 1
+        self._completer.pass_on()  # what this thread does next may take long
         handler = self.doors.requests.get(kind)
         if handler is None:
             logger.warning("%s: nobody here answers %s", self.name, type(inbound.message).__name__)
@@ -439,7 +458,7 @@ class Worker:
 
     def _serve(self, handler: RequestHandler, inbound: Inbound, served: ServedCall | None) -> None:
         """In an engine thread."""
-        tokens = act_for(self), serve(served)
+        token = serve(served)
         try:
             if served is not None and served.is_over():
                 self._too_late(inbound)
@@ -450,8 +469,7 @@ class Worker:
         finally:
             if served is not None:
                 self.serving.end(served)
-            serve_no_more(tokens[1])
-            act_again(tokens[0])
+            serve_no_more(token)
 
     def _too_late(self, inbound: Inbound) -> None:
         """A call whose caller gave up while it waited for a thread: it is not run."""
@@ -480,22 +498,6 @@ class Worker:
         for fork in packed.payload.forks:
             references.unfork(fork)
 
-    def submit(self, task: Task) -> None:
-        """Run ``task`` in an engine thread, which acts for this worker.
-
-        Raises:
-            ClosedError: if this worker was closed.
-        """
-        self.pool.submit(partial(self._act, task))
-
-    def _act(self, task: Task) -> None:
-        """In an engine thread: ``task``, whose user code may call."""
-        token = act_for(self)
-        try:
-            task()
-        finally:
-            act_again(token)
-
     def reply(
         self, inbound: Inbound, message: Message, packed: Packed = PACKED_NOTHING, what: str = ""
     ) -> None:
@@ -507,8 +509,9 @@ class Worker:
                 raise self.loss_of(source, f"the answer to {what}")
             if self.doors.outgoing is not None:
                 message = self.doors.outgoing(source, message, packed.tensors, what)
-            # Where nobody waits at the lane any more, nobody would read it there.
-            lane = 0 if cancelled() else envelope.lane
+            lane = envelope.lane
+            if lane and cancelled():  # nobody waits there any more, and would read it
+                lane = 0
             self.mailbox.send(source, message, envelope.message_id, packed.frames, lane)
         except BaseException:
             self._unfork(source, packed)
@@ -634,16 +637,3 @@ def _close_in_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_fork)
-
-
-def _adopt_thread_settings() -> None:
-    """In a new thread: use as many threads for an operator as ``torch.set_num_threads`` said.
-
-    OpenMP and MKL keep that by thread, and torch sets it in threads of its own only, or when asked for it.
-    Without this, each engine thread would wake helpers of its own for matrices of a few rows.
-    """
-    torch.get_num_threads()
-
-
-def _describe(what: str | Callable[..., Any]) -> str:
-    return what if isinstance(what, str) else getattr(what, "__qualname__", "") or repr(what)

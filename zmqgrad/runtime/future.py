@@ -1,7 +1,8 @@
 """A one-shot outcome that one thread sets and others wait for.
 
-Lighter than :class:`concurrent.futures.Future` (one lock, no condition), interruptible by Ctrl-C where
-``torch.futures.Future.wait`` is not (DESIGN 16.10), and it tells the engine pool when a task blocks.
+Lighter than :class:`concurrent.futures.Future` (no lock but those of threads that wait), interruptible by
+Ctrl-C where ``torch.futures.Future.wait`` is not (DESIGN 16.10), and it tells the engine pool when a task
+blocks.
 """
 
 from __future__ import annotations
@@ -19,24 +20,42 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _UNSET: Any = object()
+_OPEN: Any = object()
+
+
+class _Gate:
+    """Where one thread waits for an outcome."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = _thread.allocate_lock()
+        self._lock.acquire()
+
+    def open(self, _: object) -> None:
+        """It is there."""
+        self._lock.release()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for that; -1: for ever."""
+        self._lock.acquire(timeout=seconds)
 
 
 class Outcome(Generic[T]):
     """Set once, to a value or an error; waited for by any number of threads."""
 
-    __slots__ = ("_callbacks", "_error", "_gate", "_guard", "_value")
+    __slots__ = ("_callbacks", "_done", "_error", "_value")
 
     def __init__(self) -> None:
         self._value: T = _UNSET
         self._error: BaseException | None = None
-        self._callbacks: list[Callable[[Outcome[T]], None]] | None = []
-        self._guard = _thread.allocate_lock()  # guards _callbacks and the one-time setting
-        self._gate = _thread.allocate_lock()  # held until the outcome is there
-        self._gate.acquire()
+        self._done = False
+        # Every step on this list is one that no other thread can interrupt. Whoever takes _OPEN out settles.
+        self._callbacks: list[Any] = [_OPEN]
 
     def done(self) -> bool:
         """Is it set?"""
-        return self._callbacks is None
+        return self._done
 
     def set(self, value: T) -> bool:
         """Set the value. False if it was set before (the first one counts)."""
@@ -47,14 +66,18 @@ class Outcome(Generic[T]):
         return self._settle(_UNSET, error)
 
     def _settle(self, value: T, error: BaseException | None) -> bool:
-        with self._guard:
-            callbacks = self._callbacks
-            if callbacks is None:
-                return False
-            self._value, self._error = value, error
-            self._callbacks = None
-        self._gate.release()
-        for callback in callbacks:
+        callbacks = self._callbacks
+        try:
+            callbacks.remove(_OPEN)
+        except ValueError:
+            return False
+        self._value, self._error = value, error
+        self._done = True
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:  # by whom it came from, who has seen that this is done
+                break
             self._tell(callback)
         return True
 
@@ -67,13 +90,26 @@ class Outcome(Generic[T]):
 
     def wait_done(self, timeout: float | None = None) -> bool:
         """Wait up to ``timeout`` seconds (None: for ever). True if the outcome is there."""
-        if self._callbacks is None:
+        if self._done:
             return True
         seconds = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-        with about_to_block():
-            if self._gate.acquire(timeout=seconds):
-                self._gate.release()
-        return self.done()
+        gate = _Gate()
+        self.then(gate.open)
+        try:
+            with about_to_block():
+                gate.wait(seconds)
+        finally:
+            if not self._done:
+                self._take_back(gate.open)
+        return self._done
+
+    def _take_back(self, callback: Callable[[Outcome[T]], None]) -> bool:
+        """``callback`` need not be told. False: it has been, or is about to be."""
+        try:
+            self._callbacks.remove(callback)
+        except ValueError:
+            return False
+        return True
 
     def result(self) -> T:
         """The value.
@@ -81,7 +117,7 @@ class Outcome(Generic[T]):
         Raises:
             the error, if one was set; ``RuntimeError`` if the outcome is not there yet.
         """
-        if self._callbacks is not None:
+        if not self._done:
             raise RuntimeError("the outcome is not there yet; wait for it first")
         if self._error is not None:
             try:
@@ -112,9 +148,10 @@ class Outcome(Generic[T]):
 
         An exception that it raises is logged; it reaches nobody else.
         """
-        with self._guard:
-            if self._callbacks is not None:
-                self._callbacks.append(callback)
+        if not self._done:
+            self._callbacks.append(callback)
+            # Set meanwhile, perhaps after whoever did it had looked for the last time.
+            if not self.done() or not self._take_back(callback):
                 return
         self._tell(callback)
 

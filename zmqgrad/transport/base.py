@@ -24,6 +24,7 @@ __all__ = [
     "Inbound",
     "Lane",
     "Lost",
+    "Lull",
     "Mailbox",
     "Resolver",
     "Suspected",
@@ -58,6 +59,10 @@ Handler = Callable[[Inbound], Task | None]
 
 It may give a task, which does what takes longer, and is run in a thread of the pool.
 """
+
+Lull = Callable[[], Task | None]
+"""Called by the thread that reads when nothing more is at hand: is there something to be done before it
+waits? Like a handler's, the task runs in an engine thread."""
 
 Resolver = Callable[[int], Sequence[str]]
 """Worker id to the endpoints of its mailbox, best first. Raises ``UnknownPeerError``."""
@@ -119,12 +124,14 @@ class Mailbox(Protocol):
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
+        lull: Lull | None = None,
     ) -> None:
         """Begin to receive; look peers up by ``resolve`` at the first message to them.
 
         Tasks of the handler run in ``pool``; without one, in the receiver's own thread. ``lost``
         hears of peers that were sent to and are gone, ``suspected`` of those that have fallen silent.
-        ``timer`` runs what the mailbox does now and then.
+        ``timer`` runs what the mailbox does now and then. ``lull`` lets what a handler has put off be done
+        for many messages at once.
         """
         ...
 

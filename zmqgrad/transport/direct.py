@@ -34,7 +34,7 @@ class Direct:
 
     def __init__(self, socket: sockets.socket) -> None:
         self._socket = socket
-        self._send = socket.sendmsg
+        self._send = socket.send
         self._greeting: Unpacker | None = Unpacker("DEALER")  # until the peer is ready
 
     @classmethod
@@ -63,15 +63,16 @@ class Direct:
             self._greeting = None
         size = len(frame)
         head = _HEADS[size] if size < 256 else b"\2" + size.to_bytes(8, "big")
+        message = head + frame  # copying so little takes less time than a list of pieces
         try:
-            written = self._send((head, frame))
+            written = self._send(message)
         except BlockingIOError:
             return False
         except OSError as e:
             logger.debug("the short way is closed: %s", e)
             return None
         # Half a message: the peer drops it when the connection ends.
-        return True if written == len(head) + size else None
+        return written == len(message) or None
 
     def _is_ready(self, greeting: Unpacker) -> bool | None:
         try:

@@ -31,7 +31,7 @@ from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport import direct
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
-from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, Resolver, Suspected, Timer
+from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, Lull, Resolver, Suspected, Timer
 from zmqgrad.transport.dataplane.chunks import cut
 from zmqgrad.transport.dataplane.credit import INFLIGHT
 from zmqgrad.transport.dataplane.plane import OWN, DataPlane
@@ -146,6 +146,7 @@ class ZmqMailbox:
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
+        lull: Lull | None = None,
     ) -> None:
         """Begin to receive, in a thread of ``pool`` if there is one, and to watch those that are sent to."""
         if lost is not None:
@@ -154,7 +155,7 @@ class ZmqMailbox:
         self._plane.start(timer)
         self._ways.resolve = resolve
         self._handler = handler
-        self._receiver.start(self._received, pool)
+        self._receiver.start(self._received, pool, lull)
 
     def _lose(self, peer: int, where: str) -> None:
         self._plane.exchange.forget(peer)

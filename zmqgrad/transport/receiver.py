@@ -23,7 +23,7 @@ import zmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.transport.base import Buffer, Handler, Inbound
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull
 from zmqgrad.transport.door import Door
 from zmqgrad.transport.gate import make_gate
 from zmqgrad.wire.codec import decode_all
@@ -65,6 +65,7 @@ class Receiver:
         self._stop_token = secrets.token_bytes(16)
         self._inproc = f"inproc://{name}-{self._stop_token.hex()}"
         self._handler: Handler | None = None
+        self._lull: Lull = _nothing
         self._strangers: set[bytes] = set()
         self._started = False
         self._ended: Outcome[None] = Outcome()
@@ -92,9 +93,10 @@ class Receiver:
             logger.warning("%s cannot listen at %s: %s", self._name, address, e)
             return None
 
-    def start(self, handler: Handler, pool: EnginePool | None = None) -> None:
+    def start(self, handler: Handler, pool: EnginePool | None = None, lull: Lull | None = None) -> None:
         """Begin to read."""
         self._handler = handler
+        self._lull = lull or self._lull
         self._started = True
         if pool is not None:
             pool.attend(self)
@@ -134,8 +136,12 @@ class Receiver:
                 elif self._at_router:
                     inbound = self._from_router()
                 else:
-                    self._look(None)
-                    continue
+                    task = self._lull()
+                    if task is None:
+                        self._look(None)
+                        continue
+                    self._reader = 0
+                    return task
                 task = None if inbound is None else self._deliver(inbound)
                 if task is not None:
                     self._reader = 0
@@ -251,6 +257,10 @@ class Receiver:
         if self._started and not self._ended.wait_done(deadline.left_or_none()):
             return [f"{self._name}-receiver"]
         return []
+
+
+def _nothing() -> None:
+    """There is nothing to be done."""
 
 
 def _number(socket: zmq.Socket[bytes], option: int) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool
-from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, Resolver, Suspected, Timer
+from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, Lull, Resolver, Suspected, Timer
 from zmqgrad.transport.memory.faults import Parcel
 from zmqgrad.transport.memory.network import MemoryNetwork
 from zmqgrad.transport.tap import Tap, Tapped
@@ -41,6 +41,7 @@ class MemoryMailbox:
             ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "malformed"), 0
         )
         self._handler: Handler | None = None
+        self._lull: Lull | None = None
         self._pool: EnginePool | None = None
         self._resolve: Resolver = _knows_nobody
         self._thread = threading.Thread(target=self._run, name=f"{name}-receiver", daemon=True)
@@ -59,10 +60,11 @@ class MemoryMailbox:
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
+        lull: Lull | None = None,
     ) -> None:
         """Begin to deliver; ``handler`` is called in the receiver's thread. Nobody is ever ``lost`` here."""
         del lost, timer, suspected
-        self._handler, self._resolve, self._pool = handler, resolve, pool
+        self._handler, self._resolve, self._pool, self._lull = handler, resolve, pool, lull
         self._thread.start()
 
     def take_lane(self, peer: int) -> None:
@@ -148,6 +150,8 @@ class MemoryMailbox:
             if self.tap is not None:
                 self.tap(Tapped(False, envelope.source, envelope, message, inbound.size))
             task = self._handler(inbound)
+            if task is None and self._lull is not None:
+                task = self._lull()
             if task is None:
                 return
             if self._pool is None:
