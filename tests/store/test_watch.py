@@ -176,6 +176,38 @@ def test_a_callback_far_behind_misses_some_but_not_the_last(book: WatchBook) -> 
     assert all(before[1] == after[0] for before, after in itertools.pairwise(seen))
 
 
+@pytest.mark.slow
+def test_a_slow_callback_does_not_hold_up_others_of_its_key(book: WatchBook) -> None:
+    go, seen, slow = threading.Event(), queue.Queue[bytes | None](), queue.Queue[bytes | None]()
+    for _ in range(4):  # more than there are threads at first
+        book.add("k", OldNew(lambda old, new: slow.put(go.wait(PATIENCE) and new)))
+    book.add("k", OldNew(lambda old, new: seen.put(new)))
+    for n in range(1, 4):
+        book.noticed(update(n))
+    try:
+        assert [seen.get(timeout=PATIENCE) for _ in range(3)] == [b"1", b"2", b"3"]
+    finally:
+        go.set()
+    late = sorted(slow.get(timeout=PATIENCE) for _ in range(12))
+    assert late == sorted([b"1", b"2", b"3"] * 4), "they miss nothing either"
+
+
+def test_who_comes_later_hears_of_what_comes_later(book: WatchBook) -> None:
+    """Not of events that still waited for someone slow when it came."""
+    go, entered, seen = threading.Event(), threading.Event(), queue.Queue[tuple[bytes | None, bytes | None]]()
+    book.add("k", OldNew(lambda old, new: entered.set() or (go.wait(PATIENCE) and None)))
+    book.noticed(update(1))
+    book.noticed(update(2))
+    assert entered.wait(PATIENCE)
+    book.add("k", OldNew(lambda old, new: seen.put((old, new))))
+    go.set()
+    book.noticed(update(3))
+    assert seen.get(timeout=PATIENCE) == (b"2", b"3")
+    book.remove("k", None)
+    book.noticed(update(4))
+    assert seen.empty()
+
+
 def test_a_failing_callback_is_logged_and_stops_nothing(
     book: WatchBook, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -190,6 +222,7 @@ def test_a_failing_callback_is_logged_and_stops_nothing(
         for n in (1, 2):
             book.noticed(update(n))
             assert seen.get(timeout=PATIENCE) == b"%d" % n
+        book.close()  # which waits for callbacks that run
     assert caplog.text.count("LookupError: what the user did wrong") == 2
     assert "'k'" in caplog.text
 

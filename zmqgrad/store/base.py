@@ -113,7 +113,7 @@ class Store(ABC):
     def watch_key(self, key: str, callback: WatchCallback) -> None:
         """Call ``callback(old, new)`` at each change of ``key`` made after this returns.
 
-        Callbacks run in threads of the store's own, one at a time and in order for each key. One may miss
+        Callbacks run in threads of the store's own, each with one event at a time and in order. One may miss
         values that were soon replaced, never the last one. An exception in one is logged.
         """
         self._watch(as_key(key), OldNew(callback))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable
+from functools import partial
 
 from zmqgrad.errors import ClosedError, StoreError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
@@ -43,15 +44,32 @@ CALLBACK_THREADS = 2
 CLOSE_SECONDS = 5.0
 
 
+class _Subscription:
+    """One taker, and the events that it has not seen yet: whoever is slow is in nobody else's way."""
+
+    def __init__(self, taker: Taker) -> None:
+        self.taker = taker
+        self.pending = Backlog()
+        self.delivering = False
+
+
 class _Watched:
-    """One target: its follower, its takers, and the events that they have not seen yet."""
+    """One target: its follower, and who takes what that finds."""
 
     def __init__(self, target: Target) -> None:
         self.follower: Follower = PrefixFollower() if isinstance(target, Prefix) else KeyFollower(target)
-        self.takers: list[Taker] = []
-        self.pending = Backlog()
-        self.delivering = False
+        self.subscriptions: list[_Subscription] = []
         self.looking = False
+
+    def end(self, taker: Taker | None) -> list[_Subscription]:
+        """The first of ``taker`` (None: all) is none any more, and is given."""
+        ended = [each for each in self.subscriptions if taker is None or each.taker == taker]
+        if taker is not None:
+            del ended[1:]
+        for each in ended:
+            self.subscriptions.remove(each)
+            each.pending.clear()
+        return ended
 
 
 class WatchBook:
@@ -87,7 +105,7 @@ class WatchBook:
             watched = self._targets.get(target)
             if watched is None:
                 watched = self._targets[target] = _Watched(target)
-            watched.takers.append(taker)
+            watched.subscriptions.append(_Subscription(taker))
             if watched.follower.live:
                 self._present(watched, taker, present)
                 return
@@ -137,19 +155,13 @@ class WatchBook:
             watched = self._targets.get(target)
             if watched is None:
                 return False
-            if taker is None:
-                ended, watched.takers = watched.takers, []
-            elif taker in watched.takers:
-                watched.takers.remove(taker)
-                ended = [taker]
-            else:
-                ended = []
-            if not watched.takers:
+            ended = watched.end(taker)
+            last = not watched.subscriptions
+            if last:
                 del self._targets[target]
-                watched.pending.clear()
         for each in ended:
-            each.end()
-        return not watched.takers
+            each.taker.end()
+        return last
 
     def noticed(self, notice: CallbackNotice) -> None:
         """Take in a notice; quick, for it runs in the thread that receives them."""
@@ -178,28 +190,27 @@ class WatchBook:
         """Let the takers have ``events``, and look again if need be. Called with the lock held."""
         if self._closed or self._pool is None:
             return
-        for event in events:
-            watched.pending.add(event)
-        if watched.pending and not watched.delivering:
-            watched.delivering = True
-            self._pool.submit(lambda: self._hand_out(target, watched))
+        for each in watched.subscriptions if events else ():
+            for event in events:
+                each.pending.add(event)
+            if not each.delivering:
+                each.delivering = True
+                self._pool.submit(partial(self._hand_out, target, each))
         if not watched.follower.live and watched.follower.revision >= 0 and not watched.looking:
             watched.looking = True
             self._pool.submit(lambda: self._look_again(target, watched))
 
-    def _hand_out(self, target: Target, watched: _Watched) -> None:
+    def _hand_out(self, target: Target, subscription: _Subscription) -> None:
         while True:
             with self._lock:
-                if not watched.pending or self._closed:
-                    watched.delivering = False
+                if not subscription.pending or self._closed:
+                    subscription.delivering = False
                     return
-                event = watched.pending.pop()
-                takers = list(watched.takers)
-            for taker in takers:
-                try:
-                    taker(event)
-                except Exception:
-                    logger.exception("a callback that watches %r failed", target)
+                event = subscription.pending.pop()
+            try:
+                subscription.taker(event)
+            except Exception:
+                logger.exception("a callback that watches %r failed", target)
 
     def _look_again(self, target: Target, watched: _Watched) -> None:
         with self._lock:
@@ -233,10 +244,10 @@ class WatchBook:
         with self._lock:
             already, self._closed = self._closed, True
             pool, timekeeper = self._pool, self._timekeeper
-            takers = [taker for watched in self._targets.values() for taker in watched.takers]
+            ended = [each for watched in self._targets.values() for each in watched.end(None)]
             self._targets.clear()
-        for taker in takers:
-            taker.end()
+        for each in ended:
+            each.taker.end()
         if already or pool is None or timekeeper is None:
             return
         pool.close()
