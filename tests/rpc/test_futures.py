@@ -102,6 +102,21 @@ def test_errors_and_cancelling_in_asyncio(trio: Cluster, gate: int) -> None:
     asyncio.run(program())
 
 
+def exhaust() -> Any:
+    return next(iter(()))
+
+
+def test_an_error_that_asyncio_cannot_take(trio: Cluster) -> None:
+    async def program() -> None:
+        with pytest.raises(RuntimeError, match="raised StopIteration") as caught:
+            await asyncio.wait_for(_coroutine(rpc.rpc_async(1, exhaust)), 20)
+        assert isinstance(caught.value.__cause__, StopIteration)
+
+    asyncio.run(program())
+    with pytest.raises(StopIteration):
+        rpc.rpc_sync(1, exhaust)
+
+
 async def _coroutine(future: Any) -> Any:
     return await future
 

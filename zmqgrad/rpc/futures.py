@@ -108,6 +108,10 @@ class PythonFuture(torch.futures.Future[T]):
                 return
             try:
                 awaited.set_result(self.wait())
+            except StopIteration as e:  # asyncio refuses it: it would end a generator somewhere
+                told = RuntimeError(f"what was awaited raised StopIteration: {e}")
+                told.__cause__ = e
+                awaited.set_exception(told)
             except Exception as e:
                 awaited.set_exception(e)
 

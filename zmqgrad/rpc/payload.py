@@ -313,7 +313,7 @@ def pack_call(
         PayloadError: if ``function`` or its arguments are none, or naming what cannot be pickled.
     """
     if not callable(function):
-        raise PayloadError(f"{function!r} cannot be called; a remote call needs a function")
+        raise PayloadError(f"function should be callable. {shorten(function)} cannot be called")
     if args.__class__ is not tuple:
         args = _arguments(args)
     kwargs = {} if kwargs is None else _keywords(kwargs)

@@ -63,7 +63,8 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
     if error is None or not isinstance(error, Exception):
         # SystemExit or KeyboardInterrupt over there must not end this process
         return RemoteError(
-            f"{reply.kind} cannot be rebuilt here. Original exception on remote side was:\n{text}"
+            f"Failed to create original exception type: {reply.kind} cannot be rebuilt here. "
+            f"Original exception on remote side was:\n{text}"
         )
     if type(error) is torch.jit.Error:
         return ScriptError(text)

@@ -195,7 +195,7 @@ def test_who_joins_can_be_called_at_once_and_calls_at_once(town: Town) -> None:
             assert rpc.rpc_sync(f"b{n}", there_and_back, args=("a",)) == "a"
     with acting(a):
         assert rpc.get_worker_info("b1").id == 2
-        with pytest.raises(UnknownWorkerError, match="could not find destination 'c'"):
+        with pytest.raises(UnknownWorkerError, match="could not find destination name c"):
             rpc.rpc_sync("c", where)
 
 
@@ -285,7 +285,7 @@ def test_a_store_that_is_gone_costs_no_call(town: Town) -> None:
         town.store.close()
         assert rpc.rpc_sync("b", where) == "b"
         for _ in range(3):
-            with pytest.raises(UnknownWorkerError, match="could not find destination 'c'"):
+            with pytest.raises(UnknownWorkerError, match="could not find destination name c"):
                 rpc.rpc_sync("c", where)
 
 

@@ -322,6 +322,26 @@ def test_a_reference_to_what_the_lost_should_have_made(trio: Cluster) -> None:
     assert_nothing_left(trio)  # though nobody will ever confirm the forks that were made for it
 
 
+def test_a_value_goes_though_its_user_is_lost_before_it_is_told(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rref = rpc.remote(1, Value)
+    rref.to_here()
+    owner = trio.workers[1]
+
+    def lost(*_: Any) -> None:
+        raise PeerLostError("worker0 is gone")
+
+    monkeypatch.setattr(owner, "reply", lost)
+    del rref
+    deadline, tick = Deadline.after(10), threading.Event()
+    while owner.references.statistics()["owner_rrefs"] and not deadline.passed():
+        tick.wait(0.002)
+    assert owner.references.statistics()["owner_rrefs"] == 0
+    monkeypatch.undo()
+    assert "failed" not in caplog.text
+
+
 @pytest.mark.slow
 def test_many_references_made_and_dropped(trio: Cluster) -> None:
     for _ in range(20):

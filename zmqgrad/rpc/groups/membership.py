@@ -102,8 +102,9 @@ class Membership:
             found = self._find(to)
         if found is None:
             known = ", ".join(f"{r.name} ({r.id})" for r in sorted(self.all(), key=lambda r: r.id))
+            what = f"name {to}" if isinstance(to, str) else f"id {getattr(to, 'id', to)}"
             raise UnknownWorkerError(
-                f"name:{self.own.name},rank:{self.own.id} could not find destination {to!r}; "
+                f"name:{self.own.name},rank:{self.own.id} could not find destination {what}; "
                 f"the workers are {known}"
             )
         return found
@@ -115,7 +116,9 @@ class Membership:
             return self._by_id.get(to)
         if hasattr(to, "id"):
             return self._by_id.get(to.id)
-        raise UnknownWorkerError(f"a worker is a name, a rank or a WorkerInfo, not {to!r}")
+        raise UnknownWorkerError(
+            f"Cannot get WorkerInfo from name {to!r}: a worker is a name, a rank or a WorkerInfo"
+        )
 
     def record(self, worker_id: int) -> WorkerRecord:
         """The worker of that id, whether or not it still takes part; others are asked only if it is new here.
