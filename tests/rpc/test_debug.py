@@ -116,6 +116,32 @@ def test_calls_show_in_the_profiler(pair: Cluster) -> None:
     assert sum(name.endswith(":work(worker0 -> worker1)") for name in served) == 2, served
 
 
+def top_level(rref: rpc.RRef[Any]) -> list[list[str]]:
+    """Names of the events of each call that stand in no other event."""
+    calls = rref.local_value().process_global_function_events
+    return [[e.name for e in events if e.cpu_parent is None] for events in calls if events]
+
+
+def test_what_a_worker_serves_can_be_profiled_from_afar(pair: Cluster) -> None:
+    x = torch.ones(2)
+    outer, inner = (rpc.remote(1, rpc._server_process_global_profile) for _ in range(2))
+    rpc.rpc_sync(1, torch.mul, args=(x, x))
+    outer.rpc_sync().__enter__()
+    rpc.rpc_sync(1, torch.add, args=(x, x))
+    inner.rpc_sync().__enter__()
+    rpc.remote(1, torch.sub, args=(x, x)).to_here()
+    with pytest.raises(RuntimeError, match="not reentrant"):
+        inner.rpc_sync().__enter__()
+    inner.rpc_sync().__exit__(None, None, None)
+    outer.rpc_sync().__exit__(None, None, None)
+    rpc.rpc_sync(1, torch.mul, args=(x, x))
+    assert rpc.rpc_sync(1, top_level, args=(inner,)) == [["aten::sub"]]
+    assert rpc.rpc_sync(1, top_level, args=(outer,)) == [["aten::add"], ["aten::sub"]]
+    assert "aten::sub" in str(
+        rpc.rpc_sync(1, lambda r: r.local_value().key_averages().table(), args=(inner,))
+    )
+
+
 def test_backward_passes_show_in_the_profiler(pair: Cluster) -> None:
     x = torch.ones(1, requires_grad=True)
     config = _ExperimentalConfig(profile_all_threads=True)

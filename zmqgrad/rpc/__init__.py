@@ -51,6 +51,7 @@ from zmqgrad.rpc.groups.identity import WorkerInfo
 from zmqgrad.rpc.groups.meeting import all_gather, barrier
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from zmqgrad.rpc.rref import RRef
+from zmqgrad.rpc.server_process_global_profiler import _server_process_global_profile
 from zmqgrad.rpc.serving import cancelled, time_left
 
 PyRRef = RRef
@@ -67,6 +68,7 @@ __all__ = [
     "_get_debug_info",
     "_is_current_rpc_agent_set",
     "_rref_context_get_debug_info",
+    "_server_process_global_profile",
     "_set_rpc_timeout",
     "all_gather",
     "backend_registered",

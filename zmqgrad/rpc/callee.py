@@ -15,7 +15,7 @@ from zmqgrad.rpc.functions import run as call_it
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.packing.naming import find_function, method_of
 from zmqgrad.rpc.payload import pack, unpack, unpack_call, unpack_tensors
-from zmqgrad.rpc.profiling import callee_range, profiled_anywhere
+from zmqgrad.rpc.profiling import callee_range, serving_is_profiled
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
@@ -115,7 +115,7 @@ class Callee:
         del content, tensors
         if function is None:
             function = self._find(call.function)
-        if profiled_anywhere():
+        if serving_is_profiled():
             with callee_range(self._worker, inbound.envelope.source, call.function or function):
                 return call_it(function, args, kwargs)
         return call_it(function, args, kwargs)

@@ -5,11 +5,14 @@ and ``remote`` the sending. On the callee ``rpc_serve#...`` spans the function. 
 that started it; engine threads show where it was told to record all
 (``experimental_config=_ExperimentalConfig(profile_all_threads=True)``).
 
-While no profiler is active, a call pays for two looks at a flag.
+While no profiler is active, a call pays for two looks at a flag, and one whether what is served is profiled
+(:mod:`zmqgrad.rpc.server_process_global_profiler`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,6 +26,13 @@ if TYPE_CHECKING:
 _profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
+served_by: list[Any] = []
+"""Profiles of what this process runs for others, while they are active."""
+
+record_served: Callable[[], Any] = nullcontext
+"""Gives a range that records for these; set by whoever adds the first of them."""
+
+
 def profiled_here() -> bool:
     """May a profiler record the calling thread? (The one that records all sets no flag of the thread.)"""
     return profiler._is_profiler_enabled or _profiler_enabled()
@@ -33,6 +43,11 @@ def profiled_anywhere() -> bool:
     return profiler._is_profiler_enabled
 
 
+def serving_is_profiled() -> bool:
+    """Does anybody record what this process runs for others?"""
+    return profiler._is_profiler_enabled or bool(served_by)
+
+
 def caller_range(how: str, worker: Worker, to: object, what: Any) -> Any:
     """A range for a call that ``worker`` makes; ``how`` is sync, async or remote."""
     callee = worker.membership.find(to).name
@@ -41,5 +56,7 @@ def caller_range(how: str, worker: Worker, to: object, what: Any) -> Any:
 
 def callee_range(worker: Worker, source: int, what: Any) -> Any:
     """A range for a function that ``worker`` runs for another."""
+    if served_by and not profiler._is_profiler_enabled:
+        return record_served()
     caller = worker.membership.name_of(source)
     return profiler.record_function(f"rpc_serve#{describe(what)}({caller} -> {worker.name})")

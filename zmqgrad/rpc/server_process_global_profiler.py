@@ -1,0 +1,82 @@
+"""Profile whatever a worker runs for others, in all its threads: torch's legacy profiler, by torch's name.
+
+    profile = rpc.remote("worker1", rpc._server_process_global_profile)
+    profile.rpc_sync().__enter__()
+    rpc.rpc_sync("worker1", torch.add, (x, y))
+    profile.rpc_sync().__exit__(None, None, None)
+    print(profile.rpc_sync().key_averages())
+
+Each call that is served meanwhile is recorded by itself; several profiles may be active at a time. For what
+the calling side does, and for everything else, there is ``torch.profiler``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import profiler_legacy
+from torch.autograd.profiler_util import EventList
+
+from zmqgrad.rpc import profiling
+
+__all__ = ["_server_process_global_profile"]
+
+
+class _server_process_global_profile(profiler_legacy.profile):
+    """As ``torch.autograd.profiler_legacy.profile``, whose arguments it takes, for all calls that are served.
+
+    Afterwards ``function_events`` has the events of all of them, and ``process_global_function_events`` a
+    list for each call.
+    """
+
+    process_global_function_events: list[list[Any]]
+
+    def _start_trace(self) -> None:
+        self._records: list[Any] = []  # one for each call; appending needs no lock
+        profiling.served_by.append(self)
+        profiling.record_served = _recorded
+
+    def note(self, records: Any) -> None:
+        """What was recorded of one call."""
+        self._records.append(records)
+
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool:
+        if not self.enabled:
+            return False
+        profiling.served_by.remove(self)
+        parsed: list[list[Any]] = [
+            sorted(
+                profiler_legacy._parse_legacy_records(records),  # type: ignore[no-untyped-call]
+                key=lambda event: (event.time_range.start, -event.time_range.end),
+            )
+            for records in self._records
+        ]
+        self._records = []
+        self.process_global_function_events = parsed
+        self.function_events = EventList(  # type: ignore[no-untyped-call]
+            [event for events in parsed for event in events],
+            use_device="cuda" if self.use_cuda else None,
+            profile_memory=self.profile_memory,
+            with_flops=self.with_flops,
+        )
+        self.function_events._build_tree()  # type: ignore[no-untyped-call]
+        return False
+
+
+@contextmanager
+def _recorded() -> Iterator[None]:
+    """Record what the calling thread does, for the profiles that are active now."""
+    takers = list(profiling.served_by)
+    if not takers or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        yield  # as part of a call that is being recorded, or of something else that is
+        return
+    torch.autograd._enable_profiler_legacy(takers[-1].config())  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        records = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+        for taker in takers:
+            taker.note(records)
