@@ -172,6 +172,39 @@ def test_what_would_end_a_process_ends_neither(pair: Cluster, error: BaseExcepti
     assert rpc.rpc_sync(1, where) == "worker1"
 
 
+class Bomb:
+    """Goes off where it is unpickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        return fail, (self.error,)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit(), ValueError("3")])
+def test_values_that_go_off_end_nothing_either(pair: Cluster, error: BaseException) -> None:
+    for how in (
+        lambda: rpc.rpc_sync(1, Bomb, args=(error,)),
+        lambda: rpc.rpc_async(1, Bomb, args=(error,)).wait(),
+        lambda: rpc.rpc_async(1, Bomb, args=(error,)).then(lambda done: done.wait()).wait(),
+        lambda: torch.futures.wait_all([rpc.rpc_async(1, Bomb, args=(error,)) for _ in range(50)]),
+        lambda: rpc.remote(1, Bomb, args=(error,)).to_here(),
+        lambda: rpc.rpc_sync(1, where, args=(Bomb(error),)),
+    ):
+        with pytest.raises(PayloadError, match=f"cannot rebuild a value.*{type(error).__name__}"):
+            how()
+    assert rpc.rpc_sync(1, where) == "worker1"
+
+
+def test_a_key_pressed_while_an_answer_is_read_leaves_no_future_open(pair: Cluster) -> None:
+    future = rpc.rpc_async(1, Bomb, args=(KeyboardInterrupt(),))
+    with pytest.raises((KeyboardInterrupt, RuntimeError)):  # as this thread reads it, or another
+        future.wait()
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt came while the answer"):
+        future.wait()
+
+
 def test_texts_that_cannot_be_encoded_and_huge_ones(pair: Cluster) -> None:
     with pytest.raises(ValueError, match="udcff"):
         rpc.rpc_sync(1, fail, args=(ValueError("a bad name: \udcff"),))

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from zmqgrad.errors import RpcError
 from zmqgrad.rpc.calls import What, describe
 from zmqgrad.rpc.raising import anew, error_of_callback, raise_anew
 from zmqgrad.runtime.engine_pool import Task
@@ -192,6 +193,11 @@ class RpcFuture(PythonFuture[T]):
             value = self._completer.open(answer)
         except Exception as e:
             self.set_exception(e)
+        except BaseException as e:  # Ctrl-C: nobody else can read the answer any more
+            self.set_exception(
+                RpcError(f"{type(e).__name__} came while the answer of {self!r} was being read")
+            )
+            raise
         else:
             self.set_result(value)
 

@@ -487,7 +487,7 @@ def unpack(
             f"{e}; the RPC pickler does not serialize what can be imported on the caller: "
             f"it must be importable on the callee as well"
         ) from e
-    except Exception as e:
+    except (Exception, SystemExit, GeneratorExit) as e:  # what a class does here must not end this process
         raise PayloadError(f"cannot rebuild a value that was sent: {type(e).__name__}: {e}") from e
     finally:
         if not complete:
