@@ -21,6 +21,7 @@ DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
+MAX_IO_THREADS = 64
 UNSET_RPC_TIMEOUT = -1.0
 """What a call is given for "the worker's default"."""
 
@@ -55,6 +56,8 @@ class RpcBackendOptions:
         inflight_bytes: how many bytes of frames (large parts of messages that go through sockets) may be on
             their way to each peer; whoever has more for it to do waits until it has begun with what was sent.
             0: no limit. None: ZMQGRAD_INFLIGHT_BYTES, or else 256 MB.
+        io_threads: threads of libzmq that read and write its sockets: more than one where several hosts send
+            much at a time to this worker. (What is small, and what goes by shared memory, passes them by.)
         liveness_timeout: seconds after which a silent peer of this host is suspected, and one of another host
             that is out of reach is lost; None: 3 and 10.
         frozen_timeout: seconds after which a peer is lost that exists, but says nothing; 0: never. Not less
@@ -72,6 +75,7 @@ class RpcBackendOptions:
     arena_limit: int | None = None
     arena_threshold: int | None = None
     inflight_bytes: int | None = None
+    io_threads: int = 1
     liveness_timeout: float | None = None
     frozen_timeout: float = Limits().frozen
 
@@ -86,6 +90,10 @@ class RpcBackendOptions:
             )
         self.device_maps = {to: to_device_map(each) for to, each in dict(self.device_maps or {}).items()}
         self.devices = to_devices(self.devices or ())
+        if type(self.io_threads) is not int or not 1 <= self.io_threads <= MAX_IO_THREADS:
+            raise ConfigurationError(
+                f"io_threads must be a number from 1 to {MAX_IO_THREADS}, not {self.io_threads!r}"
+            )
         self.arena()  # says what is wrong with it now, not later
         self.inflight()
 

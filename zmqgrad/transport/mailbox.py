@@ -65,6 +65,7 @@ class ZmqMailbox:
         limits: how long peers may be silent.
         inflight: bytes of frames that may be on their way to each peer; 0: no limit.
         keys: by tcp, talk to none but those who have them; None: to whoever comes.
+        io_threads: of libzmq.
 
     Raises:
         TransportError: if a socket cannot be bound.
@@ -80,6 +81,7 @@ class ZmqMailbox:
         limits: Limits = Limits(),  # noqa: B008 (immutable)
         inflight: int = INFLIGHT,
         keys: Keys | None = None,
+        io_threads: int = 1,
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
@@ -94,7 +96,7 @@ class ZmqMailbox:
             name, arena, inflight, self.send, self._send_behind, lambda: not self._receiver.reads_here()
         )
         self._owes = self._plane.exchange.owes
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._ways = Ways(name, self._context, keys, self._feel)
         router = self._context.socket(zmq.ROUTER)
         try:

@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc import RpcBackendOptions
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.arena import settings
 from zmqgrad.transport.arena.segment import supported
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
+from zmqgrad.transport.mailbox import ZmqMailbox
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sealed shared memory")
@@ -51,3 +54,19 @@ def test_a_container_s_limit_counts(
     (tmp_path / "max").write_text(says)
     monkeypatch.setattr(settings, "_LIMITS", (str(tmp_path / "none"), str(tmp_path / "max")))
     assert default_limit() == (machine if limit is None else limit)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.0, True, "2", 65])
+def test_io_threads_that_cannot_be(threads: Any) -> None:
+    with pytest.raises(ConfigurationError, match="io_threads must be a number from 1 to 64"):
+        RpcBackendOptions(io_threads=threads)
+
+
+def test_io_threads_are_those_of_libzmq() -> None:
+    assert RpcBackendOptions().io_threads == 1
+    mailbox = ZmqMailbox("w0", 0, tcp_host=None, io_threads=2)
+    try:
+        assert mailbox._context.get(zmq.IO_THREADS) == 2
+    finally:
+        mailbox.close()
+        assert mailbox.join(Deadline.after(10.0)) == []

@@ -133,6 +133,7 @@ def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -
         limits=options.limits,
         inflight=options.inflight(),
         keys=keys_of(),
+        io_threads=options.io_threads,
     )
 
 
