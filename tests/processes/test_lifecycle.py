@@ -23,7 +23,7 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rpc.groups.parting import PART_SECONDS, Parting
 from zmqgrad.runtime.clock import MONOTONIC
-from zmqgrad.store import TCPStore
+from zmqgrad.store import FileStore, TCPStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -68,6 +68,27 @@ def test_rounds_at_one_port_are_quick_and_leave_nothing() -> None:
         assert sorted(taken)[3] < PART_SECONDS, "a round in which workers wait in vain takes longer"
         assert [threads for threads, _ in open_after] == [[]] * 10
         assert open_after[-1][1] <= open_after[0][1] + 2, "file descriptors"
+
+
+def kept_waiting(rank: int, path: str) -> int:
+    """Rank 0 gives up waiting a few times before rank 1 comes."""
+    gate = FileStore(path)
+    if rank == 0:
+        for _ in range(3):
+            with pytest.raises(RendezvousTimeoutError):
+                rpc.init_rpc("worker0", rpc_backend_options=rpc.RpcBackendOptions(rpc_timeout=0.1))
+        gate.set("tried", b"")
+    else:
+        gate.wait(["tried"])
+    join(rank)
+    told = rpc.rpc_sync(1 - rank, len, args=("abc",))
+    rpc.shutdown()
+    gate.close()
+    return told
+
+
+def test_who_was_kept_waiting_tries_again_and_meets_the_others(tmp_path: Path) -> None:
+    assert run_processes(kept_waiting, 2, args=(str(tmp_path / "gate"),)) == [3, 3]
 
 
 def others_work_on(rank: int) -> int:

@@ -30,9 +30,9 @@ from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
 OPTIONS = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=2)
 
 
-def groups(n: int, names: str = "") -> list[Group]:
+def groups(n: int, names: str = "", store: HashStore | None = None) -> list[Group]:
     """So many workers that have not joined yet; ``names`` has a letter for each, or they have numbers."""
-    network, store = MemoryNetwork(), HashStore()
+    network, store = MemoryNetwork(), HashStore() if store is None else store
     made = []
     for rank in range(n):
         name = names[rank] if names else f"worker{rank}"
@@ -73,6 +73,20 @@ def test_those_who_do_not_come_are_named() -> None:
     ):
         one.join(Deadline.after(0.05))
     for g in (one, *others):
+        g.close()
+
+
+def test_who_was_kept_waiting_may_try_again() -> None:
+    store = HashStore()
+    for _ in range(2):
+        for late in groups(3, store=store)[:2]:  # both, one after the other
+            with pytest.raises(RendezvousTimeoutError, match=r"\[2\]|\[., 2\]"):
+                late.join(Deadline.after(0.02))
+            late.close()
+    assert store.list_keys("") == []
+    made = groups(3, store=store)
+    assert all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made]) == [None] * 3
+    for g in made:
         g.close()
 
 

@@ -6,13 +6,12 @@ refused, as its calls could reach only half of the workers.
 
 from __future__ import annotations
 
-import itertools
 import re
 
 import msgspec
 
 from zmqgrad import environment
-from zmqgrad.errors import ConfigurationError, RendezvousError, StoreTimeoutError
+from zmqgrad.errors import ConfigurationError, DuplicateWorkerError, RendezvousError, StoreTimeoutError
 from zmqgrad.rpc.groups.dynamic import DynamicGroup
 from zmqgrad.rpc.groups.group import Group, close_quietly, make_worker
 from zmqgrad.rpc.groups.identity import WorkerRecord, check_rank
@@ -30,7 +29,8 @@ from zmqgrad.transport.exposure import (
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.security import keys_of
 
-_generations = itertools.count(1)
+_generation = 1
+"""Which group of a fixed size this process is in, or joins next; all its workers count alike."""
 
 _OF_FIXED_GROUP = re.compile(r"rpc/\d+/worker/\d+")
 
@@ -57,10 +57,19 @@ def join_group(
         group = form_fixed(name, store, -1 if rank is None else rank, world_size, options)
     try:
         group.join(deadline)
-    except BaseException:
+    except BaseException as e:
+        if isinstance(e, DuplicateWorkerError):  # all are told, and try anew
+            _count(world_size)
         close_quietly(group)
         raise
+    _count(world_size)
     return group
+
+
+def _count(world_size: int | None) -> None:
+    """A group has met. One that has not is tried again, by those whom somebody kept waiting."""
+    global _generation
+    _generation += world_size is not None
 
 
 def form_fixed(name: str, store: Store, rank: int, world_size: int, options: RpcBackendOptions) -> Group:
@@ -79,7 +88,7 @@ def form_fixed(name: str, store: Store, rank: int, world_size: int, options: Rpc
         store.close()
         raise
     # Under a launcher's own store, an earlier group of this process may have left keys.
-    own = PrefixStore(f"rpc/{next(_generations)}", store, owned=True)
+    own = PrefixStore(f"rpc/{_generation}", store, owned=True)
     return Group(worker, own, _if_served(store))
 
 

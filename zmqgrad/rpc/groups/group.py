@@ -12,11 +12,11 @@ from collections.abc import Callable
 
 import torch
 
-from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
+from zmqgrad.errors import DuplicateWorkerError, RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.devices import check_group, published
 from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
 from zmqgrad.rpc.groups.identity import WorkerRecord, program_fingerprint
-from zmqgrad.rpc.groups.joining import LOOK_SECONDS, claim, meet
+from zmqgrad.rpc.groups.joining import LOOK_SECONDS, claim, meet, withdraw
 from zmqgrad.rpc.groups.membership import Membership
 from zmqgrad.rpc.groups.parting import Parting
 from zmqgrad.rpc.options import RpcBackendOptions
@@ -87,8 +87,14 @@ class Group:
             ConfigurationError: if a device map of one of them cannot be right.
         """
         membership = self.worker.membership
-        claim(membership, self.store)
-        meet(membership, self.store, deadline)
+        try:
+            claim(membership, self.store)
+            meet(membership, self.store, deadline)
+        except DuplicateWorkerError:
+            raise  # what was claimed stays: the others are still to be told
+        except BaseException:
+            withdraw(membership, self.store)
+            raise
         check_group(membership.all())
         # Not before: whoever calls us has met all, and may be ahead; its messages wait in the socket.
         self.worker.start()

@@ -10,6 +10,8 @@ Whoever waits for the others waits in one query for all records, and is told who
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from zmqgrad.errors import DuplicateWorkerError, RendezvousTimeoutError, StoreError, StoreTimeoutError
@@ -17,6 +19,8 @@ from zmqgrad.rpc.groups.identity import WorkerRecord
 from zmqgrad.rpc.groups.membership import Membership
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
+
+logger = logging.getLogger(__name__)
 
 REFUSED = "!"
 """What a worker that was refused publishes instead of its record, before it says why."""
@@ -44,6 +48,21 @@ def claim(membership: Membership, store: Store) -> None:
                 store.set(f"worker/{own.id}", REFUSED + said)  # nobody else will come for this rank
             raise DuplicateWorkerError(said)
     store.set(f"worker/{own.id}", msgspec.json.encode(own))
+
+
+def withdraw(membership: Membership, store: Store) -> None:
+    """Take back what :func:`claim` took, so that this process may try again at the same store."""
+    own = membership.own
+    mine = f"{own.id}/{own.incarnation}".encode()
+    try:
+        store.set_timeout(LOOK_SECONDS)  # it may not answer any more
+        for key in (f"name/{own.name}", f"rank/{own.id}"):
+            if store.check([key]) and store.get(key) == mine:
+                if key.startswith("rank/"):
+                    store.delete_key(f"worker/{own.id}")
+                store.delete_key(key)
+    except StoreError as e:  # it is gone, and with it what it held
+        logger.debug("%s: nothing to take back: %s", own.name, e)
 
 
 def meet(membership: Membership, store: Store, deadline: Deadline) -> None:
