@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket as sockets
 import threading
 from collections.abc import Callable, Sequence
 
@@ -19,9 +20,8 @@ from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError
 from zmqgrad.transport.base import Buffer, Resolver
 from zmqgrad.transport.dataplane.plane import frames_size
 from zmqgrad.transport.direct import Direct
-from zmqgrad.transport.door import door_address
+from zmqgrad.transport.door import door_address, is_of_this_user, unix_address
 from zmqgrad.transport.lanes import MAX_LANES
-from zmqgrad.transport.liveness import answers
 from zmqgrad.transport.pulse import SCHEME
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.zap import HANDSHAKE_MS, key_caller
@@ -274,6 +274,13 @@ def best(endpoints: Sequence[str]) -> str:
     for endpoint in endpoints:
         if endpoint.startswith(SCHEME):
             continue
-        if not endpoint.startswith("ipc://") or answers(endpoint):
+        if not endpoint.startswith("ipc://") or _lets_us_in(endpoint):
             return endpoint
     raise UnknownPeerError(f"none of the addresses {list(endpoints)} can be reached from this host")
+
+
+def _lets_us_in(endpoint: str) -> bool:
+    """Does a process of our own user listen at ``endpoint`` (ipc)? Those of others would hang up later."""
+    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(unix_address(endpoint)) == 0 and is_of_this_user(probe)

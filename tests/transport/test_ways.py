@@ -1,0 +1,57 @@
+"""Which of a peer's addresses is taken."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from zmqgrad.errors import UnknownPeerError
+from zmqgrad.transport.ways import best
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="addresses without a file are Linux's")
+
+TCP = "tcp://127.0.0.1:9"
+NOBODY = 65534
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listening:
+        listening.bind("\0zmqgrad-test-" + secrets.token_hex(8))
+        yield listening
+
+
+def ipc(listening: socket.socket) -> str:
+    return "ipc://@" + listening.getsockname()[1:].decode()
+
+
+def test_ipc_where_somebody_listens(listener: socket.socket) -> None:
+    assert best([ipc(listener), TCP]) == TCP
+    with pytest.raises(UnknownPeerError, match="can be reached"):
+        best([ipc(listener)])
+    listener.listen()
+    assert best([ipc(listener), TCP]) == ipc(listener)
+    assert best(["pulse://127.0.0.1:9/00", TCP]) == TCP
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
+def test_a_peer_of_another_user_is_reached_by_tcp(listener: socket.socket) -> None:
+    """It would take the connection, and hang up as soon as it saw whose it is: calls would wait in vain."""
+    os.seteuid(NOBODY)
+    try:
+        listener.listen()
+    finally:
+        os.seteuid(0)
+    assert best([ipc(listener), TCP]) == TCP
+
+
+def test_who_is_another_user_goes_by_tcp(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    listener.listen()
+    other = os.getuid() + 1
+    monkeypatch.setattr(os, "getuid", lambda: other)
+    assert best([ipc(listener), TCP]) == TCP
