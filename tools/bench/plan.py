@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tools.bench.limits import COPIES, ROUND_TRIP, run_limits
+from tools.bench.pipeline import MICRO_BATCHES, STAGES, run_pipeline
 from tools.bench.processes import Hear, run_together
 from tools.bench.startup import ROUNDS, run_group
 from tools.bench.stores import AS_ROUND_TRIPS, PROCESSES, QUESTIONS, TOGETHER, run_store
@@ -44,6 +45,7 @@ def pieces(chosen: Callable[[str], bool], workers: Sequence[int], budget: Budget
     stores = [Row(n, says, ROUND_TRIP if n in AS_ROUND_TRIPS else "") for n, says in said.items()]
     made = [
         Piece("calls", calls, lambda side, hear: _calls(side, hear, _names(calls, chosen), budget)),
+        _pipeline(budget),
         *[_group(size) for size in workers],
         Piece("store", stores, lambda side, hear: _store(side, hear, _names(stores, chosen), budget)),
     ]
@@ -73,14 +75,24 @@ def _group(size: int) -> Piece:
     ]
 
     def run(side: str, hear: Hear) -> list[dict[str, float]]:
-        _meet_at_a_free_port()
+        meet_at_a_free_port()
         return run_together(run_group, size, PATIENCE, hear, side)
 
     return Piece(f"{size} workers", rows, run)
 
 
+def _pipeline(budget: Budget) -> Piece:
+    row = Row("pipeline", f"backward alone, of {STAGES} stages and {MICRO_BATCHES} micro-batches in flight")
+
+    def run(side: str, hear: Hear) -> list[dict[str, float]]:
+        meet_at_a_free_port()
+        return run_together(run_pipeline, STAGES + 1, PATIENCE, hear, side, row.name, budget)
+
+    return Piece("pipeline", [row], run)
+
+
 def _calls(side: str, hear: Hear, names: list[str], budget: Budget) -> list[dict[str, float]]:
-    _meet_at_a_free_port()
+    meet_at_a_free_port()
     return run_together(run_workloads, 2, PATIENCE, hear, side, names, budget)
 
 
@@ -93,7 +105,8 @@ def _limits(hear: Hear, names: list[str], budget: Budget) -> list[dict[str, floa
     return run_together(run_limits, 2, PATIENCE, hear, endpoint, names, budget)
 
 
-def _meet_at_a_free_port() -> None:
+def meet_at_a_free_port() -> None:
+    """Tell processes that are started after this where to find one another."""
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
 
 

@@ -13,7 +13,7 @@ import torch
 
 from tools.bench.processes import Place
 from tools.bench.sides import Side, here, take
-from tools.bench.timing import Budget
+from tools.bench.timing import Budget, seconds_of
 
 KB, MB = 1 << 10, 1 << 20
 SIZES = (64, KB, 16 * KB, 64 * KB, MB, 4 * MB, 16 * MB, 64 * MB, 256 * MB)
@@ -22,6 +22,7 @@ SIZES = (64, KB, 16 * KB, 64 * KB, MB, 4 * MB, 16 * MB, 64 * MB, 256 * MB)
 Work = Callable[[], object]
 
 FLOOD = 1000
+FAN_OUT = 64
 OTHER = "worker1"
 
 
@@ -154,6 +155,18 @@ def _chain(side: Side) -> Work:
     return pass_once
 
 
+def _fan_out(side: Side) -> Work:
+    w = torch.rand(8, 8, requires_grad=True)
+
+    def backward() -> float:
+        with side.autograd.context() as context_id:
+            asked = [side.rpc.rpc_async(OTHER, product, args=(w, w)) for _ in range(FAN_OUT)]
+            loss = torch.stack([answer.wait() for answer in asked]).sum()
+            return seconds_of(lambda: side.autograd.backward(context_id, [loss]))
+
+    return backward
+
+
 def _train_step(side: Side) -> Work:
     layers = [side.rpc.remote(OTHER, Layer, args=(512,)) for _ in range(2)]
     head = torch.nn.Linear(512, 10)
@@ -191,6 +204,7 @@ WORKLOADS: tuple[Workload, ...] = (
     Workload("reference", "make a value there, fetch it, let it go", _reference),
     Workload("autograd_pair", "forward and backward through one call", _pair),
     Workload("autograd_chain", "forward and backward through ten calls", _chain),
+    Workload("fan_out", f"backward alone, through {FAN_OUT} calls of one context", _fan_out),
     Workload("train_step", "two remote layers of width 512, backward and SGD", _train_step),
 )
 
