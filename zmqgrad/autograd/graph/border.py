@@ -10,7 +10,7 @@ Such groups are rare, and are run node by node instead (:mod:`~zmqgrad.autograd.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -30,27 +30,3 @@ def runs_through(graph: Graph, outgoing: Sequence[Edge]) -> bool:
             seen.add(node)
             stack += [following for following, _ in graph.following[node]]
     return False
-
-
-def members(graph: Graph, masks: Sequence[int], mask: int, incoming: Iterable[Edge]) -> list[int]:
-    """Nodes of the group of ``mask``, each before those that follow it; leaves and ends are left out."""
-    sinks = graph.leaves | graph.ends
-    order: list[int] = []
-    seen: set[int] = set()
-    for start, _ in incoming:
-        if start in seen or start in sinks:
-            continue
-        seen.add(start)
-        stack = [(start, iter(graph.following[start]))]
-        while stack:
-            node, rest = stack[-1]
-            for target, _ in rest:
-                if target not in seen and target not in sinks and masks[target] == mask:
-                    seen.add(target)
-                    stack.append((target, iter(graph.following[target])))
-                    break
-            else:
-                order.append(node)
-                stack.pop()
-    order.reverse()
-    return order

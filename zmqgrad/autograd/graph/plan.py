@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from zmqgrad.autograd.graph.border import members, runs_through
+from zmqgrad.autograd.graph.border import runs_through
 
 T = TypeVar("T")
 
@@ -158,9 +158,9 @@ class Plan:
         """Would torch's engine run through a border of ``group`` to another of its targets?"""
         return runs_through(self._graph, group.outgoing)
 
-    def members(self, group: Group) -> list[int]:
-        """The nodes of ``group``, each before those that follow it."""
-        return members(self._graph, self._masks, group.entries, group.incoming)
+    def entries_of(self, node: int) -> int:
+        """The mask of the entries that reach ``node``; 0 for leaves."""
+        return self._masks[node]
 
     def _settle(self, entry: int, arrived: bool) -> list[Group]:
         """``entry`` is missed no more. Gives the groups that may run now."""

@@ -8,21 +8,22 @@ comes out at a recv goes on to the worker that it came from.
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
-from zmqgrad.autograd.graph.hooks import any_registered, has_hooks
-from zmqgrad.autograd.graph.leaves import Leaves, how_leaves_collect
-from zmqgrad.autograd.graph.plan import Edge, Graph, Group, Plan
+from zmqgrad.autograd.functions import LEAF_NODE, RecvNote
+from zmqgrad.autograd.graph.hooks import any_registered
+from zmqgrad.autograd.graph.leaves import how_leaves_collect
+from zmqgrad.autograd.graph.plan import Edge, Group, Plan
 from zmqgrad.autograd.graph.single import Gradient, added, let_go, outputs_of, run_engine, run_node, shared
 from zmqgrad.autograd.graph.undefined import UNDEFINED, reached
 from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
 from zmqgrad.autograd.passes.routes import RoutedPass, find_routes
+from zmqgrad.autograd.passes.survey import Reduced, Survey
 from zmqgrad.wire.messages import Waiting
 
 
@@ -36,9 +37,10 @@ def make_pass(
     collects = gc.isenabled()
     gc.disable()
     try:
-        routes = find_routes(entries, leaves)
+        survey = Survey(entries, leaves)
+        routes = find_routes(survey)
         if routes is None:
-            return PlannedPass(context, worker, retain_graph, entries, leaves)
+            return PlannedPass(context, worker, retain_graph, survey)
         return RoutedPass(context, worker, retain_graph, entries, routes, leaves)
     finally:
         if collects:
@@ -48,19 +50,17 @@ def make_pass(
 class PlannedPass(LocalPass):
     """A pass with the plan of its local graph, and gradients that wait at edges."""
 
-    def __init__(
-        self, context: Context, worker: int, retain_graph: bool, entries: Entries, leaves: Leaves
-    ) -> None:
-        super().__init__(context, worker, retain_graph, entries)
+    def __init__(self, context: Context, worker: int, retain_graph: bool, survey: Survey) -> None:
+        super().__init__(context, worker, retain_graph, survey.entries)
         self._hooks = hooks = any_registered()
         self._tick = 0
-        walked = _Walk(entries.edges(), leaves)
-        self._nodes = walked.nodes
-        self._notes = walked.notes
-        self._numbers = walked.numbers
-        self._graph = walked.graph
-        self.plan = Plan(walked.graph, walked.entries)
-        self._stops = walked.graph.leaves if hooks else walked.graph.leaves | walked.graph.ends
+        reduced = Reduced(survey)
+        self._nodes = reduced.nodes
+        self._notes = reduced.notes
+        self._numbers = reduced.numbers
+        self._graph = graph = reduced.graph
+        self.plan = Plan(graph, reduced.entries)
+        self._stops = graph.leaves if hooks else graph.leaves | graph.ends
         self._gradients: dict[Edge, torch.Tensor] = {}
         self._dropped_by: set[int] = set()  # requests
 
@@ -165,9 +165,9 @@ class PlannedPass(LocalPass):
 
     def _node_by_node(self, group: Group, flowing: dict[Edge, torch.Tensor]) -> dict[Edge, torch.Tensor]:
         """As the engine would, but for where it would not stop, or run hooks too early."""
-        for number in self.plan.members(group):
-            node = self._nodes[number]
-            gradients = [flowing.pop((number, i), None) for i in range(outputs_of(node))]
+        at = {(self._nodes[number], i): gradient for (number, i), gradient in flowing.items()}
+        for node in self._members(group):
+            gradients = [at.pop((node, i), None) for i in range(outputs_of(node))]
             made = run_node(node, gradients, self.retain_graph)
             if not self.retain_graph:
                 let_go(node)
@@ -176,20 +176,45 @@ class PlannedPass(LocalPass):
             ):
                 if gradient is None or following is None:
                     continue
-                edge = self._numbers[following], i
-                present = flowing.get(edge, UNDEFINED)
+                place = following, i
+                present = at.get(place, UNDEFINED)
                 if present is not UNDEFINED:
-                    flowing[edge] = present if gradient is UNDEFINED else added(present, gradient)
+                    at[place] = present if gradient is UNDEFINED else added(present, gradient)
                 elif also_held and type(following) is LEAF_NODE and gradient is not UNDEFINED:
-                    flowing[edge] = gradient.clone()
+                    at[place] = gradient.clone()
                 else:
-                    flowing[edge] = gradient
+                    at[place] = gradient
+        flowing = {(self._numbers[node], i): gradient for (node, i), gradient in at.items()}
         for end in group.ends:
             at_end = [e for e, g in flowing.items() if e[0] == end and g is not UNDEFINED]
             complete = {e: flowing.pop(e) for e in at_end}
             if complete:
                 flowing.update(self._through_engine(complete, tuple(complete)))  # for the hooks
         return flowing
+
+    def _members(self, group: Group) -> Iterable[Any]:
+        """The nodes of ``group``, each before those that follow it; leaves and ends are left out."""
+        sinks = self._graph.leaves | self._graph.ends
+        outside = {
+            node
+            for node, number in self._numbers.items()
+            if number in sinks or self.plan.entries_of(number) != group.entries
+        }
+        seen: set[Any] = set()
+        done: dict[Any, None] = {}
+        for number, _ in group.incoming:
+            todo = [self._nodes[number]]
+            while todo:
+                node = todo[-1]
+                if node in seen:
+                    done[node] = None  # all that follow it have been done
+                    todo.pop()
+                elif node is None or node in outside:
+                    todo.pop()
+                else:
+                    seen.add(node)
+                    todo += [n for n, _ in node.next_functions if n not in seen]
+        return reversed(done.keys())
 
     def _edge(self, edge: Edge) -> GradientEdge:
         return GradientEdge(self._nodes[edge[0]], edge[1])
@@ -212,64 +237,3 @@ class PlannedPass(LocalPass):
         """The plan as text."""
         with self._lock:
             return self.plan.describe(self._entry_name)
-
-
-class _Walk:
-    """The part of torch's graph that is reached from the entries, with its nodes numbered.
-
-    One walk in depth: a node is done, and last in ``order`` so far, when all that follow it are.
-    """
-
-    def __init__(self, starts: Sequence[Sequence[GradientEdge]], leaves: Leaves) -> None:
-        self.nodes: list[Any] = []
-        self.notes: dict[int, RecvNote] = {}  # of the recvs
-        self.numbers: dict[Any, int] = {}
-        self._following: list[list[Any]] = []
-        self._leaves: set[int] = set()
-        self._ends: set[int] = set()
-        self._how = leaves
-        order: list[int] = []
-        for edges in starts:
-            for edge in edges:
-                self._visit(edge[0], order)
-        order.reverse()
-        numbers = self.numbers
-        self.entries = [[(numbers[e[0]], e[1]) for e in edges] for edges in starts]
-        following = [[(numbers[node], number) for node, number in edges] for edges in self._following]
-        ends = frozenset(self._ends)
-        together = ends.difference(self.notes) if leaves is Leaves.TOGETHER else frozenset()
-        self.graph = Graph(following, frozenset(self._leaves), ends, order, together)
-
-    def _visit(self, start: Any, order: list[int]) -> None:
-        """Take in ``start``, and what follows it."""
-        if start in self.numbers:
-            return
-        numbers, add = self.numbers, self._add
-        stack = [(len(self.nodes), iter(add(start)))]
-        while stack:
-            number, rest = stack[-1]
-            for node, _ in rest:
-                if node not in numbers:
-                    stack.append((len(self.nodes), iter(add(node))))
-                    break
-            else:
-                order.append(number)
-                stack.pop()
-
-    def _add(self, node: Any) -> list[Any]:
-        """Number ``node``; gives the edges out of it."""
-        kind = type(node)
-        number = self.numbers[node] = len(self.nodes)
-        edges: list[Any] = []
-        if kind is RECV_NODE and (note := note_of(node)) is not None:
-            self.notes[number] = note
-            self._ends.add(number)
-        elif kind is LEAF_NODE:
-            how = self._how
-            waits = how is Leaves.TOGETHER or (how is Leaves.HOOKED and has_hooks(node))
-            (self._ends if waits else self._leaves).add(number)
-        else:
-            edges = [edge for edge in node.next_functions if edge[0] is not None]
-        self.nodes.append(node)
-        self._following.append(edges)
-        return edges

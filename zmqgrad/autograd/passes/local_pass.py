@@ -1,7 +1,8 @@
 """One backward pass on one worker: gradients enter at the roots and at sends, and leave at leaves and recvs.
 
 What lies between is for two classes to say: :mod:`~zmqgrad.autograd.passes.routes` where no two entries meet,
-which is most graphs, and :mod:`~zmqgrad.autograd.passes.engine` where they do.
+which is most graphs, and :mod:`~zmqgrad.autograd.passes.engine` where they do; a walk over the graph finds
+out which (:mod:`~zmqgrad.autograd.passes.survey`).
 """
 
 from __future__ import annotations

@@ -15,12 +15,12 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.functions import LEAF_NODE, RECV_NODE, RecvNote, note_of
-from zmqgrad.autograd.graph.hooks import has_hooks
+from zmqgrad.autograd.functions import LEAF_NODE, RecvNote
 from zmqgrad.autograd.graph.leaves import Leaves
 from zmqgrad.autograd.graph.single import Gradient, added, run_engine, shared
 from zmqgrad.autograd.graph.undefined import UNDEFINED, calls_user, reached, stood_in_for
 from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
+from zmqgrad.autograd.passes.survey import Survey
 from zmqgrad.wire.messages import Waiting
 
 
@@ -42,42 +42,13 @@ class Route:
                 self.ways = True
 
 
-def find_routes(entries: Entries, leaves: Leaves) -> list[Route] | None:
+def find_routes(survey: Survey) -> list[Route] | None:
     """The route of each entry; None if two of them meet, be it at leaves that wait for both."""
-    owner: dict[Any, int] = {}
+    if survey.met:
+        return None
     routes = []
-    for number, starts in enumerate(entries.starts if leaves is Leaves.PLAIN else entries.edges()):
-        edges = [start for start in starts if isinstance(start, GradientEdge)]  # leaves lead nowhere
-        ends: dict[tuple[Any, int], None] = {}
-        recvs: dict[Any, RecvNote] = {}
-        todo: list[Any] = list(edges)
-        while todo:  # this is the walk over the whole graph: every look-up counts
-            edge = todo.pop()
-            node = edge[0]
-            kind = type(node)
-            if kind is LEAF_NODE:
-                ends[node, 0] = None
-                if leaves is Leaves.TOGETHER:
-                    meets = owner.setdefault(LEAF_NODE, number) != number
-                else:
-                    waits = leaves is Leaves.HOOKED and has_hooks(node)
-                    meets = waits and owner.setdefault(node, number) != number
-                if meets:
-                    return None
-                continue
-            before = owner.get(node)
-            if before is None:
-                if node is None:
-                    continue
-                owner[node] = number
-                if kind is RECV_NODE and (note := note_of(node)) is not None:
-                    recvs[node] = note
-                else:
-                    todo += node.next_functions
-            elif before != number:
-                return None
-            if kind is RECV_NODE and node in recvs:
-                ends[node, edge[1]] = None
+    for edges, ends in zip(survey.starts, survey.ends, strict=True):
+        recvs = {node: survey.notes[node] for node, _ in ends if node in survey.notes}
         routes.append(Route(ends, recvs, edges))
     return routes
 
