@@ -343,6 +343,43 @@ def test_a_callback_may_use_its_store(store: Store) -> None:
     assert done.get(timeout=PATIENCE) == b"1"
 
 
+@pytest.mark.slow
+def test_whoever_is_slow_keeps_no_notice_from_being_read(store: Store) -> None:
+    """Though the thread that has read a notice calls the callback: others read on."""
+    go, seen = threading.Event(), queue.Queue[bytes | None]()
+    store.set("cached", "0")
+    assert store.get_cached("cached") == b"0"
+    for key in "abcd":  # more than there are threads at first
+        store.watch_key(key, lambda old, new: go.wait(PATIENCE) and None)
+    for key in ("quick", "cached"):
+        store.watch_key(key, lambda old, new: seen.put(new))
+    store.multi_set(["a", "b", "c", "d", "quick"], ["1"] * 5)  # which come in one piece
+    store.set("cached", "2")
+    try:
+        assert {seen.get(timeout=PATIENCE) for _ in range(2)} == {b"1", b"2"}
+        assert store.get_cached("cached") == b"2"
+    finally:
+        go.set()
+
+
+def test_a_callback_may_close_its_store() -> None:
+    """With more notices at hand, and while others come."""
+    with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
+        client = TCPStore("127.0.0.1", master.port, timeout=PATIENCE)
+        closed = threading.Event()
+
+        def close(key: str, old: bytes | None, new: bytes | None) -> None:
+            client.close()
+            closed.set()
+
+        client.watch_prefix("k", close)
+        client.watch_key("k1", lambda old, new: None)
+        master.multi_set([f"k{n}" for n in range(50)], ["1"] * 50)
+        assert closed.wait(PATIENCE)
+        with pytest.raises(StoreError):
+            client.get("k1")
+
+
 def test_closed_stores_refuse_watches(store: Store) -> None:
     beneath = store.underlying_store if isinstance(store, PrefixStore) else store
     beneath.close()

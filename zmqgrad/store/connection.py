@@ -18,6 +18,7 @@ from zmqgrad.errors import (
     StoreTimeoutError,
 )
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.store.addresses import connecting_address, why_unknown
 from zmqgrad.store.followers import CallbackNotice, Registered
 from zmqgrad.store.topics import Target
@@ -124,9 +125,11 @@ class Connection:
         if type(pong) is not StorePong:
             raise StoreError(f"{self._address} answered a ping with {type(pong).__name__}")
 
-    def _noticed(self, message: Message) -> None:
+    def _noticed(self, message: Message) -> list[Task]:
+        to_do: list[Task] = []
         if isinstance(message, CallbackNotice):
-            self.watches.noticed(message)
+            self.watches.noticed(message, to_do.append)
+        return to_do
 
     def _listen(self) -> NoticeListener:
         with self._lock:
@@ -140,6 +143,7 @@ class Connection:
                     _introduce,
                     self._noticed,
                     self.watches.broken,
+                    self.watches.attend,
                 )
             return self._listener
 

@@ -13,7 +13,7 @@ from functools import partial
 
 from zmqgrad.errors import ClosedError, StoreError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool
+from zmqgrad.runtime.engine_pool import EnginePool, Source, Task
 from zmqgrad.runtime.timekeeper import Timekeeper
 from zmqgrad.store.followers import (
     Backlog,
@@ -163,13 +163,21 @@ class WatchBook:
             each.taker.end()
         return last
 
-    def noticed(self, notice: CallbackNotice) -> None:
-        """Take in a notice; quick, for it runs in the thread that receives them."""
+    def attend(self, source: Source) -> None:
+        """Let the threads that call callbacks read ``source`` as well; something is watched."""
+        assert self._pool is not None
+        self._pool.attend(source)
+
+    def noticed(self, notice: CallbackNotice, submit: Callable[[Task], object] | None = None) -> None:
+        """Take in a notice; quick, for it runs in the thread that receives them.
+
+        What is to be called is handed to ``submit``; None: to threads of the book.
+        """
         with self._lock:
             target = Prefix(notice.prefix) if isinstance(notice, PrefixChanged) else notice.key
             watched = self._targets.get(target)
             if watched is not None and not self._closed:
-                self._deliver(target, watched, watched.follower.noticed(notice))
+                self._deliver(target, watched, watched.follower.noticed(notice), submit)
 
     def broken(self) -> None:
         """The connection is: notices may be lost until each target has been looked at again."""
@@ -186,19 +194,26 @@ class WatchBook:
             watched.follower.lost()
         self._deliver(target, watched, events)
 
-    def _deliver(self, target: Target, watched: _Watched, events: list[WatchEvent]) -> None:
+    def _deliver(
+        self,
+        target: Target,
+        watched: _Watched,
+        events: list[WatchEvent],
+        submit: Callable[[Task], object] | None = None,
+    ) -> None:
         """Let the takers have ``events``, and look again if need be. Called with the lock held."""
         if self._closed or self._pool is None:
             return
+        submit = submit or self._pool.submit
         for each in watched.subscriptions if events else ():
             for event in events:
                 each.pending.add(event)
             if not each.delivering:
                 each.delivering = True
-                self._pool.submit(partial(self._hand_out, target, each))
+                submit(partial(self._hand_out, target, each))
         if not watched.follower.live and watched.follower.revision >= 0 and not watched.looking:
             watched.looking = True
-            self._pool.submit(lambda: self._look_again(target, watched))
+            submit(partial(self._look_again, target, watched))
 
     def _hand_out(self, target: Target, subscription: _Subscription) -> None:
         while True:

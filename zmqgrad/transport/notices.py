@@ -4,17 +4,24 @@ One connection carries them in order, so none is lost while it holds: a client t
 something, once it has been told that the connection is known, gets all that follow the answer. (Through a PUB
 socket the first could be lost, and each took two hops more to a thread.) When it breaks, what was said
 meanwhile is lost; the client is told, so that it can look again.
+
+What is to be done about a notice is done by the thread that has read it, while another reads on: so nothing
+wakes a thread but the notice itself.
 """
 
 from __future__ import annotations
 
 import logging
 import secrets
+import select
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.engine_pool import Source, Task
+from zmqgrad.transport.gate import make_gate
 from zmqgrad.transport.requests.line import FIRST_PAUSE, LONGEST_PAUSE, Line
 from zmqgrad.transport.security import Keys
 from zmqgrad.wire.codec import decode
@@ -27,14 +34,17 @@ MEETING_SECONDS = 10.0
 
 
 class NoticeListener:
-    """Listens to the server at ``address`` in a thread named ``<name>-notices``; connects anew by itself.
+    """Listens to the server at ``address``, and connects anew by itself. A :class:`Source` of tasks.
 
     Args:
         keys: those of the job; None: nothing is encrypted.
-        introduce: called there with a way to ask and a name, on each new connection: has the server know the
+        introduce: called with a way to ask and a name, on each new connection: has the server know the
             connection by that name. Raises ``ProtocolError`` if the server would not.
-        on_notice: called there with each notice: must be quick, and must not raise.
-        on_broken: called there when a connection that was known breaks, but by :meth:`close`.
+        on_notice: called with each notice, in order: must be quick, and must not raise. Gives what is to be
+            done about it, which may take its time, and in which nothing must be raised.
+        on_broken: called when a connection that was known breaks, but by :meth:`close`.
+        attend: has threads of others read this, and do what is to be done (``EnginePool.attend``); None: a
+            thread named ``<name>-notices`` does all that, one after the other.
     """
 
     def __init__(
@@ -43,8 +53,9 @@ class NoticeListener:
         address: str,
         keys: Keys | None,
         introduce: Callable[[Callable[[Message], Message], str], None],
-        on_notice: Callable[[Message], None],
+        on_notice: Callable[[Message], Iterable[Task] | None],
         on_broken: Callable[[], None],
+        attend: Callable[[Source], None] | None = None,
     ) -> None:
         self.name = name
         self.address = address
@@ -54,11 +65,16 @@ class NoticeListener:
         self._on_broken = on_broken
         self._closing = threading.Event()
         self._line = Line(address, name, keys, self._closing)
-        self._changed = threading.Condition()  # guards the two that follow
+        self._gate = make_gate()
+        self._tasks: deque[Task] = deque()
+        self._changed = threading.Condition()  # guards the three that follow
         self._known_as = ""
         self._failure: ProtocolError | None = None
-        self._thread = threading.Thread(target=self._run, name=f"{name}-notices", daemon=True)
-        self._thread.start()
+        self._ended = False
+        if attend is None:
+            threading.Thread(target=self._run, name=f"{name}-notices", daemon=True).start()
+        else:
+            attend(self)
 
     @property
     def known_as(self) -> str:
@@ -90,37 +106,76 @@ class NoticeListener:
             self._changed.notify_all()
 
     def _run(self) -> None:
+        while (task := self.read()) is not None:
+            task()
+
+    # ---- a source of tasks ------------------------------------------------------------------------------
+
+    def stand_by(self) -> bool:
+        """As :class:`Source`."""
+        return self._gate.wait()
+
+    def pass_on(self) -> None:
+        """As :class:`Source`."""
+        self._gate.open(at_once=bool(self._tasks) or not self._known_as)
+
+    def has_more(self) -> bool:
+        """As :class:`Source`."""
+        return bool(self._tasks)
+
+    def read(self) -> Task | None:
+        """As :class:`Source`. Connects, if need be."""
         try:
             while not self._closing.is_set():
-                self._listen()
+                if self._tasks:
+                    return self._tasks.popleft()
+                self._live_on()
         except Exception:
             logger.exception("%s: the notices of %s are lost from here on", self.name, self.address)
-        finally:
-            self._line.disconnect()
-            self._closing.set()
-            self._become("")
+        self._end()
+        return None
 
-    def _listen(self) -> None:
-        """Through the life of one connection."""
+    def _live_on(self) -> None:
+        """Hear what comes next, after connecting if there is no connection; or find that it has ended."""
         failure = None
-        name = secrets.token_hex(16)
         try:
-            self._introduce(self._ask, name)
-            self._become(name)
-            while True:
+            if not self._known_as:
+                self._meet()
+            if self._gate.poll(None):
                 for frame in self._line.hear():
                     self._take(frame)
+            return
         except ProtocolError as e:
             logger.warning("%s: left %s: %s", self.name, self.address, e)
             failure = e
         except (OSError, ClosedError) as e:  # a TimeoutError is one, too
             logger.debug("%s: the connection to %s has ended: %s", self.name, self.address, e)
-        self._line.disconnect()
         was_known = self._known_as
-        self._become("", failure)
+        self._part(failure)
         if was_known and not self._closing.is_set():
             self._on_broken()
         self._closing.wait(FIRST_PAUSE if failure is None else LONGEST_PAUSE)
+
+    def _meet(self) -> None:
+        name = secrets.token_hex(16)
+        self._introduce(self._ask, name)
+        self._gate.register(self._line.fileno(), select.POLLIN)
+        self._become(name)
+
+    def _part(self, failure: ProtocolError | None) -> None:
+        if self._known_as:
+            self._gate.unregister(self._line.fileno())
+        self._line.disconnect()
+        self._become("", failure)
+
+    def _end(self) -> None:
+        """Nobody reads any more."""
+        self._part(None)
+        self._closing.set()
+        self._gate.close()
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
 
     def _ask(self, message: Message) -> Message:
         return self._line.request(message, MEETING_SECONDS)
@@ -135,7 +190,7 @@ class NoticeListener:
             if self.malformed == 1:
                 logger.warning("%s: dropped a malformed notice from %s (%s)", self.name, self.address, e)
             return
-        self._on_notice(message)
+        self._tasks.extend(self._on_notice(message) or ())
 
     def close(self) -> None:
         """Stop listening. Idempotent; safe from any thread."""
@@ -145,7 +200,7 @@ class NoticeListener:
             self._changed.notify_all()
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for the thread; gives its name if it has not ended by ``deadline``."""
-        if self._thread is not threading.current_thread():
-            self._thread.join(deadline.left_or_none())
-        return [self._thread.name] if self._thread.is_alive() else []
+        """Wait until nobody reads any more; gives a name if that has not come by ``deadline``."""
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._ended, deadline.left_or_none())
+        return [] if ended else [f"{self.name}-notices"]

@@ -234,6 +234,11 @@ class Line:
             limit_waits(self._socket, limit)
             self._limit = limit
 
+    def fileno(self) -> int:
+        """Of the connection that stands."""
+        assert self._socket is not None
+        return self._socket.fileno()
+
     def hang_up(self) -> None:
         """From another thread: end what this line waits for. The line's own thread closes the socket."""
         connection = self._socket
