@@ -139,7 +139,7 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
     """Only one of the others is told, at once; all do the same all the same, and none waits for long."""
     made = groups(4)
     victim, witness = made[2].worker, made[1].worker
-    monkeypatch.setattr(parting, "SAY_EVERY", 1000.0)
+    monkeypatch.setattr(parting, "LOOK_SECONDS", 1000.0)
     monkeypatch.setattr(parting, "PART_SECONDS", 0.05)
     monkeypatch.setattr(parting, "answers", lambda endpoint: endpoint not in victim.membership.own.endpoints)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
@@ -163,6 +163,19 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
     raised = all_at_once([lambda g=g: leave(g) for g in made])
     assert [type(e) for e in raised] == [type(None), type(None), Dead, type(None)], raised
     assert sorted(left) == ["worker0", "worker1", "worker3"]
+
+
+def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = groups(3)
+    gone = made[2].worker.membership.own.endpoints
+    monkeypatch.setattr(parting, "SAY_EVERY", 1000.0)
+    monkeypatch.setattr(parting, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(parting, "answers", lambda endpoint: endpoint not in gone)
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    made[2].close()  # and tells nobody
+    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made[:2]]) == [None, None]
 
 
 def test_who_serves_the_store_waits_for_the_slow_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ logger = logging.getLogger(__name__)
 SAY_EVERY = 5.0
 """Seconds of waiting for others after which a log line names them, again and again."""
 
+LOOK_SECONDS = 1.0
+"""Who is waited for is looked up so often: nobody need have noticed that it died, if nobody has called it."""
+
 PART_SECONDS = 2.0
 """How long workers that have finished wait for each other's farewell before they look who lives."""
 
@@ -89,9 +92,10 @@ class Parting:
         """Wait until all of ``keys``, one for each rank, are there, and see to those of the dead."""
         # That others still have work of their own is nothing to warn of.
         level = logging.INFO if self._step == "arrived" else logging.WARNING
+        say = Deadline.after(SAY_EVERY)
         while True:
             try:
-                self._store.wait(keys, min(deadline.left(), SAY_EVERY))
+                self._store.wait(keys, min(deadline.left(), LOOK_SECONDS))
                 return
             except StoreTimeoutError as e:
                 there = set(self._store.list_keys(f"{self._step}/"))
@@ -108,7 +112,9 @@ class Parting:
                         f"{self._worker.name}: shutdown gave up waiting for {names} {why}; "
                         f"shutdown(graceful=False) does not wait for others"
                     ) from e
-                logger.log(level, "%s: shutdown waits for %s %s", self._worker.name, names, why)
+                if say.passed():
+                    logger.log(level, "%s: shutdown waits for %s %s", self._worker.name, names, why)
+                    say = Deadline.after(SAY_EVERY)
 
     def _stand_in(self, rank: int) -> None:
         """Post for a worker that died, unless it has, or nobody is waited for any more."""
