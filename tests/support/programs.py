@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 import torch
+import torch.utils.checkpoint
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -66,9 +67,10 @@ class Quiet:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of a table, whose gradient is sparse; as a parameter, copied where it does not live."""
+    """Rows of a table, whose gradient is sparse, or ``dense``; a parameter, copied where it does not live."""
 
     number: int
+    dense: bool = False
 
 
 @dataclass(frozen=True)
@@ -149,6 +151,68 @@ class Program:
         return "\n".join([head, *lines])
 
 
+class _Multi(torch.autograd.Function):
+    """Two tensors, and what is none; for ``y`` there is a gradient only if the product is used."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, by: float) -> Any:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, y)
+        ctx.by = by
+        return x * y * by, "text", x * by, 3
+
+    @staticmethod
+    def backward(ctx: Any, product: Tensor | None, _: Any, scaled: Tensor | None, __: Any) -> Any:
+        x, y = ctx.saved_tensors
+        to_x = None if scaled is None else scaled * ctx.by
+        if product is None:
+            return to_x, None, None
+        through = product * y * ctx.by
+        return through if to_x is None else to_x + through, product * x * ctx.by, None
+
+
+class _OneOfTwo(torch.autograd.Function):
+    """Gives no gradient for its second input, and is called with zeros where none comes."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (x + y) / 2
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / 2, None
+
+
+class _Generous(torch.autograd.Function):
+    """Gives gradients whether or not they are wanted."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        return (x - y) / 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient / 2, -gradient / 2
+
+
+def _checkpointed(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    made: Tensor = torch.utils.checkpoint.checkpoint(lambda x, y: (x * y).sin(), a, b, use_reentrant=False)
+    return (made,)
+
+
+def _written(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    """A tensor of its own, a view of which is written to."""
+    made = a * 1
+    made[:1].mul_(b[:1])
+    return (made,)
+
+
+def _custom(a: Tensor, b: Tensor) -> tuple[Tensor, ...]:
+    product, _, scaled, _ = _Multi.apply(a, b, 0.5)
+    return product, scaled
+
+
 _OPS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
     "add": lambda a, b: ((a + b) / 2,),
     "mul": lambda a, b: (a * b,),
@@ -161,7 +225,14 @@ _OPS: dict[str, Callable[[Tensor, Tensor], tuple[Tensor, ...]]] = {
     "unbind": lambda a, b: tuple(part.expand(SIDE, SIDE) for part in a.unbind(1)),
     "constant": lambda a, b: (torch.linspace(-0.7, 0.9, SIDE * SIDE, dtype=a.dtype).view(SIDE, SIDE),),
     "detach": lambda a, b: (a.detach().cos(),),
+    "custom": _custom,
+    "one of two": lambda a, b: (_OneOfTwo.apply(a, b),),
+    "generous": lambda a, b: (_Generous.apply(a, b),),
+    "checkpoint": _checkpointed,
+    "written": _written,
+    "complex": lambda a, b: ((torch.complex(a, b) * torch.complex(b, a).conj()).abs() / 2,),
 }
+_DOUBLE = ("chunk", "unbind", "custom")
 _UNARY = ("sin", "mean", "transposed", "column", "chunk", "unbind")
 _MAKE = ("add", "mul", "matmul", "sin")
 _UNDIFFERENTIABLE = ("constant", "detach")
@@ -221,7 +292,7 @@ def _bodies(
     if hooks:
         kinds += [st.builds(Op, st.sampled_from(_MAKE), value, value), st.builds(Hook, value)] * 3
     if rich:
-        kinds += [st.builds(Quiet, value), st.builds(Rows, value)]
+        kinds += [st.builds(Quiet, value), st.builds(Rows, value, st.booleans())]
     if depth:
         args = st.lists(value, max_size=3).map(tuple)
         inner = _bodies(homes, depth - 1, folds, hooks, rich)
@@ -244,7 +315,7 @@ def _show(program: Program, body: Body, count: int, lines: list[str], indent: st
     for step in body.steps:
         made = f"v{count}"
         if isinstance(step, Op):
-            outputs = SIDE if step.name in ("chunk", "unbind") else 1
+            outputs = 2 if step.name in _DOUBLE else 1
             what = f"{step.name}({v(step.a) if step.name in _UNARY else v(step.a, step.b)})"
             lines.append(f"{indent}{', '.join(f'v{count + i}' for i in range(outputs))} = {what}")
             count += outputs
@@ -258,7 +329,8 @@ def _show(program: Program, body: Body, count: int, lines: list[str], indent: st
             count += 1
         elif isinstance(step, Rows):
             if program.tables:
-                lines.append(f"{indent}{made} = rows of table {step.number % len(program.tables)}")
+                how = ", dense" if step.dense else ""
+                lines.append(f"{indent}{made} = rows of table {step.number % len(program.tables)}{how}")
                 count += 1
         elif isinstance(step, Leaf):
             lines.append(f"{indent}{made} = leaf {step.number % len(program.leaves)}")
@@ -363,7 +435,7 @@ def run_body(body: Body, world: World, values: list[_Value]) -> list[Tensor]:
         elif isinstance(step, Rows):
             table = world.table(step.number)
             if table is not None:
-                rows = torch.nn.functional.embedding(torch.tensor([2, 0]), table, sparse=True)
+                rows = torch.nn.functional.embedding(torch.tensor([2, 0]), table, sparse=not step.dense)
                 values += _there([rows], False)
         elif isinstance(step, Leaf):
             tensor, received = world.leaf(step.number)
