@@ -203,10 +203,16 @@ def a_reader_is_killed(rank: int) -> tuple[int, list[str]]:
     join(rank)
     lent = -1
     if rank == 0:
+        kept = [rpc.rpc_sync("worker1", torch.full, args=((N,), float(i))) for i in range(3)]
         futures = [rpc.rpc_async("worker1", hold_and_die, args=(torch.rand(N),)) for _ in range(5)]
         for future in futures:
             with pytest.raises(PeerLostError):
                 future.wait()
+        assert all(t.eq(float(i)).all() for i, t in enumerate(kept)), (
+            "what a dead worker sent stays what it is"
+        )
+        assert kept[0].add_(9.0).eq(9.0).all()
+        kept.clear()
         for i in range(20):
             x = torch.full((N,), float(i))
             assert rpc.rpc_sync("worker2", echo, args=(x,)).equal(x)

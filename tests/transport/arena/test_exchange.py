@@ -18,6 +18,8 @@ from zmqgrad.transport.arena.exchange import Exchange, Load
 from zmqgrad.transport.arena.packing import LARGE
 from zmqgrad.transport.arena.segment import supported
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
+from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release, Window
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
@@ -158,6 +160,21 @@ def test_a_block_goes_back_with_the_next_message(sides: tuple[Side, Side]) -> No
     assert a.lent == 1  # of the other, something is left
     del one
     b.pass_on([bytes(2000)])
+    assert a.lent == 0
+
+
+@pytest.mark.parametrize("sizes", [[2000], [2000, 3000], [LARGE, 100]])
+def test_who_lets_go_of_a_message_gives_its_blocks_back_with_the_answer(
+    sizes: list[int], sides: tuple[Side, Side]
+) -> None:
+    a, b = sides
+    a.warm()
+    b.warm()
+    _, frames = a.pass_on([bytes(size) for size in sizes])
+    assert not b.exchange.owes(0)
+    Inbound(Envelope(0, 0, 0, 0), Release(), frames, 0).let_go()
+    assert b.exchange.owes(0)
+    b.pass_on([])
     assert a.lent == 0
 
 

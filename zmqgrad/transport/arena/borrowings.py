@@ -121,7 +121,7 @@ class Borrowings:
         return ArenaAnswer(nonce)
 
     def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
-        """The frames of a message of ``peer``.
+        """The frames of a message of ``peer``; a list, so that they can be let go of (``Inbound.let_go``).
 
         Raises:
             ProtocolError: if the manifest does not fit the segments or the frames that came.
@@ -131,7 +131,7 @@ class Borrowings:
         windows = manifest.windows
         if len(windows) == len(manifest.pieces) == 1 and not frames:
             view = self._open(peer, manifest.pieces[0], iter(()))
-            return (view if windows[0] == Window(0, 0, len(view)) else _window(windows[0], (view,)),)
+            return [view if windows[0] == Window(0, 0, len(view)) else _window(windows[0], (view,))]
         following = iter(frames)
         pieces = [self._open(peer, piece, following) for piece in manifest.pieces]
         if next(following, None) is not None:
