@@ -313,7 +313,10 @@ def pack_call(
         PayloadError: if ``function`` or its arguments are none, or naming what cannot be pickled.
     """
     if not callable(function):
-        raise PayloadError(f"function should be callable. {shorten(function)} cannot be called")
+        raise PayloadError(
+            f"function should be callable. {shorten(function)} cannot be called; "
+            f"a remote call needs a function"
+        )
     if args.__class__ is not tuple:
         args = _arguments(args)
     kwargs = {} if kwargs is None else _keywords(kwargs)
