@@ -32,7 +32,7 @@ def own_address() -> str:
 
 
 def between_hosts(rank: int) -> tuple[str, list[float]]:
-    ways.answers = lambda endpoint: not endpoint.startswith("ipc")  # as if all were far away
+    ways._lets_us_in = lambda endpoint: False  # as if all were far away
     if rank == 2:
         os.environ["ZMQGRAD_SECRET"] = "another secret, of 26 bytes"
         with pytest.raises(RendezvousError, match="the other end has another secret"):
