@@ -178,12 +178,24 @@ class Parting:
                 if self._served is None:  # a launcher's, which goes on
                     self._store.delete_key("worker/0")
             else:
-                self._store.wait(["gone"], min(deadline.left(), FAREWELL_SECONDS))
+                self._wait_for_first(deadline.sooner(FAREWELL_SECONDS))
                 self._store.set_timeout(PART_SECONDS)
                 self._store.delete_key(f"worker/{self._worker.id}")
                 self._store.set(f"left/{self._worker.id}", "-")
         except StoreError as e:
             logger.info("%s leaves without the others' farewell: %s", self._worker.name, e)
+
+    def _wait_for_first(self, deadline: Deadline) -> None:
+        """Wait until rank 0 says that this worker may go; not if it is dead, and the store is another's."""
+        dead = 0 in self._gone or 0 in self._worker.lost
+        while not dead:
+            try:
+                self._store.wait(["gone"], min(deadline.left(), LOOK_SECONDS))
+                return
+            except StoreTimeoutError:
+                if deadline.passed():
+                    raise
+                dead = self._is_gone(0)
 
     def _see_off(self, deadline: Deadline) -> None:
         """Wait until all others that live have left."""
