@@ -34,6 +34,13 @@ class Source:
             return False
         return True
 
+    def take(self) -> bool:
+        if not self.turn.acquire(blocking=False):
+            return False
+        if self.over:
+            self.turn.release()
+        return not self.over
+
     def read(self) -> Task | None:
         me = threading.get_ident()
         if self.leader not in (None, me):

@@ -11,13 +11,20 @@ from queue import SimpleQueue
 import pytest
 
 from zmqgrad.transport.gate import EpollGate, Gate, PlainGate, make_gate
+from zmqgrad.transport.looking import Eyes
 
 WAIT = 20.0
 
 on_linux = pytest.mark.skipif(not hasattr(select, "epoll"), reason="needs epoll")
 
 
-@pytest.fixture(params=[pytest.param(EpollGate, marks=on_linux), PlainGate])
+def looking_gate() -> Gate:
+    return EpollGate(Eyes())
+
+
+@pytest.fixture(
+    params=[pytest.param(EpollGate, marks=on_linux), pytest.param(looking_gate, marks=on_linux), PlainGate]
+)
 def gate(request: pytest.FixtureRequest) -> Iterator[Gate]:
     gate: Gate = request.param()
     yield gate
@@ -114,6 +121,57 @@ def test_with_something_read_already_one_is_let_in_at_once(gate: Gate, pipe: tup
     thread.join(WAIT)
     if isinstance(gate, EpollGate):
         assert gate.poll(0.0) == []  # the bell that let it in is nobody's message
+
+
+def test_who_takes_the_gate_is_in_and_nobody_else(gate: Gate, pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    gate.register(reader, select.POLLIN)
+    assert not gate.take()  # shut at first: whoever opens it is in
+    gate.open(at_once=False)
+    assert gate.take()
+    assert not gate.take()
+    readers = Readers(gate, reader, 2, lambda: False)
+    os.write(writer, b"ab")
+    assert numbers(gate, 0.0) == [reader]
+    assert os.read(reader, 1) == b"a"
+    assert readers.taken.empty()
+    gate.open(at_once=False)
+    assert readers.taken.get(timeout=WAIT)[1] == b"b"
+    assert not gate.take()  # whoever was let in has not opened it again
+    gate.open(at_once=False)
+    os.write(writer, b".")
+    readers.join()
+    assert not gate.take()
+
+
+def test_taking_and_waiting_by_turns_loses_nothing(gate: Gate, pipe: tuple[int, int]) -> None:
+    reader, writer = pipe
+    gate.register(reader, select.POLLIN)
+    inside = threading.Lock()
+    taken: SimpleQueue[bytes] = SimpleQueue()
+
+    def run() -> None:
+        while gate.take() or gate.wait():
+            assert inside.acquire(blocking=False)
+            byte = b""
+            while not byte:
+                if reader in numbers(gate):
+                    byte = os.read(reader, 1)
+            inside.release()
+            taken.put(byte)
+            gate.close() if byte == b"." else gate.open(at_once=False)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    gate.open(at_once=False)
+    sent = bytes(range(65, 91)) * 40 + b"."
+    for byte in sent:
+        os.write(writer, bytes([byte]))
+    assert b"".join(taken.get(timeout=WAIT) for _ in sent) == sent
+    for thread in threads:
+        thread.join(WAIT)
+        assert not thread.is_alive()
 
 
 def test_what_is_unregistered_lets_nobody_in(gate: Gate, pipe: tuple[int, int]) -> None:

@@ -9,7 +9,8 @@ processor meanwhile; then, too, a thread is added. Long computations add none.
 
 A :class:`Source` of tasks is read by threads of the pool themselves, so that a task starts without waiting
 for a thread to wake. One of them *leads*: it reads, and runs what it has read; others stand by in the kernel
-and one of those leads next. While there is more at hand, the leader runs one task after another and keeps
+and one of those leads next; or the same once more, if it is back before there is something to read. While
+there is more at hand, the leader runs one task after another and keeps
 the lead. If one of them blocks, or takes longer than a millisecond or two, another leads meanwhile: nothing
 waits behind user code for longer than that.
 """
@@ -58,6 +59,10 @@ class Source(Protocol):
 
     def has_more(self) -> bool:
         """By the leader: is there another task already, or will there be one in no time?"""
+        ...
+
+    def take(self) -> bool:
+        """The calling thread, which has nothing else to do, leads from now on, unless another does."""
         ...
 
     def pass_on(self) -> None:
@@ -182,7 +187,7 @@ class EnginePool:
             except BaseException:
                 logger.exception("a task of %s failed", self._name)
             del task  # else a thread that stands by keeps the last task's tensors alive
-            following = self._step_up(vacancy)
+            following = self._step_up(source, vacancy)
             if following is not _Next.LEAD:
                 return following is _Next.STAND_BY
         return True
@@ -201,7 +206,7 @@ class EnginePool:
             self._yield_lead(source)
         return self._vacancy
 
-    def _step_up(self, vacancy: _Vacancy | None) -> _Next:
+    def _step_up(self, source: Source, vacancy: _Vacancy | None) -> _Next:
         """What the calling thread does after a task."""
         with self._lock:
             leads = vacancy is not None and self._vacancy is vacancy
@@ -215,7 +220,7 @@ class EnginePool:
             self._attending += 1
             if self._awaited and self._live - self._attending == self._idle:
                 self._at_rest.notify_all()
-            return _Next.LEAD if leads else _Next.STAND_BY
+            return _Next.LEAD if leads or source.take() else _Next.STAND_BY
 
     def _fill_vacancy(self) -> None:
         """Pass on the lead if it is vacant. Called with the lock held."""

@@ -2,7 +2,8 @@
 
 The thread that is in reads; before it does something else, it opens the gate for the next. Those who wait
 are waiting in the kernel already, so a reader that goes to work wakes nobody: only the next message does.
-Of several, the one that came last is let in first, as its caches are the warmest.
+Of several, the one that came last is let in first, as its caches are the warmest. Whoever comes back from
+work takes the gate, if nobody has been let in meanwhile, and looks before it sleeps.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ import os
 import select
 import threading
 from typing import Protocol
+
+from zmqgrad.transport.looking import Eyes, Look
 
 MOST = 64
 """So many descriptors are looked at in one go."""
@@ -35,6 +38,10 @@ class Gate(Protocol):
         """Wait to be let in; False: the gate was closed for good."""
         ...
 
+    def take(self) -> bool:
+        """Be let in at once, though there may be nothing to read yet; False: somebody else is in."""
+        ...
+
     def open(self, at_once: bool) -> None:
         """Let one in: when something is ready to be read, or ``at_once``. Shut behind it. From any thread,
         but only while nobody is in who goes on to read."""
@@ -45,9 +52,9 @@ class Gate(Protocol):
         ...
 
 
-def make_gate() -> Gate:
-    """The best gate that there is on this system."""
-    return EpollGate() if hasattr(select, "epoll") and hasattr(os, "eventfd") else PlainGate()
+def make_gate(eyes: Eyes | None = None) -> Gate:
+    """The best gate that there is on this system; whoever is in looks with ``eyes`` before it sleeps."""
+    return EpollGate(eyes) if hasattr(select, "epoll") and hasattr(os, "eventfd") else PlainGate()
 
 
 class EpollGate:
@@ -57,13 +64,16 @@ class EpollGate:
     before it is armed again.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, eyes: Eyes | None = None) -> None:
+        self._eyes = eyes
+        self._look = Look(eyes or Eyes())
         self._inside = select.epoll()
         self._gate = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._lock = threading.Lock()  # guards _waiting and _closed
+        self._lock = threading.Lock()  # guards _waiting and _closed, and whoever is let in
         self._waiting = 0
         self._closed = False
+        self._taken = True
         self._rung = False
         self._inside_number = self._inside.fileno()
         self._inside.register(self._bell, select.EPOLLIN)
@@ -79,7 +89,9 @@ class EpollGate:
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """As :class:`Gate`."""
-        ready = self._inside.poll(seconds, MOST)
+        # While threads wait for answers, those come next, and each wakes one who needs the processor.
+        looks = seconds is None and self._eyes is not None and not self._eyes.expecting
+        ready = (looks and self._look.at(self._inside.poll)) or self._inside.poll(seconds, MOST)
         return self._hush(ready) if self._rung else ready
 
     def _hush(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -92,19 +104,34 @@ class EpollGate:
         """As :class:`Gate`."""
         with self._lock:
             self._waiting += 1
-        if not self._closed:
-            self._gate.poll(None, 1)
+        while True:
+            if not self._closed:
+                self._gate.poll(None, 1)
+            with self._lock:
+                if self._closed:
+                    self._waiting -= 1
+                    self._see_off()
+                    return False
+                if not self._taken:
+                    self._waiting -= 1
+                    self._taken = True
+                    return True
+
+    def take(self) -> bool:
+        """As :class:`Gate`."""
         with self._lock:
-            self._waiting -= 1
-            if self._closed:
-                self._see_off()
-        return not self._closed
+            if self._taken or self._closed:
+                return False
+            self._taken = True
+            self._gate.modify(self._inside_number, select.EPOLLONESHOT)  # else the next message wakes one
+            return True
 
     def open(self, at_once: bool) -> None:
         """As :class:`Gate`."""
         if at_once:
             self._rung = True
             os.eventfd_write(self._bell, 1)
+        self._taken = False
         self._gate.modify(self._inside_number, select.EPOLLIN | select.EPOLLONESHOT)
 
     def close(self) -> None:
@@ -148,6 +175,14 @@ class PlainGate:
     def wait(self) -> bool:
         """As :class:`Gate`."""
         self._turns.acquire()
+        if self._closed:
+            self._turns.release()
+        return not self._closed
+
+    def take(self) -> bool:
+        """As :class:`Gate`."""
+        if not self._turns.acquire(blocking=False):
+            return False
         if self._closed:
             self._turns.release()
         return not self._closed

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.door import Door, door_address
+from zmqgrad.transport.looking import Eyes, Look
 
 logger = logging.getLogger(__name__)
 
@@ -29,29 +30,8 @@ MAX_LANES = 8
 
 LONGEST_WAIT_MS = 1 << 30
 
-LOOKS = 300
-"""A thread looks so many times (some 400 us) before it sleeps: waking costs as much as a short call takes.
-
-With 150 the answer to an empty call, which takes 200 us, often came too late, so the lane gave up looking
-(see ``PATIENCE``), and a call took 300. With 600, others that needed the processor waited at times; with
-none, a call took 380 to 730.
-"""
-
-MOST_LUCK = 8
-PATIENCE = 16
-"""A lane whose looks were in vain too often sleeps at once for so many answers."""
-
 Decode = Callable[[bytes], "Inbound | None"]
 """A frame to a message; None for what was none of ours and has been counted."""
-
-
-class _Eyes:
-    """One thread of a worker looks at a time."""
-
-    __slots__ = ("of",)
-
-    def __init__(self) -> None:
-        self.of: Lane | None = None
 
 
 class Lane:
@@ -62,14 +42,13 @@ class Lane:
     """
 
     def __init__(
-        self, number: int, endpoint: str, decode: Decode, free: Callable[[Lane], None], eyes: _Eyes
+        self, number: int, endpoint: str, decode: Decode, free: Callable[[Lane], None], eyes: Eyes
     ) -> None:
         self.number = number
-        self._eyes = eyes
+        self._look = Look(eyes)
         self._decode = decode
         self._free = free
         self._arrived: deque[bytes] = deque()
-        self._luck = MOST_LUCK  # falls by looks in vain; below zero nobody looks, and it counts up
         self._poll = select.poll()
         self._door = Door(door_address(endpoint, number), self._poll)
         try:
@@ -85,7 +64,7 @@ class Lane:
     def receive(self, seconds: float | None) -> Inbound | None:
         """The next message; None if there is none within ``seconds`` (None: no limit), or after a poke."""
         while not self._arrived:
-            ready = self._look() or self._poll.poll(
+            ready = self._look.at(self._poll.poll) or self._poll.poll(
                 -1 if seconds is None else min(int(seconds * 1000) + 1, LONGEST_WAIT_MS)
             )
             poked = not ready
@@ -97,27 +76,6 @@ class Lane:
             if poked and not self._arrived:
                 return None
         return self._decode(self._arrived.popleft())
-
-    def _look(self) -> list[tuple[int, int]]:
-        """What is ready, if something is soon and such looks have paid lately.
-
-        Each look lets go of the interpreter, so that other threads of this process are not kept from it. But
-        it gets in their way: it ends as soon as another looks, or works (:meth:`Lanes.look_away`).
-        """
-        if self._luck <= 0:
-            self._luck += 1
-            return []
-        poll, eyes = self._poll.poll, self._eyes
-        eyes.of = self
-        for _ in range(LOOKS):
-            ready = poll(0)
-            if ready:
-                self._luck = min(self._luck + 1, MOST_LUCK)
-                return ready
-            if eyes.of is not self:
-                return []
-        self._luck = self._luck - 2 if self._luck > 2 else -PATIENCE
-        return []
 
     def poke(self) -> None:
         """Let the thread that waits here look around. From any thread."""
@@ -143,13 +101,14 @@ class Lanes:
     Args:
         endpoint: the mailbox's ipc address; a lane's is derived from it.
         decode: makes messages of frames, counts, and refuses garbage.
+        eyes: of the threads of this mailbox.
     """
 
-    def __init__(self, endpoint: str, decode: Decode) -> None:
+    def __init__(self, endpoint: str, decode: Decode, eyes: Eyes) -> None:
         self._endpoint = endpoint
         self._decode = decode
         self._lock = threading.Lock()  # guards all below
-        self._eyes = _Eyes()
+        self._eyes = eyes
         self._free: list[Lane] = []
         self._made = 0
         self._open = 0
@@ -160,6 +119,7 @@ class Lanes:
         """A lane for the calling thread, which gives it back; None if there is none to be had."""
         with self._lock:
             if self._free:
+                self._eyes.expecting += 1
                 return self._free.pop()
             if self._closed or self._made >= MAX_LANES:
                 return None
@@ -171,20 +131,19 @@ class Lanes:
                 logger.debug("no more lanes: %s", e)
                 return None
             self._open += 1
+            self._eyes.expecting += 1
             return lane
-
-    def look_away(self) -> None:
-        """Another thread is about to work: whoever waits sleeps meanwhile. From any thread."""
-        self._eyes.of = None
 
     def take_idle(self) -> list[Lane]:
         """All lanes that nobody holds, for the calling thread, which gives them back."""
         with self._lock:
             idle, self._free = self._free, []
+            self._eyes.expecting += len(idle)
             return idle
 
     def _take_back(self, lane: Lane) -> None:
         with self._lock:
+            self._eyes.expecting -= 1
             if self._closed:
                 self._shut(lane)
             else:

@@ -38,6 +38,7 @@ from zmqgrad.transport.dataplane.plane import OWN, DataPlane
 from zmqgrad.transport.door import door_address
 from zmqgrad.transport.lanes import Lane, Lanes
 from zmqgrad.transport.liveness import Limits
+from zmqgrad.transport.looking import Eyes
 from zmqgrad.transport.pulse import Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys
@@ -97,15 +98,21 @@ class ZmqMailbox:
         )
         self._owes = self._plane.exchange.owes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
+        self._eyes = Eyes()
         self._ways = Ways(name, self._context, keys, self._feel)
         router = self._context.socket(zmq.ROUTER)
         try:
             set_up(router)
             self._endpoints = tuple(self._bind(router, tcp_host))
             self._receiver = Receiver(
-                name, self._context, router, door_address(self._endpoints[0]), self._plane.find_frames
+                name,
+                self._context,
+                router,
+                door_address(self._endpoints[0]),
+                self._plane.find_frames,
+                self._eyes,
             )
-            self._lanes = Lanes(self._endpoints[0], self._decode)
+            self._lanes = Lanes(self._endpoints[0], self._decode, self._eyes)
             self._listener = Listener(self._endpoints[0], tcp_host)
             if self._listener.endpoint is not None:
                 self._endpoints += (self._listener.endpoint,)
@@ -171,7 +178,7 @@ class ZmqMailbox:
             return None
         task = self._plane.take_in(inbound, self._handler) if inbound.by_socket else self._handler(inbound)
         if task is not None:
-            self._lanes.look_away()
+            self._eyes.look_away()
         return task
 
     def _decode(self, first: bytes) -> Inbound | None:

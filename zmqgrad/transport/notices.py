@@ -115,6 +115,10 @@ class NoticeListener:
         """As :class:`Source`."""
         return self._gate.wait()
 
+    def take(self) -> bool:
+        """As :class:`Source`."""
+        return self._gate.take()
+
     def pass_on(self) -> None:
         """As :class:`Source`."""
         self._gate.open(at_once=bool(self._tasks) or not self._known_as)

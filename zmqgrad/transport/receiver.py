@@ -26,6 +26,7 @@ from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull
 from zmqgrad.transport.door import Door
 from zmqgrad.transport.gate import make_gate
+from zmqgrad.transport.looking import Eyes
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.messages import Manifest
 
@@ -57,6 +58,7 @@ class Receiver:
         socket: zmq.Socket[bytes],
         door: str,
         find_frames: FindFrames,
+        eyes: Eyes,
     ) -> None:
         self._name = name
         self._context = context
@@ -76,7 +78,7 @@ class Receiver:
         self.frame_bytes = 0
         self.malformed = 0
         socket.bind(self._inproc)
-        self._gate = make_gate()
+        self._gate = make_gate(eyes)
         self._router_number = _number(socket, zmq.FD)
         self._gate.register(self._router_number, select.POLLIN)
         self._door = self._open_door(door)
@@ -111,6 +113,10 @@ class Receiver:
     def stand_by(self) -> bool:
         """Wait until the calling thread is to read; False: it is over."""
         return self._gate.wait()
+
+    def take(self) -> bool:
+        """The calling thread is to read, unless another does."""
+        return self._gate.take()
 
     def pass_on(self) -> None:
         """One that stands by is to read."""
