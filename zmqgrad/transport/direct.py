@@ -16,6 +16,7 @@ import socket as sockets
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.door import unix_address
+from zmqgrad.transport.holding import send_holding
 from zmqgrad.transport.zmtp import Unpacker, opening
 
 logger = logging.getLogger(__name__)
@@ -30,10 +31,11 @@ _OPENING = opening("DEALER")
 class Direct:
     """A connection to one door. Its owner's lock guards it."""
 
-    __slots__ = ("_greeting", "_send", "_socket")
+    __slots__ = ("_greeting", "_number", "_send", "_socket")
 
     def __init__(self, socket: sockets.socket) -> None:
         self._socket = socket
+        self._number = socket.fileno()
         self._send = socket.send
         self._greeting: Unpacker | None = Unpacker("DEALER")  # until the peer is ready
 
@@ -51,9 +53,10 @@ class Direct:
             return None
         return cls(socket)
 
-    def send(self, frame: bytes | bytearray) -> bool | None:
+    def send(self, frame: bytes | bytearray, awaited: bool = True) -> bool | None:
         """Write a message of this one frame, which has at most ``LARGEST`` bytes.
 
+        ``awaited``: its sender goes on to wait, or somebody waits for it. Otherwise it may be one of many.
         False: it cannot be done now; nothing was written. None: the connection is of no use any more.
         """
         if self._greeting is not None:
@@ -65,7 +68,7 @@ class Direct:
         head = _HEADS[size] if size < 256 else b"\2" + size.to_bytes(8, "big")
         message = head + frame  # copying so little takes less time than a list of pieces
         try:
-            written = self._send(message)
+            written = self._send(message) if awaited else send_holding(self._number, message)
         except BlockingIOError:
             return False
         except OSError as e:
@@ -89,4 +92,5 @@ class Direct:
 
     def close(self) -> None:
         """Idempotent."""
+        self._number = -1
         self._socket.close()

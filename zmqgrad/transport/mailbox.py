@@ -227,7 +227,7 @@ class ZmqMailbox:
             small = not load.frames and len(first) <= direct.LARGEST
             at_lane = small and lane and message.is_awaited_by(peer) and ways.put_at_lane(peer, lane, first)
             if not at_lane:
-                ways.put(peer, way, first, going.frames, small, parts)
+                ways.put(peer, way, first, going.frames, small, parts, bool(lane))
         except BaseException:
             self._plane.unload(peer, message, load)
             raise
@@ -238,7 +238,7 @@ class ZmqMailbox:
     def _send_behind(self, peer: int, message: Message) -> None:
         """Queue a message without frames that overtakes none which was sent before."""
         first = encode(message, self.worker_id, self.incarnation, 0)
-        self._ways.put(peer, self._ways.to(peer), first, (), False, ())
+        self._ways.put(peer, self._ways.to(peer), first, (), False, (), False)
 
     def _feel(self, peer: int, endpoint: str, known: Sequence[str]) -> None:
         pulse = pulse_of(endpoint, known)

@@ -50,11 +50,11 @@ class Way:
         self.header_bytes = 0
         self.frame_bytes = 0
 
-    def send_directly(self, frame: bytearray) -> bool:
-        """Write ``frame`` if there is a short way and it is free."""
+    def send_directly(self, frame: bytearray, awaited: bool) -> bool:
+        """Write ``frame`` if there is a short way and it is free; see :meth:`Direct.send`."""
         if self.direct is None:
             return False
-        written = self.direct.send(frame)
+        written = self.direct.send(frame, awaited)
         if written is None:
             self.close_direct()
         return bool(written)
@@ -127,15 +127,19 @@ class Ways:
         frames: Sequence[Buffer],
         small: bool,
         parts: Sequence[tuple[bytearray, memoryview]],
+        awaited: bool,
     ) -> None:
-        """Queue a message; ``parts`` are chunks, each with its own header, that go before it."""
+        """Queue a message; ``parts`` are chunks, each with its own header, that go before it.
+
+        ``small``: it may go the short way. ``awaited``: as :meth:`Direct.send` says.
+        """
         with way.lock:
             socket = way.socket
             if socket is None:
                 socket = self._connect(peer, way)
             way.messages += 1
             way.header_bytes += len(first)
-            if small and way.send_directly(first):
+            if small and way.send_directly(first, awaited):
                 return
             try:
                 for head, data in parts:
@@ -158,7 +162,7 @@ class Ways:
         if way is None:
             return False
         with way.lock:
-            written = way.send_directly(first)
+            written = way.send_directly(first, True)
             if written:
                 way.messages += 1
                 way.header_bytes += len(first)
