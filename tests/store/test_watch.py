@@ -213,7 +213,10 @@ def test_a_failing_callback_is_logged_and_stops_nothing(
 ) -> None:
     seen = queue.Queue[bytes | None]()
 
+    failing = queue.Queue[bytes | None]()
+
     def fails(old: bytes | None, new: bytes | None) -> None:
+        failing.put(new)
         raise LookupError("what the user did wrong")
 
     book.add("k", OldNew(fails))
@@ -221,7 +224,7 @@ def test_a_failing_callback_is_logged_and_stops_nothing(
     with caplog.at_level(logging.ERROR, "zmqgrad.store.watch"):
         for n in (1, 2):
             book.noticed(update(n))
-            assert seen.get(timeout=PATIENCE) == b"%d" % n
+            assert seen.get(timeout=PATIENCE) == failing.get(timeout=PATIENCE) == b"%d" % n
         book.close()  # which waits for callbacks that run
     assert caplog.text.count("LookupError: what the user did wrong") == 2
     assert "'k'" in caplog.text
