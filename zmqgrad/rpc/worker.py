@@ -428,11 +428,8 @@ class Worker:
             if call is None:
                 self.drop_unread(inbound)
                 return None
-            future = call.future
-            if future is None or future.waiting:
-                call.outcome.set(inbound)
-                return None
-            future.in_crowd = True
+            if call.future is not None:
+                call.future.in_crowd = True
             call.outcome.set(inbound)
             return None
         self._served += 1

@@ -10,9 +10,9 @@ processor meanwhile; then, too, a thread is added. Long computations add none.
 A :class:`Source` of tasks is read by threads of the pool themselves, so that a task starts without waiting
 for a thread to wake. One of them *leads*: it reads, and runs what it has read; others stand by in the kernel
 and one of those leads next; or the same once more, if it is back before there is something to read. While
-there is more at hand, the leader runs one task after another and keeps
-the lead. If one of them blocks, or takes longer than a millisecond or two, another leads meanwhile: nothing
-waits behind user code for longer than that.
+there is more at hand, the leader runs one task after another and keeps the lead. If one of them blocks, or
+takes longer than a millisecond or two, another leads meanwhile: nothing waits behind user code for longer
+than that.
 """
 
 from __future__ import annotations

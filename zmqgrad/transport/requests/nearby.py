@@ -15,6 +15,7 @@ there is no such way: all is encrypted, by tcp.
 
 from __future__ import annotations
 
+import logging
 import secrets
 import select
 import socket
@@ -24,6 +25,8 @@ from collections.abc import Callable
 
 from zmqgrad.transport.door import is_of_this_user
 from zmqgrad.transport.tcp import BACKLOG
+
+logger = logging.getLogger(__name__)
 
 BUFFER = 1 << 20
 """Bytes that wait for a reader (the system may allow fewer), so that a large answer takes few turns."""
@@ -40,9 +43,8 @@ class Nearby:
     """
 
     def __init__(self) -> None:
-        if (
-            sys.platform != "linux"
-        ):  # elsewhere a name is a file, which a process that is killed leaves behind
+        # Elsewhere a name is a file, which a process that is killed leaves behind.
+        if sys.platform != "linux":
             raise OSError("there are no names for sockets but in the file system")
         self._name = secrets.token_hex(_SIZE // 2).encode()
         self.listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -77,8 +79,8 @@ def dial_nearby(invitation: bytes, connection: socket.socket) -> socket.socket |
         if is_of_this_user(nearby):
             nearby.setblocking(True)
             return set_up_nearby(nearby)
-    except OSError:
-        pass  # nobody is there, or too many at once: tcp will do
+    except OSError as e:  # nobody is there, or too many at once: tcp will do
+        logger.debug("no way but tcp to the server at %s: %s", address.decode(), e)
     nearby.close()
     return None
 
