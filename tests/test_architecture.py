@@ -84,10 +84,11 @@ def test_only_the_upper_floors_know_torch() -> None:
     assert within(importers("torch"), *upper)
 
 
-def test_only_the_payload_pickles() -> None:
+def test_only_packing_pickles() -> None:
     """P4: one door by which bytes become objects."""
     assert importers("pickle") | importers("cloudpickle") <= {
-        "zmqgrad.rpc.payload",
+        "zmqgrad.rpc.packing.pickling",
+        "zmqgrad.rpc.packing.unpacking",
         "zmqgrad.rpc.remote_errors",
     }
 

@@ -23,7 +23,7 @@ from zmqgrad.rpc import RRef, rpc_async, rpc_sync
 from zmqgrad.rpc import remote as make_there
 from zmqgrad.rpc.current import current_worker, current_worker_or_none
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.payload import TravelsInCalls
+from zmqgrad.rpc.packing.terms import TravelsInCalls
 
 __all__ = ["RemoteModule"]
 

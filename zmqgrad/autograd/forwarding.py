@@ -18,7 +18,7 @@ from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.rpc.calls import What, describe
 from zmqgrad.rpc.dispatch import Opened
-from zmqgrad.rpc.payload import unpack_tensors
+from zmqgrad.rpc.packing.unpacking import unpack_tensors
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import (

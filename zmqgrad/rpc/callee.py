@@ -14,7 +14,8 @@ from zmqgrad.rpc.functions import Later
 from zmqgrad.rpc.functions import run as call_it
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.packing.naming import find_function, method_of
-from zmqgrad.rpc.payload import pack, unpack, unpack_call, unpack_tensors
+from zmqgrad.rpc.packing.packing import pack
+from zmqgrad.rpc.packing.unpacking import unpack, unpack_call, unpack_tensors
 from zmqgrad.rpc.profiling import callee_range, serving_is_profiled
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.runtime.future import Outcome

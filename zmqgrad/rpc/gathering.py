@@ -20,7 +20,8 @@ from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import PythonFuture, RpcFuture, alarmed
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from zmqgrad.rpc.payload import Packed, pack_call
+from zmqgrad.rpc.packing.packing import pack_call
+from zmqgrad.rpc.packing.terms import Packed
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
 

@@ -16,7 +16,8 @@ from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.groups.identity import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.payload import TravelsAsReference, pack_call
+from zmqgrad.rpc.packing.packing import pack_call
+from zmqgrad.rpc.packing.terms import TravelsAsReference
 from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.references import proxies
 from zmqgrad.rpc.references.handle import Handle

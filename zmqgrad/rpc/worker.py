@@ -37,14 +37,9 @@ from zmqgrad.rpc.groups.events import Events
 from zmqgrad.rpc.groups.membership import Membership, WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, RpcBackendOptions, check_timeout
 from zmqgrad.rpc.packing.code import book_of
-from zmqgrad.rpc.payload import (
-    PACKED_NOTHING,
-    Packed,
-    Terms,
-    pack_call,
-    unpack,
-    unpack_tensors,
-)
+from zmqgrad.rpc.packing.packing import pack_call
+from zmqgrad.rpc.packing.terms import PACKED_NOTHING, Packed, Terms
+from zmqgrad.rpc.packing.unpacking import unpack, unpack_tensors
 from zmqgrad.rpc.references.table import ReferenceTable
 from zmqgrad.rpc.remote_errors import describe_exception, rebuild_exception
 from zmqgrad.rpc.serving import ServedCall, ServingTable, cancelled, serve, serve_no_more, time_left

@@ -19,7 +19,7 @@ from zmqgrad.rpc.api import rpc_async, rpc_sync
 from zmqgrad.rpc.gathering import broadcast
 from zmqgrad.rpc.packing import code as code_module
 from zmqgrad.rpc.packing.code import CodeBook
-from zmqgrad.rpc.payload import pack_call
+from zmqgrad.rpc.packing.packing import pack_call
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import Call, CodeValue, MessageType
 

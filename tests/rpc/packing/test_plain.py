@@ -14,8 +14,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from zmqgrad.errors import ProtocolError
+from zmqgrad.rpc.packing.packing import pack, pack_arguments
 from zmqgrad.rpc.packing.plain import decode_arguments, decode_value, encode_arguments, encode_value
-from zmqgrad.rpc.payload import pack, pack_arguments, unpack, unpack_call
+from zmqgrad.rpc.packing.unpacking import unpack, unpack_call
 from zmqgrad.wire.messages import Form
 
 TENSORS = [torch.ones(2), torch.zeros(3)]

@@ -1,7 +1,8 @@
-"""What becomes of functions and values before they travel: by name, by hash, or plain, without a pickle.
+"""Python values to payloads and back.
 
-Functions go by :mod:`~zmqgrad.rpc.packing.naming`, or as :mod:`~zmqgrad.rpc.packing.code`;
-:mod:`~zmqgrad.rpc.packing.plain` values go as they are; for what cannot be sent the
-:mod:`~zmqgrad.rpc.packing.culprit` is named. :mod:`zmqgrad.rpc.payload` decides which of it, and is the only
-pickle.
+The way out is :mod:`~zmqgrad.rpc.packing.packing`, the way in :mod:`~zmqgrad.rpc.packing.unpacking`. A value
+goes in the simplest form that it fits: a function by its :mod:`~zmqgrad.rpc.packing.naming`, a
+:mod:`~zmqgrad.rpc.packing.plain` value as it is, all else by :mod:`~zmqgrad.rpc.packing.pickling`, where
+functions that cannot be named go as :mod:`~zmqgrad.rpc.packing.code` and those of TorchScript as
+:mod:`~zmqgrad.rpc.packing.scripts`. For what cannot be sent the :mod:`~zmqgrad.rpc.packing.culprit` is named.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.futures import PythonFuture
-from zmqgrad.rpc.payload import TravelsAsReference
+from zmqgrad.rpc.packing.terms import TravelsAsReference
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 

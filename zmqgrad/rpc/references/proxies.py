@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.functions import run
 from zmqgrad.rpc.packing.naming import method_reference
-from zmqgrad.rpc.payload import pack_arguments
+from zmqgrad.rpc.packing.packing import pack_arguments
 from zmqgrad.rpc.profiling import caller_range, profiled_here
 
 if TYPE_CHECKING:

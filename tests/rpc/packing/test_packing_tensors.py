@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.rpc.payload import pack, pack_call, unpack, unpack_call, unpack_tensors
+from zmqgrad.rpc.packing.packing import pack, pack_call
+from zmqgrad.rpc.packing.unpacking import unpack, unpack_call, unpack_tensors
 from zmqgrad.wire.messages import Payload
 from zmqgrad.wire.unwritten import written
 

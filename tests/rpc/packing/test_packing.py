@@ -19,17 +19,10 @@ from hypothesis import strategies as st
 
 from zmqgrad.errors import FunctionNotFoundError, PayloadError, ProtocolError
 from zmqgrad.rpc.packing.naming import find_function, reference_to
-from zmqgrad.rpc.payload import (
-    INLINE,
-    Terms,
-    TravelsAsReference,
-    pack,
-    pack_arguments,
-    pack_call,
-    unpack,
-    unpack_call,
-    unpack_tensors,
-)
+from zmqgrad.rpc.packing.packing import pack, pack_arguments, pack_call
+from zmqgrad.rpc.packing.pickling import INLINE
+from zmqgrad.rpc.packing.terms import Terms, TravelsAsReference
+from zmqgrad.rpc.packing.unpacking import unpack, unpack_call, unpack_tensors
 from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place, TensorDescriptor, Tensors
 
 NO_TERMS = Terms()

@@ -1,0 +1,173 @@
+"""The way out for what is not plain: a pickle, in which every tensor is replaced by its index.
+
+The tensors travel beside it, as do out-of-band buffers (numpy arrays). Lambdas, closures and whatever else
+cannot be imported go by value, through cloudpickle; their code is sent to each peer once
+(:mod:`zmqgrad.rpc.packing.code`). Functions and classes of ``__main__`` go by reference to peers that run the
+same program (their globals are then the callee's own, as with torch), and by value to others.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+
+from zmqgrad.errors import PayloadError, PeerLostError
+from zmqgrad.rpc.packing.culprit import name_culprit, shorten
+from zmqgrad.rpc.packing.naming import find_function, in_main, main_attribute, reference_to
+from zmqgrad.rpc.packing.scripts import reduce_script
+from zmqgrad.rpc.packing.terms import Packed, Terms, TravelsAsReference, TravelsInCalls
+from zmqgrad.wire.messages import Blob, Form, Payload, Place
+from zmqgrad.wire.tensors import describe
+from zmqgrad.wire.unwritten import Frame
+
+INLINE = 64 << 10
+"""Pickles of up to so many bytes travel in the header."""
+
+
+def tensor_at(index: int) -> torch.Tensor:
+    """Stands in pickles for a tensor that travels beside them."""
+    raise AssertionError("stands in pickles only; the unpickler puts the tensors of the payload here")
+
+
+def adopt(*fork: Any) -> Any:
+    """Stands in pickles for what makes an RRef of a fork."""
+    raise AssertionError("stands in pickles only; the unpickler puts the worker's own function here")
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(
+        self,
+        file: io.BytesIO,
+        terms: Terms,
+        buffer_callback: Callable[[pickle.PickleBuffer], object],
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self.tensors: list[torch.Tensor] = []
+        self.forks: list[tuple[Any, ...]] = []
+        self._terms = terms
+        self._of_modules: set[int] = set()  # ids of Parameters that stay what they are
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor:
+            self.tensors.append(obj)
+            return tensor_at, (len(self.tensors) - 1,)
+        if self._terms.with_history and isinstance(obj, torch.nn.Module):
+            self._of_modules.update(map(id, obj.parameters()))
+        if (
+            kind is torch.nn.Parameter
+            and self._terms.with_history
+            and obj.requires_grad
+            and id(obj) not in self._of_modules
+        ):
+            self.tensors.append(obj)
+            return tensor_at, (len(self.tensors) - 1,)
+        if isinstance(obj, TravelsInCalls):
+            return self._reduce(obj)
+        if kind is types.GeneratorType or kind is types.CoroutineType:
+            raise PayloadError(f"{obj!r} cannot be sent: it runs here and cannot be copied; send a list")
+        if kind is types.MethodType and getattr(obj.__self__, obj.__name__, None) == obj:
+            # By name: behind a method that is decorated, or of a class, cloudpickle finds its bare function,
+            # which has no name to be found by, and would send its code.
+            return getattr, (obj.__self__, obj.__name__)
+        if self._terms.main_by_reference and isinstance(obj, (types.FunctionType, type)) and in_main(obj):
+            return main_attribute, (obj.__qualname__,)
+        return self._reduce_code(obj) or self._reduce_script(obj) or super().reducer_override(obj)
+
+    def _reduce_code(self, obj: Any) -> tuple[Any, ...] | None:
+        """For code that its peer need not be sent again (:mod:`zmqgrad.rpc.packing.code`)."""
+        references = self._terms.references
+        if references is None:
+            return None
+        if type(obj) is types.CodeType:
+            return references.code.reduce_code(obj)
+        if type(obj) is types.FunctionType and "<" in obj.__qualname__:  # else it may be found by its name
+            return references.code.reduce_function(obj)
+        return None
+
+    def _reduce_script(self, obj: Any) -> tuple[Any, ...] | None:
+        if not isinstance(obj, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
+            return None
+        reference = reference_to(obj, self._terms.main_by_reference)
+        return (find_function, (reference,)) if reference else reduce_script(obj)
+
+    def _reduce(self, obj: TravelsInCalls) -> tuple[Any, ...]:
+        if isinstance(obj, TravelsAsReference):
+            return adopt, self._fork(obj)
+        return obj.reduce_for_call()
+
+    def _fork(self, rref: Any) -> tuple[Any, ...]:
+        if self._terms.references is None:
+            raise PayloadError("an RRef can travel only inside a remote call or its result")
+        fork = self._terms.references.fork(rref)
+        self.forks.append(fork)
+        return fork
+
+
+class _Probe(_Pickler):
+    """Finds out whether something can be pickled, and leaves no trace."""
+
+    def __init__(self, terms: Terms) -> None:
+        super().__init__(_Nowhere(), terms, lambda buffer: None)
+
+    def _fork(self, rref: Any) -> tuple[Any, ...]:
+        if self._terms.references is None:
+            raise PayloadError("an RRef can travel only inside a remote call or its result")
+        return ()
+
+
+def _travels(value: Any, terms: Terms) -> bool:
+    try:
+        _Probe(terms).dump(value)
+    except Exception:
+        return False
+    return True
+
+
+class _Nowhere(io.BytesIO):
+    def write(self, data: Any) -> int:
+        return len(data)
+
+
+def pack_pickled(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:
+    """``value`` as a pickle.
+
+    ``names``: what the parts of ``value`` are called, where it is a tuple that nobody but us has made.
+
+    Raises:
+        PayloadError: naming what in ``value`` cannot be pickled.
+    """
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    frames: list[Frame] = []
+    pickler = _Pickler(file, terms, buffers.append)
+    try:
+        pickler.dump(value)
+        tensors = describe(pickler.tensors, frames, terms.devices)
+        outside = tuple(blob(b.raw(), frames) for b in buffers)
+    except BaseException as e:
+        for fork in pickler.forks:
+            assert terms.references is not None
+            terms.references.unfork(fork)
+        if not isinstance(e, Exception) or isinstance(e, PeerLostError):
+            raise
+        said = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
+        culprit = name_culprit(value, lambda part: _travels(part, terms), names)
+        raise PayloadError(f"cannot send {shorten(value)}: {culprit}{said}") from e
+    forks = tuple([fork[:4] for fork in pickler.forks])
+    payload = Payload(Form.PICKLE, tensors, blob(file.getbuffer(), frames), outside, forks)
+    return Packed(payload, frames, pickler.tensors)
+
+
+def blob(data: bytes | memoryview, frames: list[Frame]) -> Blob:
+    """``data`` in the header; in a frame of its own, added to ``frames``, if it is long."""
+    if len(data) <= INLINE:
+        return Blob(Place.INLINE, len(data), bytes(data))
+    frames.append(data)
+    return Blob(Place.FRAME, len(data), b"", len(frames) - 1)
