@@ -23,7 +23,7 @@ from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors import describe, rebuild, rows
 from zmqgrad.wire.tensors.blobs import INLINE
-from zmqgrad.wire.unwritten import written
+from zmqgrad.wire.unwritten import Frame, written
 
 # torch is not sure of half-precision complex numbers, of CSR and of quantized tensors; we only carry them.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -604,3 +604,19 @@ def test_an_opaque_blob_that_is_something_else() -> None:
         d = TensorDescriptor("float32", (1,), layout=Layout.OPAQUE)
         with pytest.raises(ProtocolError):
             rebuild(Tensors((d,), (Blob(Place.INLINE, len(data), data),)), [])
+
+
+# ---- what goes to devices ---------------------------------------------------------------------------------
+
+
+def test_many_small_tensors_beside_a_device_map() -> None:
+    """A peer has a map for its device; what lies in main memory goes as ever, rows and all."""
+    gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
+    sent = [torch.rand(3) for _ in range(12)]
+    for devices in ({gpu: gpu}, {gpu: gpu, cpu: cpu}):
+        frames: list[Frame] = []
+        described = describe(sent, frames, devices)
+        assert described.rows
+        assert all(map(torch.equal, rebuild(described, frames), sent))
+    described = describe(sent, [], {cpu: gpu})
+    assert [d.device for d in described.tensors] == ["cuda:0"] * 12

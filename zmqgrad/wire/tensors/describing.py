@@ -11,7 +11,7 @@ import torch
 from zmqgrad.errors import PayloadError
 from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors.blobs import MANY, Blobs, blob_of
-from zmqgrad.wire.tensors.devices import Devices, leave, no_way
+from zmqgrad.wire.tensors.devices import CPU, DeviceFrame, Devices, leave, no_way
 from zmqgrad.wire.tensors.dtypes import NAMES
 from zmqgrad.wire.tensors.rows import LEAST, make_rows
 from zmqgrad.wire.tensors.sharing import Sharing, extent
@@ -41,8 +41,10 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devi
 
 
 def _describe_for(devices: Devices, tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
-    staged, names = leave(tensors, devices)
-    there = _describe_all(staged, frames)
+    if _stay(tensors, devices):
+        return _describe_all(tensors, frames)
+    leaving, names = leave(tensors, devices)
+    there = _describe_all(leaving, frames, on_devices=True)
     return Tensors(
         tuple(
             msgspec.structs.replace(d, device=name, requires_grad=t.requires_grad)
@@ -52,7 +54,13 @@ def _describe_for(devices: Devices, tensors: Sequence[torch.Tensor], frames: lis
     )
 
 
-def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
+def _stay(tensors: Sequence[torch.Tensor], devices: Devices) -> bool:
+    """Are all in main memory, here and there?"""
+    return devices.get(CPU, CPU) == CPU and all([t.is_cpu for t in tensors])
+
+
+def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame], on_devices: bool = False) -> Tensors:
+    """``on_devices``: each may lie on another device here or there, so each has a description of its own."""
     if len(tensors) == 1 and _plain(t := tensors[0]):
         size = t.nbytes
         blob = blob_of(t, t.data_ptr(), size, frames)
@@ -62,12 +70,12 @@ def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tenso
     places = _places(tensors)
     if places is not None:
         out = Blobs(frames, sum([size for _, size in places]) > MANY)
-        if len(tensors) < LEAST:
+        if on_devices or len(tensors) < LEAST:
             return out.finish([_describe_plain(t, out) for t in tensors])
         rows, others = make_rows(tensors, places, out)
         return out.finish([_describe_plain(tensors[n], out) for n in others], rows)
     shared = Sharing(tensors)
-    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY)
+    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY, on_devices)
     return out.finish(
         [
             shared.describe(t, out)
@@ -117,7 +125,11 @@ def _describe_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
             NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), 0, 0, t.requires_grad, "meta"
         )
     if not t.is_cpu:
-        raise PayloadError(no_way(t.device))
+        if not (t.is_cuda and out.on_devices):
+            raise PayloadError(no_way(t.device))
+        return TensorDescriptor(
+            NAMES[t.dtype], tuple(t.shape), (), 0, out.add_unwritten(DeviceFrame(t)), t.requires_grad
+        )
     if t.layout is not torch.strided or t.is_quantized:
         return _describe_opaque(t, out)
     plain = t.detach().resolve_conj().resolve_neg()

@@ -1,7 +1,9 @@
-"""Tensors on CUDA devices: they travel through main memory, and arrive on the device that was agreed on.
+"""Tensors on CUDA devices: how they leave, and how they arrive on the device that was agreed on.
 
-Both copies are made on the current stream of their device in the calling thread, so they come after the work
-that was queued there before, and work queued there afterwards sees them.
+A large one travels as it is, from memory of its device to memory of the reader's, where the two workers are
+on one host (:mod:`zmqgrad.wire.tensors.ipc`); whoever moves frames finds that out. All others go through
+pinned memory of this host. Every copy is made on the current stream of its device in the calling thread, so
+it comes after the work that was queued there before, and work queued there afterwards sees it.
 """
 
 from __future__ import annotations
@@ -12,28 +14,46 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zmqgrad.errors import PayloadError, ProtocolError
+from zmqgrad.wire.tensors.blobs import INLINE, window
+from zmqgrad.wire.tensors.streams import note_arrival
+from zmqgrad.wire.unwritten import Foreign, OnDevice
 
 Devices = Mapping[torch.device, torch.device]
 """Where tensors of each of our devices go."""
 
+CPU = torch.device("cpu")
+
 _CUDA = re.compile(r"cuda:(\d{1,4})")
 
 
+# ---- leaving --------------------------------------------------------------------------------------------
+
+
 def leave(tensors: Sequence[torch.Tensor], devices: Devices) -> tuple[list[torch.Tensor], list[str]]:
-    """``tensors`` in main memory, and the name of the device where each goes.
+    """``tensors`` ready to leave, and the name of the device where each goes.
+
+    Large ones that go from device to device stay where they are; they will be a :class:`DeviceFrame`.
 
     Raises:
         PayloadError: for a tensor on a device of which nobody said where its tensors go.
     """
     homes = [devices.get(t.device) for t in tensors]
-    staged: list[torch.Tensor] = []
+    leaving: list[torch.Tensor] = []
+    staged: set[torch.device] = set()
     for t, home in zip(tensors, homes, strict=True):
         if home is None and t.device.type not in ("cpu", "meta"):
             raise PayloadError(no_way(t.device))
-        staged.append(_stage(t) if t.device.type == "cuda" else t)
-    for device in {t.device for t in tensors if t.device.type == "cuda"}:
+        if t.is_cuda and not (home is not None and home.type == "cuda" and _is_large(t)):
+            staged.add(t.device)
+            t = _stage(t)
+        leaving.append(t)
+    for device in staged:
         torch.cuda.current_stream(device).synchronize()  # the copies are complete
-    return staged, [str(t.device if home is None else home) for t, home in zip(tensors, homes, strict=True)]
+    return leaving, [str(t.device if home is None else home) for t, home in zip(tensors, homes, strict=True)]
+
+
+def _is_large(t: torch.Tensor) -> bool:
+    return t.layout is torch.strided and not t.is_quantized and t.nbytes > INLINE
 
 
 def _stage(t: torch.Tensor) -> torch.Tensor:
@@ -45,6 +65,36 @@ def _stage(t: torch.Tensor) -> torch.Tensor:
     return room.copy_(plain, non_blocking=True)
 
 
+class DeviceFrame(OnDevice):
+    """A tensor on a device as a frame: its elements, packed."""
+
+    __slots__ = ("_size", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self._size = tensor.nbytes
+
+    def __len__(self) -> int:
+        return self._size
+
+    @property
+    def device(self) -> str:
+        return str(self.tensor.device)
+
+    def _staged(self) -> torch.Tensor:
+        staged = _stage(self.tensor)
+        torch.cuda.current_stream(self.tensor.device).synchronize()
+        return staged
+
+    def write_to(self, room: memoryview) -> None:
+        # By pinned memory all the same: the driver copies to other memory in small steps, through its own.
+        torch.frombuffer(room, dtype=torch.uint8).copy_(self._staged().view(-1).view(torch.uint8))
+
+    def written(self) -> memoryview:
+        staged = self._staged()
+        return window(staged, staged.data_ptr(), self._size)
+
+
 def no_way(device: torch.device) -> str:
     """What to say of a tensor on ``device`` that cannot be sent."""
     return (
@@ -53,16 +103,50 @@ def no_way(device: torch.device) -> str:
     )
 
 
+# ---- arriving -------------------------------------------------------------------------------------------
+
+
 def arrive(t: torch.Tensor, name: str) -> torch.Tensor:
-    """``t`` on the device that its sender named.
+    """``t``, which came to main memory, on the device that its sender named.
 
     Raises:
-        PayloadError: if there is none such here. ProtocolError: if that is no name of one.
+        PayloadError: if there is none such here, or no room on it. ProtocolError: if that is no name of one.
     """
+    device = _device(name)
+    try:
+        if t.layout is torch.strided and not t.is_quantized:
+            # By pinned memory this thread need not wait for what is queued on the device. Torch does not
+            # give that memory to others before the copy is complete.
+            there = t.pin_memory().to(device, non_blocking=True)
+        else:
+            there = t.to(device)
+    except RuntimeError as e:
+        raise PayloadError(f"a tensor that came cannot be brought to {name}: {e}") from e
+    note_arrival(there)
+    return there
+
+
+def copy_there(frame: Foreign, dtype: torch.dtype, shape: Sequence[int], name: str) -> torch.Tensor:
+    """A tensor on the device that its sender named, copied from ``frame``, which is large enough.
+
+    Raises:
+        PayloadError, ProtocolError: as :func:`arrive`.
+    """
+    device = _device(name)
+    try:
+        there = torch.empty(tuple(shape), dtype=dtype, device=device)
+        frame.copy_to(there)
+    except RuntimeError as e:
+        raise PayloadError(f"a tensor that came cannot be copied to {name}: {e}") from e
+    note_arrival(there)
+    return there
+
+
+def _device(name: str) -> torch.device:
     known = _CUDA.fullmatch(name)
     if known is None:
         raise ProtocolError(f"a tensor came for device {name!r}, which nobody agreed on")
     count = torch.cuda.device_count()
     if int(known[1]) >= count:
         raise PayloadError(f"a tensor came for device {name}, but this process sees {count} CUDA devices")
-    return t.to(torch.device(name))
+    return torch.device(name)

@@ -1,0 +1,67 @@
+"""The order of streams between the thread that rebuilds an answer and the one that uses it.
+
+An answer may be rebuilt by an engine thread, on that thread's streams, while the user waits for it inside
+``torch.cuda.stream(...)``: his stream has to wait for the copies, and the memory of the tensors must not be
+used again before his work with them is done.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+T = TypeVar("T")
+
+
+class _Noted(threading.local):
+    tensors: list[torch.Tensor] | None = None
+
+
+_noted = _Noted()
+
+
+class Arrived(NamedTuple):
+    """Tensors that were brought to devices, and an event on each of those, after all of them."""
+
+    tensors: list[torch.Tensor]
+    events: dict[torch.device, Any]
+
+    def hand_over(self) -> None:
+        """What the calling thread queues on its current streams from here on sees the tensors."""
+        for device, event in self.events.items():
+            event.wait(torch.cuda.current_stream(device))
+        for t in self.tensors:
+            if t.layout is torch.strided:
+                t.record_stream(torch.cuda.current_stream(t.device))
+
+
+NOTHING_ARRIVED = Arrived([], {})
+
+
+def note_arrival(tensor: torch.Tensor) -> None:
+    """The calling thread has queued the copy of ``tensor`` to its device."""
+    tensors = _noted.tensors
+    if tensors is not None:
+        tensors.append(tensor)
+
+
+def watch_arrivals(rebuild: Callable[[], T]) -> tuple[T, Arrived]:
+    """What ``rebuild`` gives, and which tensors it brought to devices."""
+    outer, _noted.tensors = _noted.tensors, []
+    try:
+        value = rebuild()
+        tensors = _noted.tensors
+    finally:
+        _noted.tensors = outer
+    if not tensors:
+        return value, NOTHING_ARRIVED
+    if outer is not None:
+        outer += tensors
+    events = {}
+    for device in {t.device for t in tensors}:
+        events[device] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+    return value, Arrived(tensors, events)
