@@ -20,7 +20,6 @@ from zmqgrad.errors import AutogradError, PeerLostError, RpcError
 from zmqgrad.rpc import telling
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.memory.faults import Hold
@@ -247,14 +246,14 @@ def test_the_end_of_a_context_is_told_until_it_is_heard(c3: Cluster, monkeypatch
     """Less and less often: who cannot keep up must not be told the more."""
     monkeypatch.setattr(telling, "RETRY_SECONDS", 0.05)
     patience: list[float] = []
-    request = Worker.request
+    request = c3.workers[0].request
 
-    def note(worker: Worker, peer: int, message: Message, *packed: Any, **how: Any) -> PendingCall:
-        if (worker.id, message.TYPE) == (0, MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ):
+    def note(peer: int, message: Message, *packed: Any, **how: Any) -> PendingCall:
+        if message.TYPE == MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ:
             patience.append(how["seconds"] / telling.RETRY_SECONDS)
-        return request(worker, peer, message, *packed, **how)
+        return request(peer, message, *packed, **how)
 
-    monkeypatch.setattr(Worker, "request", note)
+    monkeypatch.setattr(c3.workers[0], "request", note)
     with c3.network.drop(MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ, times=3) as dropped:
         with context():
             rpc.rpc_sync(1, relay, ([2], leaf(1)))

@@ -12,12 +12,11 @@ import pytest
 from zmqgrad import rpc
 from zmqgrad.errors import RpcTimeoutError
 from zmqgrad.rpc import waiting
-from zmqgrad.rpc import worker as module
 from zmqgrad.rpc.current import act_again, act_for, current_worker
 from zmqgrad.rpc.groups.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.references import table
-from zmqgrad.rpc.worker import Worker
+from zmqgrad.rpc.worker import Worker, replying
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.mailbox import ZmqMailbox
 
@@ -95,7 +94,7 @@ def test_an_answer_that_was_on_its_way_to_the_lane(
     """The callee is in time by its own clock, and hears too late that the caller has given up."""
     gate.opened.clear()
     assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]
-    monkeypatch.setattr(module, "cancelled", lambda: False)  # on both sides; the caller waits for less
+    monkeypatch.setattr(replying, "cancelled", lambda: False)  # on both sides; the caller waits for less
     worker = current_worker()
     call = worker.call(1, give_rref, (True,), timeout=0.02, waits=True)
     assert call.lane is not None

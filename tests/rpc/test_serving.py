@@ -17,7 +17,7 @@ from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.remote_errors import describe_exception
-from zmqgrad.runtime.clock import ManualClock
+from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.frames import Envelope
@@ -191,7 +191,7 @@ def test_the_calls_of_a_dead_caller_are_cancelled(pair: Cluster) -> None:
     pair.workers[0].lose(1, "it fell over")
     with pytest.raises(PeerLostError, match=r"worker1 .worker 1. is gone.*it fell over.*stop_and_look"):
         future.wait()
-    assert pair.workers[1].pool.wait_idle(rpc.worker.Deadline.after(WAIT))
+    assert pair.workers[1].pool.wait_idle(Deadline.after(WAIT))
     assert stage.seen[0] == (True, 0.0)
     with pytest.raises(PeerLostError, match="it fell over"):
         rpc.rpc_sync(1, count)

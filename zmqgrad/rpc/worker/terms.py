@@ -1,0 +1,56 @@
+"""On which terms values travel to each peer: by which names, with or without history, to which devices."""
+
+from __future__ import annotations
+
+from zmqgrad.rpc.devices import for_answers, for_calls
+from zmqgrad.rpc.dispatch import Doors
+from zmqgrad.rpc.groups.membership import Membership, WorkerRecord
+from zmqgrad.rpc.packing.terms import Terms
+from zmqgrad.rpc.references.table import ReferenceTable
+from zmqgrad.wire.tensors import Devices
+
+
+class PeerTerms:
+    """What has been found out for each peer, and is asked for at every message."""
+
+    def __init__(self, membership: Membership, references: ReferenceTable, doors: Doors) -> None:
+        self._membership = membership
+        self._references = references
+        self._doors = doors
+        self._calls: dict[tuple[int, bool], Terms] = {}  # by peer, and whether they keep history
+        self._answers: dict[tuple[int, bool], Terms] = {}
+        self._gradients: dict[int, Devices] = {}
+
+    def for_calls(self, peer: WorkerRecord) -> Terms:
+        """On which terms values travel to ``peer``."""
+        key = peer.id, self._doors.with_history()
+        terms = self._calls.get(key)
+        if terms is None:
+            same = peer.program == self._membership.own.program
+            devices = for_calls(self._membership.own, peer)
+            terms = self._calls[key] = Terms(self._references.of(peer.id), same, key[1], devices)
+        return terms
+
+    def for_answers(self, peer: WorkerRecord) -> Terms:
+        """The same for answers: tensors go back to the devices that they came from."""
+        key = peer.id, self._doors.with_history()
+        terms = self._answers.get(key)
+        if terms is None:
+            devices = for_answers(self._membership.own, peer)
+            terms = self._answers[key] = self.for_calls(peer)._replace(devices=devices)
+        return terms
+
+    def for_gradients(self, peer: int) -> Devices:
+        """Where gradients for ``peer`` arrive: those of tensors that it sent, and of answers to it."""
+        devices = self._gradients.get(peer)
+        if devices is None:
+            own, record = self._membership.own, self._membership.record(peer)
+            devices = {**for_calls(own, record), **for_answers(own, record)}
+            self._gradients[peer] = devices
+        return devices
+
+    def forget(self, peer: int) -> None:
+        """``peer`` is gone."""
+        for known in (self._calls, self._answers):
+            known.pop((peer, False), None)
+            known.pop((peer, True), None)
