@@ -102,7 +102,7 @@ class MessageType(enum.IntEnum):
     KEY_DELETED = 0x62
     PREFIX_CHANGED = 0x63
     # delivery
-    HELLO = 0x70
+    HELLO = 0x70  # reserved, as GOODBYE
     GOODBYE = 0x71
     ARENA_OFFER = 0x72 | REQUEST
     ARENA_ANSWER = 0x73 | RESPONSE

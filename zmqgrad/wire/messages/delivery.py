@@ -46,16 +46,20 @@ class Manifest(Part, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Worker to worker: who I am. Its number is kept, but nobody needs to send it: each envelope says so."""
+    """Reserved: worker to a peer, who I am.
+
+    Nobody sends it. Who sends, and in which incarnation, each envelope says; whether memory can be shared
+    is found out by ARENA_OFFER, before the first large message.
+    """
 
     TYPE: ClassVar[MessageType] = MessageType.HELLO
     name: Name
 
 
 class Goodbye(Message, frozen=True):
-    """Worker to its peers: nothing more will come from me.
+    """Reserved: worker to its peers, nothing more will come from me.
 
-    Its number is kept, but nobody needs to send it: connections end, and the group knows who has left.
+    Nobody sends it. Who leaves says so to its group by the store; who dies is found out by the pulse.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.GOODBYE
