@@ -32,6 +32,9 @@ ARENA_THRESHOLD = "ZMQGRAD_ARENA_THRESHOLD"
 INFLIGHT_BYTES = "ZMQGRAD_INFLIGHT_BYTES"
 """Bytes that may be on their way through sockets to each peer before a sender waits (256M; 0: no limit)."""
 
+LOOK_US = "ZMQGRAD_LOOK_US"
+"""Microseconds that a thread looks for a message before it sleeps (1000; 0: it sleeps at once)."""
+
 MAX_PORT = 65535
 
 _MEANINGS = {
@@ -252,6 +255,20 @@ def inflight_bytes(environ: Mapping[str, str] = os.environ) -> int | None:
         ConfigurationError: if it is malformed.
     """
     return _bytes(environ, INFLIGHT_BYTES)
+
+
+def look_us(environ: Mapping[str, str] = os.environ) -> int | None:
+    """What ZMQGRAD_LOOK_US says, in microseconds; None where nothing.
+
+    Raises:
+        ConfigurationError: if it is malformed.
+    """
+    text = environ.get(LOOK_US, "").strip()
+    if text and not (text.isascii() and text.isdigit()):
+        raise ConfigurationError(
+            f"the environment variable {LOOK_US} is {text!r}; it must be a number of microseconds: 0, 1000"
+        )
+    return int(text) if text else None
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

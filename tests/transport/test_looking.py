@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-from zmqgrad.runtime.clock import ManualClock
+from typing import Any
+
+import pytest
+
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.rpc import RpcBackendOptions
+from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.transport.looking import MOST_LUCK, PATIENCE, SECONDS, Eyes, Look
+from zmqgrad.transport.mailbox import ZmqMailbox
 
 
 class Place:
     """Where something is found at the ``at``-th look; each look takes a tenth of the time that there is."""
 
-    def __init__(self, at: int | None = None) -> None:
+    def __init__(self, at: int | None = None, seconds: float = SECONDS) -> None:
         self.clock = ManualClock()
-        self.eyes = Eyes()
+        self.eyes = Eyes(seconds)
         self.look = Look(self.eyes, self.clock)
         self.at = at
         self.looks = 0
@@ -37,6 +44,15 @@ def test_what_comes_soon_is_found() -> None:
 
 def test_looking_ends_when_its_time_is_over() -> None:
     assert Place().wait() == 10
+
+
+def test_it_lasts_as_long_as_is_said() -> None:
+    assert Place(seconds=SECONDS / 2).wait() == 5
+
+
+def test_whose_time_is_nothing_never_looks() -> None:
+    place = Place(at=1, seconds=0.0)
+    assert [place.wait() for _ in range(2 * PATIENCE)] == [0] * (2 * PATIENCE)
 
 
 def test_who_looks_in_vain_too_often_sleeps_for_a_while() -> None:
@@ -81,3 +97,26 @@ def test_nobody_looks_on_beside_one_that_works() -> None:
     assert place.look.at(poll) == []
     assert place.looks == 1
     assert place.wait() == 10  # it was not in vain: it was ended
+
+
+def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZMQGRAD_LOOK_US", raising=False)
+    assert RpcBackendOptions().look() == SECONDS
+    monkeypatch.setenv("ZMQGRAD_LOOK_US", "250")
+    assert RpcBackendOptions().look() == 250e-6
+    assert RpcBackendOptions(look_us=0).look() == 0
+
+
+@pytest.mark.parametrize("microseconds", [-1, 0.5, True, "100", 1_000_001])
+def test_times_that_cannot_be(microseconds: Any) -> None:
+    with pytest.raises(ConfigurationError, match="look_us must be a number of microseconds from 0"):
+        RpcBackendOptions(look_us=microseconds)
+
+
+def test_a_worker_looks_as_long_as_it_is_told() -> None:
+    mailbox = ZmqMailbox("w0", 0, tcp_host=None, look=0.0)
+    try:
+        assert mailbox._eyes.seconds == 0
+    finally:
+        mailbox.close()
+        assert mailbox.join(Deadline.after(10.0)) == []

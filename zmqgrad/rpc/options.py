@@ -16,12 +16,14 @@ from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
 from zmqgrad.transport.dataplane.credit import INFLIGHT
 from zmqgrad.transport.liveness import Limits
+from zmqgrad.transport.looking import SECONDS as LOOK_SECONDS
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 MAX_IO_THREADS = 64
+MAX_LOOK_US = 1_000_000
 UNSET_RPC_TIMEOUT = -1.0
 """What a call is given for "the worker's default"."""
 
@@ -58,6 +60,9 @@ class RpcBackendOptions:
             0: no limit. None: ZMQGRAD_INFLIGHT_BYTES, or else 256 MB.
         io_threads: threads of libzmq that read and write its sockets: more than one where several hosts send
             much at a time to this worker. (What is small, and what goes by shared memory, passes them by.)
+        look_us: for so many microseconds a thread that waits for a message of this host looks whether it is
+            there, before it sleeps: quick answers come in half the time, at the price of a processor. 0: it
+            sleeps at once. None: ZMQGRAD_LOOK_US, or else 1000.
         liveness_timeout: seconds after which a silent peer of this host is suspected, and one of another host
             that is out of reach is lost; None: 3 and 10.
         frozen_timeout: seconds after which a peer is lost that exists, but says nothing; 0: never. Not less
@@ -76,6 +81,7 @@ class RpcBackendOptions:
     arena_threshold: int | None = None
     inflight_bytes: int | None = None
     io_threads: int = 1
+    look_us: int | None = None
     liveness_timeout: float | None = None
     frozen_timeout: float = Limits().frozen
 
@@ -96,6 +102,7 @@ class RpcBackendOptions:
             )
         self.arena()  # says what is wrong with it now, not later
         self.inflight()
+        self.look()
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Add to the map for worker ``to``: tensors of each of our devices arrive on that device there.
@@ -162,6 +169,23 @@ class RpcBackendOptions:
         if isinstance(given, bool) or not isinstance(given, int) or given < 0:
             raise ConfigurationError(f"inflight_bytes must be a number of bytes, at least 0, not {given!r}")
         return given
+
+    def look(self) -> float:
+        """Seconds for which a thread looks before it sleeps, with what the environment says.
+
+        Raises:
+            ConfigurationError: if that cannot be right.
+        """
+        given = self.look_us
+        if given is None:
+            given = environment.look_us()
+        if given is None:
+            return LOOK_SECONDS
+        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_LOOK_US:
+            raise ConfigurationError(
+                f"look_us must be a number of microseconds from 0 to {MAX_LOOK_US}, not {given!r}"
+            )
+        return given / 1e6
 
     @property
     def limits(self) -> Limits:

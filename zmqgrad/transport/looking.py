@@ -10,13 +10,14 @@ turn. Still, looking takes a processor from others. So of the threads of one wor
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 
 SECONDS = 1e-3
-"""So long a thread looks before it sleeps.
+"""So long a thread looks before it sleeps, unless it is told otherwise.
 
 A call takes a tenth of that, a step of a backward pass a half, and to wake up takes up to a third. With
 400 us some runs of the benchmarks slept at each step and took twice as long; 3 ms were no better.
@@ -33,11 +34,12 @@ T = TypeVar("T")
 
 
 class Eyes:
-    """What the threads of one worker look with: one at a time."""
+    """What the threads of one worker look with: one at a time, for ``seconds`` (0: nobody ever looks)."""
 
-    __slots__ = ("expecting", "of")
+    __slots__ = ("expecting", "of", "seconds")
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = SECONDS) -> None:
+        self.seconds = seconds
         self.of: object = None
         self.expecting = 0
         """So many threads wait for an answer, each at a place of its own."""
@@ -55,7 +57,8 @@ class Look:
     def __init__(self, eyes: Eyes, clock: Clock = MONOTONIC) -> None:
         self._eyes = eyes
         self._clock = clock
-        self._luck = MOST_LUCK  # falls by looks in vain; below zero nobody looks, and it counts up
+        # Falls by looks in vain; up to zero nobody looks, and it counts up.
+        self._luck: float = MOST_LUCK if eyes.seconds else -math.inf
 
     def at(self, poll: Callable[[float], list[T]]) -> list[T]:
         """What ``poll(0)`` finds, if it soon finds something; else nothing."""
@@ -64,7 +67,7 @@ class Look:
             return []
         eyes, now = self._eyes, self._clock.now
         eyes.of = self
-        until = now() + SECONDS
+        until = now() + eyes.seconds
         while True:
             found = poll(0)
             if found:

@@ -38,7 +38,7 @@ from zmqgrad.transport.dataplane.plane import OWN, DataPlane
 from zmqgrad.transport.door import door_address
 from zmqgrad.transport.lanes import Lane, Lanes
 from zmqgrad.transport.liveness import Limits
-from zmqgrad.transport.looking import Eyes
+from zmqgrad.transport.looking import SECONDS, Eyes
 from zmqgrad.transport.pulse import Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys
@@ -83,6 +83,7 @@ class ZmqMailbox:
         inflight: int = INFLIGHT,
         keys: Keys | None = None,
         io_threads: int = 1,
+        look: float = SECONDS,
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
@@ -98,7 +99,7 @@ class ZmqMailbox:
         )
         self._owes = self._plane.exchange.owes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
-        self._eyes = Eyes()
+        self._eyes = Eyes(look)
         self._ways = Ways(name, self._context, keys, self._feel)
         router = self._context.socket(zmq.ROUTER)
         try:

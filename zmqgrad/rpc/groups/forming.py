@@ -143,6 +143,7 @@ def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -
         inflight=options.inflight(),
         keys=keys_of(),
         io_threads=options.io_threads,
+        look=options.look(),
     )
 
 
