@@ -324,7 +324,8 @@ def test_a_peer_that_does_not_answer_is_waited_for_once() -> None:
     a, b = patient_pair()
     b.exchange.heard = lambda *_: True  # type: ignore[method-assign]
     assert not by_arena(a.pass_on([bytes(MB)])[0])
-    (borrower,) = a.exchange._borrowers.values()
+    assert a.exchange._desk is not None
+    (borrower,) = a.exchange._desk.borrowers.values()
     assert borrower.is_slow
     assert not by_arena(a.pass_on([bytes(MB)])[0])
     assert a.exchange.fallbacks == {"no answer yet": 2}

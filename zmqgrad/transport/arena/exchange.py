@@ -1,9 +1,8 @@
 """What a mailbox does with frames: into the arena where the peer can read it, side by side where not.
 
-Whether a peer can is found out by a real round trip, at the first message that is large enough: it maps a
-segment and sends back the nonce that it finds there (never by comparing host or boot ids). A message waits
-for that as long as a socket would take for it, at most. If the answer is no, or is not here by then, or the
-arena is full, frames travel as frames, and a counter says why.
+Whether a peer can is found out at the first message that is large enough
+(:mod:`~zmqgrad.transport.arena.desk`). If the answer is no, or is not here in time, or the arena is full,
+frames travel as frames, and a counter says why.
 
 Blocks that are done with go back in the manifest of the next message to their owner, or after
 :data:`RELEASE_SECONDS` in a message of their own.
@@ -13,17 +12,16 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.arena.borrowings import Borrowings
 from zmqgrad.transport.arena.copier import Copier
-from zmqgrad.transport.arena.lender import Borrower, Lender, Loan
+from zmqgrad.transport.arena.desk import Desk
+from zmqgrad.transport.arena.lender import Lender, Loan
 from zmqgrad.transport.arena.packing import arrange
 from zmqgrad.transport.arena.segment import supported
 from zmqgrad.transport.arena.settings import ArenaSettings
@@ -36,17 +34,8 @@ logger = logging.getLogger(__name__)
 RELEASE_SECONDS = 0.05
 """Blocks that are done with wait so long for a message that takes them along."""
 
-SOCKET_SPEED = 1 << 29
-"""Bytes a second that a socket carries on one host, roughly."""
-
-WORTH_WAITING = 1 << 20
-LONGEST_WAIT = 0.25
-"""Messages of at least so many bytes wait for the answer to an offer, but not for more seconds than that."""
-
 JOIN = 8
 """From so many frames on, small ones are joined where there is no arena: each costs system calls."""
-
-NO_ANSWER = "no answer yet"
 
 TRIM_SECONDS = 30.0
 """Free memory of an arena that nobody used for so long, or at most twice that, goes back to the system."""
@@ -83,18 +72,14 @@ class Exchange:
         self._name = name
         self._threshold = settings.threshold
         self._send = send
-        self._may_wait = may_wait
         self._pid = os.getpid()
-        self._lender = Lender(settings.limit) if settings.limit and supported() else None
+        lends = settings.limit and supported()
+        self._desk = Desk(name, Lender(settings.limit), self._say, may_wait) if lends else None
         self._copier = Copier(name)
         self._copy = self._copier.copy
         self._borrowings = Borrowings(self._owing)
         self.owes = self._borrowings.owed
         """Is there a block to give back to that peer?"""
-        self._lock = threading.Lock()  # guards _borrowers and _offers
-        self._borrowers: dict[int, Borrower] = {}
-        self._offers: dict[int, tuple[Borrower, int]] = {}  # message id -> of whom, and which segment
-        self._next_offer = 1
         self._timer: Timer | None = None
         self._armed = False
         self._trimming = False
@@ -137,65 +122,25 @@ class Exchange:
         """``load`` could not be sent after all."""
         if load.manifest is not None:
             self._borrowings.untake(peer, load.manifest.released)
-            borrower = self._borrowers.get(peer)
             blocks = [p.block for p in load.manifest.pieces if p.segment]
-            if blocks and borrower is not None and self._lender is not None:
-                self._lender.release(borrower, blocks)
+            if blocks and self._desk is not None:
+                self._desk.release(peer, blocks)
 
     def _lend(self, peer: int, local: bool, sizes: list[int]) -> list[Loan] | None:
-        if self._lender is None or self._pid != os.getpid():
+        if self._desk is None or self._pid != os.getpid():
             self.fallbacks["off"] += 1
             return None
         if not local:
             self.fallbacks["other host"] += 1
             return None
-        borrower = self._borrowers.get(peer)
-        if borrower is None:
-            with self._lock:
-                borrower = self._borrowers.setdefault(peer, Borrower(peer))
-        if borrower.refused:
-            self.fallbacks["refused"] += 1
+        blocks = self._desk.lend(peer, sizes)
+        if isinstance(blocks, str):
+            self.fallbacks[blocks] += 1
             return None
-        blocks = self._lender.lend(borrower, sizes)
-        if blocks is None:
-            why = self._offer(borrower, sizes)
-            if why == NO_ANSWER and self._await_answer(borrower, sum(sizes)):
-                blocks = self._lender.lend(borrower, sizes)
-                if blocks is None:
-                    why = "refused" if borrower.refused else self._offer(borrower, sizes)
-            if blocks is None:
-                self.fallbacks[why] += 1
-                return None
         if not self._trimming:
             self._trimming = True
             self._later(TRIM_SECONDS, self._trim)
         return blocks
-
-    def _await_answer(self, borrower: Borrower, size: int) -> bool:
-        """Wait for the answer to an offer, no longer than it takes to send ``size`` bytes by a socket."""
-        answer = borrower.answer
-        if size < WORTH_WAITING or answer is None or borrower.is_slow or not self._may_wait():
-            return False
-        borrower.is_slow = not answer.wait_done(min(size / SOCKET_SPEED, LONGEST_WAIT))
-        return not borrower.is_slow
-
-    def _offer(self, borrower: Borrower, sizes: list[int]) -> str:
-        """Offer memory in which blocks of ``sizes`` fit; gives why there is none of it yet."""
-        assert self._lender is not None
-        try:
-            offer = self._lender.room_for(borrower, sizes)
-        except OSError as e:
-            logger.debug("%s gets no shared memory: %s", self._name, e)
-            return "no memory"
-        if offer is None:
-            return NO_ANSWER if borrower.waiting else "full"
-        with self._lock:
-            number = self._next_offer
-            self._next_offer += 1
-            self._offers[number] = borrower, offer.segment
-            borrower.answer = Outcome()
-        self._say(borrower.peer, offer, number)
-        return NO_ANSWER
 
     def _say(self, peer: int, message: Message, message_id: int) -> None:
         try:
@@ -211,10 +156,8 @@ class Exchange:
         Raises:
             ProtocolError: if it does not fit what came, or what was lent.
         """
-        if manifest.released and self._lender is not None:
-            borrower = self._borrowers.get(peer)
-            if borrower is not None:
-                self._lender.release(borrower, manifest.released)
+        if manifest.released and self._desk is not None:
+            self._desk.release(peer, manifest.released)
         if not manifest.pieces and not manifest.windows:
             return frames
         opened = self._borrowings.open(peer, manifest, frames)
@@ -226,33 +169,15 @@ class Exchange:
         if isinstance(message, ArenaOffer):
             answer = self._borrowings.accept(peer, message)
             self._say(peer, answer, message_id)
-            if answer.nonce:
-                self._offer_back(peer)
+            if answer.nonce and self._desk is not None:
+                # Who has much to say may be answered with much; and it is on this host, which is now certain.
+                self._desk.offer_first(peer, self._threshold)
         elif isinstance(message, ArenaAnswer):
-            self._answered(peer, message, message_id)
+            if self._desk is not None:
+                self._desk.answered(peer, message.nonce, message.why, message_id)
         elif not isinstance(message, Release):
             return False
         return True
-
-    def _offer_back(self, peer: int) -> None:
-        """Who has much to say may be answered with much; and it is on this host, which is now certain."""
-        if self._lender is not None and peer not in self._borrowers:
-            with self._lock:
-                borrower = self._borrowers.setdefault(peer, Borrower(peer))
-            self._offer(borrower, [self._threshold])
-
-    def _answered(self, peer: int, answer: ArenaAnswer, message_id: int) -> None:
-        with self._lock:
-            borrower, segment = self._offers.get(message_id, (None, 0))
-            if borrower is None or borrower.peer != peer:
-                return  # an answer to nothing: of no consequence
-            del self._offers[message_id]
-        assert self._lender is not None
-        accepted = self._lender.answered(borrower, answer.nonce, segment, answer.why)
-        borrower.is_slow = False
-        borrower.settle()
-        if not accepted:
-            logger.debug("%s sends frames to worker %d: %s", self._name, peer, borrower.refused)
 
     # ---- giving back ------------------------------------------------------------------------------------
 
@@ -271,12 +196,12 @@ class Exchange:
         for peer in self._borrowings.creditors():
             if not self._closed:
                 self._say(peer, Release(), 0)  # its manifest says it all
-        if self._lender is not None:
-            self._lender.reclaim()
+        if self._desk is not None:
+            self._desk.lender.reclaim()
 
     def _trim(self) -> None:
-        if self._lender is not None and not self._closed:
-            given = self._lender.trim()
+        if self._desk is not None and not self._closed:
+            given = self._desk.lender.trim()
             if given:
                 logger.debug("%s gave %d bytes of its arena back", self._name, given)
             self._later(TRIM_SECONDS, self._trim)
@@ -285,27 +210,17 @@ class Exchange:
 
     def forget(self, peer: int) -> None:
         """The way to ``peer`` was dropped; if it comes back, it is asked anew."""
-        with self._lock:
-            borrower = self._borrowers.pop(peer, None)
-            for number in [n for n, (b, _) in self._offers.items() if b.peer == peer]:
-                del self._offers[number]
         self._borrowings.forget(peer)
-        if borrower is not None and self._lender is not None:
-            self._lender.lose(borrower)
-            borrower.settle()
+        if self._desk is not None:
+            self._desk.forget(peer)
 
     def close(self) -> None:
         """Lend and release no more. Tensors that were received stay valid. Idempotent."""
         self._closed = True
         self._borrowings.close()
         self._copier.close()
-        if self._lender is not None:
-            self._lender.close()
-        with self._lock:
-            for borrower in self._borrowers.values():
-                borrower.settle()
-            self._borrowers.clear()  # their loans keep the segments
-            self._offers.clear()
+        if self._desk is not None:
+            self._desk.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for threads; names those that have not ended by ``deadline``."""
@@ -313,12 +228,11 @@ class Exchange:
 
     def statistics(self) -> dict[str, Any]:
         """Use of the arena, fallbacks by their reason, and who refused why."""
-        refused = {b.peer: b.refused for b in list(self._borrowers.values()) if b.refused}
         return {
-            **(self._lender.statistics() if self._lender is not None else {"limit": 0}),
+            **(self._desk.lender.statistics() if self._desk is not None else {"limit": 0}),
             **self._borrowings.statistics(),
             "fallbacks": dict(self.fallbacks),
-            "refused_by": refused,
+            "refused_by": self._desk.refused_by() if self._desk is not None else {},
         }
 
 

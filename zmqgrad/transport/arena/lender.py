@@ -10,13 +10,12 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.transport.arena.allocator import PAGE, rounded
+from zmqgrad.transport.arena.allocator import PAGE, Allocator, rounded
 from zmqgrad.transport.arena.segment import NONCE, Segment
-from zmqgrad.wire.messages import ArenaOffer
 
 logger = logging.getLogger(__name__)
 
@@ -24,11 +23,45 @@ SEGMENT = 1 << 30
 """Bytes of a segment (of address space: memory is taken as it is used), unless a block needs more."""
 
 
+class Lendable(Protocol):
+    """Memory to lend from: a :class:`~zmqgrad.transport.arena.segment.Segment`, or what is like one."""
+
+    id: int
+    size: int
+    nonce: bytes
+    space: Allocator
+    """Of which one block was taken at birth, of ``NONCE`` bytes."""
+
+    def offer(self, lock: int) -> Any:
+        """What a peer has to know to open it; it shall hold ``lock``. Raises OSError."""
+        ...
+
+    def is_held(self, lock: int) -> bool:
+        """Does anybody hold ``lock``, so may look at what was lent to him?"""
+        ...
+
+    def take_back(self, offset: int) -> None:
+        """The block at ``offset`` is free."""
+        ...
+
+    def trim(self) -> int:
+        """Give memory that is free back to the system; gives how many bytes that were."""
+        ...
+
+    def memory(self) -> int:
+        """Bytes of memory that it takes in truth."""
+        ...
+
+    def close(self) -> None:
+        """Lend no more. Idempotent."""
+        ...
+
+
 class Loan(NamedTuple):
     """A block that a peer has."""
 
     number: int
-    segment: Segment
+    segment: Any  # Lendable, of the kind that the lender makes
     offset: int
     size: int
 
@@ -62,13 +95,18 @@ class Borrower:
 
 
 class Lender:
-    """Segments of up to ``limit`` bytes together, and who has what of them."""
+    """Segments of up to ``limit`` bytes together, and who has what of them.
 
-    def __init__(self, limit: int) -> None:
+    ``make`` makes one of so many bytes, usually ``usual``, or raises OSError.
+    """
+
+    def __init__(self, limit: int, make: Callable[[int], Lendable] = Segment, usual: int = SEGMENT) -> None:
         self.limit = limit
+        self._make = make
+        self._usual = usual
         self.strange = 0  # releases of blocks that the peer did not have
         self._lock = threading.Lock()  # guards everything
-        self._segments: list[Segment] = []
+        self._segments: list[Lendable] = []
         self._departed: list[Borrower] = []  # lost, but something of them still maps segments
         self._numbers = itertools.count(1)
         self._byte = itertools.count(1)
@@ -113,9 +151,9 @@ class Lender:
 
     def _free(self, loans: Iterable[Loan]) -> None:
         for loan in loans:
-            loan.segment.space.give_back(loan.offset)
+            loan.segment.take_back(loan.offset)
 
-    def room_for(self, borrower: Borrower, sizes: Sequence[int]) -> ArenaOffer | None:
+    def room_for(self, borrower: Borrower, sizes: Sequence[int]) -> Any:
         """What to offer to ``borrower`` so that blocks of ``sizes`` fit; None if there is nothing to offer.
 
         That may be a segment that others have, or a new one, if the limit allows.
@@ -131,19 +169,21 @@ class Lender:
             segment = next((s for s in known if s.size - s.space.used >= needed), None) or self._grow(needed)
             if segment is None:
                 return None
-            lock = borrower.locks[segment.id] = next(self._byte)
-            return segment.offer(lock)
+            lock = next(self._byte)
+            offer = segment.offer(lock)
+            borrower.locks[segment.id] = lock
+            return offer
 
-    def _grow(self, needed: int) -> Segment | None:
+    def _grow(self, needed: int) -> Lendable | None:
         left = self.limit - sum(s.size for s in self._segments)
         least = needed + PAGE  # for the nonce
-        size = min(max(SEGMENT, least), left)
+        size = min(max(self._usual, least), left)
         if size < least:
             return None
         try:
-            segment = Segment(size)
+            segment = self._make(size)
         except OSError:  # a bound on address space or file sizes (ulimit) may still have room for less
-            segment = Segment(max(least, size // 16))
+            segment = self._make(max(least, size // 16))
         self._segments.append(segment)
         return segment
 

@@ -103,6 +103,10 @@ class Segment:
             source = data if isinstance(data, bytes) else _array_of(size).from_buffer(data)
             copy(self._address + offset, source, size)
 
+    def take_back(self, offset: int) -> None:
+        """The block at ``offset`` is free."""
+        self.space.give_back(offset)
+
     def is_held(self, lock: int) -> bool:
         """Does anybody hold the lock of byte ``lock``, so may look at what was lent to him?"""
         asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, lock, 1, 0)
