@@ -15,7 +15,7 @@ from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport.tap import Tap
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message
-from zmqgrad.wire.unwritten import Buffer, Frame
+from zmqgrad.wire.unwritten import Buffer, Frame, Received
 
 __all__ = [
     "Buffer",
@@ -26,6 +26,7 @@ __all__ = [
     "Lost",
     "Lull",
     "Mailbox",
+    "Received",
     "Resolver",
     "Suspected",
     "Timer",
@@ -33,7 +34,9 @@ __all__ = [
 
 
 class Inbound(NamedTuple):
-    """A message that arrived. ``frames`` are those after the header; they are ours to keep and write to.
+    """A message that arrived. ``frames`` are those after the header.
+
+    They are ours to keep and write to, but for those on devices, which are there to be copied.
 
     ``size`` counts the bytes of all frames, the header's included; ``by_socket`` those of frames that came
     through a socket, without the header's.
@@ -41,7 +44,7 @@ class Inbound(NamedTuple):
 
     envelope: Envelope
     message: Message
-    frames: Sequence[Buffer]
+    frames: Sequence[Received]
     size: int = 0
     by_socket: int = 0
 

@@ -23,7 +23,7 @@ import zmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull, Received
 from zmqgrad.transport.door import Door
 from zmqgrad.transport.gate import make_gate
 from zmqgrad.transport.looking import Eyes
@@ -41,7 +41,7 @@ MAX_STRANGERS = 1000
 FAIR = 16
 """After so many messages of the ROUTER, look whether there are some at the door."""
 
-FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Buffer]]
+FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Received]]
 """(who sent it, manifest, the frames that came) -> the frames of the message."""
 
 
@@ -208,10 +208,11 @@ class Receiver:
         for frame in frames:
             by_socket += len(frame)
         self.frame_bytes += by_socket
+        found: Sequence[Received] = frames
         try:
             envelope, manifest, message = decode_all(first)
             if manifest is not None:
-                frames = self._find_frames(envelope.source, manifest, frames)
+                found = self._find_frames(envelope.source, manifest, frames)
                 for piece in manifest.pieces:
                     if piece.block and not piece.segment:  # it came before, in chunks
                         by_socket += piece.size
@@ -220,9 +221,9 @@ class Receiver:
             return None
         self.messages += 1
         size = len(first)
-        for frame in frames:
-            size += len(frame)
-        return Inbound(envelope, message, frames, size, by_socket)
+        for each in found:
+            size += len(each)
+        return Inbound(envelope, message, found, size, by_socket)
 
     def _deliver(self, inbound: Inbound) -> Task | None:
         assert self._handler is not None

@@ -8,7 +8,7 @@ device need not become bytes at all, where its reader sees the memory of that de
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any
+from typing import Any, ClassVar
 
 Buffer = bytes | bytearray | memoryview
 
@@ -34,6 +34,9 @@ class OnDevice(Unwritten):
     """What lies on a device: it is copied to other memory of the device, or written as bytes."""
 
     __slots__ = ()
+
+    made: ClassVar[bool] = False
+    """Was there ever one in this process? Most have none, and need not look for them."""
 
     @property
     @abstractmethod

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.runtime.future import Outcome
@@ -98,9 +98,16 @@ class Lender:
     """Segments of up to ``limit`` bytes together, and who has what of them.
 
     ``make`` makes one of so many bytes, usually ``usual``, or raises OSError.
+    ``numbers``: those of blocks.
     """
 
-    def __init__(self, limit: int, make: Callable[[int], Lendable] = Segment, usual: int = SEGMENT) -> None:
+    def __init__(
+        self,
+        limit: int,
+        make: Callable[[int], Lendable] = Segment,
+        usual: int = SEGMENT,
+        numbers: Iterator[int] | None = None,
+    ) -> None:
         self.limit = limit
         self._make = make
         self._usual = usual
@@ -108,7 +115,7 @@ class Lender:
         self._lock = threading.Lock()  # guards everything
         self._segments: list[Lendable] = []
         self._departed: list[Borrower] = []  # lost, but something of them still maps segments
-        self._numbers = itertools.count(1)
+        self._numbers = itertools.count(1) if numbers is None else numbers
         self._byte = itertools.count(1)
         self._used = False  # was anything lent since the last look of trim?
         self._trimmed = True

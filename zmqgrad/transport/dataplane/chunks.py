@@ -20,10 +20,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
+from msgspec.structs import replace
+
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.base import Buffer, Timer
 from zmqgrad.wire.messages import Chunk, Manifest, Piece, Window
+from zmqgrad.wire.unwritten import Foreign, Received
 
 CHUNK = 4 << 20
 """Bytes of a chunk."""
@@ -63,7 +66,7 @@ def cut(load: Load) -> tuple[Load, list[tuple[Chunk, memoryview]]]:
             (Chunk(pieces[i].block, start, size), view[start : start + CHUNK])
             for start in range(0, size, CHUNK)
         ]
-    return Load(Manifest(tuple(pieces), windows, manifest.released), rest), chunks
+    return Load(replace(manifest, pieces=tuple(pieces), windows=windows), rest), chunks
 
 
 class _Stream:
@@ -95,7 +98,7 @@ class Assembly:
         self.buffers = WarmBuffers()
         self._streams: dict[tuple[int, int], _Stream] = {}  # by peer and number
 
-    def add(self, peer: int, chunk: Chunk, frames: Sequence[Buffer]) -> None:
+    def add(self, peer: int, chunk: Chunk, frames: Sequence[Received]) -> None:
         """Take in a chunk, which came with ``frames``.
 
         Raises:
@@ -104,7 +107,7 @@ class Assembly:
         key = peer, chunk.stream
         stream = self._streams.get(key)
         try:
-            if len(frames) != 1 or not len(frames[0]):
+            if len(frames) != 1 or not len(frames[0]) or isinstance(frames[0], Foreign):
                 raise ProtocolError(f"a chunk came with {len(frames)} frames")
             if stream is None:
                 if sum(1 for p, _ in list(self._streams) if p == peer) >= MAX_STREAMS:
@@ -139,7 +142,7 @@ class Assembly:
                 raise ProtocolError(f"chunks of a frame of worker {peer} are missing")
             pieces.append(Piece(size=piece.size))
             whole.append(memoryview(stream.array).cast("B"))
-        return Manifest(tuple(pieces), manifest.windows, manifest.released), [*whole, *following]
+        return replace(manifest, pieces=tuple(pieces)), [*whole, *following]
 
     def forget(self, peer: int) -> None:
         """No more will come of what ``peer`` began."""

@@ -1,8 +1,9 @@
 """How the frames of messages travel: by shared memory, or by the socket, within credit and in chunks.
 
-One for each mailbox, which carries what this decides on. Three mechanisms meet here, and know nothing of
-one another: the arena (:mod:`~zmqgrad.transport.arena.exchange`), credit
-(:mod:`~zmqgrad.transport.dataplane.credit`) and chunks (:mod:`~zmqgrad.transport.dataplane.chunks`).
+One for each mailbox, which carries what this decides on. Four mechanisms meet here, and know nothing of
+one another: memory of devices (:mod:`~zmqgrad.transport.devices.exchange`), the arena
+(:mod:`~zmqgrad.transport.arena.exchange`), credit (:mod:`~zmqgrad.transport.dataplane.credit`) and chunks
+(:mod:`~zmqgrad.transport.dataplane.chunks`).
 """
 
 from __future__ import annotations
@@ -11,14 +12,29 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zmqgrad.errors import ZmqgradError
+from msgspec.structs import replace
+
+from zmqgrad.errors import ProtocolError, ZmqgradError
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.transport.arena.exchange import Exchange, Load, Send
 from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer
 from zmqgrad.transport.dataplane.chunks import Assembly
 from zmqgrad.transport.dataplane.credit import Allowance, Intake
-from zmqgrad.wire.messages import RESPONSE, Chunk, Credit, CreditWanted, Manifest, Message, MessageType
+from zmqgrad.transport.devices.exchange import DeviceExchange
+from zmqgrad.transport.devices.port import Port
+from zmqgrad.wire.messages import (
+    RESPONSE,
+    Chunk,
+    Credit,
+    CreditWanted,
+    DeviceAnswer,
+    DeviceOffer,
+    Manifest,
+    Message,
+    MessageType,
+)
+from zmqgrad.wire.unwritten import OnDevice, Received
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +46,8 @@ OWN = frozenset(
         MessageType.CREDIT,
         MessageType.CREDIT_WANTED,
         MessageType.CHUNK,
+        MessageType.DEVICE_OFFER,
+        MessageType.DEVICE_ANSWER,
     }
 )
 """Messages from one data plane to another, which no handler sees."""
@@ -45,6 +63,7 @@ class DataPlane:
         send: of the mailbox.
         send_behind: sends a message that overtakes none that was sent before.
         may_wait: may the calling thread wait for what a peer says? (Not the one that reads it.)
+        devices: those of this process; None: what lies on them travels as bytes.
     """
 
     def __init__(
@@ -55,8 +74,10 @@ class DataPlane:
         send: Send,
         send_behind: Callable[[int, Message], None],
         may_wait: Callable[[], bool],
+        devices: Port | None = None,
     ) -> None:
         self.exchange = Exchange(name, arena, send, may_wait)
+        self.devices = None if devices is None else DeviceExchange(name, devices, send, may_wait)
         self.allowance = Allowance(name, inflight, self._say)
         self._name = name
         self._intake = Intake(inflight, self._say)
@@ -68,18 +89,24 @@ class DataPlane:
     def start(self, timer: Timer | None) -> None:
         """``timer`` runs what is done now and then."""
         self.exchange.start(timer)
+        if self.devices is not None:
+            self.devices.start(timer)
         self._assembly.buffers.start(timer)
 
-    def _say(self, peer: int, message: Message) -> None:
+    def _say(self, peer: int, message: Message, message_id: int = 0) -> None:
         try:
             if isinstance(message, CreditWanted) and message.again:
                 self._send_behind(peer, message)
             else:
-                self._send(peer, message, 0)
+                self._send(peer, message, message_id)
         except ZmqgradError as e:
             logger.debug("%s cannot tell worker %d %s: %s", self._name, peer, message, e)
 
     # ---- going ------------------------------------------------------------------------------------------
+
+    def owes(self, peer: int) -> bool:
+        """Is there memory to give back to ``peer``?"""
+        return self.exchange.owes(peer) or (self.devices is not None and self.devices.owes(peer))
 
     def load(
         self, peer: int, local: bool, message: Message, frames: Sequence[Frame], patience: float
@@ -92,6 +119,24 @@ class DataPlane:
         Raises:
             CongestionError, ClosedError: as :meth:`Allowance.wait`.
         """
+        devices = self.devices
+        if devices is None:
+            return self._load_bytes(peer, local, message, frames, patience)
+        placed, rest = devices.load(peer, local, frames) if OnDevice.made and frames else ((), frames)
+        released = devices.take_owed(peer)
+        try:
+            load = self._load_bytes(peer, local, message, rest, patience)
+        except BaseException:
+            devices.unload(peer, placed, released)
+            raise
+        if not placed and not released:
+            return load
+        manifest = replace(load.manifest or Manifest(), on_device=placed, released_on_device=released)
+        return Load(manifest, load.frames)
+
+    def _load_bytes(
+        self, peer: int, local: bool, message: Message, frames: Sequence[Frame], patience: float
+    ) -> Load:
         load = self.exchange.load(peer, local, frames)
         if not load.frames:
             return load
@@ -112,12 +157,14 @@ class DataPlane:
     def unload(self, peer: int, message: Message, load: Load) -> None:
         """``load`` could not be sent after all."""
         self.exchange.unload(peer, load)
+        if self.devices is not None and load.manifest is not None:
+            self.devices.unload(peer, load.manifest.on_device, load.manifest.released_on_device)
         if load.frames:
             self.allowance.give_back(peer, bool(message.TYPE & RESPONSE), frames_size(load.frames))
 
     # ---- coming -----------------------------------------------------------------------------------------
 
-    def find_frames(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+    def find_frames(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Received]:
         """The frames of a message that came with a manifest and ``frames``.
 
         Raises:
@@ -125,10 +172,15 @@ class DataPlane:
         """
         if any([piece.block and not piece.segment for piece in manifest.pieces]):
             manifest, frames = self._assembly.complete(peer, manifest, frames)
-        return self.exchange.open(peer, manifest, frames)
+        opened = self.exchange.open(peer, manifest, frames)
+        if not manifest.on_device and not manifest.released_on_device:
+            return opened
+        if self.devices is None:
+            raise ProtocolError(f"worker {peer} speaks of memory on devices, of which none is taken here")
+        return self.devices.open(peer, manifest.on_device, manifest.released_on_device, opened)
 
-    def heard(self, inbound: Inbound) -> None:
-        """One of the messages in ``OWN``.
+    def heard(self, inbound: Inbound) -> Task | None:
+        """One of the messages in ``OWN``; gives what is to be done in an engine thread.
 
         Raises:
             ProtocolError: if it is a chunk that does not fit.
@@ -140,8 +192,15 @@ class DataPlane:
             self._intake.wanted(source, message)
         elif isinstance(message, Chunk):
             self._assembly.add(source, message, inbound.frames)
+        elif isinstance(message, (DeviceOffer, DeviceAnswer)):
+            if self.devices is not None:
+                return self.devices.heard(source, message, inbound.envelope.message_id)
+            if isinstance(message, DeviceOffer):
+                answer = DeviceAnswer(b"", "no memory of devices is taken here")
+                self._say(source, answer, inbound.envelope.message_id)
         else:
             self.exchange.heard(source, message, inbound.envelope.message_id)
+        return None
 
     def take_in(self, inbound: Inbound, handler: Handler) -> Task | None:
         """Hand on a message whose frames came through a socket.
@@ -167,9 +226,15 @@ class DataPlane:
 
     # ---- ends -------------------------------------------------------------------------------------------
 
+    def forget_memory(self, peer: int) -> None:
+        """``peer`` has ended: what it was lent comes back, and what it has lent goes with its last use."""
+        self.exchange.forget(peer)
+        if self.devices is not None:
+            self.devices.forget(peer)
+
     def forget(self, peer: int) -> None:
         """The way to ``peer`` was dropped: nothing that was on it will arrive, either way."""
-        self.exchange.forget(peer)
+        self.forget_memory(peer)
         self._assembly.forget(peer)
         self._intake.forget(peer)
         self.allowance.forget(peer)  # last: those who wait for it now fail
@@ -178,17 +243,20 @@ class DataPlane:
         """Lend, wait and keep nothing any more. Tensors that were received stay valid. Idempotent."""
         self.allowance.close()
         self.exchange.close()
+        if self.devices is not None:
+            self.devices.close()
         self._assembly.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Of the arena, of what is on its way, and of memory that is kept warm."""
+        """Of the arena, of memory of devices, of what is on its way, and of memory that is kept warm."""
         return {
             "arena": self.exchange.statistics(),
+            "devices": {} if self.devices is None else self.devices.statistics(),
             "inflight": self.allowance.statistics(),
             "kept_warm": self._assembly.buffers.kept(),
         }
 
 
-def frames_size(frames: Sequence[Buffer]) -> int:
+def frames_size(frames: Sequence[Received]) -> int:
     """Bytes of all ``frames``."""
     return sum(map(len, frames))

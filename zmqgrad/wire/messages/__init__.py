@@ -88,6 +88,8 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
     CREDIT                         I have taken in so much of what you sent
     CREDIT_WANTED                  something waits here: say CREDIT when you have taken in so much more
     CHUNK                          part of a large frame, ahead of its message
+    DEVICE_OFFER                   can you read my memory on this device? -> DEVICE_ANSWER
+    DEVICE_ANSWER                  I can, as the page shows; or not, and why
 """
 
 from __future__ import annotations
@@ -148,6 +150,9 @@ from zmqgrad.wire.messages.delivery import (
     Chunk,
     Credit,
     CreditWanted,
+    DeviceAnswer,
+    DeviceOffer,
+    DevicePiece,
     Goodbye,
     Hello,
     Manifest,
@@ -252,6 +257,9 @@ __all__ = [
     "CodeValue",
     "Credit",
     "CreditWanted",
+    "DeviceAnswer",
+    "DeviceOffer",
+    "DevicePiece",
     "DiscoverAutogradReq",
     "DiscoverAutogradResp",
     "DropAutogradReq",

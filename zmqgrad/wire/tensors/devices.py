@@ -73,6 +73,7 @@ class DeviceFrame(OnDevice):
     def __init__(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor.detach()
         self._size = tensor.nbytes
+        OnDevice.made = True
 
     def __len__(self) -> int:
         return self._size

@@ -1,0 +1,104 @@
+"""One piece of memory on a device, to lend from, as its maker sees it.
+
+Beside it lies a page of main memory: whoever opens the one maps the other. By the nonce on the page he proves
+that he is on this host, and by the lock that he holds on it the kernel tells whether he, or a process of his,
+may still look (:mod:`zmqgrad.transport.arena.segment`).
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from zmqgrad.transport.arena.allocator import PAGE, Allocator
+from zmqgrad.transport.arena.segment import NONCE, Segment
+from zmqgrad.transport.devices.port import Event, Port
+from zmqgrad.wire.messages import DeviceOffer
+from zmqgrad.wire.unwritten import OnDevice
+
+
+class DeviceSegment:
+    """``size`` bytes on ``device``.
+
+    Raises:
+        OSError: if there are none.
+    """
+
+    def __init__(self, port: Port, device: str, size: int) -> None:
+        self._memory = port.allocate(device, size)
+        self._page = Segment(PAGE)
+        self.id = self._page.id
+        self.nonce = self._page.nonce
+        self.size = size
+        self.space = Allocator(size)
+        self.space.take(NONCE)  # as every lender expects, though the nonce is on the page
+        self._handles: dict[int, bytes] = {}  # by the lock of who has them
+        self._lock = threading.Lock()  # guards the events
+        self._events: dict[int, Event] = {}  # of what was queued to write a block, by its offset
+        self._idle: list[Event] = []
+        self._late: list[Event] = []  # of blocks that are free again; they may not have been written yet
+        self._closed = False
+
+    def offer(self, lock: int) -> DeviceOffer:
+        """What a peer has to know to open it; it shall hold ``lock``. Called with the lender's lock held.
+
+        Raises:
+            Unshareable: if memory of this device cannot be opened by others.
+        """
+        handle = self._handles[lock] = self._memory.share()
+        return DeviceOffer(self._page.offer(lock), self._memory.device, self.size, handle)
+
+    def is_held(self, lock: int) -> bool:
+        """Does anybody hold ``lock``, so may look at what was lent to him?"""
+        return self._page.is_held(lock)
+
+    def write(self, offset: int, frame: OnDevice) -> bytes:
+        """Queue a copy of ``frame`` to ``offset`` on the current stream; the handle of the event behind it.
+
+        A reader may have dropped an earlier block unread, before what was to be in it had been written, on
+        another stream: the copy waits for that.
+        """
+        with self._lock:
+            late = self._late
+            self._late = [e for e in late if not e.done()]
+            self._idle += [e for e in late if e not in self._late]
+            event = self._idle.pop() if self._idle else self._memory.new_event()
+            self._events[offset] = event
+            after = tuple(self._late)
+        self._memory.write(offset, frame, event, after)
+        return event.handle
+
+    def take_back(self, offset: int) -> None:
+        """The block at ``offset`` is free. Called with the lender's lock held."""
+        with self._lock:
+            event = self._events.pop(offset, None)
+            if event is not None:
+                self._late.append(event)
+        self.space.give_back(offset)
+
+    def trim(self) -> int:
+        """Nothing: memory of a device is taken whole, and others have it open."""
+        return 0
+
+    def memory(self) -> int:
+        """Bytes on the device."""
+        return self.size
+
+    def close(self) -> None:
+        """Lend no more. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        for lock, handle in self._handles.items():
+            if not self._page.is_held(lock):  # he is dead, or never opened it: nobody else will say so
+                self._memory.unshare(handle)
+        self._page.close()
+        self._memory.close()
+
+    def __repr__(self) -> str:
+        return f"<DeviceSegment {self.id:x} on {self._memory.device}: {self.space!r}>"
+
+
+def maker(port: Port, device: str) -> Any:
+    """What makes segments on ``device``, for a lender."""
+    return lambda size: DeviceSegment(port, device, size)
