@@ -106,7 +106,6 @@ class ZmqMailbox:
             lambda: not self._receiver.reads_here(),
             devices,
         )
-        self._owes = self._plane.exchange.owes if devices is None else self._plane.owes
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._eyes = Eyes(look)
         self._ways = Ways(name, self._context, keys, self._feel)
@@ -223,7 +222,7 @@ class ZmqMailbox:
         ways = self._ways
         way = ways.to(peer)
         load = NO_LOAD
-        if frames or self._owes(peer):
+        if frames or self._plane.owes(peer):
             if way.socket is None:
                 ways.open(peer, way)  # only then is it known whether the peer is on this host
             load = self._plane.load(peer, way.endpoint.startswith("ipc:"), message, frames, patience)

@@ -78,6 +78,8 @@ class DataPlane:
     ) -> None:
         self.exchange = Exchange(name, arena, send, may_wait)
         self.devices = None if devices is None else DeviceExchange(name, devices, send, may_wait)
+        self.owes = self.exchange.owes
+        """Is there memory to give back to that peer?"""
         self.allowance = Allowance(name, inflight, self._say)
         self._name = name
         self._intake = Intake(inflight, self._say)
@@ -103,10 +105,6 @@ class DataPlane:
             logger.debug("%s cannot tell worker %d %s: %s", self._name, peer, message, e)
 
     # ---- going ------------------------------------------------------------------------------------------
-
-    def owes(self, peer: int) -> bool:
-        """Is there memory to give back to ``peer``?"""
-        return self.exchange.owes(peer) or (self.devices is not None and self.devices.owes(peer))
 
     def load(
         self, peer: int, local: bool, message: Message, frames: Sequence[Frame], patience: float
@@ -194,6 +192,7 @@ class DataPlane:
             self._assembly.add(source, message, inbound.frames)
         elif isinstance(message, (DeviceOffer, DeviceAnswer)):
             if self.devices is not None:
+                self.owes = self._owes_any  # from here on; most workers have no devices, and need not ask
                 return self.devices.heard(source, message, inbound.envelope.message_id)
             if isinstance(message, DeviceOffer):
                 answer = DeviceAnswer(b"", "no memory of devices is taken here")
@@ -201,6 +200,10 @@ class DataPlane:
         else:
             self.exchange.heard(source, message, inbound.envelope.message_id)
         return None
+
+    def _owes_any(self, peer: int) -> bool:
+        assert self.devices is not None
+        return self.exchange.owes(peer) or self.devices.owes(peer)
 
     def take_in(self, inbound: Inbound, handler: Handler) -> Task | None:
         """Hand on a message whose frames came through a socket.

@@ -9,7 +9,6 @@ A fork shares no memory of devices, so blocks need not be pinned at one.
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import weakref
@@ -24,8 +23,6 @@ from zmqgrad.transport.arena.segment import NONCE, MappedSegment, supported
 from zmqgrad.transport.devices.port import Done, Opened, Port
 from zmqgrad.wire.messages import MAX_TENSORS, DeviceAnswer, DeviceOffer, DevicePiece
 from zmqgrad.wire.unwritten import Foreign
-
-logger = logging.getLogger(__name__)
 
 
 class _Use(weakref.ref[Any]):
@@ -109,18 +106,8 @@ class _Copies:
         """Let go of blocks that have been copied."""
         with self._lock:
             before = self._under_way
-            self._under_way = [each for each in before if not _is_done(each[0])]
+            self._under_way = [each for each in before if not each[0].done()]
         del before  # not with the lock held: here they die
-
-
-def _is_done(copied: Done) -> bool:
-    try:
-        return copied.done()
-    except (
-        RuntimeError
-    ) as e:  # an earlier error of the device, which says so to all: nothing is copied any more
-        logger.debug("a device does not say whether a copy is done: %s", e)
-        return True
 
 
 class DeviceBorrowings:
@@ -194,9 +181,12 @@ class DeviceBorrowings:
         if dead is not None:
             dead.extend(blocks)
 
-    def look(self) -> bool:
-        """Look what has been copied. Is more of it under way?"""
+    def look(self) -> None:
+        """Let go of what has been copied."""
         self._copies.look()
+
+    def copying(self) -> bool:
+        """Are copies under way?"""
         return len(self._copies) > 0
 
     def creditors(self) -> list[int]:
@@ -210,8 +200,9 @@ class DeviceBorrowings:
             self._sources.pop(key, None)
 
     def close(self) -> None:
-        """Forget everybody."""
+        """Forget everybody. What is being copied stays in use until :meth:`look` finds that it is done."""
         self._closed = True
+        self._copies.look()
         self._dead.clear()
         self._sources.clear()
 

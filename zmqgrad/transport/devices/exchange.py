@@ -212,14 +212,14 @@ class DeviceExchange:
             self._timer.call_later(RELEASE_SECONDS, self._release)
 
     def _release(self) -> None:
-        self._armed = False
-        more = self._borrowings.look()
+        self._borrowings.look()
+        self._armed = False  # what has ended by now is told below, what ends from here on arms anew
         for peer in self._borrowings.creditors():
             if not self._closed:
                 self._say(peer, Release(), 0)  # its manifest says it all
         for desk in list(self._desks.values()):
             desk.lender.reclaim()
-        if more:
+        if self._borrowings.copying():
             self._owing()
 
     # ---- ends -------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """What the exchange needs of a device: memory that other processes can open, copies, and events.
 
-:mod:`zmqgrad.wire.tensors.ipc` does it with torch and CUDA; tests have a stand-in in main memory.
+:mod:`zmqgrad.rpc.cuda_memory` does it with torch and CUDA; tests have a stand-in in main memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Done(Protocol):
     """Something queued on a device."""
 
     def done(self) -> bool:
-        """Is it done? Does not wait."""
+        """Is it done, or will never be, as the device has failed? Does not wait."""
         ...
 
 
@@ -59,8 +59,8 @@ class Memory(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """It is needed no more, here; others may still have it open."""
+    def close(self, after: Iterable[Event]) -> None:
+        """It is needed no more, here, once all of ``after`` have come; others may still have it open."""
         ...
 
 

@@ -93,7 +93,9 @@ class DeviceSegment:
             if not self._page.is_held(lock):  # he is dead, or never opened it: nobody else will say so
                 self._memory.unshare(handle)
         self._page.close()
-        self._memory.close()
+        with self._lock:
+            events = [*self._events.values(), *self._late]
+        self._memory.close([event for event in events if not event.done()])
 
     def __repr__(self) -> str:
         return f"<DeviceSegment {self.id:x} on {self._memory.device}: {self.space!r}>"

@@ -1,9 +1,9 @@
 """Tensors on CUDA devices: how they leave, and how they arrive on the device that was agreed on.
 
-A large one travels as it is, from memory of its device to memory of the reader's, where the two workers are
-on one host (:mod:`zmqgrad.wire.tensors.ipc`); whoever moves frames finds that out. All others go through
-pinned memory of this host. Every copy is made on the current stream of its device in the calling thread, so
-it comes after the work that was queued there before, and work queued there afterwards sees it.
+A large one leaves as a frame that is still on its device: where the two workers are on one host, whoever
+moves frames may bring it to the reader without a way through main memory. All others go through pinned
+memory. Every copy is made on the current stream of its device in the calling thread, so it comes after the
+work that was queued there before, and work queued there afterwards sees it.
 """
 
 from __future__ import annotations
