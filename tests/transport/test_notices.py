@@ -18,6 +18,7 @@ from zmqgrad.transport.notices import NoticeListener
 from zmqgrad.transport.requests import outgoing
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.server import RequestServer
+from zmqgrad.transport.requests.short import Handler
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.zmtp import HEAD_ROOM, opening, write_head
 from zmqgrad.wire.codec import encode
@@ -34,6 +35,9 @@ class Speaker(Echo):
         self.ears: dict[str, Client] = {}
         self.refuses = False
         self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+
+    def handler(self, kind: type[Message]) -> Handler:
+        return self.handle
 
     def handle(self, client: Client, line: int, message_id: int, message: Message) -> None:
         if isinstance(message, StoreListen):

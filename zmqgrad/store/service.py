@@ -7,9 +7,10 @@ nobody is told of a change before it is written down. Called in the server's thr
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 
 from zmqgrad.runtime.clock import Clock
-from zmqgrad.store.actions import CHANGING
+from zmqgrad.store.actions import ACTIONS, CHANGING
 from zmqgrad.store.answers import Answers
 from zmqgrad.store.askers import Asker, WaitingAskers
 from zmqgrad.store.durable import compact
@@ -20,6 +21,7 @@ from zmqgrad.store.topics import Prefix, Target
 from zmqgrad.store.watchers import Watchers
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.server import RequestServer
+from zmqgrad.transport.requests.short import Handler
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
@@ -58,11 +60,14 @@ class StoreService:
         clock: Clock,
     ) -> None:
         self._requests = requests
+        self._reply = requests.reply
         self._state = state
+        self._contents = state.contents
         self._answers = answers
         self._answered = answers.last
+        self._remember = answers.remember
         self._journal = journal
-        self._clock = clock
+        self._now = clock.now
         self._held: list[Effect] = []  # until the journal has what they tell of
         self._waiting = WaitingAskers(state, max_waiting)
         self._unpark = self._waiting.unpark
@@ -72,33 +77,45 @@ class StoreService:
         self.published = 0
         """How many notices have been given."""
 
-    def handle(self, client: Client, line: int, number: int, query: Message) -> None:
-        """Answer a query, now or later."""
-        _HANDLERS.get(type(query), StoreService._look)(self, _new(Asker, (client, line, number)), query)
+    def handler(self, kind: type[Message]) -> Handler:
+        """What answers queries of ``kind``, now or later."""
+        return MethodType(_HANDLERS.get(kind, StoreService._misplaced), self)
 
-    def _look(self, asker: Asker, query: Message) -> None:
-        """``query`` changes nothing."""
-        answer = self._state.answer(query, asker, self._clock.now(), [])
+    def _look(self, client: Client, line: int, number: int, query: Message) -> None:
+        """``query`` changes nothing; it may have to wait."""
+        asker = _new(Asker, (client, line, number))
+        answer = ACTIONS[type(query)](self._state, query, asker, self._now(), [])
         if answer is None:
             self._park(asker, query)
         elif self._journal is None:
-            self._requests.reply(asker.client, asker.number, answer)
+            self._reply(client, number, answer)
         else:
             self._held.append(Reply(asker, answer))
 
-    def _change(self, asker: Asker, query: Message) -> None:
-        """``query`` may change something; what it has changed already is not changed again."""
-        client, line, number = asker
+    def _change(
+        self,
+        client: Client,
+        line: int,
+        number: int,
+        query: Message,
+        asker: Asker | None = None,
+        now: float = 0.0,
+    ) -> None:
+        """``query`` may change something; what it has changed already is not changed again.
+
+        ``asker`` and ``now`` are for one that may have to wait.
+        """
         last = self._answered.get(line)
         if last is not None and number <= last[0]:
             if number == last[0]:
-                self._carry_out([Reply(asker, last[1])])
+                self._carry_out([Reply(Asker(client, line, number), last[1])])
             return  # otherwise nobody waits for it any more
         others: list[Effect] = []
-        contents = self._state.contents
+        contents = self._contents
         before = contents.changes
-        answer = self._state.answer(query, asker, self._clock.now(), others)
+        answer = ACTIONS[type(query)](self._state, query, asker, now, others)
         if answer is None:
+            assert asker is not None
             self._park(asker, query)
             return
         try:
@@ -106,19 +123,18 @@ class StoreService:
                 self._deliver(others)  # who waits goes first
         finally:
             if contents.changes != before:
-                self._remember(asker, query, answer)
+                self._remember(line, number, answer)
+                if self._journal is not None:
+                    self._journal.note(line, number, query)
         if others:
             self._release(others)
         if self._journal is None:
-            self._requests.reply(client, number, answer)
+            self._reply(client, number, answer)
         else:
-            self._held += (*others, Reply(asker, answer))
+            self._held += (*others, Reply(Asker(client, line, number), answer))
 
-    def _remember(self, asker: Asker, query: Message, answer: Message) -> None:
-        """``query`` has changed something: it is not to be done again."""
-        self._answers.remember(asker.line, asker.number, answer)
-        if self._journal is not None:
-            self._journal.note(asker.line, asker.number, query)
+    def _pop(self, client: Client, line: int, number: int, query: Message) -> None:
+        self._change(client, line, number, query, Asker(client, line, number), self._now())
 
     def _release(self, effects: list[Effect]) -> None:
         """Who is answered waits no more; a value that one has taken from a queue is another change."""
@@ -126,7 +142,10 @@ class StoreService:
             if type(effect) is Reply:
                 query = self._unpark(effect.asker)
                 if type(query) is StoreQueuePop:
-                    self._remember(effect.asker, query, effect.message)
+                    _, line, number = effect.asker
+                    self._remember(line, number, effect.message)
+                    if self._journal is not None:
+                        self._journal.note(line, number, query)
 
     def _park(self, asker: Asker, query: Message) -> None:
         refusal = self._waiting.park(asker, query)
@@ -143,44 +162,47 @@ class StoreService:
 
     def misunderstood(self, client: Client, message_id: int, why: str) -> None:
         """Refuse what could not be read."""
-        self._requests.reply(client, message_id, StoreRefused(Refusal.INVALID, why))
+        self._reply(client, message_id, StoreRefused(Refusal.INVALID, why))
 
     def unwelcome(self, client: Client, message_id: int, limit: int) -> None:
         """Refuse a client too many."""
         said = f"it serves {limit} connections already, which is its limit"
-        self._requests.reply(client, message_id, StoreRefused(Refusal.LIMIT, said))
+        self._reply(client, message_id, StoreRefused(Refusal.LIMIT, said))
 
-    def _pong(self, asker: Asker, query: Message) -> None:
+    def _pong(self, client: Client, line: int, number: int, query: StorePing) -> None:
         if not self.refuses_newcomers:  # otherwise its client asks the next store here when this has hung up
-            assert type(query) is StorePing
-            self._requests.reply(asker.client, asker.number, StorePong(query.nonce, self._state.revision))
+            self._reply(client, number, StorePong(query.nonce, self._state.revision))
 
-    def _listen(self, asker: Asker, query: Message) -> None:
+    def _listen(self, client: Client, line: int, number: int, query: StoreListen) -> None:
         """From now on its connection is one for notices."""
         if not self.refuses_newcomers:
-            assert type(query) is StoreListen
-            self._watchers.introduce(asker.client, query.nonce)
-            self._requests.reply(asker.client, asker.number, StoreDone())
+            self._watchers.introduce(client, query.nonce)
+            self._reply(client, number, StoreDone())
 
-    def _watch(self, asker: Asker, query: Message) -> None:
+    def _watch(self, client: Client, line: int, number: int, query: StoreWatchKey | StoreWatchPrefix) -> None:
         """Give notice of what is asked for, on the connection that the asker has for that."""
-        assert isinstance(query, StoreWatchKey | StoreWatchPrefix)
+        asker = Asker(client, line, number)
         ear = self._watchers.known(query.nonce)
         if ear is None:
             said = "your connection for notices has ended, or is about to begin"
             self._carry_out([refuse(asker, Refusal.UNKNOWN, said)])
             return
-        effects = self._state.apply(query, asker, self._clock.now())
+        effects = self._state.apply(query, asker, self._now())
         if any(type(e) is Reply and type(e.message) is not StoreRefused for e in effects):
             self._watchers.add(_target_of(query), ear)
         self._carry_out(effects)
 
-    def _unwatch(self, asker: Asker, query: Message) -> None:
-        assert isinstance(query, StoreUnwatchKey | StoreUnwatchPrefix)
+    def _unwatch(
+        self, client: Client, line: int, number: int, query: StoreUnwatchKey | StoreUnwatchPrefix
+    ) -> None:
         target, ear = _target_of(query), self._watchers.known(query.nonce)
         if ear is not None and self._watchers.remove(target, ear):
             self._state.unwatch(target)
-        self._look(asker, query)
+        self._look(client, line, number, query)
+
+    def _misplaced(self, client: Client, line: int, number: int, query: Message) -> None:
+        """``query`` is none."""
+        self._carry_out(self._state.apply(query, Asker(client, line, number), self._now()))
 
     def _carry_out(self, effects: list[Effect]) -> None:
         if self._journal is None:
@@ -192,7 +214,7 @@ class StoreService:
         for effect in effects:
             if type(effect) is Reply:
                 asker: Asker = effect.asker
-                self._requests.reply(asker.client, asker.number, effect.message)
+                self._reply(asker.client, asker.number, effect.message)
             elif type(effect) is Notice:
                 self.published += 1
                 self._requests.notify(self._watchers.of(effect.target), effect.message)
@@ -235,8 +257,10 @@ def _target_of(query: StoreWatchKey | StoreWatchPrefix | StoreUnwatchKey | Store
     return Prefix(query.prefix) if isinstance(query, StoreWatchPrefix | StoreUnwatchPrefix) else query.key
 
 
-_HANDLERS: dict[type[Message], Callable[[StoreService, Asker, Message], None]] = {
+_HANDLERS: dict[type[Message], Callable[..., None]] = {
+    **dict.fromkeys(ACTIONS, StoreService._look),
     **dict.fromkeys(CHANGING, StoreService._change),
+    StoreQueuePop: StoreService._pop,
     StorePing: StoreService._pong,
     StoreListen: StoreService._listen,
     StoreWatchKey: StoreService._watch,
@@ -244,4 +268,4 @@ _HANDLERS: dict[type[Message], Callable[[StoreService, Asker, Message], None]] =
     StoreUnwatchKey: StoreService._unwatch,
     StoreUnwatchPrefix: StoreService._unwatch,
 }
-"""What is done about queries that do more than look."""
+"""What is done about queries, by their kind."""

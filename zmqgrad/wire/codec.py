@@ -25,6 +25,9 @@ write_header: Callable[[msgspec.Struct, bytearray, int], None] = msgspec.msgpack
 """Append the header of a message to a buffer that ends there, for who writes the envelope himself. Raises
 ``UNWRITABLE``."""
 
+header_of: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
+"""The header of a message, likewise."""
+
 HEADER_READERS: dict[int, Callable[[bytes | memoryview], Message]] = {
     kind: decoder.decode for kind, decoder in _decoders.items()
 }

@@ -25,6 +25,7 @@ from zmqgrad.transport.exposure import is_loopback
 from zmqgrad.transport.requests.client import MAX_IDLE, RequestClient
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.server import RequestServer
+from zmqgrad.transport.requests.short import Handler
 from zmqgrad.transport.security import Keys, keys_of
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Message, StoreDone, StoreGet, StoreKeys, StorePing, StoreValue
@@ -42,6 +43,9 @@ class Echo:
         self.waits_for: list[float] = []
         self.arrived = threading.Semaphore(0)
         self.gone_clients = threading.Semaphore(0)
+
+    def handler(self, kind: type[Message]) -> Handler:
+        return self.handle
 
     def handle(self, client: Client, line: int, message_id: int, message: Message) -> None:
         match message:

@@ -93,6 +93,9 @@ class RequestClient:
     def forget_lines(self) -> None:
         """In a fork: the connections are the other process's."""
         self._idle.clear()
+        for line in self._lines:
+            line.abandon()
+        self._lines.clear()
 
     def _drop(self, line: Line) -> None:
         with self._lock:

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import socket
 from collections import deque
+from collections.abc import Callable
 
 from zmqgrad.errors import ProtocolError
+from zmqgrad.transport.requests.pipes import Ends
 from zmqgrad.transport.zmtp import Frame, Unpacker
 
 CHUNK = 64 << 10
 """How much is read at a time, but for large requests."""
+
+Pipe = Callable[[bytes | bytearray], int | None]
+"""Writes to a pipe; gives how much it took, None for nothing. Raises ``OSError`` if nobody reads there."""
 
 
 class Client:
@@ -19,7 +24,18 @@ class Client:
         unpacker: knows how the other end speaks.
     """
 
-    __slots__ = ("address", "at_rest", "closed", "out", "socket", "stranger", "surplus", "unpacker")
+    __slots__ = (
+        "address",
+        "at_rest",
+        "closed",
+        "ends",
+        "out",
+        "pipe",
+        "socket",
+        "stranger",
+        "surplus",
+        "unpacker",
+    )
 
     def __init__(self, connection: socket.socket, address: str, unpacker: Unpacker) -> None:
         self.socket = connection
@@ -32,6 +48,10 @@ class Client:
         self.at_rest = False
         """Is the next request all that comes, and in the clear? :meth:`receive` finds out."""
         self.closed = False
+        self.ends: Ends | None = None
+        """Pipes, if it has been given some."""
+        self.pipe: Pipe | None = None
+        """Writes to one, if it asked by the other last."""
         self.out: deque[memoryview] = deque()
         """What the other end did not take yet."""
 

@@ -16,15 +16,14 @@ from collections.abc import Callable
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.requests.nearby import dial_nearby, wait_for
+from zmqgrad.transport.requests.pipes import receive_with_pipes
+from zmqgrad.transport.requests.short import NOTHING, SLICE_SECONDS, Asking
 from zmqgrad.transport.requests.whole import read, write
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import dial, hang_up, limit_waits
 from zmqgrad.transport.zmtp import GREETING_SIZE, HEAD_ROOM, Frame, Unpacker, opening
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
-
-SLICE_SECONDS = 1.0
-"""How long a line waits in the kernel at a time. Only a wait shorter than this must set another."""
 
 CONNECT_SECONDS = 5.0
 """How long one attempt to connect may take."""
@@ -59,47 +58,61 @@ class Line:
         self._keys = keys
         self._closing = closing
         self._clock = clock
+        self._now = clock.now
         self._socket: socket.socket | None = None
         self._unpacker = Unpacker("ROUTER")
         self._limit = -1.0  # what the socket's waits are limited to
         self._shunned = False  # did the shorter way, where there is one, lead nowhere the last time?
         self._wait: Callable[[float | None], object] = _leave_it_to_recv  # until there is something to read
         self._quick: socket.socket | None = None  # _socket, while nothing but one answer comes, in the clear
+        self._short: Asking | None = None  # the pipes beside it, if it has some
 
     def request(self, message: Message, seconds: float) -> Message:
         """Send ``message``, again on each new connection, until an answer to it comes."""
         self.number = number = self.number + 1
-        began = self._clock.now()
-        sent, heard = 0, b""
-        connection = self._quick
-        if connection is not None and seconds >= SLICE_SECONDS:
-            said = write(message, self.id, number)
-            try:
-                sent = connection.send(said)
-                if sent == len(said) and self._wait(_SLICE_MS):
-                    heard = connection.recv(CHUNK)
-                    answer = read(heard)
-                    if answer is not None and answer[1] == number:
-                        return answer[2]
-                    if not heard:
-                        self.disconnect()
-            except BlockingIOError:  # it takes longer
+        began = self._now()
+        said = write(message, self.id, number) if self._keys is None else b""
+        sent, heard = NOTHING, b""
+        try:
+            if seconds < SLICE_SECONDS:
                 pass
-            except OSError:
-                self.disconnect()
-        return self._insist(message, Deadline(began + seconds, self._clock), sent, heard)
+            elif self._short is not None:
+                answer = self._short.ask(said, number, seconds)
+                if not isinstance(answer, int):
+                    return answer
+                sent = answer
+            elif self._quick is not None:
+                sent = self._quick.send(said)
+                if sent == len(said) and self._wait(_SLICE_MS):
+                    heard = self._quick.recv(CHUNK)
+                    found = read(heard)
+                    if found is not None and found[1] == number:
+                        return found[2]
+        except BlockingIOError:  # it takes longer
+            pass
+        except OSError as e:
+            self.disconnect()
+            sent, heard = NOTHING, b""
+            if self._now() >= began + seconds:
+                raise TimeoutError(f"no answer from {self._address} ({e})") from e
+        return self._insist(message, said, Deadline(began + seconds, self._clock), sent, heard)
 
-    def _insist(self, message: Message, deadline: Deadline, sent: int, heard: bytes) -> Message:
-        """Go on from where ``sent`` bytes of ``message`` have gone, and ``heard`` is what has come since."""
+    def _insist(
+        self, message: Message, said: bytes | bytearray, deadline: Deadline, sent: int, heard: bytes
+    ) -> Message:
+        """Go on from where ``sent`` bytes have gone of ``said``, and ``heard`` is what has come since.
+
+        With keys ``message`` is said anew on each connection, and ``said`` is empty.
+        """
         pause = FIRST_PAUSE
         while True:
             try:
                 if self._socket is None:
                     self._connect(deadline)
-                    sent, heard = 0, b""
+                    sent, heard = NOTHING, b""
                 else:
                     self._limit_waits(deadline)
-                self._send(self._pack(message), deadline, sent)
+                self._send(said or self._pack(message), deadline, sent)
                 answer = self._answer(deadline, heard)
                 self._quick = self._socket if self._keys is None and self._unpacker.at_rest else None
                 return answer
@@ -116,10 +129,8 @@ class Line:
                     raise TimeoutError(f"no answer from {self._address} ({e})") from e
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _pack(self, message: Message) -> bytes | bytearray:
-        """``message`` as it goes out on the connection that stands."""
-        if self._keys is None:
-            return write(message, self.id, self.number)
+    def _pack(self, message: Message) -> bytearray:
+        """``message`` as it goes out, protected, on the connection that stands."""
         return self._unpacker.pack(encode(message, 0, self.id, self.number, room=HEAD_ROOM))
 
     def _connect(self, deadline: Deadline) -> None:
@@ -139,12 +150,30 @@ class Line:
             self._send(_READY, deadline)
         else:
             self.disconnect()
-            self._meet(nearby, Unpacker("ROUTER"), _OPENING, deadline)
+            self._meet(nearby, Unpacker("ROUTER"), _OPENING, deadline, self._take_pipes)
             self._wait = wait_for(nearby)
             self._shunned = False
 
-    def _meet(self, connection: socket.socket, unpacker: Unpacker, said: bytes, deadline: Deadline) -> None:
-        """Say ``said`` on ``connection``, the line's from now on, and hear who is there."""
+    def _take_pipes(self, deadline: Deadline) -> None:
+        """Hear what is said first, with which pipes may come."""
+        assert self._socket is not None
+        try:
+            said, ends = receive_with_pipes(self._socket)
+        except BlockingIOError:
+            return
+        if ends is not None:
+            self._short = Asking(ends, self._closing, self._clock)
+        self._take(said, deadline)
+
+    def _meet(
+        self,
+        connection: socket.socket,
+        unpacker: Unpacker,
+        said: bytes,
+        deadline: Deadline,
+        receive: Callable[[Deadline], object] | None = None,
+    ) -> None:
+        """Say ``said`` on ``connection``, the line's from now on, and hear who is there, by ``receive``."""
         self._socket, self._unpacker, self._limit = connection, unpacker, -1.0
         self._wait = _leave_it_to_recv
         connection.settimeout(None)
@@ -153,7 +182,7 @@ class Line:
         self._limit_waits(deadline)
         self._send(said, deadline)
         while not unpacker.ready:
-            self._receive(deadline)
+            (receive or self._receive)(deadline)
             self._limit_waits(deadline)
 
     def _send(self, data: bytes | bytearray, deadline: Deadline, sent: int = 0) -> None:
@@ -193,6 +222,7 @@ class Line:
         """
         assert self._socket is not None
         self._quick = None
+        self._close_pipes()
         if self._limit != math.inf:
             limit_waits(self._socket, math.inf)
             self._limit = math.inf
@@ -248,9 +278,21 @@ class Line:
     def disconnect(self) -> None:
         """Close the connection, if there is one."""
         connection, self._socket, self._quick = self._socket, None, None
+        self._close_pipes()
         if connection is not None:
             hang_up(connection)
             connection.close()
+
+    def _close_pipes(self) -> None:
+        short, self._short = self._short, None
+        if short is not None:
+            short.close()
+
+    def abandon(self) -> None:
+        """In a fork: the connection is the other process's, and goes on there."""
+        self._close_pipes()
+        if self._socket is not None:
+            self._socket.close()
 
 
 def _leave_it_to_recv(milliseconds: float | None) -> bool:

@@ -18,6 +18,7 @@ from zmqgrad.runtime.clock import Clock
 from zmqgrad.transport.door import is_of_this_user
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.nearby import Nearby, set_up_nearby, shown
+from zmqgrad.transport.requests.pipes import MOST, send_with_pipes
 from zmqgrad.transport.requests.ready import READ, Poller
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import set_up
@@ -51,7 +52,7 @@ class Newcomers:
             ``poller``, and so is one for those nearby: when one is ready, :meth:`accept` is to be called.
         name: of the server, for log lines.
         keys: what is spoken is protected by them; None: by nothing.
-        take: hears a client from now on, and says something to it first.
+        take: hears a client from now on, and says something to it first, if there is something to say.
         refuse: counts and logs what a client did wrong.
         end: closes a client, and calls :meth:`forget`.
         wake_by: calls :meth:`do_due` at that moment, or sooner.
@@ -91,12 +92,18 @@ class Newcomers:
         self._wake_by = wake_by
         self._full = False  # did the last one find the system without a descriptor for him?
         self._listen_again = math.inf  # when, should the system have no more connections to give
+        self._with_pipes: set[Client] = set()
         self._pending: dict[Client, float] = {}  # and until when they may be; the first first
         self._hear_all()
 
     def _hear_all(self) -> None:
         for number in self._listeners:
             self._poller.register(number, READ)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The descriptors of the listeners."""
+        return list(self._listeners)
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -138,6 +145,11 @@ class Newcomers:
                 continue  # he finds out himself, too, and stays on tcp
             unpacker, said = self._introduce(address)
             client = Client(connection, address, unpacker)
+            if address is NEARBY and len(self._with_pipes) < MOST:
+                client.ends = send_with_pipes(connection, said)
+                if client.ends is not None:
+                    self._with_pipes.add(client)
+                    said = b""  # it is said
             self._pending[client] = self._clock.now() + GREETING_SECONDS
             self._wake_by(self._pending[client])
             self._take(client, said)
@@ -164,6 +176,15 @@ class Newcomers:
     def forget(self, client: Client) -> None:
         """``client`` has ended; it may have been one of these."""
         self._pending.pop(client, None)
+        self.forget_pipes(client)
+
+    def forget_pipes(self, client: Client) -> None:
+        """``client`` does without, or has ended. Idempotent."""
+        ends, client.ends, client.pipe = client.ends, None, None
+        if ends is not None:
+            self._with_pipes.discard(client)
+            for end in ends:
+                end.close()
 
     def do_due(self, now: float) -> float:
         """Listen again, and drop those who have not said who they are. Gives the moment of the next."""
@@ -180,9 +201,10 @@ class Newcomers:
 
     def close(self) -> None:
         """Listen no more, and hang up on those who have not said who they are."""
-        for client in self._pending:
+        for client in (*self._pending, *self._with_pipes):
             client.closed = True
             client.socket.close()
+            self.forget_pipes(client)
         self._pending.clear()
         for listener in self._listeners.values():
             listener.close()

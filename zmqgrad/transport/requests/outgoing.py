@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from zmqgrad.transport.requests.connection import Client
+from zmqgrad.transport.requests.connection import Client, Pipe
+from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST
 from zmqgrad.transport.requests.ready import READ, WRITE, Poller
 from zmqgrad.transport.requests.whole import write
 from zmqgrad.transport.security import Keys
@@ -53,6 +54,8 @@ class Outgoing:
 
     def reply(self, client: Client, message_id: int, message: Message) -> None:
         """Send an answer; only in the server's thread. It is dropped, and counted, if the client has gone."""
+        if client.pipe is not None and self._reply_by_pipe(client.pipe, client, message_id, message):
+            return
         if client.closed:
             self.undeliverable += 1
             return
@@ -68,6 +71,22 @@ class Outgoing:
         else:
             data = write(message, self._incarnation, message_id)
         self.send(client, data)
+
+    def _reply_by_pipe(self, pipe: Pipe, client: Client, message_id: int, message: Message) -> bool:
+        """Send an answer by ``pipe``; or have the client wait for it elsewhere, and give False."""
+        answer: bytes | bytearray = ELSEWHERE
+        if type(message) is not StoreValue or len(message.value) < LARGEST:
+            said = write(message, self._incarnation, message_id)
+            if len(said) <= LARGEST:
+                answer = said
+        try:
+            if pipe(answer) != len(answer):
+                logger.warning("%s: hung up on %s, which reads no answers", self._name, client.address)
+                self._end(client)
+        except OSError:  # it is about to be found to have gone
+            self.undeliverable += 1
+            return True
+        return answer is not ELSEWHERE
 
     def notify(self, clients: Iterable[Client], message: Message) -> None:
         """Send ``message``, which nobody asked for, to ``clients``; only in the server's thread.
@@ -103,6 +122,8 @@ class Outgoing:
     def wait_to(self, client: Client) -> None:
         """Wait for ``client`` to take what is kept for it, and only otherwise for what it asks next."""
         self._poller.modify(client.socket.fileno(), WRITE if client.out else READ)
+        if client.ends is not None and not client.stranger:
+            self._poller.modify(client.ends[0].fileno(), 0 if client.out else READ)
 
     def flush(self, client: Client) -> None:
         """``client`` takes more: send what has been kept for it, as far as it does."""

@@ -16,6 +16,8 @@ import math
 import secrets
 import socket
 import threading
+from collections.abc import Callable
+from functools import partial
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
@@ -24,13 +26,14 @@ from zmqgrad.transport.requests.newcomers import STRANGERS_AT_ONCE, Newcomers
 from zmqgrad.transport.requests.outgoing import Outgoing
 from zmqgrad.transport.requests.ready import LONGEST_SECONDS, READ, Poller
 from zmqgrad.transport.requests.service import Service
-from zmqgrad.transport.requests.whole import read
+from zmqgrad.transport.requests.short import Handler, Hearing
+from zmqgrad.transport.requests.whole import frame_in, read
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import adopt, listen
 from zmqgrad.transport.zmtp import Frame
-from zmqgrad.wire.codec import decode
+from zmqgrad.wire.codec import HEADER_READERS, decode
 from zmqgrad.wire.frames import read_envelope
-from zmqgrad.wire.messages import Message
+from zmqgrad.wire.messages import BY_TYPE, REQUEST, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +42,9 @@ MAX_STRANGERS = 1000
 
 MAX_CLIENTS = 16_384
 """How many connections are answered at a time; a client has one for each thread that asks."""
+
+MOST_AT_ONCE = 256
+"""So many connections are answered between two looks at which are ready."""
 
 SPARE = 64
 """How many connections beyond those are taken, to be told so."""
@@ -77,8 +83,12 @@ class RequestServer:
         self._serving = False
         self._due = math.inf  # when something is to be done though nothing comes; perhaps later
         self._strangers: set[str] = set()
+        self._strangers_heard = 0  # since poll came back
         self._clients: set[Client] = set()  # those who have said who they are
-        self.requests = 0
+        self._hearings: dict[Client, Hearing] = {}  # of those who have pipes
+        self._handlers: dict[int, tuple[Callable[[bytes], Message], Handler]] = {}
+        self._heard = 0  # but by the pipes that are there
+        self._ending = False
         self.malformed = 0
         if listen_fd is None:
             listener, self.endpoint = listen(address, keyed=keys is not None)
@@ -90,7 +100,7 @@ class RequestServer:
         self._ear, self._bell = socket.socketpair()
         self._poller = Poller()
         self._poller.register(self._ear.fileno(), READ)
-        self._by_number: dict[int, Client] = {}  # of the descriptor
+        self._ready: dict[int, Callable[[], None]] = {}  # what to do when a descriptor is
         self._outgoing = Outgoing(name, self.incarnation, keys=keys, poller=self._poller, end=self._close)
         self.reply, self.notify = self._outgoing.reply, self._outgoing.notify
         """As :class:`Outgoing` has them: methods of this would cost each answer another call."""
@@ -105,6 +115,9 @@ class RequestServer:
             refuse=self._refuse,
             end=self._close,
             wake_by=self.wake_by,
+        )
+        self._ready.update(
+            (number, partial(self._newcomers.accept, number)) for number in self._newcomers.numbers
         )
 
     @property
@@ -123,6 +136,11 @@ class RequestServer:
         return len(self._newcomers)
 
     @property
+    def requests(self) -> int:
+        """How many requests have come."""
+        return self._heard + sum(hearing.heard for hearing in list(self._hearings.values()))
+
+    @property
     def undeliverable(self) -> int:
         """How many answers were dropped, as the client had gone."""
         return self._outgoing.undeliverable
@@ -134,6 +152,9 @@ class RequestServer:
                 return
             self._serving = True
         self._service = service
+        for kind, reader in HEADER_READERS.items():
+            if kind & REQUEST:
+                self._handlers[kind] = reader, service.handler(BY_TYPE[MessageType(kind)])
         try:
             self._loop(service)
         finally:
@@ -142,9 +163,9 @@ class RequestServer:
                 self._close_all()
 
     def _loop(self, service: Service) -> None:
-        poll, by_number = self._poller.poll, self._by_number
-        ear, now = self._ear.fileno(), self._clock.now
-        while True:
+        poll, ready, now, settle = self._poller.poll, self._ready, self._clock.now, service.settle
+        ready[self._ear.fileno()] = self._end
+        while not self._ending:
             seconds = LONGEST_SECONDS
             if self._due != math.inf:
                 moment = now()
@@ -152,27 +173,20 @@ class RequestServer:
                     self._due = math.inf
                     self.wake_by(self._newcomers.do_due(moment))
                     self.wake_by(service.do_due(moment))
-                    service.settle()
+                    settle()
                     continue
                 seconds = min(seconds, self._due - moment)
-            strangers = 0
-            for number, _ in poll(seconds, len(by_number) + 3):
-                client = by_number.get(number)
-                if client is None:
-                    if number == ear:
-                        service.stopping()
-                        service.settle()
-                        return
-                    self._newcomers.accept(number)
-                elif client.stranger and strangers == STRANGERS_AT_ONCE:
-                    pass  # it comes up again
-                else:
-                    strangers += client.stranger
-                    if client.out:
-                        self._outgoing.flush(client)
-                    else:
-                        self._read(client)
-            service.settle()
+            for number, _ in poll(seconds, MOST_AT_ONCE):
+                do = ready.get(number)
+                if do is not None:  # or it has just been closed
+                    do()
+            settle()
+            self._strangers_heard = 0
+
+    def _end(self) -> None:
+        """The bell rang."""
+        self._service.stopping()
+        self._ending = True
 
     def wake_by(self, moment: float) -> None:
         """Call the service's ``do_due`` at ``moment``, or sooner. Only in the server's thread."""
@@ -195,9 +209,10 @@ class RequestServer:
     def _take(self, client: Client, said: bytes) -> None:
         """Hear ``client``, who has just come, and say ``said`` to it."""
         number = client.socket.fileno()
-        self._by_number[number] = client
+        self._ready[number] = partial(self._hear_stranger, client)
         self._poller.register(number, READ)
-        self._outgoing.send(client, said)
+        if said:
+            self._outgoing.send(client, said)
 
     def _welcome(self, client: Client) -> None:
         """``client`` has said who it is."""
@@ -206,33 +221,64 @@ class RequestServer:
         self._clients.add(client)
         if len(self._clients) > self._max_clients + SPARE:
             self._close(client)
+            return
+        self._ready[client.socket.fileno()] = partial(self._hear, client)
+        if client.ends is not None:
+            handlers = {} if client.surplus else self._handlers
+            hearing = Hearing(client.ends, client, handlers, self._hear_otherwise, self._failed)
+            self._hearings[client] = hearing
+            number = client.ends[0].fileno()
+            self._ready[number] = hearing.hear
+            self._poller.register(number, READ)
 
     def _close(self, client: Client) -> None:
         if client.closed:
             return
         client.closed = True
+        self._close_pipes(client)
         self._newcomers.forget(client)
         self._clients.discard(client)
         number = client.socket.fileno()
-        del self._by_number[number]
+        del self._ready[number]
         self._poller.unregister(number)
         client.socket.close()
         self._service.gone(client)
+
+    def _close_pipes(self, client: Client) -> None:
+        hearing = self._hearings.pop(client, None)
+        if hearing is not None:
+            assert client.ends is not None
+            self._heard += hearing.heard
+            number = client.ends[0].fileno()
+            del self._ready[number]
+            self._poller.unregister(number)
+        self._newcomers.forget_pipes(client)
 
     def _close_all(self) -> None:
         for client in self._clients:
             client.closed = True
             client.socket.close()
         self._clients.clear()
-        self._by_number.clear()
+        self._ready.clear()
         self._poller.close()
         for closing in (self._newcomers, self._ear, self._bell):
             closing.close()
 
     # ---- in ---------------------------------------------------------------------------------------------
 
-    def _read(self, client: Client) -> None:
+    def _hear_stranger(self, client: Client) -> None:
+        """There is something to be done about ``client``, who has not said who it is."""
+        if self._strangers_heard < STRANGERS_AT_ONCE:  # otherwise it comes up again
+            self._strangers_heard += 1
+            self._hear(client)
+
+    def _hear(self, client: Client) -> None:
+        """``client`` says something, or takes more."""
+        if client.out:
+            self._outgoing.flush(client)
+            return
         data = b""
+        client.pipe = None
         if client.at_rest and not client.surplus:
             try:
                 data = client.socket.recv(CHUNK)
@@ -243,16 +289,19 @@ class RequestServer:
                 return
             request = read(data)
             if request is not None:
-                self.requests += 1
-                try:
-                    self._service.handle(client, *request)
-                except Exception:
-                    self._failed(request[2])
+                self._handle(client, *request)
                 return
             if not data:
                 self._close(client)
                 return
         self._read_on(client, data)
+
+    def _hear_otherwise(self, client: Client, said: bytes | None) -> None:
+        """``said``, which is not just a short request, came by a pipe."""
+        if said:
+            self._hand_on(client, frame_in(said))
+        elif said is not None:
+            self._close_pipes(client)
 
     def _read_on(self, client: Client, data: bytes) -> None:
         """``data``, if it is any, has come already; it is not just one short request."""
@@ -286,13 +335,16 @@ class RequestServer:
             self._tell(client, frame, str(e))
             return
         if client.surplus:
-            self.requests += 1
+            self._heard += 1
             self._service.unwelcome(client, envelope.message_id, self._max_clients)
             self._close(client)
             return
-        self.requests += 1
+        self._handle(client, envelope.incarnation, envelope.message_id, message)
+
+    def _handle(self, client: Client, line: int, number: int, message: Message) -> None:
+        self._heard += 1
         try:
-            self._service.handle(client, envelope.incarnation, envelope.message_id, message)
+            self._service.handler(type(message))(client, line, number, message)
         except Exception:
             self._failed(message)
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Protocol
 
 from zmqgrad.transport.requests.connection import Client
+from zmqgrad.transport.requests.short import Handler
 from zmqgrad.wire.messages import Message
 
 
 class Service(Protocol):
     """What a server serves; called in the server's thread alone."""
 
-    def handle(self, client: Client, line: int, number: int, message: Message) -> None:
-        """Answer request ``number`` on ``line`` by the server's ``reply``, now or in a later call."""
+    def handler(self, kind: type[Message]) -> Handler:
+        """What answers requests of ``kind``, by the server's ``reply``, now or in a later call."""
         ...
 
     def misunderstood(self, client: Client, message_id: int, why: str) -> None:

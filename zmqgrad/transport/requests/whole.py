@@ -12,8 +12,8 @@ from __future__ import annotations
 import struct
 
 from zmqgrad.transport.zmtp import HEAD_ROOM, write_head
-from zmqgrad.wire.codec import HEADER_READERS, UNREADABLE, UNWRITABLE, encode, write_header
-from zmqgrad.wire.frames import MAGIC, MAX_HEADER, VERSION
+from zmqgrad.wire.codec import HEADER_READERS, UNREADABLE, UNWRITABLE, encode, header_of
+from zmqgrad.wire.frames import ENVELOPE_SIZE, MAGIC, MAX_HEADER, VERSION
 from zmqgrad.wire.messages import Message
 
 _SHORT = struct.Struct("!H4sH2xQQ")
@@ -21,34 +21,34 @@ _SHORT = struct.Struct("!H4sH2xQQ")
 
 _LONG = struct.Struct("!BQ4sH2xQQ")
 _LONG_FLAG = 2
-_START = MAGIC + bytes([VERSION, 0])
+
+START = MAGIC + bytes([VERSION, 0])
 """An envelope's first bytes; there are no lanes here."""
 
-_AFTER_SHORT, _AFTER_LONG = _SHORT.size, _LONG.size
-_SPARED = _AFTER_LONG - _AFTER_SHORT
-"""By how much a short head is shorter than a long one."""
+AFTER_SHORT = _SHORT.size
+"""Where the header begins, after a short head."""
 
-_write_short, _write_long = _SHORT.pack_into, _LONG.pack_into
-_read_short, _read_long = _SHORT.unpack_from, _LONG.unpack_from
+_AFTER_LONG = _LONG.size
+
+read_short = _SHORT.unpack_from
+"""Size, start, type, incarnation and number, of a message with a short head. Raises ``struct.error``."""
+
+_write_short, _write_long, _read_long = _SHORT.pack, _LONG.pack, _LONG.unpack_from
 
 
-def write(message: Message, incarnation: int, number: int) -> bytearray:
+def write(message: Message, incarnation: int, number: int) -> bytes | bytearray:
     """``message`` as it goes out, with all that comes before it.
 
     Raises:
         ProtocolError: as :func:`~zmqgrad.wire.codec.encode`.
     """
-    data = bytearray(_AFTER_LONG)
     try:
-        write_header(message, data, _AFTER_LONG)
-        size = len(data) - HEAD_ROOM
+        header = header_of(message)
+        size = len(header) + ENVELOPE_SIZE
         if size < 256:
-            _write_short(data, _SPARED, size, _START, message.TYPE, incarnation, number)
-            del data[:_SPARED]  # moves a pointer, not the bytes
-            return data
+            return _write_short(size, START, message.TYPE, incarnation, number) + header
         if size <= MAX_HEADER:
-            _write_long(data, 0, _LONG_FLAG, size, _START, message.TYPE, incarnation, number)
-            return data
+            return _write_long(_LONG_FLAG, size, START, message.TYPE, incarnation, number) + header
     except UNWRITABLE:
         pass
     return write_head(encode(message, 0, incarnation, number, room=HEAD_ROOM))  # which says why not
@@ -57,12 +57,20 @@ def write(message: Message, incarnation: int, number: int) -> bytearray:
 def read(data: bytes) -> tuple[int, int, Message] | None:
     """Incarnation and number (of a question: line and number) and message. None: ``data`` is not just one."""
     try:
-        size, start, kind, incarnation, number = _read_short(data)
-        if size == len(data) - 2 and start == _START:
-            return incarnation, number, HEADER_READERS[kind](data[_AFTER_SHORT:])
+        size, start, kind, incarnation, number = read_short(data)
+        if size == len(data) - 2 and start == START:
+            return incarnation, number, HEADER_READERS[kind](data[AFTER_SHORT:])
         flag, size, start, kind, incarnation, number = _read_long(data)
-        if flag == _LONG_FLAG and size == len(data) - HEAD_ROOM and start == _START:
+        if flag == _LONG_FLAG and size == len(data) - HEAD_ROOM and start == START:
             return incarnation, number, HEADER_READERS[kind](memoryview(data)[_AFTER_LONG:])
     except (*UNREADABLE, KeyError):
         pass
     return None
+
+
+def frame_in(data: bytes) -> bytes:
+    """The frame of which ``data`` should be the whole message; something unreadable if it is not."""
+    for flag, room, width in ((0, 2, 1), (_LONG_FLAG, HEAD_ROOM, 8)):
+        if data[:1] == bytes([flag]) and int.from_bytes(data[1 : 1 + width], "big") == len(data) - room:
+            return data[room:]
+    return b""

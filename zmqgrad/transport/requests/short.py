@@ -1,0 +1,153 @@
+"""Small questions and answers by two pipes: few steps, for the usual; all else goes by the connection.
+
+Nearly all that goes between a store and its clients is a small question that is answered at once. Each side
+does for it what :mod:`~zmqgrad.transport.zmtp` and :mod:`~zmqgrad.wire.codec` do in general, in one function:
+two processes that take turns find little of their code in the processor's caches, and pay for each line.
+
+Who has asked by pipe is answered by pipe. An answer that is too large for that goes by the connection, and
+``ELSEWHERE`` by the pipe: who has asked waits at one place alone. Only whole messages go by a pipe, one at a
+time, so whatever else is read there is an offence.
+"""
+
+from __future__ import annotations
+
+import select
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.runtime.clock import Clock, Deadline
+from zmqgrad.transport.requests.connection import Client
+from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST, Ends
+from zmqgrad.transport.requests.whole import AFTER_SHORT, START, read, read_short
+from zmqgrad.wire.codec import HEADER_READERS, UNREADABLE
+from zmqgrad.wire.messages import Message
+
+SLICE_SECONDS = 1.0
+"""How long a client waits in the kernel at a time, to see then whether it was closed meanwhile."""
+
+NOTHING, ALL = 0, sys.maxsize
+"""How many bytes of a question have gone that was not answered by pipe."""
+
+UNUSUAL = (*UNREADABLE, KeyError, TypeError, ValueError)
+"""What reading says of what is not just a short message."""
+
+_SLICE_MS = SLICE_SECONDS * 1000
+
+
+class Asking:
+    """The end of a client, which asks one thing at a time. Used by one thread at a time."""
+
+    __slots__ = ("_clock", "_closing", "_ends", "_read", "_wait", "_write")
+
+    def __init__(self, ends: Ends, closing: threading.Event, clock: Clock) -> None:
+        self._ends = reads, writes = ends
+        self._read, self._write = reads.read, writes.write
+        poll = select.poll()
+        poll.register(reads.fileno(), select.POLLIN)
+        self._wait = poll.poll
+        self._closing = closing
+        self._clock = clock
+
+    def ask(self, said: bytes | bytearray, number: int, seconds: float) -> Message | int:
+        """The answer to question ``number``; or how much of ``said`` has gone: go on by the connection.
+
+        Raises:
+            OSError: if the connection has ended, or there is no answer within ``seconds``, which are at
+                least ``SLICE_SECONDS``.
+            ProtocolError: if what comes back is no message of ours.
+        """
+        if len(said) > LARGEST or self._write(said) is None:
+            return NOTHING
+        if not self._wait(_SLICE_MS):
+            self._wait_on(seconds - SLICE_SECONDS)
+        heard = self._read(LARGEST)
+        try:
+            size, start, kind, _, answered = read_short(heard)
+            if size == len(heard) - 2 and answered == number and start == START:
+                return HEADER_READERS[kind](heard[AFTER_SHORT:])
+        except UNUSUAL:
+            pass
+        return self._other(heard, number)
+
+    def _wait_on(self, seconds: float) -> None:
+        """It takes longer."""
+        deadline = Deadline(self._clock.now() + seconds, self._clock)
+        while not self._wait(min(SLICE_SECONDS, deadline.left()) * 1000):
+            if self._closing.is_set():
+                raise ConnectionAbortedError("closed while it waited")
+            if deadline.passed():
+                raise TimeoutError
+
+    def _other(self, heard: bytes | None, number: int) -> Message | int:
+        """What ``heard`` says, which is not just a short answer."""
+        if not heard:  # None: another process, a fork, was quicker
+            raise ConnectionResetError("hung up")
+        if heard == ELSEWHERE:
+            return ALL
+        answer = read(heard)
+        if answer is None or answer[1] != number:
+            raise ProtocolError(f"no answer to question {number}, but {heard[:40]!r}")
+        return answer[2]
+
+    def close(self) -> None:
+        """Idempotent. The other side finds out."""
+        for end in self._ends:
+            end.close()
+
+
+Handler = Callable[[Client, int, int, Any], None]
+"""Answers a question: of whom, on which line, with which number, and what it is."""
+
+Handlers = Mapping[int, tuple[Callable[[bytes], Message], Handler]]
+"""What reads a question, and what answers it, by its type."""
+
+
+class Hearing:
+    """The end of a server, for ``client``, by which that is answered from its next question on.
+
+    Args:
+        other: called with what was read that is not just a short question; it is empty if the other side
+            has closed its ends, and None if nothing was there.
+        failed: called in the ``except`` of a handler that has failed, with the question.
+    """
+
+    __slots__ = ("_client", "_failed", "_handlers", "_other", "_read", "_write", "heard")
+
+    def __init__(
+        self,
+        ends: Ends,
+        client: Client,
+        handlers: Handlers,
+        other: Callable[[Client, bytes | None], None],
+        failed: Callable[[Message], None],
+    ) -> None:
+        self._read, self._write = ends[0].read, ends[1].write
+        self._client = client
+        self._handlers = handlers
+        self._other = other
+        self._failed = failed
+        self.heard = 0
+        """How many have come that were short and well-formed."""
+
+    def hear(self) -> None:
+        """Answer the question that there is to be read."""
+        client = self._client
+        said = self._read(LARGEST)
+        client.pipe = self._write
+        try:
+            size, start, kind, line, number = read_short(said)
+            reader, handle = self._handlers[kind]
+            if size != len(said) - 2 or start != START:
+                raise ValueError
+            question = reader(said[AFTER_SHORT:])
+        except UNUSUAL:
+            self._other(client, said)
+            return
+        self.heard += 1
+        try:
+            handle(client, line, number, question)
+        except Exception:
+            self._failed(question)
