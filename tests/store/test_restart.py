@@ -22,6 +22,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
 from zmqgrad.store.server import StoreServer
 from zmqgrad.transport.requests.connection import Client
+from zmqgrad.transport.requests.short import Handler
 from zmqgrad.wire.messages import Message, StorePing, StoreWatchKey
 
 PATIENCE = 20.0
@@ -61,28 +62,33 @@ class Mortal(StoreServer):
         super().__init__(address, journal=life.journal)
 
     def _run(self) -> None:
-        self._requests_reply = self._requests.reply
-        self._requests.reply = self._reply
-        self._service_handle = self._service.handle
-        self._service.handle = self._handle  # type: ignore[method-assign]
+        self._service_reply = self._service.reply
+        self._service.reply = self._reply
+        self._service_handler = self._service.handler
+        self._service.handler = self._handler  # type: ignore[method-assign]
         try:
             super()._run()
         except Died:
             self._life.reborn()
 
-    def _handle(self, client: Client, line: int, number: int, query: Message) -> None:
-        counts = type(query) not in (StorePing, StoreWatchKey)
-        self._now = self._life.fates.popleft() if counts and self._life.fates else "arrives"
-        if self._now == "dies before":
-            raise Died
-        self._service_handle(client, line, number, query)
+    def _handler(self, kind: type[Message]) -> Handler:
+        handle = self._service_handler(kind)
+        counts = kind not in (StorePing, StoreWatchKey)
+
+        def handle_or_die(client: Client, line: int, number: int, query: Message) -> None:
+            self._now = self._life.fates.popleft() if counts and self._life.fates else "arrives"
+            if self._now == "dies before":
+                raise Died
+            handle(client, line, number, query)
+
+        return handle_or_die
 
     def _reply(self, client: Client, number: int, message: Message) -> None:
         if self._now == "dies after":
             raise Died
         if self._now == "breaks":
             self._requests._close(client)
-        self._requests_reply(client, number, message)
+        self._service_reply(client, number, message)
 
 
 @pytest.fixture(params=["in memory", "with a journal"])

@@ -97,6 +97,6 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _allow_many_clients() -> None:
-    """Let this process open as many files, of which each client needs one, as the system lets it."""
+    """Let this process open as many files, of which a client needs one or three, as the system lets it."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -60,7 +60,8 @@ class StoreService:
         clock: Clock,
     ) -> None:
         self._requests = requests
-        self._reply = requests.reply
+        self.reply = requests.reply
+        """As the server has it: a method of this would cost each answer another call."""
         self._state = state
         self._contents = state.contents
         self._answers = answers
@@ -88,7 +89,7 @@ class StoreService:
         if answer is None:
             self._park(asker, query)
         elif self._journal is None:
-            self._reply(client, number, answer)
+            self.reply(client, number, answer)
         else:
             self._held.append(Reply(asker, answer))
 
@@ -129,7 +130,7 @@ class StoreService:
         if others:
             self._release(others)
         if self._journal is None:
-            self._reply(client, number, answer)
+            self.reply(client, number, answer)
         else:
             self._held += (*others, Reply(Asker(client, line, number), answer))
 
@@ -162,22 +163,22 @@ class StoreService:
 
     def misunderstood(self, client: Client, message_id: int, why: str) -> None:
         """Refuse what could not be read."""
-        self._reply(client, message_id, StoreRefused(Refusal.INVALID, why))
+        self.reply(client, message_id, StoreRefused(Refusal.INVALID, why))
 
     def unwelcome(self, client: Client, message_id: int, limit: int) -> None:
         """Refuse a client too many."""
         said = f"it serves {limit} connections already, which is its limit"
-        self._reply(client, message_id, StoreRefused(Refusal.LIMIT, said))
+        self.reply(client, message_id, StoreRefused(Refusal.LIMIT, said))
 
     def _pong(self, client: Client, line: int, number: int, query: StorePing) -> None:
         if not self.refuses_newcomers:  # otherwise its client asks the next store here when this has hung up
-            self._reply(client, number, StorePong(query.nonce, self._state.revision))
+            self.reply(client, number, StorePong(query.nonce, self._state.revision))
 
     def _listen(self, client: Client, line: int, number: int, query: StoreListen) -> None:
         """From now on its connection is one for notices."""
         if not self.refuses_newcomers:
             self._watchers.introduce(client, query.nonce)
-            self._reply(client, number, StoreDone())
+            self.reply(client, number, StoreDone())
 
     def _watch(self, client: Client, line: int, number: int, query: StoreWatchKey | StoreWatchPrefix) -> None:
         """Give notice of what is asked for, on the connection that the asker has for that."""
@@ -214,7 +215,7 @@ class StoreService:
         for effect in effects:
             if type(effect) is Reply:
                 asker: Asker = effect.asker
-                self._reply(asker.client, asker.number, effect.message)
+                self.reply(asker.client, asker.number, effect.message)
             elif type(effect) is Notice:
                 self.published += 1
                 self._requests.notify(self._watchers.of(effect.target), effect.message)

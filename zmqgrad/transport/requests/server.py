@@ -298,10 +298,17 @@ class RequestServer:
 
     def _hear_otherwise(self, client: Client, said: bytes | None) -> None:
         """``said``, which is not just a short request, came by a pipe."""
-        if said:
-            self._hand_on(client, frame_in(said))
-        elif said is not None:
+        if said is None:
+            return
+        if not said:
             self._close_pipes(client)
+            return
+        frame = frame_in(said)
+        if frame is not None:
+            self._hand_on(client, frame)
+        else:
+            self._refuse(client, f"{said[:16]!r} by a pipe is not one whole request")
+            self._close(client)  # who knows where the next one begins
 
     def _read_on(self, client: Client, data: bytes) -> None:
         """``data``, if it is any, has come already; it is not just one short request."""

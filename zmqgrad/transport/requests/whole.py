@@ -68,9 +68,9 @@ def read(data: bytes) -> tuple[int, int, Message] | None:
     return None
 
 
-def frame_in(data: bytes) -> bytes:
-    """The frame of which ``data`` should be the whole message; something unreadable if it is not."""
+def frame_in(data: bytes) -> bytes | None:
+    """The frame of which ``data`` is the whole message; None if it is not just that."""
     for flag, room, width in ((0, 2, 1), (_LONG_FLAG, HEAD_ROOM, 8)):
         if data[:1] == bytes([flag]) and int.from_bytes(data[1 : 1 + width], "big") == len(data) - room:
             return data[room:]
-    return b""
+    return None
