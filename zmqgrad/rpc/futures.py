@@ -23,6 +23,7 @@ from zmqgrad.rpc.raising import anew, error_of_callback, raise_anew
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, watch_arrivals
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,7 @@ class PythonFuture(torch.futures.Future[T]):
     """
 
     _failed = False
+    _arrived = NOTHING_ARRIVED  # on devices, in the thread that settled this
     _alarms: tuple[Outcome[Any], ...] = ()  # of those who want to know at once; written under _alarms_lock
 
     def wait(self) -> T:
@@ -53,6 +55,15 @@ class PythonFuture(torch.futures.Future[T]):
             super().add_done_callback(_setter(settled))
             settled.wait_done()
         result: T = super().wait()
+        if self._arrived is not NOTHING_ARRIVED:
+            self._arrived.hand_over()
+        return result
+
+    def value(self) -> T:
+        """The result, which must be there, as in a callback."""
+        result: T = super().value()
+        if self._arrived is not NOTHING_ARRIVED:
+            self._arrived.hand_over()
         return result
 
     def set_exception(self, result: Exception) -> None:  # type: ignore[override]  # torch's stub asks for T
@@ -83,6 +94,7 @@ class PythonFuture(torch.futures.Future[T]):
             except Exception as e:
                 child.set_exception(error_of_callback(e))
             else:
+                child._arrived = self._arrived.and_what_follows()
                 child.set_result(value)
 
         self.add_done_callback(call)
@@ -190,7 +202,10 @@ class RpcFuture(PythonFuture[T]):
         if answer is None:
             return
         try:
-            value = self._completer.open(answer)
+            if self._completer.watches:
+                value, self._arrived = watch_arrivals(partial(self._completer.open, answer))
+            else:
+                value = self._completer.open(answer)
         except Exception as e:
             self.set_exception(e)
         except BaseException as e:  # Ctrl-C: nobody else can read the answer any more
@@ -219,6 +234,8 @@ class RpcFuture(PythonFuture[T]):
                     self.complete()
         # Done but for a moment, if another thread is just rebuilding the answer.
         result: T = torch.futures.Future.wait(self)
+        if self._arrived is not NOTHING_ARRIVED:
+            self._arrived.hand_over()
         return result
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
@@ -242,6 +259,7 @@ class Completer:
         submit: has an engine thread run a task.
         call_later: of the timekeeper.
         open: gives the value of an answer.
+        watches: may there be tensors on devices in it? Then their streams are handed to whoever waits.
     """
 
     def __init__(
@@ -249,8 +267,10 @@ class Completer:
         submit: Callable[[Task], None],
         call_later: Callable[[float, Callable[[], None]], object],
         open: Callable[[Outcome[Inbound]], Any],
+        watches: bool = False,
     ) -> None:
         self.open = open
+        self.watches = watches
         self._submit = submit
         self._call_later = call_later
         self._ready: deque[RpcFuture[Any]] = deque()

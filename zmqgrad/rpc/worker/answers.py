@@ -22,7 +22,12 @@ class Answers:
     def __init__(self, worker: Worker) -> None:
         self._openers = worker.doors.openers
         self._references = worker.references
-        self.completer = Completer(worker.submit, worker.timekeeper.call_later, self._open_outcome)
+        self.completer = Completer(
+            worker.submit,
+            worker.timekeeper.call_later,
+            self._open_outcome,
+            bool(worker.membership.own.device_maps),  # answers come to devices by them alone
+        )
 
     def open(self, inbound: Inbound) -> Any:
         """The value of an answer.

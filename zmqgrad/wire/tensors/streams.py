@@ -8,7 +8,7 @@ used again before his work with them is done.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,8 +37,20 @@ class Arrived(NamedTuple):
             if t.layout is torch.strided:
                 t.record_stream(torch.cuda.current_stream(t.device))
 
+    def and_what_follows(self) -> Arrived:
+        """The same, and what the calling thread has queued since on its current streams of these devices."""
+        return Arrived(self.tensors, _events_on(self.events)) if self.events else self
+
 
 NOTHING_ARRIVED = Arrived([], {})
+
+
+def _events_on(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
+    events = {}
+    for device in devices:
+        events[device] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(device))
+    return events
 
 
 def note_arrival(tensor: torch.Tensor) -> None:
@@ -60,8 +72,4 @@ def watch_arrivals(rebuild: Callable[[], T]) -> tuple[T, Arrived]:
         return value, NOTHING_ARRIVED
     if outer is not None:
         outer += tensors
-    events = {}
-    for device in {t.device for t in tensors}:
-        events[device] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(device))
-    return value, Arrived(tensors, events)
+    return value, Arrived(tensors, _events_on({t.device for t in tensors}))
