@@ -1,4 +1,4 @@
-"""Tensors on GPUs between real processes: from device to device, in the order of streams, and what is left."""
+"""Tensors on GPUs between real processes: device to device, in the order of streams, and what is left."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ from zmqgrad.wire.messages import (
     DeviceAnswer,
     DeviceOffer,
     DevicePiece,
+    DeviceWithdrawal,
     Manifest,
     Message,
     Release,
@@ -56,7 +57,8 @@ class Side:
         released = self.exchange.take_owed(peer)
         if released:
             self.other.exchange.open(self.id, (), through_bytes(Manifest(released_on_device=released))[1], [])
-        if isinstance(message, (DeviceOffer, DeviceAnswer)):
+        if not isinstance(message, Release):
+            assert isinstance(message, (DeviceOffer, DeviceAnswer, DeviceWithdrawal))
             raw = msgspec.msgpack.encode(message)
             task = self.other.exchange.heard(
                 self.id, msgspec.msgpack.decode(raw, type=type(message)), message_id
@@ -284,6 +286,52 @@ def test_at_the_end_the_counters_of_the_dead_are_lowered_and_those_of_the_living
     assert memory.unshared == memory.shared[:1]
     assert copied(got[0]) == b"held" * 9
     living.exchange.close()
+
+
+def test_memory_that_nobody_used_for_a_while_goes_back(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, got = a.pass_on([StandInFrame(bytes(2000))])
+    (trim,) = a.jobs
+    memory = a.port.memories[0]
+    for _ in range(3):
+        trim()  # it is in use
+        assert not memory.closed
+    got.clear()
+    b.run_jobs()
+    a.pass_on([StandInFrame(bytes(2000))])[1].clear()
+    b.run_jobs()
+    trim()  # it was used since
+    assert not memory.closed
+    trim()
+    assert memory.closed
+    assert b.exchange.statistics()["segments_open"] == 0
+    assert memory.unshared == memory.shared  # after the other has closed it
+    assert a.exchange.statistics()["lent"]["gpu:0"]["segments"] == 0
+    a.warm()  # and it is there again when it is wanted
+    assert a.pass_on([StandInFrame(bytes(2000))])[0]
+
+
+def test_memory_that_was_offered_and_not_yet_answered_for_stays(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    (b_heard, b.exchange.heard) = (b.exchange.heard, lambda *_: None)  # type: ignore[method-assign]
+    a.pass_on([StandInFrame(b"x")])[1].clear()
+    b.run_jobs()
+    third = Side(2)
+    third.exchange.heard = lambda *_: None  # type: ignore[method-assign]
+    a.other = third
+    a.warm()  # offered to the third, who says nothing
+    (trim, *_) = a.jobs
+    for _ in range(3):
+        trim()
+    assert not a.port.memories[0].closed
+    a.exchange.forget(2)
+    b.exchange.heard = b_heard  # type: ignore[method-assign]
+    a.other = b
+    for _ in range(2):
+        trim()
+    assert a.port.memories[0].closed
 
 
 # ---- the other way ---------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.runtime.future import Outcome
@@ -235,6 +235,26 @@ class Lender:
             self._trimmed = True
             self._reclaim()
             return sum(s.trim() for s in self._segments)
+
+    def retire(self, borrowers: Collection[Borrower]) -> list[tuple[Lendable, list[int]]]:
+        """Lend no more of segments that were not used since the last time; those, and which peers have them.
+
+        They are the caller's to close. ``borrowers`` are all there are; they forget that they have them.
+        """
+        with self._lock:
+            used, self._used = self._used, False
+            if self._closed or used:
+                return []
+            self._reclaim()
+            asked = {s for b in borrowers for s in b.locks if s not in b.mapped}
+            idle = [s for s in self._segments if len(s.space) == 1 and s.id not in asked]  # but for the nonce
+            self._segments = [s for s in self._segments if s not in idle]
+            retired: list[tuple[Lendable, list[int]]] = []
+            for segment in idle:
+                retired.append((segment, [b.peer for b in borrowers if b.locks.pop(segment.id, None)]))
+                for borrower in borrowers:
+                    borrower.mapped.discard(segment.id)
+            return retired
 
     def close(self) -> None:
         """Lend no more; what is lent stays valid. Idempotent."""

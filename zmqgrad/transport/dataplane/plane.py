@@ -30,6 +30,7 @@ from zmqgrad.wire.messages import (
     CreditWanted,
     DeviceAnswer,
     DeviceOffer,
+    DeviceWithdrawal,
     Manifest,
     Message,
     MessageType,
@@ -48,6 +49,7 @@ OWN = frozenset(
         MessageType.CHUNK,
         MessageType.DEVICE_OFFER,
         MessageType.DEVICE_ANSWER,
+        MessageType.DEVICE_WITHDRAWAL,
     }
 )
 """Messages from one data plane to another, which no handler sees."""
@@ -190,7 +192,7 @@ class DataPlane:
             self._intake.wanted(source, message)
         elif isinstance(message, Chunk):
             self._assembly.add(source, message, inbound.frames)
-        elif isinstance(message, (DeviceOffer, DeviceAnswer)):
+        elif isinstance(message, (DeviceOffer, DeviceAnswer, DeviceWithdrawal)):
             if self.devices is not None:
                 self.owes = self._owes_any  # from here on; most workers have no devices, and need not ask
                 return self.devices.heard(source, message, inbound.envelope.message_id)

@@ -193,6 +193,10 @@ class DeviceBorrowings:
         """The peers that have blocks to get back."""
         return [peer for peer, dead in list(self._dead.items()) if dead]
 
+    def withdraw(self, peer: int, segment: int) -> None:
+        """``peer`` wants this segment back."""
+        self._sources.pop((peer, segment), None)
+
     def forget(self, peer: int) -> None:
         """``peer`` is gone: its memory stays open as long as a block of it is in use, no longer."""
         self._dead.pop(peer, None)

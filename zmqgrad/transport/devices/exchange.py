@@ -25,11 +25,14 @@ from zmqgrad.transport.arena.segment import supported
 from zmqgrad.transport.base import Timer
 from zmqgrad.transport.devices.borrowings import DeviceBorrowings
 from zmqgrad.transport.devices.port import Port, Unshareable
-from zmqgrad.transport.devices.segment import maker
-from zmqgrad.wire.messages import DeviceAnswer, DeviceOffer, DevicePiece, Message, Release
+from zmqgrad.transport.devices.segment import DeviceSegment, maker
+from zmqgrad.wire.messages import DeviceAnswer, DeviceOffer, DevicePiece, DeviceWithdrawal, Message, Release
 from zmqgrad.wire.unwritten import Frame, OnDevice, Received
 
 logger = logging.getLogger(__name__)
+
+TRIM_SECONDS = 30.0
+"""Memory of a device that nobody used for so long, or at most twice that, goes back to torch."""
 
 USUAL = 64 << 20
 """Bytes of a segment, unless a block needs more: memory of a device is taken whole."""
@@ -64,6 +67,8 @@ class DeviceExchange:
         """Is there a block to give back to that peer?"""
         self._timer: Timer | None = None
         self._armed = False
+        self._trimming = False
+        self._retired: list[DeviceSegment] = []  # closed here, and perhaps open elsewhere
         self._closed = False
         self.fallbacks: Counter[str] = Counter()
         self.bytes_out = 0
@@ -126,6 +131,9 @@ class DeviceExchange:
                 self._desks[device].close()
             else:
                 if not isinstance(loans, str):
+                    if not self._trimming and self._timer is not None:
+                        self._trimming = True
+                        self._timer.call_later(TRIM_SECONDS, self._trim)
                     return loans
                 why = loans
         self.fallbacks[why] += len(sizes)
@@ -191,10 +199,14 @@ class DeviceExchange:
         self.bytes_in += sum([piece.size for piece in pieces])
         return woven
 
-    def heard(self, peer: int, message: DeviceOffer | DeviceAnswer, message_id: int) -> Task | None:
+    def heard(
+        self, peer: int, message: DeviceOffer | DeviceAnswer | DeviceWithdrawal, message_id: int
+    ) -> Task | None:
         """In the reading thread: a message for the exchange. What takes longer is a task."""
         if isinstance(message, DeviceOffer):
             return partial(self._answer, peer, message, message_id)
+        if isinstance(message, DeviceWithdrawal):
+            return partial(self._borrowings.withdraw, peer, message.segment)
         for desk in list(self._desks.values()):
             desk.answered(peer, message.nonce, message.why, message_id)
         return None
@@ -222,6 +234,21 @@ class DeviceExchange:
         if self._borrowings.copying():
             self._owing()
 
+    def _trim(self) -> None:
+        if self._closed or self._timer is None:
+            return
+        for desk in list(self._desks.values()):
+            for segment, peers in desk.lender.retire(list(desk.borrowers.values())):
+                assert isinstance(segment, DeviceSegment)
+                segment.retire()
+                self._retired.append(segment)
+                for peer in peers:
+                    self._say(peer, DeviceWithdrawal(segment.id), 0)
+        for segment in [s for s in self._retired if s.is_left()]:
+            segment.close()
+            self._retired.remove(segment)
+        self._timer.call_later(TRIM_SECONDS, self._trim)
+
     # ---- ends -------------------------------------------------------------------------------------------
 
     def forget(self, peer: int) -> None:
@@ -236,6 +263,8 @@ class DeviceExchange:
         self._borrowings.close()
         for desk in list(self._desks.values()):
             desk.close()
+        for segment in list(self._retired):
+            segment.close()
 
     def statistics(self) -> dict[str, Any]:
         """Use of memory on each device, fallbacks by their reason (in tensors), and who refused why."""

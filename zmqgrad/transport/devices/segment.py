@@ -37,6 +37,7 @@ class DeviceSegment:
         self._events: dict[int, Event] = {}  # of what was queued to write a block, by its offset
         self._idle: list[Event] = []
         self._late: list[Event] = []  # of blocks that are free again; they may not have been written yet
+        self._retired = False
         self._closed = False
 
     def offer(self, lock: int) -> DeviceOffer:
@@ -84,18 +85,33 @@ class DeviceSegment:
         """Bytes on the device."""
         return self.size
 
-    def close(self) -> None:
-        """Lend no more. Idempotent."""
-        if self._closed:
+    def retire(self) -> None:
+        """Need the memory no more. It is free when all have closed it: see :meth:`is_left`. Idempotent."""
+        if self._retired:
             return
-        self._closed = True
-        for lock, handle in self._handles.items():
-            if not self._page.is_held(lock):  # he is dead, or never opened it: nobody else will say so
-                self._memory.unshare(handle)
-        self._page.close()
+        self._retired = True
         with self._lock:
             events = [*self._events.values(), *self._late]
         self._memory.close([event for event in events if not event.done()])
+
+    def is_left(self) -> bool:
+        """Has everybody closed it, or ended, who had it open?"""
+        for lock, handle in list(self._handles.items()):
+            if not self._page.is_held(lock):
+                # He is dead, or never opened it, and nobody else will say so; or he has said so himself, and
+                # it does no harm to say it twice.
+                self._memory.unshare(handle)
+                del self._handles[lock]
+        return not self._handles
+
+    def close(self) -> None:
+        """Lend no more. Who has it open keeps it. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self.retire()
+        self.is_left()
+        self._page.close()
 
     def __repr__(self) -> str:
         return f"<DeviceSegment {self.id:x} on {self._memory.device}: {self.space!r}>"

@@ -90,6 +90,7 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
     CHUNK                          part of a large frame, ahead of its message
     DEVICE_OFFER                   can you read my memory on this device? -> DEVICE_ANSWER
     DEVICE_ANSWER                  I can, as the page shows; or not, and why
+    DEVICE_WITHDRAWAL              close it again: I want the memory back
 """
 
 from __future__ import annotations
@@ -153,6 +154,7 @@ from zmqgrad.wire.messages.delivery import (
     DeviceAnswer,
     DeviceOffer,
     DevicePiece,
+    DeviceWithdrawal,
     Goodbye,
     Hello,
     Manifest,
@@ -260,6 +262,7 @@ __all__ = [
     "DeviceAnswer",
     "DeviceOffer",
     "DevicePiece",
+    "DeviceWithdrawal",
     "DiscoverAutogradReq",
     "DiscoverAutogradResp",
     "DropAutogradReq",

@@ -113,6 +113,7 @@ class MessageType(enum.IntEnum):
     CHUNK = 0x77
     DEVICE_OFFER = 0x78 | REQUEST
     DEVICE_ANSWER = 0x79 | RESPONSE
+    DEVICE_WITHDRAWAL = 0x7A
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -157,6 +157,13 @@ class DeviceAnswer(Message, frozen=True):
     why: Text = ""
 
 
+class DeviceWithdrawal(Message, frozen=True):
+    """Worker to a peer: close my memory ``segment`` on a device. Nothing of it is lent to you."""
+
+    TYPE: ClassVar[MessageType] = MessageType.DEVICE_WITHDRAWAL
+    segment: Id
+
+
 class Credit(Message, frozen=True):
     """Worker to a peer: of the frames that you sent me I have taken in so many bytes more.
 
