@@ -138,7 +138,7 @@ def test_a_tensor_is_copied_in_and_out_behind_its_event(own: bool, sent: torch.T
     handle = memory.share()
     opened = port.open("GPU-1", handle, 4096, True) if own else opened_elsewhere(port, handle, 4096)
     event, earlier = memory.new_event(), memory.new_event()
-    memory.write(1024, DeviceFrame(sent), event, [earlier])
+    memory.write([(1024, DeviceFrame(sent))], event, [earlier])
     assert fake.stream.waited == [earlier.event]
     assert event.event.recorded == 2  # at birth, and behind the copy
     there = torch.empty(sent.shape, dtype=sent.dtype)
@@ -167,7 +167,7 @@ def test_memory_that_is_needed_no_more_waits_for_what_is_queued(fake: Torch) -> 
     event = memory.new_event()
     handle = memory.share()
     opened = port.open("GPU-1", handle, 4096, True)
-    memory.write(0, DeviceFrame(torch.ones(4)), event, [])
+    memory.write([(0, DeviceFrame(torch.ones(4)))], event, [])
     memory.close([event])
     assert fake.stream.waited == [event.event]
     there = torch.empty(4)
@@ -258,7 +258,7 @@ def test_within_one_process_on_a_gpu() -> None:
     opened = port.open(memory.device, memory.share(), 1 << 20, True)
     for sent in (torch.rand(100, 100, device="cuda"), torch.rand(50, 50, device="cuda").t()):
         event = memory.new_event()
-        memory.write(4096, DeviceFrame(sent), event, [])
+        memory.write([(4096, DeviceFrame(sent))], event, [])
         there = torch.empty(sent.shape, device="cuda")
         copied = opened.copy(4096, event.handle, there)
         torch.cuda.synchronize()

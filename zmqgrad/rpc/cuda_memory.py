@@ -201,14 +201,15 @@ class _Memory:
         self.events[event.handle] = event
         return event
 
-    def write(self, offset: int, frame: OnDevice, event: Any, after: Iterable[Any]) -> None:
-        """Queue a copy of ``frame`` to ``offset``, and ``event`` behind it, on the current stream."""
-        assert isinstance(frame, DeviceFrame)
-        t = frame.tensor
+    def write(self, frames: Iterable[tuple[int, OnDevice]], event: Any, after: Iterable[Any]) -> None:
+        """Queue copies of ``frames`` to their offsets, and ``event`` behind them, on the current stream."""
         stream = torch.cuda.current_stream(self.where)
         for other in after:
             stream.wait_event(other.event)
-        _view(self.storage, self.where, offset, t.dtype, t.shape).copy_(t, non_blocking=True)
+        for offset, frame in frames:
+            assert isinstance(frame, DeviceFrame)
+            t = frame.tensor
+            _view(self.storage, self.where, offset, t.dtype, t.shape).copy_(t, non_blocking=True)
         event.event.record(stream)
 
     def close(self, after: Iterable[Any]) -> None:

@@ -78,11 +78,12 @@ class StandInMemory:
         self.events[event.handle] = event
         return event
 
-    def write(self, offset: int, frame: OnDevice, event: Any, after: Iterable[Any]) -> None:
+    def write(self, frames: Iterable[tuple[int, OnDevice]], event: Any, after: Iterable[Any]) -> None:
         if self.port.broken:
             raise RuntimeError("CUDA error: misaligned address")
         event.come, event.after = False, tuple(after)
-        self.data[offset : offset + len(frame)] = frame.written()
+        for offset, frame in frames:
+            self.data[offset : offset + len(frame)] = frame.written()
 
     def close(self, after: Iterable[Any]) -> None:
         self.closed = True

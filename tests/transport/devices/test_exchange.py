@@ -228,6 +228,25 @@ def test_what_is_dropped_unread_goes_back_and_is_written_again_only_after_the_fi
     assert len(a.port.memories[0].events) == 2  # they are used again
 
 
+def test_the_blocks_of_a_message_have_one_event_which_is_used_again_after_the_last_of_them(
+    sides: tuple[Side, Side],
+) -> None:
+    a, b = sides
+    a.warm()
+    b.run_jobs()
+    pieces, got = a.pass_on([StandInFrame(bytes(99)) for _ in range(3)])
+    assert len({piece.ready for piece in pieces}) == 1
+    memory = a.port.memories[0]
+    del got[:2]
+    b.run_jobs()
+    a.pass_on([StandInFrame(bytes(99))])[1].clear()
+    assert len(memory.events) == 2
+    got.clear()
+    b.run_jobs()
+    a.pass_on([StandInFrame(bytes(99))])
+    assert len(memory.events) == 2
+
+
 def test_what_could_not_be_sent_comes_back(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()

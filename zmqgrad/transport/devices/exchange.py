@@ -93,7 +93,7 @@ class DeviceExchange:
             for device, mine in numbers.items():
                 loans = self._lend(peer, local, device, [len(frames[n]) for n in mine])
                 if loans is not None:
-                    pieces += self._write(peer, device, loans, mine, frames)
+                    pieces += self._write(peer, loans, mine, frames)
         except BaseException:
             self.unload(peer, pieces, ())
             raise
@@ -105,16 +105,19 @@ class DeviceExchange:
         return tuple(pieces), [frame for n, frame in enumerate(frames) if n not in placed]
 
     def _write(
-        self, peer: int, device: str, loans: list[Loan], numbers: list[int], frames: Sequence[Frame]
+        self, peer: int, loans: list[Loan], numbers: list[int], frames: Sequence[Frame]
     ) -> list[DevicePiece]:
+        """Copy the frames of ``numbers`` to ``loans``, with one event for those of a segment."""
+        together: dict[DeviceSegment, list[tuple[Loan, int]]] = {}
+        for loan, number in zip(loans, numbers, strict=True):
+            together.setdefault(loan.segment, []).append((loan, number))
         pieces = []
         try:
-            for loan, number in zip(loans, numbers, strict=True):
-                frame = frames[number]
-                ready = loan.segment.write(loan.offset, frame)
-                pieces.append(
-                    DevicePiece(number, loan.segment.id, loan.number, loan.offset, len(frame), ready)
-                )
+            for segment, mine in together.items():
+                ready = segment.write([(loan.offset, frames[n]) for loan, n in mine])  # type: ignore[misc]
+                pieces += [
+                    DevicePiece(n, segment.id, loan.number, loan.offset, loan.size, ready) for loan, n in mine
+                ]
         except BaseException:
             self._take_back(peer, [loan.number for loan in loans])
             raise

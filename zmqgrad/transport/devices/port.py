@@ -52,10 +52,10 @@ class Memory(Protocol):
         """An event of its device."""
         ...
 
-    def write(self, offset: int, frame: OnDevice, event: Event, after: Iterable[Event]) -> None:
-        """Queue a copy of ``frame`` to ``offset``, and ``event`` behind it, on the current stream.
+    def write(self, frames: Iterable[tuple[int, OnDevice]], event: Event, after: Iterable[Event]) -> None:
+        """Queue copies of ``frames`` to their offsets, and ``event`` behind them, on the current stream.
 
-        The copy comes after all of ``after``.
+        The copies come after all of ``after``.
         """
         ...
 

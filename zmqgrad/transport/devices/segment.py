@@ -8,6 +8,7 @@ may still look (:mod:`zmqgrad.transport.arena.segment`).
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 from zmqgrad.transport.arena.allocator import PAGE, Allocator
@@ -15,6 +16,16 @@ from zmqgrad.transport.arena.segment import NONCE, Segment
 from zmqgrad.transport.devices.port import Event, Port
 from zmqgrad.wire.messages import DeviceOffer
 from zmqgrad.wire.unwritten import OnDevice
+
+
+class _Written:
+    """What was queued to write some blocks, and how many of them are not free yet."""
+
+    __slots__ = ("blocks", "event")
+
+    def __init__(self, event: Event, blocks: int) -> None:
+        self.event = event
+        self.blocks = blocks
 
 
 class DeviceSegment:
@@ -34,7 +45,7 @@ class DeviceSegment:
         self.space.take(NONCE)  # as every lender expects, though the nonce is on the page
         self._handles: dict[int, bytes] = {}  # by the lock of who has them
         self._lock = threading.Lock()  # guards the events
-        self._events: dict[int, Event] = {}  # of what was queued to write a block, by its offset
+        self._written: dict[int, _Written] = {}  # what was queued to write a block, by its offset
         self._idle: list[Event] = []
         self._late: list[Event] = []  # of blocks that are free again; they may not have been written yet
         self._retired = False
@@ -53,28 +64,32 @@ class DeviceSegment:
         """Does anybody hold ``lock``, so may look at what was lent to him?"""
         return self._page.is_held(lock)
 
-    def write(self, offset: int, frame: OnDevice) -> bytes:
-        """Queue a copy of ``frame`` to ``offset`` on the current stream; the handle of the event behind it.
+    def write(self, frames: Sequence[tuple[int, OnDevice]]) -> bytes:
+        """Queue copies of ``frames`` to their offsets on the current stream; the handle of the event behind.
 
         A reader may have dropped an earlier block unread, before what was to be in it had been written, on
-        another stream: the copy waits for that.
+        another stream: the copies wait for that.
         """
         with self._lock:
             late = self._late
             self._late = [e for e in late if not e.done()]
             self._idle += [e for e in late if e not in self._late]
             event = self._idle.pop() if self._idle else self._memory.new_event()
-            self._events[offset] = event
+            written = _Written(event, len(frames))
+            for offset, _ in frames:
+                self._written[offset] = written
             after = tuple(self._late)
-        self._memory.write(offset, frame, event, after)
+        self._memory.write(frames, event, after)
         return event.handle
 
     def take_back(self, offset: int) -> None:
         """The block at ``offset`` is free. Called with the lender's lock held."""
         with self._lock:
-            event = self._events.pop(offset, None)
-            if event is not None:
-                self._late.append(event)
+            written = self._written.pop(offset, None)
+            if written is not None:
+                written.blocks -= 1
+                if not written.blocks:
+                    self._late.append(written.event)
         self.space.give_back(offset)
 
     def trim(self) -> int:
@@ -91,7 +106,7 @@ class DeviceSegment:
             return
         self._retired = True
         with self._lock:
-            events = [*self._events.values(), *self._late]
+            events = {written.event for written in self._written.values()} | set(self._late)
         self._memory.close([event for event in events if not event.done()])
 
     def is_left(self) -> bool:
