@@ -100,7 +100,10 @@ def test_maps_are_checked_against_the_group() -> None:
     there = record("b", {}, 2)
     check_group([record("a", {"b": {"cuda:0": "cuda:1"}}), there])
     check_group([record("a", {"b": {"cuda:0": "cuda:7"}}), record("b", {})])  # it did not look
-    with pytest.raises(ConfigurationError, match="of a for b names cuda:2, but b has 2 CUDA devices"):
+    said = (
+        "Node a has target devices with invalid indices in its device map for b: it names cuda:2, but b has 2"
+    )
+    with pytest.raises(ConfigurationError, match=said):
         check_group([record("a", {"b": {"cuda:0": "cuda:2"}}), there])
     with pytest.raises(ConfigurationError, match="no such worker"):
         check_group([record("a", {"c": {"cuda:0": "cuda:0"}}), there])
@@ -112,6 +115,8 @@ def test_answers_go_back_as_calls_came() -> None:
     assert for_calls(a, b) == {GPU: SECOND}
     assert for_answers(b, a) == {SECOND: GPU}
     assert for_calls(b, a) == {GPU: CPU}
+    assert "Request" in for_calls(b, a).missing
+    assert "Response device mapping is not available for destination a" in for_answers(b, a).missing
     assert for_answers(a, b) == {CPU: GPU}
 
 
@@ -171,7 +176,10 @@ def test_tensors_of_a_gpu_arrive_on_a_gpu_and_come_back() -> None:
             back = rpc_sync("worker1", same, args=(sample,))
             assert back.device == sample.device
             assert torch.equal(back.to_dense(), sample.to_dense())
-        with pytest.raises(PayloadError, match="set_device_map"):
+        said = (
+            "Request device mapping is not available for destination worker0.*`set_device_map` on `TensorPipe"
+        )
+        with pytest.raises(PayloadError, match=said):
             rpc_sync("worker0", same, args=(x,))
 
 

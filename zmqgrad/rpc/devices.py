@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.wire.tensors.devices import Route
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.groups.identity import WorkerRecord
@@ -100,11 +101,18 @@ def check_group(records: Iterable[WorkerRecord]) -> None:
     by_name = {record.name: record for record in records}
     for record in by_name.values():
         for to, names in record.device_maps.items():
-            target, what = by_name.get(to), f"the device map of {record.name} for {to}"
+            target = by_name.get(to)
             if target is None:
-                raise ConfigurationError(f"{what}: there is no such worker; there are {', '.join(by_name)}")
+                raise ConfigurationError(
+                    f"Node {record.name} has invalid target node names in its device maps: "
+                    f"there is no such worker as {to}; there are {', '.join(by_name)}"
+                )
             if target.device_count >= 0:
-                check_present(map(torch.device, names.values()), target.device_count, to, what)
+                wrong = "target devices with invalid indices in its device map"
+                devices = map(torch.device, names.values())
+                check_present(
+                    devices, target.device_count, to, f"Node {record.name} has {wrong} for {to}: it"
+                )
 
 
 def published(maps: Mapping[str, DeviceMap]) -> dict[str, Names]:
@@ -112,12 +120,16 @@ def published(maps: Mapping[str, DeviceMap]) -> dict[str, Names]:
     return {to: {str(k): str(v) for k, v in each.items()} for to, each in maps.items()}
 
 
-def for_calls(own: WorkerRecord, peer: WorkerRecord) -> DeviceMap:
+def for_calls(own: WorkerRecord, peer: WorkerRecord) -> Route:
     """How tensors of calls of ``own`` go to ``peer``."""
     names = own.device_maps.get(peer.name, {})
-    return {torch.device(k): torch.device(v) for k, v in names.items()}
+    route = Route({torch.device(k): torch.device(v) for k, v in names.items()})
+    route.missing = f"Request device mapping is not available for destination {peer.name}"
+    return route
 
 
-def for_answers(own: WorkerRecord, peer: WorkerRecord) -> DeviceMap:
+def for_answers(own: WorkerRecord, peer: WorkerRecord) -> Route:
     """How tensors of answers of ``own`` go back to ``peer``."""
-    return {v: k for k, v in for_calls(peer, own).items()}
+    route = Route({v: k for k, v in for_calls(peer, own).items()})
+    route.missing = f"Response device mapping is not available for destination {peer.name}"
+    return route

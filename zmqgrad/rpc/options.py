@@ -142,7 +142,7 @@ class RpcBackendOptions:
         count = torch.cuda.device_count()
         check_present(self.devices, count, "this process", "devices")
         for what, devices in named:
-            check_present(devices, count, "this process", what)
+            check_present(devices, count, "this process", f"source devices with invalid indices: {what}")
             if self.devices and not {d for d in devices if d.type == "cuda"} <= set(self.devices):
                 raise ConfigurationError(f"{what} names devices that are not among `devices`")
 

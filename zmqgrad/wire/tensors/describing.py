@@ -11,7 +11,7 @@ import torch
 from zmqgrad.errors import PayloadError
 from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors.blobs import MANY, Blobs, blob_of
-from zmqgrad.wire.tensors.devices import CPU, DeviceFrame, Devices, leave, no_way
+from zmqgrad.wire.tensors.devices import CPU, DeviceFrame, Devices, NoWay, leave, no_way
 from zmqgrad.wire.tensors.dtypes import NAMES
 from zmqgrad.wire.tensors.rows import LEAST, make_rows
 from zmqgrad.wire.tensors.sharing import Sharing, extent
@@ -36,6 +36,8 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devi
         return _describe_for(devices, tensors, frames) if devices else _describe_all(tensors, frames)
     except PayloadError:
         raise
+    except NoWay as e:
+        raise PayloadError(no_way(e.device, devices)) from None
     except RuntimeError as e:  # torch's word for tensors that have no memory to show (nested, fake, ...)
         raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
 
@@ -126,7 +128,7 @@ def _describe_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
         )
     if not t.is_cpu:
         if not (t.is_cuda and out.on_devices):
-            raise PayloadError(no_way(t.device))
+            raise NoWay(t.device)
         return TensorDescriptor(
             NAMES[t.dtype], tuple(t.shape), (), 0, out.add_unwritten(DeviceFrame(t)), t.requires_grad
         )

@@ -19,7 +19,22 @@ from zmqgrad.wire.tensors.streams import note_arrival
 from zmqgrad.wire.unwritten import Foreign, OnDevice
 
 Devices = Mapping[torch.device, torch.device]
-"""Where tensors of each of our devices go."""
+"""Where tensors of each of our devices go; a :class:`Route`, or a plain one."""
+
+
+class Route(dict[torch.device, torch.device]):
+    """Where tensors of each of our devices go; ``missing`` says for people which way it is."""
+
+    missing = ""
+
+
+class NoWay(Exception):
+    """A tensor on ``device`` cannot go."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
+        self.device = device
+
 
 CPU = torch.device("cpu")
 
@@ -35,14 +50,14 @@ def leave(tensors: Sequence[torch.Tensor], devices: Devices) -> tuple[list[torch
     Large ones that go from device to device stay where they are; they will be a :class:`DeviceFrame`.
 
     Raises:
-        PayloadError: for a tensor on a device of which nobody said where its tensors go.
+        NoWay: for a tensor on a device of which nobody said where its tensors go.
     """
     homes = [devices.get(t.device) for t in tensors]
     leaving: list[torch.Tensor] = []
     staged: set[torch.device] = set()
     for t, home in zip(tensors, homes, strict=True):
         if home is None and t.device.type not in ("cpu", "meta"):
-            raise PayloadError(no_way(t.device))
+            raise NoWay(t.device)
         if t.is_cuda and not (home is not None and home.type == "cuda" and _is_large(t)):
             staged.add(t.device)
             t = _stage(t)
@@ -96,11 +111,13 @@ class DeviceFrame(OnDevice):
         return window(staged, staged.data_ptr(), self._size)
 
 
-def no_way(device: torch.device) -> str:
-    """What to say of a tensor on ``device`` that cannot be sent."""
+def no_way(device: torch.device, devices: Devices | None) -> str:
+    """What to say of a tensor on ``device`` that cannot be sent by ``devices``."""
+    missing = getattr(devices, "missing", "")
     return (
         f"a tensor on {device} cannot be sent: nobody said on which device of the other worker it shall "
-        f"arrive. Move it with .cpu() before the call, or say so by set_device_map on the options of init_rpc"
+        f"arrive{f' ({missing})' if missing else ''}. Move it with .cpu(), or call `set_device_map` on "
+        f"`TensorPipeRpcBackendOptions` before init_rpc"
     )
 
 
@@ -118,7 +135,10 @@ def arrive(t: torch.Tensor, name: str) -> torch.Tensor:
         if t.layout is torch.strided and not t.is_quantized:
             # By pinned memory this thread need not wait for what is queued on the device. Torch does not
             # give that memory to others before the copy is complete.
-            there = t.pin_memory().to(device, non_blocking=True)
+            with torch.cuda.device(
+                device
+            ):  # else pinning may begin CUDA on another, which takes memory there
+                there = t.pin_memory().to(device, non_blocking=True)
         else:
             there = t.to(device)
     except RuntimeError as e:
