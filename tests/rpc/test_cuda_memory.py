@@ -46,6 +46,11 @@ class Event:
             raise self.come
         return self.come
 
+    def synchronize(self) -> None:
+        if isinstance(self.come, RuntimeError):
+            raise self.come
+        self.come = True
+
     def ipc_handle(self) -> bytes:
         assert self.interprocess
         assert self.recorded  # before that, it is on no device
@@ -205,8 +210,11 @@ def test_an_event_of_a_device_that_has_failed_counts_as_come(fake: Torch) -> Non
     event = memory.new_event()
     event.event.come = False
     assert not event.done()
+    event.wait()
+    assert event.done()
     event.event.come = RuntimeError("CUDA error: an illegal memory access was encountered")
     assert event.done()
+    event.wait()
 
 
 def test_limits(fake: Torch) -> None:

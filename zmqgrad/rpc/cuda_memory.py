@@ -125,6 +125,10 @@ class _Event:
         """Has it come?"""
         return _has_come(self.event)
 
+    def wait(self) -> None:
+        """Wait until it has."""
+        _await(self.event)
+
 
 class _Copied:
     """Tells when a copy is done."""
@@ -137,6 +141,10 @@ class _Copied:
         """Is it?"""
         return _has_come(self._event)
 
+    def wait(self) -> None:
+        """Wait until it is."""
+        _await(self._event)
+
 
 def _has_come(event: Any) -> bool:
     try:
@@ -144,6 +152,13 @@ def _has_come(event: Any) -> bool:
     except RuntimeError as e:  # an earlier error of the device, of which all hear: it does nothing any more
         logger.debug("a device does not say whether it is done: %s", e)
         return True
+
+
+def _await(event: Any) -> None:
+    try:
+        event.synchronize()
+    except RuntimeError as e:
+        logger.debug("a device cannot be waited for: %s", e)
 
 
 _here: weakref.WeakValueDictionary[int, _Memory] = weakref.WeakValueDictionary()

@@ -171,6 +171,13 @@ class Mailbox(Protocol):
         """
         ...
 
+    def finish_copies(self, deadline: Deadline | None = None) -> None:
+        """Wait until all that was read of memory of peers on devices has been copied: then they may go.
+
+        With a deadline, wait also, so long, until they have done the same: then this worker may go.
+        """
+        ...
+
     def follow(self, peer: int) -> None:
         """Feel the pulse of ``peer``, though nothing was sent to it yet."""
         ...

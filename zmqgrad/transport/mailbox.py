@@ -253,6 +253,14 @@ class ZmqMailbox:
         if self._watch is not None and peer != self.worker_id and pulse is not None:
             self._watch.follow(peer, pulse)
 
+    def finish_copies(self, deadline: Deadline | None = None) -> None:
+        """Wait until all that was read of memory of peers on devices has been copied: then they may go.
+
+        With a deadline, wait also, so long, until they have done the same: then this worker may go.
+        """
+        if self._plane.devices is not None:
+            self._plane.devices.finish_copies(deadline)
+
     def follow(self, peer: int) -> None:
         """Feel the pulse of ``peer``, though nothing was sent to it yet."""
         known = self._ways.resolve(peer)

@@ -27,6 +27,10 @@ class Moment:
         """As of an event that was never recorded, true of one whose device is idle."""
         return self.come or not self.port.busy
 
+    def wait(self) -> None:
+        """The device does what is queued."""
+        self.come = True
+
 
 class StandInFrame(OnDevice):
     """``data`` on ``device``."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.transport.devices.stand_in import MB, StandIn, StandInFrame
 from zmqgrad.errors import ProtocolError
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.arena.segment import supported
 from zmqgrad.transport.devices.borrowings import Block
 from zmqgrad.transport.devices.exchange import DeviceExchange
@@ -195,6 +197,25 @@ def test_a_block_goes_back_when_the_device_has_copied_it(sides: tuple[Side, Side
     assert a.lent == 0
     assert [type(m) for m in b.said] == [DeviceAnswer, Release]
     assert b.jobs == []  # and it looks no more
+
+
+def test_who_parts_waits_for_what_is_being_copied(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, got = a.pass_on([StandInFrame(bytes(2000))])
+    a.port.busy = True
+    copied(got[0])
+    got.clear()
+    assert not b.exchange.owes(0)
+    b.exchange.finish_copies(None)
+    assert b.exchange.owes(0)
+    a.exchange.finish_copies(Deadline.after(0.01))
+    assert a.lent == 1  # one that gives nothing back is not waited for for ever
+    giving = threading.Timer(0.01, b.run_jobs)
+    giving.start()
+    a.exchange.finish_copies(Deadline.after(20))
+    assert a.lent == 0
+    giving.join()
 
 
 def test_a_block_goes_back_with_the_next_message(sides: tuple[Side, Side]) -> None:

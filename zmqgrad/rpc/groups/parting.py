@@ -150,6 +150,7 @@ class Parting:
             worker.references.sweep()
             pending = worker.calls.pending()
             if not pending and worker.pool.wait_idle(deadline.sooner(SAY_EVERY)) and worker.quiet():
+                worker.mailbox.finish_copies()
                 return
             for call in pending:
                 call.outcome.wait_done(min(deadline.left(), SAY_EVERY))

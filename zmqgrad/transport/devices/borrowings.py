@@ -102,6 +102,14 @@ class _Copies:
             self._under_way.append((copied, block))
         self.owing()
 
+    def finish(self) -> None:
+        """Wait until all that is under way now is done."""
+        with self._lock:
+            under_way = [copied for copied, _ in self._under_way]
+        for copied in under_way:
+            copied.wait()
+        self.look()
+
     def look(self) -> None:
         """Let go of blocks that have been copied."""
         with self._lock:
@@ -184,6 +192,10 @@ class DeviceBorrowings:
     def look(self) -> None:
         """Let go of what has been copied."""
         self._copies.look()
+
+    def finish(self) -> None:
+        """Wait until the devices have copied what is being copied."""
+        self._copies.finish()
 
     def copying(self) -> bool:
         """Are copies under way?"""

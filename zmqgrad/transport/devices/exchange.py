@@ -17,6 +17,7 @@ from functools import partial
 from typing import Any
 
 from zmqgrad.errors import ZmqgradError
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.transport.arena.desk import Desk
 from zmqgrad.transport.arena.exchange import RELEASE_SECONDS, Send
@@ -59,6 +60,7 @@ class DeviceExchange:
         self._pid = os.getpid()
         self._supported = supported()
         self._lock = threading.Lock()  # guards _desks
+        self._back = threading.Condition()  # blocks may have come back
         self._desks: dict[str, Desk] = {}  # by device, in the order in which they were first used
         self._unshareable: dict[str, str] = {}  # why, by device
         self._offers: Iterator[int] = itertools.count(1)
@@ -173,6 +175,8 @@ class DeviceExchange:
         """``peer`` has finished with these, or was never sent them."""
         for number, desk in enumerate(list(self._desks.values())):
             desk.release(peer, [block for block in blocks if block % MAX_DEVICES == number])
+        with self._back:
+            self._back.notify_all()
 
     def take_owed(self, peer: int) -> tuple[int, ...]:
         """The blocks to give back to ``peer``; whoever takes them must tell it."""
@@ -226,6 +230,20 @@ class DeviceExchange:
             self._armed = True
             self._timer.call_later(RELEASE_SECONDS, self._release)
 
+    def finish_copies(self, deadline: Deadline | None) -> None:
+        """Wait until what was read of peers' memory has been copied, so that they may go.
+
+        With a deadline, wait also, so long, until they have given back what they have of ours.
+        """
+        self._borrowings.finish()
+        if deadline is not None:
+            with self._back:
+                self._back.wait_for(lambda: not self._lent(), deadline.left_or_none())
+
+    def _lent(self) -> int:
+        """Blocks that peers have."""
+        return sum(desk.lender.statistics()["blocks_lent"] for desk in list(self._desks.values()))
+
     def _release(self) -> None:
         self._borrowings.look()
         self._armed = False  # what has ended by now is told below, what ends from here on arms anew
@@ -259,6 +277,8 @@ class DeviceExchange:
         self._borrowings.forget(peer)
         for desk in list(self._desks.values()):
             desk.forget(peer)
+        with self._back:
+            self._back.notify_all()
 
     def close(self) -> None:
         """Lend and release no more. Idempotent."""

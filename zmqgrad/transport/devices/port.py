@@ -22,6 +22,10 @@ class Done(Protocol):
         """Is it done, or will never be, as the device has failed? Does not wait."""
         ...
 
+    def wait(self) -> None:
+        """Wait until it is :meth:`done`: as long as the device takes for what was queued before it."""
+        ...
+
 
 class Event(Done, Protocol):
     """A moment in the work of a device, which other processes can wait for. Used again and again."""
