@@ -176,19 +176,24 @@ def _setter(outcome: Outcome[None]) -> Callable[[object], None]:
 class RpcFuture(PythonFuture[T]):
     """What ``rpc_async`` gives."""
 
-    waiting = False
-    called_back = False
-    in_crowd = False
+    # With places of their own, as a dictionary for so many takes as long to make as torch's future.
+    __slots__ = ("_completer", "called_back", "in_crowd", "peer", "waiting", "what")
+    in_crowd: bool
     """Whoever brings the answer looks for more, and asks :meth:`Completer.due` then."""
-    what: What = ""
-    """Was asked of whom: for people."""
-    peer = -1
-    _answer: Outcome[Inbound] | None = None
+    what: What
+    """Was asked of whom (-1: nobody): for people."""
+    peer: int
+    _answer: Outcome[Inbound] | None = None  # in the dictionary, from which one thread can take it
 
-    def __init__(self, answer: Outcome[Inbound], completer: Completer) -> None:
-        super().__init__()
+    def __init__(
+        self, answer: Outcome[Inbound], completer: Completer, what: What = "", peer: int = -1
+    ) -> None:
+        torch._C.Future.__init__(self, [])  # all that torch's own does, which looks for devices first
         self._answer = answer
         self._completer = completer
+        self.what = what
+        self.peer = peer
+        self.waiting = self.called_back = self.in_crowd = False
 
     def answered(self, _: object) -> None:
         """The answer is there; in the thread that brings it."""

@@ -41,6 +41,9 @@ MAX_STRANGERS = 1000
 FAIR = 16
 """After so many messages of the ROUTER, look whether there are some at the door."""
 
+_EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
+"""As numbers: pyzmq has enumerations, and joining two of those takes as long as asking libzmq."""
+
 FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Received]]
 """(who sent it, manifest, the frames that came) -> the frames of the message."""
 
@@ -124,9 +127,11 @@ class Receiver:
 
     def has_more(self) -> bool:
         """Is there a message that was read already, or that libzmq has, or do they come in crowds?"""
+        if self._arrived or self._in_crowds:
+            return True
         if self._at_router:
-            self._at_router = bool(_number(self._socket, zmq.EVENTS) & zmq.POLLIN)
-        return bool(self._arrived) or self._at_router or self._in_crowds
+            self._at_router = bool(_number(self._socket, _EVENTS) & _POLLIN)
+        return self._at_router
 
     def reads_here(self) -> bool:
         """Does nobody read while the calling thread waits?"""
@@ -172,14 +177,14 @@ class Receiver:
     def _from_router(self) -> Inbound | None:
         """The next message at the ROUTER; None if there is none, or it was none of ours."""
         socket = self._socket
-        if not _number(socket, zmq.EVENTS) & zmq.POLLIN:
+        if not _number(socket, _EVENTS) & _POLLIN:
             self._at_router = False
             return None
         self._in_a_row += 1
         if self._in_a_row % FAIR == 0:
             self._look(0)
         identity, first = socket.recv(), socket.recv()
-        frames = self._rest() if socket.getsockopt(zmq.RCVMORE) else ()
+        frames = self._rest() if socket.getsockopt(_RCVMORE) else ()
         if first == self._stop_token:
             self._over = True
             return None

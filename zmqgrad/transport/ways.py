@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 TAKE_OVER = 256 << 10
 """Frames of at least so many bytes are handed to libzmq without a copy; the sender must not write to them."""
 
+_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As numbers: joining pyzmq's enumerations takes as long as a small message."""
 
 Connected = Callable[[int, str, Sequence[str]], None]
 """Told of a peer that is sent to from now on: where, and all its addresses."""
@@ -146,7 +148,7 @@ class Ways:
                     way.frame_bytes += len(data)
                     _send_all(socket, head, (data,))
                 if not frames:
-                    socket.send(first, zmq.NOBLOCK)
+                    socket.send(first, _NOBLOCK)
                 else:
                     way.frame_bytes += frames_size(frames)
                     _send_all(socket, first, frames)
@@ -263,10 +265,10 @@ def set_up(socket: zmq.Socket[bytes]) -> None:
 
 
 def _send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:
-    socket.send(first, zmq.NOBLOCK | zmq.SNDMORE)
+    socket.send(first, _NOBLOCK_MORE)
     last = len(frames) - 1
     for i, frame in enumerate(frames):
-        flags = zmq.NOBLOCK if i == last else zmq.NOBLOCK | zmq.SNDMORE
+        flags = _NOBLOCK if i == last else _NOBLOCK_MORE
         socket.send(frame, flags, copy=len(frame) < TAKE_OVER)
 
 

@@ -54,8 +54,7 @@ class Answers:
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """The answer of ``call`` as a future."""
-        future = call.future = RpcFuture(call.outcome, self.completer)
-        future.what, future.peer = call.what, call.peer
+        future = call.future = RpcFuture(call.outcome, self.completer, call.what, call.peer)
         call.outcome.then(future.answered)
         return future
 
