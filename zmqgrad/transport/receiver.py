@@ -154,6 +154,7 @@ class Receiver:
                     self._reader = 0
                     return task
                 task = None if inbound is None else self._deliver(inbound)
+                inbound = None  # while nothing comes, the last message must not be kept alive
                 if task is not None:
                     self._reader = 0
                     return task
