@@ -21,7 +21,8 @@ from zmqgrad.autograd.graph.leaves import how_leaves_collect
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan
 from zmqgrad.autograd.graph.single import Gradient, added, let_go, outputs_of, run_engine, run_node, shared
 from zmqgrad.autograd.graph.undefined import UNDEFINED, reached
-from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
+from zmqgrad.autograd.passes.desk import Arrival
+from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, Outlet
 from zmqgrad.autograd.passes.routes import RoutedPass, find_routes
 from zmqgrad.autograd.passes.survey import Reduced, Survey
 from zmqgrad.wire.messages import Waiting
@@ -64,18 +65,17 @@ class PlannedPass(LocalPass):
         self._gradients: dict[Edge, torch.Tensor] = {}
         self._dropped_by: set[int] = set()  # requests
 
-    def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
+    def _enter(self, arrivals: Sequence[Arrival], outlet: Outlet) -> None:
+        ready: list[Group] = []
         with self._lock:
-            if self.plan.arrived >> entry & 1:
-                return False
-            ready = self.plan.arrive(entry)
-            for edge, gradient in zip(self.plan.entries[entry], gradients, strict=True):
-                self._add(edge, gradient)
+            for entry, gradients in arrivals:
+                ready += self.plan.arrive(entry)
+                for edge, gradient in zip(self.plan.entries[entry], gradients, strict=True):
+                    self._add(edge, gradient)
             self._tick += 1
-        self._run_all(ready, send_on)
-        return True
+        self._run_all(ready, outlet)
 
-    def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
+    def drop(self, request: int, sends: Sequence[int], outlet: Outlet) -> bool:
         """As :meth:`LocalPass.drop` says."""
         with self._lock:
             if request in self._dropped_by:
@@ -84,16 +84,17 @@ class PlannedPass(LocalPass):
             entries = [self._entry_of[send] for send in sends]
             ready = [group for entry in entries for group in self.plan.drop(entry)]
             self._tick += 1
-        self._run_all(ready, send_on)
+        self._run_all(ready, outlet)
         return True
 
-    def _run_all(self, ready: list[Group], send_on: SendOn) -> None:
+    def _run_all(self, ready: list[Group], outlet: Outlet) -> None:
         """Run groups, and those that become ready by it."""
         while ready:
             group = ready.pop(0)
+            outlet.let_go()
             if not self.plan.is_dead(group):
                 for note, complete in self._run(group):
-                    send_on(note, complete)
+                    outlet.send_on(note, complete)
             with self._lock:
                 ready += self.plan.finished(group)
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -21,14 +21,22 @@ from zmqgrad.autograd.graph.hooks import node_hooks, run_post_accumulate_hooks, 
 from zmqgrad.autograd.graph.leaves import accumulate_by_nodes, replicas_feared
 from zmqgrad.autograd.graph.plan import bits
 from zmqgrad.autograd.graph.single import Gradient
+from zmqgrad.autograd.passes.desk import Arrival, Desk
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import Reach, Waiting
 
-SendOn = Callable[[RecvNote, Sequence[Gradient]], None]
-"""Sends the gradients of a recv to its send."""
+
+class Outlet(Protocol):
+    """Takes what leaves at recvs."""
+
+    def send_on(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
+        """The gradients of a recv are complete, and go to its send: at once, or with others."""
+
+    def let_go(self) -> None:
+        """More is about to be run: what has waited long enough for others goes now."""
 
 
 class Entries:
@@ -72,46 +80,51 @@ class LocalPass(ABC):
     def __init__(self, context: Context, worker: int, retain_graph: bool, entries: Entries) -> None:
         self.context = context
         self.retain_graph = retain_graph
+        self.desk = Desk()
         self._worker = worker
         self._lock = threading.Lock()  # guards what has arrived, and the gradients that wait
         self._starts: Sequence[Sequence[Start]] = entries.starts
         self._sends = entries.sends
         self._entry_of = {send.autograd_id: i + 1 for i, send in enumerate(self._sends)}
 
-    def start(self, gradients: Sequence[torch.Tensor], send_on: SendOn) -> None:
+    def start(self, gradients: Sequence[torch.Tensor], outlet: Outlet) -> None:
         """Enter at the roots. Runs what becomes ready in the calling thread."""
-        self._enter(0, gradients, send_on)
+        self._enter([(0, gradients)], outlet)
 
-    def arrive(self, autograd_id: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
-        """Enter at a send. Runs what becomes ready in the calling thread.
-
-        False if these gradients have come before: nothing is done.
+    def check(self, arrivals: Sequence[Arrival]) -> None:
+        """May gradients for these sends come here?
 
         Raises:
             AutogradError: if there is no such send, or its gradients do not fit it.
         """
-        entry = self._entry_of.get(autograd_id)
-        if entry is None:
-            raise AutogradError(
-                f"context {show_id(self.context.id)} has no send {show_id(autograd_id)} on worker "
-                f"{self._worker}: gradients came for tensors that were never sent"
-            )
-        if len(gradients) != len(self._starts[entry]):
-            raise AutogradError(
-                f"{len(gradients)} gradients came for the {len(self._starts[entry])} tensors of send "
-                f"{show_id(autograd_id)}"
-            )
+        for autograd_id, gradients in arrivals:
+            entry = self._entry_of.get(autograd_id)
+            if entry is None:
+                raise AutogradError(
+                    f"context {show_id(self.context.id)} has no send {show_id(autograd_id)} on worker "
+                    f"{self._worker}: gradients came for tensors that were never sent"
+                )
+            if len(gradients) != len(self._starts[entry]):
+                raise AutogradError(
+                    f"{len(gradients)} gradients came for the {len(self._starts[entry])} tensors of send "
+                    f"{show_id(autograd_id)}"
+                )
+
+    def arrive(self, arrivals: Sequence[Arrival], outlet: Outlet) -> None:
+        """Enter at sends that have been checked, each once. Runs what becomes ready in the calling thread."""
+        entered = [(self._entry_of[send], gradients) for send, gradients in arrivals]
         if profiled_anywhere():
             with profiled(SEND_NAME):
-                return self._enter(entry, gradients, send_on)
-        return self._enter(entry, gradients, send_on)
+                self._enter(entered, outlet)
+        else:
+            self._enter(entered, outlet)
 
     @abstractmethod
-    def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
-        """The gradients of an entry are there. False if they were before."""
+    def _enter(self, arrivals: Sequence[Arrival], outlet: Outlet) -> None:
+        """The gradients of entries are there."""
 
     @abstractmethod
-    def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
+    def drop(self, request: int, sends: Sequence[int], outlet: Outlet) -> bool:
         """Nothing will arrive for ``sends``. Runs what becomes ready in the calling thread.
 
         False if ``request`` has come before: nothing is done.

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 
 from zmqgrad.autograd.context import Context, Contexts
-from zmqgrad.autograd.graph.undefined import UNDEFINED
+from zmqgrad.autograd.passes.batch import unpack
 from zmqgrad.autograd.passes.engine import make_pass
 from zmqgrad.autograd.passes.failures import describe_failure, rebuild_failure
 from zmqgrad.autograd.passes.local_pass import LocalPass
@@ -21,8 +22,6 @@ from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import (
-    NO_GRADIENT,
-    NOT_REACHED,
     BackwardAutogradReq,
     BackwardAutogradResp,
     DiscoverAutogradReq,
@@ -33,11 +32,9 @@ from zmqgrad.wire.messages import (
     MessageType,
     Waiting,
 )
-from zmqgrad.wire.tensors import Devices, rebuild
+from zmqgrad.wire.tensors import Devices
 
 logger = logging.getLogger(__name__)
-
-_ABSENT = {NOT_REACHED: None, NO_GRADIENT: UNDEFINED}
 
 MODES = ("fast", "smart", "auto")
 
@@ -49,6 +46,11 @@ class Passes:
         self, worker: Worker, contexts: Contexts, end_passes: Callable[[Context, Sequence[int]], None]
     ) -> None:
         self._worker = worker
+        self.own = worker.id
+        """Of this worker."""
+        self.now = worker.clock.now
+        self.pace = math.inf
+        """Seconds that an entry of a pass takes here lately."""
         self._contexts = contexts
         self._end_passes = end_passes
         self._watched = {worker.id}  # those that would be known to be lost
@@ -103,24 +105,44 @@ class Passes:
     # ---- those of others, too ---------------------------------------------------------------------------
 
     def on_backward(self, inbound: Inbound) -> None:
-        """Gradients for a send of this worker."""
+        """Gradients for sends of this worker."""
         message = inbound.message
         assert isinstance(message, BackwardAutogradReq)
         try:
             context = self._contexts.find(message.context_id)
             context.know(inbound.envelope.source)
-            tensors = rebuild(message.tensors, inbound.frames)
-            gradients = [tensors[i] if i >= 0 else _ABSENT[i] for i in message.gradients]
+            arrivals = unpack(message.sends, message.tensors, inbound.frames)
             work = self._pass(context, message.pass_id, message.retain_graph)
+            work.check(arrivals)
+            threads = work.desk.put(arrivals, self.now())
         except Exception as e:
-            self._refuse(message.root, message.pass_id, message.autograd_id, e)
+            self._refuse(message.root, message.pass_id, [send for send, _ in message.sends], e)
             return
         finally:
             if message.handled is not None:
                 self._count(message.pass_id, message.handled)
-        lane = inbound.envelope.lane
-        request = Request(self, work, message.pass_id, message.autograd_id, message.root, lane)
-        request.carry_out(lambda: work.arrive(message.autograd_id, gradients, request.send_on))
+        if threads:
+            lane = inbound.envelope.lane
+            self.hire(threads - 1, work, message.pass_id, message.root, lane)
+            self._work_off(work, message.pass_id, message.root, lane)
+
+    def hire(self, threads: int, work: LocalPass, pass_id: int, root: int, lane: int) -> None:
+        """Have so many other threads handle what waits at the desk of a pass."""
+        for _ in range(threads):
+            self._worker.submit(functools.partial(self._work_off, work, pass_id, root, lane))
+
+    def _work_off(self, work: LocalPass, pass_id: int, root: int, lane: int) -> None:
+        """Handle what waits at the desk of a pass, until there is nothing left."""
+        while True:
+            request = Request(self, work, pass_id, root, lane)
+            try:
+                request.carry_out(request.take_turns)
+            except BaseException:
+                if not work.desk.leave():
+                    self.hire(1, work, pass_id, root, lane)  # in the place of this one
+                raise
+            if work.desk.leave():
+                return
 
     def on_discover(self, inbound: Inbound) -> None:
         """The root of a pass asks what leads where."""
@@ -139,10 +161,11 @@ class Passes:
             context = self._contexts.find(message.context_id)
             work = self._pass(context, message.pass_id, message.retain_graph)
         except Exception as e:
-            self._refuse(message.root, message.pass_id, message.request, e)
+            self._refuse(message.root, message.pass_id, [message.request], e)
             return
-        request = Request(self, work, message.pass_id, message.request, message.root, inbound.envelope.lane)
-        request.carry_out(lambda: work.drop(message.request, message.sends, request.send_on))
+        lane, handled = inbound.envelope.lane, (message.request,)
+        request = Request(self, work, message.pass_id, message.root, lane, handled)
+        request.carry_out(lambda: work.drop(message.request, message.sends, request))
 
     def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> LocalPass:
         with context.pass_lock:
@@ -151,11 +174,12 @@ class Passes:
                 raise AutogradError(f"backward pass {show_id(pass_id)} has ended")
             if work is None:
                 work = context.passes[pass_id] = make_pass(context, self._worker.id, retain_graph)
+                work.desk.pace = self.pace
             return work
 
-    def _refuse(self, root: int, pass_id: int, request: int, error: Exception) -> None:
-        """There is no pass here to carry on."""
-        handled = Handled(request, (), Waiting(self._worker.id, 0), self.describe_error(error))
+    def _refuse(self, root: int, pass_id: int, requests: Sequence[int], error: Exception) -> None:
+        """There is no pass here to carry on, or not so."""
+        handled = Handled(tuple(requests), (), Waiting(self._worker.id, 0), self.describe_error(error))
         self.report(root, pass_id, handled)
 
     def report(self, root: int, pass_id: int, handled: Handled, lane: int = 0) -> None:
@@ -182,8 +206,8 @@ class Passes:
         tally = self._tallies.get(pass_id)
         if tally is not None:
             error = None if handled.error is None else rebuild_failure(handled.error)
-            tally.handled(handled.autograd_id, handled.sent, handled.waiting, error)
-            for _, worker in handled.sent:
+            tally.handled(handled.requests, handled.sent, handled.waiting, error)
+            for worker, _ in handled.sent:
                 if worker not in self._watched:
                     self._watch(worker, tally)
 
@@ -206,10 +230,6 @@ class Passes:
             logger.debug("cannot watch worker %d, which has part in a backward pass: %s", worker, e)
             for tally in list(self._tallies.values()):
                 tally.lose(worker, e)
-
-    def is_here(self, worker: int) -> bool:
-        """Is that this worker?"""
-        return worker == self._worker.id
 
     def devices(self, peer: int) -> Devices:
         """On which devices of ``peer`` gradients arrive."""

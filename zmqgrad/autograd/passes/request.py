@@ -1,8 +1,18 @@
-"""One request of a backward pass, as a worker handles it: what it sets off, and the report at its end.
+"""What a thread does of a backward pass in one go: it handles requests, sends what they set off, and reports.
 
-The root hears of everything that a request has set off before, or together with, word that it was handled, so
-it never takes a pass for finished that is not (:mod:`~zmqgrad.autograd.passes.tally`). Gradients that go to
-the root itself carry the report.
+A request is the gradients for one send, known by its autograd id. What they make for other workers waits
+until the thread is through, and what is for one of them goes in one message
+(:mod:`~zmqgrad.autograd.passes.batch`): the micro-batches of a pipeline, or calls that were under way at a
+time, take a message a worker instead of one each. Those that came together, or meanwhile
+(:mod:`~zmqgrad.autograd.passes.desk`), run together where their graphs do not meet.
+
+That saves time as long as there is little to compute. Where there is much, workers had better work side by
+side. So after ``SHARE`` a thread sends what it has before it goes on; and it tries how long a few take before
+it runs many.
+
+The root hears of everything that was set off before, or together with, word of what was handled, so it never
+takes a pass for finished that is not (:mod:`~zmqgrad.autograd.passes.tally`). Gradients that go to the root
+itself carry the report.
 """
 
 from __future__ import annotations
@@ -10,115 +20,142 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import torch
-
 from zmqgrad.autograd.functions import RecvNote
 from zmqgrad.autograd.graph.single import Gradient
-from zmqgrad.autograd.graph.undefined import UNDEFINED
+from zmqgrad.autograd.passes.batch import Batch
 from zmqgrad.autograd.passes.local_pass import LocalPass
 from zmqgrad.autograd.profiling import RECV_NAME, profiled
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.transport.base import Frame
 from zmqgrad.wire.ids import show_id
-from zmqgrad.wire.messages import NO_GRADIENT, NOT_REACHED, BackwardAutogradReq, Handled
-from zmqgrad.wire.tensors import describe
+from zmqgrad.wire.messages import BackwardAutogradReq, Handled
 
 if TYPE_CHECKING:
     from zmqgrad.autograd.passes.part import Passes
 
+SHARE = 2e-3
+"""Seconds of computing after which a thread sends what it has: some messages take as long."""
+
+LATE = 2 * SHARE
+"""Seconds after which it does so if it is not through, though there was little to do."""
+
+FEW = 4
+"""How many entries are run to see how long they take, if those before took little time."""
+
 
 class Request:
-    """One request, while this worker handles it. ``lane`` is where the root of the pass waits."""
+    """What one thread does of a pass in one go. ``lane`` is where the root of the pass waits.
+
+    ``handled``: the requests that it stands for.
+    """
 
     def __init__(
-        self, passes: Passes, work: LocalPass, pass_id: int, autograd_id: int, root: int, lane: int
+        self,
+        passes: Passes,
+        work: LocalPass,
+        pass_id: int,
+        root: int,
+        lane: int,
+        handled: Sequence[int] = (),
     ) -> None:
         self._passes = passes
-        self._lane = lane  # where the root waits
         self._work = work
         self._pass_id = pass_id
-        self._autograd_id = autograd_id
         self._root = root
-        self._sent: list[tuple[int, int]] = []
-        self._last: tuple[RecvNote, Sequence[Gradient]] | None = None  # for the root: carries the report
+        self._lane = lane
+        self._handled = list(handled)
+        self._batches: dict[int, Batch] = {}  # by worker
+        self._sent: list[tuple[int, tuple[int, ...]]] = []
+        self._began = passes.now()
 
-    def carry_out(self, step: Callable[[], bool | None]) -> None:
-        """Do ``step`` and report; unless it says by False that another thread does the same."""
+    def carry_out(self, step: Callable[[], object]) -> None:
+        """Do ``step``, send what it makes, and report; unless it says by False that it was done before."""
         error: Exception | None = None
         try:
-            if step() is False:
+            if step() is False or self._send_all():
                 return
         except Exception as e:
             error = e
         except BaseException as e:  # a hook that calls sys.exit() must not leave the root waiting
             self._passes.report(self._root, self._pass_id, self._report(e), self._lane)
             raise
-        last, self._last = self._last, None
-        if last is not None:
-            self._sent.append((last[0].autograd_id, self._root))
-            try:
-                self._send(*last, self._report(error))
-                return
-            except Exception as e:
-                self._sent.pop()
-                error = error or e
         self._passes.report(self._root, self._pass_id, self._report(error), self._lane)
 
-    def _report(self, error: BaseException | None) -> Handled:
+    def take_turns(self) -> bool:
+        """Handle what has come for sends, as long as there is time. False if there was nothing.
+
+        A few entries first; then as many at once as it seems that there is time for.
+        """
+        work, passes, desk = self._work, self._passes, self._work.desk
+        at = self._began
+        count = max(1, min(FEW, desk.fitting(SHARE / 2)))
+        while count and (arrivals := desk.take(count, at)):
+            self._handled += [send for send, _ in arrivals]
+            work.arrive(arrivals, self)
+            began, at = at, passes.now()
+            passes.pace = desk.learn(len(arrivals), at - began)
+            passes.hire(desk.hire(at), work, self._pass_id, self._root, self._lane)
+            count = desk.fitting(SHARE - len(self._handled) * desk.pace)
+        return bool(self._handled)
+
+    def _send_all(self) -> bool:
+        """Send what waits. True if the report has gone with what is for the root."""
+        last = None if self._root == self._passes.own else self._batches.pop(self._root, None)
+        self._send_waiting()
+        if last is None:
+            return False
+        self._send(self._root, last, self._report(None, (self._root, last.requests())))
+        return True
+
+    def _report(self, error: BaseException | None, *last: tuple[int, tuple[int, ...]]) -> Handled:
         said = None if error is None else self._passes.describe_error(error)
-        return Handled(self._autograd_id, tuple(self._sent), self._work.waiting(), said)
+        return Handled(tuple(self._handled), (*self._sent, *last), self._work.waiting(), said)
 
     def send_on(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
-        """Gradients that are complete at a recv go to its send."""
+        """Gradients that are complete at a recv go to its send: when this is done, or they are many."""
         context = self._work.context
         if note.context_id != context.id:
             raise AutogradError(
                 f"a tensor that was received in context {show_id(note.context_id)} is part of the graph of "
                 f"context {show_id(context.id)}: use one context for both, or detach it"
             )
-        if note.peer == self._root and not self._passes.is_here(note.peer):
-            if self._last is not None:
-                self._send_counted(*self._last)
-            self._last = note, gradients
-        else:
-            self._send_counted(note, gradients)
+        batch = self._batches.get(note.peer)
+        if batch is not None and batch.is_full:
+            self._send_counted(note.peer)
+            batch = None
+        if batch is None:
+            batch = self._batches[note.peer] = Batch()
+        batch.add(note, gradients)
 
-    def _send_counted(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
-        self._send(note, gradients, None)
-        self._sent.append((note.autograd_id, note.peer))
+    def let_go(self) -> None:
+        """More is about to be run: what has waited long enough goes now."""
+        if self._batches and self._passes.now() - self._began > LATE:
+            self._send_waiting()
 
-    def _send(self, note: RecvNote, gradients: Sequence[Gradient], handled: Handled | None) -> None:
-        present: list[torch.Tensor] = []
-        numbers: list[int] = []
-        for gradient in gradients:
-            if gradient is None or gradient is UNDEFINED:
-                numbers.append(NOT_REACHED if gradient is None else NO_GRADIENT)
-            else:
-                numbers.append(len(present))
-                present.append(_packed(gradient))
+    def _send_waiting(self) -> None:
+        for peer in list(self._batches):
+            self._send_counted(peer)
+
+    def _send_counted(self, peer: int) -> None:
+        batch = self._batches.pop(peer)
+        self._send(peer, batch, None)
+        self._sent.append((peer, batch.requests()))
+
+    def _send(self, peer: int, batch: Batch, handled: Handled | None) -> None:
+        work, passes = self._work, self._passes
         frames: list[Frame] = []
         message = BackwardAutogradReq(
-            self._work.context.id,
+            work.context.id,
             self._pass_id,
-            note.autograd_id,
             self._root,
-            tuple(numbers),
-            describe(present, frames, self._passes.devices(note.peer)),
-            self._work.retain_graph,
+            tuple(batch.sends),
+            batch.describe(frames, passes.devices(peer)),
+            work.retain_graph,
             handled,
         )
         if profiled_anywhere():
             with profiled(RECV_NAME):
-                self._passes.send(note.peer, message, frames, self._lane)
+                passes.send(peer, message, frames, self._lane)
         else:
-            self._passes.send(note.peer, message, frames, self._lane)
-
-
-FEW = 1024
-"""Gradients of up to so many elements are sent contiguous, which takes less work; others as they are."""
-
-
-def _packed(gradient: torch.Tensor) -> torch.Tensor:
-    strided = gradient.layout is torch.strided
-    return gradient.contiguous() if strided and gradient.numel() <= FEW else gradient
+            passes.send(peer, message, frames, self._lane)

@@ -62,8 +62,8 @@ class Root:
         if mode == "smart":
             self._drop(self._discover({self._worker.id}, work), work)
         lane = 0 if self._lane is None else self._lane.number
-        request = Request(self._passes, work, self.id, ROOTS, self._worker.id, lane)
-        request.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], request.send_on))
+        request = Request(self._passes, work, self.id, self._worker.id, lane, (ROOTS,))
+        request.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], request))
         self._wait()
         if self.tally.waiting():
             discovery = self._discover(self.tally.waiting(), work)
@@ -158,8 +158,8 @@ class Root:
                     DropAutogradReq(work.context.id, self.id, number, own, work.retain_graph, never[worker]),
                 )
         if own in requests:
-            request = Request(self._passes, work, self.id, requests[own], own, 0)
-            request.carry_out(lambda: work.drop(requests[own], never[own], request.send_on))
+            request = Request(self._passes, work, self.id, own, 0, (requests[own],))
+            request.carry_out(lambda: work.drop(requests[own], never[own], request))
 
     def _complain(self, discovery: Discovery) -> None:
         lines = [

@@ -7,8 +7,8 @@ shared: they collect.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
-from itertools import starmap
 from typing import Any
 
 import torch
@@ -19,9 +19,13 @@ from zmqgrad.autograd.functions import LEAF_NODE, RecvNote
 from zmqgrad.autograd.graph.leaves import Leaves
 from zmqgrad.autograd.graph.single import Gradient, added, run_engine, shared
 from zmqgrad.autograd.graph.undefined import UNDEFINED, calls_user, reached, stood_in_for
-from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, SendOn
+from zmqgrad.autograd.passes.desk import Arrival
+from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, Outlet
 from zmqgrad.autograd.passes.survey import Survey
 from zmqgrad.wire.messages import Waiting
+
+Result = tuple[GradientEdge, Gradient, bool]
+"""What came out at an end, and whether others hold it as well."""
 
 
 class Route:
@@ -32,7 +36,7 @@ class Route:
     def __init__(
         self, ends: dict[tuple[Any, int], None], recvs: dict[Any, RecvNote], edges: Sequence[GradientEdge]
     ) -> None:
-        self.ends = tuple(starmap(GradientEdge, ends))
+        self.ends = tuple(itertools.starmap(GradientEdge, ends))
         self.recvs = recvs
         """The recvs' nodes, and where their gradients go."""
         self.ways = False
@@ -72,12 +76,31 @@ class RoutedPass(LocalPass):
         if self._hooks:
             self._starts = entries.edges()
 
-    def _enter(self, entry: int, gradients: Sequence[Gradient], send_on: SendOn) -> bool:
+    def _enter(self, arrivals: Sequence[Arrival], outlet: Outlet) -> None:
         with self._lock:
-            if self._arrived >> entry & 1:
-                return False
-            self._arrived |= 1 << entry
+            for entry, _ in arrivals:
+                self._arrived |= 1 << entry
+        together: list[Route] = []
         flowing: dict[GradientEdge, torch.Tensor] = {}
+        for entry, gradients in arrivals:
+            route = self._routes[entry]
+            if route.ways and not any([gradient is UNDEFINED for gradient in gradients]):
+                together.append(route)
+                self._gather(entry, gradients, flowing)
+            else:
+                outlet.let_go()
+                self._run_alone(entry, gradients, outlet)
+        if together:
+            outlet.let_go()
+            self._hand_out(together, self._run(together, flowing), flowing, outlet)
+
+    def _gather(
+        self, entry: int, gradients: Sequence[Gradient], flowing: dict[GradientEdge, torch.Tensor]
+    ) -> list[GradientEdge]:
+        """Add the ``gradients`` of an entry to what flows in, those of leaves to the context.
+
+        Gives the edges at which nothing comes in.
+        """
         undefined: list[GradientEdge] = []
         for start, gradient in zip(self._starts[entry], gradients, strict=True):
             if gradient is None:
@@ -90,14 +113,52 @@ class RoutedPass(LocalPass):
                 flowing[start] = gradient if present is None else added(present, gradient)
             else:
                 self.context.accumulate(start, gradient)
+        return undefined
+
+    def _run(self, routes: Sequence[Route], flowing: dict[GradientEdge, torch.Tensor]) -> Iterable[Result]:
+        """What comes out at the ends of ``routes``, which torch's engine runs at once."""
+        if not flowing:
+            return ()
+        ends = routes[0].ends
+        if len(routes) > 1:
+            ends = tuple(dict.fromkeys(itertools.chain.from_iterable([route.ends for route in routes])))
+        found = run_engine(tuple(flowing), tuple(flowing.values()), ends, self.retain_graph)
+        return zip(ends, found, shared(found), strict=True)
+
+    def _run_alone(self, entry: int, gradients: Sequence[Gradient], outlet: Outlet) -> None:
+        """An entry with nothing on its way, or where nothing comes in at some edges."""
+        flowing: dict[GradientEdge, torch.Tensor] = {}
+        undefined = self._gather(entry, gradients, flowing)
         route = self._routes[entry]
+        results: Iterable[Result] = ()
+        if not route.ways and not self._hooks:
+            results = ((edge, gradient, False) for edge, gradient in flowing.items())
+        elif undefined:
+            ends = {(e[0], e[1]) for e in route.ends}
+            with stood_in_for(reached(undefined, ends, calls_user)) as stand_ins:
+                results = list(self._run([route], {**stand_ins, **flowing}))
+        else:
+            results = self._run([route], flowing)
+        self._hand_out([route], results, [*flowing, *undefined], outlet, bool(undefined))
+
+    def _hand_out(
+        self,
+        routes: Sequence[Route],
+        results: Iterable[Result],
+        came: Iterable[GradientEdge],
+        outlet: Outlet,
+        nothing: bool = False,
+    ) -> None:
+        """Give leaves and recvs what came out at the ends of ``routes``, where it ``came`` in at those edges.
+
+        ``nothing``: at some of them came nothing.
+        """
         at_recv: dict[Any, list[Gradient]] = {
-            recv: [None] * note.outputs for recv, note in route.recvs.items()
+            recv: [None] * note.outputs for route in routes for recv, note in route.recvs.items()
         }
         whole: list[tuple[Any, torch.Tensor, bool]] = []
-        nothing = bool(undefined)
-        for edge, gradient, also_held in self._run(route, flowing, undefined):
-            node = edge.node
+        for edge, gradient, also_held in results:
+            node: Any = edge.node
             if node in at_recv:
                 at_recv[node][edge.output_nr] = gradient
                 nothing |= gradient is None
@@ -107,35 +168,15 @@ class RoutedPass(LocalPass):
                 self.context.accumulate(node.variable, gradient, also_held)
         self._accumulate_all(whole)
         if nothing:
-            places = {(e[0], e[1]) for e in route.ends if e[0] in at_recv}
-            for node, number in reached([*flowing, *undefined], places):
+            places = {(e[0], e[1]) for route in routes for e in route.ends if e[0] in at_recv}
+            for node, number in reached(came, places):
                 if at_recv[node][number] is None:
                     at_recv[node][number] = UNDEFINED
-        for recv, complete in at_recv.items():
-            send_on(route.recvs[recv], complete)
-        return True
+        for route in routes:
+            for recv, note in route.recvs.items():
+                outlet.send_on(note, at_recv[recv])
 
-    def _run(
-        self, route: Route, flowing: dict[GradientEdge, torch.Tensor], undefined: list[GradientEdge]
-    ) -> Iterable[tuple[Any, Gradient, bool]]:
-        """What comes out at the ends of ``route``, and whether others hold it as well."""
-        if undefined:
-            return self._run_partly(route, flowing, undefined)
-        if not flowing:
-            return ()
-        if not route.ways and not self._hooks:
-            return ((edge, gradient, False) for edge, gradient in flowing.items())
-        found = run_engine(tuple(flowing), tuple(flowing.values()), route.ends, self.retain_graph)
-        return zip(route.ends, found, shared(found), strict=True)
-
-    def _run_partly(
-        self, route: Route, flowing: dict[GradientEdge, torch.Tensor], undefined: list[GradientEdge]
-    ) -> Iterable[tuple[Any, Gradient, bool]]:
-        ends = {(e[0], e[1]) for e in route.ends}
-        with stood_in_for(reached(undefined, ends, calls_user)) as stand_ins:
-            return list(self._run(route, {**stand_ins, **flowing}, []))
-
-    def drop(self, request: int, sends: Sequence[int], send_on: SendOn) -> bool:
+    def drop(self, request: int, sends: Sequence[int], outlet: Outlet) -> bool:
         """Nothing waits for another entry here, so nothing becomes ready."""
         return True
 

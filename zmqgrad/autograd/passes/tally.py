@@ -12,7 +12,7 @@ come back one after the other: ten hops cost ten more message times.)
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.wire.messages import Waiting
@@ -38,28 +38,29 @@ class Tally:
 
     def handled(
         self,
-        autograd_id: int,
-        sent: tuple[tuple[int, int], ...],
+        requests: Sequence[int],
+        sent: Sequence[tuple[int, Sequence[int]]],
         waiting: Waiting,
         error: BaseException | None = None,
     ) -> None:
-        """A request has been handled, and set off those in ``sent``. Of several errors the first counts."""
+        """Requests have been handled, and set off those in ``sent``. Of several errors the first counts."""
         with self._lock:
-            if autograd_id in self._handled:
+            fresh = [request for request in requests if request not in self._handled]
+            if not fresh:
                 return  # a repetition
-            self._handled.add(autograd_id)
+            self._handled.update(fresh)
             self.steps += 1
             self._error = self._error or error
             known = self._reports.get(waiting.worker)
             if known is None or known.tick <= waiting.tick:
                 self._reports[waiting.worker] = waiting
-            for request, worker in sent:
-                if request in self._early:
-                    self._early.discard(request)
-                else:
-                    self._under_way[request] = worker
-            if self._under_way.pop(autograd_id, None) is None:
-                self._early.add(autograd_id)
+            for worker, others in sent:
+                for request in others:
+                    if request in self._early:
+                        self._early.discard(request)
+                    else:
+                        self._under_way[request] = worker
+            self._early.update([request for request in fresh if self._under_way.pop(request, None) is None])
             done = (not self._under_way and not self._early) or self._waits_for_lost()
         if done:
             self.finished.set(None)

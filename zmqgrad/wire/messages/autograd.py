@@ -49,14 +49,18 @@ class Waiting(Part, frozen=True):
     """Groups that something has reached wait for something else."""
 
 
-class Handled(Part, frozen=True):
-    """A worker has handled the gradients for ``autograd_id``, and that set off the requests in ``sent``.
+Ids = Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
 
-    ``sent`` gives (autograd id, worker) of each. ``error`` is what went wrong.
+
+class Handled(Part, frozen=True):
+    """A worker has handled ``requests`` of a pass, and that set off those in ``sent``.
+
+    Gradients for a send are a request, known by its autograd id. ``sent`` gives workers, and the requests
+    that went to each. ``error`` is what went wrong.
     """
 
-    autograd_id: Id
-    sent: Annotated[tuple[tuple[Id, WorkerId], ...], Meta(max_length=MAX_TENSORS)]
+    requests: Ids
+    sent: Annotated[tuple[tuple[WorkerId, Ids], ...], Meta(max_length=MAX_TENSORS)]
     waiting: Waiting
     error: ExceptionReply | None = None
 
@@ -64,13 +68,15 @@ class Handled(Part, frozen=True):
 NOT_REACHED, NO_GRADIENT = -1, -2
 """In place of the index of a gradient."""
 
+Places = Annotated[tuple[Annotated[int, Meta(ge=NO_GRADIENT)], ...], Meta(max_length=MAX_TENSORS)]
+
 
 class BackwardAutogradReq(Message, frozen=True):
-    """Worker of a *recv* to worker of its *send*: the gradients of the tensors that you sent.
+    """Worker of *recvs* to worker of their *sends*: the gradients of the tensors that you sent.
 
-    ``gradients`` gives, for each tensor of the send, its index in ``tensors``; or where no gradient exists
-    (which is not the same as zeros), -1 if the backward pass did not come there, and -2 if it did and nothing
-    came out. ``root`` started the pass and counts what is under way. Where
+    ``sends`` gives the autograd id of each, and for each of its tensors the index in ``tensors``; or where no
+    gradient exists (which is not the same as zeros), -1 if the backward pass did not come there, and -2 if it
+    did and nothing came out. ``root`` started the pass and counts what is under way. Where
     the message goes to the root itself, ``handled`` spares an answer of its own (BACKWARD_AUTOGRAD_RESP,
     whose message id is the pass id).
     """
@@ -78,9 +84,8 @@ class BackwardAutogradReq(Message, frozen=True):
     TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_REQ
     context_id: Id
     pass_id: Id
-    autograd_id: Id
     root: WorkerId
-    gradients: Annotated[tuple[Annotated[int, Meta(ge=NO_GRADIENT)], ...], Meta(max_length=MAX_TENSORS)]
+    sends: Annotated[tuple[tuple[Id, Places], ...], Meta(max_length=MAX_TENSORS)]
     tensors: Tensors = NO_TENSORS
     retain_graph: bool = False
     handled: Handled | None = None

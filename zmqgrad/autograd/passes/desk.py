@@ -1,0 +1,101 @@
+"""What has come for the sends of one pass on one worker, and how many threads handle it. Pure, with a lock.
+
+As long as there is little to compute, one thread at a time takes what is there: what came in one message, and
+what comes while it is at work. So the gradients that it makes can travel together, and threads do not
+queue for the interpreter. Where entries take long, as many threads as there are processors work side by
+side. How long they take is known from those before, in this pass or in the last one.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from zmqgrad.autograd.graph.single import Gradient
+
+Arrival = tuple[int, Sequence[Gradient]]
+"""What has come in: where (the autograd id of a send, or the number of an entry), and its gradients."""
+
+LONG = 0.5e-3
+"""Seconds for an entry from which on another thread is worth it: to begin takes it a tenth of that."""
+
+CLEAR = 10e-3
+"""Seconds that are not lost by chance: others have the processor for a few milliseconds."""
+
+STEP = 1.25
+
+LEAST = 1e-7
+"""Seconds that anything takes."""
+
+THREADS = os.cpu_count() or 1
+"""How many threads at most handle the entries of one pass."""
+
+
+class Desk:
+    """What waits, each once. Times are those of any one clock, in seconds."""
+
+    def __init__(self) -> None:
+        self.pace = math.inf
+        """Seconds that an entry takes lately; infinite if that is not known."""
+        self._lock = threading.Lock()  # guards all below
+        self._waiting: deque[Arrival] = deque()
+        self._seen: set[int] = set()
+        self._threads = 0
+        self._taken = 0.0  # when something was taken the last time
+
+    def put(self, arrivals: Sequence[Arrival], now: float) -> int:
+        """Gradients have come. Gives how many threads shall begin: 0 if enough are at it.
+
+        Each of them takes, and when there is nothing left, leaves. What has come before is left out.
+        """
+        with self._lock:
+            fresh = [arrival for arrival in arrivals if arrival[0] not in self._seen]
+            self._seen.update([send for send, _ in fresh])
+            self._waiting += fresh
+            return self._hire(now)
+
+    def take(self, most: int, now: float) -> list[Arrival]:
+        """Up to ``most`` of what waits."""
+        with self._lock:
+            count = min(most, len(self._waiting))
+            self._taken = now
+            return [self._waiting.popleft() for _ in range(count)]
+
+    def hire(self, now: float) -> int:
+        """How many threads shall begin besides those that are at it."""
+        with self._lock:
+            return self._hire(now)
+
+    def learn(self, count: int, seconds: float) -> float:
+        """So many entries took so long together. Gives the pace.
+
+        One alone takes longer than one among others, and often another thread or process is in the way. So
+        the pace comes down at once; it goes up so only if it is clear why, and else step by step.
+        """
+        each = max(seconds, LEAST) / count
+        self.pace = each if seconds > CLEAR else min(each, STEP * self.pace)
+        return self.pace
+
+    def fitting(self, seconds: float) -> int:
+        """How many entries there is time for."""
+        return int(seconds / self.pace) if seconds > 0 else 0
+
+    def leave(self) -> bool:
+        """A thread has nothing to do. False if it has."""
+        with self._lock:
+            if self._waiting:
+                return False
+            self._threads -= 1
+            return True
+
+    def _hire(self, now: float) -> int:
+        known = LONG <= self.pace < math.inf
+        most = THREADS if known or (self._threads and now - self._taken > CLEAR) else 1
+        missing = min(most - self._threads, len(self._waiting))
+        if missing <= 0:
+            return 0
+        self._threads += missing
+        return missing
