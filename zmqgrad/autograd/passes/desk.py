@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from zmqgrad.autograd.graph.single import Gradient
+from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, Arrived
 
 Arrival = tuple[int, Sequence[Gradient]]
 """What has come in: where (the autograd id of a send, or the number of an entry), and its gradients."""
@@ -41,28 +42,36 @@ class Desk:
         self.pace = math.inf
         """Seconds that an entry takes lately; infinite if that is not known."""
         self._lock = threading.Lock()  # guards all below
+        self._arrived: dict[int, Arrived] = {}  # by autograd id, of gradients on devices
         self._waiting: deque[Arrival] = deque()
         self._seen: set[int] = set()
         self._threads = 0
         self._taken = 0.0  # when something was taken the last time
 
-    def put(self, arrivals: Sequence[Arrival], now: float) -> int:
+    def put(self, arrivals: Sequence[Arrival], now: float, arrived: Arrived = NOTHING_ARRIVED) -> int:
         """Gradients have come. Gives how many threads shall begin: 0 if enough are at it.
 
         Each of them takes, and when there is nothing left, leaves. What has come before is left out.
+        ``arrived``: those that were brought to devices, by the calling thread.
         """
         with self._lock:
             fresh = [arrival for arrival in arrivals if arrival[0] not in self._seen]
             self._seen.update([send for send, _ in fresh])
             self._waiting += fresh
+            if arrived.events:
+                self._arrived.update([(send, arrived) for send, _ in fresh])
             return self._hire(now)
 
     def take(self, most: int, now: float) -> list[Arrival]:
-        """Up to ``most`` of what waits."""
+        """Up to ``most`` of what waits, in the order of the calling thread's streams."""
         with self._lock:
             count = min(most, len(self._waiting))
             self._taken = now
-            return [self._waiting.popleft() for _ in range(count)]
+            taken = [self._waiting.popleft() for _ in range(count)]
+            on_devices = [self._arrived.pop(send) for send, _ in taken if send in self._arrived]
+        for arrived in {id(arrived): arrived for arrived in on_devices}.values():
+            arrived.hand_over()
+        return taken
 
     def hire(self, now: float) -> int:
         """How many threads shall begin besides those that are at it."""

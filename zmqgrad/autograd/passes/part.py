@@ -33,6 +33,7 @@ from zmqgrad.wire.messages import (
     Waiting,
 )
 from zmqgrad.wire.tensors import Devices
+from zmqgrad.wire.tensors.streams import watch_arrivals
 
 logger = logging.getLogger(__name__)
 
@@ -111,10 +112,10 @@ class Passes:
         try:
             context = self._contexts.find(message.context_id)
             context.know(inbound.envelope.source)
-            arrivals = unpack(message.sends, message.tensors, inbound.frames)
+            arrivals, arrived = watch_arrivals(lambda: unpack(message.sends, message.tensors, inbound.frames))
             work = self._pass(context, message.pass_id, message.retain_graph)
             work.check(arrivals)
-            threads = work.desk.put(arrivals, self.now())
+            threads = work.desk.put(arrivals, self.now(), arrived)
         except Exception as e:
             self._refuse(message.root, message.pass_id, [send for send, _ in message.sends], e)
             return
