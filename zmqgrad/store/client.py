@@ -18,7 +18,7 @@ from zmqgrad.store.takers import Taker
 from zmqgrad.store.topics import HIDDEN, Target
 from zmqgrad.store.watch import WatchBook
 from zmqgrad.transport.security import keys_of
-from zmqgrad.wire.messages import Message, StoreAdd, StoreNumber, StoreSet, StoreWait
+from zmqgrad.wire.messages import StoreAdd, StoreNumber, StoreSet, StoreWait
 
 _JOINED = f"{HIDDEN}workers/joined"
 _COMPLETE = f"{HIDDEN}workers/complete"
@@ -82,6 +82,7 @@ class TCPStore(QueryStore):
         )
         self._port = port if self._server is None else self._server.port
         self._connection = Connection(host_name, self._port, self._timeout, secret)
+        self._ask = self._connection.ask
         self._ending = Ending(self, _Closing(self._connection, self._server))
         try:
             self._connection.ping()
@@ -113,9 +114,6 @@ class TCPStore(QueryStore):
         """
         if self._server is not None:
             self._server.refuse_newcomers()
-
-    def _ask(self, query: Message, seconds: float) -> Message:
-        return self._connection.ask(query, seconds)
 
     def _join_in(self, world_size: int, wait: bool) -> None:
         """Count this client, and as the master wait until there are ``world_size``."""

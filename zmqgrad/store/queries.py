@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from zmqgrad.errors import ClosedError, ConfigurationError, StoreError
@@ -42,13 +42,12 @@ from zmqgrad.wire.messages import (
 class QueryStore(Store):
     """A store that can put a query to a state machine: the calls, as queries."""
 
+    _ask: Callable[[Message, float], Message]
+    """The answer to a query, which may take so many seconds. Refusals and silence are raised as errors."""
+
     def __init__(self, timeout: Timeout, clock: Clock = MONOTONIC) -> None:
         self._clock = clock
         self._timeout = seconds_of(timeout)
-
-    @abstractmethod
-    def _ask(self, query: Message, seconds: float) -> Message:
-        """The answer to ``query``, which may take so long. Refusals and silence are raised as errors."""
 
     @property
     @abstractmethod

@@ -93,49 +93,66 @@ class StoreService:
         else:
             self._held.append(Reply(asker, answer))
 
-    def _change(
-        self,
-        client: Client,
-        line: int,
-        number: int,
-        query: Message,
-        asker: Asker | None = None,
-        now: float = 0.0,
-    ) -> None:
-        """``query`` may change something; what it has changed already is not changed again.
-
-        ``asker`` and ``now`` are for one that may have to wait.
-        """
+    def _change(self, client: Client, line: int, number: int, query: Message) -> None:
+        """``query`` may change something, at once; what it has changed already is not changed again."""
         last = self._answered.get(line)
         if last is not None and number <= last[0]:
-            if number == last[0]:
-                self._carry_out([Reply(Asker(client, line, number), last[1])])
-            return  # otherwise nobody waits for it any more
+            self._repeat(Asker(client, line, number), *last)
+            return
         others: list[Effect] = []
         contents = self._contents
         before = contents.changes
-        answer = ACTIONS[type(query)](self._state, query, asker, now, others)
+        answer = ACTIONS[type(query)](self._state, query, None, 0.0, others)
+        if others or self._journal is not None or answer is None:
+            self._conclude(Asker(client, line, number), query, answer, others, before)
+            return
+        if contents.changes != before:
+            self._remember(line, number, answer)
+        self.reply(client, number, answer)
+
+    def _pop(self, client: Client, line: int, number: int, query: StoreQueuePop) -> None:
+        """As :meth:`_change`, but it may have to wait."""
+        asker = Asker(client, line, number)
+        last = self._answered.get(line)
+        if last is not None and number <= last[0]:
+            self._repeat(asker, *last)
+            return
+        before = self._contents.changes
+        answer = self._state.answer(query, asker, self._now(), [])
+        self._conclude(asker, query, answer, [], before)
+
+    def _repeat(self, asker: Asker, number: int, answer: Message) -> None:
+        """What ``asker`` asks for has been done: ``answer`` is what question ``number`` was answered with."""
+        if number == asker.number:  # otherwise nobody waits for it any more
+            self._carry_out([Reply(asker, answer)])
+
+    def _conclude(
+        self, asker: Asker, query: Message, answer: Message | None, others: list[Effect], before: int
+    ) -> None:
+        """``query`` is to be answered like this, if at all, and ``others`` are to be told.
+
+        Before it there had been so many changes.
+        """
         if answer is None:
-            assert asker is not None
             self._park(asker, query)
             return
         try:
-            if others and self._journal is None:
+            if self._journal is None:
                 self._deliver(others)  # who waits goes first
         finally:
-            if contents.changes != before:
-                self._remember(line, number, answer)
-                if self._journal is not None:
-                    self._journal.note(line, number, query)
-        if others:
-            self._release(others)
+            if self._contents.changes != before:
+                self._note(asker, query, answer)
+        self._release(others)
         if self._journal is None:
-            self.reply(client, number, answer)
+            self.reply(asker.client, asker.number, answer)
         else:
-            self._held += (*others, Reply(Asker(client, line, number), answer))
+            self._held += (*others, Reply(asker, answer))
 
-    def _pop(self, client: Client, line: int, number: int, query: Message) -> None:
-        self._change(client, line, number, query, Asker(client, line, number), self._now())
+    def _note(self, asker: Asker, query: Message, answer: Message) -> None:
+        """``query`` has changed something: it is not to be done again."""
+        self._remember(asker.line, asker.number, answer)
+        if self._journal is not None:
+            self._journal.note(asker.line, asker.number, query)
 
     def _release(self, effects: list[Effect]) -> None:
         """Who is answered waits no more; a value that one has taken from a queue is another change."""
@@ -143,10 +160,7 @@ class StoreService:
             if type(effect) is Reply:
                 query = self._unpark(effect.asker)
                 if type(query) is StoreQueuePop:
-                    _, line, number = effect.asker
-                    self._remember(line, number, effect.message)
-                    if self._journal is not None:
-                        self._journal.note(line, number, query)
+                    self._note(effect.asker, query, effect.message)
 
     def _park(self, asker: Asker, query: Message) -> None:
         refusal = self._waiting.park(asker, query)

@@ -15,10 +15,11 @@ from tests.transport.requests.test_requests import PATIENCE, Running, in_thread
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.transport.requests import newcomers, pipes
 from zmqgrad.transport.requests.client import RequestClient
+from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.pipes import LARGEST
 from zmqgrad.transport.requests.short import Asking
 from zmqgrad.transport.requests.whole import write
-from zmqgrad.wire.messages import StoreDone, StoreGet, StoreKeys, StorePing, StoreValue
+from zmqgrad.wire.messages import Message, StoreDone, StoreGet, StoreKeys, StorePing, StoreValue
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere there is no such way")
 
@@ -134,9 +135,11 @@ def test_who_reads_no_answers_is_hung_up_on(running: Running, client: RequestCli
 def test_an_answer_to_something_else_is_refused(
     running: Running, client: RequestClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        running.server._outgoing, "_reply_by_pipe", lambda pipe, client, number, _: bool(pipe(b"\0\3abc"))
-    )
+    def mumble(client: Client, number: int, answer: Message) -> None:
+        assert client.pipe is not None
+        client.pipe(b"\0\3abc")
+
+    monkeypatch.setattr(running.server, "reply", mumble)
     with pytest.raises(ProtocolError, match="no answer to question"):
         client.request(StoreGet("a", 1.0), PATIENCE)
 

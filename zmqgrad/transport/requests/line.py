@@ -71,17 +71,17 @@ class Line:
         """Send ``message``, again on each new connection, until an answer to it comes."""
         self.number = number = self.number + 1
         began = self._now()
-        said = write(message, self.id, number) if self._keys is None else b""
         sent, heard = NOTHING, b""
         try:
             if seconds < SLICE_SECONDS:
                 pass
             elif self._short is not None:
-                answer = self._short.ask(said, number, seconds)
-                if not isinstance(answer, int):
+                answer = self._short.ask(message, self.id, number, seconds)
+                if answer is not None:
                     return answer
-                sent = answer
+                sent = self._short.gone
             elif self._quick is not None:
+                said = write(message, self.id, number)
                 sent = self._quick.send(said)
                 if sent == len(said) and self._wait(_SLICE_MS):
                     heard = self._quick.recv(CHUNK)
@@ -95,15 +95,10 @@ class Line:
             sent, heard = NOTHING, b""
             if self._now() >= began + seconds:
                 raise TimeoutError(f"no answer from {self._address} ({e})") from e
-        return self._insist(message, said, Deadline(began + seconds, self._clock), sent, heard)
+        return self._insist(message, Deadline(began + seconds, self._clock), sent, heard)
 
-    def _insist(
-        self, message: Message, said: bytes | bytearray, deadline: Deadline, sent: int, heard: bytes
-    ) -> Message:
-        """Go on from where ``sent`` bytes have gone of ``said``, and ``heard`` is what has come since.
-
-        With keys ``message`` is said anew on each connection, and ``said`` is empty.
-        """
+    def _insist(self, message: Message, deadline: Deadline, sent: int, heard: bytes) -> Message:
+        """Go on from where ``sent`` bytes of ``message`` have gone, and ``heard`` is what has come since."""
         pause = FIRST_PAUSE
         while True:
             try:
@@ -112,7 +107,7 @@ class Line:
                     sent, heard = NOTHING, b""
                 else:
                     self._limit_waits(deadline)
-                self._send(said or self._pack(message), deadline, sent)
+                self._send(self._pack(message), deadline, sent)
                 answer = self._answer(deadline, heard)
                 self._quick = self._socket if self._keys is None and self._unpacker.at_rest else None
                 return answer
@@ -129,8 +124,10 @@ class Line:
                     raise TimeoutError(f"no answer from {self._address} ({e})") from e
                 pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _pack(self, message: Message) -> bytearray:
-        """``message`` as it goes out, protected, on the connection that stands."""
+    def _pack(self, message: Message) -> bytes | bytearray:
+        """``message`` as it goes out on the connection that stands."""
+        if self._keys is None:
+            return write(message, self.id, self.number)
         return self._unpacker.pack(encode(message, 0, self.id, self.number, room=HEAD_ROOM))
 
     def _connect(self, deadline: Deadline) -> None:

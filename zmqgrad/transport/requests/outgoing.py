@@ -10,13 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from zmqgrad.transport.requests.connection import Client, Pipe
+from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST
 from zmqgrad.transport.requests.ready import READ, WRITE, Poller
-from zmqgrad.transport.requests.whole import write
+from zmqgrad.transport.requests.whole import LONG_FLAG, START, write, write_long, write_short
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, write_head
-from zmqgrad.wire.codec import encode, encode_around
+from zmqgrad.wire.codec import encode, encode_around, header_of
+from zmqgrad.wire.frames import ENVELOPE_SIZE
 from zmqgrad.wire.messages import Message, StoreValue
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,31 @@ class Outgoing:
 
     def reply(self, client: Client, message_id: int, message: Message) -> None:
         """Send an answer; only in the server's thread. It is dropped, and counted, if the client has gone."""
-        if client.pipe is not None and self._reply_by_pipe(client.pipe, client, message_id, message):
+        pipe = client.pipe
+        if pipe is None:
+            self._reply_by_connection(client, message_id, message)
             return
+        said = ELSEWHERE
+        if type(message) is not StoreValue or len(message.value) < LARGEST:
+            header = header_of(message)
+            size = len(header) + ENVELOPE_SIZE
+            if size < 256:
+                said = write_short(size, START, message.TYPE, self._incarnation, message_id) + header
+            elif size <= LARGEST - HEAD_ROOM:
+                said = (
+                    write_long(LONG_FLAG, size, START, message.TYPE, self._incarnation, message_id) + header
+                )
+        try:
+            if pipe(said) != len(said):
+                logger.warning("%s: hung up on %s, which reads no answers", self._name, client.address)
+                self._end(client)
+        except OSError:
+            self.undeliverable += 1
+            return  # it is about to be found to have gone
+        if said is ELSEWHERE:
+            self._reply_by_connection(client, message_id, message)
+
+    def _reply_by_connection(self, client: Client, message_id: int, message: Message) -> None:
         if client.closed:
             self.undeliverable += 1
             return
@@ -71,22 +95,6 @@ class Outgoing:
         else:
             data = write(message, self._incarnation, message_id)
         self.send(client, data)
-
-    def _reply_by_pipe(self, pipe: Pipe, client: Client, message_id: int, message: Message) -> bool:
-        """Send an answer by ``pipe``; or have the client wait for it elsewhere, and give False."""
-        answer: bytes | bytearray = ELSEWHERE
-        if type(message) is not StoreValue or len(message.value) < LARGEST:
-            said = write(message, self._incarnation, message_id)
-            if len(said) <= LARGEST:
-                answer = said
-        try:
-            if pipe(answer) != len(answer):
-                logger.warning("%s: hung up on %s, which reads no answers", self._name, client.address)
-                self._end(client)
-        except OSError:  # it is about to be found to have gone
-            self.undeliverable += 1
-            return True
-        return answer is not ELSEWHERE
 
     def notify(self, clients: Iterable[Client], message: Message) -> None:
         """Send ``message``, which nobody asked for, to ``clients``; only in the server's thread.

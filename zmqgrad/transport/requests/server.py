@@ -166,22 +166,23 @@ class RequestServer:
         poll, ready, now, settle = self._poller.poll, self._ready, self._clock.now, service.settle
         ready[self._ear.fileno()] = self._end
         while not self._ending:
-            seconds = LONGEST_SECONDS
-            if self._due != math.inf:
-                moment = now()
-                if moment >= self._due:
-                    self._due = math.inf
-                    self.wake_by(self._newcomers.do_due(moment))
-                    self.wake_by(service.do_due(moment))
-                    settle()
-                    continue
-                seconds = min(seconds, self._due - moment)
-            for number, _ in poll(seconds, MOST_AT_ONCE):
+            seconds = self._due - now()  # infinite, mostly
+            if seconds <= 0:
+                self._do_due()
+                continue
+            for number, _ in poll(seconds if seconds < LONGEST_SECONDS else LONGEST_SECONDS, MOST_AT_ONCE):
                 do = ready.get(number)
                 if do is not None:  # or it has just been closed
                     do()
             settle()
             self._strangers_heard = 0
+
+    def _do_due(self) -> None:
+        """Something is to be done though nothing came."""
+        moment, self._due = self._clock.now(), math.inf
+        self.wake_by(self._newcomers.do_due(moment))
+        self.wake_by(self._service.do_due(moment))
+        self._service.settle()
 
     def _end(self) -> None:
         """The bell rang."""

@@ -21,15 +21,25 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Clock, Deadline
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST, Ends
-from zmqgrad.transport.requests.whole import AFTER_SHORT, START, read, read_short
-from zmqgrad.wire.codec import HEADER_READERS, UNREADABLE
+from zmqgrad.transport.requests.whole import (
+    AFTER_SHORT,
+    LONG_FLAG,
+    START,
+    read,
+    read_short,
+    write,
+    write_long,
+    write_short,
+)
+from zmqgrad.transport.zmtp import HEAD_ROOM
+from zmqgrad.wire.codec import HEADER_READERS, UNREADABLE, UNWRITABLE, header_of
+from zmqgrad.wire.frames import ENVELOPE_SIZE
 from zmqgrad.wire.messages import Message
 
 SLICE_SECONDS = 1.0
 """How long a client waits in the kernel at a time, to see then whether it was closed meanwhile."""
 
 NOTHING, ALL = 0, sys.maxsize
-"""How many bytes of a question have gone that was not answered by pipe."""
 
 UNUSUAL = (*UNREADABLE, KeyError, TypeError, ValueError)
 """What reading says of what is not just a short message."""
@@ -40,7 +50,7 @@ _SLICE_MS = SLICE_SECONDS * 1000
 class Asking:
     """The end of a client, which asks one thing at a time. Used by one thread at a time."""
 
-    __slots__ = ("_clock", "_closing", "_ends", "_read", "_wait", "_write")
+    __slots__ = ("_clock", "_closing", "_ends", "_read", "_wait", "_write", "gone")
 
     def __init__(self, ends: Ends, closing: threading.Event, clock: Clock) -> None:
         self._ends = reads, writes = ends
@@ -50,17 +60,32 @@ class Asking:
         self._wait = poll.poll
         self._closing = closing
         self._clock = clock
+        self.gone = NOTHING
+        """How many bytes of a question have gone that was not answered here: ``NOTHING`` or ``ALL``."""
 
-    def ask(self, said: bytes | bytearray, number: int, seconds: float) -> Message | int:
-        """The answer to question ``number``; or how much of ``said`` has gone: go on by the connection.
+    def ask(self, message: Message, line: int, number: int, seconds: float) -> Message | None:
+        """The answer to ``message``, question ``number`` on ``line``; None: go on by the connection.
+
+        Then :attr:`gone` says how much of it has gone.
 
         Raises:
             OSError: if the connection has ended, or there is no answer within ``seconds``, which are at
                 least ``SLICE_SECONDS``.
-            ProtocolError: if what comes back is no message of ours.
+            ProtocolError: if ``message`` cannot be written, or what comes back is no message of ours.
         """
-        if len(said) > LARGEST or self._write(said) is None:
-            return NOTHING
+        try:
+            header = header_of(message)
+            size = len(header) + ENVELOPE_SIZE
+            said: bytes | bytearray
+            if size < 256:
+                said = write_short(size, START, message.TYPE, line, number) + header
+            else:
+                said = write_long(LONG_FLAG, size, START, message.TYPE, line, number) + header
+        except UNWRITABLE:
+            said = write(message, line, number)  # which says why not
+        if size > LARGEST - HEAD_ROOM or self._write(said) is None:
+            self.gone = NOTHING
+            return None
         if not self._wait(_SLICE_MS):
             self._wait_on(seconds - SLICE_SECONDS)
         heard = self._read(LARGEST)
@@ -79,14 +104,15 @@ class Asking:
             if self._closing.is_set():
                 raise ConnectionAbortedError("closed while it waited")
             if deadline.passed():
-                raise TimeoutError
+                raise TimeoutError("it is silent")
 
-    def _other(self, heard: bytes | None, number: int) -> Message | int:
+    def _other(self, heard: bytes | None, number: int) -> Message | None:
         """What ``heard`` says, which is not just a short answer."""
         if not heard:  # None: another process, a fork, was quicker
             raise ConnectionResetError("hung up")
         if heard == ELSEWHERE:
-            return ALL
+            self.gone = ALL
+            return None
         answer = read(heard)
         if answer is None or answer[1] != number:
             raise ProtocolError(f"no answer to question {number}, but {heard[:40]!r}")

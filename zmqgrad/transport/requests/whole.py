@@ -20,7 +20,7 @@ _SHORT = struct.Struct("!H4sH2xQQ")
 """Flags, which are none, and size together as one number; then the envelope, whose source nobody looks at."""
 
 _LONG = struct.Struct("!BQ4sH2xQQ")
-_LONG_FLAG = 2
+LONG_FLAG = 2
 
 START = MAGIC + bytes([VERSION, 0])
 """An envelope's first bytes; there are no lanes here."""
@@ -33,7 +33,7 @@ _AFTER_LONG = _LONG.size
 read_short = _SHORT.unpack_from
 """Size, start, type, incarnation and number, of a message with a short head. Raises ``struct.error``."""
 
-_write_short, _write_long, _read_long = _SHORT.pack, _LONG.pack, _LONG.unpack_from
+write_short, write_long, _read_long = _SHORT.pack, _LONG.pack, _LONG.unpack_from
 
 
 def write(message: Message, incarnation: int, number: int) -> bytes | bytearray:
@@ -46,9 +46,9 @@ def write(message: Message, incarnation: int, number: int) -> bytes | bytearray:
         header = header_of(message)
         size = len(header) + ENVELOPE_SIZE
         if size < 256:
-            return _write_short(size, START, message.TYPE, incarnation, number) + header
+            return write_short(size, START, message.TYPE, incarnation, number) + header
         if size <= MAX_HEADER:
-            return _write_long(_LONG_FLAG, size, START, message.TYPE, incarnation, number) + header
+            return write_long(LONG_FLAG, size, START, message.TYPE, incarnation, number) + header
     except UNWRITABLE:
         pass
     return write_head(encode(message, 0, incarnation, number, room=HEAD_ROOM))  # which says why not
@@ -61,7 +61,7 @@ def read(data: bytes) -> tuple[int, int, Message] | None:
         if size == len(data) - 2 and start == START:
             return incarnation, number, HEADER_READERS[kind](data[AFTER_SHORT:])
         flag, size, start, kind, incarnation, number = _read_long(data)
-        if flag == _LONG_FLAG and size == len(data) - HEAD_ROOM and start == START:
+        if flag == LONG_FLAG and size == len(data) - HEAD_ROOM and start == START:
             return incarnation, number, HEADER_READERS[kind](memoryview(data)[_AFTER_LONG:])
     except (*UNREADABLE, KeyError):
         pass
@@ -70,7 +70,7 @@ def read(data: bytes) -> tuple[int, int, Message] | None:
 
 def frame_in(data: bytes) -> bytes | None:
     """The frame of which ``data`` is the whole message; None if it is not just that."""
-    for flag, room, width in ((0, 2, 1), (_LONG_FLAG, HEAD_ROOM, 8)):
+    for flag, room, width in ((0, 2, 1), (LONG_FLAG, HEAD_ROOM, 8)):
         if data[:1] == bytes([flag]) and int.from_bytes(data[1 : 1 + width], "big") == len(data) - room:
             return data[room:]
     return None
