@@ -35,12 +35,11 @@ class Answers:
     def remember(self, line: int, number: int, message: Message) -> None:
         """``message`` answers request ``number``, which has changed something."""
         last = self.last
-        last.pop(line, None)
+        if last.pop(line, None) is None and len(last) >= self._max_lines:
+            self._forget(next(iter(last)))
         last[line] = number, message
         if type(message) is StoreValue or line in self._sizes:
             self._weigh(line, message)
-        if len(last) > self._max_lines:
-            self._forget(next(iter(last)))
 
     def _weigh(self, line: int, message: Message) -> None:
         self._bytes -= self._sizes.pop(line, 0)

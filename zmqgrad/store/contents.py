@@ -44,10 +44,18 @@ class Contents:
 
     def put(self, key: str, value: bytes, notices: list[Any]) -> None:
         """Set ``key``."""
-        old = self.values.get(key)
-        self.values[key] = value
+        values = self.values
+        old = values.get(key)
+        values[key] = value
         self.changes += 1
         self.revision += 1
+        if old is None:
+            self._hidden += key.startswith(HIDDEN)
+        if self._watched:
+            self._tell(key, old, value, notices)
+
+    def _tell(self, key: str, old: bytes | None, value: bytes, notices: list[Any]) -> None:
+        """``key`` was set, and something is watched: note it for those to whom it matters."""
         if key in self._watched:
             previous, self._watched[key] = self._watched[key], self.revision
             new = _short(value)
@@ -57,8 +65,6 @@ class Contents:
                 notices.append(Notice(key, KeyUpdated(key, self.revision, previous, _short(old), new)))
         if self._prefixes:
             self._tell_prefixes(key, value, notices)
-        if old is None:
-            self._hidden += key.startswith(HIDDEN)
 
     def delete(self, key: str, notices: list[Any]) -> bool:
         """Delete ``key``. Did it exist?"""

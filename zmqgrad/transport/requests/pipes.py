@@ -16,6 +16,9 @@ import socket
 LARGEST = 16 << 10
 """Bytes of a message that goes by a pipe, which has room for so many: it goes whole, or not at all."""
 
+USUAL = 448
+"""Bytes that are read at a time: Python has room for so few at hand. More are rare, and read after them."""
+
 ELSEWHERE = b"\0\0"
 """What goes by a pipe if the answer comes by the connection. To ZMTP it is a message of no bytes."""
 
@@ -73,3 +76,8 @@ def _ends(numbers: list[int]) -> Ends:
 def _close(numbers: list[int]) -> None:
     for number in numbers:
         os.close(number)
+
+
+def the_rest(reads: io.FileIO, said: bytes) -> bytes:
+    """``said``, which has been read, and what has not."""
+    return said + (reads.read(LARGEST) or b"") if len(said) == USUAL else said

@@ -22,9 +22,9 @@ class Poll:
         self.register, self.modify, self.unregister = poller.register, poller.modify, poller.unregister
         self._poll = poller.poll
 
-    def poll(self, seconds: float, most: int) -> list[tuple[int, int]]:
-        """Descriptors that are ready, and what for. Waits until there is one, or for so long."""
-        return self._poll(seconds * 1000)
+    def poll(self, seconds: float | None, most: int) -> list[tuple[int, int]]:
+        """Descriptors that are ready, and what for. Waits for one: so long, or (None) for ever."""
+        return self._poll(None if seconds is None else seconds * 1000)
 
     def close(self) -> None:
         """There is nothing to be closed."""

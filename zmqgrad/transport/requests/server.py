@@ -166,11 +166,13 @@ class RequestServer:
         poll, ready, now, settle = self._poller.poll, self._ready, self._clock.now, service.settle
         ready[self._ear.fileno()] = self._end
         while not self._ending:
-            seconds = self._due - now()  # infinite, mostly
-            if seconds <= 0:
-                self._do_due()
-                continue
-            for number, _ in poll(seconds if seconds < LONGEST_SECONDS else LONGEST_SECONDS, MOST_AT_ONCE):
+            seconds = None
+            if self._due != math.inf:
+                seconds = min(self._due - now(), LONGEST_SECONDS)
+                if seconds <= 0:
+                    self._do_due()
+                    continue
+            for number, _ in poll(seconds, MOST_AT_ONCE):
                 do = ready.get(number)
                 if do is not None:  # or it has just been closed
                     do()

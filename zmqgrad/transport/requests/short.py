@@ -20,7 +20,7 @@ from typing import Any
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Clock, Deadline
 from zmqgrad.transport.requests.connection import Client
-from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST, Ends
+from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST, USUAL, Ends, the_rest
 from zmqgrad.transport.requests.whole import (
     AFTER_SHORT,
     LONG_FLAG,
@@ -44,7 +44,7 @@ NOTHING, ALL = 0, sys.maxsize
 UNUSUAL = (*UNREADABLE, KeyError, TypeError, ValueError)
 """What reading says of what is not just a short message."""
 
-_SLICE_MS = SLICE_SECONDS * 1000
+_SLICE_MS = int(SLICE_SECONDS * 1000)
 
 
 class Asking:
@@ -88,7 +88,7 @@ class Asking:
             return None
         if not self._wait(_SLICE_MS):
             self._wait_on(seconds - SLICE_SECONDS)
-        heard = self._read(LARGEST)
+        heard = self._read(USUAL)
         try:
             size, start, kind, _, answered = read_short(heard)
             if size == len(heard) - 2 and answered == number and start == START:
@@ -113,7 +113,7 @@ class Asking:
         if heard == ELSEWHERE:
             self.gone = ALL
             return None
-        answer = read(heard)
+        answer = read(the_rest(self._ends[0], heard))
         if answer is None or answer[1] != number:
             raise ProtocolError(f"no answer to question {number}, but {heard[:40]!r}")
         return answer[2]
@@ -140,7 +140,7 @@ class Hearing:
         failed: called in the ``except`` of a handler that has failed, with the question.
     """
 
-    __slots__ = ("_client", "_failed", "_handlers", "_other", "_read", "_write", "heard")
+    __slots__ = ("_client", "_failed", "_handlers", "_other", "_read", "_reads", "_write", "heard")
 
     def __init__(
         self,
@@ -150,7 +150,8 @@ class Hearing:
         other: Callable[[Client, bytes | None], None],
         failed: Callable[[Message], None],
     ) -> None:
-        self._read, self._write = ends[0].read, ends[1].write
+        self._reads, writes = ends
+        self._read, self._write = self._reads.read, writes.write
         self._client = client
         self._handlers = handlers
         self._other = other
@@ -161,7 +162,7 @@ class Hearing:
     def hear(self) -> None:
         """Answer the question that there is to be read."""
         client = self._client
-        said = self._read(LARGEST)
+        said = self._read(USUAL)
         client.pipe = self._write
         try:
             size, start, kind, line, number = read_short(said)
@@ -170,7 +171,7 @@ class Hearing:
                 raise ValueError
             question = reader(said[AFTER_SHORT:])
         except UNUSUAL:
-            self._other(client, said)
+            self._other(client, said and the_rest(self._reads, said))
             return
         self.heard += 1
         try:
