@@ -17,7 +17,7 @@ from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.requests.nearby import dial_nearby, wait_for
 from zmqgrad.transport.requests.pipes import receive_with_pipes
-from zmqgrad.transport.requests.short import NOTHING, SLICE_SECONDS, Asking
+from zmqgrad.transport.requests.short import SLICE_SECONDS, Asking
 from zmqgrad.transport.requests.whole import read, write
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import dial, hang_up, limit_waits
@@ -36,7 +36,7 @@ CHUNK = 16 << 10
 
 _OPENING = opening("DEALER")
 _GREETING, _READY = _OPENING[:GREETING_SIZE], _OPENING[GREETING_SIZE:]
-_SLICE_MS = SLICE_SECONDS * 1000
+_SLICE_MS = int(SLICE_SECONDS * 1000)
 _NEVER = Deadline()
 
 
@@ -73,7 +73,8 @@ class Line:
         """Send ``message``, again on each new connection, until an answer to it comes."""
         self.number = number = self.number + 1
         began = self._now()
-        sent, heard = NOTHING, b""
+        unsaid: bytes | bytearray | None = None
+        heard = b""
         try:
             if seconds < SLICE_SECONDS:
                 pass
@@ -81,11 +82,11 @@ class Line:
                 answer = self._short.ask(message, self.id, number, seconds)
                 if answer is not None:
                     return answer
-                sent = self._short.gone
+                unsaid, self._short.unsaid = self._short.unsaid, b""
             elif self._quick is not None:
-                said = write(message, self.id, number)
-                sent = self._quick.send(said)
-                if sent == len(said) and self._wait(_SLICE_MS):
+                unsaid = said = write(message, self.id, number)
+                unsaid = said[self._quick.send(said) :]
+                if not unsaid and self._wait(_SLICE_MS):
                     heard = self._quick.recv(CHUNK)
                     found = read(heard)
                     if found is not None and found[1] == number:
@@ -94,22 +95,27 @@ class Line:
             pass
         except OSError as e:
             self.disconnect()
-            sent, heard = NOTHING, b""
             if self._now() >= began + seconds:
                 raise TimeoutError(f"no answer from {self._address} ({e})") from e
-        return self._insist(message, Deadline(began + seconds, self._clock), sent, heard)
+        return self._insist(message, Deadline(began + seconds, self._clock), unsaid, heard)
 
-    def _insist(self, message: Message, deadline: Deadline, sent: int, heard: bytes) -> Message:
-        """Go on from where ``sent`` bytes of ``message`` have gone, and ``heard`` is what has come since."""
+    def _insist(
+        self, message: Message, deadline: Deadline, unsaid: bytes | bytearray | None, heard: bytes
+    ) -> Message:
+        """Go on with ``message``.
+
+        ``unsaid`` is what is to be said yet of it on the connection that stands, and ``heard`` what has come
+        since there; None: nothing has been said.
+        """
         pause = FIRST_PAUSE
         while True:
             try:
                 if self._socket is None:
                     self._connect(deadline)
-                    sent, heard = NOTHING, b""
+                    unsaid, heard = None, b""
                 else:
                     self._limit_waits(deadline)
-                self._send(self._pack(message), deadline, sent)
+                self._send(self._pack(message) if unsaid is None else unsaid, deadline)
                 answer = self._answer(deadline, heard)
                 self._quick = self._socket if self._keys is None and self._unpacker.at_rest else None
                 return answer
@@ -184,9 +190,9 @@ class Line:
             (receive or self._receive)(deadline)
             self._limit_waits(deadline)
 
-    def _send(self, data: bytes | bytearray, deadline: Deadline, sent: int = 0) -> None:
-        """Send ``data``, of which ``sent`` bytes have gone already."""
+    def _send(self, data: bytes | bytearray, deadline: Deadline) -> None:
         assert self._socket is not None
+        sent = 0
         while sent < len(data):
             try:
                 sent += self._socket.send(memoryview(data)[sent:] if sent else data)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST
 from zmqgrad.transport.requests.ready import READ, WRITE, Poller
-from zmqgrad.transport.requests.whole import LONG_FLAG, START, write, write_long, write_short
+from zmqgrad.transport.requests.whole import LONG_FLAG, STARTS, write, write_long, write_short
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.zmtp import HEAD_ROOM, LARGE, write_head
 from zmqgrad.wire.codec import encode, encode_around, header_of
@@ -64,11 +64,10 @@ class Outgoing:
             header = header_of(message)
             size = len(header) + ENVELOPE_SIZE
             if size < 256:
-                said = write_short(size, START, message.TYPE, self._incarnation, message_id) + header
+                said = write_short(size, STARTS[type(message)], self._incarnation, message_id) + header
             elif size <= LARGEST - HEAD_ROOM:
-                said = (
-                    write_long(LONG_FLAG, size, START, message.TYPE, self._incarnation, message_id) + header
-                )
+                start = STARTS[type(message)]
+                said = write_long(LONG_FLAG, size, start, self._incarnation, message_id) + header
         try:
             if pipe(said) != len(said):
                 logger.warning("%s: hung up on %s, which reads no answers", self._name, client.address)

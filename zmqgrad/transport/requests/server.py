@@ -27,13 +27,13 @@ from zmqgrad.transport.requests.outgoing import Outgoing
 from zmqgrad.transport.requests.ready import LONGEST_SECONDS, READ, Poller
 from zmqgrad.transport.requests.service import Service
 from zmqgrad.transport.requests.short import Handler, Hearing
-from zmqgrad.transport.requests.whole import frame_in, read
+from zmqgrad.transport.requests.whole import READERS, STARTS, frame_in, read
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import adopt, listen
 from zmqgrad.transport.zmtp import Frame
-from zmqgrad.wire.codec import HEADER_READERS, decode
+from zmqgrad.wire.codec import decode
 from zmqgrad.wire.frames import read_envelope
-from zmqgrad.wire.messages import BY_TYPE, REQUEST, Message, MessageType
+from zmqgrad.wire.messages import BY_TYPE, REQUEST, Message
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +86,7 @@ class RequestServer:
         self._strangers_heard = 0  # since poll came back
         self._clients: set[Client] = set()  # those who have said who they are
         self._hearings: dict[Client, Hearing] = {}  # of those who have pipes
-        self._handlers: dict[int, tuple[Callable[[bytes], Message], Handler]] = {}
+        self._handlers: dict[bytes, tuple[Callable[[bytes], Message], Handler]] = {}
         self._heard = 0  # but by the pipes that are there
         self._ending = False
         self.malformed = 0
@@ -152,9 +152,9 @@ class RequestServer:
                 return
             self._serving = True
         self._service = service
-        for kind, reader in HEADER_READERS.items():
+        for kind, cls in BY_TYPE.items():
             if kind & REQUEST:
-                self._handlers[kind] = reader, service.handler(BY_TYPE[MessageType(kind)])
+                self._handlers[STARTS[cls]] = READERS[STARTS[cls]], service.handler(cls)
         try:
             self._loop(service)
         finally:
@@ -168,10 +168,12 @@ class RequestServer:
         while not self._ending:
             seconds = None
             if self._due != math.inf:
-                seconds = min(self._due - now(), LONGEST_SECONDS)
+                seconds = self._due - now()
                 if seconds <= 0:
                     self._do_due()
                     continue
+                if seconds > LONGEST_SECONDS:
+                    seconds = LONGEST_SECONDS
             for number, _ in poll(seconds, MOST_AT_ONCE):
                 do = ready.get(number)
                 if do is not None:  # or it has just been closed
@@ -354,7 +356,9 @@ class RequestServer:
     def _handle(self, client: Client, line: int, number: int, message: Message) -> None:
         self._heard += 1
         try:
-            self._service.handler(type(message))(client, line, number, message)
+            handler = self._handlers.get(STARTS[type(message)])
+            handle = self._service.handler(type(message)) if handler is None else handler[1]
+            handle(client, line, number, message)
         except Exception:
             self._failed(message)
 

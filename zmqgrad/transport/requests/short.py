@@ -12,7 +12,6 @@ time, so whatever else is read there is an offence.
 from __future__ import annotations
 
 import select
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,7 +23,8 @@ from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST, USUAL, Ends, th
 from zmqgrad.transport.requests.whole import (
     AFTER_SHORT,
     LONG_FLAG,
-    START,
+    READERS,
+    STARTS,
     read,
     read_short,
     write,
@@ -32,16 +32,14 @@ from zmqgrad.transport.requests.whole import (
     write_short,
 )
 from zmqgrad.transport.zmtp import HEAD_ROOM
-from zmqgrad.wire.codec import HEADER_READERS, UNREADABLE, UNWRITABLE, header_of
+from zmqgrad.wire.codec import UNREADABLE, UNWRITABLE, header_of
 from zmqgrad.wire.frames import ENVELOPE_SIZE
 from zmqgrad.wire.messages import Message
 
 SLICE_SECONDS = 1.0
 """How long a client waits in the kernel at a time, to see then whether it was closed meanwhile."""
 
-NOTHING, ALL = 0, sys.maxsize
-
-UNUSUAL = (*UNREADABLE, KeyError, TypeError, ValueError)
+UNUSUAL = (*UNREADABLE, KeyError, TypeError)
 """What reading says of what is not just a short message."""
 
 _SLICE_MS = int(SLICE_SECONDS * 1000)
@@ -50,7 +48,7 @@ _SLICE_MS = int(SLICE_SECONDS * 1000)
 class Asking:
     """The end of a client, which asks one thing at a time. Used by one thread at a time."""
 
-    __slots__ = ("_clock", "_closing", "_ends", "_read", "_wait", "_write", "gone")
+    __slots__ = ("_clock", "_closing", "_ends", "_read", "_wait", "_write", "unsaid")
 
     def __init__(self, ends: Ends, closing: threading.Event, clock: Clock) -> None:
         self._ends = reads, writes = ends
@@ -60,13 +58,12 @@ class Asking:
         self._wait = poll.poll
         self._closing = closing
         self._clock = clock
-        self.gone = NOTHING
-        """How many bytes of a question have gone that was not answered here: ``NOTHING`` or ``ALL``."""
+        self.unsaid = b""
 
     def ask(self, message: Message, line: int, number: int, seconds: float) -> Message | None:
-        """The answer to ``message``, question ``number`` on ``line``; None: go on by the connection.
+        """The answer to ``message``, question ``number`` on ``line``; None: it comes by the connection.
 
-        Then :attr:`gone` says how much of it has gone.
+        Then :attr:`unsaid` is what has to be said there first.
 
         Raises:
             OSError: if the connection has ended, or there is no answer within ``seconds``, which are at
@@ -76,23 +73,23 @@ class Asking:
         try:
             header = header_of(message)
             size = len(header) + ENVELOPE_SIZE
-            said: bytes | bytearray
             if size < 256:
-                said = write_short(size, START, message.TYPE, line, number) + header
+                said = write_short(size, STARTS[type(message)], line, number) + header
             else:
-                said = write_long(LONG_FLAG, size, START, message.TYPE, line, number) + header
+                said = write_long(LONG_FLAG, size, STARTS[type(message)], line, number) + header
         except UNWRITABLE:
-            said = write(message, line, number)  # which says why not
+            write(message, line, number)  # which says why not
+            raise
         if size > LARGEST - HEAD_ROOM or self._write(said) is None:
-            self.gone = NOTHING
+            self.unsaid = said
             return None
         if not self._wait(_SLICE_MS):
             self._wait_on(seconds - SLICE_SECONDS)
         heard = self._read(USUAL)
         try:
-            size, start, kind, _, answered = read_short(heard)
-            if size == len(heard) - 2 and answered == number and start == START:
-                return HEADER_READERS[kind](heard[AFTER_SHORT:])
+            start, _, answered = read_short(heard)
+            if answered == number:
+                return READERS[start](heard[AFTER_SHORT:])
         except UNUSUAL:
             pass
         return self._other(heard, number)
@@ -111,7 +108,7 @@ class Asking:
         if not heard:  # None: another process, a fork, was quicker
             raise ConnectionResetError("hung up")
         if heard == ELSEWHERE:
-            self.gone = ALL
+            self.unsaid = b""
             return None
         answer = read(the_rest(self._ends[0], heard))
         if answer is None or answer[1] != number:
@@ -127,8 +124,8 @@ class Asking:
 Handler = Callable[[Client, int, int, Any], None]
 """Answers a question: of whom, on which line, with which number, and what it is."""
 
-Handlers = Mapping[int, tuple[Callable[[bytes], Message], Handler]]
-"""What reads a question, and what answers it, by its type."""
+Handlers = Mapping[bytes, tuple[Callable[[bytes], Message], Handler]]
+"""What reads a question, and what answers it, by how its envelope begins."""
 
 
 class Hearing:
@@ -165,11 +162,9 @@ class Hearing:
         said = self._read(USUAL)
         client.pipe = self._write
         try:
-            size, start, kind, line, number = read_short(said)
-            reader, handle = self._handlers[kind]
-            if size != len(said) - 2 or start != START:
-                raise ValueError
-            question = reader(said[AFTER_SHORT:])
+            start, line, number = read_short(said)
+            reader, handle = self._handlers[start]
+            question = reader(said[AFTER_SHORT:])  # complains of more as well as of less
         except UNUSUAL:
             self._other(client, said and the_rest(self._reads, said))
             return

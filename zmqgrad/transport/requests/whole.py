@@ -10,30 +10,40 @@ Where something is out of the ordinary, :func:`read` knows nothing: the caller a
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 
 from zmqgrad.transport.zmtp import HEAD_ROOM, write_head
 from zmqgrad.wire.codec import HEADER_READERS, UNREADABLE, UNWRITABLE, encode, header_of
 from zmqgrad.wire.frames import ENVELOPE_SIZE, MAGIC, MAX_HEADER, VERSION
-from zmqgrad.wire.messages import Message
+from zmqgrad.wire.messages import BY_TYPE, Message
 
-_SHORT = struct.Struct("!H4sH2xQQ")
+_SHORT = struct.Struct("!H6s2xQQ")
 """Flags, which are none, and size together as one number; then the envelope, whose source nobody looks at."""
 
-_LONG = struct.Struct("!BQ4sH2xQQ")
+_LONG = struct.Struct("!BQ6s2xQQ")
 LONG_FLAG = 2
 
-START = MAGIC + bytes([VERSION, 0])
+_START = MAGIC + bytes([VERSION, 0])
 """An envelope's first bytes; there are no lanes here."""
+
+STARTS: dict[type[Message], bytes] = {cls: _START + kind.to_bytes(2, "big") for kind, cls in BY_TYPE.items()}
+"""How an envelope begins, its type included, by what is in it."""
+
+READERS: dict[bytes, Callable[[bytes | memoryview], Message]] = {
+    STARTS[cls]: HEADER_READERS[kind] for kind, cls in BY_TYPE.items()
+}
+"""What makes a message of a header, by how its envelope begins."""
 
 AFTER_SHORT = _SHORT.size
 """Where the header begins, after a short head."""
 
 _AFTER_LONG = _LONG.size
 
-read_short = _SHORT.unpack_from
-"""Size, start, type, incarnation and number, of a message with a short head. Raises ``struct.error``."""
+read_short = struct.Struct("!2x6s2xQQ").unpack_from
+"""Start, incarnation and number, of a message with a short head. Raises ``struct.error``."""
 
-write_short, write_long, _read_long = _SHORT.pack, _LONG.pack, _LONG.unpack_from
+_read_short, _read_long = _SHORT.unpack_from, _LONG.unpack_from
+write_short, write_long = _SHORT.pack, _LONG.pack
 
 
 def write(message: Message, incarnation: int, number: int) -> bytes | bytearray:
@@ -46,9 +56,9 @@ def write(message: Message, incarnation: int, number: int) -> bytes | bytearray:
         header = header_of(message)
         size = len(header) + ENVELOPE_SIZE
         if size < 256:
-            return write_short(size, START, message.TYPE, incarnation, number) + header
+            return write_short(size, STARTS[type(message)], incarnation, number) + header
         if size <= MAX_HEADER:
-            return write_long(LONG_FLAG, size, START, message.TYPE, incarnation, number) + header
+            return write_long(LONG_FLAG, size, STARTS[type(message)], incarnation, number) + header
     except UNWRITABLE:
         pass
     return write_head(encode(message, 0, incarnation, number, room=HEAD_ROOM))  # which says why not
@@ -57,12 +67,12 @@ def write(message: Message, incarnation: int, number: int) -> bytes | bytearray:
 def read(data: bytes) -> tuple[int, int, Message] | None:
     """Incarnation and number (of a question: line and number) and message. None: ``data`` is not just one."""
     try:
-        size, start, kind, incarnation, number = read_short(data)
-        if size == len(data) - 2 and start == START:
-            return incarnation, number, HEADER_READERS[kind](data[AFTER_SHORT:])
-        flag, size, start, kind, incarnation, number = _read_long(data)
-        if flag == LONG_FLAG and size == len(data) - HEAD_ROOM and start == START:
-            return incarnation, number, HEADER_READERS[kind](memoryview(data)[_AFTER_LONG:])
+        size, start, incarnation, number = _read_short(data)
+        if size == len(data) - 2:
+            return incarnation, number, READERS[start](data[AFTER_SHORT:])
+        flag, size, start, incarnation, number = _read_long(data)
+        if flag == LONG_FLAG and size == len(data) - HEAD_ROOM:
+            return incarnation, number, READERS[start](memoryview(data)[_AFTER_LONG:])
     except (*UNREADABLE, KeyError):
         pass
     return None
