@@ -70,7 +70,7 @@ class RequestClient:
         except BaseException:
             self._drop(line)
             raise
-        if not line.spare:
+        if len(self._idle) < MAX_IDLE:
             self._idle.append(line)
             if not self._closed:  # otherwise close() may have looked before we appended
                 return answer
@@ -87,7 +87,6 @@ class RequestClient:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self.name}, connected to {self.address}, is closed")
-            line.spare = len(self._lines) >= MAX_IDLE
             self._lines.add(line)
         return line
 

@@ -53,8 +53,6 @@ class Line:
     ) -> None:
         self.id = secrets.randbits(63)
         self.number = 0
-        self.spare = False
-        """It is one of too many, and not to be kept."""
         self._address = address
         self._name = name
         self._keys = keys
