@@ -700,3 +700,13 @@ def test_a_device_that_fails_is_named(gpu: None) -> None:
 def test_a_frame_on_a_device_is_no_bytes() -> None:
     with pytest.raises(ProtocolError, match="lies on a device"):
         blob_bytes(Blob(Place.FRAME, 48, b"", 0), on_gpu()[1])
+
+
+def test_more_tensors_than_a_message_holds_are_refused_by_who_sends_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zmqgrad.wire.tensors.blobs.MAX_TENSORS", 5)
+    with pytest.raises(PayloadError, match="6 tensors cannot be sent at once"):
+        describe([torch.rand(2, 3).t() for _ in range(6)], [])
+    assert len(describe([torch.rand(2, 3).t() for _ in range(5)], []).tensors) == 5
+    assert describe([torch.rand(2) for _ in range(99)], []).rows  # of which each holds many

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from zmqgrad.wire.messages import Blob, Place, Row, TensorDescriptor, Tensors
+from zmqgrad.errors import PayloadError
+from zmqgrad.wire.messages import MAX_TENSORS, Blob, Place, Row, TensorDescriptor, Tensors
 from zmqgrad.wire.unwritten import Frame, Unwritten
 
 INLINE = 16 << 10
@@ -95,7 +96,15 @@ class Blobs:
         return len(self.blobs) - 1
 
     def finish(self, descriptors: Sequence[TensorDescriptor], rows: Sequence[Row] = ()) -> Tensors:
-        """All is taken in."""
+        """All is taken in.
+
+        Raises:
+            PayloadError: if that is more than a message holds: its reader would refuse it.
+        """
+        if max(len(descriptors), len(self.blobs)) > MAX_TENSORS:
+            raise PayloadError(
+                f"{len(descriptors)} tensors cannot be sent at once (at most {MAX_TENSORS}); join some"
+            )
         if self._shared_index >= 0:
             self.frames[self._shared_index] = b"".join(self._shared)
         return Tensors(tuple(descriptors), tuple(self.blobs), tuple(rows))
