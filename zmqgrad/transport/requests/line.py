@@ -17,13 +17,16 @@ from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.requests.nearby import dial_nearby, wait_for
 from zmqgrad.transport.requests.pipes import receive_with_pipes
-from zmqgrad.transport.requests.short import SLICE_SECONDS, Asking
+from zmqgrad.transport.requests.short import SOON_SECONDS, Asking
 from zmqgrad.transport.requests.whole import read, write
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import dial, hang_up, limit_waits
 from zmqgrad.transport.zmtp import GREETING_SIZE, HEAD_ROOM, Frame, Unpacker, opening
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
+
+SLICE_SECONDS = 1.0
+"""How long a line waits in the kernel at a time. Only a wait shorter than this must set another."""
 
 CONNECT_SECONDS = 5.0
 """How long one attempt to connect may take."""
@@ -74,14 +77,12 @@ class Line:
         unsaid: bytes | bytearray | None = None
         heard = b""
         try:
-            if seconds < SLICE_SECONDS:
-                pass
-            elif self._short is not None:
+            if self._short is not None and seconds >= SOON_SECONDS:
                 answer = self._short.ask(message, self.id, number, seconds)
                 if answer is not None:
                     return answer
                 unsaid, self._short.unsaid = self._short.unsaid, b""
-            elif self._quick is not None:
+            elif self._quick is not None and seconds >= SLICE_SECONDS:
                 unsaid = said = write(message, self.id, number)
                 unsaid = said[self._quick.send(said) :]
                 if not unsaid and self._wait(_SLICE_MS):
@@ -165,7 +166,7 @@ class Line:
         except BlockingIOError:
             return
         if ends is not None:
-            self._short = Asking(ends, self._closing, self._clock)
+            self._short = Asking(ends, self._socket, self._clock)
         self._take(said, deadline)
 
     def _meet(

@@ -12,7 +12,7 @@ time, so whatever else is read there is an offence.
 from __future__ import annotations
 
 import select
-import threading
+import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,27 +36,33 @@ from zmqgrad.wire.codec import UNREADABLE, UNWRITABLE, header_of
 from zmqgrad.wire.frames import ENVELOPE_SIZE
 from zmqgrad.wire.messages import Message
 
+SOON_SECONDS = 0.1
+"""Within so long nearly all is answered: only after that a client looks at anything but the pipe."""
+
 SLICE_SECONDS = 1.0
-"""How long a client waits in the kernel at a time, to see then whether it was closed meanwhile."""
+"""How long it then waits in the kernel at a time."""
 
 UNUSUAL = (*UNREADABLE, KeyError, TypeError)
 """What reading says of what is not just a short message."""
 
-_SLICE_MS = int(SLICE_SECONDS * 1000)
+_SOON_MS = int(SOON_SECONDS * 1000)
 
 
 class Asking:
-    """The end of a client, which asks one thing at a time. Used by one thread at a time."""
+    """The end of a client, which asks one thing at a time. Used by one thread at a time.
 
-    __slots__ = ("_clock", "_closing", "_ends", "_read", "_wait", "_write", "unsaid")
+    ``connection`` is what the pipes came by; who hangs up on it ends what is waited for here.
+    """
 
-    def __init__(self, ends: Ends, closing: threading.Event, clock: Clock) -> None:
+    __slots__ = ("_clock", "_connection", "_ends", "_read", "_wait", "_write", "unsaid")
+
+    def __init__(self, ends: Ends, connection: socket.socket, clock: Clock) -> None:
         self._ends = reads, writes = ends
         self._read, self._write = reads.read, writes.write
         poll = select.poll()
         poll.register(reads.fileno(), select.POLLIN)
         self._wait = poll.poll
-        self._closing = closing
+        self._connection = connection
         self._clock = clock
         self.unsaid = b""
 
@@ -67,7 +73,7 @@ class Asking:
 
         Raises:
             OSError: if the connection has ended, or there is no answer within ``seconds``, which are at
-                least ``SLICE_SECONDS``.
+                least ``SOON_SECONDS``.
             ProtocolError: if ``message`` cannot be written, or what comes back is no message of ours.
         """
         try:
@@ -83,8 +89,8 @@ class Asking:
         if size > LARGEST - HEAD_ROOM or self._write(said) is None:
             self.unsaid = said
             return None
-        if not self._wait(_SLICE_MS):
-            self._wait_on(seconds - SLICE_SECONDS)
+        if not self._wait(_SOON_MS):
+            self._wait_on(seconds - SOON_SECONDS)
         heard = self._read(USUAL)
         try:
             start, _, answered = read_short(heard)
@@ -95,13 +101,17 @@ class Asking:
         return self._other(heard, number)
 
     def _wait_on(self, seconds: float) -> None:
-        """It takes longer."""
+        """It takes longer: from now on, wait as well to be hung up on, here or there."""
         deadline = Deadline(self._clock.now() + seconds, self._clock)
-        while not self._wait(min(SLICE_SECONDS, deadline.left()) * 1000):
-            if self._closing.is_set():
-                raise ConnectionAbortedError("closed while it waited")
+        answers = self._ends[0].fileno()
+        poll = select.poll()
+        poll.register(answers, select.POLLIN)
+        poll.register(self._connection, select.POLLIN)
+        while not (ready := poll.poll(min(SLICE_SECONDS, deadline.left()) * 1000)):
             if deadline.passed():
                 raise TimeoutError("it is silent")
+        if answers not in dict(ready):
+            raise ConnectionResetError("hung up")
 
     def _other(self, heard: bytes | None, number: int) -> Message | None:
         """What ``heard`` says, which is not just a short answer."""
