@@ -17,7 +17,7 @@ from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.requests.nearby import dial_nearby, wait_for
 from zmqgrad.transport.requests.pipes import receive_with_pipes
-from zmqgrad.transport.requests.short import SOON_SECONDS, Asking
+from zmqgrad.transport.requests.short import NOTHING, SOON_SECONDS, Asking
 from zmqgrad.transport.requests.whole import read, write
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import dial, hang_up, limit_waits
@@ -39,6 +39,9 @@ CHUNK = 16 << 10
 
 _OPENING = opening("DEALER")
 _GREETING, _READY = _OPENING[:GREETING_SIZE], _OPENING[GREETING_SIZE:]
+Unsaid = tuple[bytes, bytes | bytearray]
+"""What is to be said yet, in two pieces."""
+
 _SLICE_MS = int(SLICE_SECONDS * 1000)
 _NEVER = Deadline()
 
@@ -74,18 +77,20 @@ class Line:
         """Send ``message``, again on each new connection, until an answer to it comes."""
         self.number = number = self.number + 1
         began = self._now()
-        unsaid: bytes | bytearray | None = None
+        unsaid: Unsaid | None = None
         heard = b""
         try:
             if self._short is not None and seconds >= SOON_SECONDS:
                 answer = self._short.ask(message, self.id, number, seconds)
                 if answer is not None:
                     return answer
-                unsaid, self._short.unsaid = self._short.unsaid, b""
+                unsaid, self._short.unsaid = self._short.unsaid, NOTHING
             elif self._quick is not None and seconds >= SLICE_SECONDS:
-                unsaid = said = write(message, self.id, number)
-                unsaid = said[self._quick.send(said) :]
-                if not unsaid and self._wait(_SLICE_MS):
+                said = write(message, self.id, number)
+                unsaid = b"", said
+                sent = self._quick.send(said)
+                unsaid = b"", said[sent:]
+                if sent == len(said) and self._wait(_SLICE_MS):
                     heard = self._quick.recv(CHUNK)
                     found = read(heard)
                     if found is not None and found[1] == number:
@@ -98,9 +103,7 @@ class Line:
                 raise TimeoutError(f"no answer from {self._address} ({e})") from e
         return self._insist(message, Deadline(began + seconds, self._clock), unsaid, heard)
 
-    def _insist(
-        self, message: Message, deadline: Deadline, unsaid: bytes | bytearray | None, heard: bytes
-    ) -> Message:
+    def _insist(self, message: Message, deadline: Deadline, unsaid: Unsaid | None, heard: bytes) -> Message:
         """Go on with ``message``.
 
         ``unsaid`` is what is to be said yet of it on the connection that stands, and ``heard`` what has come
@@ -114,7 +117,8 @@ class Line:
                     unsaid, heard = None, b""
                 else:
                     self._limit_waits(deadline)
-                self._send(self._pack(message) if unsaid is None else unsaid, deadline)
+                before, data = unsaid or (b"", self._pack(message))
+                self._send(data, deadline, before)
                 answer = self._answer(deadline, heard)
                 self._quick = self._socket if self._keys is None and self._unpacker.at_rest else None
                 return answer
@@ -189,12 +193,16 @@ class Line:
             (receive or self._receive)(deadline)
             self._limit_waits(deadline)
 
-    def _send(self, data: bytes | bytearray, deadline: Deadline) -> None:
+    def _send(self, data: bytes | bytearray, deadline: Deadline, before: bytes = b"") -> None:
+        """Send ``before`` and ``data``."""
         assert self._socket is not None
-        sent = 0
+        sent = -len(before)
         while sent < len(data):
             try:
-                sent += self._socket.send(memoryview(data)[sent:] if sent else data)
+                if sent < 0:
+                    sent += self._socket.sendmsg((before[sent:], data))
+                else:
+                    sent += self._socket.send(memoryview(data)[sent:] if sent else data)
             except BlockingIOError:
                 pass
             if sent < len(data):

@@ -45,6 +45,8 @@ SLICE_SECONDS = 1.0
 UNUSUAL = (*UNREADABLE, KeyError, TypeError)
 """What reading says of what is not just a short message."""
 
+NOTHING = b"", b""
+
 _SOON_MS = int(SOON_SECONDS * 1000)
 
 
@@ -64,12 +66,13 @@ class Asking:
         self._wait = poll.poll
         self._connection = connection
         self._clock = clock
-        self.unsaid = b""
+        self.unsaid = NOTHING
+        """What has to be said by the connection yet, in two pieces."""
 
     def ask(self, message: Message, line: int, number: int, seconds: float) -> Message | None:
         """The answer to ``message``, question ``number`` on ``line``; None: it comes by the connection.
 
-        Then :attr:`unsaid` is what has to be said there first.
+        Then see :attr:`unsaid`.
 
         Raises:
             OSError: if the connection has ended, or there is no answer within ``seconds``, which are at
@@ -80,14 +83,14 @@ class Asking:
             header = header_of(message)
             size = len(header) + ENVELOPE_SIZE
             if size < 256:
-                said = write_short(size, STARTS[type(message)], line, number) + header
+                head = write_short(size, STARTS[type(message)], line, number)
             else:
-                said = write_long(LONG_FLAG, size, STARTS[type(message)], line, number) + header
+                head = write_long(LONG_FLAG, size, STARTS[type(message)], line, number)
         except UNWRITABLE:
             write(message, line, number)  # which says why not
             raise
-        if size > LARGEST - HEAD_ROOM or self._write(said) is None:
-            self.unsaid = said
+        if size > LARGEST - HEAD_ROOM or self._write(head + header) is None:
+            self.unsaid = head, header
             return None
         if not self._wait(_SOON_MS):
             self._wait_on(seconds - SOON_SECONDS)
@@ -118,7 +121,7 @@ class Asking:
         if not heard:  # None: another process, a fork, was quicker
             raise ConnectionResetError("hung up")
         if heard == ELSEWHERE:
-            self.unsaid = b""
+            self.unsaid = NOTHING
             return None
         answer = read(the_rest(self._ends[0], heard))
         if answer is None or answer[1] != number:
