@@ -103,7 +103,7 @@ class RecvNote(NamedTuple):
     outputs: int
 
 
-_ANCHOR = torch.empty(0, requires_grad=True)
+_ANCHOR = torch.empty(0, requires_grad=True, device="cpu")
 """What makes the outputs of a recv require grad. Nothing ever flows to it."""
 
 _NOTE = "zmqgrad"
@@ -143,5 +143,5 @@ def note_of(node: Any) -> RecvNote | None:
     return note
 
 
-LEAF_NODE: Any = type(torch.ones((), requires_grad=True).view(()).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+LEAF_NODE: Any = type(_ANCHOR.view(0).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 """The class of the nodes that stand for leaves (AccumulateGrad); they have a ``variable``."""

@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.graph.hooks import our_hook
 
-UNDEFINED = torch.empty(0)
+UNDEFINED = torch.empty(0, device="cpu")
 """Stands for a gradient that is there and nothing; told by ``is``. It never gets into the engine."""
 
 Place = tuple[Any, int]

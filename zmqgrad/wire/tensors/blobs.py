@@ -10,6 +10,7 @@ import torch
 
 from zmqgrad.errors import PayloadError
 from zmqgrad.wire.messages import MAX_TENSORS, Blob, Place, Row, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors.modes import unseen
 from zmqgrad.wire.unwritten import Frame, Unwritten
 
 INLINE = 16 << 10
@@ -120,18 +121,21 @@ def window(owner: torch.Tensor, address: int, size: int) -> memoryview:
 class _Packed(Unwritten):
     """The elements of a tensor with gaps."""
 
-    __slots__ = ("_tensor",)
+    __slots__ = ("_size", "_tensor")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor.detach()
+        self._size = tensor.nbytes
 
     def __len__(self) -> int:
-        return self._tensor.nbytes
+        return self._size
 
+    @unseen
     def write_to(self, room: memoryview) -> None:
         t = self._tensor
         torch.frombuffer(room, dtype=torch.uint8).view(t.dtype).view(t.shape).copy_(t)
 
+    @unseen
     def written(self) -> memoryview:
         packed = self._tensor.contiguous()
         return window(packed, packed.data_ptr(), packed.nbytes)

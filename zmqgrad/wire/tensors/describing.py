@@ -13,6 +13,7 @@ from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDesc
 from zmqgrad.wire.tensors.blobs import MANY, Blobs, blob_of
 from zmqgrad.wire.tensors.devices import CPU, DeviceFrame, Devices, NoWay, leave, no_way
 from zmqgrad.wire.tensors.dtypes import NAMES
+from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, hidden
 from zmqgrad.wire.tensors.rows import LEAST, make_rows
 from zmqgrad.wire.tensors.sharing import Sharing, extent
 from zmqgrad.wire.unwritten import Frame
@@ -33,6 +34,9 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devi
     if not tensors:
         return NO_TENSORS
     try:
+        if function_modes() or dispatch_modes():
+            with hidden():
+                return _describe_for(devices, tensors, frames)
         return _describe_for(devices, tensors, frames) if devices else _describe_all(tensors, frames)
     except PayloadError:
         raise
@@ -42,8 +46,8 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devi
         raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
 
 
-def _describe_for(devices: Devices, tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
-    if _stay(tensors, devices):
+def _describe_for(devices: Devices | None, tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
+    if not devices or _stay(tensors, devices):
         return _describe_all(tensors, frames)
     leaving, names = leave(tensors, devices)
     there = _describe_all(leaving, frames, on_devices=True)

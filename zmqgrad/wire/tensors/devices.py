@@ -15,6 +15,7 @@ import torch
 
 from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.tensors.blobs import INLINE, window
+from zmqgrad.wire.tensors.modes import unseen
 from zmqgrad.wire.tensors.streams import note_arrival
 from zmqgrad.wire.unwritten import Foreign, OnDevice
 
@@ -102,10 +103,12 @@ class DeviceFrame(OnDevice):
         torch.cuda.current_stream(self.tensor.device).synchronize()
         return staged
 
+    @unseen
     def write_to(self, room: memoryview) -> None:
         # By pinned memory all the same: the driver copies to other memory in small steps, through its own.
         torch.frombuffer(room, dtype=torch.uint8).copy_(self._staged().view(-1).view(torch.uint8))
 
+    @unseen
     def written(self) -> memoryview:
         staged = self._staged()
         return window(staged, staged.data_ptr(), self._size)

@@ -14,6 +14,7 @@ from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors.devices import arrive, copy_there
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
+from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, hidden
 from zmqgrad.wire.tensors.rows import rebuild_row
 from zmqgrad.wire.unwritten import Buffer, Foreign, Received
 
@@ -34,6 +35,9 @@ def rebuild(
         PayloadError: if a tensor is to lie on a device that this process does not have.
     """
     try:
+        if function_modes() or dispatch_modes():
+            with hidden():
+                return _rebuild_all(described, frames, differentiable)
         return _rebuild_all(described, frames, differentiable)
     except PayloadError:
         raise

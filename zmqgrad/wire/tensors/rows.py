@@ -16,6 +16,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.wire.messages import Row
 from zmqgrad.wire.tensors.blobs import Blobs, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
+from zmqgrad.wire.tensors.modes import unseen
 from zmqgrad.wire.unwritten import Buffer, Unwritten
 
 LEAST = 8
@@ -101,10 +102,12 @@ class _Joined(Unwritten):
             return self._tensors
         return [t.view(-1) for t in self._tensors]
 
+    @unseen
     def write_to(self, room: memoryview) -> None:
         with torch.no_grad():
             torch.cat(self._flat(), out=_frombuffer(room, dtype=self._tensors[0].dtype))
 
+    @unseen
     def written(self) -> memoryview:
         with torch.no_grad():
             flat = torch.cat(self._flat())
