@@ -12,7 +12,7 @@ import torch
 
 from zmqgrad.rpc.futures import Completer, RpcFuture
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.wire.tensors.streams import note_arrival, watch_arrivals
+from zmqgrad.wire.tensors.streams import follow, note_arrival, watch_arrivals
 
 GPU = torch.device("cuda:0")
 
@@ -157,3 +157,36 @@ def test_watches_within_watches() -> None:
     assert set(outer.events) == {outer_tensor.device, inner_tensor.device}
     note_arrival(Tensor())  # type: ignore[arg-type]  # nobody watches, and nothing is kept
     assert watch_arrivals(lambda: 1) == (1, ([], {}))
+
+
+class SomeStream(NamedTuple):
+    """A stream, and for which others it waits."""
+
+    name: str
+    waits: list[Any]
+
+    def wait_stream(self, other: SomeStream) -> None:
+        self.waits.append(other)
+
+
+def test_what_engine_threads_have_made_is_followed_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[Any] = []
+
+    class OnGpu(torch.Tensor):
+        is_cuda = True
+        device = GPU
+
+        def record_stream(self, stream: Any) -> None:
+            used.append(stream)
+
+    current, default = SomeStream("side", []), SomeStream("default", [])
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
+    tensors = [torch.ones(2).as_subclass(OnGpu) for _ in range(3)]
+    follow([*tensors, torch.ones(1), "no tensor", None])
+    assert current.waits == [default]
+    assert used == [current] * 3
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default)
+    follow(tensors)
+    assert default.waits == []

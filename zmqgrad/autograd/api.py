@@ -16,6 +16,7 @@ from zmqgrad.autograd.roots import check_roots
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.wire.tensors.streams import follow
 
 
 class context:
@@ -96,7 +97,9 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     Raises:
         AutogradError: if the context is not known here.
     """
-    return get_context(context_id).gradients()
+    gradients = get_context(context_id).gradients()
+    follow(gradients.values())
+    return gradients
 
 
 def get_context(context_id: int) -> Context:

@@ -26,6 +26,7 @@ from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import split_id
 from zmqgrad.wire.messages import ExceptionReply, RemoteCall, RRefFetch
+from zmqgrad.wire.tensors.streams import follow
 
 T = TypeVar("T")
 
@@ -106,6 +107,7 @@ class RRef(TravelsAsReference, Generic[T]):
                 f"error: making the value of {self} on {self._worker.name}"
             )
         result: T = outcome.result()
+        follow((result,))
         return result
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:

@@ -252,6 +252,8 @@ class DeviceExchange:
                 self._say(peer, Release(), 0)  # its manifest says it all
         for desk in list(self._desks.values()):
             desk.lender.reclaim()
+        with self._back:
+            self._back.notify_all()
         if self._borrowings.copying():
             self._owing()
 

@@ -1,8 +1,9 @@
-"""The order of streams between the thread that rebuilds an answer and the one that uses it.
+"""The order of streams between the thread that makes a tensor and the one that uses it.
 
 An answer may be rebuilt by an engine thread, on that thread's streams, while the user waits for it inside
 ``torch.cuda.stream(...)``: his stream has to wait for the copies, and the memory of the tensors must not be
-used again before his work with them is done.
+used again before his work with them is done. The same goes for gradients, and values on their owner, which
+engine threads have made.
 """
 
 from __future__ import annotations
@@ -51,6 +52,27 @@ def _events_on(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
         events[device] = event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(device))
     return events
+
+
+def follow(tensors: Iterable[object]) -> None:
+    """What the calling thread queues from here on comes after what engine threads queued for ``tensors``.
+
+    Those work on the default streams, as whoever does not ask for others. What is no tensor is passed over.
+    """
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return
+    waited: set[torch.device] = set()
+    for t in tensors:
+        if not (isinstance(t, torch.Tensor) and t.is_cuda):
+            continue
+        current, default = torch.cuda.current_stream(t.device), torch.cuda.default_stream(t.device)
+        if current == default:
+            continue
+        if t.device not in waited:
+            waited.add(t.device)
+            current.wait_stream(default)
+        if t.layout is torch.strided:
+            t.record_stream(current)
 
 
 def note_arrival(tensor: torch.Tensor) -> None:
