@@ -16,6 +16,7 @@ from tools.bench.limits import COPIES, ROUND_TRIP
 from tools.bench.picture import save_picture
 from tools.bench.plan import Piece, Row, limits, pieces
 from tools.bench.processes import PieceFailed
+from tools.bench.profile import part_of, print_parts, read_samples
 from tools.bench.report import duration, print_table
 from tools.bench.results import LIMIT, Results
 from tools.bench.sides import OURS, TORCH
@@ -145,3 +146,50 @@ def test_many_clients_of_a_store_come_through_or_the_time_is_up() -> None:
     found = store_scale.measure("zmqgrad", 6, 2, 50.0)
     assert set(found) == {*store_scale.STEPS, "server", "a client"}
     assert store_scale.measure("zmqgrad", 6, 2, 0.0) == {"start": "0 through"}
+
+
+PERF = """\
+python  8951 62.1:
+\t    7f01 mkl_blas_def_sgemm_kernel_0_zen+0x10 (/lib/libtorch_cpu.so)
+\t    7f02 at::native::addmm+0x20 (/lib/libtorch_cpu.so)
+
+python  8951 62.2:
+\tffffffff81 finish_task_switch.isra.0+0x1 ([kernel.kallsyms])
+\tffffffff82 __x64_sys_futex+0x9 ([kernel.kallsyms])
+\t    7f03 take_gil+0x5 (/lib/libpython3.11.so.1.0)
+
+python  8951 62.3:
+\t    7f04 _PyEval_EvalFrameDefault+0x5 (/lib/libpython3.11.so.1.0)
+
+python  8951 62.4:
+\tffffffff83 clear_page_erms+0x1 ([kernel.kallsyms])
+\tffffffff84 exc_page_fault+0x1 ([kernel.kallsyms])
+
+python  8951 62.5:
+\t    7f05 __memmove_avx_unaligned_erms+0x5 (/lib/x86_64-linux-gnu/libc.so.6)
+
+python  8951 62.6:
+\t    7f06 std::mutex::lock (anonymous)+0x5 (/lib/libtorch_python.so)
+"""
+
+
+def test_parts_of_a_profile() -> None:
+    samples = list(read_samples(PERF.splitlines()))
+    assert [len(sample) for sample in samples] == [2, 3, 1, 2, 1, 1]
+    found = [part_of(sample) for sample in samples]
+    assert found == ["arithmetic", "kernel: futex", "interpreter", "kernel: page faults", "copies", "torch"]
+
+
+def test_a_printed_profile(capsys: pytest.CaptureFixture[str]) -> None:
+    print_parts(
+        "call", OURS, [(0.01, {"interpreter": 0.1, "torch": 0.05}), (0.0, {"torch": 0.2, "copies": 0.02})]
+    )
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [
+        "call, zmqgrad: 10 ms each, of which ran",
+        "on worker 0 on worker 1",
+        "torch 500 us 2 ms",
+        "interpreter 1 ms 0 us",
+        "copies 0 us 200 us",
+        "all 1.5 ms 2.2 ms",
+    ]
