@@ -25,10 +25,12 @@ class Survey:
     def __init__(self, entries: Entries, leaves: Leaves) -> None:
         self.entries = entries
         self.leaves = leaves
+        self.walked: list[dict[Any, Sequence[Any]]] = []
+        """By entry: the nodes that it came to first, leaves and recvs aside, and the edges out of each."""
         self.edges: dict[Any, Sequence[Any]] = {}
-        """Out of each node that is no leaf and no recv."""
+        """Those of all entries."""
         self.owner: dict[Any, int] = {}
-        """The first entry that came to each of these, to each recv, and to each leaf that waits."""
+        """The first entry that came to each recv, and to each leaf that waits."""
         self.notes: dict[Any, RecvNote] = {}
         """The recvs."""
         self.waiting: set[Any] = set()
@@ -48,34 +50,59 @@ class Survey:
         self.met = self.met or bool(self.meets)
 
     def _walk(self, number: int, starts: Sequence[GradientEdge]) -> dict[tuple[Any, int], None]:
-        owner, edges, notes, leaf_node, recv_node = self.owner, self.edges, self.notes, LEAF_NODE, RECV_NODE
+        before, leaf_node, recv_node = self.edges, LEAF_NODE, RECV_NODE
         plain = self.leaves is Leaves.PLAIN
+        mine: dict[Any, Sequence[Any]] = {}
         ends: dict[tuple[Any, int], None] = {}
-        todo: list[Any] = list(starts)
-        while todo:  # this is the walk over the whole graph: every look-up counts
-            edge = todo.pop()
-            node = edge[0]
-            kind = type(node)
-            if kind is leaf_node:
-                ends[node, 0] = None
-                if not plain:
-                    self._come_to_leaf(number, node)
-                continue
-            before = owner.get(node)
-            if before is None:
-                if node is None:
-                    continue
-                owner[node] = number
-                if kind is recv_node and (note := note_of(node)) is not None:
-                    notes[node] = note
-                else:
-                    following = edges[node] = node.next_functions
-                    todo += following
-            elif before != number:
-                self.meets[node] = self.meets.get(node, 0) | 1 << number
-            if kind is recv_node and node in notes:
-                ends[node, edge[1]] = None
+        todo: list[Any] = [start[0] for start in starts if not self._ends_at(number, start, ends)]
+        while todo:
+            node = todo.pop()
+            while node not in mine:  # this is the walk over the whole graph: every look-up counts
+                if node in before:
+                    self._meet(number, node)
+                    break
+                mine[node] = following = node.next_functions
+                onward = None
+                for edge in following:
+                    reached = edge[0]
+                    kind = type(reached)
+                    if kind is leaf_node:
+                        ends[edge] = None
+                        if not plain:
+                            self._come_to_leaf(number, reached)
+                    elif reached is None or (kind is recv_node and self._ends_at(number, edge, ends)):
+                        continue
+                    elif onward is None:
+                        onward = reached
+                    else:
+                        todo.append(reached)
+                if onward is None:
+                    break
+                node = onward
+        self.walked.append(mine)
+        if len(self.entries.starts) == 1:
+            self.edges = mine
+        else:
+            before.update(mine)
         return ends
+
+    def _meet(self, number: int, node: Any) -> None:
+        self.meets[node] = self.meets.get(node, 0) | 1 << number
+
+    def _ends_at(self, number: int, edge: Any, ends: dict[tuple[Any, int], None]) -> bool:
+        """Is ``edge`` one of a leaf or a recv? Then it is one of ``ends``."""
+        node = edge[0]
+        if type(node) is LEAF_NODE:
+            if self.leaves is not Leaves.PLAIN:
+                self._come_to_leaf(number, node)
+        elif type(node) is RECV_NODE and (note := self.notes.get(node) or note_of(node)) is not None:
+            self.notes[node] = note
+            if self.owner.setdefault(node, number) != number:
+                self._meet(number, node)
+        else:
+            return False
+        ends[node, edge[1]] = None
+        return True
 
     def _come_to_leaf(self, number: int, node: Any) -> None:
         if self.leaves is Leaves.TOGETHER:
@@ -84,7 +111,7 @@ class Survey:
             return
         self.waiting.add(node)
         if self.owner.setdefault(node, number) != number:
-            self.meets[node] = self.meets.get(node, 0) | 1 << number
+            self._meet(number, node)
 
 
 class Reduced:
@@ -127,15 +154,19 @@ class Reduced:
 
     def _exits(self, shared: dict[Any, None]) -> list[dict[tuple[Any, int], None]]:
         """For each entry, the edges that leave what it has for itself: to leaves, recvs, what is shared."""
-        edges, owner = self._survey.edges, self._survey.owner
-        exits: list[dict[tuple[Any, int], None]] = [{} for _ in self._survey.starts]
-        outside = {node for ends in self._survey.ends for node, _ in ends}.union(shared)
-        for node, following in edges.items():
-            if node not in shared:
-                for edge in following:
-                    if edge[0] in outside:
-                        exits[owner[node]][edge] = None
-        return exits
+        survey = self._survey
+        outside = {node for ends in survey.ends for node, _ in ends}.union(shared)
+        return [
+            dict.fromkeys(
+                [
+                    edge
+                    for node, following in mine.items()
+                    for edge in following
+                    if edge[0] in outside and node not in shared
+                ]
+            )
+            for mine in survey.walked
+        ]
 
 
 def _shared(survey: Survey) -> dict[Any, None]:
@@ -152,5 +183,5 @@ def _shared(survey: Survey) -> dict[Any, None]:
                 todo.pop()
             else:
                 seen.add(node)
-                todo += [n for n, _ in edges.get(node, ()) if n in owner and n not in seen]
+                todo += [n for n, _ in edges.get(node, ()) if (n in edges or n in owner) and n not in seen]
     return dict.fromkeys(reversed(done))
