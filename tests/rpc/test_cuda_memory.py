@@ -205,7 +205,7 @@ def test_what_torch_cannot_do_is_said_by_the_right_error(
         port.allocate("cpu", 4096)
 
 
-def test_an_event_of_a_device_that_has_failed_counts_as_come(fake: Torch) -> None:
+def test_an_event_of_a_device_that_has_failed_never_comes_and_is_not_waited_for(fake: Torch) -> None:
     memory = CudaPort().allocate("cpu", 4096)
     event = memory.new_event()
     event.event.come = False
@@ -213,7 +213,7 @@ def test_an_event_of_a_device_that_has_failed_counts_as_come(fake: Torch) -> Non
     event.wait()
     assert event.done()
     event.event.come = RuntimeError("CUDA error: an illegal memory access was encountered")
-    assert event.done()
+    assert not event.done()
     event.wait()
 
 

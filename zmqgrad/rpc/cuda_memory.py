@@ -149,9 +149,11 @@ class _Copied:
 def _has_come(event: Any) -> bool:
     try:
         return bool(event.query())
-    except RuntimeError as e:  # an earlier error of the device, of which all hear: it does nothing any more
+    except RuntimeError as e:
+        # The device has failed, and says so to all; or must not be asked now, as a graph is being captured.
+        # In doubt, what it reads or writes is not to be used again.
         logger.debug("a device does not say whether it is done: %s", e)
-        return True
+        return False
 
 
 def _await(event: Any) -> None:

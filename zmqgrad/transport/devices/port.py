@@ -19,11 +19,11 @@ class Done(Protocol):
     """Something queued on a device."""
 
     def done(self) -> bool:
-        """Is it done, or will never be, as the device has failed? Does not wait."""
+        """Is it done? Does not wait. Of a device that has failed, nothing is ever done."""
         ...
 
     def wait(self) -> None:
-        """Wait until it is :meth:`done`: as long as the device takes for what was queued before it."""
+        """Wait until it is :meth:`done`, or the device has failed."""
         ...
 
 
