@@ -28,11 +28,16 @@ class _Here(threading.local):
 here = _Here()
 """For who waits so briefly that :func:`about_to_block` would show."""
 
+anybody = False
+"""Has any thread of this process ever worked for a pool? Costs a third of a look at ``here``."""
+
 _nothing = nullcontext()
 
 
 def belong_to(pool: Blockable | None) -> None:
     """The calling thread now works for ``pool``."""
+    global anybody
+    anybody = True
     here.pool = pool
 
 

@@ -49,8 +49,8 @@ class Contents:
         values[key] = value
         self.changes += 1
         self.revision += 1
-        if old is None:
-            self._hidden += key.startswith(HIDDEN)
+        if old is None and key.startswith(HIDDEN):
+            self._hidden += 1
         if self._watched:
             self._tell(key, old, value, notices)
 

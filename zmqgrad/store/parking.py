@@ -62,8 +62,9 @@ class Parking:
 
     def release(self, parked: Parked) -> None:
         """``parked`` waits no more."""
-        self._leave(parked)
-        parked.place = None
+        if parked.place is not None:
+            self._leave(parked)
+            parked.place = None
         self._by_asker.pop(parked.asker, None)
         self._count -= 1
 

@@ -14,7 +14,7 @@ import weakref
 from collections import deque
 
 from zmqgrad.errors import ClosedError
-from zmqgrad.runtime.blocking import here
+from zmqgrad.runtime import blocking
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.transport.requests.line import Line
 from zmqgrad.transport.security import Keys
@@ -62,10 +62,10 @@ class RequestClient:
         except IndexError:
             line = self._new_line()
         try:
-            if here.pool is None:
+            if not blocking.anybody or blocking.here.pool is None:
                 answer = line.request(message, seconds)
             else:
-                with here.pool.blocked():
+                with blocking.here.pool.blocked():
                     answer = line.request(message, seconds)
         except BaseException:
             self._drop(line)

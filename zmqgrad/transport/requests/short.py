@@ -21,9 +21,12 @@ from zmqgrad.runtime.clock import Clock, Deadline
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST, USUAL, Ends, the_rest
 from zmqgrad.transport.requests.whole import (
-    AFTER_SHORT,
+    HEADER,
+    LAST,
     LONG_FLAG,
+    NUMBER,
     READERS,
+    START,
     STARTS,
     read,
     read_short,
@@ -96,9 +99,8 @@ class Asking:
             self._wait_on(seconds - SOON_SECONDS)
         heard = self._read(USUAL)
         try:
-            start, _, answered = read_short(heard)
-            if answered == number:
-                return READERS[start](heard[AFTER_SHORT:])
+            if heard[NUMBER] == head[LAST]:
+                return READERS[heard[START]](heard[HEADER])
         except UNUSUAL:
             pass
         return self._other(heard, number)
@@ -177,7 +179,7 @@ class Hearing:
         try:
             start, line, number = read_short(said)
             reader, handle = self._handlers[start]
-            question = reader(said[AFTER_SHORT:])  # complains of more as well as of less
+            question = reader(said[HEADER])  # complains of more as well as of less
         except UNUSUAL:
             self._other(client, said and the_rest(self._reads, said))
             return

@@ -34,8 +34,11 @@ READERS: dict[bytes, Callable[[bytes | memoryview], Message]] = {
 }
 """What makes a message of a header, by how its envelope begins."""
 
-AFTER_SHORT = _SHORT.size
-"""Where the header begins, after a short head."""
+START, NUMBER, HEADER = slice(2, 8), slice(18, _SHORT.size), slice(_SHORT.size, None)
+"""Parts of a message with a short head, and the header after it."""
+
+LAST = slice(-8, None)
+"""The number, of a head alone, short or long."""
 
 _AFTER_LONG = _LONG.size
 
@@ -69,7 +72,7 @@ def read(data: bytes) -> tuple[int, int, Message] | None:
     try:
         size, start, incarnation, number = _read_short(data)
         if size == len(data) - 2:
-            return incarnation, number, READERS[start](data[AFTER_SHORT:])
+            return incarnation, number, READERS[start](data[HEADER])
         flag, size, start, incarnation, number = _read_long(data)
         if flag == LONG_FLAG and size == len(data) - HEAD_ROOM:
             return incarnation, number, READERS[start](memoryview(data)[_AFTER_LONG:])
