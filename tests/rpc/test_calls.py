@@ -113,6 +113,25 @@ class OwnError(Exception):
         self.one = one
 
 
+class CodedError(LookupError):
+    """Made from what has a name, and shows nothing else."""
+
+    def __init__(self, *, code: int) -> None:
+        super().__init__()
+        self.code = code
+
+    def __str__(self) -> str:
+        return f"code {self.code}"
+
+
+class LockedError(OwnError):
+    """Holds what cannot travel."""
+
+    def __init__(self) -> None:
+        super().__init__(1, "two")
+        self.lock = threading.Lock()
+
+
 class Unprintable(Exception):
     """Has neither repr nor str."""
 
@@ -122,9 +141,14 @@ class Unprintable(Exception):
     __str__ = __repr__
 
 
-def fail_with_own() -> None:
-    """Cannot be rebuilt: its constructor wants more than its args hold."""
-    raise OwnError(1, "two")
+def fail_with_own(kind: type[OwnError] | type[CodedError]) -> None:
+    """Its constructor wants other things than its args hold."""
+    raise OwnError(1, "two") if kind is OwnError else CodedError(code=3)
+
+
+def fail_with_locked() -> None:
+    """Cannot be rebuilt."""
+    raise LockedError
 
 
 def fail_unprintably() -> None:
@@ -157,12 +181,39 @@ def test_an_exception_has_its_own_type_and_tells_of_its_origin(pair: Cluster, er
         assert type(error).__name__ in told
 
 
-@pytest.mark.parametrize("function", [fail_with_own, fail_unprintably, fail_with_baggage])
+@pytest.mark.parametrize("function", [fail_with_locked, fail_unprintably, fail_with_baggage])
 def test_an_exception_that_cannot_be_rebuilt_is_a_remote_error(pair: Cluster, function: Any) -> None:
     with pytest.raises((RemoteError, Unprintable)) as caught:
         rpc.rpc_sync(1, function)
     if not isinstance(caught.value, Unprintable):
         assert f"in {function.__name__}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "holds"), [(OwnError, {"one": 1}), (CodedError, {"code": 3})], ids=["two things", "by name"]
+)
+def test_an_exception_is_rebuilt_though_its_constructor_wants_more(
+    pair: Cluster, kind: Any, holds: dict[str, Any]
+) -> None:
+    future = rpc.rpc_async(1, fail_with_own, args=(kind,))
+    seen = []
+    for ask in (lambda: rpc.rpc_sync(1, fail_with_own, args=(kind,)), future.wait, future.wait):
+        with pytest.raises(kind) as caught:
+            ask()
+        assert vars(caught.value).items() >= holds.items()
+        assert "in fail_with_own" in f"{caught.value}\n{caught.value.__cause__}"
+        seen.append(caught.value)
+    assert seen[1] is not seen[2], "each has a traceback of its own"
+
+
+def test_a_traceback_begins_with_the_function_that_was_called(pair: Cluster) -> None:
+    with pytest.raises(KeyError) as caught:
+        rpc.rpc_sync(1, {}.__getitem__, args=("k",))
+    assert caught.value.args == ("k",)
+    with pytest.raises(KeyError) as caught:
+        rpc.rpc_sync(1, fail, args=(KeyError("k"),))
+    lines = str(caught.value.__cause__).splitlines()
+    assert "in fail" in lines[lines.index("Traceback (most recent call last):") + 1]
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])

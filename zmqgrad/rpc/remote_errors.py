@@ -8,18 +8,25 @@ with the same text.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import traceback
+import types
+from pathlib import Path
+from typing import Any
 
 import cloudpickle
 import torch
 
 from zmqgrad.errors import RemoteError
+from zmqgrad.rpc.raising import Unmade
 from zmqgrad.wire.messages import MAX_TEXT, ExceptionReply
 
 logger = logging.getLogger(__name__)
 
 _LONGEST = MAX_TEXT // 4
+
+_OURS = str(Path(__file__).parents[1]) + os.sep
 
 
 class ScriptError(RemoteError, torch.jit.Error):
@@ -32,9 +39,17 @@ LARGEST = 1 << 20
 
 def describe_exception(error: BaseException, worker: str) -> ExceptionReply:
     """What to send instead of an answer. ``worker`` is shown as where it happened. Never fails."""
-    trace = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    trace = "".join(traceback.format_exception(type(error), error, _from_user_code(error)))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return ExceptionReply(worker, shorten(kind), shorten(_show(error)), shorten(trace), _pickled(error))
+
+
+def _from_user_code(error: BaseException) -> types.TracebackType | None:
+    """Its traceback, from the first line that is none of ours; all of it if there is none."""
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_OURS):
+        shown = shown.tb_next
+    return shown or error.__traceback__
 
 
 def _show(error: BaseException) -> str:
@@ -47,13 +62,18 @@ def _show(error: BaseException) -> str:
 
 
 def _pickled(error: BaseException) -> bytes:
-    try:
-        data: bytes = cloudpickle.dumps(error, protocol=5)
-        pickle.loads(data)  # an exception with required arguments pickles well and fails here
-    except Exception as e:
-        logger.debug("cannot send %s as an object (%s): its text will do", type(error).__qualname__, e)
-        return b""
-    return data if len(data) <= LARGEST else b""
+    forms: list[Any] = [error]
+    if Unmade.fits(error):
+        forms.append(Unmade(error))
+    for form in forms:
+        try:
+            data: bytes = cloudpickle.dumps(form, protocol=5)
+            pickle.loads(data)  # an exception with required arguments pickles well and fails here
+        except Exception as e:
+            logger.debug("cannot send %s as %r: %s", type(error).__qualname__, form, e)
+        else:
+            return data if len(data) <= LARGEST else b""
+    return b""
 
 
 def rebuild_exception(reply: ExceptionReply) -> BaseException:
@@ -68,7 +88,8 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
         )
     if type(error) is torch.jit.Error:
         return ScriptError(text)
-    if all(isinstance(a, str) for a in error.args) and len(error.args) <= 1:
+    has_text = all(isinstance(a, str) for a in error.args) and len(error.args) <= 1
+    if has_text and not isinstance(error, KeyError):  # which has a key, and shows its repr
         error.args = (text,)
     # For exceptions that make their text from other things than one string.
     error.__cause__ = None if text in _text_of(error) else RemoteError(text)

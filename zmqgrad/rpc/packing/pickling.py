@@ -71,7 +71,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if isinstance(obj, TravelsInCalls):
             return self._reduce(obj)
         if kind is types.GeneratorType or kind is types.CoroutineType:
-            raise PayloadError(f"{obj!r} cannot be sent: it runs here and cannot be copied; send a list")
+            instead = "a list" if kind is types.GeneratorType else "what it gives, by asyncio.run for example"
+            raise PayloadError(f"{obj!r} cannot be sent: it runs here and cannot be copied; send {instead}")
         if kind is types.MethodType and getattr(obj.__self__, obj.__name__, None) == obj:
             # By name: behind a method that is decorated, or of a class, cloudpickle finds its bare function,
             # which has no name to be found by, and would send its code.
