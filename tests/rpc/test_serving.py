@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import pytest
@@ -214,3 +215,27 @@ def test_functions_use_as_many_threads_as_torch_was_told_to() -> None:
             assert rpc.rpc_sync(1, helpers_of_a_product) == 0
     finally:
         torch.set_num_threads(told)
+
+
+mine: ContextVar[str] = ContextVar("mine", default="as new")
+
+
+def leave_behind() -> int:
+    """Sets what lasts as long as its thread, if nobody minds."""
+    mine.set("left")
+    torch.set_grad_enabled(False)
+    torch.set_default_device("meta")
+    return threading.get_ident()
+
+
+def what_is_there() -> tuple[int, str, bool, str]:
+    """The same, as a call finds it."""
+    return threading.get_ident(), mine.get(), torch.is_grad_enabled(), torch.empty(0).device.type
+
+
+def test_a_call_leaves_nothing_behind_in_its_thread(pair: Cluster) -> None:
+    """What is run next must not depend on which thread is free; above all not whether it has gradients."""
+    left = {rpc.rpc_sync(1, leave_behind) for _ in range(3)}
+    found = [rpc.rpc_sync(1, what_is_there) for _ in range(20)]
+    assert left & {thread for thread, *_ in found}, "else nothing was tried"
+    assert {tuple(rest) for _, *rest in found} == {("as new", True, "cpu")}

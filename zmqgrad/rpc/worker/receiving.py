@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import logging
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from zmqgrad.errors import ClosedError, PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
@@ -12,11 +15,23 @@ from zmqgrad.rpc.serving import ServedCall, serve, serve_no_more
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import RESPONSE, Cancel, MessageType, RemoteCall
+from zmqgrad.wire.tensors.modes import function_modes
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
+
+is_grad_enabled = torch.is_grad_enabled
+
+
+def _forget_modes() -> None:
+    """A function that ran in this thread before has left them on: ``torch.set_grad_enabled(False)``, ...
+
+    What is served next must not depend on which thread is free.
+    """
+    torch.set_grad_enabled(True)
+    torch.set_default_device(None)
 
 
 class Receiving:
@@ -90,11 +105,13 @@ class Receiving:
     def _serve(self, handler: RequestHandler, inbound: Inbound, served: ServedCall | None) -> None:
         """In an engine thread."""
         token = serve(served)
+        if not is_grad_enabled() or function_modes():
+            _forget_modes()
         try:
             if served is not None and served.is_over():
                 self._too_late(inbound)
             else:
-                handler(inbound)
+                copy_context().run(handler, inbound)  # what it sets there is gone with it
         except BaseException as e:
             self._worker.reply_error(inbound, e)
         finally:
