@@ -17,12 +17,14 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.messages import messages_of
 from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors import blob_bytes, describe, rebuild, rows
 from zmqgrad.wire.tensors.blobs import INLINE
+from zmqgrad.wire.tensors.devices import DeviceFrame
 from zmqgrad.wire.unwritten import Foreign, Frame, written
 
 # torch is not sure of half-precision complex numbers, of CSR and of quantized tensors; we only carry them.
@@ -710,3 +712,24 @@ def test_more_tensors_than_a_message_holds_are_refused_by_who_sends_them(
         describe([torch.rand(2, 3).t() for _ in range(6)], [])
     assert len(describe([torch.rand(2, 3).t() for _ in range(5)], []).tensors) == 5
     assert describe([torch.rand(2) for _ in range(99)], []).rows  # of which each holds many
+
+
+@pytest.mark.slow
+def test_what_leaves_a_device_for_a_device_is_a_frame_on_it() -> None:
+    """With tensors that have no memory; torch has them for devices that are not there."""
+    here, there = torch.device("cuda:0"), torch.device("cuda:1")
+    with FakeTensorMode():
+        large = torch.empty(100, 100, device=here)
+        tensors = [large, large.t(), torch.empty(90, 90, device=here, requires_grad=True)]
+    frames: list[Any] = []
+    described = describe([*tensors, torch.rand(10_000), torch.rand(2)], frames, {here: there})
+    assert [d.device for d in described.tensors] == ["cuda:1"] * 3 + ["cpu"] * 2
+    assert [d.shape for d in described.tensors[:3]] == [t.shape for t in tensors]
+    assert [d.strides for d in described.tensors[:3]] == [()] * 3
+    assert [d.requires_grad for d in described.tensors[:3]] == [False, False, True]
+    assert [(type(f), len(f)) for f in frames[:3]] == [(DeviceFrame, t.nbytes) for t in tensors]
+    assert not any(f.tensor.requires_grad for f in frames[:3])
+    assert {f.device for f in frames[:3]} == {"cuda:0"}
+    for devices in (None, {}, {there: here}):
+        with pytest.raises(PayloadError, match=r"a tensor on cuda:0 cannot be sent.*`set_device_map`"):
+            describe([large], [], devices)
