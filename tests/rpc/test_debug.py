@@ -153,3 +153,16 @@ def test_backward_passes_show_in_the_profiler(pair: Cluster) -> None:
     assert names.count("backward") == 1
     assert names.count("SendRpcBackward") == 2
     assert names.count("RecvRpcBackward") == 2
+
+
+def test_what_a_pass_does_where_it_began_shows_in_the_profile_of_one_thread(pair: Cluster) -> None:
+    """As with torch: a profiler records the thread that calls ``backward``, and sees its worker's part."""
+    x = torch.ones(1, requires_grad=True)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync(1, torch.add, args=(x, x))
+        with profile(activities=[ProfilerActivity.CPU]) as p:
+            autograd.backward(context_id, [y])
+        assert autograd.get_gradients(context_id)[x].item() == 2
+    names = [event.name.rpartition(":")[2] for event in p.events()]
+    assert names.count("SendRpcBackward") == 1
+    assert names.count("RecvRpcBackward") == 1

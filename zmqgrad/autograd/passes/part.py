@@ -6,6 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 
 import torch
 
@@ -56,6 +57,7 @@ class Passes:
         self._end_passes = end_passes
         self._watched = {worker.id}  # those that would be known to be lost
         self._tallies: dict[int, Tally] = {}  # of passes that were started here, by pass id
+        self._inboxes: dict[int, SimpleQueue[Inbound | None]] = {}  # of those that are profiled
 
     def install(self) -> None:
         """Fill the doors of the worker."""
@@ -79,10 +81,13 @@ class Passes:
         """
         root = Root(self, self._worker, context)
         self._tallies[root.id] = root.tally
+        if root.inbox is not None:
+            self._inboxes[root.id] = root.inbox
         try:
             root.run(roots, retain_graph, mode)
         finally:
             del self._tallies[root.id]
+            self._inboxes.pop(root.id, None)
             if over := context.end_pass(root.id):
                 self._end_passes(context, over)
             root.leave()
@@ -107,6 +112,16 @@ class Passes:
 
     def on_backward(self, inbound: Inbound) -> None:
         """Gradients for sends of this worker."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradReq)
+        inbox = self._inboxes.get(message.pass_id)
+        if inbox is None:
+            self.take_in(inbound)
+        else:
+            inbox.put(inbound)
+
+    def take_in(self, inbound: Inbound) -> None:
+        """Gradients for sends of this worker: handle them, unless other threads do."""
         message = inbound.message
         assert isinstance(message, BackwardAutogradReq)
         try:

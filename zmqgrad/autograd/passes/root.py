@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,9 +17,11 @@ from zmqgrad.autograd.passes.request import Request
 from zmqgrad.autograd.passes.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcTimeoutError
 from zmqgrad.rpc.calls import LaneOutcome
+from zmqgrad.rpc.profiling import profiled_here
 from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import Inbound, Lane
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import (
@@ -42,7 +45,9 @@ class Root:
         self._worker = worker
         self._context = context
         self.id = worker.ids.next()
-        lane = self._lane = self._take_lane()
+        self.inbox: SimpleQueue[Inbound | None] | None = SimpleQueue() if profiled_here() else None
+        """Where gradients come to, so that the profiler of the calling thread records what they set off."""
+        lane = self._lane = None if self.inbox is not None else self._take_lane()
         self.tally = Tally(worker.id) if lane is None else Tally(worker.id, lambda: LaneOutcome(lane))
         self._finished = False
 
@@ -88,7 +93,11 @@ class Root:
         patience = self._worker.default_timeout or None
         while True:
             steps = tally.steps
-            if tally.finished.wait_done(patience) if lane is None else self._wait_at(lane, patience):
+            if self.inbox is not None:
+                over = self._wait_at_inbox(self.inbox, patience)
+            else:
+                over = tally.finished.wait_done(patience) if lane is None else self._wait_at(lane, patience)
+            if over:
                 break
             if tally.steps == steps:
                 names = ", ".join(sorted({self._name(worker) for worker in tally.under_way().values()}))
@@ -117,6 +126,21 @@ class Root:
                 self._worker.serve_here(self._passes.on_backward, inbound)
             else:
                 self._worker.on_stray(inbound)
+        return True
+
+    def _wait_at_inbox(self, inbox: SimpleQueue[Inbound | None], patience: float | None) -> bool:
+        """Handle what other threads put there until the pass has finished, or for ``patience`` seconds."""
+        until = Deadline.after(patience, self._worker.clock)
+        finished = self.tally.finished
+        finished.then(lambda _: inbox.put(None))
+        while not finished.done():
+            try:
+                with about_to_block():
+                    inbound = inbox.get(timeout=until.left_or_none())
+            except Empty:
+                return False
+            if inbound is not None:
+                self._passes.take_in(inbound)
         return True
 
     def _discover(self, workers: set[int], work: LocalPass) -> Discovery:
