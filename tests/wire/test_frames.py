@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.wire import frames
-from zmqgrad.wire.frames import ENVELOPE_SIZE, Envelope, read_envelope, write_envelope
+from zmqgrad.wire.frames import ENVELOPE, ENVELOPE_SIZE, MAGIC, VERSION, Envelope, read_envelope
 
 envelopes = st.builds(
     Envelope,
@@ -25,7 +25,8 @@ envelopes = st.builds(
 def written(envelope: Envelope, header: bytes = b"") -> bytearray:
     """The first frame that has this envelope and header."""
     frame = bytearray(ENVELOPE_SIZE) + header
-    write_envelope(frame, 0, *envelope)
+    kind, source, incarnation, message_id, lane = envelope
+    ENVELOPE.pack_into(frame, 0, MAGIC, VERSION, lane, kind, source, incarnation, message_id)
     return frame
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -42,15 +42,13 @@ class Context:
         self._peers: set[int] = set()
         # By id of the leaf, with the leaf: the hash of a tensor is a Python function.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.know: Callable[[int], None] = self._peers.add
+        """That worker takes part; it will be told of the end."""
         self._storages: set[int] = set()  # addresses of the gradients' memory
         self.pass_lock = threading.Lock()  # guards the three below
         self.passes: dict[int, LocalPass] = {}
         self._ended: list[int] = []  # passes that began here and are still remembered, anywhere
         self._forgotten: set[int] = set()
-
-    def know(self, peer: int) -> None:
-        """``peer`` takes part; it will be told of the end."""
-        self._peers.add(peer)
 
     def end(self) -> None:
         """It has been released: what it holds goes as soon as nobody else holds it."""

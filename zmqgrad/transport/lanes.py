@@ -18,6 +18,7 @@ import socket as sockets
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.door import Door, door_address
@@ -47,7 +48,8 @@ class Lane:
         self.number = number
         self._look = Look(eyes)
         self._decode = decode
-        self._free = free
+        self.give_back: Callable[[], None] = partial(free, self)
+        """The calling thread waits no more."""
         self._arrived: deque[bytes] = deque()
         self._poll = select.poll()
         self._door = Door(door_address(endpoint, number), self._poll)
@@ -83,10 +85,6 @@ class Lane:
             self._waker.send(b"!")
         except OSError as e:  # closed, or poked so often already that it does not matter
             logger.debug("lane %d: no need to poke: %s", self.number, e)
-
-    def give_back(self) -> None:
-        """The calling thread waits no more."""
-        self._free(self)
 
     def close(self) -> None:
         """Called by :class:`Lanes` for a lane that nobody holds."""

@@ -203,7 +203,7 @@ class ZmqMailbox:
 
     def take_lane(self, peer: int) -> Lane | None:
         """A lane, if ``peer`` is reached over ipc (then it reaches us so) and not too many threads wait."""
-        return self._lanes.take() if self._ways.is_local(peer) else None  # the first message finds out
+        return self._lanes.take() if peer in self._ways.local else None  # the first message finds out
 
     def take_idle_lanes(self) -> Sequence[Lane]:
         """All lanes that nobody waits at, to be read and given back."""
@@ -220,7 +220,7 @@ class ZmqMailbox:
     ) -> None:
         """Queue ``message`` for ``peer``. Frames of ``TAKE_OVER`` bytes and more must not change after."""
         ways = self._ways
-        way = ways.to(peer)
+        way = ways.known(peer) or ways.to(peer)
         load = NO_LOAD
         if frames or self._plane.owes(peer):
             if way.socket is None:

@@ -52,15 +52,6 @@ class Way:
         self.header_bytes = 0
         self.frame_bytes = 0
 
-    def send_directly(self, frame: bytearray, awaited: bool) -> bool:
-        """Write ``frame`` if there is a short way and it is free; see :meth:`Direct.send`."""
-        if self.direct is None:
-            return False
-        written = self.direct.send(frame, awaited)
-        if written is None:
-            self.close_direct()
-        return bool(written)
-
     def close_direct(self) -> None:
         """From now on everything goes by the DEALER."""
         if self.direct is not None:
@@ -88,6 +79,10 @@ class Ways:
         self._closed = False
         self._lock = threading.Lock()  # guards all below, and _closed
         self._peers: dict[int, Way] = {}
+        self.known: Callable[[int], Way | None] = self._peers.get
+        """The way to a peer, if it was ever sent to."""
+        self.local: set[int] = set()
+        """The peers that are reached within this host."""
         self._to_lanes: dict[tuple[int, int], Way] = {}
 
     def __len__(self) -> int:
@@ -100,16 +95,11 @@ class Ways:
 
     def to(self, peer: int) -> Way:
         """The way to ``peer``, which may have yet to be opened."""
-        return self._peers.get(peer) or self._new(peer)
+        return self.known(peer) or self._new(peer)
 
     def _new(self, peer: int) -> Way:
         with self._lock:
             return self._peers.setdefault(peer, Way())
-
-    def is_local(self, peer: int) -> bool:
-        """Is ``peer`` known to be on this host?"""
-        way = self._peers.get(peer)
-        return way is not None and way.endpoint.startswith("ipc:")
 
     def open(self, peer: int, way: Way) -> None:
         """Connect, if that has not been done: then it is known whether the peer is on this host.
@@ -141,8 +131,12 @@ class Ways:
                 socket = self._connect(peer, way)
             way.messages += 1
             way.header_bytes += len(first)
-            if small and way.send_directly(first, awaited):
-                return
+            if small and way.direct is not None:
+                written = way.direct.send(first, awaited)
+                if written:
+                    return
+                if written is None:
+                    way.close_direct()
             try:
                 for head, data in parts:
                     way.frame_bytes += len(data)
@@ -164,11 +158,13 @@ class Ways:
         if way is None:
             return False
         with way.lock:
-            written = way.send_directly(first, True)
-            if written:
+            written = None if way.direct is None else way.direct.send(first, True)
+            if written is None:
+                way.close_direct()
+            elif written:
                 way.messages += 1
                 way.header_bytes += len(first)
-        return written
+        return bool(written)
 
     def _way_to_lane(self, peer: int, lane: int) -> Way | None:
         main = self._peers.get(peer)
@@ -205,6 +201,7 @@ class Ways:
             socket.close(linger=0)
             raise TransportError(f"cannot connect to worker {peer} at {endpoint}: {e}") from e
         way.socket, way.endpoint = socket, endpoint
+        (self.local.add if endpoint.startswith("ipc:") else self.local.discard)(peer)
         self._connected(peer, endpoint, known)
         if endpoint.startswith("ipc:"):
             way.direct = Direct.open(door_address(endpoint))

@@ -9,13 +9,15 @@ import msgspec
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.wire.frames import (
+    ENVELOPE,
     ENVELOPE_SIZE,
+    MAGIC,
     MANIFEST_SIZE,
     MAX_HEADER,
+    VERSION,
     WITH_MANIFEST,
     Envelope,
     read_envelope,
-    write_envelope,
 )
 from zmqgrad.wire.messages import BY_TYPE, Manifest, Message, StoreValue
 
@@ -46,6 +48,7 @@ UNREADABLE = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionE
 SHORT = 1024
 """Copying so many bytes takes less time than making a view of them."""
 
+_write_envelope = ENVELOPE.pack_into
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -75,7 +78,7 @@ def encode(
             _write_manifest(frame, manifest)
             kind |= WITH_MANIFEST
         write_header(message, frame, len(frame))
-        write_envelope(frame, room, kind, source, incarnation, message_id, lane)
+        _write_envelope(frame, room, MAGIC, VERSION, lane, kind, source, incarnation, message_id)
     except UNWRITABLE as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
     size = len(frame) - room

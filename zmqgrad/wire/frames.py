@@ -27,7 +27,7 @@ VERSION = 1
 ENVELOPE = struct.Struct("!2sBBHHQQ")
 ENVELOPE_SIZE = ENVELOPE.size
 WITH_MANIFEST = 0x8000
-_pack_into, _unpack_from, _new = ENVELOPE.pack_into, ENVELOPE.unpack_from, tuple.__new__
+_unpack_from, _new = ENVELOPE.unpack_from, tuple.__new__
 MANIFEST_SIZE = struct.Struct("!I")
 MAX_HEADER = 512 << 20
 """Bytes of envelope and header together; larger first frames are refused unread."""
@@ -41,13 +41,6 @@ class Envelope(NamedTuple):
     incarnation: int
     message_id: int
     lane: int = 0
-
-
-def write_envelope(
-    buffer: bytearray, at: int, kind: int, source: int, incarnation: int, message_id: int, lane: int = 0
-) -> None:
-    """Write an envelope of these fields into ``buffer``, which must have ``ENVELOPE_SIZE`` bytes there."""
-    _pack_into(buffer, at, MAGIC, VERSION, lane, kind, source, incarnation, message_id)
 
 
 def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:

@@ -7,6 +7,7 @@ error, not a wrap: a reused id would tie a reply to the wrong call (DESIGN secti
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 WORKER_BITS = 16
 COUNTER_BITS = 48
@@ -42,19 +43,21 @@ class IdSource:
     """Counts up the ids of one worker; safe to call from any thread."""
 
     def __init__(self, worker: int, first: int = 1) -> None:
-        join_id(worker, first)
-        self._base = worker << COUNTER_BITS
-        self._last = (worker << COUNTER_BITS) | MAX_COUNTER
-        # next() on itertools.count is one C call, so no lock is needed.
-        self._ids = itertools.count(self._base | first)
+        last = join_id(worker, MAX_COUNTER)
+        ids = itertools.chain(range(join_id(worker, first), last + 1), _UsedUp(worker))
+        # One C call, so no lock is needed.
+        self.next: Callable[[], int] = ids.__next__
+        """A new id. Raises ``OverflowError`` after 2**48 ids."""
 
-    def next(self) -> int:
-        """A new id.
 
-        Raises:
-            OverflowError: after 2**48 ids.
-        """
-        value = next(self._ids)
-        if value > self._last:
-            raise OverflowError(f"worker {self._base >> COUNTER_BITS} has used up its {COUNTER_BITS}-bit ids")
-        return value
+class _UsedUp:
+    """What comes after the last id of ``worker``: an error, each time."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+
+    def __iter__(self) -> _UsedUp:
+        return self
+
+    def __next__(self) -> int:
+        raise OverflowError(f"worker {self._worker} has used up its {COUNTER_BITS}-bit ids")

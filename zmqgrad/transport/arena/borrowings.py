@@ -101,6 +101,8 @@ class Borrowings:
         self._owing = owing
         self._sources: dict[tuple[int, int], _Source] = {}  # by peer and segment id
         self._dead: dict[int, deque[int]] = {}  # by peer
+        self.owed: Callable[[int], object] = self._dead.get
+        """Is there a block to give back to that peer?"""
         self._closed = False
 
     def accept(self, peer: int, offer: ArenaOffer) -> ArenaAnswer:
@@ -148,10 +150,6 @@ class Borrowings:
         if source is None:
             raise ProtocolError(f"a block came of segment {piece.segment}, which worker {peer} never offered")
         return source.open(piece)
-
-    def owed(self, peer: int) -> bool:
-        """Is there a block to give back to ``peer``?"""
-        return bool(self._dead.get(peer))
 
     def take_owed(self, peer: int) -> tuple[int, ...]:
         """The blocks to give back to ``peer``; whoever takes them must tell it."""

@@ -205,7 +205,7 @@ class DataPlane:
 
     def _owes_any(self, peer: int) -> bool:
         assert self.devices is not None
-        return self.exchange.owes(peer) or self.devices.owes(peer)
+        return bool(self.exchange.owes(peer) or self.devices.owes(peer))
 
     def take_in(self, inbound: Inbound, handler: Handler) -> Task | None:
         """Hand on a message whose frames came through a socket.
