@@ -456,3 +456,24 @@ def test_what_cannot_be_imported_here() -> None:
     data = payload.pickled.data.replace(b"Thing", b"Thong")
     with pytest.raises(FunctionNotFoundError, match="Thong"):
         unpack(msgspec.structs.replace(payload, pickled=Blob(Place.INLINE, len(data), data)), [], [])
+
+
+def test_what_cannot_be_sent_is_shown_in_one_line() -> None:
+    """Modules show themselves in many."""
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    module.lock = threading.Lock()  # type: ignore[assignment]
+    with pytest.raises(PayloadError, match=r"^cannot send Sequential\(.*: its part \.lock \(lock\): .*$"):
+        pack(module)
+
+
+async def give_nothing() -> None:
+    """Runs nowhere by itself."""
+
+
+def test_what_runs_is_told_what_to_send_instead() -> None:
+    coroutine = give_nothing()
+    with pytest.raises(PayloadError, match=r"send what it gives, by asyncio\.run"):
+        pack(coroutine)
+    coroutine.close()
+    with pytest.raises(PayloadError, match="send a list"):
+        pack(n for n in range(3))

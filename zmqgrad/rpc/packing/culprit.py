@@ -14,8 +14,8 @@ DEEPEST = 8
 
 
 def shorten(value: Any) -> str:
-    """``value`` for a message, cut short; whatever its own ``__repr__`` does."""
-    return "a tensor" if isinstance(value, torch.Tensor) else reprlib.repr(value)
+    """``value`` for a message, in one line and cut short; whatever its own ``__repr__`` does."""
+    return "a tensor" if isinstance(value, torch.Tensor) else " ".join(reprlib.repr(value).split())
 
 
 def name_culprit(value: Any, travels: Callable[[Any], bool], names: tuple[str, ...] = ()) -> str:
