@@ -104,7 +104,7 @@ class StoreService:
         before = contents.changes
         answer = ACTIONS[type(query)](self._state, query, None, 0.0, others)
         if others or self._journal is not None or answer is None:
-            self._conclude(Asker(client, line, number), query, answer, others, before)
+            self._conclude(_new(Asker, (client, line, number)), query, answer, others, before)
             return
         if contents.changes != before:
             self._remember(line, number, answer)
