@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from zmqgrad import rpc
-from zmqgrad.errors import PeerLostError, RpcTimeoutError
+from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.remote_errors import describe_exception
@@ -215,6 +215,13 @@ def test_functions_use_as_many_threads_as_torch_was_told_to() -> None:
             assert rpc.rpc_sync(1, helpers_of_a_product) == 0
     finally:
         torch.set_num_threads(told)
+
+
+@pytest.mark.parametrize("graceful", [True, False])
+def test_shutdown_inside_a_call_is_refused(pair: Cluster, graceful: bool) -> None:
+    """It would wait for its own end, and whoever shuts the worker down meanwhile for that."""
+    with pytest.raises(RpcError, match="shutdown was called inside a remote call"):
+        rpc.rpc_sync(1, rpc.shutdown, args=(graceful,))
 
 
 mine: ContextVar[str] = ContextVar("mine", default="as new")

@@ -32,6 +32,7 @@ from zmqgrad.rpc.options import (
 )
 from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.rref import RRef, call_remote
+from zmqgrad.rpc.serving import is_serving
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
@@ -138,10 +139,16 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
     Raises:
         NotInitializedError: if this process is in no group.
+        RpcError: inside a call that is served here, which would wait for itself.
         RpcTimeoutError: if others did not come in time, naming them. This worker has left all the same.
     """
     global _group
     seconds = check_timeout(timeout)
+    if is_serving():
+        raise RpcError(
+            "shutdown was called inside a remote call, and would wait until that has ended; let the function "
+            "return, and call shutdown where init_rpc was called"
+        )
     with _lock:
         group = _group
         if group is None:

@@ -121,6 +121,11 @@ def time_left() -> float:
     return math.inf if served is None else served.left()
 
 
+def is_serving() -> bool:
+    """Does the calling thread serve a call?"""
+    return _serving.get() is not None
+
+
 def cancelled() -> bool:
     """Does nobody wait any more for the call that the calling thread serves?
 
