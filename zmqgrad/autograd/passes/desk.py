@@ -43,7 +43,8 @@ class Desk:
         """Seconds that an entry takes lately; infinite if that is not known."""
         self._lock = threading.Lock()  # guards all below
         self._arrived: dict[int, Arrived] = {}  # by autograd id, of gradients on devices
-        self._waiting: deque[Arrival] = deque()
+        self.waiting: deque[Arrival] = deque()
+        """For others: is there anything?"""
         self._seen: set[int] = set()
         self._threads = 0
         self._taken = 0.0  # when something was taken the last time
@@ -55,19 +56,25 @@ class Desk:
         ``arrived``: those that were brought to devices, by the calling thread.
         """
         with self._lock:
-            fresh = [arrival for arrival in arrivals if arrival[0] not in self._seen]
-            self._seen.update([send for send, _ in fresh])
-            self._waiting += fresh
-            if arrived.events:
-                self._arrived.update([(send, arrived) for send, _ in fresh])
+            for arrival in arrivals:
+                send = arrival[0]
+                if send not in self._seen:
+                    self._seen.add(send)
+                    self.waiting.append(arrival)
+                    if arrived.events:
+                        self._arrived[send] = arrived
             return self._hire(now)
 
     def take(self, most: int, now: float) -> list[Arrival]:
         """Up to ``most`` of what waits, in the order of the calling thread's streams."""
         with self._lock:
-            count = min(most, len(self._waiting))
             self._taken = now
-            taken = [self._waiting.popleft() for _ in range(count)]
+            waiting = self.waiting
+            taken: list[Arrival] = []
+            while waiting and len(taken) < most:
+                taken.append(waiting.popleft())
+            if not self._arrived:
+                return taken
             on_devices = [self._arrived.pop(send) for send, _ in taken if send in self._arrived]
         for arrived in {id(arrived): arrived for arrived in on_devices}.values():
             arrived.hand_over()
@@ -95,15 +102,17 @@ class Desk:
     def leave(self) -> bool:
         """A thread has nothing to do. False if it has."""
         with self._lock:
-            if self._waiting:
+            if self.waiting:
                 return False
             self._threads -= 1
             return True
 
     def _hire(self, now: float) -> int:
+        if not self.waiting:
+            return 0
         known = LONG <= self.pace < math.inf
         most = THREADS if known or (self._threads and now - self._taken > CLEAR) else 1
-        missing = min(most - self._threads, len(self._waiting))
+        missing = min(most - self._threads, len(self.waiting))
         if missing <= 0:
             return 0
         self._threads += missing

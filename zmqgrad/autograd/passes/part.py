@@ -139,7 +139,8 @@ class Passes:
                 self._count(message.pass_id, message.handled)
         if threads:
             lane = inbound.envelope.lane
-            self.hire(threads - 1, work, message.pass_id, message.root, lane)
+            if threads > 1:
+                self.hire(threads - 1, work, message.pass_id, message.root, lane)
             self._work_off(work, message.pass_id, message.root, lane)
 
     def hire(self, threads: int, work: LocalPass, pass_id: int, root: int, lane: int) -> None:

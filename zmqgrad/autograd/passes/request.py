@@ -95,6 +95,8 @@ class Request:
             work.arrive(arrivals, self)
             began, at = at, passes.now()
             passes.pace = desk.learn(len(arrivals), at - began)
+            if not desk.waiting:
+                break
             passes.hire(desk.hire(at), work, self._pass_id, self._root, self._lane)
             count = desk.fitting(SHARE - len(self._handled) * desk.pace)
         return bool(self._handled)
