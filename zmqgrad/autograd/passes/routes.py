@@ -132,7 +132,7 @@ class RoutedPass(LocalPass):
         route = self._routes[entry]
         results: Iterable[Result] = ()
         if not route.ways and not self._hooks:
-            results = ((edge, gradient, False) for edge, gradient in flowing.items())
+            results = zip(flowing, flowing.values(), itertools.repeat(False), strict=False)
         elif undefined:
             ends = {(e[0], e[1]) for e in route.ends}
             with stood_in_for(reached(undefined, ends, calls_user)) as stand_ins:

@@ -45,10 +45,14 @@ class Tally:
     ) -> None:
         """Requests have been handled, and set off those in ``sent``. Of several errors the first counts."""
         with self._lock:
-            fresh = [request for request in requests if request not in self._handled]
-            if not fresh:
+            before = len(self._handled)
+            for request in requests:
+                if request not in self._handled:
+                    self._handled.add(request)
+                    if self._under_way.pop(request, None) is None:
+                        self._early.add(request)
+            if len(self._handled) == before:
                 return  # a repetition
-            self._handled.update(fresh)
             self.steps += 1
             self._error = self._error or error
             known = self._reports.get(waiting.worker)
@@ -60,8 +64,7 @@ class Tally:
                         self._early.discard(request)
                     else:
                         self._under_way[request] = worker
-            self._early.update([request for request in fresh if self._under_way.pop(request, None) is None])
-            done = (not self._under_way and not self._early) or self._waits_for_lost()
+            done = not (self._under_way or self._early) or (bool(self._lost) and self._waits_for_lost())
         if done:
             self.finished.set(None)
 
