@@ -13,7 +13,7 @@ import pytest
 
 from tests.transport.requests.test_requests import PATIENCE, Running, in_thread
 from zmqgrad.errors import ClosedError, ProtocolError
-from zmqgrad.transport.requests import newcomers, pipes
+from zmqgrad.transport.requests import pipes
 from zmqgrad.transport.requests.client import RequestClient
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.pipes import LARGEST
@@ -145,7 +145,7 @@ def test_an_answer_to_something_else_is_refused(
 
 
 def test_the_server_gives_pipes_to_some(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(newcomers, "MOST", 2)
+    monkeypatch.setattr(pipes, "MOST", 2)
     clients = [RequestClient(running.server.endpoint) for _ in range(3)]
     for client in clients:
         assert client.request(StoreGet("a", 1.0), PATIENCE) == StoreValue(b"a")
@@ -158,6 +158,13 @@ def test_the_server_gives_pipes_to_some(running: Running, monkeypatch: pytest.Mo
     assert short_of(late) is not None
     for client in (*clients, late):
         client.close()
+
+
+def test_where_descriptors_are_few_most_do_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipes.resource, "getrlimit", lambda which: (40, 40))
+    assert [pipes.has_room(there) for there in (0, 4, 5)] == [True, True, False]
+    monkeypatch.setattr(pipes.resource, "getrlimit", lambda which: (pipes.resource.RLIM_INFINITY,) * 2)
+    assert [pipes.has_room(there) for there in (5, pipes.MOST)] == [True, False]
 
 
 @pytest.mark.parametrize("fails_at", [1, 2])

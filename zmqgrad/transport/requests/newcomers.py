@@ -18,7 +18,7 @@ from zmqgrad.runtime.clock import Clock
 from zmqgrad.transport.door import is_of_this_user
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.nearby import Nearby, set_up_nearby, shown
-from zmqgrad.transport.requests.pipes import MOST, send_with_pipes
+from zmqgrad.transport.requests.pipes import has_room, send_with_pipes
 from zmqgrad.transport.requests.ready import READ, Poller
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import set_up
@@ -145,7 +145,7 @@ class Newcomers:
                 continue  # he finds out himself, too, and stays on tcp
             unpacker, said = self._introduce(address)
             client = Client(connection, address, unpacker)
-            if address is NEARBY and len(self._with_pipes) < MOST:
+            if address is NEARBY and has_room(len(self._with_pipes)):
                 client.ends = send_with_pipes(connection, said)
                 if client.ends is not None:
                     self._with_pipes.add(client)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import fcntl
 import io
 import os
+import resource
 import socket
 
 LARGEST = 16 << 10
@@ -23,13 +24,22 @@ ELSEWHERE = b"\0\0"
 """What goes by a pipe if the answer comes by the connection. To ZMTP it is a message of no bytes."""
 
 MOST = 128
-"""How many clients of a server have pipes, which cost two descriptors more at either side."""
+"""How many clients of a server have pipes, which cost two descriptors more at either side; and no more than
+a client for each ``SHARE`` of those that the server's process may have."""
+
+SHARE = 8
 
 SIZE = 4096
 """How much is read of what is said first, with which the pipes come."""
 
 Ends = tuple[io.FileIO, io.FileIO]
 """Where one side reads, and where it writes; neither blocks."""
+
+
+def has_room(there: int) -> bool:
+    """May a server that has given pipes to so many clients give them to one more?"""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return there < MOST and (allowed == resource.RLIM_INFINITY or there < allowed // SHARE)
 
 
 def send_with_pipes(connection: socket.socket, said: bytes) -> Ends | None:

@@ -23,6 +23,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.transport.requests.connection import CHUNK, Client
 from zmqgrad.transport.requests.newcomers import STRANGERS_AT_ONCE, Newcomers
+from zmqgrad.transport.requests.offences import Offences
 from zmqgrad.transport.requests.outgoing import Outgoing
 from zmqgrad.transport.requests.ready import LONGEST_SECONDS, READ, Poller
 from zmqgrad.transport.requests.service import Service
@@ -36,9 +37,6 @@ from zmqgrad.wire.frames import read_envelope
 from zmqgrad.wire.messages import BY_TYPE, REQUEST, Message
 
 logger = logging.getLogger(__name__)
-
-MAX_STRANGERS = 1000
-"""How many addresses that sent garbage are remembered, so that each is logged once."""
 
 MAX_CLIENTS = 16_384
 """How many connections are answered at a time; a client has one for each thread that asks."""
@@ -82,14 +80,12 @@ class RequestServer:
         self._stopped = False
         self._serving = False
         self._due = math.inf  # when something is to be done though nothing comes; perhaps later
-        self._strangers: set[str] = set()
         self._strangers_heard = 0  # since poll came back
         self._clients: set[Client] = set()  # those who have said who they are
         self._hearings: dict[Client, Hearing] = {}  # of those who have pipes
         self._handlers: dict[bytes, tuple[Callable[[bytes], Message], Handler]] = {}
         self._heard = 0  # but by the pipes that are there
         self._ending = False
-        self.malformed = 0
         if listen_fd is None:
             listener, self.endpoint = listen(address, keyed=keys is not None)
         else:
@@ -97,6 +93,8 @@ class RequestServer:
             listener, self.endpoint = adopt(
                 listen_fd, 0 if port == "*" else int(port), keyed=keys is not None
             )
+        self._offences = Offences(name, self.endpoint)
+        self._refuse = self._offences.note
         self._ear, self._bell = socket.socketpair()
         self._poller = Poller()
         self._poller.register(self._ear.fileno(), READ)
@@ -139,6 +137,11 @@ class RequestServer:
     def requests(self) -> int:
         """How many requests have come."""
         return self._heard + sum(hearing.heard for hearing in list(self._hearings.values()))
+
+    @property
+    def malformed(self) -> int:
+        """How many times somebody sent what was no request."""
+        return self._offences.count
 
     @property
     def undeliverable(self) -> int:
@@ -372,19 +375,6 @@ class RequestServer:
         except ProtocolError:
             return
         self._service.misunderstood(client, message_id, why)
-
-    def _refuse(self, client: Client, why: str) -> None:
-        self.malformed += 1
-        host = client.address.rpartition(":")[0]
-        if host not in self._strangers and len(self._strangers) < MAX_STRANGERS:
-            self._strangers.add(host)
-            logger.warning(
-                "%s at %s: dropped a malformed request from %s (%s); more from there will only be counted",
-                self.name,
-                self.endpoint,
-                client.address,
-                why,
-            )
 
     def __repr__(self) -> str:
         state = "stopped" if self._stopped else f"{len(self._clients)} clients, {self.requests} requests"
