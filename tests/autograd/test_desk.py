@@ -14,6 +14,13 @@ def entries(*sends: int) -> list[tuple[int, list[None]]]:
     return [(send, []) for send in sends]
 
 
+def begin(desk: Desk, threads: int) -> int:
+    """So many threads have found their place."""
+    for _ in range(threads):
+        desk.begin()
+    return threads
+
+
 def test_one_thread_takes_what_comes_while_it_is_at_work() -> None:
     desk = Desk()
     assert desk.put(entries(1, 2), now=0.0) == 1
@@ -62,6 +69,29 @@ def test_another_thread_begins_if_the_first_is_at_it_for_long() -> None:
     assert desk.hire(now=2 * CLEAR) == min(THREADS - 1, 1)
 
 
+def test_what_comes_does_not_wait_for_a_thread_that_has_no_place_yet() -> None:
+    desk = Desk()
+    desk.pace = 2 * LONG
+    hired = desk.put(entries(*range(100)), now=0.0) - 1
+    desk.take(100, now=0.0)
+    assert desk.leave()
+    assert desk.put(entries(100), now=0.0) == 1
+    for _ in range(hired):
+        desk.begin()
+    assert desk.put(entries(101), now=0.0) == max(0, THREADS - 1 - hired)
+
+
+def test_another_thread_goes_on_for_one_that_cannot() -> None:
+    desk = Desk()
+    desk.put(entries(1, 2), now=0.0)
+    desk.take(1, now=0.0)
+    desk.flee()
+    assert desk.hire(now=0.0) == 1
+    desk.begin()
+    assert desk.take(2, now=0.0) == entries(2)
+    assert desk.leave()
+
+
 def test_the_pace_comes_down_at_once_and_goes_up_step_by_step() -> None:
     desk = Desk()
     assert desk.fitting(1.0) == 0  # nothing is known
@@ -84,11 +114,12 @@ def test_each_entry_is_taken_once(steps: list[tuple[int, int]], long: bool) -> N
     desk, threads, put, taken = Desk(), 0, 0, []
     desk.pace = 2 * LONG if long else LONG / 2
     for take, count in steps:
-        threads += desk.put(entries(*range(put, put + count)), now=0.0)
+        begun = desk.put(entries(*range(put, put + count)), now=0.0)
+        threads += begun and 1 + begin(desk, begun - 1)
         put += count
         if threads:
             taken += desk.take(take, now=0.0)
-            threads += desk.hire(now=0.0)
+            threads += begin(desk, desk.hire(now=0.0))
             threads -= desk.leave()
         assert 0 <= threads <= THREADS
         assert threads or len(taken) == put

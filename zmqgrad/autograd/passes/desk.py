@@ -27,6 +27,7 @@ CLEAR = 10e-3
 """Seconds that are not lost by chance: others have the processor for a few milliseconds."""
 
 STEP = 1.25
+"""What the pace goes up by, at most, if it is not clear why."""
 
 LEAST = 1e-7
 """Seconds that anything takes."""
@@ -47,12 +48,14 @@ class Desk:
         """For others: is there anything?"""
         self._seen: set[int] = set()
         self._threads = 0
+        self._begun = 0  # of these; others wait for a place in the pool, and may wait for long
         self._taken = 0.0  # when something was taken the last time
 
     def put(self, arrivals: Sequence[Arrival], now: float, arrived: Arrived = NOTHING_ARRIVED) -> int:
-        """Gradients have come. Gives how many threads shall begin: 0 if enough are at it.
+        """Gradients have come. Gives how many threads shall take: 0 if enough are at it.
 
-        Each of them takes, and when there is nothing left, leaves. What has come before is left out.
+        The first of them is the calling one, which has begun. Each takes, and leaves when nothing is left.
+        What has come before is left out.
         ``arrived``: those that were brought to devices, by the calling thread.
         """
         with self._lock:
@@ -63,7 +66,17 @@ class Desk:
                     self.waiting.append(arrival)
                     if arrived.events:
                         self._arrived[send] = arrived
-            return self._hire(now)
+            missing = self._hire(now)
+            if not missing and self.waiting and not self._begun:
+                self._threads += 1
+                missing = 1
+            self._begun += missing > 0
+            return missing
+
+    def begin(self) -> None:
+        """A thread that was hired has its place."""
+        with self._lock:
+            self._begun += 1
 
     def take(self, most: int, now: float) -> list[Arrival]:
         """Up to ``most`` of what waits, in the order of the calling thread's streams."""
@@ -81,7 +94,7 @@ class Desk:
         return taken
 
     def hire(self, now: float) -> int:
-        """How many threads shall begin besides those that are at it."""
+        """How many threads shall :meth:`begin` besides those that are at it."""
         with self._lock:
             return self._hire(now)
 
@@ -104,8 +117,17 @@ class Desk:
         with self._lock:
             if self.waiting:
                 return False
-            self._threads -= 1
+            self._go()
             return True
+
+    def flee(self) -> None:
+        """A thread cannot go on."""
+        with self._lock:
+            self._go()
+
+    def _go(self) -> None:
+        self._threads -= 1
+        self._begun -= 1
 
     def _hire(self, now: float) -> int:
         if not self.waiting:

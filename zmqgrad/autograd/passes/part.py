@@ -146,7 +146,11 @@ class Passes:
     def hire(self, threads: int, work: LocalPass, pass_id: int, root: int, lane: int) -> None:
         """Have so many other threads handle what waits at the desk of a pass."""
         for _ in range(threads):
-            self._worker.submit(functools.partial(self._work_off, work, pass_id, root, lane))
+            self._worker.submit(functools.partial(self._begin, work, pass_id, root, lane))
+
+    def _begin(self, work: LocalPass, pass_id: int, root: int, lane: int) -> None:
+        work.desk.begin()
+        self._work_off(work, pass_id, root, lane)
 
     def _work_off(self, work: LocalPass, pass_id: int, root: int, lane: int) -> None:
         """Handle what waits at the desk of a pass, until there is nothing left."""
@@ -155,8 +159,8 @@ class Passes:
             try:
                 request.carry_out(request.take_turns)
             except BaseException:
-                if not work.desk.leave():
-                    self.hire(1, work, pass_id, root, lane)  # in the place of this one
+                work.desk.flee()
+                self.hire(work.desk.hire(self.now()), work, pass_id, root, lane)
                 raise
             if work.desk.leave():
                 return
