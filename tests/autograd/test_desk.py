@@ -92,6 +92,19 @@ def test_another_thread_goes_on_for_one_that_cannot() -> None:
     assert desk.leave()
 
 
+def test_what_comes_alone_is_handled_at_once() -> None:
+    desk = Desk()
+    assert desk.take_alone(1, now=0.0)
+    assert not desk.take_alone(2, now=0.0)  # a thread is at it
+    assert desk.put(entries(1, 2), now=0.0) == 0  # which takes that as well, but nothing twice
+    assert not desk.leave()
+    assert desk.take(10, now=0.0) == entries(2)
+    assert desk.leave()
+    assert not desk.take_alone(2, now=0.0)  # a repetition
+    assert desk.take_alone(3, now=0.0)
+    assert desk.leave()
+
+
 def test_the_pace_comes_down_at_once_and_goes_up_step_by_step() -> None:
     desk = Desk()
     assert desk.fitting(1.0) == 0  # nothing is known

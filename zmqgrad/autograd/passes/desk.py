@@ -73,6 +73,19 @@ class Desk:
             self._begun += missing > 0
             return missing
 
+    def take_alone(self, send: int, now: float) -> bool:
+        """Shall the calling thread handle what has come for ``send`` at once? It counts as taken then.
+
+        So it is where nothing waits and nobody is at it: the least work for the hops of a chain.
+        """
+        with self._lock:
+            if self._threads or self.waiting or send in self._seen:
+                return False
+            self._seen.add(send)
+            self._threads = self._begun = 1
+            self._taken = now
+            return True
+
     def begin(self) -> None:
         """A thread that was hired has its place."""
         with self._lock:

@@ -12,6 +12,7 @@ import torch
 
 from zmqgrad.autograd.context import Context, Contexts
 from zmqgrad.autograd.passes.batch import unpack
+from zmqgrad.autograd.passes.desk import Arrival
 from zmqgrad.autograd.passes.engine import make_pass
 from zmqgrad.autograd.passes.failures import describe_failure, rebuild_failure
 from zmqgrad.autograd.passes.local_pass import LocalPass
@@ -34,7 +35,7 @@ from zmqgrad.wire.messages import (
     Waiting,
 )
 from zmqgrad.wire.tensors import Devices
-from zmqgrad.wire.tensors.streams import watch_arrivals
+from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, watch_arrivals
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ class Passes:
         self._end_passes = end_passes
         self._watched = {worker.id}  # those that would be known to be lost
         self._tallies: dict[int, Tally] = {}  # of passes that were started here, by pass id
+        self._watches = bool(worker.membership.own.device_maps)  # gradients come to devices by them alone
         self._inboxes: dict[int, SimpleQueue[Inbound | None]] = {}  # of those that are profiled
 
     def install(self) -> None:
@@ -124,13 +126,22 @@ class Passes:
         """Gradients for sends of this worker: handle them, unless other threads do."""
         message = inbound.message
         assert isinstance(message, BackwardAutogradReq)
+        arrived, alone = NOTHING_ARRIVED, False
         try:
             context = self._contexts.find(message.context_id)
             context.know(inbound.envelope.source)
-            arrivals, arrived = watch_arrivals(lambda: unpack(message.sends, message.tensors, inbound.frames))
+            if self._watches:
+                arrivals, arrived = watch_arrivals(
+                    lambda: unpack(message.sends, message.tensors, inbound.frames)
+                )
+            else:
+                arrivals = unpack(message.sends, message.tensors, inbound.frames)
             work = self._pass(context, message.pass_id, message.retain_graph)
             work.check(arrivals)
-            threads = work.desk.put(arrivals, self.now(), arrived)
+            now = self.now()
+            if len(arrivals) == 1 and not arrived.events:
+                alone = work.desk.take_alone(arrivals[0][0], now)
+            threads = 1 if alone else work.desk.put(arrivals, now, arrived)
         except Exception as e:
             self._refuse(message.root, message.pass_id, [send for send, _ in message.sends], e)
             return
@@ -141,7 +152,7 @@ class Passes:
             lane = inbound.envelope.lane
             if threads > 1:
                 self.hire(threads - 1, work, message.pass_id, message.root, lane)
-            self._work_off(work, message.pass_id, message.root, lane)
+            self._work_off(work, message.pass_id, message.root, lane, arrivals if alone else ())
 
     def hire(self, threads: int, work: LocalPass, pass_id: int, root: int, lane: int) -> None:
         """Have so many other threads handle what waits at the desk of a pass."""
@@ -152,18 +163,21 @@ class Passes:
         work.desk.begin()
         self._work_off(work, pass_id, root, lane)
 
-    def _work_off(self, work: LocalPass, pass_id: int, root: int, lane: int) -> None:
-        """Handle what waits at the desk of a pass, until there is nothing left."""
+    def _work_off(
+        self, work: LocalPass, pass_id: int, root: int, lane: int, first: Sequence[Arrival] = ()
+    ) -> None:
+        """Handle ``first``, and what waits at the desk of a pass, until there is nothing left."""
         while True:
             request = Request(self, work, pass_id, root, lane)
             try:
-                request.carry_out(request.take_turns)
+                request.carry_out(functools.partial(request.take_turns, first))
             except BaseException:
                 work.desk.flee()
                 self.hire(work.desk.hire(self.now()), work, pass_id, root, lane)
                 raise
             if work.desk.leave():
                 return
+            first = ()
 
     def on_discover(self, inbound: Inbound) -> None:
         """The root of a pass asks what leads where."""

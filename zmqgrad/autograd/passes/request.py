@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING
 from zmqgrad.autograd.functions import RecvNote
 from zmqgrad.autograd.graph.single import Gradient
 from zmqgrad.autograd.passes.batch import Batch
+from zmqgrad.autograd.passes.desk import Arrival
 from zmqgrad.autograd.passes.local_pass import LocalPass
 from zmqgrad.autograd.profiling import RECV_NAME, profiled
 from zmqgrad.errors import AutogradError
@@ -82,16 +83,17 @@ class Request:
             raise
         self._passes.report(self._root, self._pass_id, self._report(error), self._lane)
 
-    def take_turns(self) -> bool:
-        """Handle what has come for sends, as long as there is time. False if there was nothing.
+    def take_turns(self, first: Sequence[Arrival] = ()) -> bool:
+        """Handle ``first``, then what waits at the desk, as long as there is time. False: there was nothing.
 
         A few entries first; then as many at once as it seems that there is time for.
         """
         work, passes, desk = self._work, self._passes, self._work.desk
         at = self._began
-        count = max(1, min(FEW, desk.fitting(SHARE / 2)))
-        while count and (arrivals := desk.take(count, at)):
-            self._handled += [send for send, _ in arrivals]
+        arrivals = first or desk.take(max(1, min(FEW, desk.fitting(SHARE / 2))), at)
+        while arrivals:
+            for send, _ in arrivals:
+                self._handled.append(send)
             work.arrive(arrivals, self)
             began, at = at, passes.now()
             passes.pace = desk.learn(len(arrivals), at - began)
@@ -99,12 +101,14 @@ class Request:
                 break
             passes.hire(desk.hire(at), work, self._pass_id, self._root, self._lane)
             count = desk.fitting(SHARE - len(self._handled) * desk.pace)
+            arrivals = desk.take(count, at) if count else ()
         return bool(self._handled)
 
     def _send_all(self) -> bool:
         """Send what waits. True if the report has gone with what is for the root."""
         last = None if self._root == self._passes.own else self._batches.pop(self._root, None)
-        self._send_waiting()
+        if self._batches:
+            self._send_waiting()
         if last is None:
             return False
         self._send(self._root, last, self._report(None, (self._root, last.requests())))
