@@ -128,6 +128,11 @@ class EpollGate:
 
     def open(self, at_once: bool) -> None:
         """As :class:`Gate`."""
+        with self._lock:  # else one could take it, and close it, before it was armed
+            self._let_in(at_once)
+
+    def _let_in(self, at_once: bool) -> None:
+        """Let one in. Called with the lock held."""
         if at_once:
             self._rung = True
             os.eventfd_write(self._bell, 1)
@@ -144,7 +149,7 @@ class EpollGate:
     def _see_off(self) -> None:
         """Let the next of those who wait leave; the last one tidies up. Called with the lock held."""
         if self._waiting:
-            self.open(at_once=True)
+            self._let_in(at_once=True)
             return
         if not self._gate.closed:
             self._gate.close()
