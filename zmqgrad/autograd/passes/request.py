@@ -41,7 +41,7 @@ SHARE = 2e-3
 LATE = 2 * SHARE
 """Seconds after which it does so if it is not through, though there was little to do."""
 
-FEW = 4
+FEW = 8
 """How many entries are run to see how long they take, if those before took little time."""
 
 
@@ -90,7 +90,7 @@ class Request:
         """
         work, passes, desk = self._work, self._passes, self._work.desk
         at = self._began
-        arrivals = first or desk.take(max(1, min(FEW, desk.fitting(SHARE / 2))), at)
+        arrivals = first or desk.take(max(1, min(FEW, desk.fitting(SHARE))), at)
         while arrivals:
             for send, _ in arrivals:
                 self._handled.append(send)
