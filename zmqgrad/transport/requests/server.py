@@ -21,13 +21,14 @@ from functools import partial
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.transport.looking import Eyes, Look
 from zmqgrad.transport.requests.connection import CHUNK, Client
 from zmqgrad.transport.requests.newcomers import STRANGERS_AT_ONCE, Newcomers
 from zmqgrad.transport.requests.offences import Offences
 from zmqgrad.transport.requests.outgoing import Outgoing
 from zmqgrad.transport.requests.ready import LONGEST_SECONDS, READ, Poller
 from zmqgrad.transport.requests.service import Service
-from zmqgrad.transport.requests.short import Handler, Hearing
+from zmqgrad.transport.requests.short import LOOK_SECONDS, RECENTLY, Handler, Hearing
 from zmqgrad.transport.requests.whole import READERS, STARTS, frame_in, read
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import adopt, listen
@@ -167,6 +168,8 @@ class RequestServer:
 
     def _loop(self, service: Service) -> None:
         poll, ready, now, settle = self._poller.poll, self._ready, self._clock.now, service.settle
+        look = Look(Eyes(LOOK_SECONDS)).at
+        came, looks = -math.inf, False
         ready[self._ear.fileno()] = self._end
         while not self._ending:
             seconds = None
@@ -177,11 +180,13 @@ class RequestServer:
                     continue
                 if seconds > LONGEST_SECONDS:
                     seconds = LONGEST_SECONDS
-            for number, _ in poll(seconds, MOST_AT_ONCE):
+            for number, _ in (looks and look(poll)) or poll(seconds, MOST_AT_ONCE):
                 do = ready.get(number)
                 if do is not None:  # or it has just been closed
                     do()
             settle()
+            before, came = came, now()
+            looks = came - before < RECENTLY
             self._strangers_heard = 0
 
     def _do_due(self) -> None:

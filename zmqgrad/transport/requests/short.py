@@ -11,6 +11,7 @@ time, so whatever else is read there is an offence.
 
 from __future__ import annotations
 
+import math
 import select
 import socket
 from collections.abc import Callable, Mapping
@@ -18,6 +19,7 @@ from typing import Any
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Clock, Deadline
+from zmqgrad.transport.looking import Eyes, Look
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.pipes import ELSEWHERE, LARGEST, USUAL, Ends, the_rest
 from zmqgrad.transport.requests.whole import (
@@ -45,6 +47,12 @@ SOON_SECONDS = 0.1
 SLICE_SECONDS = 1.0
 """How long it then waits in the kernel at a time."""
 
+LOOK_SECONDS = 3e-4
+"""So long either side looks before it sleeps: to wake up takes as long where a processor was idle."""
+
+RECENTLY = 1e-3
+"""Nobody looks where nothing came for so long before: the other side is asleep, and has to wake up anyway."""
+
 UNUSUAL = (*UNREADABLE, KeyError, TypeError)
 """What reading says of what is not just a short message."""
 
@@ -59,7 +67,7 @@ class Asking:
     ``connection`` is what the pipes came by; who hangs up on it ends what is waited for here.
     """
 
-    __slots__ = ("_clock", "_connection", "_ends", "_read", "_wait", "_write", "unsaid")
+    __slots__ = ("_answered", "_clock", "_connection", "_ends", "_look", "_read", "_wait", "_write", "unsaid")
 
     def __init__(self, ends: Ends, connection: socket.socket, clock: Clock) -> None:
         self._ends = reads, writes = ends
@@ -67,8 +75,10 @@ class Asking:
         poll = select.poll()
         poll.register(reads.fileno(), select.POLLIN)
         self._wait = poll.poll
+        self._look = Look(Eyes(LOOK_SECONDS)).at
         self._connection = connection
         self._clock = clock
+        self._answered = -math.inf
         self.unsaid = NOTHING
         """What has to be said by the connection yet, in two pieces."""
 
@@ -95,9 +105,12 @@ class Asking:
         if size > LARGEST - HEAD_ROOM or self._write(head + header) is None:
             self.unsaid = head, header
             return None
-        if not self._wait(_SOON_MS):
+        now = self._clock.now
+        looked = now() - self._answered < RECENTLY and self._look(self._wait)
+        if not looked and not self._wait(_SOON_MS):
             self._wait_on(seconds - SOON_SECONDS)
         heard = self._read(USUAL)
+        self._answered = now()
         try:
             if heard[NUMBER] == head[LAST]:
                 return READERS[heard[START]](heard[HEADER])
