@@ -180,7 +180,7 @@ class RequestServer:
                     continue
                 if seconds > LONGEST_SECONDS:
                     seconds = LONGEST_SECONDS
-            for number, _ in (looks and look(poll)) or poll(seconds, MOST_AT_ONCE):
+            for number, _ in (looks and look(self._poll)) or poll(seconds, MOST_AT_ONCE):
                 do = ready.get(number)
                 if do is not None:  # or it has just been closed
                     do()
@@ -188,6 +188,9 @@ class RequestServer:
             before, came = came, now()
             looks = came - before < RECENTLY
             self._strangers_heard = 0
+
+    def _poll(self, seconds: float) -> list[tuple[int, int]]:
+        return self._poller.poll(seconds, MOST_AT_ONCE)
 
     def _do_due(self) -> None:
         """Something is to be done though nothing came."""
