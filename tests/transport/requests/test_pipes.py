@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import select
 import socket
@@ -12,12 +13,13 @@ from collections.abc import Iterator
 import pytest
 
 from tests.transport.requests.test_requests import PATIENCE, Running, in_thread
-from zmqgrad.errors import ClosedError, ProtocolError
+from zmqgrad.errors import ClosedError, ConfigurationError, ProtocolError
+from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.transport.requests import pipes
 from zmqgrad.transport.requests.client import RequestClient
 from zmqgrad.transport.requests.connection import Client
 from zmqgrad.transport.requests.pipes import LARGEST
-from zmqgrad.transport.requests.short import Asking
+from zmqgrad.transport.requests.short import LOOK_SECONDS, RECENTLY, Asking, eyes
 from zmqgrad.transport.requests.whole import write
 from zmqgrad.wire.messages import Message, StoreDone, StoreGet, StoreKeys, StorePing, StoreValue
 
@@ -225,3 +227,40 @@ def test_a_closed_client_asks_nothing_by_pipe(client: RequestClient) -> None:
     client.close()
     with pytest.raises(ClosedError):
         client.request(StoreGet("a", 1.0), PATIENCE)
+
+
+def test_who_has_asked_just_now_looks_and_others_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers, says = os.pipe()
+    hears, questions = os.pipe()
+    looks: list[object] = []
+    clock = ManualClock()
+    here, there = socket.socketpair()
+    with here, there, open(says, "wb", buffering=0) as server, open(hears, "rb"):
+        asking = Asking((io.FileIO(answers, "rb"), io.FileIO(questions, "wb")), here, clock)
+        monkeypatch.setattr(asking, "_look", lambda poll: looks.append(poll) or poll(0))
+
+        def ask(number: int) -> int:
+            server.write(write(StoreDone(), 0, number))
+            assert asking.ask(StoreGet("key", 1.0), 0, number, PATIENCE) == StoreDone()
+            return len(looks)
+
+        assert ask(1) == 0
+        clock.advance(RECENTLY / 2)
+        assert ask(2) == 1
+        clock.advance(RECENTLY)
+        assert ask(3) == 1
+        asking.close()
+
+
+@pytest.mark.parametrize(
+    ("said", "seconds"), [("", LOOK_SECONDS), ("0", 0.0), ("100", 1e-4), ("9999", LOOK_SECONDS)]
+)
+def test_for_how_long_they_look(said: str, seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZMQGRAD_LOOK_US", said)
+    assert eyes().seconds == pytest.approx(seconds)
+
+
+def test_a_malformed_time_to_look_is_told_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ZMQGRAD_LOOK_US", "soon")
+    with pytest.raises(ConfigurationError, match="ZMQGRAD_LOOK_US"):
+        Running()

@@ -21,14 +21,14 @@ from functools import partial
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
-from zmqgrad.transport.looking import Eyes, Look
+from zmqgrad.transport.looking import Look
 from zmqgrad.transport.requests.connection import CHUNK, Client
 from zmqgrad.transport.requests.newcomers import STRANGERS_AT_ONCE, Newcomers
 from zmqgrad.transport.requests.offences import Offences
 from zmqgrad.transport.requests.outgoing import Outgoing
 from zmqgrad.transport.requests.ready import LONGEST_SECONDS, READ, Poller
 from zmqgrad.transport.requests.service import Service
-from zmqgrad.transport.requests.short import LOOK_SECONDS, RECENTLY, Handler, Hearing
+from zmqgrad.transport.requests.short import RECENTLY, Handler, Hearing, eyes
 from zmqgrad.transport.requests.whole import READERS, STARTS, frame_in, read
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tcp import adopt, listen
@@ -87,6 +87,7 @@ class RequestServer:
         self._handlers: dict[bytes, tuple[Callable[[bytes], Message], Handler]] = {}
         self._heard = 0  # but by the pipes that are there
         self._ending = False
+        self._look = Look(eyes()).at
         if listen_fd is None:
             listener, self.endpoint = listen(address, keyed=keys is not None)
         else:
@@ -168,7 +169,7 @@ class RequestServer:
 
     def _loop(self, service: Service) -> None:
         poll, ready, now, settle = self._poller.poll, self._ready, self._clock.now, service.settle
-        look = Look(Eyes(LOOK_SECONDS)).at
+        look = self._look
         came, looks = -math.inf, False
         ready[self._ear.fileno()] = self._end
         while not self._ending:

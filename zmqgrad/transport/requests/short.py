@@ -17,6 +17,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from zmqgrad import environment
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Clock, Deadline
 from zmqgrad.transport.looking import Eyes, Look
@@ -61,6 +62,16 @@ NOTHING = b"", b""
 _SOON_MS = int(SOON_SECONDS * 1000)
 
 
+def eyes() -> Eyes:
+    """What one side looks with, for no longer than ``ZMQGRAD_LOOK_US`` allows.
+
+    Raises:
+        ConfigurationError: if that is malformed.
+    """
+    allowed = environment.look_us()
+    return Eyes(LOOK_SECONDS if allowed is None else min(LOOK_SECONDS, allowed * 1e-6))
+
+
 class Asking:
     """The end of a client, which asks one thing at a time. Used by one thread at a time.
 
@@ -75,7 +86,7 @@ class Asking:
         poll = select.poll()
         poll.register(reads.fileno(), select.POLLIN)
         self._wait = poll.poll
-        self._look = Look(Eyes(LOOK_SECONDS)).at
+        self._look = Look(eyes()).at
         self._connection = connection
         self._clock = clock
         self._answered = -math.inf
