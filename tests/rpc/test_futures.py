@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import threading
 import weakref
 from collections.abc import Iterator
@@ -152,7 +153,7 @@ def test_many_callbacks_may_wait_at_once(trio: Cluster) -> None:
     def ask_again(future: Any) -> Any:
         own: Any = torch.futures.Future()
         rpc.rpc_async(2, abs, args=(future.wait(),)).then(lambda g: own.set_result(g.wait()))
-        return torch.futures.collect_all([own]).wait()[0].wait()  # in C++, unseen by us
+        return torch.futures.collect_all([own]).wait()[0].wait()  # none of ours: in C++, unseen by us
 
     futures = [rpc.rpc_async(1, abs, args=(-n,)).then(ask_again) for n in range(8)]
     assert [f.wait() for f in futures] == list(range(8))
@@ -375,3 +376,43 @@ def test_wait_all(trio: Cluster, gate: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert rpc.wait_all([endless, torch.futures.collect_all([endless])])[0] == "late"
     opener.join(10)
     assert told.is_set(), "it tells how far it is"
+
+
+def test_collect_all_stops_at_the_first_error(trio: Cluster, gate: int) -> None:
+    endless = rpc.rpc_async(1, wait_at, args=(gate, "late"))
+    with pytest.raises(KeyError, match="early"):
+        torch.futures.collect_all([endless, rpc.rpc_async(2, fail, args=("early",))]).wait()
+    assert not endless.done()
+    assert not endless._alarms, "what it held for that is gone"
+    GATES[gate].set()
+    plain: torch.futures.Future[int] = torch.futures.Future()
+    both = torch.futures.collect_all([endless, plain]).then(lambda f: [g.wait() for g in f.value()])
+    plain.set_result(2)
+    assert both.wait() == ["late", 2]
+
+    async def awaited() -> Any:
+        return [await f for f in await torch.futures.collect_all([rpc.rpc_async(1, where)])]  # type: ignore[misc]
+
+    assert asyncio.run(awaited()) == ["worker1"]
+    with pytest.raises(TypeError, match="incompatible"):
+        torch.futures.collect_all([endless, 3])
+
+
+def test_ctrl_c_interrupts_the_wait_for_collect_all(trio: Cluster, gate: int) -> None:
+    endless = rpc.rpc_async(1, wait_at, args=(gate,))
+    gathered = torch.futures.collect_all([endless])
+    interrupted = threading.Event()
+
+    def interrupt(main: int) -> None:
+        signal.pthread_kill(main, signal.SIGINT)
+        if not interrupted.wait(10):
+            GATES[gate].set()  # so that a wait which is deaf ends, too
+
+    helper = threading.Thread(target=interrupt, args=(threading.get_ident(),))
+    with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come before the wait
+        helper.start()
+        gathered.wait()
+    late = endless.done()
+    interrupted.set()
+    helper.join(10)
+    assert not late

@@ -2,7 +2,8 @@
 
 rpc.wait_all(rpc.broadcast(["worker1", "worker2"], load, args=(weights,)))
 
-``torch.futures.wait_all`` stops at the first of our futures to fail, too, once this module was imported.
+Once this module was imported, ``torch.futures.wait_all`` and ``collect_all`` stop at the first of our futures
+to fail, too, and Ctrl-C interrupts what waits for them.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -89,8 +90,9 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
 @contextmanager
 def _first_failure(futures: list[Any]) -> Iterator[Outcome[Any]]:
     """Gives an outcome that is set to the first of ``futures`` to fail, or to None once all are done."""
+    collected = _collect_in_torch(futures)  # raises where there is something else among them
     outcome: Outcome[Any] = Outcome()
-    torch._C.Future.add_done_callback(torch._C._collect_all(futures), lambda _: outcome.set(None))
+    torch._C.Future.add_done_callback(collected, lambda _: outcome.set(None))
     with alarmed([future for future in futures if isinstance(future, PythonFuture)], outcome):
         yield outcome
 
@@ -102,13 +104,14 @@ def _results(futures: list[Any], outcome: Outcome[Any]) -> list[Any]:
     return [future.wait() for future in futures]
 
 
+# Torch waits in C++, deaf to Ctrl-C, and no future that is made in Python counts as failed there, so its own
+# functions would wait for the others first. What holds none of ours goes to them.
 _wait_in_torch = torch.futures.wait_all
+_collect_in_torch = torch.futures.collect_all
 
 
 @functools.wraps(_wait_in_torch)
 def _wait_all_early(futures: list[Any]) -> list[Any]:
-    # Torch collects in C++, where no future that is made in Python counts as failed, so its own would wait
-    # for the others first. What holds none of ours goes to it.
     if not any(isinstance(future, PythonFuture) for future in futures):
         return _wait_in_torch(futures)
     with _first_failure(futures) as outcome:
@@ -116,7 +119,29 @@ def _wait_all_early(futures: list[Any]) -> list[Any]:
         return _results(futures, outcome)
 
 
+@functools.wraps(_collect_in_torch)
+def _collect_all_early(futures: list[Any]) -> torch.futures.Future[Any]:
+    if not any(isinstance(future, PythonFuture) for future in futures):
+        return _collect_in_torch(futures)
+    collected: PythonFuture[list[Any]] = PythonFuture()
+    watch = ExitStack()
+    outcome = watch.enter_context(_first_failure(futures))
+
+    def settle(_: object) -> None:
+        watch.close()
+        try:
+            _results(futures, outcome)
+        except Exception as e:
+            collected.set_exception(e)
+        else:
+            collected.set_result(list(futures))
+
+    outcome.then(settle)
+    return collected
+
+
 torch.futures.wait_all = _wait_all_early
+torch.futures.collect_all = _collect_all_early
 
 
 _thread_local_var = threading.local()
