@@ -43,6 +43,13 @@ def test_a_message_is_written_as_ever_and_read_again(message: Message, line: int
     assert read(bytes(data)) == (line, number, message)
 
 
+def test_messages_of_all_lengths_are_read_again() -> None:
+    """That of 514 bytes, too, which fits its head as well if that is taken for a short one."""
+    for length in range(1024):
+        message = StoreValue(bytes(length))
+        assert read(bytes(write(message, 1, 2))) == (1, 2, message), length
+
+
 @given(messages(), st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(0, 255)), max_size=4), st.data())
 def test_damaged_bytes_are_left_to_who_can_tell(
     message: Message, damage: list[tuple[int, int]], data: st.DataObject

@@ -71,7 +71,7 @@ def read(data: bytes) -> tuple[int, int, Message] | None:
     """Incarnation and number (of a question: line and number) and message. None: ``data`` is not just one."""
     try:
         size, start, incarnation, number = _read_short(data)
-        if size == len(data) - 2:
+        if size < 256 and size == len(data) - 2:  # a long head looks like a short one, of 512 bytes
             return incarnation, number, READERS[start](data[HEADER])
         flag, size, start, incarnation, number = _read_long(data)
         if flag == LONG_FLAG and size == len(data) - HEAD_ROOM:
