@@ -238,12 +238,49 @@ def run_ddp(rank: int, port: int) -> list[float]:
                 gaps += [(g - e).abs().max().item() for g, e in zip(kept, expected, strict=True)]
                 assert all(p.grad is None for p in replica.parameters())
             assert len(seen) == 2
+        for options in ({"find_unused_parameters": True}, {"static_graph": True}):
+            replica = DistributedDataParallel(Fork(), **options)
+            halves = [fork_gradients(batch, half) for half in (0, 1)]
+            for _ in range(2):
+                with context() as context_id:
+                    backward(context_id, [fork_loss(replica, batch, rank)])
+                    gradients = get_gradients(context_id)
+                for p, *both in zip(replica.parameters(), *halves, strict=True):
+                    mean = sum(g for g in both if g is not None) / 2
+                    gaps.append((gradients[p] - mean).abs().max().item())
+                assert all(p.grad is None for p in replica.parameters())
         torch.distributed.destroy_process_group()
     rpc.shutdown()
     return gaps
 
 
+class Fork(torch.nn.Module):
+    """A model with a layer that replica 1 does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.spare = make_model(), make_model()
+
+    def forward(self, x: torch.Tensor, spare: bool) -> torch.Tensor:
+        y: torch.Tensor = self.model(x)
+        return y * self.spare(x) if spare else y
+
+
+def fork_loss(model: torch.nn.Module, batch: torch.Tensor, half: int) -> torch.Tensor:
+    y = model(batch[3 * half : 3 * half + 3], half == 0)
+    return rpc.rpc_sync(2, torch.tanh, (y,)).square().mean()
+
+
+def fork_gradients(batch: torch.Tensor, half: int) -> list[torch.Tensor | None]:
+    """Those of one half, without any replica."""
+    model = Fork()
+    with context() as context_id:
+        backward(context_id, [fork_loss(model, batch, half)])
+        gradients = get_gradients(context_id)
+    return [gradients.get(p) for p in model.parameters()]
+
+
 def test_distributed_data_parallel_averages_gradients_of_contexts() -> None:
     gaps = run_processes(run_ddp, 3, (free_port(),))
-    assert len(gaps[0]) == len(gaps[1]) == 2 * 2 * 4
+    assert len(gaps[0]) == len(gaps[1]) == 2 * 2 * 4 + 2 * 2 * 8
     assert max(gaps[0] + gaps[1]) < 1e-14

@@ -35,6 +35,11 @@ def our_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> Iterator[
         handle.remove()
 
 
+def our_hook_for_good(register: Callable[[Any], RemovableHandle], hook: Any) -> None:
+    """From now on ``hook`` is registered, for as long as its node lives. It counts as none."""
+    _register(register, hook)
+
+
 def _register(register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
     global _ours
     with _lock:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch.distributed
 from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.graph.hooks import any_registered, grads_lent, lending
+from zmqgrad.autograd.graph.hooks import any_registered, grads_lent, lending, our_hook_for_good
 from zmqgrad.autograd.graph.single import run_nodes
+from zmqgrad.autograd.graph.undefined import calls_user
 
 
 class Leaves(enum.Enum):
@@ -43,16 +45,68 @@ def replicas_feared() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def accumulate_by_nodes(context: Context, nodes: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
-    """Add to the gradients of the leaves of ``nodes`` as torch would; hooks of the tensors have run."""
-    leaves = [node.variable for node in nodes]
+_replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # whose parameters may be unused; guarded by `lending`
+
+
+def note_replicas(nodes: Iterable[Any]) -> list[Any]:
+    """Look for replicas whose parameters may be unused among the nodes of a graph that is to be run.
+
+    Gives a list to which those are added, as their nodes run, whose averages have to be asked for once the
+    leaves have their gradients.
+    """
+    due: list[Any] = []
+    for node in nodes:
+        known_by = getattr(node, "ddp_weakref", None) if calls_user(node) else None
+        replica = None if known_by is None else known_by()
+        if replica is not None:
+            with lending():
+                _replicas.add(replica)
+            if replica.static_graph and not replica._static_graph_delay_allreduce_enqueued:
+                our_hook_for_good(node.register_prehook, _Postponing(replica, due))
+    return due
+
+
+class _Postponing:
+    """A hook before the node of a replica: has it leave out what it does in its first pass."""
+
+    def __init__(self, replica: Any, due: list[Any]) -> None:
+        self._replica = weakref.ref(replica)
+        self._due = due
+
+    def __call__(self, _: Any) -> None:
+        replica = self._replica()
+        if replica is not None and not replica._static_graph_delay_allreduce_enqueued:
+            replica._static_graph_delay_allreduce_enqueued = True
+            self._due.append(replica)
+
+
+def accumulate_by_nodes(
+    context: Context, nodes: Sequence[Any], gradients: Sequence[torch.Tensor], due: list[Any]
+) -> None:
+    """Add to the gradients of the leaves of ``nodes`` as torch would; hooks of the tensors have run.
+
+    Then the replicas in ``due`` average theirs.
+    """
     with lending():
+        leaves = _with_unused([node.variable for node in nodes])
         present = context.gradients()
         before = [present[leaf].clone() if leaf in present else None for leaf in leaves]
         with grads_lent(leaves, before), _silent(leaves):
             run_nodes([GradientEdge(node, 0) for node in nodes], gradients)
+            while due:
+                due.pop().reducer._delay_all_reduce()
             for leaf in leaves:
                 context.replace(leaf, _alone(leaf.grad))
+
+
+def _with_unused(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """``leaves``, and all parameters of the replicas that any of them belongs to. To be called `lending`."""
+    found = dict.fromkeys(leaves)
+    for replica in list(_replicas):
+        params = [p for p in replica.parameters() if p.requires_grad]
+        if not found.keys().isdisjoint(params):
+            found.update(dict.fromkeys(params))
+    return list(found)
 
 
 def _alone(gradient: torch.Tensor | None) -> torch.Tensor | None:

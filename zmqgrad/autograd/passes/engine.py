@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.functions import LEAF_NODE, RecvNote
 from zmqgrad.autograd.graph.hooks import any_registered
-from zmqgrad.autograd.graph.leaves import how_leaves_collect
+from zmqgrad.autograd.graph.leaves import Leaves, how_leaves_collect, note_replicas
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan
 from zmqgrad.autograd.graph.single import Gradient, added, let_go, outputs_of, run_engine, run_node, shared
 from zmqgrad.autograd.graph.undefined import UNDEFINED, reached
@@ -40,9 +40,14 @@ def make_pass(
     try:
         survey = Survey(entries, leaves)
         routes = find_routes(survey)
+        made: LocalPass
         if routes is None:
-            return PlannedPass(context, worker, retain_graph, survey)
-        return RoutedPass(context, worker, retain_graph, entries, routes, leaves)
+            made = PlannedPass(context, worker, retain_graph, survey)
+        else:
+            made = RoutedPass(context, worker, retain_graph, entries, routes, leaves)
+        if leaves is Leaves.TOGETHER:
+            made.replicas_due = note_replicas(survey.edges)
+        return made
     finally:
         if collects:
             gc.enable()

@@ -81,6 +81,8 @@ class LocalPass(ABC):
         self.context = context
         self.retain_graph = retain_graph
         self.desk = Desk()
+        self.replicas_due: list[Any] = []
+        """Replicas that average their gradients once the leaves have them."""
         self._worker = worker
         self._lock = threading.Lock()  # guards what has arrived, and the gradients that wait
         self._starts: Sequence[Sequence[Start]] = entries.starts
@@ -174,7 +176,8 @@ class LocalPass(ABC):
         With each gradient, whether others hold it as well.
         """
         if whole and replicas_feared():
-            accumulate_by_nodes(self.context, [node for node, *_ in whole], [g for _, g, _ in whole])
+            nodes, gradients = [node for node, *_ in whole], [g for _, g, _ in whole]
+            accumulate_by_nodes(self.context, nodes, gradients, self.replicas_due)
             return
         for node, gradient, also_held in whole:
             self._accumulate(node, gradient, also_held)
