@@ -100,11 +100,17 @@ def test_sparse_gradients_and_their_optimizer(c: Cluster) -> None:
     torch.testing.assert_close(table.to_here().detach(), here.detach())
 
 
-def test_an_optimizer_whose_step_needs_a_closure_says_so(c: Cluster) -> None:
-    params = [rpc.remote(1, make, (0,))]
-    optimizer = DistributedOptimizer(torch.optim.LBFGS, params)
-    with pytest.raises(TypeError, match="closure"):
-        train_step(optimizer, params, 0)
+class Closing(torch.optim.SGD):
+    """Needs a closure, by its own account only."""
+
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Closing])
+def test_an_optimizer_whose_step_needs_a_closure_is_refused(c: Cluster, kind: type) -> None:
+    with pytest.raises(ConfigurationError, match=rf"(?s)worker1.*{kind.__name__} cannot be distributed"):
+        DistributedOptimizer(kind, [rpc.remote(1, make, (0,))])
 
 
 def test_groups_have_options_of_their_own(c: Cluster) -> None:
@@ -172,9 +178,9 @@ def fresh(p: rpc.RRef[Tensor]) -> Tensor:
     return p.local_value().detach().clone().requires_grad_()
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, "inf"])
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])
-def test_clipping_equals_that_of_one_process(c: Cluster, norm_type: float, max_norm: float) -> None:
+def test_clipping_equals_that_of_one_process(c: Cluster, norm_type: Any, max_norm: float) -> None:
     local = [make(i) for i in range(4)]
     (loss_of(local, 0) * 50).backward()
     expected = torch.nn.utils.clip_grad_norm_(local, max_norm, norm_type)
@@ -257,6 +263,12 @@ def test_arguments_that_cannot_be(c: Cluster) -> None:
         DistributedOptimizer(torch.optim.SGD, [{"params": [make(0)]}], lr=1.0)
     with pytest.raises(ConfigurationError, match=r"params_rref\[1\] must be a dictionary with 'params'"):
         DistributedOptimizer(torch.optim.SGD, [{"params": rpc.RRef(make(0))}, {"lr": 1.0}], lr=1.0)
+    for take in (
+        lambda one: DistributedOptimizer(torch.optim.SGD, one, lr=1.0),
+        lambda one: clip_grad_norm(1, one, 1),
+    ):
+        with pytest.raises(ConfigurationError, match="must be a list of RRefs, not an RRef"):
+            take(rpc.RRef(make(0)))
     with pytest.raises(ConfigurationError, match=r"params_rref\[1\] must be an RRef, not Tensor"):
         DistributedOptimizer(torch.optim.SGD, [rpc.RRef(make(0)), make(1)], lr=1.0)  # type: ignore[list-item]
 

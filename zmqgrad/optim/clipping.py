@@ -57,6 +57,7 @@ def clip_grad_norm(
         ConfigurationError: if there are no references. RuntimeError: for a norm that is not finite, if
         ``error_if_nonfinite``. Others: as what failed on an owner.
     """
+    norm_type = float(norm_type)  # "inf", as torch takes it
     owners = by_owner(params_rref)
     if not owners:
         raise ConfigurationError("clip_grad_norm got an empty parameter list")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ import torch
 from zmqgrad.autograd import get_gradients
 from zmqgrad.autograd.graph.hooks import grads_lent
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.optim.owners import by_owner, local_values, on_all, on_each
+from zmqgrad.optim.owners import by_owner, local_values, on_all, on_each, several
 from zmqgrad.rpc import RRef
 
 Group = dict[str, Any]
@@ -26,6 +27,7 @@ class LocalOptimizer:
         if len(params) == 1 and len(params[0]) == 1:
             params = params[0]["params"]  # some optimizers take no groups
         self.optimizer: torch.optim.Optimizer = optimizer_class(params, *args, **kwargs)
+        _refuse_closures(self.optimizer)
 
     def step(self, context_id: int) -> None:
         """One step on the gradients of a context. ``.grad`` of the parameters is as before afterwards."""
@@ -37,6 +39,15 @@ class LocalOptimizer:
     def state(self) -> dict[str, Any]:
         """Its state dictionary, as if it had travelled."""
         return copy.deepcopy(self.optimizer.state_dict())
+
+
+def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is closure.empty:
+        raise ConfigurationError(
+            f"{type(optimizer).__name__} cannot be distributed: its step needs a closure, which computes the "
+            "loss again, and each owner would call it by itself"
+        )
 
 
 def _make(optimizer_class: type, groups: Sequence[Group], args: Any, kwargs: Any) -> RRef[Any]:
@@ -57,7 +68,8 @@ class DistributedOptimizer:
         args, kwargs: for the optimizer on each owner.
 
     Raises:
-        ConfigurationError: if there are no parameters, or what is given are no references.
+        ConfigurationError: if there are no parameters, what is given are no references, or ``step`` needs a
+            closure.
         Anything else: what making an optimizer raised, on any owner.
     """
 
@@ -109,7 +121,7 @@ class DistributedOptimizer:
 
 def _groups_by_owner(params_rref: Any) -> dict[str, list[Group]]:
     """For each owner its groups; every owner has all of them, some empty, so that they can be counted."""
-    given = list(params_rref)
+    given = several(params_rref)
     if not given:
         raise ConfigurationError("optimizer got an empty parameter list")
     if not isinstance(given[0], Mapping):

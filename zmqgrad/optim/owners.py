@@ -11,14 +11,25 @@ from zmqgrad.errors import ConfigurationError, RpcError
 from zmqgrad.rpc import RRef, get_worker_info, rpc_async
 
 
+def several(params_rref: Iterable[Any], name: str = "params_rref") -> list[Any]:
+    """References, or groups of them, as a list.
+
+    Raises:
+        ConfigurationError: if it is one reference by itself.
+    """
+    if isinstance(params_rref, RRef):
+        raise ConfigurationError(f"{name} must be a list of RRefs, not an RRef: put it into a list")
+    return list(params_rref)
+
+
 def by_owner(params_rref: Iterable[RRef[Any]], name: str = "params_rref") -> dict[str, list[RRef[Any]]]:
     """The references by the name of the worker that owns what they refer to.
 
     Raises:
-        ConfigurationError: if there are none, or what is given are no references.
+        ConfigurationError: if what is given are no references.
     """
     found: dict[str, list[RRef[Any]]] = {}
-    for i, param in enumerate(params_rref):
+    for i, param in enumerate(several(params_rref, name)):
         if not isinstance(param, RRef):
             raise ConfigurationError(f"{name}[{i}] must be an RRef, not {type(param).__name__}")
         found.setdefault(param.owner_name(), []).append(param)
