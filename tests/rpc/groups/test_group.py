@@ -165,6 +165,19 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
     assert sorted(left) == ["worker0", "worker1", "worker3"]
 
 
+def test_a_request_that_was_lost_on_its_way_keeps_nobody_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All look as often as the others: none stops while another goes on."""
+    monkeypatch.setattr(parting, "PAUSES", (1e-4, 1e-3))
+    made = groups(3)
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    made[1].worker.calling.sent += 2
+    made[2].worker.receiving.served += 1
+    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None] * 3
+    assert caplog.text.count("shutdown goes on, though 2 requests were sent and 1 received") == 3
+
+
 @pytest.mark.parametrize("who", [0, 2])
 def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
     monkeypatch: pytest.MonkeyPatch, who: int

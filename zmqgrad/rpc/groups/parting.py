@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import itertools
 import logging
+import threading
 
 from zmqgrad.errors import ClosedError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
 from zmqgrad.transport.liveness import answers
@@ -24,6 +26,13 @@ SAY_EVERY = 5.0
 
 LOOK_SECONDS = 1.0
 """Who is waited for is looked up so often: nobody need have noticed that it died, if nobody has called it."""
+
+PAUSES = 0.001, 0.5
+"""From what to what the pauses between looks at sums that do not agree and do not change grow, in seconds."""
+
+LOST_LOOKS = 24
+"""After so many such looks, some 6 seconds, nothing is in flight any more. A number of looks, not a time: all
+read the same sums, and so all stop at the same look."""
 
 PART_SECONDS = 2.0
 """How long workers that have finished wait for each other's farewell before they look who lives."""
@@ -59,6 +68,7 @@ class Parting:
         self._worker.doors.peer_lost.append(lambda rank, _: self._stand_in_later(rank))
         self._meet("arrived", "to call shutdown", deadline)
         before: list[int] | None = None
+        looks, backoff = 0, Backoff(*PAUSES)
         for number in itertools.count():
             self._wait_until_quiet(deadline)
             sent, received = self._worker.counts()
@@ -66,9 +76,20 @@ class Parting:
             if GONE in posted:
                 break  # with the dead, what they sent and received is lost, too
             sums = [sum(int(each.split()[i]) for each in posted) for i in (0, 1)]
-            if sums[0] == sums[1] and sums == before:
+            if sums != before:
+                before, looks = sums, 0
+                backoff.reset()
+                continue
+            if sums[0] == sums[1]:
                 break
-            before = sums
+            looks += 1
+            if looks == LOST_LOOKS:
+                logger.warning(
+                    "%s: shutdown goes on, though %d requests were sent and %d received: others were lost on "
+                    "their way, or dropped as malformed", self._worker.name, *sums
+                )  # fmt: skip
+                break
+            threading.Event().wait(backoff.pause(deadline.left()))  # nothing tells of what may yet come
         self._step = ""
         self._part(deadline)
 
