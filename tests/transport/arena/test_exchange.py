@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import select
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 
 from tests.support.messages import messages_of
 from zmqgrad.errors import ProtocolError, UnknownPeerError
+from zmqgrad.transport.arena import forks
 from zmqgrad.transport.arena.exchange import Exchange, Load
 from zmqgrad.transport.arena.packing import LARGE
 from zmqgrad.transport.arena.segment import supported
@@ -436,10 +438,53 @@ def test_a_fork_sees_what_it_had(sides: tuple[Side, Side]) -> None:
     assert a.lent == 1
     a.pass_on([b"y" * 2000])
     os.write(write, b".")
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert b.exchange.statistics()["blocks_pinned"] == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    b.exchange._release()
+    assert (b.exchange.statistics()["blocks_pinned"], a.lent) == (0, 0)
     os.close(read)
     os.close(write)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_what_several_forks_saw_goes_back_after_the_last_of_them(sides: tuple[Side, Side]) -> None:
+    """One block that two forks and a fork of a fork look at, and one that the second alone sees."""
+    a, b = sides
+    a.warm()
+    before = sorted(os.listdir("/proc/self/fd"))
+    read, write = os.pipe()
+
+    def fork(again: bool) -> int:
+        child = os.fork()
+        if child == 0:
+            if again and os.fork() == 0:
+                os.read(read, 1)
+            os._exit(0)
+        return child
+
+    _, got = a.pass_on([b"x" * 2000])
+    first = fork(True)
+    _, more = a.pass_on([b"y" * 2000])
+    second = fork(False)
+    del got, more
+    b.run_jobs()
+    assert a.lent == 2
+    os.waitpid(second, 0)
+    b.exchange._release()
+    assert a.lent == 1
+    os.waitpid(first, 0)
+    b.exchange._release()
+    assert a.lent == 1  # its own fork lives
+    os.write(write, b".")
+    (living,) = forks._living
+    eof = select.poll()
+    eof.register(living._ends[0], select.POLLHUP)
+    assert eof.poll(20_000)
+    b.exchange._release()
+    assert (b.exchange.statistics()["blocks_pinned"], a.lent) == (0, 0)
+    os.close(read)
+    os.close(write)
+    assert sorted(os.listdir("/proc/self/fd")) == before
 
 
 # ---- bad peers ------------------------------------------------------------------------------------------

@@ -2,8 +2,9 @@
 
 All workers arrive. Then they wait until nothing is under way anywhere: each posts how many requests it has
 sent and received, once it is quiet itself; when the sums agree, twice running and unchanged, no message is in
-flight (Mattern's four counters). Then they part, and the store's master goes last. While anybody is waited
-for, a log line names them.
+flight (Mattern's four counters). What a broken connection has swallowed, or was dropped as malformed, is
+never received: sums that differ, and have not changed for long, count as final. Then they part, and the
+store's master goes last. While anybody is waited for, a log line names them.
 """
 
 from __future__ import annotations

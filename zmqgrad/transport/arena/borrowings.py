@@ -2,34 +2,27 @@
 
 A block is in use as long as anything is built on it; a weak reference notices the end, and its callback
 only enqueues (DESIGN 16.3). What is built on a block is the reader's own: its maker does not touch it before
-it is released.
-
-Note [Forks and blocks]: a fork sees the blocks that were in use, for shared memory is not copied by a fork.
-Were the parent to release them, the child's tensors would change under it. So what is in use at a fork is
-never released; it comes back when both processes have unmapped the segment.
+it is released. Nor is it released while a fork of this process may look at it: see Note [Forks and blocks] in
+:mod:`~zmqgrad.transport.arena.forks`.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import weakref
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zmqgrad.errors import ProtocolError
+from zmqgrad.transport.arena import forks
 from zmqgrad.transport.arena.allocator import ALIGNMENT
+from zmqgrad.transport.arena.debts import Debts
 from zmqgrad.transport.arena.segment import NONCE, MappedSegment, supported
 from zmqgrad.transport.base import Buffer
-from zmqgrad.wire.messages import MAX_TENSORS, ArenaAnswer, ArenaOffer, Manifest, Piece, Window
-
-logger = logging.getLogger(__name__)
+from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Piece, Window
 
 MAX_SEGMENTS = 64
 """Segments of one peer that are mapped at most."""
-
-_everywhere: weakref.WeakValueDictionary[int, _Source] = weakref.WeakValueDictionary()
 
 
 class _Use(weakref.ref[Any]):
@@ -45,10 +38,11 @@ class _Source:
     def __init__(self, mapped: MappedSegment, dead: deque[int], tell: Callable[[], None]) -> None:
         self.mapped = mapped
         self._in_use: dict[int, _Use] = {}
-        self._pinned: set[int] = set()  # in use at a fork: see Note [Forks and blocks]
+        self._pinned: Counter[int] = Counter()  # how many living forks may look at a block
+        self._done: set[int] = set()  # blocks that only forks look at any more
         self._dead = dead
         self._tell = tell
-        _everywhere[id(self)] = self
+        forks.watch(self)
 
     def open(self, piece: Piece) -> memoryview:
         """The bytes of a block, which is in use until nothing refers to them."""
@@ -69,29 +63,40 @@ class _Source:
         """A callback of the collector: runs at any line of any thread, and so enqueues and nothing else."""
         block = use.block
         self._in_use.pop(block, None)
-        if block not in self._pinned:
+        if not self._pinned:
             self._dead.append(block)
             self._tell()
+            return
+        self._done.add(block)
+        if block not in self._pinned:
+            self._let_go(block)
 
-    def pin(self) -> None:
-        """Never release what is in use now."""
-        self._pinned.update(list(self._in_use))
+    def _let_go(self, block: int) -> None:
+        """Nobody looks at it any more. Two threads may come to see that, of which one releases it."""
+        try:
+            self._done.remove(block)
+        except KeyError:
+            return
+        self._dead.append(block)
+        self._tell()
+
+    def pin(self) -> list[int]:
+        """As :meth:`forks.Pinnable.pin`."""
+        blocks = list(self._in_use)
+        self._pinned.update(blocks)
+        return blocks
+
+    def unpin(self, blocks: Iterable[int]) -> None:
+        """As :meth:`forks.Pinnable.unpin`."""
+        for block in blocks:
+            self._pinned[block] -= 1
+            if self._pinned[block] <= 0:
+                del self._pinned[block]
+                self._let_go(block)
 
     def counts(self) -> tuple[int, int]:
         """Blocks in use, and blocks pinned."""
         return len(self._in_use), len(self._pinned)
-
-
-def _pin_everything() -> None:
-    for source in _everywhere.valuerefs():
-        found = source()
-        if found is not None:
-            found.pin()
-
-
-if hasattr(os, "register_at_fork"):
-    # Once more in the parent: another thread may have opened a block in between.
-    os.register_at_fork(before=_pin_everything, after_in_parent=_pin_everything)
 
 
 class Borrowings:
@@ -100,9 +105,7 @@ class Borrowings:
     def __init__(self, owing: Callable[[], None]) -> None:
         self._owing = owing
         self._sources: dict[tuple[int, int], _Source] = {}  # by peer and segment id
-        self._dead: dict[int, deque[int]] = {}  # by peer
-        self.owed: Callable[[int], object] = self._dead.get
-        """Is there a block to give back to that peer?"""
+        self.debts = Debts()
         self._closed = False
 
     def accept(self, peer: int, offer: ArenaOffer) -> ArenaAnswer:
@@ -116,8 +119,7 @@ class Borrowings:
             nonce = mapped.read(offer.nonce_at, NONCE)
         except (OSError, ValueError, OverflowError) as e:
             return ArenaAnswer(b"", str(e))
-        dead = self._dead.setdefault(peer, deque())
-        self._sources[peer, offer.segment] = _Source(mapped, dead, self._owing)
+        self._sources[peer, offer.segment] = _Source(mapped, self.debts.to(peer), self._owing)
         if self._closed:  # meanwhile
             self._sources.clear()
         return ArenaAnswer(nonce)
@@ -151,39 +153,16 @@ class Borrowings:
             raise ProtocolError(f"a block came of segment {piece.segment}, which worker {peer} never offered")
         return source.open(piece)
 
-    def take_owed(self, peer: int) -> tuple[int, ...]:
-        """The blocks to give back to ``peer``; whoever takes them must tell it."""
-        dead = self._dead.get(peer)
-        if not dead:
-            return ()
-        taken: list[int] = []
-        while dead and len(taken) < MAX_TENSORS:
-            try:
-                taken.append(dead.popleft())
-            except IndexError:  # another thread took the last one
-                break
-        return tuple(taken)
-
-    def untake(self, peer: int, blocks: Sequence[int]) -> None:
-        """They could not be told."""
-        dead = self._dead.get(peer)
-        if dead is not None:
-            dead.extend(blocks)
-
-    def creditors(self) -> list[int]:
-        """The peers that have blocks to get back."""
-        return [peer for peer, dead in list(self._dead.items()) if dead]
-
     def forget(self, peer: int) -> None:
         """``peer`` is gone: its segments stay mapped as long as something is built on them, no longer."""
-        self._dead.pop(peer, None)
+        self.debts.forget(peer)
         for key in [k for k in self._sources if k[0] == peer]:
             self._sources.pop(key, None)
 
     def close(self) -> None:
         """Forget everybody."""
         self._closed = True
-        self._dead.clear()
+        self.debts.clear()
         self._sources.clear()
 
     def statistics(self) -> dict[str, int]:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.arena import forks
 from zmqgrad.transport.arena.borrowings import Borrowings
 from zmqgrad.transport.arena.copier import Copier
 from zmqgrad.transport.arena.desk import Desk
@@ -78,7 +79,7 @@ class Exchange:
         self._copier = Copier(name)
         self._copy = self._copier.copy
         self._borrowings = Borrowings(self._owing)
-        self.owes = self._borrowings.owed
+        self.owes = self._borrowings.debts.owed
         """Is there a block to give back to that peer?"""
         self._timer: Timer | None = None
         self._armed = False
@@ -96,7 +97,7 @@ class Exchange:
 
     def load(self, peer: int, local: bool, frames: Sequence[Frame]) -> Load:
         """``frames`` ready for ``peer``, which is on this host if ``local``; with what it gets back."""
-        released = self._borrowings.take_owed(peer)
+        released = self._borrowings.debts.take(peer)
         if not frames:
             return Load(Manifest(released=released) if released else None, ())
         sizes = [len(f) for f in frames]
@@ -121,7 +122,7 @@ class Exchange:
     def unload(self, peer: int, load: Load) -> None:
         """``load`` could not be sent after all."""
         if load.manifest is not None:
-            self._borrowings.untake(peer, load.manifest.released)
+            self._borrowings.debts.untake(peer, load.manifest.released)
             blocks = [p.block for p in load.manifest.pieces if p.segment]
             if blocks and self._desk is not None:
                 self._desk.release(peer, blocks)
@@ -192,8 +193,9 @@ class Exchange:
             self._timer.call_later(seconds, job)
 
     def _release(self) -> None:
-        self._armed = False
-        for peer in self._borrowings.creditors():
+        self._armed = False  # what ends from here on arms anew
+        forks.release_ended()
+        for peer in self._borrowings.debts.creditors():
             if not self._closed:
                 self._say(peer, Release(), 0)  # its manifest says it all
         if self._desk is not None:

@@ -19,9 +19,10 @@ from typing import Any
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.arena.allocator import ALIGNMENT
 from zmqgrad.transport.arena.borrowings import MAX_SEGMENTS
+from zmqgrad.transport.arena.debts import Debts
 from zmqgrad.transport.arena.segment import NONCE, MappedSegment, supported
 from zmqgrad.transport.devices.port import Done, Opened, Port
-from zmqgrad.wire.messages import MAX_TENSORS, DeviceAnswer, DeviceOffer, DevicePiece
+from zmqgrad.wire.messages import DeviceAnswer, DeviceOffer, DevicePiece
 from zmqgrad.wire.unwritten import Foreign
 
 
@@ -125,7 +126,7 @@ class DeviceBorrowings:
         self._port = port
         self._copies = _Copies(owing)
         self._sources: dict[tuple[int, int], _Source] = {}  # by peer and segment id
-        self._dead: dict[int, deque[int]] = {}  # by peer
+        self.debts = Debts()
         self._closed = False
 
     def accept(self, peer: int, offer: DeviceOffer) -> DeviceAnswer:
@@ -140,8 +141,9 @@ class DeviceBorrowings:
             opened = self._port.open(offer.device, offer.handle, offer.size, offer.page.pid == os.getpid())
         except (OSError, ValueError, OverflowError) as e:
             return DeviceAnswer(b"", str(e))
-        dead = self._dead.setdefault(peer, deque())
-        self._sources[peer, offer.segment] = _Source(page, opened, offer.size, dead, self._copies)
+        self._sources[peer, offer.segment] = _Source(
+            page, opened, offer.size, self.debts.to(peer), self._copies
+        )
         if self._closed:  # meanwhile
             self._sources.clear()
         return DeviceAnswer(nonce)
@@ -170,24 +172,7 @@ class DeviceBorrowings:
         """Is there a block to give back to ``peer``?"""
         if self._copies:
             self._copies.look()
-        return bool(self._dead.get(peer))
-
-    def take_owed(self, peer: int) -> tuple[int, ...]:
-        """The blocks to give back to ``peer``; whoever takes them must tell it."""
-        dead = self._dead.get(peer)
-        taken: list[int] = []
-        while dead and len(taken) < MAX_TENSORS:
-            try:
-                taken.append(dead.popleft())
-            except IndexError:  # another thread took the last one
-                break
-        return tuple(taken)
-
-    def untake(self, peer: int, blocks: Sequence[int]) -> None:
-        """They could not be told."""
-        dead = self._dead.get(peer)
-        if dead is not None:
-            dead.extend(blocks)
+        return bool(self.debts.owed(peer))
 
     def look(self) -> None:
         """Let go of what has been copied."""
@@ -201,17 +186,13 @@ class DeviceBorrowings:
         """Are copies under way?"""
         return len(self._copies) > 0
 
-    def creditors(self) -> list[int]:
-        """The peers that have blocks to get back."""
-        return [peer for peer, dead in list(self._dead.items()) if dead]
-
     def withdraw(self, peer: int, segment: int) -> None:
         """``peer`` wants this segment back."""
         self._sources.pop((peer, segment), None)
 
     def forget(self, peer: int) -> None:
         """``peer`` is gone: its memory stays open as long as a block of it is in use, no longer."""
-        self._dead.pop(peer, None)
+        self.debts.forget(peer)
         for key in [k for k in list(self._sources) if k[0] == peer]:
             self._sources.pop(key, None)
 
@@ -219,7 +200,7 @@ class DeviceBorrowings:
         """Forget everybody. What is being copied stays in use until :meth:`look` finds that it is done."""
         self._closed = True
         self._copies.look()
-        self._dead.clear()
+        self.debts.clear()
         self._sources.clear()
 
     def statistics(self) -> dict[str, int]:

@@ -167,7 +167,7 @@ class DeviceExchange:
     def unload(self, peer: int, pieces: Sequence[DevicePiece], released: Sequence[int]) -> None:
         """``pieces`` could not be sent after all, nor that ``released`` go back."""
         if released:
-            self._borrowings.untake(peer, released)
+            self._borrowings.debts.untake(peer, released)
         if pieces:
             self._take_back(peer, [piece.block for piece in pieces])
 
@@ -180,7 +180,7 @@ class DeviceExchange:
 
     def take_owed(self, peer: int) -> tuple[int, ...]:
         """The blocks to give back to ``peer``; whoever takes them must tell it."""
-        return self._borrowings.take_owed(peer) if self._borrowings.owed(peer) else ()
+        return self._borrowings.debts.take(peer) if self._borrowings.owed(peer) else ()
 
     def _say(self, peer: int, message: Message, message_id: int) -> None:
         try:
@@ -247,7 +247,7 @@ class DeviceExchange:
     def _release(self) -> None:
         self._borrowings.look()
         self._armed = False  # what has ended by now is told below, what ends from here on arms anew
-        for peer in self._borrowings.creditors():
+        for peer in self._borrowings.debts.creditors():
             if not self._closed:
                 self._say(peer, Release(), 0)  # its manifest says it all
         for desk in list(self._desks.values()):
