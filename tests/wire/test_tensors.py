@@ -345,6 +345,14 @@ def test_meta() -> None:
         assert sent_bytes(t) == 0
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("beside", [[], [torch.ones(2)], [torch.ones(3, 2).t()]])
+def test_nested_tensors_are_refused_where_they_are_sent(beside: list[torch.Tensor]) -> None:
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
+    with pytest.raises(PayloadError, match=r"t\.unbind\(\).*torch\.jagged"):
+        describe([*beside, nested], [])
+
+
 def test_too_many_dimensions_are_refused_where_they_are_sent() -> None:
     with pytest.raises(PayloadError, match="65 dimensions"):
         describe([torch.ones((1,) * 65)], [])

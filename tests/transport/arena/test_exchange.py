@@ -224,6 +224,14 @@ def test_off_and_other_hosts_and_small_messages_use_frames() -> None:
         assert a.exchange.statistics()["fallbacks"] == {"other host": 1}
 
 
+def test_statistics_have_the_same_names_where_the_arena_is_off() -> None:
+    on, off = Side(0), Side(1, OFF)
+    assert on.exchange.statistics().keys() == off.exchange.statistics().keys()
+    assert (off.exchange.statistics()["limit"], off.lent) == (0, 0)
+    for side in (on, off):
+        side.exchange.close()
+
+
 def test_one_that_lends_nothing_still_reads() -> None:
     a, b = Side(0), Side(1, OFF)
     a.other, b.other = b, a

@@ -75,7 +75,8 @@ class Exchange:
         self._send = send
         self._pid = os.getpid()
         lends = settings.limit and supported()
-        self._desk = Desk(name, Lender(settings.limit), self._say, may_wait) if lends else None
+        self._lender = Lender(settings.limit if lends else 0)
+        self._desk = Desk(name, self._lender, self._say, may_wait) if lends else None
         self._copier = Copier(name)
         self._copy = self._copier.copy
         self._borrowings = Borrowings(self._owing)
@@ -231,7 +232,7 @@ class Exchange:
     def statistics(self) -> dict[str, Any]:
         """Use of the arena, fallbacks by their reason, and who refused why."""
         return {
-            **(self._desk.lender.statistics() if self._desk is not None else {"limit": 0}),
+            **self._lender.statistics(),
             **self._borrowings.statistics(),
             "fallbacks": dict(self.fallbacks),
             "refused_by": self._desk.refused_by() if self._desk is not None else {},

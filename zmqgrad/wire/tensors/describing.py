@@ -43,6 +43,11 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devi
     except NoWay as e:
         raise PayloadError(no_way(e.device, devices)) from None
     except RuntimeError as e:  # torch's word for tensors that have no memory to show (nested, fake, ...)
+        if any([t.is_nested for t in tensors]):
+            raise PayloadError(
+                "cannot send a nested tensor of layout torch.strided: send what it is made of "
+                "(t.unbind()), or make it with layout=torch.jagged"
+            ) from e
         raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
 
 
