@@ -138,7 +138,7 @@ def test_not_while_its_process_still_looks_at_them(lender: Lender) -> None:
 
 
 def test_a_block_larger_than_a_segment_has_one_of_its_own() -> None:
-    lender = Lender(3 * SEGMENT)
+    lender = Lender(5 * SEGMENT)
     reader = Reader(lender)
     (small,) = reader.borrow(MB)
     (large,) = reader.borrow(SEGMENT + MB)
@@ -146,6 +146,29 @@ def test_a_block_larger_than_a_segment_has_one_of_its_own() -> None:
     assert large.segment.size > SEGMENT
     assert lender.statistics()["segments"] == 2
     assert lender.statistics()["memory"] < MB  # nothing has been written yet
+    lender.close()
+
+
+@pytest.mark.parametrize(("limit", "largest"), [(6, 5), (4, 3), (3, 3), (2, 2)])
+def test_blocks_that_grow_and_come_back_find_room_as_long_as_the_limit_allows(
+    limit: int, largest: int
+) -> None:
+    lender = Lender(limit * SEGMENT)
+    reader = Reader(lender)
+    for size in [MB, *range(SEGMENT // 2, largest * SEGMENT, SEGMENT // 4)]:
+        loans = reader.borrow(size)
+        lender.release(reader.borrower, [loan.number for loan in loans])
+    assert lender.statistics()["segments"] == (1 if limit == largest else 2)
+    assert lender.statistics()["memory"] < MB
+    lender.close()
+
+
+def test_memory_that_is_taken_whole_is_taken_as_it_is_needed() -> None:
+    lender = Lender(64 * MB, usual=8 * MB, lazy=False)
+    reader = Reader(lender)
+    for size in (MB, 9 * MB):
+        reader.borrow(size)
+    assert [s.size < 10 * MB for s in lender._segments] == [True, True]
     lender.close()
 
 

@@ -7,6 +7,7 @@ segment: a worker may have left and its program still hold tensors.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
@@ -21,6 +22,9 @@ logger = logging.getLogger(__name__)
 
 SEGMENT = 1 << 30
 """Bytes of a segment (of address space: memory is taken as it is used), unless a block needs more."""
+
+FEW = 3
+"""Where the limit allows no more than so many segments, there is a single one."""
 
 
 class Lendable(Protocol):
@@ -98,7 +102,7 @@ class Lender:
     """Segments of up to ``limit`` bytes together, and who has what of them.
 
     ``make`` makes one of so many bytes, usually ``usual``, or raises OSError.
-    ``numbers``: those of blocks.
+    ``numbers``: those of blocks. ``lazy``: memory is taken as it is used, a segment by itself costs nothing.
     """
 
     def __init__(
@@ -107,8 +111,10 @@ class Lender:
         make: Callable[[int], Lendable] = Segment,
         usual: int = SEGMENT,
         numbers: Iterator[int] | None = None,
+        lazy: bool = True,
     ) -> None:
         self.limit = limit
+        self._lazy = lazy
         self._make = make
         self._usual = usual
         self.strange = 0  # releases of blocks that the peer did not have
@@ -184,15 +190,22 @@ class Lender:
     def _grow(self, needed: int) -> Lendable | None:
         left = self.limit - sum(s.size for s in self._segments)
         least = needed + PAGE  # for the nonce
-        size = min(max(self._usual, least), left)
-        if size < least:
+        if left < least:
             return None
-        try:
-            segment = self._make(size)
-        except OSError:  # a bound on address space or file sizes (ulimit) may still have room for less
-            segment = self._make(max(least, size // 16))
+        usual = min(max(self._usual, least), left)
+        sizes = [usual, max(least, usual // 16)]
+        if self._lazy and (least > self._usual or left <= FEW * self._usual):
+            sizes.insert(0, left)  # of several, none might have room for a block that the limit allows
+        segment = self._make_first_of(sizes)
         self._segments.append(segment)
         return segment
+
+    def _make_first_of(self, sizes: Sequence[int]) -> Lendable:
+        """A segment. A bound on address space or file sizes (ulimit) may have room for a later size alone."""
+        for size in sizes[:-1]:
+            with contextlib.suppress(OSError):
+                return self._make(size)
+        return self._make(sizes[-1])
 
     def answered(self, borrower: Borrower, nonce: bytes, segment_id: int, why: str) -> bool:
         """``borrower`` answered an offer; has it mapped the segment?"""

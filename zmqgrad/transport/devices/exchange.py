@@ -159,7 +159,8 @@ class DeviceExchange:
                 desk = self._desks.get(device)
                 if desk is None:
                     numbers = itertools.count(MAX_DEVICES + len(self._desks), MAX_DEVICES)
-                    lender = Lender(self._port.limit(device), maker(self._port, device), USUAL, numbers)
+                    make, limit = maker(self._port, device), self._port.limit(device)
+                    lender = Lender(limit, make, USUAL, numbers, lazy=False)
                     desk = Desk(self._name, lender, self._say, self._may_wait, self._offers)
                     self._desks[device] = desk
         return desk
