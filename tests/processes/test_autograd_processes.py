@@ -19,6 +19,8 @@ from zmqgrad import rpc
 from zmqgrad.autograd import _get_debug_info, allreduce_gradients, backward, context, get_gradients
 from zmqgrad.errors import PeerLostError
 from zmqgrad.optim import DistributedOptimizer
+from zmqgrad.rpc import waiting
+from zmqgrad.rpc.current import current_worker
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -192,6 +194,57 @@ def test_replicas_sum_their_gradients_to_those_of_one_process() -> None:
     assert len(replicas) == len(REPLICAS)
     for found in replicas:
         assert found == pytest.approx(expected, rel=1e-12)
+
+
+_may_go_on = threading.Event()
+
+
+class Held(torch.autograd.Function):
+    """Its backward has worker 0 interrupted, and then waits until it may go on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        rpc.rpc_sync(0, interrupt)
+        assert _may_go_on.wait(30)
+        return gradients[0]
+
+
+def held(x: torch.Tensor) -> torch.Tensor:
+    y: torch.Tensor = Held.apply(x)
+    return y
+
+
+def interrupt() -> None:
+    """As Ctrl-C does: in the main thread, whichever runs this."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def go_on() -> None:
+    _may_go_on.set()
+
+
+def leave_after_an_interrupted_pass(rank: int) -> None:
+    """Worker 1's gradient comes to worker 0 when nobody waits for it any more."""
+    rpc.init_rpc(f"worker{rank}")
+    if rank == 0:
+        waiting.DRAIN_SECONDS = 0.0
+        with context() as context_id:
+            root = rpc.rpc_sync(1, held, (torch.ones(3, requires_grad=True),)).sum()
+            with pytest.raises(KeyboardInterrupt):
+                backward(context_id, [root])
+        drained = threading.Event()
+        current_worker().timekeeper.call_later(0.01, drained.set)
+        assert drained.wait(10)
+        rpc.rpc_sync(1, go_on)
+    rpc.shutdown()
+
+
+def test_workers_leave_after_a_pass_that_was_interrupted_while_others_were_at_work() -> None:
+    run_processes(leave_after_an_interrupted_pass, 2)
 
 
 def make_model() -> torch.nn.Module:

@@ -102,7 +102,7 @@ def test_an_answer_that_was_on_its_way_to_the_lane(
         worker.wait(call)
     gate.opened.set()
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
-    worker.waiting._drain_lanes()
+    worker.waiting.drain_lanes()
     wait_until_empty(pair)
 
 

@@ -125,10 +125,10 @@ class Waiting:
 
     def leave_early(self) -> None:
         """What the calling thread waited for at a lane may still come: it must not stay there."""
-        self._timekeeper.call_later(DRAIN_SECONDS, self._drain_lanes)
+        self._timekeeper.call_later(DRAIN_SECONDS, self.drain_lanes)
 
-    def _drain_lanes(self) -> None:
-        """Read answers that came to lanes after those who waited there had gone."""
+    def drain_lanes(self) -> None:
+        """Read what came to lanes after those who waited there had gone."""
         for lane in self._worker.mailbox.take_idle_lanes():
             try:
                 while (inbound := lane.receive(0.0)) is not None:
