@@ -236,8 +236,10 @@ def leave_after_an_interrupted_pass(rank: int) -> None:
             root = rpc.rpc_sync(1, held, (torch.ones(3, requires_grad=True),)).sum()
             with pytest.raises(KeyboardInterrupt):
                 backward(context_id, [root])
+        worker = current_worker()
+        worker.calling.sent += 1  # as if the interrupt had come in the middle of sending
         drained = threading.Event()
-        current_worker().timekeeper.call_later(0.01, drained.set)
+        worker.timekeeper.call_later(0.01, drained.set)
         assert drained.wait(10)
         rpc.rpc_sync(1, go_on)
     rpc.shutdown()
