@@ -181,6 +181,23 @@ def test_an_exception_has_its_own_type_and_tells_of_its_origin(pair: Cluster, er
         assert type(error).__name__ in told
 
 
+def fail_with_much(kind: type[Exception]) -> None:
+    error = kind("too large:", torch.arange(300_000))
+    error.also = torch.zeros(300_000)  # type: ignore[attr-defined]
+    raise error
+
+
+@pytest.mark.parametrize("kind", [ValueError, KeyError, StopIteration, LookupError])
+def test_an_exception_that_holds_too_much_keeps_its_type(pair: Cluster, kind: type[Exception]) -> None:
+    with pytest.raises(kind) as caught:
+        rpc.rpc_sync(1, fail_with_much, args=(kind,))
+    told = f"{caught.value}\n{caught.value.__cause__}"
+    assert "worker1" in told
+    assert "too large:" in told
+    assert "in fail_with_much" in told
+    assert vars(caught.value) == {}
+
+
 @pytest.mark.parametrize("function", [fail_with_locked, fail_unprintably, fail_with_baggage])
 def test_an_exception_that_cannot_be_rebuilt_is_a_remote_error(pair: Cluster, function: Any) -> None:
     with pytest.raises((RemoteError, Unprintable)) as caught:

@@ -215,6 +215,8 @@ def rpc_async(
 ) -> RpcFuture[Any]:
     """As :func:`rpc_sync`, but gives a ``torch.futures.Future`` at once.
 
+    You must not change tensors in ``args`` before it is done: where they are sent without a copy (between
+    hosts, for example), they are read until then.
     That ``to`` has died is told by the future, too.
     """
     worker = current_worker()

@@ -38,6 +38,13 @@ class Unmade:
         return _make, (self._kind, self._args, self._state)
 
 
+class Emptied(Unmade):
+    """An exception without what it holds, which is too large to travel."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._kind, self._args, self._state = type(error), ("",), {}
+
+
 def _make(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
     error = kind.__new__(kind, *args)
     error.args = args

@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 
 from zmqgrad.errors import RemoteError
-from zmqgrad.rpc.raising import Unmade
+from zmqgrad.rpc.raising import Emptied, Unmade
 from zmqgrad.wire.messages import MAX_TEXT, ExceptionReply
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ class ScriptError(RemoteError, torch.jit.Error):
 
 
 LARGEST = 1 << 20
-"""An exception whose pickle has more bytes travels as its text alone."""
+"""An exception whose pickle has more bytes (it holds a large tensor) travels as its type and text alone."""
 
 
 def describe_exception(error: BaseException, worker: str) -> ExceptionReply:
@@ -72,7 +72,12 @@ def _pickled(error: BaseException) -> bytes:
         except Exception as e:
             logger.debug("cannot send %s as %r: %s", type(error).__qualname__, form, e)
         else:
-            return data if len(data) <= LARGEST else b""
+            if len(data) <= LARGEST:
+                return data
+            if not Unmade.fits(error):
+                return b""
+            emptied: bytes = cloudpickle.dumps(Emptied(error), protocol=5)
+            return emptied
     return b""
 
 
