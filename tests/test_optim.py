@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ConfigurationError, PeerLostError
 from zmqgrad.optim import DistributedLRScheduler, DistributedOptimizer, clip_grad_norm
 from zmqgrad.testing import Cluster, cluster
 
@@ -278,6 +278,18 @@ def test_a_step_outside_its_context_is_an_error(c: Cluster) -> None:
     optimizer = DistributedOptimizer(torch.optim.SGD, [p], lr=1.0)
     with pytest.raises(RuntimeError, match="Could not find autograd context with id: 12345"):
         optimizer.step(12345)
+
+
+def test_others_step_though_an_owner_is_gone(c: Cluster) -> None:
+    params = [rpc.remote(to, make, (i,)) for i, to in enumerate([2, 1])]
+    optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=1.0)
+    with context() as ctx:
+        backward(ctx, [sum(p.to_here().sum() for p in params)])
+        c.workers[2].close()
+        c.workers[0].lose(2, "its process has ended")
+        with pytest.raises(PeerLostError, match="worker2"):
+            optimizer.step(ctx)
+    torch.testing.assert_close(params[1].to_here().detach(), make(1).detach() - 1)
 
 
 class Refusing(torch.optim.SGD):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,12 +46,15 @@ def on_all(function: Callable[..., Any], args: Mapping[str, Sequence[Any]]) -> d
         what it raised on the first owner that failed; its cause tells of the others, if there are more.
     """
     own = get_worker_info().name
-    waits: dict[str, Callable[[], Any]] = {
-        owner: rpc_async(owner, function, tuple(given)).wait for owner, given in args.items() if owner != own
-    }
-    if own in args:
-        waits[own] = lambda: function(*args[own])
-    return _wait_for_all(waits, own, list(args))
+    return _at_once(
+        {
+            owner: partial(function, *given)
+            if owner == own
+            else partial(rpc_async, owner, function, tuple(given))
+            for owner, given in args.items()
+        },
+        own,
+    )
 
 
 def on_each(values: Mapping[str, RRef[Any]], method: str, *args: Any) -> dict[str, Any]:
@@ -59,28 +63,44 @@ def on_each(values: Mapping[str, RRef[Any]], method: str, *args: Any) -> dict[st
     The reference need not travel, which takes less than calling a function with it.
     """
     own = get_worker_info().name
-    waits: dict[str, Callable[[], Any]] = {
-        owner: getattr(value.rpc_async(), method)(*args).wait
-        for owner, value in values.items()
-        if owner != own
-    }
-    if own in values:
-        waits[own] = lambda: getattr(values[own].local_value(), method)(*args)
-    return _wait_for_all(waits, own, list(values))
+    return _at_once(
+        {
+            owner: partial(_call_here if owner == own else _call_there, value, method, *args)
+            for owner, value in values.items()
+        },
+        own,
+    )
 
 
-def _wait_for_all(waits: Mapping[str, Callable[[], Any]], own: str, owners: Sequence[str]) -> dict[str, Any]:
-    """What ``waits`` give, by owner, in the order of ``owners``."""
+def _call_here(value: RRef[Any], method: str, *args: Any) -> Any:
+    return getattr(value.local_value(), method)(*args)
+
+
+def _call_there(value: RRef[Any], method: str, *args: Any) -> Any:
+    return getattr(value.rpc_async(), method)(*args)
+
+
+def _at_once(begin: Mapping[str, Callable[[], Any]], own: str) -> dict[str, Any]:
+    """What ``begin`` gives, by owner: futures to wait for, but for ``own``, which is begun last."""
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
-    for owner in sorted(waits, key=lambda owner: owner != own):  # ours first: it waits for nobody
+    begun: dict[str, Callable[[], Any]] = {}
+    for owner in sorted(begin, key=lambda owner: owner == own):
         try:
-            results[owner] = waits[owner]()
+            if owner == own:
+                results[owner] = begin[owner]()
+            else:
+                begun[owner] = begin[owner]().wait
+        except Exception as e:  # of those that are gone it may be known before anything is sent
+            errors[owner] = e
+    for owner, wait in begun.items():
+        try:
+            results[owner] = wait()
         except Exception as e:
             errors[owner] = e
     if errors:
-        _raise({owner: errors[owner] for owner in owners if owner in errors})
-    return {owner: results[owner] for owner in owners}
+        _raise({owner: errors[owner] for owner in begin if owner in errors})
+    return {owner: results[owner] for owner in begin}
 
 
 def _raise(errors: dict[str, Exception]) -> None:
