@@ -196,8 +196,9 @@ class Plan:
     def describe(self, name: Callable[[int], str] = str) -> str:
         """Entries and groups as text: who waits for what."""
         settled = self.arrived | self.dropped
-        lines = [f"{len(self.entries)} entries, {len(self.groups)} groups"]
-        for i in range(len(self.entries)):
+        entered = [i for i, edges in enumerate(self.entries) if edges]  # the roots are on one worker only
+        lines = [f"{len(entered)} entries, {len(self.groups)} groups"]
+        for i in entered:
             state = "dropped" if self.dropped >> i & 1 else "arrived" if self.arrived >> i & 1 else "expected"
             lines.append(f"  entry {name(i)}: {state}")
         for group in self.groups.values():

@@ -186,13 +186,17 @@ class RoutedPass(LocalPass):
 
     def _state(self) -> tuple[int, list[tuple[int, list[RecvNote], bool]]]:
         arrived = self._arrived
-        routes = enumerate(self._routes)
-        return arrived, [(1 << i, list(r.recvs.values()), bool(arrived >> i & 1)) for i, r in routes]
+        return arrived, [(1 << i, list(r.recvs.values()), bool(arrived >> i & 1)) for i, r in self._entered()]
+
+    def _entered(self) -> list[tuple[int, Route]]:
+        """The entries, without the roots where there are none."""
+        return [(i, route) for i, route in enumerate(self._routes) if self._starts[i]]
 
     def describe(self) -> str:
         """Entries, whether they have arrived, and where they lead."""
-        lines = [f"{len(self._routes)} entries that do not meet"]
-        for i, route in enumerate(self._routes):
+        entered = self._entered()
+        lines = [f"{len(entered)} entries that do not meet"]
+        for i, route in entered:
             state = "arrived" if self._arrived >> i & 1 else "expected"
             lines.append(f"  entry {self._entry_name(i)}: {state}; to {len(route.ends)} ends")
         return "\n".join(lines)
