@@ -35,9 +35,6 @@ LOST_LOOKS = 24
 """After so many such looks, some 6 seconds, nothing is in flight any more. A number of looks, not a time: all
 read the same sums, and so all stop at the same look."""
 
-SETTLED_SECONDS = 2.0
-"""What was sent has come when all have been quiet for so long. Calls that are answered are not quiet."""
-
 PART_SECONDS = 2.0
 """How long workers that have finished wait for each other's farewell before they look who lives."""
 
