@@ -70,6 +70,27 @@ if os.environ["RANK"] == "1":
 signal.pause()
 """
 
+# Worker 0 fails beside RPC, and takes its time to end; worker 1 fails because of that.
+FAIL_BESIDE_RPC = """
+import os, sys, threading, time
+import zmqgrad.rpc as rpc
+import zmqgrad.rpc.groups.group as group
+group.LAST_SECONDS = 30.0
+begun = threading.Event()
+def begin(seconds):
+    begun.set()
+    time.sleep(seconds)
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"worker{rank}")
+if rank == 0:
+    begun.wait()
+    raise ValueError("the reason")
+if sys.argv[1] == "call":
+    rpc.rpc_sync("worker0", begin, args=(60,))
+rpc.rpc_async("worker0", begin, args=(1,))
+rpc.shutdown()
+"""
+
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
@@ -198,6 +219,17 @@ def test_the_first_failure_ends_all_and_is_reported(script: Path, how: str, code
         assert "    Traceback (most recent call last):" in report
         assert ", in inner\n" in report
         assert "    ValueError: the reason\n" in report
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("others", ["call", "shutdown"])
+def test_who_fails_because_of_another_is_not_blamed(script: Path, others: str) -> None:
+    script.write_text(FAIL_BESIDE_RPC)
+    done = run("--nproc-per-node", 2, script, others)
+    report = done.stderr[done.stderr.index("zmqgrad run:") :]
+    assert report.startswith("zmqgrad run: worker 0 failed first: exit code 1")
+    assert "    ValueError: the reason\n" in report
+    assert report.endswith("zmqgrad run: worker 1 was ended by the launcher\n")
 
 
 @pytest.mark.parametrize(

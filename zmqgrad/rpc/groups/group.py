@@ -15,7 +15,7 @@ import torch
 from zmqgrad.errors import DuplicateWorkerError, RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.devices import check_group, published
 from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
-from zmqgrad.rpc.groups.identity import WorkerRecord, program_fingerprint
+from zmqgrad.rpc.groups.identity import WorkerRecord, program_fingerprint, wait_for_end
 from zmqgrad.rpc.groups.joining import LOOK_SECONDS, claim, meet, withdraw
 from zmqgrad.rpc.groups.membership import Membership
 from zmqgrad.rpc.groups.parting import Parting
@@ -33,6 +33,9 @@ JOIN_SECONDS = 5.0
 
 HURRY_SECONDS = 1.0
 """The same where an error, Ctrl-C or the end of the program is waiting to get through."""
+
+LAST_SECONDS = 3.0
+"""How long the process of a program that fails may take to end, once it has closed its sockets."""
 
 
 def make_worker(
@@ -136,10 +139,7 @@ class Group:
                 self._leave_together(deadline)
         except StoreError as e:
             close_quietly(self, logger.warning)
-            raise RpcTimeoutError(
-                f"{self.worker.name}: shutdown gave up: the store no longer answers; "
-                f"{self.worker.membership.name_of(0)}, or the launcher that serves it, seems to be gone"
-            ) from e
+            raise RpcTimeoutError(self._whose_store_is_gone()) from e
         except BaseException:
             close_quietly(self, logger.warning)  # the first error is the one to tell
             raise
@@ -147,6 +147,27 @@ class Group:
 
     def _leave_together(self, deadline: Deadline) -> None:
         self._parting.run(deadline)
+
+    def let_the_lost_end_first(self) -> None:
+        """Wait a moment until the processes of those that this worker has lost are gone.
+
+        A program that fails closes its sockets a second or two before its process ends: torch takes long to
+        take itself apart. Those that fail because of it must not be gone first: a launcher would blame them.
+        """
+        deadline = Deadline.after(LAST_SECONDS)
+        for lost in list(self.worker.lost):
+            record = self.worker.membership.find_former(lost)
+            if record is not None:
+                wait_for_end(record, deadline.left())
+
+    def _whose_store_is_gone(self) -> str:
+        said = f"{self.worker.name}: shutdown gave up: the store no longer answers"
+        first = self.worker.membership.find_former(0)
+        if first is not None and wait_for_end(first, LAST_SECONDS):  # first, as above
+            return f"{said}: the program of {first.name}, which serves it, has ended without shutdown"
+        return (
+            f"{said}; {self.worker.membership.name_of(0)}, or the launcher that serves it, seems to be gone"
+        )
 
     def close(self, patience: float = JOIN_SECONDS) -> None:
         """End at once; threads have ``patience`` seconds to end. Idempotent.

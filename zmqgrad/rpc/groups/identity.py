@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import socket
 import sys
 from pathlib import Path
@@ -97,3 +98,24 @@ def program_fingerprint() -> str:
     if source is None:
         return f"{socket.gethostname()}/{os.getpid()}"
     return hashlib.sha256(source).hexdigest()[:16]
+
+
+def wait_for_end(record: WorkerRecord, seconds: float) -> bool:
+    """Wait up to ``seconds`` for the process of ``record`` to be gone.
+
+    False: it is still there, or cannot be watched from here (another host, or a system without pidfd).
+    """
+    if sys.platform != "linux" or record.host != socket.gethostname() or record.pid == os.getpid():
+        return False
+    try:
+        descriptor = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's, too many open files, or a kernel that cannot
+        return False
+    try:
+        watched = select.poll()
+        watched.register(descriptor, select.POLLIN)
+        return bool(watched.poll(seconds * 1000))
+    finally:
+        os.close(descriptor)

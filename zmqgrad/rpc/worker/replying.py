@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING
 
-from zmqgrad.errors import PeerLostError, RpcError, TransportError
+from zmqgrad.errors import ClosedError, PeerLostError, RpcError, TransportError
 from zmqgrad.rpc.packing.terms import PACKED_NOTHING, Packed
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.rpc.serving import cancelled
@@ -52,6 +52,9 @@ class Replying:
         source = inbound.envelope.source
         if source in self._lost:
             logger.debug("%s: worker %d died before it could be told of %r", self._worker.name, source, error)
+            return
+        if self._worker.closed and isinstance(error, ClosedError):  # of the answer that could not be sent
+            logger.debug("%s is closed: worker %d is not told of %r", self._worker.name, source, error)
             return
         try:
             self._send_error(inbound, error)
