@@ -176,6 +176,8 @@ def test_what_cannot_be(trio: Cluster) -> None:
         scale(3)  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="TorchScript"):
         RemoteModule("worker1", Scale, (1.0,), _module_interface_cls=Scale)
+    with pytest.raises(ConfigurationError, match="TorchScript"):
+        torch.jit.script(scale())
     assert rpc.rpc_sync(1, len, ("abc",)) == 3
 
 

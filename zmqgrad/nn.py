@@ -145,6 +145,12 @@ class RemoteModule(nn.Module, TravelsInCalls):
             logger.warning("attribute %s of a RemoteModule is not part of what travels: it is left out", name)
         return _arrive, tuple(getattr(self, name) for name in _TRAVELS)
 
+    def __prepare_scriptable__(self) -> NoReturn:
+        """Called by ``torch.jit.script``."""
+        raise ConfigurationError(
+            "TorchScript cannot compile a RemoteModule; module_cls may make a compiled module over there"
+        )
+
     def __getstate__(self) -> NoReturn:
         raise RuntimeError(
             "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
