@@ -221,6 +221,31 @@ def test_the_first_failure_ends_all_and_is_reported(script: Path, how: str, code
         assert "    ValueError: the reason\n" in report
 
 
+CATCH = """
+import os
+import zmqgrad.rpc as rpc
+class Own(Exception):
+    def __init__(self, text, *, code):
+        super().__init__(text)
+        self.code = code
+def fail():
+    raise Own("the reason", code=3)
+rpc.init_rpc("worker" + os.environ["RANK"])
+if os.environ["RANK"] == "0":
+    try:
+        rpc.rpc_sync("worker1", fail)
+    except Own as e:
+        print("caught", e.code)
+rpc.shutdown()
+"""
+
+
+@pytest.mark.slow
+def test_an_exception_of_the_program_itself_is_caught_by_its_class(script: Path) -> None:
+    script.write_text(CATCH)
+    assert "caught 3" in run("--nproc-per-node", 2, script).stdout
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("others", ["call", "shutdown"])
 def test_who_fails_because_of_another_is_not_blamed(script: Path, others: str) -> None:

@@ -37,11 +37,16 @@ LARGEST = 1 << 20
 """An exception whose pickle has more bytes (it holds a large tensor) travels as its type and text alone."""
 
 
-def describe_exception(error: BaseException, worker: str) -> ExceptionReply:
-    """What to send instead of an answer. ``worker`` is shown as where it happened. Never fails."""
+def describe_exception(error: BaseException, worker: str, same_program: bool = False) -> ExceptionReply:
+    """What to send instead of an answer. ``worker`` is shown as where it happened. Never fails.
+
+    ``same_program``: its reader runs the same ``__main__``, so that a class of that is the reader's own.
+    """
     trace = "".join(traceback.format_exception(type(error), error, _from_user_code(error)))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    return ExceptionReply(worker, shorten(kind), shorten(_show(error)), shorten(trace), _pickled(error))
+    return ExceptionReply(
+        worker, shorten(kind), shorten(_show(error)), shorten(trace), _pickled(error, same_program)
+    )
 
 
 def _from_user_code(error: BaseException) -> types.TracebackType | None:
@@ -61,13 +66,15 @@ def _show(error: BaseException) -> str:
         return f"{type(error).__qualname__} (whose repr fails: {type(e).__name__})"
 
 
-def _pickled(error: BaseException) -> bytes:
+def _pickled(error: BaseException, same_program: bool) -> bytes:
     forms: list[Any] = [error]
     if Unmade.fits(error):
         forms.append(Unmade(error))
-    for form in forms:
+    # Cloudpickle sends what __main__ has by value: a class of the same name that no ``except`` there knows.
+    ways = (pickle.dumps, cloudpickle.dumps) if same_program else (cloudpickle.dumps,)
+    for dumps, form in ((dumps, form) for dumps in ways for form in forms):
         try:
-            data: bytes = cloudpickle.dumps(form, protocol=5)
+            data: bytes = dumps(form, protocol=5)
             pickle.loads(data)  # an exception with required arguments pickles well and fails here
         except Exception as e:
             logger.debug("cannot send %s as %r: %s", type(error).__qualname__, form, e)
