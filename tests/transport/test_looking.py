@@ -50,6 +50,14 @@ def test_it_lasts_as_long_as_is_said() -> None:
     assert Place(seconds=SECONDS / 2).wait() == 5
 
 
+def test_what_nobody_asked_for_is_not_looked_for_as_long() -> None:
+    place = Place()
+    place.look = Look(place.eyes, place.clock, at_most=SECONDS / 5)
+    assert place.wait() == 2
+    place.eyes.seconds = SECONDS / 10
+    assert place.wait() == 1
+
+
 def test_whose_time_is_nothing_never_looks() -> None:
     place = Place(at=1, seconds=0.0)
     assert [place.wait() for _ in range(2 * PATIENCE)] == [0] * (2 * PATIENCE)

@@ -62,7 +62,7 @@ class RpcBackendOptions:
             much at a time to this worker. (What is small, and what goes by shared memory, passes them by.)
         look_us: for so many microseconds a thread that waits for a message of this host looks whether it is
             there, before it sleeps: quick answers come in half the time, at the price of a processor. 0: it
-            sleeps at once. None: ZMQGRAD_LOOK_US, or else 1000.
+            sleeps at once. None: ZMQGRAD_LOOK_US, or else 8000.
         cuda_ipc_limit: bytes of memory of each of its CUDA devices that this worker may lend to others of its
             host at a time (64 MB or more at once, as it is used): by it, tensors go from device to device.
             Beyond it, they go through main memory. 0: none at all. None: ZMQGRAD_CUDA_IPC_LIMIT, or else a

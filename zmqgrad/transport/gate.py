@@ -13,7 +13,7 @@ import select
 import threading
 from typing import Protocol
 
-from zmqgrad.transport.looking import Eyes, Look
+from zmqgrad.transport.looking import UNASKED_SECONDS, Eyes, Look
 
 MOST = 64
 """So many descriptors are looked at in one go."""
@@ -66,7 +66,7 @@ class EpollGate:
 
     def __init__(self, eyes: Eyes | None = None) -> None:
         self._eyes = eyes
-        self._look = Look(eyes or Eyes())
+        self._look = Look(eyes or Eyes(), at_most=UNASKED_SECONDS)
         self._inside = select.epoll()
         self._gate = select.epoll()
         self._bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

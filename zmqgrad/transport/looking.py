@@ -16,12 +16,18 @@ from typing import TypeVar
 
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 
-SECONDS = 1e-3
-"""So long a thread looks before it sleeps, unless it is told otherwise.
+SECONDS = 8e-3
+"""So long a thread looks for an answer before it sleeps, unless it is told otherwise.
 
-A call takes a tenth of that, a step of a backward pass a half, and to wake up takes up to a third. With
-400 us some runs of the benchmarks slept at each step and took twice as long; 3 ms were no better.
+A call takes a hundredth of that, a step of a backward pass or of training some milliseconds; and who has
+slept is slow for a while, as others have had the caches. With 1 ms, calls within calls had runs in which
+looks were in vain, so that all slept, so that looks were in vain: those took twice as long. 20 ms were no
+better.
 """
+
+UNASKED_SECONDS = 1e-3
+"""And no longer than this for what it has not asked for. Nothing got faster by more, and a worker that is
+called every few milliseconds took a whole processor."""
 
 MOST_LUCK = 8
 PATIENCE = 16
@@ -50,13 +56,14 @@ class Eyes:
 
 
 class Look:
-    """Looks at one place, by one thread at a time."""
+    """Looks at one place, by one thread at a time; ``at_most`` for so many seconds, whatever the eyes say."""
 
-    __slots__ = ("_clock", "_eyes", "_luck")
+    __slots__ = ("_at_most", "_clock", "_eyes", "_luck")
 
-    def __init__(self, eyes: Eyes, clock: Clock = MONOTONIC) -> None:
+    def __init__(self, eyes: Eyes, clock: Clock = MONOTONIC, at_most: float = math.inf) -> None:
         self._eyes = eyes
         self._clock = clock
+        self._at_most = at_most
         # Falls by looks in vain; up to zero nobody looks, and it counts up.
         self._luck: float = MOST_LUCK if eyes.seconds else -math.inf
 
@@ -67,7 +74,7 @@ class Look:
             return []
         eyes, now = self._eyes, self._clock.now
         eyes.of = self
-        until = now() + eyes.seconds
+        until = now() + min(eyes.seconds, self._at_most)
         while True:
             found = poll(0)
             if found:
