@@ -907,6 +907,59 @@ def test_a_post_accumulate_hook_runs_once_with_the_sum(c: Cluster) -> None:
     assert w.grad.tolist() == [9.0]
 
 
+class Nothing(torch.autograd.Function):
+    """Has no gradient for its input."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 0.5
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> None:
+        return None
+
+
+@pytest.mark.parametrize("way", ["itself", "computed", "sent", "met"])
+def test_hooks_of_a_leaf_run_where_nothing_comes_to_it(c: Cluster, way: str) -> None:
+    def run(remote: bool) -> tuple[list[object], list[float]]:
+        seen: list[object] = []
+
+        def halve(p: Tensor) -> None:
+            seen.append(None if p.grad is None else p.grad.tolist())
+            if p.grad is not None:
+                p.grad = p.grad * 0.5
+
+        def away(x: Tensor) -> Tensor:
+            return rpc.rpc_sync(1, same, (x,)) if remote else same(x)
+
+        w = leaf(2)
+        w.register_post_accumulate_grad_hook(halve)
+        node = w.view_as(w).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node.register_prehook(lambda g: seen.append(["before", g[0] is None]))
+        node.register_hook(lambda _, g: seen.append(["after", g[0] is None]))
+
+        def roots() -> list[Tensor]:
+            if way == "itself":
+                return [Nothing.apply(w).sum()]
+            if way == "computed":
+                return [Nothing.apply(w * 1).sum()]
+            if way == "sent":
+                return [Nothing.apply(away(w)).sum()]
+            return [(Nothing.apply(w) + Nothing.apply(away(w * 1))).sum()]
+
+        if remote:
+            with context() as ctx:
+                for losses in (roots, lambda: [(w * 4).sum()], roots):
+                    backward(ctx, losses())
+                return seen, get_gradients(ctx)[w].tolist()
+        for losses in (roots, lambda: [(w * 4).sum()], roots):
+            losses()[0].backward()
+        assert w.grad is not None
+        return seen, w.grad.tolist()
+
+    assert run(remote=True) == run(remote=False)
+
+
 def test_a_post_accumulate_hook_may_consume_the_gradient(c: Cluster) -> None:
     def step(p: Tensor) -> None:
         assert p.grad is not None

@@ -146,6 +146,12 @@ class Context:
         self._storages.add(address)
         return gradient
 
+    def gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
+        """What has been added up for ``leaf`` so far."""
+        with self._lock:
+            present = self._gradients.get(id(leaf))
+            return None if present is None else present[1]
+
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Leaf to gradient, of all backward passes of this context so far."""
         with self._lock:

@@ -74,19 +74,24 @@ def _nothing(*_: Any) -> None:
     """Looks for others."""
 
 
-def run_prehooks(hooks: Hooks, gradient: torch.Tensor) -> torch.Tensor | None:
-    """What ``hooks``, to run before a node of one gradient, make of it.
+def run_prehooks(hooks: Hooks, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """What ``hooks``, to run before a node of one gradient, make of it; None: there is none.
 
     Raises:
         TypeError: if one gives anything but None or a tuple of one.
+        RuntimeError: if one makes a gradient of none, as torch has it.
     """
-    flowing: torch.Tensor | None = gradient
+    flowing = gradient
     for hook in hooks:
         given = hook((flowing,))
         if given is None:
             continue
         if not isinstance(given, tuple) or len(given) != 1:
             raise TypeError(f"a hook before a leaf must give None or a tuple of one gradient, not {given!r}")
+        if flowing is None and given[0] is not None:
+            raise RuntimeError(
+                "can't replace a None gradient with a non-None value: so a hook before a leaf did"
+            )
         (flowing,) = given
     return flowing
 
@@ -114,7 +119,7 @@ def grads_lent(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
                 t.grad = gradient
 
 
-def run_post_accumulate_hooks(leaf: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor | None:
+def run_post_accumulate_hooks(leaf: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Show ``gradient`` as ``leaf.grad`` to the hooks; gives what they leave there."""
     with grads_lent((leaf,), (gradient,)):
         for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):

@@ -121,7 +121,7 @@ class PlannedPass(LocalPass):
         for end in group.ends:
             if end in self._notes:
                 at_recv[end] = [None] * self._notes[end].outputs
-            elif (gradient := results.pop((end, 0), UNDEFINED)) is not UNDEFINED:
+            elif (gradient := results.pop((end, 0), None)) is not None:
                 whole.append((self._nodes[end], gradient, False))
         self._accumulate_all(whole)
         for edge, gradient in results.items():

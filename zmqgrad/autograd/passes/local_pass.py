@@ -21,6 +21,7 @@ from zmqgrad.autograd.graph.hooks import node_hooks, run_post_accumulate_hooks, 
 from zmqgrad.autograd.graph.leaves import accumulate_by_nodes, replicas_feared
 from zmqgrad.autograd.graph.plan import bits
 from zmqgrad.autograd.graph.single import Gradient
+from zmqgrad.autograd.graph.undefined import UNDEFINED
 from zmqgrad.autograd.passes.desk import Arrival, Desk
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
 from zmqgrad.errors import AutogradError
@@ -173,23 +174,25 @@ class LocalPass(ABC):
     def _accumulate_all(self, whole: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
         """Whole gradients of leaves, by their nodes, which may have hooks; those of the tensors have run.
 
-        With each gradient, whether others hold it as well.
+        ``UNDEFINED`` where nothing came. With each gradient, whether others hold it as well.
         """
         if whole and replicas_feared():
-            nodes, gradients = [node for node, *_ in whole], [g for _, g, _ in whole]
+            there = [(node, gradient) for node, gradient, _ in whole if gradient is not UNDEFINED]
+            nodes, gradients = [node for node, _ in there], [gradient for _, gradient in there]
             accumulate_by_nodes(self.context, nodes, gradients, self.replicas_due)
-            return
+            whole = [each for each in whole if each[1] is UNDEFINED]
         for node, gradient, also_held in whole:
-            self._accumulate(node, gradient, also_held)
+            self._accumulate(node, None if gradient is UNDEFINED else gradient, also_held)
 
-    def _accumulate(self, node: Any, gradient: torch.Tensor, shared: bool) -> None:
+    def _accumulate(self, node: Any, gradient: Gradient, shared: bool) -> None:
         leaf = node.variable
         before, after = node_hooks(node)
         bent = run_prehooks(before, gradient)
+        total = self.context.gradient(leaf)
         if bent is not None:
             total = self.context.accumulate(leaf, bent, shared or bent is not gradient)
-            if leaf._post_accumulate_grad_hooks:
-                self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))
+        if leaf._post_accumulate_grad_hooks:  # the engine runs them where nothing came, too
+            self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))
         for hook in after:
             hook((), (bent,))
 

@@ -162,16 +162,22 @@ class RoutedPass(LocalPass):
             if node in at_recv:
                 at_recv[node][edge.output_nr] = gradient
                 nothing |= gradient is None
-            elif gradient is not None and self._hooks:
-                whole.append((node, gradient, also_held))
+            elif self._hooks:
+                nothing |= gradient is None
+                if gradient is not None:
+                    whole.append((node, gradient, also_held))
             elif gradient is not None:
                 self.context.accumulate(node.variable, gradient, also_held)
-        self._accumulate_all(whole)
         if nothing:
-            places = {(e[0], e[1]) for route in routes for e in route.ends if e[0] in at_recv}
+            given = {node for node, *_ in whole}
+            places = {(e[0], e[1]) for route in routes for e in route.ends}
             for node, number in reached(came, places):
-                if at_recv[node][number] is None:
+                if node not in at_recv:
+                    if self._hooks and node not in given:
+                        whole.append((node, UNDEFINED, False))
+                elif at_recv[node][number] is None:
                     at_recv[node][number] = UNDEFINED
+        self._accumulate_all(whole)
         for route in routes:
             for recv, note in route.recvs.items():
                 outlet.send_on(note, at_recv[recv])
