@@ -1154,6 +1154,16 @@ def test_a_context_entered_twice_is_refused(c: Cluster) -> None:
         assert again != ctx
 
 
+def test_a_context_left_twice_or_never_entered_is_refused(c: Cluster) -> None:
+    once = context()
+    with pytest.raises(AutogradError, match="without having been entered"):
+        once.__exit__(None, None, None)
+    with once:
+        pass
+    with pytest.raises(AutogradError, match="for the second time"):
+        once.__exit__(None, None, None)
+
+
 def test_contexts_do_not_nest_in_one_thread(c: Cluster) -> None:
     with context() as ctx:
         with pytest.raises(AutogradError, match="Already have an autograd context"), context():

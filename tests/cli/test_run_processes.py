@@ -223,6 +223,8 @@ def test_the_first_failure_ends_all_and_is_reported(script: Path, how: str, code
 
 CATCH = """
 import os
+import torch
+import zmqgrad.autograd as autograd
 import zmqgrad.rpc as rpc
 class Own(Exception):
     def __init__(self, text, *, code):
@@ -230,12 +232,25 @@ class Own(Exception):
         self.code = code
 def fail():
     raise Own("the reason", code=3)
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+    @staticmethod
+    def backward(ctx, gradient):
+        raise Own("backward", code=4)
 rpc.init_rpc("worker" + os.environ["RANK"])
 if os.environ["RANK"] == "0":
     try:
         rpc.rpc_sync("worker1", fail)
     except Own as e:
         print("caught", e.code)
+    with autograd.context() as context_id:
+        y = rpc.rpc_sync("worker1", Fails.apply, args=(torch.ones(1, requires_grad=True),))
+        try:
+            autograd.backward(context_id, [y.sum()])
+        except Own as e:
+            print("caught", e.code)
 rpc.shutdown()
 """
 
@@ -243,7 +258,9 @@ rpc.shutdown()
 @pytest.mark.slow
 def test_an_exception_of_the_program_itself_is_caught_by_its_class(script: Path) -> None:
     script.write_text(CATCH)
-    assert "caught 3" in run("--nproc-per-node", 2, script).stdout
+    said = run("--nproc-per-node", 2, script).stdout
+    assert "caught 3" in said
+    assert "caught 4" in said
 
 
 @pytest.mark.slow

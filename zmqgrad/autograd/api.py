@@ -48,6 +48,8 @@ class context:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if not self._entered.locked():
+            raise AutogradError("This context() is left without having been entered, or for the second time")
         try:
             self._recording.__exit__()
         finally:  # a token of another thread cannot be given back, but the context ends all the same

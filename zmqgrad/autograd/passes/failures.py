@@ -19,9 +19,14 @@ from zmqgrad.wire.messages import ExceptionReply
 logger = logging.getLogger(__name__)
 
 
-def describe_failure(error: BaseException, worker: int, info: str) -> ExceptionReply:
-    """An error of this worker (``info``: how it is shown), for the root of the pass."""
-    reply = describe_exception(error, info)
+def describe_failure(
+    error: BaseException, worker: int, info: str, same_program: bool = False
+) -> ExceptionReply:
+    """An error of this worker (``info``: how it is shown), for the root of the pass.
+
+    ``same_program``: as :func:`~zmqgrad.rpc.remote_errors.describe_exception` has it.
+    """
+    reply = describe_exception(error, info, same_program)
     try:
         said = str(error)
     except Exception as e:  # user code; the reply shows what can be shown of it

@@ -214,7 +214,7 @@ class Passes:
 
     def _refuse(self, root: int, pass_id: int, requests: Sequence[int], error: Exception) -> None:
         """There is no pass here to carry on, or not so."""
-        handled = Handled(tuple(requests), (), Waiting(self._worker.id, 0), self.describe_error(error))
+        handled = Handled(tuple(requests), (), Waiting(self._worker.id, 0), self.describe_error(error, root))
         self.report(root, pass_id, handled)
 
     def report(self, root: int, pass_id: int, handled: Handled, lane: int = 0) -> None:
@@ -227,9 +227,10 @@ class Passes:
         except (RpcError, TransportError) as e:
             logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
 
-    def describe_error(self, error: BaseException) -> ExceptionReply:
-        """An error of this worker, for the root."""
-        return describe_failure(error, self._worker.id, repr(self._worker.membership.own.info))
+    def describe_error(self, error: BaseException, root: int) -> ExceptionReply:
+        """An error of this worker, for the root of a pass."""
+        members = self._worker.membership
+        return describe_failure(error, self._worker.id, repr(members.own.info), members.runs_the_same(root))
 
     def on_report(self, inbound: Inbound) -> None:
         """Another worker has handled a request of a pass that was started here. In the reading thread."""

@@ -115,7 +115,7 @@ class Request:
         return True
 
     def _report(self, error: BaseException | None, *last: tuple[int, tuple[int, ...]]) -> Handled:
-        said = None if error is None else self._passes.describe_error(error)
+        said = None if error is None else self._passes.describe_error(error, self._root)
         return Handled(tuple(self._handled), (*self._sent, *last), self._work.waiting(), said)
 
     def send_on(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:

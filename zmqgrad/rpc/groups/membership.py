@@ -132,6 +132,11 @@ class Membership:
         """The worker of that id, whether or not it still takes part; None if it was never known."""
         return self._by_id.get(worker_id)
 
+    def runs_the_same(self, worker_id: int) -> bool:
+        """Does the worker of that id run the same ``__main__`` as this one? False if it was never known."""
+        other = self.find_former(worker_id)
+        return other is not None and other.program == self.own.program
+
     def known(self) -> set[int]:
         """The ids of all that were ever known."""
         with self._lock:

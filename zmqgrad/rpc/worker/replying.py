@@ -73,9 +73,8 @@ class Replying:
 
     def _send_error(self, inbound: Inbound, error: BaseException) -> None:
         envelope = inbound.envelope
-        own, source = self._membership.own, self._membership.find_former(envelope.source)
-        same_program = source is not None and source.program == own.program
-        reply = describe_exception(error, repr(own.info), same_program)
+        same_program = self._membership.runs_the_same(envelope.source)
+        reply = describe_exception(error, repr(self._membership.own.info), same_program)
         self.show_failure(envelope.source, reply.traceback)
         self._mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.lane)
 
