@@ -122,6 +122,24 @@ def top_level(rref: rpc.RRef[Any]) -> list[list[str]]:
     return [[e.name for e in events if e.cpu_parent is None] for events in calls if events]
 
 
+def ranges(rref: rpc.RRef[Any]) -> list[tuple[float, float]]:
+    """When the first event of each call that was recorded began and ended."""
+    calls = rref.local_value().process_global_function_events
+    return [(events[0].time_range.start, events[0].time_range.end) for events in calls if events]
+
+
+def test_calls_that_are_profiled_from_afar_follow_each_other(pair: Cluster) -> None:
+    x = torch.ones(2)
+    whole = rpc.remote(1, rpc._server_process_global_profile)
+    whole.rpc_sync().__enter__()
+    for _ in range(5):
+        rpc.rpc_sync(1, torch.add, args=(x, x))
+    whole.rpc_sync().__exit__(None, None, None)
+    times = [at for begin_and_end in rpc.rpc_sync(1, ranges, args=(whole,)) for at in begin_and_end]
+    assert len(times) == 10
+    assert times == sorted(times)
+
+
 def test_what_a_worker_serves_can_be_profiled_from_afar(pair: Cluster) -> None:
     x = torch.ones(2)
     outer, inner = (rpc.remote(1, rpc._server_process_global_profile) for _ in range(2))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.autograd import profiler_legacy
@@ -43,17 +43,12 @@ class _server_process_global_profile(profiler_legacy.profile):
         """What was recorded of one call."""
         self._records.append(records)
 
-    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> bool:
+    def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Literal[False]:
         if not self.enabled:
             return False
         profiling.served_by.remove(self)
-        parsed: list[list[Any]] = [
-            sorted(
-                profiler_legacy._parse_legacy_records(records),  # type: ignore[no-untyped-call]
-                key=lambda event: (event.time_range.start, -event.time_range.end),
-            )
-            for records in self._records
-        ]
+        first = _beginning(self._records[0]) if self._records else None
+        parsed = [_events_since(first, records) for records in self._records]
         self._records = []
         self.process_global_function_events = parsed
         self.function_events = EventList(  # type: ignore[no-untyped-call]
@@ -64,6 +59,25 @@ class _server_process_global_profile(profiler_legacy.profile):
         )
         self.function_events._build_tree()  # type: ignore[no-untyped-call]
         return False
+
+
+def _beginning(records: Any) -> Any:
+    """The mark that the profiler sets first in what it records of a call."""
+    return next(mark for thread in records for mark in thread if mark.name() == "__start_profile")
+
+
+def _events_since(first: Any, records: Any) -> list[Any]:
+    """The events of one call, timed since ``first``, the beginning of another.
+
+    Torch times them since the beginning of their own call. Then those of several calls that one thread served
+    seem to be at the same time, and some within others.
+    """
+    events: list[Any] = profiler_legacy._parse_legacy_records(records)  # type: ignore[no-untyped-call]
+    later = first.cpu_elapsed_us(_beginning(records))
+    for event in events:
+        event.time_range.start += later
+        event.time_range.end += later
+    return sorted(events, key=lambda event: (event.time_range.start, -event.time_range.end))
 
 
 @contextmanager
