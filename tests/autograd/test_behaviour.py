@@ -907,20 +907,13 @@ def test_a_post_accumulate_hook_runs_once_with_the_sum(c: Cluster) -> None:
     assert w.grad.tolist() == [9.0]
 
 
-class Nothing(torch.autograd.Function):
-    """Has no gradient for its input."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x * 0.5
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> None:
-        return None
-
-
+@pytest.mark.parametrize("beside_replicas", [False, True])
 @pytest.mark.parametrize("way", ["itself", "computed", "sent", "met"])
-def test_hooks_of_a_leaf_run_where_nothing_comes_to_it(c: Cluster, way: str) -> None:
+def test_hooks_of_a_leaf_run_where_nothing_comes_to_it(
+    c: Cluster, way: str, beside_replicas: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: beside_replicas)
+
     def run(remote: bool) -> tuple[list[object], list[float]]:
         seen: list[object] = []
 
@@ -940,12 +933,12 @@ def test_hooks_of_a_leaf_run_where_nothing_comes_to_it(c: Cluster, way: str) -> 
 
         def roots() -> list[Tensor]:
             if way == "itself":
-                return [Nothing.apply(w).sum()]
+                return [Refuses.apply(w).sum()]
             if way == "computed":
-                return [Nothing.apply(w * 1).sum()]
+                return [Refuses.apply(w * 1).sum()]
             if way == "sent":
-                return [Nothing.apply(away(w)).sum()]
-            return [(Nothing.apply(w) + Nothing.apply(away(w * 1))).sum()]
+                return [Refuses.apply(away(w)).sum()]
+            return [(Refuses.apply(w) + Refuses.apply(away(w * 1))).sum()]
 
         if remote:
             with context() as ctx:

@@ -72,22 +72,22 @@ signal.pause()
 
 # Worker 0 fails beside RPC, and takes its time to end; worker 1 fails because of that.
 FAIL_BESIDE_RPC = """
-import os, sys, threading, time
+import os, sys, threading
 import zmqgrad.rpc as rpc
 import zmqgrad.rpc.groups.group as group
 group.LAST_SECONDS = 30.0
 begun = threading.Event()
-def begin(seconds):
+def begin():
     begun.set()
-    time.sleep(seconds)
+    threading.Event().wait(60)  # longer than the process lives
 rank = int(os.environ["RANK"])
 rpc.init_rpc(f"worker{rank}")
 if rank == 0:
     begun.wait()
     raise ValueError("the reason")
 if sys.argv[1] == "call":
-    rpc.rpc_sync("worker0", begin, args=(60,))
-rpc.rpc_async("worker0", begin, args=(1,))
+    rpc.rpc_sync("worker0", begin)
+rpc.rpc_async("worker0", begin)
 rpc.shutdown()
 """
 

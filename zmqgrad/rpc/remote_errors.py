@@ -83,7 +83,7 @@ def _pickled(error: BaseException, same_program: bool) -> bytes:
                 return data
             if not Unmade.fits(error):
                 return b""
-            emptied: bytes = cloudpickle.dumps(Emptied(error), protocol=5)
+            emptied: bytes = dumps(Emptied(error), protocol=5)
             return emptied
     return b""
 

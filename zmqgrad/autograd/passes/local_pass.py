@@ -178,8 +178,9 @@ class LocalPass(ABC):
         """
         if whole and replicas_feared():
             there = [(node, gradient) for node, gradient, _ in whole if gradient is not UNDEFINED]
-            nodes, gradients = [node for node, _ in there], [gradient for _, gradient in there]
-            accumulate_by_nodes(self.context, nodes, gradients, self.replicas_due)
+            if there:
+                nodes, gradients = [node for node, _ in there], [gradient for _, gradient in there]
+                accumulate_by_nodes(self.context, nodes, gradients, self.replicas_due)
             whole = [each for each in whole if each[1] is UNDEFINED]
         for node, gradient, also_held in whole:
             self._accumulate(node, None if gradient is UNDEFINED else gradient, also_held)
@@ -188,8 +189,9 @@ class LocalPass(ABC):
         leaf = node.variable
         before, after = node_hooks(node)
         bent = run_prehooks(before, gradient)
-        total = self.context.gradient(leaf)
-        if bent is not None:
+        if bent is None:
+            total = self.context.gradient(leaf)
+        else:
             total = self.context.accumulate(leaf, bent, shared or bent is not gradient)
         if leaf._post_accumulate_grad_hooks:  # the engine runs them where nothing came, too
             self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))

@@ -38,9 +38,8 @@ class _Fork:
     def __init__(self) -> None:
         self._pinned: list[tuple[weakref.ref[Pinnable], list[int]]] = []
         self._ends: list[int] = []  # of the pipe: where this process reads, and what the fork holds
-        with contextlib.suppress(
-            OSError
-        ):  # without, nobody can tell that the fork has ended: pinned for good
+        # Without a pipe nobody can tell that the fork has ended: pinned for good.
+        with contextlib.suppress(OSError):
             self._ends += os.pipe()
             os.set_blocking(self._ends[0], False)
 
