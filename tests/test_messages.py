@@ -125,7 +125,6 @@ def test_requests_and_responses_are_told_by_their_bits() -> None:
         "CREDIT_WANTED",
         "CHUNK",
         "RELEASE",
-        "DEVICE_WITHDRAWAL",
     }
     assert not [t for t in MessageType if t & REQUEST and t & RESPONSE]
 

@@ -35,9 +35,6 @@ INFLIGHT_BYTES = "ZMQGRAD_INFLIGHT_BYTES"
 LOOK_US = "ZMQGRAD_LOOK_US"
 """Microseconds that a thread looks for a message before it sleeps (1000; 0: it sleeps at once)."""
 
-CUDA_IPC_LIMIT = "ZMQGRAD_CUDA_IPC_LIMIT"
-"""Bytes of memory of each CUDA device that a worker may lend to others of its host (512M, 4G; 0: off)."""
-
 MAX_PORT = 65535
 
 _MEANINGS = {
@@ -272,15 +269,6 @@ def look_us(environ: Mapping[str, str] = os.environ) -> int | None:
             f"the environment variable {LOOK_US} is {text!r}; it must be a number of microseconds: 0, 1000"
         )
     return int(text) if text else None
-
-
-def cuda_ipc_limit(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What ZMQGRAD_CUDA_IPC_LIMIT says, in bytes; None where nothing.
-
-    Raises:
-        ConfigurationError: if it is malformed.
-    """
-    return _bytes(environ, CUDA_IPC_LIMIT)
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

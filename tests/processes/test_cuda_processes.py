@@ -1,9 +1,7 @@
-"""Tensors on GPUs between real processes: device to device, in the order of streams, and what is left."""
+"""Tensors on GPUs between real processes: they arrive on the mapped device, in the order of streams."""
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 from tests.support.processes import run_processes
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.errors import PeerLostError
 
 pytestmark = [
     pytest.mark.processes,
@@ -36,12 +33,8 @@ def device_of(x: torch.Tensor) -> str:
     return str(x.device)
 
 
-def killed(x: torch.Tensor) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
 def join(rank: int, there: str = "cuda:0", **options: Any) -> None:
-    """Join; the tensors of our GPU go to ``there``, once the other has opened our memory, and we its."""
+    """Join; the tensors of our GPU go to ``there``."""
     made = rpc.TensorPipeRpcBackendOptions(rpc_timeout=30, **options)
     made.set_device_map(
         f"worker{1 - rank}", {"cuda:0" if rank == 0 else there: there if rank == 0 else "cuda:0"}
@@ -50,31 +43,9 @@ def join(rank: int, there: str = "cuda:0", **options: Any) -> None:
     rpc.init_rpc(f"worker{rank}", rpc_backend_options=made)
 
 
-def warm_up() -> None:
-    """Go on until tensors go from device to device, both ways."""
-    stats: dict[str, Any] = {}
-    for _ in range(1000):
-        rpc.rpc_sync("worker1", echo, args=(torch.zeros(N, device="cuda:0"),))
-        stats = rpc.get_stats()
-        if stats["sent_by_path"]["cuda_ipc"] and stats["received_by_path"]["cuda_ipc"]:
-            return
-    raise AssertionError(f"nothing goes from device to device: {stats}")
-
-
-def nothing_lent() -> None:
-    """The other has given back all."""
-    for _ in range(1000):
-        lent = rpc.get_stats()["devices"]["lent"].values()
-        if not any(each["blocks_lent"] for each in lent):
-            return
-        rpc.rpc_sync("worker1", echo, args=(1,))
-    raise AssertionError(f"blocks are not given back: {rpc.get_stats()['devices']}")
-
-
 def all_that_travels(rank: int) -> None:
     join(rank)
     if rank == 0:
-        warm_up()
         base = torch.rand(1000, 1000, device="cuda:0")
         samples = [
             base,
@@ -89,25 +60,20 @@ def all_that_travels(rank: int) -> None:
             base.to_sparse(),
         ]
         for sample in samples:
-            before = rpc.get_stats()["sent_by_path"]["cuda_ipc"]
             back = rpc.rpc_sync("worker1", echo, args=(sample,))
             torch.testing.assert_close(back, sample, rtol=0, atol=0)
-            if sample is not samples[-1]:
-                assert rpc.get_stats()["sent_by_path"]["cuda_ipc"] > before
         rref = rpc.remote("worker1", echo, args=(base,))
         assert torch.equal(rref.to_here(), base)
-        nothing_lent()
     rpc.shutdown()
 
 
-def test_all_that_travels_from_device_to_device() -> None:
+def test_tensors_of_every_kind_arrive_and_come_back() -> None:
     run_processes(all_that_travels, 2, timeout=120)
 
 
 def in_order(rank: int) -> None:
     join(rank)
     if rank == 0:
-        warm_up()
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
             x = torch.zeros(N, device="cuda:0")
@@ -126,7 +92,6 @@ def in_order(rank: int) -> None:
             y = rpc.rpc_sync("worker1", torch.mul, args=(w, w))
             backward(context_id, [y.sum()])
             torch.testing.assert_close(get_gradients(context_id)[w], 2 * w.detach())
-        nothing_lent()
     rpc.shutdown()
 
 
@@ -134,46 +99,14 @@ def test_work_is_done_in_the_order_of_the_streams() -> None:
     run_processes(in_order, 2, timeout=120)
 
 
-def with_the_dead(rank: int) -> None:
-    join(rank)
-    if rank == 0:
-        warm_up()
-        with pytest.raises(PeerLostError):
-            rpc.rpc_sync("worker1", killed, args=(torch.ones(N, device="cuda:0"),))
-        lent = rpc.get_stats()["devices"]["lent"]["cuda:0"]
-        assert lent["blocks_lent"] == 0
-        rpc.shutdown(graceful=False)
-
-
-def test_blocks_of_the_dead_come_back() -> None:
-    run_processes(with_the_dead, 2, timeout=120, may_die=(1,))
-
-
-def off(rank: int) -> None:
-    join(rank, cuda_ipc_limit=0)
-    if rank == 0:
-        x = torch.rand(N, device="cuda:0")
-        assert torch.equal(rpc.rpc_sync("worker1", echo, args=(x,)), x)
-        stats = rpc.get_stats()
-        assert stats["sent_by_path"]["cuda_ipc"] == 0
-        assert stats["devices"]["fallbacks"] == {"off": 1}
-    rpc.shutdown()
-
-
-def test_off_it_goes_through_main_memory() -> None:
-    run_processes(off, 2, timeout=120)
-
-
 def to_the_second(rank: int) -> None:
     join(rank, there="cuda:1")
     if rank == 0:
-        warm_up()
         x = torch.rand(N, device="cuda:0")
         assert rpc.rpc_sync("worker1", device_of, args=(x,)) == "cuda:1"
         back = rpc.rpc_sync("worker1", torch.add, args=(x, 1))
         assert back.device == x.device
         assert torch.equal(back, x + 1)
-        nothing_lent()
     rpc.shutdown()
 
 

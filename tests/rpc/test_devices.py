@@ -12,7 +12,14 @@ import torch
 from zmqgrad import autograd, rpc
 from zmqgrad.errors import ConfigurationError, PayloadError
 from zmqgrad.rpc.api import rpc_sync
-from zmqgrad.rpc.devices import check_group, check_present, for_answers, for_calls, to_device_map
+from zmqgrad.rpc.devices import (
+    check_group,
+    check_present,
+    for_answers,
+    for_calls,
+    for_gradients,
+    to_device_map,
+)
 from zmqgrad.rpc.gathering import broadcast
 from zmqgrad.rpc.groups.identity import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
@@ -120,6 +127,17 @@ def test_answers_go_back_as_calls_came() -> None:
     assert for_answers(a, b) == {CPU: GPU}
 
 
+def test_gradients_take_the_reverse_of_the_way_of_their_tensors() -> None:
+    """Maps that are no mirror images: merged, they would send a gradient to a device of another tensor."""
+    a = record("a", {"b": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}})
+    b = record("b", {"a": {"cuda:0": "cuda:0", "cuda:1": "cuda:1"}})
+    for sender, receiver in ((a, b), (b, a)):
+        call, reply = for_calls(sender, receiver), for_answers(sender, receiver)
+        assert for_gradients(receiver, sender, in_reply=False) == {v: k for k, v in call.items()}
+        assert for_gradients(receiver, sender, in_reply=True) == {v: k for k, v in reply.items()}
+    assert for_gradients(b, a, in_reply=False) != for_gradients(b, a, in_reply=True)
+
+
 # ---- on the way, without a GPU ---------------------------------------------------------------------------
 
 
@@ -154,6 +172,20 @@ def test_every_tensor_of_a_device_goes_where_its_map_says(monkeypatch: pytest.Mo
             arrived.clear()
             assert rpc_sync("worker0", same, args=(torch.ones(2),)).sum() == 2
             assert arrived == []  # the answer of worker 0 goes as the call came: by no map
+
+
+def test_gradients_arrive_where_their_tensors_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only worker 0 has a map. What arrives, by name; devices themselves are left out."""
+    arrived: list[str] = []
+    monkeypatch.setattr("zmqgrad.wire.tensors.rebuilding.arrive", lambda t, name: arrived.append(name) or t)
+    w = torch.ones(3, requires_grad=True)
+    with mapped({"cpu": "cuda:5"}) as made:
+        with made.acting(1), autograd.context() as context_id:
+            # The call goes by no map, and so does its reply; and their gradients, though worker 0 has one.
+            y = rpc_sync("worker0", torch.mul, args=(w, 2))
+            autograd.backward(context_id, [y.sum()])
+            assert autograd.get_gradients(context_id)[w].eq(2).all()
+        assert arrived == []
 
 
 def test_a_strange_device_of_a_peer_is_refused() -> None:

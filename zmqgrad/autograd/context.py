@@ -81,11 +81,16 @@ class Context:
             return dict(self._recvs)
 
     def receive(
-        self, autograd_id: int, peer: int, tensors: list[torch.Tensor], wanted: Sequence[int]
+        self,
+        autograd_id: int,
+        peer: int,
+        tensors: list[torch.Tensor],
+        wanted: Sequence[int],
+        in_reply: bool = False,
     ) -> list[torch.Tensor]:
         """Tensors that came from the send ``autograd_id`` of ``peer``; those at ``wanted`` with history."""
         if wanted:
-            note = RecvNote(self.id, autograd_id, peer, len(wanted))
+            note = RecvNote(self.id, autograd_id, peer, len(wanted), in_reply)
             outputs, self._recvs[autograd_id] = attach_recv(note, [tensors[i] for i in wanted])
             for i, output in zip(wanted, outputs, strict=True):
                 tensors[i] = output

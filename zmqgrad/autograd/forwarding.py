@@ -23,6 +23,7 @@ from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import (
     NOTHING,
+    RESPONSE,
     Call,
     ForwardAutogradReq,
     ForwardAutogradResp,
@@ -140,7 +141,8 @@ class Autograd:
             return unpack_tensors(payload, inbound.frames)
         wanted = payload.tensors.requiring_grad()
         tensors = unpack_tensors(payload, inbound.frames, differentiable=False)
-        return context.receive(autograd_id, source, tensors, wanted)
+        in_reply = inbound.envelope.type & RESPONSE != 0
+        return context.receive(autograd_id, source, tensors, wanted, in_reply)
 
     def debug_info(self) -> dict[str, int]:
         """How many contexts are known here, and how many passes that began here are under way."""

@@ -95,12 +95,16 @@ def _line_of_program() -> tuple[str, int]:
 
 
 class RecvNote(NamedTuple):
-    """Where the gradients of a recv go: to the send ``autograd_id`` of ``peer``."""
+    """Where the gradients of a recv go: to the send ``autograd_id`` of ``peer``.
+
+    ``in_reply``: its tensors came in a reply, not in a call, which matters for device maps.
+    """
 
     context_id: int
     autograd_id: int
     peer: int
     outputs: int
+    in_reply: bool = False
 
 
 _ANCHOR = torch.empty(0, requires_grad=True, device="cpu")

@@ -299,15 +299,12 @@ def get_stats() -> dict[str, Any]:
     """What this worker has sent and received so far, by path, and how its shared memory is used.
 
     ``sent_by_path`` and ``received_by_path`` give bytes: ``inline`` (small things, beside the header),
-    ``frames`` (of a socket), ``arena`` (shared memory) and ``cuda_ipc`` (from device to device). ``arena``
-    gives its ``limit``, the ``memory`` it takes, ``bytes_lent`` to peers, ``blocks_in_use`` here of those
-    that peers lent, how many messages went by frames all the same (``fallbacks``, by reason), and which
-    workers cannot map it and why (``refused_by``). ``devices`` gives the same of memory of devices: what is
-    ``lent`` of each, the ``segments_open`` and ``blocks_in_use`` here of peers, how many tensors went
-    through main memory all the same (``fallbacks``), and why. ``inflight`` gives the ``limit`` of what may
-    be on its way to a peer through sockets, and by worker id the ``bytes`` that are, and what is ``waiting``
-    for it to take them in. ``kept_warm``: bytes of free memory that wait for the next large tensor from
-    another host.
+    ``frames`` (of a socket) and ``arena`` (shared memory). ``arena`` gives its ``limit``, the ``memory`` it
+    takes, ``bytes_lent`` to peers, ``blocks_in_use`` here of those that peers lent, how many messages went
+    by frames all the same (``fallbacks``, by reason), and which workers cannot map it and why
+    (``refused_by``). ``inflight`` gives the ``limit`` of what may be on its way to a peer through sockets,
+    and by worker id the ``bytes`` that are, and what is ``waiting`` for it to take them in. ``kept_warm``:
+    bytes of free memory that wait for the next large tensor from another host.
     """
     return current_worker().mailbox.statistics()
 

@@ -133,3 +133,11 @@ def for_answers(own: WorkerRecord, peer: WorkerRecord) -> Route:
     route = Route({v: k for k, v in for_calls(peer, own).items()})
     route.missing = f"Response device mapping is not available for destination {peer.name}"
     return route
+
+
+def for_gradients(own: WorkerRecord, peer: WorkerRecord, in_reply: bool) -> Route:
+    """How gradients of ``own`` go to ``peer``, for tensors of its calls or (``in_reply``) replies.
+
+    That is the reverse of the way that the tensors took: each gradient arrives where its tensor came from.
+    """
+    return for_calls(own, peer) if in_reply else for_answers(own, peer)

@@ -63,10 +63,6 @@ class RpcBackendOptions:
         look_us: for so many microseconds a thread that waits for a message of this host looks whether it is
             there, before it sleeps: quick answers come in half the time, at the price of a processor. 0: it
             sleeps at once. None: ZMQGRAD_LOOK_US, or else 8000.
-        cuda_ipc_limit: bytes of memory of each of its CUDA devices that this worker may lend to others of its
-            host at a time (64 MB or more at once, as it is used): by it, tensors go from device to device.
-            Beyond it, they go through main memory. 0: none at all. None: ZMQGRAD_CUDA_IPC_LIMIT, or else a
-            sixteenth of the memory of the device.
         liveness_timeout: seconds after which a silent peer of this host is suspected, and one of another host
             that is out of reach is lost; None: 3 and 10.
         frozen_timeout: seconds after which a peer is lost that exists, but says nothing; 0: never. Not less
@@ -86,7 +82,6 @@ class RpcBackendOptions:
     inflight_bytes: int | None = None
     io_threads: int = 1
     look_us: int | None = None
-    cuda_ipc_limit: int | None = None
     liveness_timeout: float | None = None
     frozen_timeout: float = Limits().frozen
 
@@ -108,7 +103,6 @@ class RpcBackendOptions:
         self.arena()  # says what is wrong with it now, not later
         self.inflight()
         self.look()
-        self.cuda_ipc()
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Add to the map for worker ``to``: tensors of each of our devices arrive on that device there.
@@ -171,17 +165,6 @@ class RpcBackendOptions:
         if given is None:
             given = environment.inflight_bytes()
         return INFLIGHT if given is None else _bytes(given, "inflight_bytes")
-
-    def cuda_ipc(self) -> int | None:
-        """Bytes of each device that may be lent, with what the environment says; None: what is usual.
-
-        Raises:
-            ConfigurationError: if that cannot be right.
-        """
-        given = self.cuda_ipc_limit
-        if given is None:
-            given = environment.cuda_ipc_limit()
-        return None if given is None else _bytes(given, "cuda_ipc_limit")
 
     def look(self) -> float:
         """Seconds for which a thread looks before it sleeps, with what the environment says.

@@ -15,7 +15,7 @@ from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport.tap import Tap
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message
-from zmqgrad.wire.unwritten import Buffer, Frame, Received
+from zmqgrad.wire.unwritten import Buffer, Frame
 
 __all__ = [
     "Buffer",
@@ -26,7 +26,6 @@ __all__ = [
     "Lost",
     "Lull",
     "Mailbox",
-    "Received",
     "Resolver",
     "Suspected",
     "Timer",
@@ -36,7 +35,7 @@ __all__ = [
 class Inbound(NamedTuple):
     """A message that arrived. ``frames`` are those after the header.
 
-    They are ours to keep and write to, but for those on devices, which are there to be copied.
+    They are ours to keep and write to.
 
     ``size`` counts the bytes of all frames, the header's included; ``by_socket`` those of frames that came
     through a socket, without the header's.
@@ -44,7 +43,7 @@ class Inbound(NamedTuple):
 
     envelope: Envelope
     message: Message
-    frames: Sequence[Received]
+    frames: Sequence[Buffer]
     size: int = 0
     by_socket: int = 0
 
@@ -168,13 +167,6 @@ class Mailbox(Protocol):
             CongestionError: if it has waited for so long.
             ClosedError: after :meth:`close`.
             UnknownPeerError: if the resolver does not know the peer.
-        """
-        ...
-
-    def finish_copies(self, deadline: Deadline | None = None) -> None:
-        """Wait until all that was read of memory of peers on devices has been copied: then they may go.
-
-        With a deadline, wait also, so long, until they have done the same: then this worker may go.
         """
         ...
 

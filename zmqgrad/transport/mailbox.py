@@ -35,7 +35,6 @@ from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, Lull, Resolver
 from zmqgrad.transport.dataplane.chunks import cut
 from zmqgrad.transport.dataplane.credit import INFLIGHT
 from zmqgrad.transport.dataplane.plane import OWN, DataPlane
-from zmqgrad.transport.devices.port import Port
 from zmqgrad.transport.door import door_address
 from zmqgrad.transport.lanes import Lane, Lanes
 from zmqgrad.transport.liveness import Limits
@@ -68,7 +67,6 @@ class ZmqMailbox:
         inflight: bytes of frames that may be on their way to each peer; 0: no limit.
         keys: by tcp, talk to none but those who have them; None: to whoever comes.
         io_threads: of libzmq.
-        devices: those of this process, whose memory is shared with workers of this host; None: with nobody.
 
     Raises:
         TransportError: if a socket cannot be bound.
@@ -86,7 +84,6 @@ class ZmqMailbox:
         keys: Keys | None = None,
         io_threads: int = 1,
         look: float = SECONDS,
-        devices: Port | None = None,
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
@@ -104,7 +101,6 @@ class ZmqMailbox:
             self.send,
             self._send_behind,
             lambda: not self._receiver.reads_here(),
-            devices,
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._eyes = Eyes(look)
@@ -176,14 +172,15 @@ class ZmqMailbox:
         self._receiver.start(self._received, pool, lull)
 
     def _lose(self, peer: int, where: str) -> None:
-        self._plane.forget_memory(peer)
+        self._plane.exchange.forget(peer)
         self._lost(peer, where)
 
     def _received(self, inbound: Inbound) -> Task | None:
         if self.tap is not None and inbound.envelope.type != MessageType.CHUNK:
             self._show(inbound)
         if inbound.envelope.type in OWN:
-            return self._plane.heard(inbound)
+            self._plane.heard(inbound)
+            return None
         task = self._plane.take_in(inbound, self._handler) if inbound.by_socket else self._handler(inbound)
         if task is not None:
             self._eyes.look_away()
@@ -253,14 +250,6 @@ class ZmqMailbox:
         if self._watch is not None and peer != self.worker_id and pulse is not None:
             self._watch.follow(peer, pulse)
 
-    def finish_copies(self, deadline: Deadline | None = None) -> None:
-        """Wait until all that was read of memory of peers on devices has been copied: then they may go.
-
-        With a deadline, wait also, so long, until they have done the same: then this worker may go.
-        """
-        if self._plane.devices is not None:
-            self._plane.devices.finish_copies(deadline)
-
     def follow(self, peer: int) -> None:
         """Feel the pulse of ``peer``, though nothing was sent to it yet."""
         known = self._ways.resolve(peer)
@@ -319,22 +308,19 @@ class ZmqMailbox:
     def statistics(self) -> dict[str, Any]:
         """Messages in and out, bytes by path, arena, peers with an open way, what waits, malformed messages.
 
-        Paths: ``inline`` (beside the header), ``frames`` (of a socket), ``arena`` (shared memory),
-        ``cuda_ipc`` (memory of devices).
+        Paths: ``inline`` (beside the header), ``frames`` (of a socket), ``arena`` (shared memory).
         """
         ways = self._ways.all()
-        exchange, devices, receiver = self._plane.exchange, self._plane.devices, self._receiver
+        exchange, receiver = self._plane.exchange, self._receiver
         sent = {
             "inline": sum(w.header_bytes for w in ways),
             "frames": sum(w.frame_bytes for w in ways),
             "arena": exchange.bytes_out,
-            "cuda_ipc": 0 if devices is None else devices.bytes_out,
         }
         received = {
             "inline": receiver.header_bytes,
             "frames": receiver.frame_bytes,
             "arena": exchange.bytes_in,
-            "cuda_ipc": 0 if devices is None else devices.bytes_in,
         }
         return {
             "messages_sent": sum(w.messages for w in ways),

@@ -23,7 +23,7 @@ import zmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull, Received
+from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull
 from zmqgrad.transport.door import Door
 from zmqgrad.transport.gate import make_gate
 from zmqgrad.transport.looking import Eyes
@@ -44,7 +44,7 @@ FAIR = 16
 _EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
 """As numbers: pyzmq has enumerations, and joining two of those takes as long as asking libzmq."""
 
-FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Received]]
+FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Buffer]]
 """(who sent it, manifest, the frames that came) -> the frames of the message."""
 
 
@@ -214,7 +214,7 @@ class Receiver:
         for frame in frames:
             by_socket += len(frame)
         self.frame_bytes += by_socket
-        found: Sequence[Received] = frames
+        found = frames
         try:
             envelope, manifest, message = decode_all(first)
             if manifest is not None:

@@ -163,15 +163,6 @@ def test_blocks_that_grow_and_come_back_find_room_as_long_as_the_limit_allows(
     lender.close()
 
 
-def test_memory_that_is_taken_whole_is_taken_as_it_is_needed() -> None:
-    lender = Lender(64 * MB, usual=8 * MB, lazy=False)
-    reader = Reader(lender)
-    for size in (MB, 9 * MB):
-        reader.borrow(size)
-    assert [s.size < 10 * MB for s in lender._segments] == [True, True]
-    lender.close()
-
-
 def test_where_a_large_segment_cannot_be_had_a_small_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a bound on address space (ulimit -v)."""
     truncate = os.ftruncate

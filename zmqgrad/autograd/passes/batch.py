@@ -17,7 +17,7 @@ from zmqgrad.autograd.graph.undefined import UNDEFINED
 from zmqgrad.transport.base import Frame
 from zmqgrad.wire.messages import NO_GRADIENT, NOT_REACHED, Tensors
 from zmqgrad.wire.tensors import Devices, describe, rebuild
-from zmqgrad.wire.unwritten import Received
+from zmqgrad.wire.unwritten import Buffer
 
 LARGE = 1 << 20
 """Bytes of gradients after which a message is full."""
@@ -70,7 +70,7 @@ class Batch:
 
 
 def unpack(
-    sends: Sequence[tuple[int, Sequence[int]]], tensors: Tensors, frames: Sequence[Received]
+    sends: Sequence[tuple[int, Sequence[int]]], tensors: Tensors, frames: Sequence[Buffer]
 ) -> list[tuple[int, list[Gradient]]]:
     """What came in a message: for each of its ``sends`` the gradients."""
     there: list[Gradient] = list(rebuild(tensors, frames))

@@ -34,7 +34,6 @@ from zmqgrad.wire.messages import (
     MessageType,
     Waiting,
 )
-from zmqgrad.wire.tensors import Devices
 from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, watch_arrivals
 
 logger = logging.getLogger(__name__)
@@ -58,7 +57,8 @@ class Passes:
         self._end_passes = end_passes
         self._watched = {worker.id}  # those that would be known to be lost
         self._tallies: dict[int, Tally] = {}  # of passes that were started here, by pass id
-        self._watches = bool(worker.membership.own.device_maps)  # gradients come to devices by them alone
+        self.maps_devices = worker.maps_devices
+        self.devices = worker.gradient_devices
         self._inboxes: dict[int, SimpleQueue[Inbound | None]] = {}  # of those that are profiled
 
     def install(self) -> None:
@@ -130,7 +130,7 @@ class Passes:
         try:
             context = self._contexts.find(message.context_id)
             context.know(inbound.envelope.source)
-            if self._watches:
+            if self.maps_devices(inbound.envelope.source):  # so gradients may come to devices
                 arrivals, arrived = watch_arrivals(
                     lambda: unpack(message.sends, message.tensors, inbound.frames)
                 )
@@ -266,10 +266,6 @@ class Passes:
             logger.debug("cannot watch worker %d, which has part in a backward pass: %s", worker, e)
             for tally in list(self._tallies.values()):
                 tally.lose(worker, e)
-
-    def devices(self, peer: int) -> Devices:
-        """On which devices of ``peer`` gradients arrive."""
-        return self._worker.gradient_devices(peer)
 
     def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame], lane: int) -> None:
         """Send a request of a pass; whoever handles it tells the root, which waits at ``lane``."""

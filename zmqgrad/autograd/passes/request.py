@@ -66,7 +66,8 @@ class Request:
         self._root = root
         self._lane = lane
         self._handled = list(handled)
-        self._batches: dict[int, Batch] = {}  # by worker
+        # By worker, and whether their tensors came in a reply, which matters where there are device maps.
+        self._batches: dict[tuple[int, bool], Batch] = {}
         self._sent: list[tuple[int, tuple[int, ...]]] = []
         self._began = passes.now()
 
@@ -106,12 +107,17 @@ class Request:
 
     def _send_all(self) -> bool:
         """Send what waits. True if the report has gone with what is for the root."""
-        last = None if self._root == self._passes.own else self._batches.pop(self._root, None)
+        last, to = None, (self._root, False)
+        if self._root != self._passes.own:
+            last = self._batches.pop(to, None)
+            if last is None and self._batches:
+                to = self._root, True
+                last = self._batches.pop(to, None)
         if self._batches:
             self._send_waiting()
         if last is None:
             return False
-        self._send(self._root, last, self._report(None, (self._root, last.requests())))
+        self._send(to, last, self._report(None, (self._root, last.requests())))
         return True
 
     def _report(self, error: BaseException | None, *last: tuple[int, tuple[int, ...]]) -> Handled:
@@ -126,12 +132,13 @@ class Request:
                 f"a tensor that was received in context {show_id(note.context_id)} is part of the graph of "
                 f"context {show_id(context.id)}: use one context for both, or detach it"
             )
-        batch = self._batches.get(note.peer)
+        to = note.peer, note.in_reply and self._passes.maps_devices(note.peer)
+        batch = self._batches.get(to)
         if batch is not None and batch.is_full:
-            self._send_counted(note.peer)
+            self._send_counted(to)
             batch = None
         if batch is None:
-            batch = self._batches[note.peer] = Batch()
+            batch = self._batches[to] = Batch()
         batch.add(note, gradients)
 
     def let_go(self) -> None:
@@ -140,23 +147,23 @@ class Request:
             self._send_waiting()
 
     def _send_waiting(self) -> None:
-        for peer in list(self._batches):
-            self._send_counted(peer)
+        for to in list(self._batches):
+            self._send_counted(to)
 
-    def _send_counted(self, peer: int) -> None:
-        batch = self._batches.pop(peer)
-        self._send(peer, batch, None)
-        self._sent.append((peer, batch.requests()))
+    def _send_counted(self, to: tuple[int, bool]) -> None:
+        batch = self._batches.pop(to)
+        self._send(to, batch, None)
+        self._sent.append((to[0], batch.requests()))
 
-    def _send(self, peer: int, batch: Batch, handled: Handled | None) -> None:
-        work, passes = self._work, self._passes
+    def _send(self, to: tuple[int, bool], batch: Batch, handled: Handled | None) -> None:
+        work, passes, peer = self._work, self._passes, to[0]
         frames: list[Frame] = []
         message = BackwardAutogradReq(
             work.context.id,
             self._pass_id,
             self._root,
             tuple(batch.sends),
-            batch.describe(frames, passes.devices(peer)),
+            batch.describe(frames, passes.devices(*to)),
             work.retain_graph,
             handled,
         )

@@ -32,9 +32,6 @@ SILENT_SECONDS = 30.0
 LAST_WORDS_SECONDS = 0.2
 """Calls to a worker that has left in good order are given up so long after."""
 
-COPY_SECONDS = 2.0
-"""So long a worker that leaves waits for others to copy what it sent them on devices, and takes along."""
-
 LEFT = "it has left the group"
 
 
@@ -160,7 +157,6 @@ class DynamicGroup(Group):
     def _leave_together(self, deadline: Deadline) -> None:
         """Finish what is under way here, and let the others know. The master of the store goes last."""
         self._finish(deadline)
-        self.worker.mailbox.finish_copies(deadline.sooner(COPY_SECONDS))
         self._withdraw(LEFT)
         if self._served is not None:
             self._wait_for_all_to_leave(deadline)

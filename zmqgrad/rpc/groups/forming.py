@@ -12,7 +12,6 @@ import msgspec
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, DuplicateWorkerError, RendezvousError, StoreTimeoutError
-from zmqgrad.rpc.cuda_memory import CudaPort
 from zmqgrad.rpc.groups.dynamic import DynamicGroup
 from zmqgrad.rpc.groups.group import Group, close_quietly, make_worker
 from zmqgrad.rpc.groups.identity import WorkerRecord, check_rank
@@ -145,7 +144,6 @@ def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -
         keys=keys_of(),
         io_threads=options.io_threads,
         look=options.look(),
-        devices=CudaPort(options.cuda_ipc()),
     )
 
 

@@ -173,7 +173,6 @@ class Parting:
             worker.waiting.drain_lanes()  # of a pass that failed, requests may come late
             pending = worker.calls.pending()
             if not pending and worker.pool.wait_idle(deadline.sooner(SAY_EVERY)) and worker.quiet():
-                worker.mailbox.finish_copies()
                 return
             for call in pending:
                 call.outcome.wait_done(min(deadline.left(), SAY_EVERY))

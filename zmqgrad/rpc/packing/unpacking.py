@@ -16,11 +16,11 @@ from zmqgrad.rpc.packing.plain import decode_arguments, decode_value
 from zmqgrad.rpc.packing.terms import References
 from zmqgrad.wire.messages import Form, Payload, Place
 from zmqgrad.wire.tensors import blob_bytes, rebuild
-from zmqgrad.wire.unwritten import Buffer, Received
+from zmqgrad.wire.unwritten import Buffer
 
 
 def unpack_tensors(
-    payload: Payload, frames: Sequence[Received], differentiable: bool = True
+    payload: Payload, frames: Sequence[Buffer], differentiable: bool = True
 ) -> list[torch.Tensor]:
     """The tensors beside a payload; unless ``differentiable``, none of them requires grad yet.
 
@@ -33,7 +33,7 @@ def unpack_tensors(
 
 def unpack(
     payload: Payload,
-    frames: Sequence[Received],
+    frames: Sequence[Buffer],
     tensors: list[torch.Tensor],
     references: References | None = None,
 ) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zmqgrad.rpc.devices import for_answers, for_calls
+from zmqgrad.rpc.devices import for_answers, for_calls, for_gradients
 from zmqgrad.rpc.dispatch import Doors
 from zmqgrad.rpc.groups.membership import Membership, WorkerRecord
 from zmqgrad.rpc.packing.terms import Terms
@@ -19,7 +19,8 @@ class PeerTerms:
         self._doors = doors
         self._calls: dict[tuple[int, bool], Terms] = {}  # by peer, and whether they keep history
         self._answers: dict[tuple[int, bool], Terms] = {}
-        self._gradients: dict[int, Devices] = {}
+        self._gradients: dict[tuple[int, bool], Devices] = {}  # by peer, and whether for tensors of a reply
+        self._maps_devices: dict[int, bool] = {}
 
     def for_calls(self, peer: WorkerRecord) -> Terms:
         """On which terms values travel to ``peer``."""
@@ -40,17 +41,27 @@ class PeerTerms:
             terms = self._answers[key] = self.for_calls(peer)._replace(devices=devices)
         return terms
 
-    def for_gradients(self, peer: int) -> Devices:
-        """Where gradients for ``peer`` arrive: those of tensors that it sent, and of answers to it."""
-        devices = self._gradients.get(peer)
+    def for_gradients(self, peer: int, in_reply: bool) -> Devices:
+        """Where gradients for ``peer`` arrive; ``in_reply``: of tensors of its replies, not its calls."""
+        key = peer, in_reply
+        devices = self._gradients.get(key)
         if devices is None:
-            own, record = self._membership.own, self._membership.record(peer)
-            devices = {**for_calls(own, record), **for_answers(own, record)}
-            self._gradients[peer] = devices
+            record = self._membership.record(peer)
+            devices = self._gradients[key] = for_gradients(self._membership.own, record, in_reply)
         return devices
+
+    def maps_devices(self, peer: int) -> bool:
+        """Whether this worker or ``peer`` has a device map for the other."""
+        maps = self._maps_devices.get(peer)
+        if maps is None:
+            own, record = self._membership.own, self._membership.record(peer)
+            maps = record.name in own.device_maps or own.name in record.device_maps
+            self._maps_devices[peer] = maps
+        return maps
 
     def forget(self, peer: int) -> None:
         """``peer`` is gone."""
-        for known in (self._calls, self._answers):
+        for known in (self._calls, self._answers, self._gradients):
             known.pop((peer, False), None)
             known.pop((peer, True), None)
+        self._maps_devices.pop(peer, None)

@@ -82,7 +82,7 @@ class Worker:
         # method that only calls another would be paid for at every message.
         self.peer_terms = PeerTerms(membership, self.references, self.doors)
         self.terms, self.answer_terms = self.peer_terms.for_calls, self.peer_terms.for_answers
-        self.gradient_devices = self.peer_terms.for_gradients
+        self.gradient_devices, self.maps_devices = self.peer_terms.for_gradients, self.peer_terms.maps_devices
         self.losing = Losing(self)
         self.lost, self.silent = self.losing.lost, self.losing.silent
         self.lose, self.suspect, self.loss_of = self.losing.lose, self.losing.suspect, self.losing.loss_of

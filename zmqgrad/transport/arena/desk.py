@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.arena.lender import Borrower, Lender, Loan
@@ -36,7 +36,6 @@ class Desk:
         lender: of its segments.
         say: tells a peer something.
         may_wait: may the calling thread wait for an answer of a peer? (Not the one that reads them.)
-        numbers: of offers; where several desks hear all answers, they share it.
     """
 
     def __init__(
@@ -45,14 +44,13 @@ class Desk:
         lender: Lender,
         say: Callable[[int, Message, int], None],
         may_wait: Callable[[], bool],
-        numbers: Iterator[int] | None = None,
     ) -> None:
         self.lender = lender
         self.borrowers: dict[int, Borrower] = {}
         self._name = name
         self._say = say
         self._may_wait = may_wait
-        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards borrowers and _offers
         self._offers: dict[int, tuple[Borrower, int]] = {}  # message id -> of whom, and which segment
 

@@ -11,12 +11,13 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.transport.arena.allocator import PAGE, Allocator, rounded
+from zmqgrad.transport.arena.allocator import PAGE, rounded
 from zmqgrad.transport.arena.segment import NONCE, Segment
+from zmqgrad.wire.messages import ArenaOffer
 
 logger = logging.getLogger(__name__)
 
@@ -27,45 +28,11 @@ FEW = 3
 """Where the limit allows no more than so many segments, there is a single one."""
 
 
-class Lendable(Protocol):
-    """Memory to lend from: a :class:`~zmqgrad.transport.arena.segment.Segment`, or what is like one."""
-
-    id: int
-    size: int
-    nonce: bytes
-    space: Allocator
-    """Of which one block was taken at birth, of ``NONCE`` bytes."""
-
-    def offer(self, lock: int) -> Any:
-        """What a peer has to know to open it; it shall hold ``lock``. Raises OSError."""
-        ...
-
-    def is_held(self, lock: int) -> bool:
-        """Does anybody hold ``lock``, so may look at what was lent to him?"""
-        ...
-
-    def take_back(self, offset: int) -> None:
-        """The block at ``offset`` is free."""
-        ...
-
-    def trim(self) -> int:
-        """Give memory that is free back to the system; gives how many bytes that were."""
-        ...
-
-    def memory(self) -> int:
-        """Bytes of memory that it takes in truth."""
-        ...
-
-    def close(self) -> None:
-        """Lend no more. Idempotent."""
-        ...
-
-
 class Loan(NamedTuple):
     """A block that a peer has."""
 
     number: int
-    segment: Any  # Lendable, of the kind that the lender makes
+    segment: Segment
     offset: int
     size: int
 
@@ -99,29 +66,15 @@ class Borrower:
 
 
 class Lender:
-    """Segments of up to ``limit`` bytes together, and who has what of them.
+    """Segments of up to ``limit`` bytes together, and who has what of them."""
 
-    ``make`` makes one of so many bytes, usually ``usual``, or raises OSError.
-    ``numbers``: those of blocks. ``lazy``: memory is taken as it is used, a segment by itself costs nothing.
-    """
-
-    def __init__(
-        self,
-        limit: int,
-        make: Callable[[int], Lendable] = Segment,
-        usual: int = SEGMENT,
-        numbers: Iterator[int] | None = None,
-        lazy: bool = True,
-    ) -> None:
+    def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._lazy = lazy
-        self._make = make
-        self._usual = usual
         self.strange = 0  # releases of blocks that the peer did not have
         self._lock = threading.Lock()  # guards everything
-        self._segments: list[Lendable] = []
+        self._segments: list[Segment] = []
         self._departed: list[Borrower] = []  # lost, but something of them still maps segments
-        self._numbers = itertools.count(1) if numbers is None else numbers
+        self._numbers = itertools.count(1)
         self._byte = itertools.count(1)
         self._used = False  # was anything lent since the last look of trim?
         self._trimmed = True
@@ -166,7 +119,7 @@ class Lender:
         for loan in loans:
             loan.segment.take_back(loan.offset)
 
-    def room_for(self, borrower: Borrower, sizes: Sequence[int]) -> Any:
+    def room_for(self, borrower: Borrower, sizes: Sequence[int]) -> ArenaOffer | None:
         """What to offer to ``borrower`` so that blocks of ``sizes`` fit; None if there is nothing to offer.
 
         That may be a segment that others have, or a new one, if the limit allows.
@@ -187,25 +140,25 @@ class Lender:
             borrower.locks[segment.id] = lock
             return offer
 
-    def _grow(self, needed: int) -> Lendable | None:
+    def _grow(self, needed: int) -> Segment | None:
         left = self.limit - sum(s.size for s in self._segments)
         least = needed + PAGE  # for the nonce
         if left < least:
             return None
-        usual = min(max(self._usual, least), left)
+        usual = min(max(SEGMENT, least), left)
         sizes = [usual, max(least, usual // 16)]
-        if self._lazy and (least > self._usual or left <= FEW * self._usual):
+        if least > SEGMENT or left <= FEW * SEGMENT:
             sizes.insert(0, left)  # of several, none might have room for a block that the limit allows
         segment = self._make_first_of(sizes)
         self._segments.append(segment)
         return segment
 
-    def _make_first_of(self, sizes: Sequence[int]) -> Lendable:
+    def _make_first_of(self, sizes: Sequence[int]) -> Segment:
         """A segment. A bound on address space or file sizes (ulimit) may have room for a later size alone."""
         for size in sizes[:-1]:
             with contextlib.suppress(OSError):
-                return self._make(size)
-        return self._make(sizes[-1])
+                return Segment(size)
+        return Segment(sizes[-1])
 
     def answered(self, borrower: Borrower, nonce: bytes, segment_id: int, why: str) -> bool:
         """``borrower`` answered an offer; has it mapped the segment?"""
@@ -248,26 +201,6 @@ class Lender:
             self._trimmed = True
             self._reclaim()
             return sum(s.trim() for s in self._segments)
-
-    def retire(self, borrowers: Collection[Borrower]) -> list[tuple[Lendable, list[int]]]:
-        """Lend no more of segments that were not used since the last time; those, and which peers have them.
-
-        They are the caller's to close. ``borrowers`` are all there are; they forget that they have them.
-        """
-        with self._lock:
-            used, self._used = self._used, False
-            if self._closed or used:
-                return []
-            self._reclaim()
-            asked = {s for b in borrowers for s in b.locks if s not in b.mapped}
-            idle = [s for s in self._segments if len(s.space) == 1 and s.id not in asked]  # but for the nonce
-            self._segments = [s for s in self._segments if s not in idle]
-            retired: list[tuple[Lendable, list[int]]] = []
-            for segment in idle:
-                retired.append((segment, [b.peer for b in borrowers if b.locks.pop(segment.id, None)]))
-                for borrower in borrowers:
-                    borrower.mapped.discard(segment.id)
-            return retired
 
     def close(self) -> None:
         """Lend no more; what is lent stays valid. Idempotent."""

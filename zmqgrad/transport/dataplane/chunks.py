@@ -26,7 +26,6 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.base import Buffer, Timer
 from zmqgrad.wire.messages import Chunk, Manifest, Piece, Window
-from zmqgrad.wire.unwritten import Foreign, Received
 
 CHUNK = 4 << 20
 """Bytes of a chunk."""
@@ -98,7 +97,7 @@ class Assembly:
         self.buffers = WarmBuffers()
         self._streams: dict[tuple[int, int], _Stream] = {}  # by peer and number
 
-    def add(self, peer: int, chunk: Chunk, frames: Sequence[Received]) -> None:
+    def add(self, peer: int, chunk: Chunk, frames: Sequence[Buffer]) -> None:
         """Take in a chunk, which came with ``frames``.
 
         Raises:
@@ -107,7 +106,7 @@ class Assembly:
         key = peer, chunk.stream
         stream = self._streams.get(key)
         try:
-            if len(frames) != 1 or not len(frames[0]) or isinstance(frames[0], Foreign):
+            if len(frames) != 1 or not len(frames[0]):
                 raise ProtocolError(f"a chunk came with {len(frames)} frames")
             if stream is None:
                 if sum(1 for p, _ in list(self._streams) if p == peer) >= MAX_STREAMS:

@@ -1,9 +1,8 @@
 """How the frames of messages travel: by shared memory, or by the socket, within credit and in chunks.
 
-One for each mailbox, which carries what this decides on. Four mechanisms meet here, and know nothing of
-one another: memory of devices (:mod:`~zmqgrad.transport.devices.exchange`), the arena
-(:mod:`~zmqgrad.transport.arena.exchange`), credit (:mod:`~zmqgrad.transport.dataplane.credit`) and chunks
-(:mod:`~zmqgrad.transport.dataplane.chunks`).
+One for each mailbox, which carries what this decides on. Three mechanisms meet here, and know nothing of
+one another: the arena (:mod:`~zmqgrad.transport.arena.exchange`), credit
+(:mod:`~zmqgrad.transport.dataplane.credit`) and chunks (:mod:`~zmqgrad.transport.dataplane.chunks`).
 """
 
 from __future__ import annotations
@@ -12,30 +11,22 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from msgspec.structs import replace
-
-from zmqgrad.errors import ProtocolError, ZmqgradError
+from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.transport.arena.exchange import Exchange, Load, Send
 from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer
 from zmqgrad.transport.dataplane.chunks import Assembly
 from zmqgrad.transport.dataplane.credit import Allowance, Intake
-from zmqgrad.transport.devices.exchange import DeviceExchange
-from zmqgrad.transport.devices.port import Port
 from zmqgrad.wire.messages import (
     RESPONSE,
     Chunk,
     Credit,
     CreditWanted,
-    DeviceAnswer,
-    DeviceOffer,
-    DeviceWithdrawal,
     Manifest,
     Message,
     MessageType,
 )
-from zmqgrad.wire.unwritten import OnDevice, Received
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +38,6 @@ OWN = frozenset(
         MessageType.CREDIT,
         MessageType.CREDIT_WANTED,
         MessageType.CHUNK,
-        MessageType.DEVICE_OFFER,
-        MessageType.DEVICE_ANSWER,
-        MessageType.DEVICE_WITHDRAWAL,
     }
 )
 """Messages from one data plane to another, which no handler sees."""
@@ -65,7 +53,6 @@ class DataPlane:
         send: of the mailbox.
         send_behind: sends a message that overtakes none that was sent before.
         may_wait: may the calling thread wait for what a peer says? (Not the one that reads it.)
-        devices: those of this process; None: what lies on them travels as bytes.
     """
 
     def __init__(
@@ -76,10 +63,8 @@ class DataPlane:
         send: Send,
         send_behind: Callable[[int, Message], None],
         may_wait: Callable[[], bool],
-        devices: Port | None = None,
     ) -> None:
         self.exchange = Exchange(name, arena, send, may_wait)
-        self.devices = None if devices is None else DeviceExchange(name, devices, send, may_wait)
         self.owes = self.exchange.owes
         """Is there memory to give back to that peer?"""
         self.allowance = Allowance(name, inflight, self._say)
@@ -93,8 +78,6 @@ class DataPlane:
     def start(self, timer: Timer | None) -> None:
         """``timer`` runs what is done now and then."""
         self.exchange.start(timer)
-        if self.devices is not None:
-            self.devices.start(timer)
         self._assembly.buffers.start(timer)
 
     def _say(self, peer: int, message: Message, message_id: int = 0) -> None:
@@ -119,24 +102,6 @@ class DataPlane:
         Raises:
             CongestionError, ClosedError: as :meth:`Allowance.wait`.
         """
-        devices = self.devices
-        if devices is None:
-            return self._load_bytes(peer, local, message, frames, patience)
-        placed, rest = devices.load(peer, local, frames) if OnDevice.made and frames else ((), frames)
-        released = devices.take_owed(peer)
-        try:
-            load = self._load_bytes(peer, local, message, rest, patience)
-        except BaseException:
-            devices.unload(peer, placed, released)
-            raise
-        if not placed and not released:
-            return load
-        manifest = replace(load.manifest or Manifest(), on_device=placed, released_on_device=released)
-        return Load(manifest, load.frames)
-
-    def _load_bytes(
-        self, peer: int, local: bool, message: Message, frames: Sequence[Frame], patience: float
-    ) -> Load:
         load = self.exchange.load(peer, local, frames)
         if not load.frames:
             return load
@@ -157,14 +122,12 @@ class DataPlane:
     def unload(self, peer: int, message: Message, load: Load) -> None:
         """``load`` could not be sent after all."""
         self.exchange.unload(peer, load)
-        if self.devices is not None and load.manifest is not None:
-            self.devices.unload(peer, load.manifest.on_device, load.manifest.released_on_device)
         if load.frames:
             self.allowance.give_back(peer, bool(message.TYPE & RESPONSE), frames_size(load.frames))
 
     # ---- coming -----------------------------------------------------------------------------------------
 
-    def find_frames(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Received]:
+    def find_frames(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
         """The frames of a message that came with a manifest and ``frames``.
 
         Raises:
@@ -172,15 +135,10 @@ class DataPlane:
         """
         if any([piece.block and not piece.segment for piece in manifest.pieces]):
             manifest, frames = self._assembly.complete(peer, manifest, frames)
-        opened = self.exchange.open(peer, manifest, frames)
-        if not manifest.on_device and not manifest.released_on_device:
-            return opened
-        if self.devices is None:
-            raise ProtocolError(f"worker {peer} speaks of memory on devices, of which none is taken here")
-        return self.devices.open(peer, manifest.on_device, manifest.released_on_device, opened)
+        return self.exchange.open(peer, manifest, frames)
 
-    def heard(self, inbound: Inbound) -> Task | None:
-        """One of the messages in ``OWN``; gives what is to be done in an engine thread.
+    def heard(self, inbound: Inbound) -> None:
+        """One of the messages in ``OWN``.
 
         Raises:
             ProtocolError: if it is a chunk that does not fit.
@@ -192,20 +150,8 @@ class DataPlane:
             self._intake.wanted(source, message)
         elif isinstance(message, Chunk):
             self._assembly.add(source, message, inbound.frames)
-        elif isinstance(message, (DeviceOffer, DeviceAnswer, DeviceWithdrawal)):
-            if self.devices is not None:
-                self.owes = self._owes_any  # from here on; most workers have no devices, and need not ask
-                return self.devices.heard(source, message, inbound.envelope.message_id)
-            if isinstance(message, DeviceOffer):
-                answer = DeviceAnswer(b"", "no memory of devices is taken here")
-                self._say(source, answer, inbound.envelope.message_id)
         else:
             self.exchange.heard(source, message, inbound.envelope.message_id)
-        return None
-
-    def _owes_any(self, peer: int) -> bool:
-        assert self.devices is not None
-        return bool(self.exchange.owes(peer) or self.devices.owes(peer))
 
     def take_in(self, inbound: Inbound, handler: Handler) -> Task | None:
         """Hand on a message whose frames came through a socket.
@@ -231,15 +177,9 @@ class DataPlane:
 
     # ---- ends -------------------------------------------------------------------------------------------
 
-    def forget_memory(self, peer: int) -> None:
-        """``peer`` has ended: what it was lent comes back, and what it has lent goes with its last use."""
-        self.exchange.forget(peer)
-        if self.devices is not None:
-            self.devices.forget(peer)
-
     def forget(self, peer: int) -> None:
         """The way to ``peer`` was dropped: nothing that was on it will arrive, either way."""
-        self.forget_memory(peer)
+        self.exchange.forget(peer)
         self._assembly.forget(peer)
         self._intake.forget(peer)
         self.allowance.forget(peer)  # last: those who wait for it now fail
@@ -248,20 +188,17 @@ class DataPlane:
         """Lend, wait and keep nothing any more. Tensors that were received stay valid. Idempotent."""
         self.allowance.close()
         self.exchange.close()
-        if self.devices is not None:
-            self.devices.close()
         self._assembly.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Of the arena, of memory of devices, of what is on its way, and of memory that is kept warm."""
+        """Of the arena, of what is on its way, and of memory that is kept warm."""
         return {
             "arena": self.exchange.statistics(),
-            "devices": {} if self.devices is None else self.devices.statistics(),
             "inflight": self.allowance.statistics(),
             "kept_warm": self._assembly.buffers.kept(),
         }
 
 
-def frames_size(frames: Sequence[Received]) -> int:
+def frames_size(frames: Sequence[Buffer]) -> int:
     """Bytes of all ``frames``."""
     return sum(map(len, frames))

@@ -167,9 +167,6 @@ class MemoryMailbox:
         """There are none."""
         return ()
 
-    def finish_copies(self, deadline: Deadline | None = None) -> None:
-        """Nothing is copied of peers' devices here."""
-
     def follow(self, peer: int) -> None:
         """Nobody is ever lost here."""
 

@@ -88,9 +88,6 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
     CREDIT                         I have taken in so much of what you sent
     CREDIT_WANTED                  something waits here: say CREDIT when you have taken in so much more
     CHUNK                          part of a large frame, ahead of its message
-    DEVICE_OFFER                   can you read my memory on this device? -> DEVICE_ANSWER
-    DEVICE_ANSWER                  I can, as the page shows; or not, and why
-    DEVICE_WITHDRAWAL              close it again: I want the memory back
 """
 
 from __future__ import annotations
@@ -151,10 +148,6 @@ from zmqgrad.wire.messages.delivery import (
     Chunk,
     Credit,
     CreditWanted,
-    DeviceAnswer,
-    DeviceOffer,
-    DevicePiece,
-    DeviceWithdrawal,
     Goodbye,
     Hello,
     Manifest,
@@ -259,10 +252,6 @@ __all__ = [
     "CodeValue",
     "Credit",
     "CreditWanted",
-    "DeviceAnswer",
-    "DeviceOffer",
-    "DevicePiece",
-    "DeviceWithdrawal",
     "DiscoverAutogradReq",
     "DiscoverAutogradResp",
     "DropAutogradReq",

@@ -22,7 +22,6 @@ MAX_KEY = 64 << 10
 MAX_VALUE = 256 << 20
 MAX_KEYS = 1 << 20
 MAX_CODE = 256 << 10
-MAX_HANDLE = 64 << 10
 
 Id = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 WorkerId = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -111,9 +110,6 @@ class MessageType(enum.IntEnum):
     CREDIT = 0x75
     CREDIT_WANTED = 0x76
     CHUNK = 0x77
-    DEVICE_OFFER = 0x78 | REQUEST
-    DEVICE_ANSWER = 0x79 | RESPONSE
-    DEVICE_WITHDRAWAL = 0x7A
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -10,7 +10,6 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from zmqgrad.wire.messages.base import (
-    MAX_HANDLE,
     MAX_TENSORS,
     Id,
     Message,
@@ -20,9 +19,6 @@ from zmqgrad.wire.messages.base import (
     Size,
     Text,
 )
-
-Handle = Annotated[bytes, Meta(max_length=MAX_HANDLE)]
-"""What CUDA gives one process so that another can open something of it."""
 
 
 class Piece(Part, frozen=True):
@@ -46,34 +42,16 @@ class Window(Part, frozen=True):
     size: Size
 
 
-class DevicePiece(Part, frozen=True):
-    """Frame number ``frame`` of a message: block ``block`` of the sender's memory on a device.
-
-    ``segment`` names that memory, in which the block has ``size`` bytes at ``offset``. They are there once
-    the event of handle ``ready`` has come.
-    """
-
-    frame: Size
-    segment: Id
-    block: Id
-    offset: Size
-    size: Size
-    ready: Handle
-
-
 class Manifest(Part, frozen=True):
     """Where the frames of a message are, if not one by one behind it, and blocks that go back.
 
     Without ``windows``, the frames are those that follow. ``released``: blocks of the reader's own arena
-    that the sender of the message has finished with. ``on_device``: frames besides, in order, which lie on
-    devices; ``released_on_device``: blocks of the reader's own memory there.
+    that the sender of the message has finished with.
     """
 
     pieces: Annotated[tuple[Piece, ...], Meta(max_length=MAX_TENSORS)] = ()
     windows: Annotated[tuple[Window, ...], Meta(max_length=MAX_TENSORS)] = ()
     released: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)] = ()
-    on_device: Annotated[tuple[DevicePiece, ...], Meta(max_length=MAX_TENSORS)] = ()
-    released_on_device: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
 class Hello(Message, frozen=True):
@@ -127,41 +105,6 @@ class Release(Message, frozen=True):
     """Worker to a peer that it has no message for: its manifest releases blocks."""
 
     TYPE: ClassVar[MessageType] = MessageType.RELEASE
-
-
-class DeviceOffer(Message, frozen=True):
-    """Worker to a peer, before the first large tensor on a device: can you read my memory there?
-
-    The device is that of UUID ``device``; there, ``size`` bytes are opened by ``handle``. ``page`` offers a
-    page of main memory: that you can read it proves that we are on one host, and its lock that you still
-    use what was opened.
-    """
-
-    TYPE: ClassVar[MessageType] = MessageType.DEVICE_OFFER
-    page: ArenaOffer
-    device: Name
-    size: Size
-    handle: Handle
-
-    @property
-    def segment(self) -> int:
-        """What pieces will call this memory."""
-        return self.page.segment
-
-
-class DeviceAnswer(Message, frozen=True):
-    """Answer to DEVICE_OFFER: the ``nonce`` of its page, or empty if I cannot read it, and ``why``."""
-
-    TYPE: ClassVar[MessageType] = MessageType.DEVICE_ANSWER
-    nonce: Annotated[bytes, Meta(max_length=64)]
-    why: Text = ""
-
-
-class DeviceWithdrawal(Message, frozen=True):
-    """Worker to a peer: close my memory ``segment`` on a device. Nothing of it is lent to you."""
-
-    TYPE: ClassVar[MessageType] = MessageType.DEVICE_WITHDRAWAL
-    segment: Id
 
 
 class Credit(Message, frozen=True):

@@ -39,15 +39,13 @@ class Blobs:
 
     What is small goes in the header. Where the small ones are many, they lie side by side in one frame
     instead, which needs no encoding and which tensors can be built on. :meth:`finish` must follow.
-    ``on_devices``: tensors on devices may go from where they are.
     """
 
-    __slots__ = ("_inline", "_shared", "_shared_index", "_shared_size", "blobs", "frames", "on_devices")
+    __slots__ = ("_inline", "_shared", "_shared_index", "_shared_size", "blobs", "frames")
 
-    def __init__(self, frames: list[Frame], many: bool, on_devices: bool = False) -> None:
+    def __init__(self, frames: list[Frame], many: bool) -> None:
         self.blobs: list[Blob] = []
         self.frames = frames
-        self.on_devices = on_devices
         self._inline = LITTLE if many else INLINE
         self._shared: list[bytes] = []
         self._shared_index = -1

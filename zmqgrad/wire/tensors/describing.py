@@ -11,7 +11,7 @@ import torch
 from zmqgrad.errors import PayloadError
 from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
 from zmqgrad.wire.tensors.blobs import MANY, Blobs, blob_of
-from zmqgrad.wire.tensors.devices import CPU, DeviceFrame, Devices, NoWay, leave, no_way
+from zmqgrad.wire.tensors.devices import CPU, Devices, NoWay, leave, no_way
 from zmqgrad.wire.tensors.dtypes import NAMES
 from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, hidden
 from zmqgrad.wire.tensors.rows import LEAST, make_rows
@@ -55,7 +55,7 @@ def _describe_for(devices: Devices | None, tensors: Sequence[torch.Tensor], fram
     if not devices or _stay(tensors, devices):
         return _describe_all(tensors, frames)
     leaving, names = leave(tensors, devices)
-    there = _describe_all(leaving, frames, on_devices=True)
+    there = _describe_all(leaving, frames, separate=True)
     return Tensors(
         tuple(
             msgspec.structs.replace(d, device=name, requires_grad=t.requires_grad)
@@ -70,8 +70,8 @@ def _stay(tensors: Sequence[torch.Tensor], devices: Devices) -> bool:
     return devices.get(CPU, CPU) == CPU and all([t.is_cpu for t in tensors])
 
 
-def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame], on_devices: bool = False) -> Tensors:
-    """``on_devices``: each may lie on another device here or there, so each has a description of its own."""
+def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: bool = False) -> Tensors:
+    """``separate``: each has a descriptor of its own, as each may arrive on another device."""
     if len(tensors) == 1 and _plain(t := tensors[0]):
         size = t.nbytes
         blob = blob_of(t, t.data_ptr(), size, frames)
@@ -81,12 +81,12 @@ def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame], on_devic
     places = _places(tensors)
     if places is not None:
         out = Blobs(frames, sum([size for _, size in places]) > MANY)
-        if on_devices or len(tensors) < LEAST:
+        if separate or len(tensors) < LEAST:
             return out.finish([_describe_plain(t, out) for t in tensors])
         rows, others = make_rows(tensors, places, out)
         return out.finish([_describe_plain(tensors[n], out) for n in others], rows)
     shared = Sharing(tensors)
-    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY, on_devices)
+    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY)
     return out.finish(
         [
             shared.describe(t, out)
@@ -136,11 +136,7 @@ def _describe_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
             NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), 0, 0, t.requires_grad, "meta"
         )
     if not t.is_cpu:
-        if not (t.is_cuda and out.on_devices):
-            raise NoWay(t.device)
-        return TensorDescriptor(
-            NAMES[t.dtype], tuple(t.shape), (), 0, out.add_unwritten(DeviceFrame(t)), t.requires_grad
-        )
+        raise NoWay(t.device)
     if t.layout is not torch.strided or t.is_quantized:
         return _describe_opaque(t, out)
     plain = t.detach().resolve_conj().resolve_neg()

@@ -1,9 +1,8 @@
 """Tensors on CUDA devices: how they leave, and how they arrive on the device that was agreed on.
 
-A large one leaves as a frame that is still on its device: where the two workers are on one host, whoever
-moves frames may bring it to the reader without a way through main memory. All others go through pinned
-memory. Every copy is made on the current stream of its device in the calling thread, so it comes after the
-work that was queued there before, and work queued there afterwards sees it.
+They are staged through pinned host memory on both sides. Every copy is made on the current stream of its
+device in the calling thread, so it comes after the work that was queued there before, and work queued there
+afterwards sees it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zmqgrad.errors import PayloadError, ProtocolError
-from zmqgrad.wire.tensors.blobs import INLINE, window
-from zmqgrad.wire.tensors.modes import unseen
 from zmqgrad.wire.tensors.streams import note_arrival
-from zmqgrad.wire.unwritten import Foreign, OnDevice
 
 Devices = Mapping[torch.device, torch.device]
 """Where tensors of each of our devices go; a :class:`Route`, or a plain one."""
@@ -48,8 +44,6 @@ _CUDA = re.compile(r"cuda:(\d{1,4})")
 def leave(tensors: Sequence[torch.Tensor], devices: Devices) -> tuple[list[torch.Tensor], list[str]]:
     """``tensors`` ready to leave, and the name of the device where each goes.
 
-    Large ones that go from device to device stay where they are; they will be a :class:`DeviceFrame`.
-
     Raises:
         NoWay: for a tensor on a device of which nobody said where its tensors go.
     """
@@ -59,17 +53,13 @@ def leave(tensors: Sequence[torch.Tensor], devices: Devices) -> tuple[list[torch
     for t, home in zip(tensors, homes, strict=True):
         if home is None and t.device.type not in ("cpu", "meta"):
             raise NoWay(t.device)
-        if t.is_cuda and not (home is not None and home.type == "cuda" and _is_large(t)):
+        if t.is_cuda:
             staged.add(t.device)
             t = _stage(t)
         leaving.append(t)
     for device in staged:
         torch.cuda.current_stream(device).synchronize()  # the copies are complete
     return leaving, [str(t.device if home is None else home) for t, home in zip(tensors, homes, strict=True)]
-
-
-def _is_large(t: torch.Tensor) -> bool:
-    return t.layout is torch.strided and not t.is_quantized and t.nbytes > INLINE
 
 
 def _stage(t: torch.Tensor) -> torch.Tensor:
@@ -79,39 +69,6 @@ def _stage(t: torch.Tensor) -> torch.Tensor:
     plain = t.detach().resolve_conj().resolve_neg()
     room = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True)
     return room.copy_(plain, non_blocking=True)
-
-
-class DeviceFrame(OnDevice):
-    """A tensor on a device as a frame: its elements, packed."""
-
-    __slots__ = ("_size", "tensor")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
-        self._size = tensor.nbytes
-        OnDevice.made = True
-
-    def __len__(self) -> int:
-        return self._size
-
-    @property
-    def device(self) -> str:
-        return str(self.tensor.device)
-
-    def _staged(self) -> torch.Tensor:
-        staged = _stage(self.tensor)
-        torch.cuda.current_stream(self.tensor.device).synchronize()
-        return staged
-
-    @unseen
-    def write_to(self, room: memoryview) -> None:
-        # By pinned memory all the same: the driver copies to other memory in small steps, through its own.
-        torch.frombuffer(room, dtype=torch.uint8).copy_(self._staged().view(-1).view(torch.uint8))
-
-    @unseen
-    def written(self) -> memoryview:
-        staged = self._staged()
-        return window(staged, staged.data_ptr(), self._size)
 
 
 def no_way(device: torch.device, devices: Devices | None) -> str:
@@ -146,22 +103,6 @@ def arrive(t: torch.Tensor, name: str) -> torch.Tensor:
             there = t.to(device)
     except RuntimeError as e:
         raise PayloadError(f"a tensor that came cannot be brought to {name}: {e}") from e
-    note_arrival(there)
-    return there
-
-
-def copy_there(frame: Foreign, dtype: torch.dtype, shape: Sequence[int], name: str) -> torch.Tensor:
-    """A tensor on the device that its sender named, copied from ``frame``, which is large enough.
-
-    Raises:
-        PayloadError, ProtocolError: as :func:`arrive`.
-    """
-    device = _device(name)
-    try:
-        there = torch.empty(tuple(shape), dtype=dtype, device=device)
-        frame.copy_to(there)
-    except RuntimeError as e:
-        raise PayloadError(f"a tensor that came cannot be copied to {name}: {e}") from e
     note_arrival(there)
     return there
 

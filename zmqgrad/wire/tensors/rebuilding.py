@@ -12,18 +12,16 @@ import torch
 
 from zmqgrad.errors import PayloadError, ProtocolError
 from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
-from zmqgrad.wire.tensors.devices import arrive, copy_there
+from zmqgrad.wire.tensors.devices import arrive
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
 from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, hidden
 from zmqgrad.wire.tensors.rows import rebuild_row
-from zmqgrad.wire.unwritten import Buffer, Foreign, Received
+from zmqgrad.wire.unwritten import Buffer
 
 _memmove = ctypes.memmove
 
 
-def rebuild(
-    described: Tensors, frames: Sequence[Received], differentiable: bool = True
-) -> list[torch.Tensor]:
+def rebuild(described: Tensors, frames: Sequence[Buffer], differentiable: bool = True) -> list[torch.Tensor]:
     """The tensors, in order. They are the receiver's own: writing into them is safe.
 
     They require grad where those that were sent did, unless ``differentiable`` is false.
@@ -50,7 +48,7 @@ def rebuild(
         raise ProtocolError(f"a tensor that came does not hold together: {e}") from e
 
 
-def _rebuild_all(described: Tensors, frames: Sequence[Received], differentiable: bool) -> list[torch.Tensor]:
+def _rebuild_all(described: Tensors, frames: Sequence[Buffer], differentiable: bool) -> list[torch.Tensor]:
     if described.rows:
         return _rebuild_with_rows(described, frames, differentiable)
     blobs = described.blobs
@@ -79,7 +77,7 @@ def _rebuild_all(described: Tensors, frames: Sequence[Received], differentiable:
 
 
 def _rebuild_with_rows(
-    described: Tensors, frames: Sequence[Received], differentiable: bool
+    described: Tensors, frames: Sequence[Buffer], differentiable: bool
 ) -> list[torch.Tensor]:
     blobs, rows = described.blobs, described.rows
     if len({row.blob for row in rows}) < len(rows):
@@ -108,15 +106,13 @@ def _rebuild_with_rows(
     return out  # type: ignore[return-value]  # none is None any more
 
 
-def _data(blob: Blob, frames: Sequence[Received]) -> Buffer:
+def _data(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
     """The bytes of ``blob``, checked."""
-    data: Received
+    data: Buffer
     if blob.place is Place.INLINE:
         data = blob.data
     elif blob.index < len(frames):
         data = frames[blob.index]
-        if isinstance(data, Foreign):
-            raise ProtocolError(f"a blob names frame {blob.index}, which lies on a device")
         if blob.offset or len(data) != blob.size:  # one of several in this frame
             data = memoryview(data)[blob.offset : blob.offset + blob.size]
     else:
@@ -126,7 +122,7 @@ def _data(blob: Blob, frames: Sequence[Received]) -> Buffer:
     return data
 
 
-def blob_bytes(blob: Blob, frames: Sequence[Received]) -> Buffer:
+def blob_bytes(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
     """The bytes of a blob that is no tensor.
 
     Raises:
@@ -160,7 +156,7 @@ def _needed(d: TensorDescriptor, itemsize: int) -> int:
 
 
 def _rebuild_flat(
-    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Received]
+    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]
 ) -> torch.Tensor | None:
     """A contiguous tensor that fits its blob; None: it is none, or something is wrong with it.
 
@@ -181,15 +177,13 @@ def _rebuild_flat(
     if blob.index >= len(frames):
         return None
     frame = frames[blob.index]
-    if isinstance(frame, Foreign):
-        return None
     if not 0 < count * dtype.itemsize <= blob.size <= len(frame) - blob.offset:
         return None
     flat = torch.frombuffer(frame, dtype=dtype, count=count, offset=blob.offset)
     return flat if len(shape) == 1 else flat.view(shape)
 
 
-def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Received]) -> torch.Tensor:
+def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
     dtype, blob = _dtype(d), _blob_of(d, blobs)
     data = _data(blob, frames)
     needed = _needed(d, dtype.itemsize)
@@ -211,13 +205,11 @@ def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[
 
 
 def _rebuild_other(
-    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Received], bases: dict[int, torch.Tensor]
+    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer], bases: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     if d.device == "meta":
         return torch.empty_strided(d.shape, d.strides, dtype=_dtype(d), device="meta")
     if d.device != "cpu":
-        if d.layout is Layout.STRIDED and (frame := _foreign(d, blobs, frames)) is not None:
-            return copy_there(frame, _dtype(d), d.shape, d.device)
         here = msgspec.structs.replace(d, device="cpu")
         if d.layout is Layout.STRIDED:
             return arrive(_rebuild_alone(here, blobs, frames), d.device)
@@ -240,23 +232,6 @@ def _rebuild_other(
     return torch.empty(0, dtype=dtype).set_(
         base.untyped_storage(), d.offset // dtype.itemsize, torch.Size(d.shape), tuple(strides)
     )
-
-
-def _foreign(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Received]) -> Foreign | None:
-    """The frame of a tensor, if that came on a device; checked."""
-    blob = _blob_of(d, blobs)
-    if blob.place is Place.INLINE or blob.index >= len(frames):
-        return None
-    frame = frames[blob.index]
-    if not isinstance(frame, Foreign):
-        return None
-    needed = _needed(d, _dtype(d).itemsize)
-    if d.strides or d.offset or blob.offset or not needed <= blob.size == len(frame):
-        raise ProtocolError(
-            f"a tensor of shape {d.shape} needs {needed} bytes; its blob says {blob.size}, and "
-            f"{len(frame)} came on a device"
-        )
-    return frame
 
 
 def _rebuild_opaque(d: TensorDescriptor, data: Buffer) -> torch.Tensor:
@@ -284,7 +259,7 @@ def _checked_compressed(t: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _rebuild_coo(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Received]) -> torch.Tensor:
+def _rebuild_coo(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
     if len(d.parts) != 2 or any(p.layout is not Layout.STRIDED or p.device != "cpu" for p in d.parts):
         raise ProtocolError("a sparse tensor came without its indices and values")
     indices, values = (_rebuild_alone(p, blobs, frames) for p in d.parts)
