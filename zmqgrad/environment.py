@@ -17,6 +17,9 @@ from zmqgrad.errors import ConfigurationError, RendezvousError
 ALLOW_INSECURE = "ZMQGRAD_ALLOW_INSECURE"
 """Set to 1 to listen beyond this host without encryption."""
 
+ALLOW_NETWORK_FILE_SYSTEM = "ZMQGRAD_ALLOW_NETWORK_FILE_SYSTEM"
+"""Set to 1 to keep store files on network file systems, whose locks must then be trusted."""
+
 SECRET = "ZMQGRAD_SECRET"
 """The job's secret."""
 
@@ -213,6 +216,15 @@ def allows_insecure(environ: Mapping[str, str] = os.environ) -> bool:
         ConfigurationError: if the variable is malformed.
     """
     return _switch(environ, ALLOW_INSECURE)
+
+
+def allows_network_file_system(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether store files may lie on network file systems.
+
+    Raises:
+        ConfigurationError: if the variable is malformed.
+    """
+    return _switch(environ, ALLOW_NETWORK_FILE_SYSTEM)
 
 
 def has_secret(environ: Mapping[str, str] = os.environ) -> bool:

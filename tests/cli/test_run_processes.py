@@ -108,14 +108,17 @@ class Launched:
 
     def __init__(self, *arguments: object, processes: int) -> None:
         self.launcher = subprocess.Popen(
-            [*LAUNCHER, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            [*LAUNCHER, *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,  # or a line read here would take the next ones along, out of communicate()'s reach
         )
         assert self.launcher.stdout is not None
         self.pidfds: list[int] = []
         told = 0
         while told < processes:
-            line = self.launcher.stdout.readline()
-            assert line, f"the launcher ended early: {self.launcher.communicate()[1]}"
+            line = self.launcher.stdout.readline().decode()
+            assert line, f"the launcher ended early: {self.rest()[1]}"
             for pid in line.partition("pids")[2].split():
                 told += 1
                 try:
@@ -126,7 +129,12 @@ class Launched:
     def stop(self, signum: int) -> tuple[str, str]:
         """Signal the launcher; what it printed after that."""
         self.launcher.send_signal(signum)
-        return self.launcher.communicate(timeout=60)
+        return self.rest()
+
+    def rest(self) -> tuple[str, str]:
+        """Wait for the launcher's end; what it printed that was not read yet, to stdout and stderr."""
+        stdout, stderr = self.launcher.communicate(timeout=60)
+        return stdout.decode(), stderr.decode()
 
     def all_gone(self, seconds: float) -> bool:
         """Have all processes ended, at the latest in ``seconds``?"""
@@ -308,7 +316,7 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, launch: 
 def test_what_a_worker_leaves_behind_ends_with_the_job(script: Path, launch: type[Launched]) -> None:
     script.write_text(WAIT)
     launched = launch("--nproc-per-node", 2, script, "family", "leave", processes=4)
-    launched.launcher.communicate(timeout=60)
+    launched.rest()
     assert launched.launcher.returncode == 0
     assert launched.all_gone(ENDS_WITHIN)
 
@@ -343,7 +351,7 @@ def test_the_last_words_are_heard_though_the_stream_stays_open(script: Path, lau
         "print('last words', end='')\n"
     )
     launched = launch(script, processes=1)
-    assert launched.launcher.communicate(timeout=60)[0] == "[worker 0] last words\n"
+    assert launched.rest()[0] == "[worker 0] last words\n"
     assert launched.launcher.returncode == 0
 
 

@@ -70,27 +70,17 @@ def in_thread() -> Iterator[Callable[..., Outcome[Any]]]:
         thread.join(PATIENCE)
 
 
-def machine_of(store: Store) -> Any:
-    """The state machine beneath."""
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    if isinstance(store, TCPStore):
-        assert store._server is not None
-        return store._server._state
-    if isinstance(store, FileStore):
-        return store._replica
-    assert isinstance(store, HashStore)
-    return store._table.state
-
-
 def until_parked(store: Store, count: int) -> None:
     """Return once ``count`` queries wait in ``store``."""
-    machine, pause = machine_of(store), threading.Event()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, (TCPStore, FileStore, HashStore))
+    pause = threading.Event()
     for _ in range(int(PATIENCE / 0.001)):
-        if machine.statistics()["parked"] == count:
+        if store.statistics()["parked"] == count:
             return
         pause.wait(0.001)
-    pytest.fail(f"{machine.statistics()['parked']} queries wait, not {count}")
+    pytest.fail(f"{store.statistics()['parked']} queries wait, not {count}")
 
 
 # ---- values -----------------------------------------------------------------------------------------------

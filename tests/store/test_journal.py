@@ -1,178 +1,154 @@
-"""The journal: what was answered is there after a kill; damage is refused by its place, and salvaged."""
+"""The journal: what was committed is there after a kill; other files and damage are refused."""
 
 from __future__ import annotations
 
-import errno
-import os
+import copy
+import resource
+import signal
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.support.processes import run_processes
 from zmqgrad.errors import JournalError
+from zmqgrad.store import FileStore
 from zmqgrad.store.answers import Answers
-from zmqgrad.store.durable import compact, replay
-from zmqgrad.store.journal import Journal, salvage
-from zmqgrad.store.records import MAGIC, Damage, Entry, scan, write_record
+from zmqgrad.store.contents import Contents
+from zmqgrad.store.journal import Journal
 from zmqgrad.store.state import State
 from zmqgrad.wire.messages import (
     Message,
     StoreAdd,
     StoreAppend,
     StoreDeleteKey,
-    StoreDone,
+    StoreMultiSet,
     StoreNumber,
     StoreQueuePop,
     StoreQueuePush,
     StoreSet,
 )
 
-CHANGES: list[Message] = [
-    StoreSet("a", b"1"),
-    StoreAdd("n", 5),
-    StoreAppend("a", b"23"),
-    StoreQueuePush("q", b"x"),
-    StoreQueuePush("q", b"y"),
-    StoreQueuePop("q", True, 10.0),
-    StoreDeleteKey("a"),
-    StoreAdd("n", 2),
-]
 
-
-def write(path: Path, changes: list[Message], line: int = 7) -> None:
-    journal = Journal(path)
-    assert list(journal.entries()) == []
-    for number, change in enumerate(changes, 1):
-        journal.note(line, number, change)
-        journal.commit()
-    journal.close()
-
-
-def load(path: Path) -> tuple[State, Answers]:
-    journal, state, answers = Journal(path), State(), Answers()
+def load(path: Path) -> tuple[Contents, Answers]:
+    journal, contents, replies = Journal(path), Contents(), Answers()
     try:
-        replay(journal, state, answers)
+        journal.load(contents, replies)
     finally:
         journal.close()
-    return state, answers
+    return contents, replies
 
 
-def test_a_state_comes_back(tmp_path: Path) -> None:
-    write(tmp_path / "j", CHANGES)
-    state, answers = load(tmp_path / "j")
-    assert list(state.as_queries()) == [StoreSet("n", b"7"), StoreQueuePush("q", b"y")]
-    assert state.revision == 5
-    assert answers.last[7] == (8, StoreNumber(7))
+def held(contents: Contents) -> tuple[object, ...]:
+    """All that a journal keeps of ``contents``."""
+    return contents.values, contents.queues, contents.revision, contents.last_item, contents.shown
 
 
-def test_a_journal_can_be_written_on(tmp_path: Path) -> None:
-    write(tmp_path / "j", CHANGES)
-    journal, state = Journal(tmp_path / "j", sync=True), State()
-    replay(journal, state, Answers())
-    journal.note(0, 0, StoreSet("more", b""))
+KEYS = st.sampled_from(["a", "b", "ü", "\0hidden"])
+QUERIES = st.one_of(
+    st.builds(StoreSet, KEYS, st.binary(max_size=3)),
+    st.builds(StoreAdd, st.sampled_from(["m", "n"]), st.integers(-5, 5)),
+    st.builds(StoreAppend, KEYS, st.binary(max_size=3)),
+    st.builds(StoreMultiSet, st.just(("a", "b")), st.just((b"1", b"2"))),
+    st.builds(StoreDeleteKey, KEYS),
+    st.builds(StoreQueuePush, KEYS, st.binary(max_size=3)),
+    st.builds(StoreQueuePop, KEYS, st.just(False), st.just(0.0)),
+)
+STEPS = st.tuples(QUERIES, st.integers(1, 3), st.sampled_from(["goes on", "goes on", "commits", "restarts"]))
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(STEPS, max_size=30))
+def test_what_was_committed_comes_back_and_nothing_else(
+    tmp_path: Path, drawn: list[tuple[Message, int, str]]
+) -> None:
+    path = tmp_path / "j"
+    path.unlink(missing_ok=True)
+    journal, contents, replies = Journal(path), Contents(), Answers()
+    journal.load(contents, replies)
+    state = State(contents)
+    for number, (query, client, then) in enumerate(drawn, 1):
+        before = contents.changes
+        *_, reply = state.apply(query, "asker", 0.0)
+        if contents.changes != before:
+            replies.remember(client, number, reply.message)
+            journal.remember(client, number, reply.message)
+        if then == "commits":
+            journal.commit()
+        if then == "restarts":
+            journal.commit()
+            expected = copy.deepcopy(held(contents)), dict(replies.last)
+            state.apply(StoreSet("a", b"not committed"), "asker", 0.0)
+            journal.close()
+            journal, contents, replies = Journal(path), Contents(), Answers()
+            journal.load(contents, replies)
+            assert (held(contents), dict(replies.last)) == expected
+            state = State(contents)
+    journal.close()
+
+
+def test_a_journal_can_be_flushed_to_the_disk(tmp_path: Path) -> None:
+    journal, contents = Journal(tmp_path / "j", sync=True), Contents()
+    journal.load(contents, Answers())
+    contents.put("k", b"v", [])
+    journal.remember(7, 3, StoreNumber(5))
+    journal.commit()
     journal.commit()
     journal.close()
-    assert StoreSet("more", b"") in list(load(tmp_path / "j")[0].as_queries())
+    contents, replies = load(tmp_path / "j")
+    assert contents.values == {"k": b"v"}
+    assert replies.last == {7: (3, StoreNumber(5))}
 
 
-def ends(data: bytes) -> list[int]:
-    """Where records end."""
-    return [len(MAGIC)] + [piece.end for piece in scan(memoryview(data))]
+def test_an_item_on_its_way_is_in_its_queue_after_a_restart(tmp_path: Path) -> None:
+    journal, contents = Journal(tmp_path / "j"), Contents()
+    journal.load(contents, Answers())
+    for value in (b"1", b"2", b"3"):
+        contents.push("q", value)
+    contents.delivered(contents.pop("q"))
+    contents.pop("q")  # its receiver has not acknowledged it
+    journal.commit()
+    journal.close()
+    assert [item.value for item in load(tmp_path / "j")[0].queues["q"]] == [b"2", b"3"]
 
 
-def test_a_record_that_was_cut_off_is_dropped(tmp_path: Path) -> None:
-    """Cut at every byte of the last two records: what was answered before is there."""
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"what?", "is no journal file: it begins with b'what"),
+        (b"zmqgrad store journal 1\nxyz", "journal of an earlier zmqgrad"),
+        (b"zgstore1xyz", "FileStore of an earlier zmqgrad"),
+        (b"SQLite format 3\0" + bytes(90), "a damaged SQLite database"),
+    ],
+)
+def test_another_file_is_left_alone(tmp_path: Path, content: bytes, words: str) -> None:
+    (tmp_path / "j").write_bytes(content)
+    with pytest.raises(JournalError, match=words):
+        Journal(tmp_path / "j")
+    assert (tmp_path / "j").read_bytes() == content
+
+
+def test_a_file_store_is_no_journal(tmp_path: Path) -> None:
+    FileStore(str(tmp_path / "j")).close()
+    with pytest.raises(JournalError, match="its format is 1, not 1001"):
+        Journal(tmp_path / "j")
+
+
+def test_damage_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "j"
-    write(path, CHANGES)
-    data = path.read_bytes()
-    *_, two_before, one_before, end = ends(data)
-    for size in range(two_before, end):
-        path.write_bytes(data[:size])
-        state, _ = load(path)
-        whole = len(CHANGES) - (1 if size >= one_before else 2)
-        assert state.contents.changes == whole, size
-        assert path.stat().st_size == (one_before if size >= one_before else two_before)
-
-
-def test_a_file_that_grew_and_was_not_written_is_dropped(tmp_path: Path) -> None:
-    """As file systems leave it after a power failure."""
-    path = tmp_path / "j"
-    write(path, CHANGES)
-    data = path.read_bytes()
-    path.write_bytes(data + bytes(100))
-    assert load(path)[0].contents.changes == len(CHANGES)
-    assert path.read_bytes() == data
-
-
-@pytest.mark.parametrize("which", [-1, -3])
-def test_damage_is_refused_wherever_it_is(tmp_path: Path, which: int) -> None:
-    """At every byte of the last record, and of one in the middle, with any bit."""
-    path = tmp_path / "j"
-    write(path, CHANGES)
-    data = path.read_bytes()
-    marks = ends(data)
-    begin, end = marks[which - 1], marks[which]
-    before, behind = len(CHANGES) + which, -which - 1
-    for at in range(begin, end):
-        damaged = bytearray(data)
-        damaged[at] ^= 1 << at % 8
-        path.write_bytes(damaged)
-        with pytest.raises(JournalError) as caught:
-            load(path)
-        said = str(caught.value)
-        assert f"{path} is damaged at byte {begin}:" in said, at
-        assert f"{before} changes before it are whole, and {behind} behind it" in said, at
-        assert path.read_bytes() == damaged, "nothing is thrown away unasked"
-
-
-@pytest.mark.parametrize("beyond", [False, True])
-def test_what_is_whole_is_saved(tmp_path: Path, beyond: bool) -> None:
-    path, new = tmp_path / "j", tmp_path / "new"
-    write(path, CHANGES)
-    data = bytearray(path.read_bytes())
-    marks = ends(bytes(data))
-    data[marks[2] + 3] ^= 0xFF  # the length of the third
-    path.write_bytes(data)
-    saved = salvage(path, new, beyond=beyond)
-    assert saved.gaps == 1
-    if beyond:
-        assert saved == (len(CHANGES) - 1, 1, marks[3] - marks[2])
-        assert list(load(new)[0].as_queries()) == [StoreSet("n", b"7"), StoreQueuePush("q", b"y")]
-    else:
-        assert saved == (2, 1, marks[-1] - marks[2])
-        assert list(load(new)[0].as_queries()) == [StoreSet("a", b"1"), StoreSet("n", b"5")]
-    with pytest.raises(JournalError, match=r"cannot write what was saved to .*exists"):
-        salvage(path, new)
-
-
-def test_of_a_whole_journal_everything_is_saved(tmp_path: Path) -> None:
-    write(tmp_path / "j", CHANGES)
-    assert salvage(tmp_path / "j", tmp_path / "new") == (len(CHANGES), 0, 0)
-    assert (tmp_path / "new").read_bytes() == (tmp_path / "j").read_bytes()
-
-
-def test_a_whole_record_that_says_nothing_we_know() -> None:
-    """Of another release, say."""
-    record = write_record(Entry(9, 1, 1, StoreDone()))  # type: ignore[arg-type]
-    (piece,) = scan(memoryview(MAGIC + b"".join(record)))
-    assert isinstance(piece.what, Damage)
-    assert "another release" in piece.what.why
-
-
-@pytest.mark.parametrize("begin", [b"", MAGIC[:5], MAGIC[:-1]])
-def test_a_journal_that_had_just_begun(tmp_path: Path, begin: bytes) -> None:
-    (tmp_path / "j").write_bytes(begin)
-    assert load(tmp_path / "j")[0].contents.changes == 0
-    assert (tmp_path / "j").read_bytes() == MAGIC
-
-
-@pytest.mark.parametrize("begin", [b"what?", b"x" * 100])
-def test_another_file_is_left_alone(tmp_path: Path, begin: bytes) -> None:
-    (tmp_path / "j").write_bytes(begin)
-    with pytest.raises(JournalError, match="is no journal of a store"):
-        load(tmp_path / "j")
-    assert (tmp_path / "j").read_bytes() == begin
+    journal, contents = Journal(path), Contents()
+    journal.load(contents, Answers())
+    for n in range(2000):
+        contents.put(f"k{n}", b"v" * 50, [])
+    journal.commit()
+    journal.close()
+    damaged = bytearray(path.read_bytes())
+    for at in range(8192, len(damaged), 4096):
+        damaged[at : at + 16] = b"\xff" * 16
+    path.write_bytes(damaged)
+    with pytest.raises(JournalError, match=r"j is damaged: .*recover"):
+        load(path)
 
 
 def test_one_process_has_it_at_a_time(tmp_path: Path) -> None:
@@ -186,74 +162,29 @@ def test_one_process_has_it_at_a_time(tmp_path: Path) -> None:
         Journal(tmp_path / "nowhere" / "j")
 
 
-# ---- written anew -----------------------------------------------------------------------------------------
-
-
-KEYS = st.sampled_from(["a", "b", "\0hidden"])
-QUERIES = st.one_of(
-    st.builds(StoreSet, KEYS, st.binary(max_size=3)),
-    st.builds(StoreAdd, st.sampled_from(["m", "n"]), st.integers(-5, 5)),
-    st.builds(StoreAppend, KEYS, st.binary(max_size=3)),
-    st.builds(StoreDeleteKey, KEYS),
-    st.builds(StoreQueuePush, KEYS, st.binary(max_size=3)),
-    st.builds(StoreQueuePop, KEYS, st.just(False), st.just(0.0)),
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(QUERIES, st.integers(1, 3), st.booleans()), max_size=30))
-def test_a_compacted_journal_says_the_same(tmp_path: Path, drawn: list[tuple[Message, int, bool]]) -> None:
-    path = tmp_path / "j"
-    path.unlink(missing_ok=True)
-    journal, state, answers = Journal(path), State(), Answers()
-    replay(journal, state, answers)
-    for number, (query, line, then_compact) in enumerate(drawn, 1):
-        before = state.contents.changes
-        (reply,) = state.apply(query, "asker", 0.0)
-        if state.contents.changes != before:
-            answers.remember(line, number, reply.message)
-            journal.note(line, number, query)
+def _fill_up(rank: int, path: str) -> tuple[str, int]:
+    """A limit on the size of files stands for a disk that is full."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    journal, contents = Journal(path), Contents()
+    journal.load(contents, Answers())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
+    for n in range(1000):
+        contents.put(f"k{n}", b"v" * 10_000, [])
+        try:
             journal.commit()
-        if then_compact:
-            compact(journal, state, answers)
-    journal.close()
-    again, again_answers = load(path)
-    assert list(again.as_queries()) == list(state.as_queries())
-    assert (again.revision, list(again_answers.last.items())) == (state.revision, list(answers.last.items()))
-    assert [p.name for p in tmp_path.iterdir()] == ["j"]
+        except OSError as e:
+            for _ in range(2):  # and nothing is written after that
+                with pytest.raises(OSError, match=r"full|space|disk"):
+                    journal.commit()
+            journal.close()
+            return str(e), n
+    raise AssertionError("the disk was never full")
 
 
-def test_it_asks_to_be_written_anew_when_it_has_doubled(tmp_path: Path) -> None:
-    journal, state, answers = Journal(tmp_path / "j"), State(), Answers()
-    replay(journal, state, answers)
-    sizes = []
-    for _ in range(40):
-        query = StoreSet("k", bytes(1 << 20))
-        state.apply(query, None, 0.0)
-        journal.note(0, 0, query)
-        journal.commit()
-        if journal.has_grown:
-            sizes.append(journal.size)
-            compact(journal, state, answers)
-            assert journal.size < 2 << 20
-    assert sizes
-    assert max(sizes) < 8 << 20
-    journal.close()
-
-
-def test_no_room_to_write_it_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write(tmp_path / "j", CHANGES)
-    journal, state, answers = Journal(tmp_path / "j"), State(), Answers()
-    replay(journal, state, answers)
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "fsync", full)
-        compact(journal, state, answers)
-    journal.note(0, 0, StoreSet("z", b"z"))
-    journal.commit()
-    journal.close()
-    assert load(tmp_path / "j")[0].contents.changes == len(CHANGES) + 1
-    assert [p.name for p in tmp_path.iterdir()] == ["j"]
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
+    ((error, written),) = run_processes(_fill_up, 1, (str(tmp_path / "j"),))
+    assert "full" in error or "space" in error or "disk" in error
+    assert written > 3
+    assert len(load(tmp_path / "j")[0].values) == written

@@ -1,11 +1,11 @@
-"""``zmqgrad store``: serves a key-value store, repairs its journal, and looks into one that runs."""
+"""``zmqgrad store``: serves a key-value store, and looks into one that runs."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Protocol
 
-from zmqgrad.cli import store_ask, store_salvage, store_serve
+from zmqgrad.cli import store_ask, store_serve
 
 
 class Subcommand(Protocol):
@@ -21,7 +21,6 @@ class Subcommand(Protocol):
 
 _SUBCOMMANDS: dict[str, Subcommand] = {
     "serve": store_serve,
-    "salvage": store_salvage,
     **store_ask.QUESTIONS,
 }
 

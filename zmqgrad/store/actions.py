@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from zmqgrad.store.effects import DONE, MAX_TOGETHER, Effect, Reply
+from zmqgrad.store.effects import DONE, MAX_TOGETHER, Effect
 from zmqgrad.store.parking import Parked
-from zmqgrad.store.topics import HIDDEN, Prefix, is_beneath
+from zmqgrad.store.topics import HIDDEN, Prefix
 from zmqgrad.wire.messages import (
     MAX_KEYS,
     MAX_VALUE,
@@ -129,21 +129,13 @@ def _num_keys(state: State, query: StoreGetNumKeys, asker: Any, now: float, othe
 
 
 def _list_keys(state: State, query: StoreListKeys, asker: Any, now: float, others: list[Effect]) -> Message:
-    prefix = query.prefix
-    keys = sorted(k for k in state.values if k.startswith(prefix) and not k.startswith(HIDDEN))
-    return StoreKeys(tuple(keys))
+    return StoreKeys(() if query.prefix.startswith(HIDDEN) else tuple(state.contents.keys(query.prefix)))
 
 
 def _queue_push(state: State, query: StoreQueuePush, asker: Any, now: float, others: list[Effect]) -> Message:
-    first = state.parking.first(_line_of(query.key))
-    if first is not None:
-        state.parking.release(first)
-        state.contents.changes += 1
-        others.append(Reply(first.asker, StoreValue(query.value, state.revision)))
-    else:
-        state.contents.push(query.key, query.value)
-        if query.key in state.lacked:
-            state.wake(query.key, others)
+    state.contents.push(query.key, query.value)
+    if not state.serve_pops(query.key, others) and query.key in state.lacked:
+        state.wake(query.key, others)
     return DONE
 
 
@@ -151,11 +143,13 @@ def _queue_pop(
     state: State, query: StoreQueuePop, asker: Any, now: float, others: list[Effect]
 ) -> Message | None:
     if query.key in state.queues:
-        return StoreValue(state.contents.pop(query.key), state.revision)
+        item = state.contents.pop(query.key)
+        state.contents.delivered(item)
+        return StoreValue(item.value, state.revision)
     if not query.block:
         return StoreRefused(Refusal.MISSING, f"the queue {query.key!r} is empty")
     parked = Parked(query, asker, (query.key,))
-    state.parking.park(parked, _line_of(query.key), now + query.timeout)
+    state.parking.park(parked, place_of_pops(query.key), now + query.timeout)
     return None
 
 
@@ -173,7 +167,7 @@ def _watch_prefix(
     state: State, query: StoreWatchPrefix, asker: Any, now: float, others: list[Effect]
 ) -> Message:
     prefix = Prefix(query.prefix)
-    there = {key: state.values[key] for key in sorted(state.values) if is_beneath(prefix.text, key)}
+    there = {key: state.values[key] for key in state.contents.keys(prefix.text)}
     size = sum(map(len, there.values()))
     if len(there) > MAX_KEYS or size > MAX_TOGETHER:
         said = f"{len(there)} keys with {size} bytes begin with {prefix.text!r}: too many to watch together"
@@ -187,7 +181,7 @@ def _unwatch(state: State, query: Message, asker: Any, now: float, others: list[
     return DONE
 
 
-def _line_of(queue: str) -> tuple[str, str]:
+def place_of_pops(queue: str) -> tuple[str, str]:
     """Where blocked pops of ``queue`` wait; a tuple, so that it is no key's place."""
     return ("queue", queue)
 

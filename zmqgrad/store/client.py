@@ -107,6 +107,10 @@ class TCPStore(QueryStore):
         """Was this store opened as the one that serves?"""
         return self._server is not None
 
+    def statistics(self) -> dict[str, int]:
+        """On the master: those of its server (:meth:`~zmqgrad.store.StoreServer.statistics`); else empty."""
+        return {} if self._server is None else self._server.statistics()
+
     def refuse_newcomers(self) -> None:
         """On the master: answer no client that is not connected yet, for this store is about to close.
 

@@ -119,6 +119,11 @@ class HashStore(QueryStore):
                 if not any(book.watches(target) for book in self._table.books):
                     self._table.state.unwatch(target)
 
+    def statistics(self) -> dict[str, int]:
+        """How many keys, queues, waiting calls (``parked``) and watched keys there are, and the revision."""
+        with self._table.lock:
+            return self._table.state.statistics()
+
     def clone(self) -> HashStore:
         return HashStore(self._timeout, table=self._table)
 

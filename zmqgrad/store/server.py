@@ -14,7 +14,7 @@ from zmqgrad.errors import StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.answers import Answers
 from zmqgrad.store.askers import MAX_WAITING
-from zmqgrad.store.durable import replay
+from zmqgrad.store.contents import Contents
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.service import StoreService
 from zmqgrad.store.state import State
@@ -58,13 +58,14 @@ class StoreServer:
     ) -> None:
         keys = keys_of(secret)
         self.name = name
-        self._state = State()
+        contents = Contents()
+        self._state = State(contents)
         answers = Answers()
         self._journal = None if journal is None else Journal(journal, sync=sync)
         with ExitStack() as undo:
             if self._journal is not None:
                 undo.callback(self._journal.close)
-                replay(self._journal, self._state, answers)
+                self._journal.load(contents, answers)
             self._requests = RequestServer(
                 name, address, keys=keys, listen_fd=listen_fd, max_clients=max_clients, clock=clock
             )

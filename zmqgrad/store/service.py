@@ -13,7 +13,6 @@ from zmqgrad.runtime.clock import Clock
 from zmqgrad.store.actions import ACTIONS, CHANGING
 from zmqgrad.store.answers import Answers
 from zmqgrad.store.askers import Asker, WaitingAskers
-from zmqgrad.store.durable import compact
 from zmqgrad.store.effects import Effect, Notice, Reply, refuse
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.state import State
@@ -152,7 +151,7 @@ class StoreService:
         """``query`` has changed something: it is not to be done again."""
         self._remember(asker.line, asker.number, answer)
         if self._journal is not None:
-            self._journal.note(asker.line, asker.number, query)
+            self._journal.remember(asker.line, asker.number, answer)
 
     def _release(self, effects: list[Effect]) -> None:
         """Who is answered waits no more; a value that one has taken from a queue is another change."""
@@ -247,8 +246,6 @@ class StoreService:
             self._deliver([Reply(effect.asker, refusal) for effect in held if type(effect) is Reply])
             raise
         self._deliver(held)
-        if self._journal.has_grown:
-            compact(self._journal, self._state, self._answers)
 
     def do_due(self, now: float) -> float:
         """Refuse those whose time is up."""

@@ -18,32 +18,27 @@ need it next.
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from zmqgrad.store.actions import ACTIONS, CHANGING
-from zmqgrad.store.contents import Contents
+from zmqgrad.store.actions import ACTIONS, CHANGING, place_of_pops
+from zmqgrad.store.contents import Contents, Queues, Storage
 from zmqgrad.store.effects import DONE, MAX_TOGETHER, Effect, Reply, refuse
 from zmqgrad.store.parking import Parked, Parking
 from zmqgrad.store.topics import Target
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
-    StoreCompareSet,
-    StoreDeleteKey,
     StoreGet,
     StoreMultiGet,
     StoreQueuePop,
-    StoreQueuePush,
     StoreRefused,
-    StoreSet,
     StoreValue,
     StoreValues,
     StoreWait,
 )
 
-_NO_QUEUES: dict[str, deque[bytes]] = {}
+_NO_QUEUES: Queues = {}
 
 _new = tuple.__new__  # quicker than the class itself
 
@@ -51,11 +46,12 @@ _new = tuple.__new__  # quicker than the class itself
 class State:
     """Keys, queues, and who waits for what. ``asker`` is whatever the shell needs to find the asker again.
 
-    The attributes are for the actions; to a shell they are to be looked at only.
+    The attributes are for the actions; to a shell they are to be looked at only. ``contents``: where it keeps
+    them, by default in memory.
     """
 
-    def __init__(self) -> None:
-        self.contents = Contents()
+    def __init__(self, contents: Storage | None = None) -> None:
+        self.contents: Storage = Contents() if contents is None else contents
         self.values = self.contents.values
         self.queues = self.contents.queues
         self.parking = Parking()
@@ -93,18 +89,6 @@ class State:
         """Is ``query`` of a kind that changes something?"""
         return type(query) in CHANGING
 
-    def would_change(self, query: Message) -> bool:
-        """Would ``query``, applied now, change something (or, at most, be refused)?"""
-        match query:
-            case StoreCompareSet(key=key, expected=expected, desired=desired):
-                held = self.values.get(key)
-                return (held or b"") == expected and held != desired
-            case StoreDeleteKey(key=key):
-                return key in self.values
-            case StoreQueuePop(key=key):
-                return key in self.queues
-        return type(query) in CHANGING
-
     def expire(self, now: float) -> list[Effect]:
         """Refuse the queries whose time is up."""
         return [
@@ -128,14 +112,6 @@ class State:
     def unwatch(self, target: Target) -> None:
         """Nobody watches ``target`` any more: make no notices of it."""
         self.contents.unwatch(target)
-
-    def as_queries(self) -> Iterator[Message]:
-        """Queries that make an empty state the same as this, less the revision and who waits or watches."""
-        for key, value in self.values.items():
-            yield StoreSet(key, value)
-        for name, queue in self.queues.items():
-            for value in queue:
-                yield StoreQueuePush(name, value)
 
     def statistics(self) -> dict[str, int]:
         """How many keys, queues, parked queries and watched keys there are, and the revision."""
@@ -166,6 +142,17 @@ class State:
                 others.append(_new(Reply, (parked.asker, answer)))
             else:
                 self.parking.move(parked, missing)
+
+    def serve_pops(self, queue: str, others: list[Effect]) -> bool:
+        """Hand the items of ``queue`` to the pops that wait for them, in order (S3). Was there one?"""
+        served = False
+        while queue in self.queues and (first := self.parking.first(place_of_pops(queue))) is not None:
+            self.parking.release(first)
+            item = self.contents.pop(queue)
+            self.contents.delivered(item)
+            others.append(Reply(first.asker, StoreValue(item.value, self.revision)))
+            served = True
+        return served
 
     # ---- and waiting ------------------------------------------------------------------------------------
 

@@ -1,0 +1,191 @@
+"""SQLite files of ours: how they are opened, what identifies them, and errors in the project's own types.
+
+Both kinds of file survive SIGKILL at any moment: what a transaction wrote is in the kernel when it ends.
+Neither is flushed to the disk at each commit, unless asked to: after a power failure the last commits may
+be missing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import sqlite3
+from pathlib import Path
+
+from zmqgrad import environment
+from zmqgrad.errors import ConfigurationError, StoreError
+
+APPLICATION_ID = 0x7A677374
+"""``PRAGMA application_id`` of every file of ours: the letters ``zgst``."""
+
+MAX_BUSY_MS = 100
+"""How long SQLite itself waits for a lock, in milliseconds: not long, as Ctrl-C does not interrupt it."""
+
+_NETWORK_FILE_SYSTEMS = frozenset(
+    {
+        *(
+            "nfs",
+            "nfs4",
+            "cifs",
+            "smb3",
+            "smbfs",
+            "9p",
+            "afs",
+            "ceph",
+            "glusterfs",
+            "lustre",
+            "gpfs",
+            "beegfs",
+        ),
+        *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs"),
+    }
+)
+
+_FOREIGN = (
+    (b"zgstore1", "a FileStore of an earlier zmqgrad, which wrote a log of its own"),
+    (b"zmqgrad store journal 1\n", "a store's journal of an earlier zmqgrad, which had a format of its own"),
+)
+
+
+def connect(path: Path, kind: str, schema: str, version: int) -> sqlite3.Connection:
+    """A connection to the SQLite file ``path``, in autocommit mode; the file is created if missing.
+
+    Args:
+        kind: what the file should be, for errors: ``FileStore`` or ``journal``.
+        schema: statements that create the tables.
+        version: of the schema, kept in ``PRAGMA user_version`` and told apart from other kinds by it.
+
+    Raises:
+        StoreError: if it cannot be opened, or is another kind of file.
+        sqlite3.OperationalError: if it is locked.
+    """
+    try:
+        connection = sqlite3.connect(
+            path, timeout=MAX_BUSY_MS / 1000, isolation_level=None, check_same_thread=False
+        )
+    except sqlite3.OperationalError as e:
+        raise StoreError(f"cannot open the {kind} file {str(path)!r}: {_why_not_opened(path, e)}") from e
+    try:
+        _identify(connection, path, kind, schema, version)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _identify(connection: sqlite3.Connection, path: Path, kind: str, schema: str, version: int) -> None:
+    """Check that the file is one of this kind, or make it one if it is empty."""
+    try:
+        # In transactions, as other processes may be filling the file at this moment.
+        connection.execute("BEGIN")
+        known, empty = _header(connection)
+        connection.execute("COMMIT")
+        if empty:
+            connection.execute("BEGIN IMMEDIATE")
+            known, empty = _header(connection)
+            if empty:
+                for statement in schema.split(";"):
+                    connection.execute(statement)
+                connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+                connection.execute(f"PRAGMA user_version = {version}")
+                known, _ = _header(connection)
+            connection.execute("COMMIT")
+    except sqlite3.DatabaseError as e:
+        if is_busy(e):
+            raise
+        raise StoreError(f"{str(path)!r} is no {kind} file: {_what_it_is(path, e)}") from e
+    if known[0] != APPLICATION_ID:
+        raise StoreError(f"{str(path)!r} is no {kind} file: it is an SQLite database of another program")
+    if known[1] != version:
+        raise StoreError(
+            f"{str(path)!r} is no {kind} file of this release: its format is {known[1]}, not {version}"
+        )
+
+
+def _header(connection: sqlite3.Connection) -> tuple[tuple[int, int], bool]:
+    """Application id and version, and whether the file is empty. Called inside a transaction."""
+    tables: int = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0]
+    application: int = connection.execute("PRAGMA application_id").fetchone()[0]
+    version: int = connection.execute("PRAGMA user_version").fetchone()[0]
+    return (application, version), not tables and (application, version) == (0, 0)
+
+
+def _why_not_opened(path: Path, error: sqlite3.Error) -> str:
+    """SQLite only says that it cannot; the system says why."""
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+    except FileNotFoundError as e:
+        writable = not path.parent.is_dir() or os.access(path.parent, os.W_OK)
+        return e.strerror or str(e) if writable else os.strerror(errno.EACCES)
+    except OSError as e:
+        return e.strerror or str(e)
+    return str(error)
+
+
+def _what_it_is(path: Path, error: sqlite3.Error) -> str:
+    """What is in a file that is no database. Nothing of ours has it open, so reading it loosens no lock."""
+    try:
+        with path.open("rb") as file:
+            begin = file.read(4096)
+    except OSError as e:
+        return e.strerror or str(e)
+    for magic, what in _FOREIGN:
+        if begin.startswith(magic):
+            return f"it is {what}; remove it, or choose another path"
+    if is_torch_file_store(begin):
+        return (
+            "it looks like a file of torch.distributed.FileStore; give each kind of store a path of its own"
+        )
+    if begin.startswith(b"SQLite format 3\0"):
+        return f"it is a damaged SQLite database ({error}); `sqlite3 FILE .recover` may save what is whole"
+    return f"it begins with {begin[:16]!r}; choose another path, or remove it if nobody uses it"
+
+
+def is_torch_file_store(begin: bytes) -> bool:
+    """Whether a file that begins with ``begin`` looks like one of ``torch.distributed.FileStore``.
+
+    It is a sequence of strings, each after its length as a 32-bit number. The first is a key: ``refcount/``,
+    or a name after ``/`` or ``-``.
+    """
+    length = int.from_bytes(begin[:4], "little")
+    key = begin[4 : 4 + length]
+    return 0 < length == len(key) and (key == b"refcount/" or key[:1] in (b"/", b"-"))
+
+
+def is_busy(error: sqlite3.Error) -> bool:
+    """Whether ``error`` only says that another connection holds a lock."""
+    return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
+
+
+def check_file_system(path: Path, allow_network: bool) -> None:
+    """Refuse a network file system, unless told to allow it.
+
+    SQLite relies on the file system's locks. Some network file systems grant one lock to two hosts, or forget
+    it when their server restarts: then two writers may damage the file.
+
+    Raises:
+        ConfigurationError: naming the file system, and what to do.
+    """
+    kind = file_system_of(path)
+    if kind in _NETWORK_FILE_SYSTEMS and not (allow_network or environment.allows_network_file_system()):
+        raise ConfigurationError(
+            f"{str(path)!r} lies on a network file system ({kind}), whose locks may not keep writers of two "
+            f"hosts apart. Use a TCPStore, or a directory of this host; if this file system's locks can be "
+            f"trusted, say so by allow_network_file_system=True or {environment.ALLOW_NETWORK_FILE_SYSTEM}=1"
+        )
+
+
+def file_system_of(path: Path) -> str:
+    """The type of the file system that ``path`` lies on, as Linux names it; empty where that is unknown."""
+    try:
+        mounts = Path("/proc/self/mountinfo").read_text()
+        place = os.path.realpath(path)
+    except OSError:
+        return ""
+    found, kind = "", ""
+    for line in mounts.splitlines():
+        before, _, after = line.partition(" - ")
+        mount = before.split()[4].encode().decode("unicode_escape")  # blanks stand as \040
+        if len(mount) >= len(found) and (place + "/").startswith(mount.rstrip("/") + "/"):
+            found, kind = mount, after.split()[0]
+    return kind
