@@ -325,7 +325,7 @@ def _hundred(rank: int, path: str, size: int) -> tuple[float, bytes]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_many_processes_share_one_file(path: str) -> None:
-    """They create it at the same moment. As many as two cores start soon; tools.bench.file_store takes 100."""
+    """They create it at the same moment. For a hundred see tools.bench.file_store."""
     size = 16
     results = run_processes(_hundred, size, (path, size), timeout=100)
     assert {found for _, found in results} == {b"%d" % sum(range(size))}
