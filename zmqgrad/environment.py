@@ -38,6 +38,9 @@ INFLIGHT_BYTES = "ZMQGRAD_INFLIGHT_BYTES"
 LOOK_US = "ZMQGRAD_LOOK_US"
 """Microseconds that a thread looks for a message before it sleeps (1000; 0: it sleeps at once)."""
 
+LOCAL_FAST_PATH = "ZMQGRAD_LOCAL_FAST_PATH"
+"""Set to 0 to send everything through ZeroMQ, also between processes of one host."""
+
 MAX_PORT = 65535
 
 _MEANINGS = {
@@ -281,6 +284,15 @@ def look_us(environ: Mapping[str, str] = os.environ) -> int | None:
             f"the environment variable {LOOK_US} is {text!r}; it must be a number of microseconds: 0, 1000"
         )
     return int(text) if text else None
+
+
+def local_fast_path(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether small messages between processes of one host go past libzmq; true unless switched off.
+
+    Raises:
+        ConfigurationError: if the variable is malformed.
+    """
+    return not environ.get(LOCAL_FAST_PATH, "").strip() or _switch(environ, LOCAL_FAST_PATH)
 
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}

@@ -16,7 +16,7 @@ import zmqgrad.rpc as rpc
 from tests.support.processes import free_port, run_processes
 from zmqgrad.errors import RendezvousError
 from zmqgrad.store import TCPStore
-from zmqgrad.transport import ways
+from zmqgrad.transport import connections
 
 SECRET = "the secret of this job, of 33 bytes"
 
@@ -32,7 +32,7 @@ def own_address() -> str:
 
 
 def between_hosts(rank: int) -> tuple[str, list[float]]:
-    ways._lets_us_in = lambda endpoint: False  # as if all were far away
+    connections._accepts_us = lambda endpoint: False  # as if all were far away
     if rank == 2:
         os.environ["ZMQGRAD_SECRET"] = "another secret, of 26 bytes"
         with pytest.raises(RendezvousError, match="the other end has another secret"):
@@ -47,7 +47,7 @@ def between_hosts(rank: int) -> tuple[str, list[float]]:
         loss = rpc.rpc_sync(f"w{1 - rank}", torch.mul, (a, a)).sum()
         dist_autograd.backward(context, [loss])
         gradient = dist_autograd.get_gradients(context)[a]
-    endpoint = rpc.api.current_worker().mailbox._ways.to(1 - rank).endpoint  # type: ignore[attr-defined]
+    endpoint = rpc.api.current_worker().mailbox._connections.to(1 - rank).endpoint  # type: ignore[attr-defined]
     rpc.shutdown()
     return endpoint, [float(gradient.min()), float(gradient.max())]
 

@@ -80,7 +80,7 @@ def wait_until_empty(workers: list[Worker]) -> None:
 
 def test_an_answer_after_the_timeout(pair: list[Worker]) -> None:
     gate.opened.clear()
-    assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]  # from now on there are lanes
+    assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]  # from now on there are reply channels
     with pytest.raises(RpcTimeoutError):
         rpc.rpc_sync(1, give_rref, args=(True,), timeout=0.02)
     gate.opened.set()
@@ -88,7 +88,7 @@ def test_an_answer_after_the_timeout(pair: list[Worker]) -> None:
     assert rpc.rpc_sync(1, len, args=("abc",)) == 3
 
 
-def test_an_answer_that_was_on_its_way_to_the_lane(
+def test_an_answer_that_was_on_its_way_to_the_channel(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The callee is in time by its own clock, and hears too late that the caller has given up."""
@@ -97,12 +97,12 @@ def test_an_answer_that_was_on_its_way_to_the_lane(
     monkeypatch.setattr(replying, "cancelled", lambda: False)  # on both sides; the caller waits for less
     worker = current_worker()
     call = worker.call(1, give_rref, (True,), timeout=0.02, waits=True)
-    assert call.lane is not None
+    assert call.channel is not None
     with pytest.raises(RpcTimeoutError):
         worker.wait(call)
     gate.opened.set()
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
-    worker.waiting.drain_lanes()
+    worker.waiting.drain_channels()
     wait_until_empty(pair)
 
 
@@ -116,12 +116,12 @@ def run_and_tell() -> int:
 
 
 def test_an_answer_that_came_before_its_sender_was_lost(pair: list[Worker]) -> None:
-    for _ in range(3):  # from now on there are lanes
+    for _ in range(3):  # from now on there are reply channels
         assert rpc.rpc_sync(1, len, args=("abc",)) == 3
     has_run.clear()
     worker = current_worker()
     call = worker.call(1, run_and_tell, waits=True)
-    assert call.lane is not None
+    assert call.channel is not None
     assert has_run.wait(WAIT)
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
     worker.lose(1, "its process has ended")

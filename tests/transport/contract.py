@@ -19,7 +19,7 @@ import pytest
 
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.base import Inbound, Mailbox
+from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
 from zmqgrad.transport.tap import Tapped
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Goodbye, Hello, MessageType, RRefAck, StoreListKeys, StoreSet
@@ -92,12 +92,12 @@ class Office:
             box.mailbox.start(handler or box.arrived.put, self.resolve)
         return box
 
-    def resolve(self, peer: int) -> Sequence[str]:
+    def resolve(self, peer: int) -> PeerAddress:
         """Where ``peer`` is."""
         self.looked_up.append(peer)
         if peer not in self.known:
             raise UnknownPeerError(f"nobody knows worker {peer}")
-        return self.known[peer].endpoints
+        return PeerAddress(self.known[peer].endpoints, self.known[peer].incarnation)
 
     def pair(self) -> tuple[Box, Box]:
         """Mailboxes 0 and 1."""
@@ -330,7 +330,7 @@ class MailboxContract:
 
     def test_a_peer_without_an_address_that_can_be_reached(self, office: Office) -> None:
         a = office.open(0, start=False)
-        a.mailbox.start(lambda _: None, lambda _: [])
+        a.mailbox.start(lambda _: None, lambda _: PeerAddress(()))
         with pytest.raises(UnknownPeerError):
             a.mailbox.send(1, HELLO, 1)
 

@@ -11,7 +11,7 @@ import zmq
 from tests.transport.contract import KeepsOrder, Kind, MailboxContract
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.arena.settings import ArenaSettings
-from zmqgrad.transport.base import Inbound, Mailbox
+from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
 from zmqgrad.transport.security import Keys, keys_of
@@ -41,15 +41,16 @@ class InMemory:
 class OverZmq:
     """Mailboxes on real sockets: ``only`` picks the endpoints by their scheme."""
 
-    def __init__(self, only: str, keys: Keys | None = None) -> None:
+    def __init__(self, only: str, keys: Keys | None = None, fast_path: bool = True) -> None:
         self._only = only
+        self._fast_path = fast_path
         self._keys = keys
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._strangers: dict[str, zmq.Socket[bytes]] = {}
 
     def open(self, name: str, worker_id: int) -> Mailbox:
         if self._only == "ipc":
-            return ZmqMailbox(name, worker_id, tcp_host=None)
+            return ZmqMailbox(name, worker_id, tcp_host=None, fast_path=self._fast_path)
         return _TcpAlone(name, worker_id, keys=self._keys)
 
     def send_raw(self, mailbox: Mailbox, frames: Sequence[bytes]) -> None:
@@ -86,6 +87,14 @@ class TestOverIpc(MailboxContract):
     @pytest.fixture
     def kind(self) -> Kind:
         return OverZmq("ipc")
+
+
+class TestOverIpcWithoutFastPath(MailboxContract, KeepsOrder):
+    """As on macOS: everything goes through libzmq."""
+
+    @pytest.fixture
+    def kind(self) -> Kind:
+        return OverZmq("ipc", fast_path=False)
 
 
 class OverArena(OverZmq):
@@ -129,9 +138,9 @@ def test_nobody_without_the_secret_is_heard() -> None:
     mailbox = kind.open("ours", 1)
     others = [ZmqMailbox("s", 7, keys=keys) for keys in (None, theirs, Keys(ours.listener, theirs.caller))]
     try:
-        mailbox.start(arrived.put, lambda peer: others[0].endpoints[1:2])
+        mailbox.start(arrived.put, lambda peer: PeerAddress(others[0].endpoints[1:2]))
         for other in others:
-            other.start(lambda inbound: None, lambda peer: mailbox.endpoints)
+            other.start(lambda inbound: None, lambda peer: PeerAddress(mailbox.endpoints))
             other.send(1, StoreSet("stranger", b""), 1)
         kind.send_raw(mailbox, [bytes(encode(StoreSet("one of ours", b""), 9, 1, 1))])
         message = arrived.get(timeout=20).message

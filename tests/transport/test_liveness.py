@@ -14,6 +14,7 @@ import pytest
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.base import PeerAddress
 from zmqgrad.transport.liveness import Judgement, Limits, Vital, answers
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.pulse import SUFFIX, TOKEN_SIZE, Listener, Watch
@@ -114,8 +115,13 @@ def test_a_peer_that_ends_is_lost(kind: str) -> None:
     heard = Heard()
     endpoints = [e for e in b.endpoints if e.startswith((kind, "pulse"))]
     try:
-        a.start(lambda inbound: None, lambda peer: endpoints, None, heard.on_lost)
-        b.start(lambda inbound: arrived.set(), lambda peer: a.endpoints, None, heard.on_lost)
+        a.start(lambda inbound: None, lambda peer: PeerAddress(endpoints, b.incarnation), None, heard.on_lost)
+        b.start(
+            lambda inbound: arrived.set(),
+            lambda peer: PeerAddress(a.endpoints, a.incarnation),
+            None,
+            heard.on_lost,
+        )
         a.send(1, Hello("a"), 1)
         assert arrived.wait(WAIT)
         assert not heard.lost

@@ -11,6 +11,7 @@ from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import InMemory
 from zmqgrad.errors import UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.base import PeerAddress
 from zmqgrad.transport.memory import MemoryNetwork
 from zmqgrad.wire.messages import Goodbye, Hello, Message, MessageType
 
@@ -228,7 +229,7 @@ def test_quiet_means_that_handlers_have_ended_too(office: Office, network: Memor
 
 def test_an_address_of_another_kind_is_of_no_use(office: Office) -> None:
     a = office.open(0, start=False)
-    a.mailbox.start(lambda _: None, lambda _: ["tcp://127.0.0.1:1", "memory://99"])
+    a.mailbox.start(lambda _: None, lambda _: PeerAddress(["tcp://127.0.0.1:1", "memory://99"]))
     with pytest.raises(UnknownPeerError, match=r"memory://99.* of worker 1"):
         say(a, 1, 1)
 

@@ -40,9 +40,9 @@ def test_every_message_survives_the_way(
 
 
 @given(messages(), messages_of(m.Manifest), st.integers(0, 255))
-def test_a_manifest_travels_before_the_header(message: Message, manifest: m.Manifest, lane: int) -> None:
-    frame = encode(message, 1, 2, 3, lane, manifest, room=5)[5:]
-    assert decode_all(frame) == (Envelope(message.TYPE, 1, 2, 3, lane), manifest, message)
+def test_a_manifest_travels_before_the_header(message: Message, manifest: m.Manifest, channel: int) -> None:
+    frame = encode(message, 1, 2, 3, channel, manifest, room=5)[5:]
+    assert decode_all(frame) == (Envelope(message.TYPE, 1, 2, 3, channel), manifest, message)
     with pytest.raises(ProtocolError, match="manifest where nobody takes"):
         decode(frame)
     assert decode_all(encode(message, 1, 2, 3)) == (Envelope(message.TYPE, 1, 2, 3), None, message)

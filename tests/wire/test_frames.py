@@ -25,8 +25,8 @@ envelopes = st.builds(
 def written(envelope: Envelope, header: bytes = b"") -> bytearray:
     """The first frame that has this envelope and header."""
     frame = bytearray(ENVELOPE_SIZE) + header
-    kind, source, incarnation, message_id, lane = envelope
-    ENVELOPE.pack_into(frame, 0, MAGIC, VERSION, lane, kind, source, incarnation, message_id)
+    kind, source, incarnation, message_id, channel = envelope
+    ENVELOPE.pack_into(frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id)
     return frame
 
 

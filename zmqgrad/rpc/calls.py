@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.transport.base import Inbound, Lane
+from zmqgrad.transport.base import Inbound, ReplyChannel
 from zmqgrad.wire.messages import MessageType
 
 if TYPE_CHECKING:
@@ -32,23 +32,23 @@ def describe(what: What) -> str:
     return what if isinstance(what, str) else getattr(what, "__qualname__", None) or repr(what)
 
 
-class LaneOutcome(Outcome[T]):
-    """The outcome of what a thread waits for at a lane, where it must be told of what other threads set.
+class ChannelOutcome(Outcome[T]):
+    """The outcome of what a thread waits for at a channel, where it must be told of what other threads set.
 
     Made by the thread that is going to wait.
     """
 
-    __slots__ = ("_lane", "_waiter")
+    __slots__ = ("_channel", "_waiter")
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, channel: ReplyChannel) -> None:
         super().__init__()
-        self._lane = lane
+        self._channel = channel
         self._waiter = threading.get_ident()
 
     def _settle(self, value: T, error: BaseException | None) -> bool:
         first = super()._settle(value, error)
         if first and threading.get_ident() != self._waiter:
-            self._lane.poke()
+            self._channel.wake()
         return first
 
 
@@ -57,7 +57,7 @@ class PendingCall:
     """One request on its way.
 
     ``what`` says what was asked for, for people; ``keep`` stays alive as long; ``kind`` is its MessageType.
-    ``lane``: where the calling thread waits for the answer; ``future``: what it has instead.
+    ``channel``: where the calling thread waits for the answer; ``future``: what it has instead.
     """
 
     message_id: int
@@ -68,7 +68,7 @@ class PendingCall:
     keep: Any = None
     kind: int = 0
     outcome: Outcome[Inbound] = field(default_factory=Outcome)
-    lane: Lane | None = None
+    channel: ReplyChannel | None = None
     future: RpcFuture[Any] | None = None
 
     @property

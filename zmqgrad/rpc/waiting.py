@@ -1,8 +1,8 @@
 """The end of every call that waits: its answer, its deadline, or that nobody wants it any more.
 
-A thread that waits at a lane (:mod:`zmqgrad.transport.lanes`) reads its answer itself; others are woken by
-whoever brings it. Calls that nobody waits for (futures) end by the timekeeper, which looks when the earliest
-deadline has come.
+A thread that waits at a channel (:mod:`zmqgrad.transport.local.channels`) reads its answer itself; others
+are woken by whoever brings it. Calls that nobody waits for (futures) end by the timekeeper, which looks
+when the earliest deadline has come.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.runtime.blocking import about_to_block
-from zmqgrad.transport.base import Inbound, Lane
+from zmqgrad.transport.base import Inbound, ReplyChannel
 from zmqgrad.wire.messages import Cancel, MessageType
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 DRAIN_SECONDS = 1.0
-"""So long after a caller gave up, an answer that was on its way to its lane has come."""
+"""So long after a caller gave up, an answer that was on its way to its channel has come."""
 
 CANCELLABLE = frozenset((MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH))
 
@@ -46,8 +46,8 @@ class Waiting:
         Raises:
             RpcTimeoutError: if it does not come in time. Others: as the outcome says.
         """
-        if call.lane is not None:
-            return self._wait_at(call.lane, call)
+        if call.channel is not None:
+            return self._wait_at(call.channel, call)
         outcome = call.outcome
         left = None if call.deadline == math.inf else max(0.0, call.deadline - self._clock.now())
         try:
@@ -68,7 +68,7 @@ class Waiting:
         if self._calls.take(call.message_id) is not None:
             call.outcome.fail(RpcError(f"{call.describe()} was given up by its caller"))
             self._cancel(call)
-            if call.lane is not None:
+            if call.channel is not None:
                 self.leave_early()
         elif call.outcome.done() and call.outcome.error() is None:
             self._worker.drop_unread(call.outcome.result())
@@ -82,13 +82,13 @@ class Waiting:
         except (TransportError, RpcError) as e:
             logger.debug("%s: cannot cancel %s: %s", self._worker.name, call.describe(), e)
 
-    def _wait_at(self, lane: Lane, call: PendingCall) -> Inbound:
-        """Read answers at ``lane`` until that of ``call`` is there, or its outcome is set from elsewhere."""
+    def _wait_at(self, channel: ReplyChannel, call: PendingCall) -> Inbound:
+        """Read replies at ``channel`` until that of ``call`` is there, or its outcome is set elsewhere."""
         try:
             with about_to_block():
                 while not call.outcome.done():
                     left = None if call.deadline == math.inf else call.deadline - self._clock.now()
-                    inbound = lane.receive(None if left is None else max(0.0, left))
+                    inbound = channel.receive(None if left is None else max(0.0, left))
                     if inbound is None:
                         if left is not None and left <= 0 and self._calls.take(call.message_id) is not None:
                             call.outcome.fail(self.over_time(call))
@@ -102,39 +102,39 @@ class Waiting:
                     else:
                         call.outcome.wait_done()  # another thread has taken it and is about to settle it
                 if isinstance(call.outcome.error(), PeerLostError):
-                    inbound = self._last_word(lane, call)
+                    inbound = self._last_word(channel, call)
                     if inbound is not None:
                         return inbound
         except BaseException:  # Ctrl-C
             self.give_up(call)
             raise
         finally:
-            lane.give_back()
+            channel.release()
         try:
             return call.outcome.result()
         finally:
             del call  # as in wait()
 
-    def _last_word(self, lane: Lane, call: PendingCall) -> Inbound | None:
+    def _last_word(self, channel: ReplyChannel, call: PendingCall) -> Inbound | None:
         """The answer of ``call``, if it had come before its sender was lost, and was not read yet."""
-        while (inbound := lane.receive(0.0)) is not None:
+        while (inbound := channel.receive(0.0)) is not None:
             if inbound.envelope.message_id == call.message_id:
                 return inbound
             self._worker.on_stray(inbound)
         return None
 
     def leave_early(self) -> None:
-        """What the calling thread waited for at a lane may still come: it must not stay there."""
-        self._timekeeper.call_later(DRAIN_SECONDS, self.drain_lanes)
+        """What the calling thread waited for at a channel may still come: it must not stay there."""
+        self._timekeeper.call_later(DRAIN_SECONDS, self.drain_channels)
 
-    def drain_lanes(self) -> None:
-        """Read what came to lanes after those who waited there had gone."""
-        for lane in self._worker.mailbox.take_idle_lanes():
+    def drain_channels(self) -> None:
+        """Read what came to channels after those who waited there had gone."""
+        for channel in self._worker.mailbox.acquire_idle_channels():
             try:
-                while (inbound := lane.receive(0.0)) is not None:
+                while (inbound := channel.receive(0.0)) is not None:
                     self._worker.on_stray(inbound)
             finally:
-                lane.give_back()
+                channel.release()
 
     def note(self, deadline: float) -> None:
         """A call ends at ``deadline``, whether or not anybody waits for it."""

@@ -22,10 +22,11 @@ __all__ = [
     "Frame",
     "Handler",
     "Inbound",
-    "Lane",
     "Lost",
     "Lull",
     "Mailbox",
+    "PeerAddress",
+    "ReplyChannel",
     "Resolver",
     "Suspected",
     "Timer",
@@ -66,8 +67,16 @@ Lull = Callable[[], Task | None]
 """Called by the thread that reads when nothing more is at hand: is there something to be done before it
 waits? Like a handler's, the task runs in an engine thread."""
 
-Resolver = Callable[[int], Sequence[str]]
-"""Worker id to the endpoints of its mailbox, best first. Raises ``UnknownPeerError``."""
+
+class PeerAddress(NamedTuple):
+    """Where a peer is: the endpoints of its mailbox, best first, and its incarnation (0: not known)."""
+
+    endpoints: Sequence[str]
+    incarnation: int = 0
+
+
+Resolver = Callable[[int], PeerAddress]
+"""Worker id to its address. Raises ``UnknownPeerError``."""
 
 
 Lost = Callable[[int, str], None]
@@ -77,8 +86,8 @@ Suspected = Callable[[int, float], None]
 """Told of a peer that has been silent for so many seconds; 0: it answers again. Must not block."""
 
 
-class Lane(Protocol):
-    """Where one thread waits for answers to what it asked (see :mod:`zmqgrad.transport.lanes`)."""
+class ReplyChannel(Protocol):
+    """Where one thread waits for replies (see :mod:`zmqgrad.transport.local.channels`)."""
 
     @property
     def number(self) -> int:
@@ -86,15 +95,16 @@ class Lane(Protocol):
         ...
 
     def receive(self, seconds: float | None) -> Inbound | None:
-        """The next message; None if there is none within ``seconds`` (None: no limit), or after a poke."""
+        """The next message; None if there is none within ``seconds`` (None: no limit), or after a wake-up."""
         ...
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Let the thread that waits here look around. From any thread."""
         ...
 
-    def give_back(self) -> None:
-        """The calling thread waits no more."""
+    @property
+    def release(self) -> Callable[[], None]:
+        """To be called by the thread that waited: it waits no more."""
         ...
 
 
@@ -137,12 +147,12 @@ class Mailbox(Protocol):
         """
         ...
 
-    def take_lane(self, peer: int) -> Lane | None:
-        """A lane by which ``peer`` can answer the calling thread; None if there is none to be had."""
+    def acquire_channel(self, peer: int) -> ReplyChannel | None:
+        """A channel by which ``peer`` can reply to the calling thread; None if none is to be had."""
         ...
 
-    def take_idle_lanes(self) -> Sequence[Lane]:
-        """All lanes that nobody waits at, to be read and given back."""
+    def acquire_idle_channels(self) -> Sequence[ReplyChannel]:
+        """All channels that nobody waits at, to be read and released."""
         ...
 
     def send(
@@ -151,7 +161,7 @@ class Mailbox(Protocol):
         message: Message,
         message_id: int,
         frames: Sequence[Frame] = (),
-        lane: int = 0,
+        channel: int = 0,
         patience: float = 0.0,
     ) -> None:
         """Queue ``message`` for ``peer``; ``frames`` have been copied or handed over when this returns.
@@ -159,8 +169,8 @@ class Mailbox(Protocol):
         Waits while too much is on its way to ``peer`` already (:mod:`zmqgrad.transport.dataplane.credit`).
 
         Args:
-            lane: of a request, the number of the lane at which its sender waits; of an answer, that of the
-                request's envelope.
+            channel: of a request, the number of the channel at which its sender waits; of a reply, that of
+                the request's envelope.
             patience: seconds that it may wait; 0: no limit.
 
         Raises:

@@ -1,8 +1,8 @@
 """The mailbox over ZeroMQ: ROUTER in, one DEALER a peer out, ipc on one host and tcp between hosts.
 
-It puts together who reads (:mod:`~zmqgrad.transport.receiver`), the ways out to peers
-(:mod:`~zmqgrad.transport.ways`), the lanes at which threads wait for answers
-(:mod:`~zmqgrad.transport.lanes`), and who feels the pulse of peers (:mod:`~zmqgrad.transport.pulse`).
+It assembles the receiver (:mod:`~zmqgrad.transport.receiver`), the outgoing connections
+(:mod:`~zmqgrad.transport.connections`), the fast path within a host with its reply channels
+(:mod:`~zmqgrad.transport.local`), and the heartbeats (:mod:`~zmqgrad.transport.pulse`).
 
 On Linux the ipc address lies in the abstract namespace, so a killed process leaves no file behind, and
 the kernel's word for the peer's user id is checked at connect. Elsewhere it is a socket in a private
@@ -21,6 +21,7 @@ import shutil
 import tempfile
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import zmq
@@ -28,22 +29,23 @@ import zmq
 from zmqgrad.errors import AddressInUseError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
-from zmqgrad.transport import direct
+from zmqgrad.transport import local
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, Lull, Resolver, Suspected, Timer
+from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up
 from zmqgrad.transport.dataplane.chunks import cut
 from zmqgrad.transport.dataplane.credit import INFLIGHT
 from zmqgrad.transport.dataplane.plane import OWN, DataPlane
-from zmqgrad.transport.door import door_address
-from zmqgrad.transport.lanes import Lane, Lanes
 from zmqgrad.transport.liveness import Limits
+from zmqgrad.transport.local import LocalListener
+from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
+from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.looking import SECONDS, Eyes
 from zmqgrad.transport.pulse import Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tap import Tap, Tapped
-from zmqgrad.transport.ways import Ways, best, set_up
 from zmqgrad.transport.zap import Doorkeeper, key_listener
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
@@ -67,6 +69,9 @@ class ZmqMailbox:
         inflight: bytes of frames that may be on their way to each peer; 0: no limit.
         keys: by tcp, talk to none but those who have them; None: to whoever comes.
         io_threads: of libzmq.
+        look: seconds for which a thread spins before it sleeps.
+        job: which job this belongs to, so that another's processes are refused by the fast path.
+        fast_path: use it (see :mod:`~zmqgrad.transport.local`), where the system has what it needs.
 
     Raises:
         TransportError: if a socket cannot be bound.
@@ -84,6 +89,8 @@ class ZmqMailbox:
         keys: Keys | None = None,
         io_threads: int = 1,
         look: float = SECONDS,
+        job: bytes = b"",
+        fast_path: bool = True,
     ) -> None:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
@@ -104,7 +111,9 @@ class ZmqMailbox:
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._eyes = Eyes(look)
-        self._ways = Ways(name, self._context, keys, self._feel)
+        fast_path = fast_path and local.supported()
+        self._job = job
+        self._connections = ConnectionPool(name, self._context, keys, job, fast_path, self._feel)
         router = self._context.socket(zmq.ROUTER)
         try:
             set_up(router)
@@ -113,11 +122,11 @@ class ZmqMailbox:
                 name,
                 self._context,
                 router,
-                door_address(self._endpoints[0]),
+                partial(self._listen, channel_endpoint(self._endpoints[0])) if fast_path else None,
                 self._plane.find_frames,
                 self._eyes,
             )
-            self._lanes = Lanes(self._endpoints[0], self._decode, self._eyes)
+            self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._eyes)
             self._listener = Listener(self._endpoints[0], tcp_host)
             if self._listener.endpoint is not None:
                 self._endpoints += (self._listener.endpoint,)
@@ -126,6 +135,9 @@ class ZmqMailbox:
             self._context.term()
             self._remove_directory()
             raise
+
+    def _listen(self, endpoint: str, poll: Registry) -> LocalListener:
+        return LocalListener(endpoint, poll, self._job, self.incarnation)
 
     def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None) -> list[str]:
         bound = [_bind(router, self._ipc_address(router))]
@@ -167,7 +179,7 @@ class ZmqMailbox:
             self._lost = lost
             self._watch = Watch(self._name, self._listener, self._lose, suspected or _unheard, self._limits)
         self._plane.start(timer)
-        self._ways.resolve = resolve
+        self._connections.resolve = resolve
         self._handler = handler
         self._receiver.start(self._received, pool, lull)
 
@@ -187,7 +199,7 @@ class ZmqMailbox:
         return task
 
     def _decode(self, first: bytes) -> Inbound | None:
-        """What came in by a lane."""
+        """What came in by a reply channel."""
         inbound = self._receiver.decode(first, ())
         if self.tap is not None and inbound is not None:
             self._show(inbound)
@@ -198,13 +210,13 @@ class ZmqMailbox:
         envelope = inbound.envelope
         self.tap(Tapped(False, envelope.source, envelope, inbound.message, inbound.size))
 
-    def take_lane(self, peer: int) -> Lane | None:
-        """A lane, if ``peer`` is reached over ipc (then it reaches us so) and not too many threads wait."""
-        return self._lanes.take() if peer in self._ways.local else None  # the first message finds out
+    def acquire_channel(self, peer: int) -> ReplyChannel | None:
+        """A reply channel, if ``peer`` is on this host (so it reaches us) and not too many threads wait."""
+        return self._channels.acquire() if peer in self._connections.same_host else None
 
-    def take_idle_lanes(self) -> Sequence[Lane]:
-        """All lanes that nobody waits at, to be read and given back."""
-        return self._lanes.take_idle()
+    def acquire_idle_channels(self) -> Sequence[ReplyChannel]:
+        """All reply channels that nobody waits at, to be read and released."""
+        return self._channels.acquire_idle()
 
     def send(
         self,
@@ -212,38 +224,38 @@ class ZmqMailbox:
         message: Message,
         message_id: int,
         frames: Sequence[Frame] = (),
-        lane: int = 0,
+        channel: int = 0,
         patience: float = 0.0,
     ) -> None:
-        """Queue ``message`` for ``peer``. Frames of ``TAKE_OVER`` bytes and more must not change after."""
-        ways = self._ways
-        way = ways.known(peer) or ways.to(peer)
+        """Queue ``message`` for ``peer``. Frames of ``ZERO_COPY_BYTES`` and more must not change after."""
+        pool = self._connections
+        connection = pool.known(peer) or pool.to(peer)
         load = NO_LOAD
         if frames or self._plane.owes(peer):
-            if way.socket is None:
-                ways.open(peer, way)  # only then is it known whether the peer is on this host
-            load = self._plane.load(peer, way.endpoint.startswith("ipc:"), message, frames, patience)
+            if connection.socket is None:
+                pool.open(peer, connection)  # only then is it known whether the peer is on this host
+            load = self._plane.load(peer, connection.endpoint.startswith("ipc:"), message, frames, patience)
         going, parts = load, NO_PARTS
         try:
             if load.frames:
                 going, chunks = cut(load)
                 parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
-            first = encode(message, self.worker_id, self.incarnation, message_id, lane, going.manifest)
-            small = not load.frames and len(first) <= direct.LARGEST
-            at_lane = small and lane and message.is_awaited_by(peer) and ways.put_at_lane(peer, lane, first)
-            if not at_lane:
-                ways.put(peer, way, first, going.frames, small, parts, bool(lane))
+            first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
+            small = not load.frames and len(first) <= local.MAX_PACKET_BYTES
+            to_channel = small and channel and message.is_awaited_by(peer)
+            if not (to_channel and pool.send_to_channel(peer, channel, first)):
+                pool.send(peer, connection, first, going.frames, small, parts, bool(channel))
         except BaseException:
             self._plane.unload(peer, message, load)
             raise
         if self.tap is not None:
-            envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, lane)
+            envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, channel)
             self.tap(Tapped(True, peer, envelope, message, len(first) + sum(map(len, frames))))
 
     def _send_behind(self, peer: int, message: Message) -> None:
         """Queue a message without frames that overtakes none which was sent before."""
         first = encode(message, self.worker_id, self.incarnation, 0)
-        self._ways.put(peer, self._ways.to(peer), first, (), False, (), False)
+        self._connections.send(peer, self._connections.to(peer), first, (), False, (), False)
 
     def _feel(self, peer: int, endpoint: str, known: Sequence[str]) -> None:
         pulse = pulse_of(endpoint, known)
@@ -252,27 +264,27 @@ class ZmqMailbox:
 
     def follow(self, peer: int) -> None:
         """Feel the pulse of ``peer``, though nothing was sent to it yet."""
-        known = self._ways.resolve(peer)
+        known = self._connections.resolve(peer).endpoints
         try:
-            self._feel(peer, best(known), known)
+            self._feel(peer, best_endpoint(known), known)
         except UnknownPeerError as e:
             if self._watch is not None:
                 self._lose(peer, str(e))
 
     def forget(self, peer: int) -> None:
-        """Drop the way to ``peer``; what was queued for it is lost."""
+        """Drop the connection to ``peer``; what was queued for it is lost."""
         if self._watch is not None:
             self._watch.forget(peer)
-        self._ways.forget(peer)
+        self._connections.forget(peer)
         self._plane.forget(peer)
 
     def close(self, linger: int = 0) -> None:
         """Stop; ``linger`` is how many ms unsent messages may take to leave. Idempotent."""
-        if not self._ways.close():
+        if not self._connections.close():
             return
         self._plane.allowance.close()
-        self._ways.shut(linger)
-        self._lanes.close()
+        self._connections.shut(linger)
+        self._channels.close()
         if self._watch is not None:
             self._watch.close()
         else:
@@ -285,12 +297,12 @@ class ZmqMailbox:
         left = self._receiver.join(deadline)
         if self._watch is not None:
             left += self._watch.join(deadline)
-        left += self._plane.exchange.join(deadline)
+        left += self._plane.exchange.join(deadline) + self._connections.join(deadline)
         if left:
             return left
-        if not self._lanes.join(deadline.left_or_none()):
-            return [f"{self._name}-lanes"]
-        self._ways.shut(0)  # a send that raced with close may have connected anew
+        if not self._channels.join(deadline.left_or_none()):
+            return [f"{self._name}-channels"]
+        self._connections.shut(0)  # a send that raced with close may have connected anew
         # term() waits for sockets that are still open, which should be none, and knows no deadline.
         ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
         ending.start()
@@ -306,15 +318,15 @@ class ZmqMailbox:
             self._directory = None
 
     def statistics(self) -> dict[str, Any]:
-        """Messages in and out, bytes by path, arena, peers with an open way, what waits, malformed messages.
+        """Messages in and out, bytes by path, arena, connected peers, what waits, malformed messages.
 
         Paths: ``inline`` (beside the header), ``frames`` (of a socket), ``arena`` (shared memory).
         """
-        ways = self._ways.all()
+        messages, header_bytes, frame_bytes = self._connections.counts()
         exchange, receiver = self._plane.exchange, self._receiver
         sent = {
-            "inline": sum(w.header_bytes for w in ways),
-            "frames": sum(w.frame_bytes for w in ways),
+            "inline": header_bytes,
+            "frames": frame_bytes,
             "arena": exchange.bytes_out,
         }
         received = {
@@ -323,19 +335,19 @@ class ZmqMailbox:
             "arena": exchange.bytes_in,
         }
         return {
-            "messages_sent": sum(w.messages for w in ways),
+            "messages_sent": messages,
             "bytes_sent": sum(sent.values()),
             "sent_by_path": sent,
             "messages_received": receiver.messages,
             "bytes_received": sum(received.values()),
             "received_by_path": received,
             "malformed": receiver.malformed,
-            "peers": self._ways.peers_connected(),
+            "peers": self._connections.peers_connected(),
             **self._plane.statistics(),
         }
 
     def __repr__(self) -> str:
-        state = "closed" if self._ways.closed else f"{len(self._ways)} peers"
+        state = "closed" if self._connections.closed else f"{len(self._connections)} peers"
         return f"<ZmqMailbox {self._name} id={self.worker_id} at {self._endpoints[0]}: {state}>"
 
 

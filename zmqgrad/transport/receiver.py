@@ -1,11 +1,12 @@
-"""The receiving half of a mailbox: one thread at a time reads one ROUTER and one door.
+"""The receiving half of a mailbox: one thread at a time reads one ROUTER and one local listener.
 
 With an engine pool, that is a thread of the pool, and others stand by (:mod:`~zmqgrad.transport.gate`,
 :meth:`~zmqgrad.runtime.engine_pool.EnginePool.attend`); without one, it is a thread of the receiver's own.
 It reads, decodes and hands on; it never runs user code and never stops for what a stranger sends (P5).
-Small messages of this host come by the door (:mod:`~zmqgrad.transport.door`), all others by the ROUTER, whose
-file descriptor tells when to look (and says nothing more before all that is there has been read). Closing is
-a message to itself over ``inproc``, known by a token that nobody outside the process can have.
+Small messages of this host come by the fast path (:mod:`~zmqgrad.transport.local`), all others by the
+ROUTER, whose file descriptor tells when to look (and says nothing more before all that is there has been
+read). Closing is a message to itself over ``inproc``, known by a token that nobody outside the process can
+have.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull
-from zmqgrad.transport.door import Door
-from zmqgrad.transport.gate import make_gate
+from zmqgrad.transport.gate import Gate, make_gate
+from zmqgrad.transport.local import LocalListener
 from zmqgrad.transport.looking import Eyes
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.messages import Manifest
@@ -38,8 +39,8 @@ logger = logging.getLogger(__name__)
 MAX_STRANGERS = 1000
 """How many senders of garbage are remembered, so that each is logged once."""
 
-FAIR = 16
-"""After so many messages of the ROUTER, look whether there are some at the door."""
+ROUTER_BURST = 16
+"""After so many messages of the ROUTER, look whether some have come by the fast path."""
 
 _EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
 """As numbers: pyzmq has enumerations, and joining two of those takes as long as asking libzmq."""
@@ -51,7 +52,10 @@ FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Buffer]]
 class Receiver:
     """Reads ``socket`` and calls ``handler`` for each message; without a pool, in ``<name>-receiver``.
 
-    ``find_frames`` gives the frames of a message that came with a manifest; it may raise ``ProtocolError``.
+    Args:
+        listen: makes the listener of the fast path, for a gate; None: everything comes by the ROUTER.
+        find_frames: returns the frames of a message that came with a manifest; it may raise
+        ``ProtocolError``.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Receiver:
         name: str,
         context: zmq.Context[zmq.Socket[bytes]],
         socket: zmq.Socket[bytes],
-        door: str,
+        listen: Callable[[Gate], LocalListener] | None,
         find_frames: FindFrames,
         eyes: Eyes,
     ) -> None:
@@ -84,18 +88,18 @@ class Receiver:
         self._gate = make_gate(eyes)
         self._router_number = _number(socket, zmq.FD)
         self._gate.register(self._router_number, select.POLLIN)
-        self._door = self._open_door(door)
+        self._local = self._open_local(listen)
         self._arrived: deque[bytes] = deque()
         self._at_router = True  # perhaps there is something to be read
         self._in_a_row = 0  # messages of the ROUTER
-        self._in_crowds = False  # the last look found several at the door
+        self._in_crowds = False  # the last look found several packets
         self._over = False
 
-    def _open_door(self, address: str) -> Door | None:
+    def _open_local(self, listen: Callable[[Gate], LocalListener] | None) -> LocalListener | None:
         try:
-            return Door(address, self._gate)
-        except OSError as e:  # so all comes by the ROUTER
-            logger.warning("%s cannot listen at %s: %s", self._name, address, e)
+            return None if listen is None else listen(self._gate)
+        except OSError as e:
+            logger.warning("%s has no fast path, all messages come by ZeroMQ: %s", self._name, e)
             return None
 
     def start(self, handler: Handler, pool: EnginePool | None = None, lull: Lull | None = None) -> None:
@@ -143,7 +147,7 @@ class Receiver:
         try:
             while not self._over:
                 if self._arrived:
-                    inbound = self.decode(self._arrived.popleft(), (), b"door")
+                    inbound = self.decode(self._arrived.popleft(), (), b"local")
                 elif self._at_router:
                     inbound = self._from_router()
                 else:
@@ -171,8 +175,8 @@ class Receiver:
         for number, _ in self._gate.poll(seconds):
             if number == self._router_number:
                 self._at_router = True
-            elif self._door is not None:
-                arrived.extend(self._door.read(number))
+            elif self._local is not None:
+                arrived.extend(self._local.read(number))
         self._in_crowds = len(arrived) - before > 1
 
     def _from_router(self) -> Inbound | None:
@@ -182,7 +186,7 @@ class Receiver:
             self._at_router = False
             return None
         self._in_a_row += 1
-        if self._in_a_row % FAIR == 0:
+        if self._in_a_row % ROUTER_BURST == 0:
             self._look(0)
         identity, first = socket.recv(), socket.recv()
         frames = self._rest() if socket.getsockopt(_RCVMORE) else ()
@@ -192,8 +196,8 @@ class Receiver:
         return self.decode(first, frames, identity)
 
     def _shut(self) -> None:
-        if self._door is not None:
-            self._door.close()
+        if self._local is not None:
+            self._local.close()
         self._gate.close()
         self._socket.close(linger=0)
         self._ended.set(None)
@@ -207,7 +211,7 @@ class Receiver:
             if not frame.more:
                 return frames
 
-    def decode(self, first: bytes, frames: Sequence[Buffer], identity: bytes = b"lane") -> Inbound | None:
+    def decode(self, first: bytes, frames: Sequence[Buffer], identity: bytes = b"channel") -> Inbound | None:
         """The message of these frames; None, and counted, if it is none of ours. From any thread."""
         self.header_bytes += len(first)
         by_socket = 0

@@ -57,7 +57,7 @@ def encode(
     source: int,
     incarnation: int,
     message_id: int,
-    lane: int = 0,
+    channel: int = 0,
     manifest: Manifest | None = None,
     *,
     room: int = 0,
@@ -78,7 +78,7 @@ def encode(
             _write_manifest(frame, manifest)
             kind |= WITH_MANIFEST
         write_header(message, frame, len(frame))
-        _write_envelope(frame, room, MAGIC, VERSION, lane, kind, source, incarnation, message_id)
+        _write_envelope(frame, room, MAGIC, VERSION, channel, kind, source, incarnation, message_id)
     except UNWRITABLE as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
     size = len(frame) - room

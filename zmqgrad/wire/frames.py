@@ -3,7 +3,7 @@
     offset  size  field
          0     2  magic          b"zg"
          2     1  version        1
-         3     1  lane           0, or the lane where whoever asked waits (transport/lanes.py)
+         3     1  channel        0, or the reply channel where the requester waits (transport/local)
          4     2  type           MessageType; 0x8000 more if a manifest comes before the header
          6     2  source         worker id of the sender
          8     8  incarnation    of the sender: random, new at every start
@@ -40,7 +40,7 @@ class Envelope(NamedTuple):
     source: int
     incarnation: int
     message_id: int
-    lane: int = 0
+    channel: int = 0
 
 
 def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
@@ -51,11 +51,11 @@ def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
     """
     if not ENVELOPE_SIZE <= len(frame) <= MAX_HEADER:
         raise ProtocolError(f"first frame of {len(frame)} bytes (expected {ENVELOPE_SIZE} to {MAX_HEADER})")
-    magic, version, lane, kind, source, incarnation, message_id = _unpack_from(frame)
+    magic, version, channel, kind, source, incarnation, message_id = _unpack_from(frame)
     if magic != MAGIC:
         raise ProtocolError(f"first bytes are {magic!r}, not {MAGIC!r}: the sender does not speak zmqgrad")
     if version != VERSION:
         raise ProtocolError(
             f"protocol version {version}, this side speaks {VERSION}: install the same release"
         )
-    return _new(Envelope, (kind, source, incarnation, message_id, lane))
+    return _new(Envelope, (kind, source, incarnation, message_id, channel))

@@ -149,31 +149,31 @@ class Passes:
             if message.handled is not None:
                 self._count(message.pass_id, message.handled)
         if threads:
-            lane = inbound.envelope.lane
+            channel = inbound.envelope.channel
             if threads > 1:
-                self.hire(threads - 1, work, message.pass_id, message.root, lane)
-            self._work_off(work, message.pass_id, message.root, lane, arrivals if alone else ())
+                self.hire(threads - 1, work, message.pass_id, message.root, channel)
+            self._work_off(work, message.pass_id, message.root, channel, arrivals if alone else ())
 
-    def hire(self, threads: int, work: LocalPass, pass_id: int, root: int, lane: int) -> None:
+    def hire(self, threads: int, work: LocalPass, pass_id: int, root: int, channel: int) -> None:
         """Have so many other threads handle what waits at the desk of a pass."""
         for _ in range(threads):
-            self._worker.submit(functools.partial(self._begin, work, pass_id, root, lane))
+            self._worker.submit(functools.partial(self._begin, work, pass_id, root, channel))
 
-    def _begin(self, work: LocalPass, pass_id: int, root: int, lane: int) -> None:
+    def _begin(self, work: LocalPass, pass_id: int, root: int, channel: int) -> None:
         work.desk.begin()
-        self._work_off(work, pass_id, root, lane)
+        self._work_off(work, pass_id, root, channel)
 
     def _work_off(
-        self, work: LocalPass, pass_id: int, root: int, lane: int, first: Sequence[Arrival] = ()
+        self, work: LocalPass, pass_id: int, root: int, channel: int, first: Sequence[Arrival] = ()
     ) -> None:
         """Handle ``first``, and what waits at the desk of a pass, until there is nothing left."""
         while True:
-            request = Request(self, work, pass_id, root, lane)
+            request = Request(self, work, pass_id, root, channel)
             try:
                 request.carry_out(functools.partial(request.take_turns, first))
             except BaseException:
                 work.desk.flee()
-                self.hire(work.desk.hire(self.now()), work, pass_id, root, lane)
+                self.hire(work.desk.hire(self.now()), work, pass_id, root, channel)
                 raise
             if work.desk.leave():
                 return
@@ -198,8 +198,8 @@ class Passes:
         except Exception as e:
             self._refuse(message.root, message.pass_id, [message.request], e)
             return
-        lane, handled = inbound.envelope.lane, (message.request,)
-        request = Request(self, work, message.pass_id, message.root, lane, handled)
+        channel, handled = inbound.envelope.channel, (message.request,)
+        request = Request(self, work, message.pass_id, message.root, channel, handled)
         request.carry_out(lambda: work.drop(message.request, message.sends, request))
 
     def _pass(self, context: Context, pass_id: int, retain_graph: bool) -> LocalPass:
@@ -217,13 +217,13 @@ class Passes:
         handled = Handled(tuple(requests), (), Waiting(self._worker.id, 0), self.describe_error(error, root))
         self.report(root, pass_id, handled)
 
-    def report(self, root: int, pass_id: int, handled: Handled, lane: int = 0) -> None:
-        """Tell the root of a pass, which waits at ``lane``, what has been handled here."""
+    def report(self, root: int, pass_id: int, handled: Handled, channel: int = 0) -> None:
+        """Tell the root of a pass, which waits at ``channel``, what has been handled here."""
         if root == self._worker.id:
             self._count(pass_id, handled)
             return
         try:
-            self._worker.mailbox.send(root, BackwardAutogradResp(handled), pass_id, lane=lane)
+            self._worker.mailbox.send(root, BackwardAutogradResp(handled), pass_id, channel=channel)
         except (RpcError, TransportError) as e:
             logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
 
@@ -267,6 +267,6 @@ class Passes:
             for tally in list(self._tallies.values()):
                 tally.lose(worker, e)
 
-    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame], lane: int) -> None:
-        """Send a request of a pass; whoever handles it tells the root, which waits at ``lane``."""
-        self._worker.post(peer, message, frames, lane)
+    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame], channel: int) -> None:
+        """Send a request of a pass; whoever handles it tells the root, which waits at ``channel``."""
+        self._worker.post(peer, message, frames, channel)

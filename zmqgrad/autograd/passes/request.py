@@ -46,7 +46,7 @@ FEW = 8
 
 
 class Request:
-    """What one thread does of a pass in one go. ``lane`` is where the root of the pass waits.
+    """What one thread does of a pass in one go. ``channel`` is where the root of the pass waits.
 
     ``handled``: the requests that it stands for.
     """
@@ -57,14 +57,14 @@ class Request:
         work: LocalPass,
         pass_id: int,
         root: int,
-        lane: int,
+        channel: int,
         handled: Sequence[int] = (),
     ) -> None:
         self._passes = passes
         self._work = work
         self._pass_id = pass_id
         self._root = root
-        self._lane = lane
+        self._channel = channel
         self._handled = list(handled)
         # By worker, and whether their tensors came in a reply, which matters where there are device maps.
         self._batches: dict[tuple[int, bool], Batch] = {}
@@ -80,9 +80,9 @@ class Request:
         except Exception as e:
             error = e
         except BaseException as e:  # a hook that calls sys.exit() must not leave the root waiting
-            self._passes.report(self._root, self._pass_id, self._report(e), self._lane)
+            self._passes.report(self._root, self._pass_id, self._report(e), self._channel)
             raise
-        self._passes.report(self._root, self._pass_id, self._report(error), self._lane)
+        self._passes.report(self._root, self._pass_id, self._report(error), self._channel)
 
     def take_turns(self, first: Sequence[Arrival] = ()) -> bool:
         """Handle ``first``, then what waits at the desk, as long as there is time. False: there was nothing.
@@ -100,7 +100,7 @@ class Request:
             passes.pace = desk.learn(len(arrivals), at - began)
             if not desk.waiting:
                 break
-            passes.hire(desk.hire(at), work, self._pass_id, self._root, self._lane)
+            passes.hire(desk.hire(at), work, self._pass_id, self._root, self._channel)
             count = desk.fitting(SHARE - len(self._handled) * desk.pace)
             arrivals = desk.take(count, at) if count else ()
         return bool(self._handled)
@@ -169,6 +169,6 @@ class Request:
         )
         if profiled_anywhere():
             with profiled(RECV_NAME):
-                passes.send(peer, message, frames, self._lane)
+                passes.send(peer, message, frames, self._channel)
         else:
-            passes.send(peer, message, frames, self._lane)
+            passes.send(peer, message, frames, self._channel)

@@ -16,13 +16,13 @@ from zmqgrad.autograd.passes.local_pass import LocalPass
 from zmqgrad.autograd.passes.request import Request
 from zmqgrad.autograd.passes.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcTimeoutError
-from zmqgrad.rpc.calls import LaneOutcome
+from zmqgrad.rpc.calls import ChannelOutcome
 from zmqgrad.rpc.profiling import profiled_here
 from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.base import Inbound, Lane
+from zmqgrad.transport.base import Inbound, ReplyChannel
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import (
     BackwardAutogradReq,
@@ -47,13 +47,15 @@ class Root:
         self.id = worker.ids.next()
         self.inbox: SimpleQueue[Inbound | None] | None = SimpleQueue() if profiled_here() else None
         """Where gradients come to, so that the profiler of the calling thread records what they set off."""
-        lane = self._lane = None if self.inbox is not None else self._take_lane()
-        self.tally = Tally(worker.id) if lane is None else Tally(worker.id, lambda: LaneOutcome(lane))
+        channel = self._channel = None if self.inbox is not None else self._acquire_channel()
+        self.tally = (
+            Tally(worker.id) if channel is None else Tally(worker.id, lambda: ChannelOutcome(channel))
+        )
         self._finished = False
 
-    def _take_lane(self) -> Lane | None:
+    def _acquire_channel(self) -> ReplyChannel | None:
         """Where the root waits for what comes from workers of its host; None if it waits elsewhere."""
-        return next(filter(None, map(self._worker.mailbox.take_lane, self._context.peers())), None)
+        return next(filter(None, map(self._worker.mailbox.acquire_channel, self._context.peers())), None)
 
     def run(self, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
         """Start at ``roots``; returns when the pass has finished on all workers.
@@ -66,8 +68,8 @@ class Root:
             work = context.passes[self.id] = make_pass(context, self._worker.id, retain_graph, roots)
         if mode == "smart":
             self._drop(self._discover({self._worker.id}, work), work)
-        lane = 0 if self._lane is None else self._lane.number
-        request = Request(self._passes, work, self.id, self._worker.id, lane, (ROOTS,))
+        channel = 0 if self._channel is None else self._channel.number
+        request = Request(self._passes, work, self.id, self._worker.id, channel, (ROOTS,))
         request.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], request))
         self._wait()
         if self.tally.waiting():
@@ -82,21 +84,25 @@ class Root:
 
     def leave(self) -> None:
         """It is over, finished or not."""
-        if self._lane is not None:
-            self._lane.give_back()
+        if self._channel is not None:
+            self._channel.release()
             if not self._finished:
                 self._worker.waiting.leave_early()
 
     def _wait(self) -> None:
         """Wait until nothing of the pass is under way, and raise what went wrong."""
-        tally, lane = self.tally, self._lane
+        tally, channel = self.tally, self._channel
         patience = self._worker.default_timeout or None
         while True:
             steps = tally.steps
             if self.inbox is not None:
                 over = self._wait_at_inbox(self.inbox, patience)
             else:
-                over = tally.finished.wait_done(patience) if lane is None else self._wait_at(lane, patience)
+                over = (
+                    tally.finished.wait_done(patience)
+                    if channel is None
+                    else self._wait_at(channel, patience)
+                )
             if over:
                 break
             if tally.steps == steps:
@@ -109,8 +115,8 @@ class Root:
         if error is not None:
             raise error
 
-    def _wait_at(self, lane: Lane, patience: float | None) -> bool:
-        """Handle what comes to ``lane`` until the pass has finished, or for ``patience`` seconds (False)."""
+    def _wait_at(self, channel: ReplyChannel, patience: float | None) -> bool:
+        """Handle what comes to ``channel`` until the pass has finished, or ``patience`` seconds (False)."""
         clock = self._worker.clock
         until = math.inf if patience is None else clock.now() + patience
         while not self.tally.finished.done():
@@ -118,7 +124,7 @@ class Root:
             if left is not None and left <= 0:
                 return False
             with about_to_block():
-                inbound = lane.receive(left)
+                inbound = channel.receive(left)
             if inbound is None:
                 continue
             message = inbound.message

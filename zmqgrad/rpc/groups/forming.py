@@ -7,6 +7,7 @@ refused, as its calls could reach only half of the workers.
 from __future__ import annotations
 
 import re
+import secrets
 
 import msgspec
 
@@ -33,6 +34,9 @@ _generation = 1
 """Which group of a fixed size this process is in, or joins next; all its workers count alike."""
 
 _OF_FIXED_GROUP = re.compile(r"rpc/\d+/worker/\d+")
+
+_JOB_KEY = "rpc/job"
+"""Where the workers that meet at a store find a name for their job, which is random."""
 
 GLANCE_SECONDS = 0.2
 """How long a key that was just listed may take to be read."""
@@ -134,6 +138,7 @@ def _refuse_beside_others(store: Store, keys: list[str], what: str) -> None:
 
 
 def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
+    job = store.compare_set(_JOB_KEY, "", secrets.token_hex(8))  # whoever comes first says it for all
     return ZmqMailbox(
         name,
         number,
@@ -144,6 +149,8 @@ def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -
         keys=keys_of(),
         io_threads=options.io_threads,
         look=options.look(),
+        job=job,
+        fast_path=options.uses_fast_path(),
     )
 
 

@@ -170,7 +170,7 @@ class Parting:
         worker = self._worker
         while True:
             worker.references.sweep()
-            worker.waiting.drain_lanes()  # of a pass that failed, requests may come late
+            worker.waiting.drain_channels()  # of a pass that failed, requests may come late
             pending = worker.calls.pending()
             if not pending and worker.pool.wait_idle(deadline.sooner(SAY_EVERY)) and worker.quiet():
                 return

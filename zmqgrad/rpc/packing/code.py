@@ -284,7 +284,7 @@ def book_of(worker: Worker) -> CodeBook:
         message, envelope = inbound.message, inbound.envelope
         assert isinstance(message, CodeFetch)
         answer = CodeValue(PYTHON, book.data_of(message.digest))
-        worker.mailbox.send(envelope.source, answer, envelope.message_id, (), envelope.lane)
+        worker.mailbox.send(envelope.source, answer, envelope.message_id, (), envelope.channel)
 
     book = CodeBook(fetch)
     worker.doors.control[CodeFetch.TYPE] = tell

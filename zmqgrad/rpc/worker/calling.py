@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from zmqgrad.errors import CongestionError, RpcTimeoutError, TransportError, UnknownPeerError
-from zmqgrad.rpc.calls import LaneOutcome, PendingCall, What, describe
+from zmqgrad.rpc.calls import ChannelOutcome, PendingCall, What, describe
 from zmqgrad.rpc.groups.membership import WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.packing.packing import pack_call
@@ -125,12 +125,12 @@ class Calling:
         if self._doors.outgoing is not None:
             message = self._doors.outgoing(peer, message, packed.tensors, what)
         deadline = self._clock.now() + seconds if seconds else math.inf
-        lane = self._mailbox.take_lane(peer) if waits else None
-        if lane is None:
+        channel = self._mailbox.acquire_channel(peer) if waits else None
+        if channel is None:
             call = PendingCall(self._next_id(), peer, deadline, seconds, what, keep, kind)
         else:
             call = PendingCall(
-                self._next_id(), peer, deadline, seconds, what, keep, kind, LaneOutcome(lane), lane
+                self._next_id(), peer, deadline, seconds, what, keep, kind, ChannelOutcome(channel), channel
             )
         if settled is not None:
             call.outcome.then(settled)
@@ -139,12 +139,17 @@ class Calling:
             if peer in self._lost:  # since we looked: whoever noted the loss may not have seen this call
                 raise self._worker.loss_of(peer, describe(what))
             self._mailbox.send(
-                peer, message, call.message_id, packed.frames, 0 if lane is None else lane.number, seconds
+                peer,
+                message,
+                call.message_id,
+                packed.frames,
+                0 if channel is None else channel.number,
+                seconds,
             )
         except BaseException as e:
             self._calls.take(call.message_id)
-            if lane is not None:
-                lane.give_back()
+            if channel is not None:
+                channel.release()
             if self._doors.unsent is not None:
                 self._doors.unsent(message)
             self._worker.drop_unsent(peer, packed)
@@ -170,12 +175,12 @@ class Calling:
             return RpcTimeoutError(f"{self._worker.waiting.over_time(call)}: it was not sent, for {error}")
         return error
 
-    def post(self, peer: int, message: Message, frames: Sequence[Frame] = (), lane: int = 0) -> None:
+    def post(self, peer: int, message: Message, frames: Sequence[Frame] = (), channel: int = 0) -> None:
         """Send a request that is not answered to this worker, if at all."""
         if self._worker.closed:
             raise self._worker.closed_error()
         try:
-            self._mailbox.send(peer, message, self._next_id(), frames, lane, self._worker.default_timeout)
+            self._mailbox.send(peer, message, self._next_id(), frames, channel, self._worker.default_timeout)
         except CongestionError as e:
             raise RpcTimeoutError(str(e)) from e
         self.sent += 1

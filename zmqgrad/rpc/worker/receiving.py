@@ -82,7 +82,7 @@ class Receiving:
         return partial(self._serve, handler, inbound, self._serving.begin(inbound))
 
     def on_stray(self, inbound: Inbound) -> None:
-        """What came in by a lane for nobody who waits there."""
+        """What came in by a channel for nobody who waits there."""
         task = self.on_message(inbound)
         self._completer.pass_on()
         if task is not None:
@@ -92,7 +92,7 @@ class Receiving:
                 logger.debug("%s: a request came while closing", self._worker.name)
 
     def serve_here(self, handler: RequestHandler, inbound: Inbound) -> None:
-        """In the thread that waits at a lane: a request that came by it, which is part of what it waits for.
+        """In the thread that waits at a channel: a request that came by it, as part of what it waits for.
 
         ``handler`` answers for its own errors; those of the system (Ctrl-C) reach the caller.
         """

@@ -39,10 +39,10 @@ class Replying:
                 raise self._worker.loss_of(source, f"the answer to {what}")
             if self._doors.outgoing is not None:
                 message = self._doors.outgoing(source, message, packed.tensors, what)
-            lane = envelope.lane
-            if lane and cancelled():  # nobody waits there any more, and would read it
-                lane = 0
-            self._mailbox.send(source, message, envelope.message_id, packed.frames, lane)
+            channel = envelope.channel
+            if channel and cancelled():  # nobody waits there any more, and would read it
+                channel = 0
+            self._mailbox.send(source, message, envelope.message_id, packed.frames, channel)
         except BaseException:
             self._worker.drop_unsent(source, packed)
             raise
@@ -76,7 +76,7 @@ class Replying:
         same_program = self._membership.runs_the_same(envelope.source)
         reply = describe_exception(error, repr(self._membership.own.info), same_program)
         self.show_failure(envelope.source, reply.traceback)
-        self._mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.lane)
+        self._mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.channel)
 
     def show_failure(self, source: int, trace: str) -> None:
         """What a call raised shows here as well: the caller may never look at its future."""

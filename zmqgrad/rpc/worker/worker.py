@@ -34,7 +34,7 @@ from zmqgrad.rpc.worker.terms import PeerTerms
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.runtime.engine_pool import EnginePool
 from zmqgrad.runtime.timekeeper import Timekeeper
-from zmqgrad.transport.base import Inbound, Mailbox
+from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
 from zmqgrad.wire.ids import IdSource
 from zmqgrad.wire.messages import Payload
 
@@ -118,13 +118,17 @@ class Worker:
         self.timekeeper.start()
         self.mailbox.start(
             self.receiving.on_message,
-            lambda peer: self.membership.record(peer).endpoints,
+            self._address_of,
             self.pool,
             self.lose,
             self.timekeeper,
             self.suspect,
             self.answers.completer.due,
         )
+
+    def _address_of(self, peer: int) -> PeerAddress:
+        record = self.membership.record(peer)
+        return PeerAddress(record.endpoints, record.incarnation)
 
     def drop_unread(self, inbound: Inbound) -> None:
         """Nobody will read this message: let go of the references in it."""

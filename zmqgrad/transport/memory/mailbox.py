@@ -11,7 +11,17 @@ from typing import Any
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool
-from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, Lull, Resolver, Suspected, Timer
+from zmqgrad.transport.base import (
+    Frame,
+    Handler,
+    Inbound,
+    Lost,
+    Lull,
+    PeerAddress,
+    Resolver,
+    Suspected,
+    Timer,
+)
 from zmqgrad.transport.memory.faults import Parcel
 from zmqgrad.transport.memory.network import MemoryNetwork
 from zmqgrad.transport.tap import Tap, Tapped
@@ -67,8 +77,8 @@ class MemoryMailbox:
         self._handler, self._resolve, self._pool, self._lull = handler, resolve, pool, lull
         self._thread.start()
 
-    def take_lane(self, peer: int) -> None:
-        """None: there are no lanes in memory."""
+    def acquire_channel(self, peer: int) -> None:
+        """None: there are no reply channels in memory."""
 
     def send(
         self,
@@ -76,7 +86,7 @@ class MemoryMailbox:
         message: Message,
         message_id: int,
         frames: Sequence[Frame] = (),
-        lane: int = 0,
+        channel: int = 0,
         patience: float = 0.0,
     ) -> None:
         """Queue ``message`` for ``peer``, however much is; see :class:`~zmqgrad.transport.base.Mailbox`."""
@@ -100,7 +110,7 @@ class MemoryMailbox:
             raise ClosedError(f"the mailbox of {self._name} is closed")
         endpoint = self._ways.get(peer)
         if endpoint is None:
-            known = self._resolve(peer)  # with no lock held: it may ask a store
+            known = self._resolve(peer).endpoints  # with no lock held: it may ask a store
             endpoint = next((e for e in known if self._network.knows(e)), None)
             if endpoint is None:
                 raise UnknownPeerError(
@@ -163,7 +173,7 @@ class MemoryMailbox:
         except Exception:
             logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
 
-    def take_idle_lanes(self) -> tuple[()]:
+    def acquire_idle_channels(self) -> tuple[()]:
         """There are none."""
         return ()
 
@@ -198,5 +208,5 @@ class MemoryMailbox:
         return f"<MemoryMailbox {self._name} id={self.worker_id} at {self._endpoint}: {state}>"
 
 
-def _knows_nobody(peer: int) -> Sequence[str]:
+def _knows_nobody(peer: int) -> PeerAddress:
     raise UnknownPeerError(f"no address is known for worker {peer}: the mailbox was not started")

@@ -118,7 +118,7 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
     TYPE: ClassVar[MessageType]
 
     def is_awaited_by(self, worker: int) -> bool:
-        """Does ``worker`` wait for this, at the lane that the envelope names?"""
+        """Does ``worker`` wait for this, at the reply channel that the envelope names?"""
         return self.TYPE & RESPONSE != 0
 
 

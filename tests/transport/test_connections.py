@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from zmqgrad.errors import UnknownPeerError
-from zmqgrad.transport.ways import best
+from zmqgrad.transport.connections import best_endpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="addresses without a file are Linux's")
 
@@ -31,12 +31,12 @@ def ipc(listening: socket.socket) -> str:
 
 
 def test_ipc_where_somebody_listens(listener: socket.socket) -> None:
-    assert best([ipc(listener), TCP]) == TCP
+    assert best_endpoint([ipc(listener), TCP]) == TCP
     with pytest.raises(UnknownPeerError, match="can be reached"):
-        best([ipc(listener)])
+        best_endpoint([ipc(listener)])
     listener.listen()
-    assert best([ipc(listener), TCP]) == ipc(listener)
-    assert best(["pulse://127.0.0.1:9/00", TCP]) == TCP
+    assert best_endpoint([ipc(listener), TCP]) == ipc(listener)
+    assert best_endpoint(["pulse://127.0.0.1:9/00", TCP]) == TCP
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")
@@ -47,11 +47,11 @@ def test_a_peer_of_another_user_is_reached_by_tcp(listener: socket.socket) -> No
         listener.listen()
     finally:
         os.seteuid(0)
-    assert best([ipc(listener), TCP]) == TCP
+    assert best_endpoint([ipc(listener), TCP]) == TCP
 
 
 def test_who_is_another_user_goes_by_tcp(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     listener.listen()
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
-    assert best([ipc(listener), TCP]) == TCP
+    assert best_endpoint([ipc(listener), TCP]) == TCP

@@ -1,0 +1,184 @@
+"""Reply channels: replies that are read by the very thread that waits for them.
+
+A reply that the receiver reads still has to wake the thread that asked, which costs as much as the way
+between the processes. So a thread that is about to wait acquires a channel, a :class:`LocalListener` of its
+own, names it in the envelope of its request, and blocks in a system call until the reply is there. Channels
+are few, and only for peers of this host. A thread that gets none, or whose reply is not one small packet,
+receives it through the receiver.
+
+What ends a wait from elsewhere (a reply that came to the receiver, a lost peer, the end of this worker)
+wakes the channel.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+
+from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.local.listener import LocalListener
+from zmqgrad.transport.looking import Eyes, Look
+
+logger = logging.getLogger(__name__)
+
+MAX_CHANNELS = 8
+"""How many threads of a worker can wait at channels at a time."""
+
+MAX_WAIT_MS = 1 << 30
+
+Decode = Callable[[bytes], "Inbound | None"]
+"""A packet to a message; None for what is malformed and has been counted."""
+
+
+def channel_endpoint(endpoint: str, number: int = 0) -> str:
+    """Where channel ``number`` of the worker at ``endpoint`` (ipc) is; 0: its receiver."""
+    return f"{endpoint}-{number}"
+
+
+class ReplyChannel:
+    """One channel, held by one thread at a time.
+
+    Raises:
+        OSError: if it cannot listen.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        listen: Callable[[str, select.poll], LocalListener],
+        endpoint: str,
+        decode: Decode,
+        free: Callable[[ReplyChannel], None],
+        eyes: Eyes,
+    ) -> None:
+        self.number = number
+        self._spinner = Look(eyes)
+        self._decode = decode
+        self.release: Callable[[], None] = partial(free, self)
+        """The calling thread waits no more."""
+        self._arrived: deque[bytes] = deque()
+        self._poll = select.poll()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._listener = listen(channel_endpoint(endpoint, number), self._poll)
+        except OSError:
+            os.close(self._wakeup)
+            raise
+        self._poll.register(self._wakeup, select.POLLIN)
+
+    def receive(self, seconds: float | None) -> Inbound | None:
+        """The next message; None if there is none within ``seconds`` (None: no limit), or after a wake-up."""
+        while not self._arrived:
+            ready = self._spinner.at(self._poll.poll) or self._poll.poll(
+                -1 if seconds is None else min(int(seconds * 1000) + 1, MAX_WAIT_MS)
+            )
+            over = not ready
+            for number, _ in ready:
+                if number == self._wakeup:
+                    os.eventfd_read(number)
+                    over = True
+                else:
+                    self._arrived.extend(self._listener.read(number))
+            if over and not self._arrived:
+                return None
+        return self._decode(self._arrived.popleft())
+
+    def wake(self) -> None:
+        """Let the thread that waits here look around. From any thread."""
+        os.eventfd_write(self._wakeup, 1)
+
+    def close(self) -> None:
+        """Called by :class:`ReplyChannels` for a channel that nobody holds."""
+        self._listener.close()
+
+    def __del__(self) -> None:
+        # Not in close(): another thread may be about to wake this, and the number could be another file's.
+        if hasattr(self, "_listener"):
+            os.close(self._wakeup)
+
+
+class ReplyChannels:
+    """The channels of one mailbox, made as they are needed.
+
+    Args:
+        endpoint: the mailbox's ipc address; a channel's is derived from it.
+        listen: listens at an endpoint, for a poll.
+        decode: makes messages of packets.
+        eyes: of the threads of this mailbox.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        listen: Callable[[str, select.poll], LocalListener],
+        decode: Decode,
+        eyes: Eyes,
+    ) -> None:
+        self._endpoint = endpoint
+        self._listen = listen
+        self._decode = decode
+        self._eyes = eyes
+        self._lock = threading.Lock()  # guards all below
+        self._free: list[ReplyChannel] = []
+        self._made = 0
+        self._open = 0
+        self._closed = False
+        self._all_closed = threading.Condition(self._lock)
+
+    def acquire(self) -> ReplyChannel | None:
+        """A channel for the calling thread, which releases it; None if none is to be had."""
+        with self._lock:
+            if self._free:
+                self._eyes.expecting += 1
+                return self._free.pop()
+            if self._closed or self._made >= MAX_CHANNELS:
+                return None
+            self._made += 1
+            try:
+                channel = ReplyChannel(
+                    self._made, self._listen, self._endpoint, self._decode, self._take_back, self._eyes
+                )
+            except OSError as e:
+                self._made = MAX_CHANNELS  # what does not work now will not work later
+                logger.debug("no more reply channels: %s", e)
+                return None
+            self._open += 1
+            self._eyes.expecting += 1
+            return channel
+
+    def acquire_idle(self) -> list[ReplyChannel]:
+        """All channels that nobody holds, for the calling thread, which releases them."""
+        with self._lock:
+            idle, self._free = self._free, []
+            self._eyes.expecting += len(idle)
+            return idle
+
+    def _take_back(self, channel: ReplyChannel) -> None:
+        with self._lock:
+            self._eyes.expecting -= 1
+            if self._closed:
+                self._shut(channel)
+            else:
+                self._free.append(channel)
+
+    def _shut(self, channel: ReplyChannel) -> None:
+        channel.close()
+        self._open -= 1
+        self._all_closed.notify_all()
+
+    def close(self) -> None:
+        """No more channels. Those that are held are closed when they are released. Idempotent."""
+        with self._lock:
+            self._closed = True
+            while self._free:
+                self._shut(self._free.pop())
+
+    def join(self, seconds: float | None) -> bool:
+        """Wait until all are closed; False if that has not come within ``seconds``."""
+        with self._lock:
+            return self._all_closed.wait_for(lambda: self._open == 0, seconds)

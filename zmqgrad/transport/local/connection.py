@@ -1,0 +1,219 @@
+"""One ``SOCK_SEQPACKET`` connection: every packet is a message.
+
+The first packet from the connecting side is a :class:`Hello`, which names the job and the incarnation that
+it wants to reach; the accepting side answers with :data:`WELCOME`, or closes. Both only guard against
+mistakes (an address read from another job's store): the same user counts as trusted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import struct
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+MAX_PACKET_BYTES = 16 << 10
+"""Bytes of the largest message that goes this way. The kernel keeps a packet in one piece of memory."""
+
+SEND_BUFFER_BYTES = 4 << 20
+"""What the kernel is asked to keep of what the peer has not read. It allows less: some 560 small packets."""
+
+PROTOCOL = "zmqgrad-local-1"
+WELCOME = b"welcome"
+
+_RECEIVE_BYTES = MAX_PACKET_BYTES + 1  # one more, so that a packet that was cut off shows
+
+
+class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The first packet: which job the sender belongs to, and which process of that job it wants to reach."""
+
+    protocol: str
+    job: bytes
+    incarnation: int
+
+
+def supported() -> bool:
+    """Whether this system has all that the fast path needs: Linux has."""
+    return sys.platform == "linux" and hasattr(socket, "SOCK_SEQPACKET")
+
+
+def unix_name(endpoint: str) -> str:
+    """The name by which the system knows an ipc endpoint: abstract (``@``) names begin with a zero byte."""
+    path = endpoint.removeprefix("ipc://")
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+def is_same_user(connected: socket.socket) -> bool:
+    """Whether the process at the other end runs as our user. True where the system does not tell (macOS)."""
+    if sys.platform != "linux":
+        return True  # addresses lie in a private directory there
+    size = struct.calcsize("3i")
+    _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
+    return bool(user == os.getuid())
+
+
+def connect(
+    endpoint: str, job: bytes, incarnation: int, on_backlog: Callable[[LocalConnection], None]
+) -> LocalConnection:
+    """A connection to the listener at ``endpoint``, not ready before the listener has accepted it.
+
+    Args:
+        job: the sender's.
+        incarnation: of the process that is meant to listen there.
+        on_backlog: see :class:`LocalConnection`.
+
+    Raises:
+        BlockingIOError: if too many connections wait to be accepted there: try again later.
+        OSError: if nobody of our user listens there.
+    """
+    opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        opened.setblocking(False)
+        opened.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        opened.connect(unix_name(endpoint))
+        if not is_same_user(opened):
+            raise PermissionError(f"a process of another user listens at {endpoint}")
+        opened.send(msgspec.msgpack.encode(Hello(PROTOCOL, job, incarnation)))
+    except BaseException:
+        opened.close()
+        raise
+    return LocalConnection(opened, on_backlog, ready=False)
+
+
+class LocalConnection:
+    """One end of a connection. :meth:`send` may be called from any thread, the rest by one thread at a time.
+
+    Args:
+        on_backlog: called with this when the kernel accepts no more: :meth:`flush` must be called once the
+            socket can be written to. Called with the lock held, so it must only note that.
+        ready: whether the peer has accepted this connection already.
+    """
+
+    __slots__ = (
+        "_backlog",
+        "_lock",
+        "_on_backlog",
+        "_ready",
+        "_send",
+        "_socket",
+        "number",
+        "receive",
+        "sent",
+        "sent_bytes",
+    )
+
+    def __init__(
+        self, connected: socket.socket, on_backlog: Callable[[LocalConnection], None], *, ready: bool
+    ) -> None:
+        self._socket = connected
+        self._send = connected.send
+        self._on_backlog = on_backlog
+        self._ready = ready
+        self._lock = threading.Lock()  # guards what follows, and the order of packets
+        self.sent = 0
+        self.sent_bytes = 0
+        self._backlog: deque[bytes] = deque()
+        self.number = connected.fileno()
+        """The file descriptor; -1 once closed."""
+
+        def receive() -> bytes:
+            packet = connected.recv(_RECEIVE_BYTES)
+            if len(packet) > MAX_PACKET_BYTES:
+                raise OSError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
+            return packet
+
+        self.receive: Callable[[], bytes] = receive
+        """The next packet; empty at the end. Raises BlockingIOError if none is there, else OSError."""
+
+    def is_ready(self) -> bool:
+        """Whether the peer has accepted this connection. Nothing may be sent before.
+
+        Raises:
+            OSError: if it refused, or is gone.
+        """
+        if not self._ready:
+            try:
+                said = self.receive()
+            except BlockingIOError:
+                return False
+            if said != WELCOME:
+                raise ConnectionRefusedError("the listener belongs to another job, or has closed")
+            self._ready = True
+        return True
+
+    def send(self, packet: bytes | bytearray, *, keep_gil: bool = False) -> None:
+        """Send ``packet``, or queue it behind those that wait.
+
+        Args:
+            keep_gil: do not release the interpreter for the system call, as this is one packet of many.
+
+        Raises:
+            OSError: if the connection is broken. The packet was not sent.
+        """
+        with self._lock:
+            self.sent += 1
+            self.sent_bytes += len(packet)
+            if not self._backlog:
+                try:
+                    if keep_gil:
+                        send_with_gil(self.number, packet)
+                    else:
+                        self._send(packet)
+                    return
+                except BlockingIOError:
+                    self._on_backlog(self)
+            self._backlog.append(bytes(packet))
+
+    def flush(self) -> bool:
+        """Send what waits, as far as the kernel accepts it. True if nothing waits any more.
+
+        Raises:
+            OSError: if the connection is broken.
+        """
+        with self._lock:
+            backlog = self._backlog
+            try:
+                while backlog:
+                    self._send(backlog[0])
+                    backlog.popleft()
+            except BlockingIOError:
+                return False
+            return True
+
+    def backlog(self) -> int:
+        """How many packets wait."""
+        return len(self._backlog)
+
+    def close(self) -> None:
+        """Close it; what waits is dropped. Idempotent."""
+        self.number = -1
+        self._backlog.clear()
+        self._socket.close()
+
+
+_send = ctypes.PyDLL(None, use_errno=True).send
+_send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
+_send.restype = ctypes.c_ssize_t
+
+_NOW = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
+
+
+def send_with_gil(number: int, packet: bytes | bytearray) -> None:
+    """As ``socket.send`` on descriptor ``number``, without blocking, and without releasing the interpreter.
+
+    Python releases it for each system call. With many calls in flight, the thread that reads their replies
+    then takes it for one reply, and the sender waits until that thread sleeps again: two changes of threads
+    for each message.
+
+    Raises:
+        BlockingIOError: if the kernel accepts nothing now. OSError: if the connection is broken.
+    """
+    if _send(number, bytes(packet), len(packet), _NOW) < 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))  # of the subclass that belongs to the number

@@ -1,0 +1,214 @@
+"""Accepts the connections of peers on this host, and reads what they send."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import select
+import socket
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import msgspec
+
+from zmqgrad.transport.local.connection import (
+    PROTOCOL,
+    WELCOME,
+    Hello,
+    LocalConnection,
+    is_same_user,
+    unix_name,
+)
+
+logger = logging.getLogger(__name__)
+
+ACCEPT_BACKLOG = 1024
+"""Connections that may wait to be accepted; the system may allow fewer."""
+
+BURST = 16
+"""Packets read from one connection before others have their turn."""
+
+PROBE_INTERVAL = 4
+"""While packets come one by one, every so many reads look for a second one: it would announce a burst."""
+
+
+class Registry(Protocol):
+    """What polls file descriptors."""
+
+    def register(self, number: int, mask: int, /) -> None:
+        """Poll ``number`` for ``mask`` (``select.POLLIN``)."""
+        ...
+
+    def unregister(self, number: int, /) -> None:
+        """Poll it no more."""
+        ...
+
+
+class LocalListener:
+    """Listens at ``endpoint`` (ipc), and reads from all who have connected. Used by one thread at a time.
+
+    Args:
+        endpoint: see :func:`~zmqgrad.transport.local.connection.unix_name`.
+        poll: where the listening socket and the connections are registered for reading.
+        job: connections of other jobs are refused.
+        incarnation: connections that are meant for another process are refused.
+        on_backlog: see :class:`LocalConnection`; None: nothing is ever sent from here.
+        on_closed: called with a connection that has ended.
+
+    Raises:
+        OSError: if it cannot listen there.
+    """
+
+    def __init__(
+        self,
+        endpoint: str,
+        poll: Registry,
+        job: bytes,
+        incarnation: int,
+        on_backlog: Callable[[LocalConnection], None] | None = None,
+        on_closed: Callable[[LocalConnection], None] | None = None,
+    ) -> None:
+        self.endpoint = endpoint
+        self.connections: dict[int, LocalConnection] = {}
+        """Those that were accepted and not refused, by file descriptor."""
+        self.bursting = False
+        """Whether the last read found several packets."""
+        self._poll = poll
+        self._job = job
+        self._incarnation = incarnation
+        self._on_backlog = on_backlog or _note_nothing
+        self._on_closed = on_closed
+        self._reads = 0
+        self._new: dict[int, socket.socket] = {}  # whose hello has not come yet
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._listening.setblocking(False)
+            self._listening.bind(unix_name(endpoint))
+            self._listening.listen(ACCEPT_BACKLOG)
+        except OSError:
+            self._listening.close()
+            raise
+        poll.register(self._listening.fileno(), select.POLLIN)
+
+    def read(self, number: int) -> Sequence[bytes]:
+        """The packets that have come by file descriptor ``number``, which is ready."""
+        connection = self.connections.get(number)
+        if connection is None:
+            self._greet(number)
+            return ()
+        self._reads += 1
+        try:
+            packet = connection.receive()
+            if not packet:
+                self._end(number, connection)
+                return ()
+            if not self.bursting and self._reads % PROBE_INTERVAL:
+                return (packet,)
+        except BlockingIOError:
+            return ()
+        except OSError as e:
+            logger.debug("%s: dropped a connection: %s", self.endpoint, e)
+            self._end(number, connection)
+            return ()
+        return self._read_burst(number, connection, packet)
+
+    def _read_burst(self, number: int, connection: LocalConnection, first: bytes) -> list[bytes]:
+        packets = [first]
+        try:
+            while len(packets) < BURST and (packet := connection.receive()):
+                packets.append(packet)
+        except BlockingIOError:
+            pass
+        except OSError as e:  # which the next read finds, too
+            logger.debug("%s: a connection is broken: %s", self.endpoint, e)
+        self.bursting = len(packets) > 1
+        return packets
+
+    def _greet(self, number: int) -> None:
+        """The listening socket is ready, or one that has not said hello."""
+        new = self._new.get(number)
+        if new is None:
+            if number == self._listening.fileno():
+                self._accept()
+            return
+        try:
+            said = new.recv(4096)
+            hello = msgspec.msgpack.decode(said, type=Hello) if said else None
+        except BlockingIOError:
+            return
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
+            logger.warning("%s: refused a connection that does not speak zmqgrad: %s", self.endpoint, e)
+            hello = None
+        del self._new[number]
+        if hello is None or not self._is_meant(hello) or not _sends(new, WELCOME):
+            self._poll.unregister(number)
+            new.close()
+            return
+        self.connections[number] = LocalConnection(new, self._on_backlog, ready=True)
+
+    def _is_meant(self, hello: Hello) -> bool:
+        meant = hello == Hello(PROTOCOL, self._job, self._incarnation)
+        if not meant:
+            logger.warning(
+                "%s: refused a connection that was meant for another job or process", self.endpoint
+            )
+        return meant
+
+    def _accept(self) -> None:
+        try:
+            accepted, _ = self._listening.accept()
+        except OSError as e:
+            if e.errno in (errno.EMFILE, errno.ENFILE):
+                # Left waiting, it would keep the poll from sleeping. Refused, it comes by ZeroMQ.
+                self._refuse_without_descriptor()
+            logger.debug("%s: nothing accepted: %s", self.endpoint, e)
+            return
+        if not is_same_user(accepted):
+            logger.warning("%s: refused a process of another user", self.endpoint)
+            accepted.close()
+            return
+        accepted.setblocking(False)
+        self._new[accepted.fileno()] = accepted
+        self._poll.register(accepted.fileno(), select.POLLIN)
+
+    def _refuse_without_descriptor(self) -> None:
+        """Stop listening: this process has no descriptor left to accept anybody with."""
+        logger.warning("%s: this process has no more file descriptors: peers come by ZeroMQ", self.endpoint)
+        self._poll.unregister(self._listening.fileno())
+        self._listening.close()
+
+    def _end(self, number: int, connection: LocalConnection) -> None:
+        self._poll.unregister(number)
+        del self.connections[number]
+        connection.close()
+        if self._on_closed is not None:
+            self._on_closed(connection)
+
+    def drop(self, connection: LocalConnection) -> None:
+        """Close ``connection``, unless it has ended."""
+        number = connection.number
+        if self.connections.get(number) is connection:
+            self._end(number, connection)
+
+    def close(self) -> None:
+        """Listen and read no more. Idempotent."""
+        self._listening.close()
+        for new in self._new.values():
+            new.close()
+        for connection in self.connections.values():
+            connection.close()
+        self._new.clear()
+        self.connections.clear()
+
+
+def _sends(new: socket.socket, packet: bytes) -> bool:
+    try:
+        new.send(packet)
+    except OSError as e:
+        logger.debug("a peer left before it was accepted: %s", e)
+        return False
+    return True
+
+
+def _note_nothing(connection: LocalConnection) -> None:
+    """For those who only receive."""

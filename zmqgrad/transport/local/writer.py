@@ -1,0 +1,81 @@
+"""Sends what the kernel did not accept at once, in a thread that exists only where that has happened."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import threading
+from collections import deque
+
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.local.connection import LocalConnection
+
+logger = logging.getLogger(__name__)
+
+
+class BacklogWriter:
+    """Flushes connections whose peers read slowly, in a thread named ``<name>-writer``."""
+
+    def __init__(self, name: str) -> None:
+        self._name = f"{name}-writer"
+        self._lock = threading.Lock()  # guards _thread and _closed
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._new: deque[LocalConnection] = deque()
+        self._wakeup = -1
+
+    def add(self, connection: LocalConnection) -> None:
+        """``connection`` has a backlog. Only notes that; from any thread."""
+        with self._lock:
+            if self._closed:
+                return
+            if self._thread is None:
+                self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self._thread.start()
+            self._new.append(connection)
+            os.eventfd_write(self._wakeup, 1)
+
+    def _run(self) -> None:
+        poll, waiting = select.poll(), dict[int, LocalConnection]()
+        poll.register(self._wakeup, select.POLLIN)
+        while not self._closed:
+            for number, _ in poll.poll():
+                if number == self._wakeup:
+                    os.eventfd_read(self._wakeup)
+                elif self._flushed(waiting[number]):
+                    poll.unregister(number)
+                    del waiting[number]
+            while self._new:
+                connection = self._new.popleft()
+                number = connection.number
+                if number >= 0 and not self._flushed(connection):
+                    waiting[number] = connection
+                    poll.register(number, select.POLLOUT)
+        with self._lock:
+            os.close(self._wakeup)
+
+    def _flushed(self, connection: LocalConnection) -> bool:
+        """Whether nothing of ``connection`` waits any more, be it that it is broken."""
+        try:
+            return connection.flush()
+        except OSError as e:  # its next sender finds that, too
+            logger.debug("%s: %d packets are lost with their peer: %s", self._name, connection.backlog(), e)
+            connection.close()
+            return True
+
+    def close(self) -> None:
+        """Flush no more. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                if self._thread is not None:
+                    os.eventfd_write(self._wakeup, 1)
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for the thread; returns its name if it has not ended by ``deadline``."""
+        if self._thread is None:
+            return []
+        self._thread.join(deadline.left_or_none())
+        return [self._name] if self._thread.is_alive() else []
