@@ -59,7 +59,7 @@ def test_the_page_says_the_answer_of_each_request() -> None:
         kind = MessageType[row.name]
         assert (row.answer is not None) == bool(kind & REQUEST and kind is not MessageType.CANCEL), row
         assert row.answer is None or MessageType[row.answer] & RESPONSE, row
-        said = re.findall(r"Answer: ([A-Z_]+)", BY_TYPE[kind].__doc__ or "")
+        said = re.findall(r"Reply: ([A-Z_]+)", BY_TYPE[kind].__doc__ or "")
         assert said in ([], [row.answer]), row
 
 
@@ -89,7 +89,7 @@ def test_a_struct_is_frozen_and_says_what_it_says(cls: type[Message]) -> None:
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
 def test_what_a_docstring_names_exists(cls: type[Message]) -> None:
-    """Docstrings name messages in capitals (``Answer: STORE_VALUE``) and fields in double backquotes."""
+    """Docstrings name messages in capitals (``Reply: STORE_VALUE``) and fields in double backquotes."""
     assert cls.__doc__ is not None
     for name in re.findall(r"\b[A-Z]{2,}(?:_[A-Z]+)+\b", cls.__doc__):
         assert name in MessageType.__members__, name
@@ -103,7 +103,7 @@ def test_what_a_docstring_names_exists(cls: type[Message]) -> None:
 )
 def test_a_store_query_says_its_answer_which_is_a_response(cls: type[Message]) -> None:
     assert cls.__doc__ is not None
-    answers = re.findall(r"Answer: ([A-Z_]+)", cls.__doc__)
+    answers = re.findall(r"Reply: ([A-Z_]+)", cls.__doc__)
     if cls.TYPE & REQUEST:
         assert len(answers) == 1
         assert MessageType[answers[0]] & RESPONSE

@@ -27,7 +27,17 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "LATE_SECONDS", PATIENCE)
 
 
-KINDS = ["tcp", "keyed tcp", "hash", "file", "prefix of tcp", "prefix of file", "prefix of prefix"]
+KINDS = [
+    "tcp",
+    "keyed tcp",
+    "tcp, no fast path",
+    "keyed tcp, no fast path",
+    "hash",
+    "file",
+    "prefix of tcp",
+    "prefix of file",
+    "prefix of prefix",
+]
 
 
 @pytest.fixture(params=KINDS)
@@ -35,7 +45,14 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     beneath: Store
     if "tcp" in request.param:
         secret = "the secret of this job" if "keyed" in request.param else None
-        beneath = TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE, secret=secret)
+        beneath = TCPStore(
+            "127.0.0.1",
+            0,
+            is_master=True,
+            timeout=PATIENCE,
+            secret=secret,
+            fast_path="no fast path" not in request.param,
+        )
     elif "file" in request.param:
         beneath = FileStore(str(tmp_path / "store"), 1, PATIENCE)
     else:

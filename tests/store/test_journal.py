@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from tests.support.processes import run_processes
 from zmqgrad.errors import JournalError
 from zmqgrad.store import FileStore
-from zmqgrad.store.answers import Answers
 from zmqgrad.store.contents import Contents
 from zmqgrad.store.journal import Journal
+from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.state import State
 from zmqgrad.wire.messages import (
     Message,
@@ -31,8 +31,8 @@ from zmqgrad.wire.messages import (
 )
 
 
-def load(path: Path) -> tuple[Contents, Answers]:
-    journal, contents, replies = Journal(path), Contents(), Answers()
+def load(path: Path) -> tuple[Contents, ReplyCache]:
+    journal, contents, replies = Journal(path), Contents(), ReplyCache()
     try:
         journal.load(contents, replies)
     finally:
@@ -65,7 +65,7 @@ def test_what_was_committed_comes_back_and_nothing_else(
 ) -> None:
     path = tmp_path / "j"
     path.unlink(missing_ok=True)
-    journal, contents, replies = Journal(path), Contents(), Answers()
+    journal, contents, replies = Journal(path), Contents(), ReplyCache()
     journal.load(contents, replies)
     state = State(contents)
     for number, (query, client, then) in enumerate(drawn, 1):
@@ -81,7 +81,7 @@ def test_what_was_committed_comes_back_and_nothing_else(
             expected = copy.deepcopy(held(contents)), dict(replies.last)
             state.apply(StoreSet("a", b"not committed"), "asker", 0.0)
             journal.close()
-            journal, contents, replies = Journal(path), Contents(), Answers()
+            journal, contents, replies = Journal(path), Contents(), ReplyCache()
             journal.load(contents, replies)
             assert (held(contents), dict(replies.last)) == expected
             state = State(contents)
@@ -90,7 +90,7 @@ def test_what_was_committed_comes_back_and_nothing_else(
 
 def test_a_journal_can_be_flushed_to_the_disk(tmp_path: Path) -> None:
     journal, contents = Journal(tmp_path / "j", sync=True), Contents()
-    journal.load(contents, Answers())
+    journal.load(contents, ReplyCache())
     contents.put("k", b"v", [])
     journal.remember(7, 3, StoreNumber(5))
     journal.commit()
@@ -103,7 +103,7 @@ def test_a_journal_can_be_flushed_to_the_disk(tmp_path: Path) -> None:
 
 def test_an_item_on_its_way_is_in_its_queue_after_a_restart(tmp_path: Path) -> None:
     journal, contents = Journal(tmp_path / "j"), Contents()
-    journal.load(contents, Answers())
+    journal.load(contents, ReplyCache())
     for value in (b"1", b"2", b"3"):
         contents.push("q", value)
     contents.delivered(contents.pop("q"))
@@ -138,7 +138,7 @@ def test_a_file_store_is_no_journal(tmp_path: Path) -> None:
 def test_damage_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
     path = tmp_path / "j"
     journal, contents = Journal(path), Contents()
-    journal.load(contents, Answers())
+    journal.load(contents, ReplyCache())
     for n in range(2000):
         contents.put(f"k{n}", b"v" * 50, [])
     journal.commit()
@@ -166,7 +166,7 @@ def _fill_up(rank: int, path: str) -> tuple[str, int]:
     """A limit on the size of files stands for a disk that is full."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     journal, contents = Journal(path), Contents()
-    journal.load(contents, Answers())
+    journal.load(contents, ReplyCache())
     resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, 200_000))
     for n in range(1000):
         contents.put(f"k{n}", b"v" * 10_000, [])

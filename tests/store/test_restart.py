@@ -7,8 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,89 +16,82 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.processes import free_port
-from zmqgrad.errors import QueueEmptyError, StoreError
-from zmqgrad.runtime.clock import Deadline
+from tests.support.relay import Direction, Fate, Relay, at_random, passes
+from zmqgrad.errors import QueueEmptyError, StoreError, StoreTimeoutError
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline, ManualClock
 from zmqgrad.store import Store, TCPStore
+from zmqgrad.store.requesters import ACK_SECONDS, RENEW_SECONDS
 from zmqgrad.store.server import StoreServer
-from zmqgrad.transport.requests.connection import Client
-from zmqgrad.transport.requests.short import Handler
-from zmqgrad.wire.messages import Message, StorePing, StoreWatchKey
+from zmqgrad.store.service import SWEEP_SECONDS
 
 PATIENCE = 20.0
 
 
-class Died(BaseException):
-    """Ends a server at once, as a kill would."""
+def until(condition: Any) -> None:
+    deadline, pause = Deadline.after(PATIENCE), threading.Event()
+    while not condition():
+        assert not deadline.passed()
+        pause.wait(0.002)
 
 
-class Life:
-    """A store whose server meets a fate at each query, and is started again whenever it died."""
+class World:
+    """A store's server, which can be started again, behind a relay that breaks connections.
 
-    def __init__(self, journal: Path | None = None) -> None:
-        self.fates: deque[str] = deque()
-        self.deaths = 0
+    With a journal, what it holds survives.
+    """
+
+    def __init__(self, journal: Path | None = None, clock: Clock = MONOTONIC) -> None:
         self.journal = journal
-        self.servers: list[Mortal] = []
-        self.server = Mortal(self, f"tcp://127.0.0.1:{free_port()}")
+        self.clock = clock
+        self.server = StoreServer("tcp://127.0.0.1:*", journal=journal, clock=clock)
+        self.relay = Relay(self.server.port)
 
-    def reborn(self) -> None:
-        """Called in the dead server's thread."""
-        self.deaths += 1
-        self.server = Mortal(self, self.server.endpoint)
+    def connect(self, timeout: float = PATIENCE) -> TCPStore:
+        return TCPStore("127.0.0.1", self.relay.port, timeout=timeout, fast_path=False)
+
+    def restart(self) -> None:
+        """End the server and start it again."""
+        self.server.close()
+        self.server = StoreServer(
+            f"tcp://127.0.0.1:{self.relay.target[1]}", journal=self.journal, clock=self.clock
+        )
+
+    def strike(self, fate: str) -> None:
+        """Have ``fate`` befall what is sent next."""
+        if fate == "restart":
+            self.restart()
+        elif fate != "arrives":
+            self.relay.fate = _once(self.relay, *FATES[fate])
 
     def close(self) -> None:
-        for server in self.servers:  # the last may have answered before it was assigned
-            server.close()
+        self.relay.close()
+        self.server.close()
 
 
-class Mortal(StoreServer):
-    """A server whose life may end at a query."""
-
-    def __init__(self, life: Life, address: str) -> None:
-        self._life = life
-        self._now = ""
-        life.servers.append(self)
-        super().__init__(address, journal=life.journal)
-
-    def _run(self) -> None:
-        self._service_reply = self._service.reply
-        self._service.reply = self._reply
-        self._service_handler = self._service.handler
-        self._service.handler = self._handler  # type: ignore[method-assign]
-        try:
-            super()._run()
-        except Died:
-            self._life.reborn()
-
-    def _handler(self, kind: type[Message]) -> Handler:
-        handle = self._service_handler(kind)
-        counts = kind not in (StorePing, StoreWatchKey)
-
-        def handle_or_die(client: Client, line: int, number: int, query: Message) -> None:
-            self._now = self._life.fates.popleft() if counts and self._life.fates else "arrives"
-            if self._now == "dies before":
-                raise Died
-            handle(client, line, number, query)
-
-        return handle_or_die
-
-    def _reply(self, client: Client, number: int, message: Message) -> None:
-        if self._now == "dies after":
-            raise Died
-        if self._now == "breaks":
-            self._requests._close(client)
-        self._service_reply(client, number, message)
+FATES: dict[str, tuple[Direction, Fate]] = {
+    "the query is lost": ("to server", "drop"),
+    "the query is cut in two": ("to server", "truncate"),
+    "the query arrives, then it breaks": ("to server", "cut"),
+    "the reply is lost": ("to client", "drop"),
+    "the reply is cut in two": ("to client", "truncate"),
+}
 
 
-@pytest.fixture(params=["in memory", "with a journal"])
-def life(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Life]:
-    made = Life(tmp_path / "journal" if request.param == "with a journal" else None)
+def _once(relay: Relay, where: Direction, fate: Fate) -> Callable[[Direction, bytes], Fate]:
+    def strike(direction: Direction, chunk: bytes) -> Fate:
+        if direction != where:
+            return "pass"
+        relay.fate = passes
+        return fate
+
+    return strike
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path / "journal")
     yield made
     made.close()
-
-
-def connect(life: Life) -> TCPStore:
-    return TCPStore("127.0.0.1", life.server.port, timeout=PATIENCE)
 
 
 # ---- one dict, several clients, and no mercy --------------------------------------------------------------
@@ -173,103 +165,185 @@ COMMANDS = st.one_of(
     st.tuples(st.just("queue_pop"), st.just("q")),
     st.tuples(st.just("num_keys")),
 )
-FATES = ["arrives", "arrives", "breaks", "dies before", "dies after"]
+STEPS = st.tuples(st.integers(0, 2), COMMANDS, st.sampled_from(["arrives", "arrives", "restart", *FATES]))
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(data=st.data())
-def test_a_store_is_a_dict_whatever_happens_to_its_server(data: st.DataObject, tmp_path: Path) -> None:
-    """(P9), and exactly once: a lost answer is asked for again, and the change is not made again."""
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(STEPS, max_size=25))
+def test_a_store_is_a_dict_whatever_breaks(steps: list[tuple[int, Any, str]], tmp_path: Path) -> None:
+    """(P9), and exactly once: a query without a reply is repeated, and the change is not made again."""
     path = tmp_path / "journal"
     path.unlink(missing_ok=True)
-    life, model = Life(path), Model()
-    clients = [connect(life) for _ in range(3)]
+    world, model = World(path), Model()
+    clients = [world.connect() for _ in range(3)]
     try:
-        steps = st.tuples(st.integers(0, 2), COMMANDS, st.sampled_from(FATES))
-        for which, command, fate in data.draw(st.lists(steps, max_size=25)):
-            life.fates.append(fate)
+        for which, command, fate in steps:
+            world.strike(fate)
             expected = getattr(model, command[0])(*command[1:])
-            assert ask(clients[which], *command) == expected, command
-            life.fates.clear()
+            assert ask(clients[which], *command) == expected, (command, fate)
+            world.relay.fate = passes
     finally:
         for client in clients:
             client.close()
-        life.close()
+        world.close()
 
 
-@pytest.mark.parametrize("fate", ["breaks", "dies after"])
-def test_what_was_answered_in_vain_is_not_done_again(tmp_path: Path, fate: str) -> None:
-    life = Life(tmp_path / "journal")
-    with connect(life) as store:
+@pytest.mark.parametrize("fate", FATES)
+def test_what_was_replied_to_in_vain_is_not_done_again(world: World, fate: str) -> None:
+    with world.connect() as store:
         store.queue_push("q", "first")
         store.queue_push("q", "second")
-        life.fates += [fate, "arrives"] * 2
+        world.strike(fate)
         assert store.add("n", 1) == 1
+        world.strike(fate)
         assert store.queue_pop("q") == b"first"
-        life.fates.clear()
+        world.strike(fate)
+        assert store.compare_set("c", "", "x") == b"x"
         assert (store.add("n", 1), store.queue_len("q")) == (2, 1)
-    assert life.deaths == (2 if fate == "dies after" else 0)
-    life.close()
+
+
+# ---- items of queues --------------------------------------------------------------------------------------
+
+
+def test_an_item_that_nobody_acknowledges_returns_to_the_head(tmp_path: Path) -> None:
+    clock = ManualClock()
+    world = World(clock=clock)
+    with (
+        world.connect(timeout=0.5) as gone,
+        TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as store,
+    ):
+        for item in ("first", "second"):
+            store.queue_push("q", item)
+        world.relay.fate = lambda direction, chunk: "drop" if direction == "to client" else "pass"
+        with pytest.raises(StoreTimeoutError):
+            gone.queue_pop("q")
+        assert store.queue_len("q") == 1, "the first one is on its way"
+        clock.advance(ACK_SECONDS + SWEEP_SECONDS)
+        store.add("n", 1)  # which makes the server look at the clock
+        until(lambda: store.queue_len("q") == 2)
+        assert [store.queue_pop("q") for _ in range(2)] == [b"first", b"second"]
+    world.close()
+
+
+def test_an_item_that_cannot_be_sent_goes_to_the_next_who_waits(world: World) -> None:
+    """ROUTER_MANDATORY tells at once that a client's connection is gone."""
+    with TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as store:
+        gone, got = world.connect(), list[bytes]()
+        world.relay.refusing = True  # it cannot come back
+        threads = [
+            threading.Thread(target=_pop_until_closed, args=(gone, got)),
+            threading.Thread(target=lambda: got.append(store.queue_pop("q"))),
+        ]
+        for n, thread in enumerate(threads):
+            thread.start()
+            until(lambda n=n: world.server.statistics()["parked"] == n + 1)  # type: ignore[misc]
+        world.relay.cut()
+        until(lambda: world.server.statistics()["clients"] == 2)
+        with TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as other:
+            other.queue_push("q", "item")
+        threads[1].join(PATIENCE)
+        assert got == [b"item"]
+        gone.close()
+        threads[0].join(PATIENCE)
+
+
+def _pop_until_closed(store: TCPStore, got: list[bytes]) -> None:
+    with pytest.raises(StoreError, match="closed"):
+        got.append(store.queue_pop("q"))
 
 
 @pytest.mark.slow
-def test_answers_to_several_that_are_repeated_many_times(life: Life) -> None:
-    with connect(life) as store:
-        life.fates += ["breaks", "breaks", "breaks", "arrives"] * 5
-        assert [store.add("n", 1) for _ in range(5)] == [1, 2, 3, 4, 5]
-        life.fates.clear()
+@pytest.mark.parametrize("seed", range(3))
+def test_no_item_is_lost_or_delivered_twice(world: World, seed: int) -> None:
+    """Over connections that break at random, with a server that is started again."""
+    count, got, lock = 200, list[int](), threading.Lock()
+    stores = [world.connect() for _ in range(4)]
+
+    def push(store: TCPStore, first: int) -> None:
+        for n in range(first, count, 2):
+            store.queue_push("q", str(n))
+
+    def pop(store: TCPStore) -> None:
+        while True:
+            item = store.queue_pop("q")
+            with lock:
+                if item == b"end":
+                    return
+                got.append(int(item))
+
+    world.relay.fate = at_random(0.03, seed)
+    pushers = [threading.Thread(target=push, args=(store, n)) for n, store in enumerate(stores[:2])]
+    poppers = [threading.Thread(target=pop, args=(store,)) for store in stores[2:]]
+    for thread in (*pushers, *poppers):
+        thread.start()
+    for portion in (0.3, 0.6):
+        until(lambda portion=portion: len(got) > portion * count)  # type: ignore[misc]
+        world.restart()
+    for thread in pushers:
+        thread.join(60.0)
+    for _ in poppers:
+        stores[0].queue_push("q", "end")
+    for thread in poppers:
+        thread.join(60.0)
+    assert sorted(got) == list(range(count))
+    for half in (0, 1):
+        mine = [n for n in got if n % 2 == half]
+        assert len(mine) == count // 2
+    for store in stores:
+        store.close()
 
 
 # ---- those who wait ---------------------------------------------------------------------------------------
 
 
-def until(condition: Any) -> None:
-    deadline, pause = Deadline.after(PATIENCE), threading.Event()
-    while not condition():
-        assert not deadline.passed()
-        pause.wait(0.002)
-
-
 @pytest.mark.slow
-def test_those_who_wait_go_on_waiting_at_the_next_server(tmp_path: Path) -> None:
-    life, got = Life(tmp_path / "journal"), []
-    with connect(life) as store, connect(life) as other:
+def test_those_who_wait_go_on_waiting_at_the_next_server(world: World) -> None:
+    got: list[Any] = []
+    with world.connect() as store, world.connect() as other:
         waiters = [
             threading.Thread(target=lambda call=call: got.append(call()))  # type: ignore[misc]
             for call in (lambda: store.get("k"), lambda: store.queue_pop("q"), lambda: store.wait(["k"]))
         ]
         for waiter in waiters:
             waiter.start()
-        until(lambda: life.server.statistics()["parked"] == 3)
-        life.fates.append("dies before")
-        other.set("unrelated", "")
-        until(lambda: life.server.statistics()["parked"] == 3)
+        until(lambda: world.server.statistics()["parked"] == 3)
+        world.restart()
+        until(lambda: world.server.statistics()["parked"] == 3)
+        world.relay.cut()
         other.queue_push("q", "pushed")
         other.set("k", "set")
         for waiter in waiters:
             waiter.join(PATIENCE)
         assert sorted(got, key=str) == [None, b"pushed", b"set"]
-    life.close()
 
 
-def test_one_who_waited_and_went_takes_nothing(life: Life) -> None:
-    """A value that is pushed later goes to one who is there."""
-    with connect(life) as store:
-        gone = connect(life)
-
-        def wait() -> None:
-            with pytest.raises(StoreError, match="closed"):
-                gone.queue_pop("q")
-
-        waiter = threading.Thread(target=wait)
-        waiter.start()
-        until(lambda: life.server.statistics()["parked"] == 1)
+def test_a_wait_that_is_not_repeated_is_forgotten() -> None:
+    """So clients that died, or went without a word, keep nothing and take nothing."""
+    clock = ManualClock()
+    world = World(clock=clock)
+    with TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as store:
+        gone = world.connect()
+        thread = threading.Thread(target=_pop_until_closed, args=(gone, []))
+        thread.start()
+        until(lambda: world.server.statistics()["parked"] == 1)
         gone.close()
-        waiter.join(PATIENCE)
-        until(lambda: life.server.statistics()["parked"] == 0)
+        thread.join(PATIENCE)
+        clock.advance(RENEW_SECONDS + SWEEP_SECONDS)
+        store.add("n", 1)  # which makes the server look at the clock
+        until(lambda: world.server.statistics()["parked"] == 0)
         store.queue_push("q", "kept")
         assert store.queue_pop("q", False) == b"kept"
+    world.close()
+
+
+def test_a_query_that_was_given_up_takes_nothing(world: World) -> None:
+    """The next query of its client tells the server."""
+    with world.connect(timeout=0.2) as store:
+        with pytest.raises(StoreTimeoutError):
+            store.queue_pop("q")
+        store.queue_push("q", "kept")
+        assert store.queue_len("q") == 1
 
 
 def test_a_restart_with_a_journal_is_not_noticed_by_who_waits(tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def _versions() -> Check:
 
 def _packages() -> Check:
     found, absent = [f"libzmq {about.libzmq_version()}"], []
-    for name in ("torch", "pyzmq", "pynacl", "msgspec", "cloudpickle"):
+    for name in ("torch", "pyzmq", "msgspec", "cloudpickle"):
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
         except importlib.metadata.PackageNotFoundError:

@@ -36,6 +36,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"the port (default: {DEFAULT_PORT}, or that of --listen-fd); 0 for one that is free",
     )
     parser.add_argument(
+        "--watch-port",
+        type=int,
+        default=0,
+        help="the port where changes are published for those who watch keys, for a firewall to let through; "
+        "0 (the default) for one that is free, which clients learn from the server",
+    )
+    parser.add_argument(
         "--journal",
         metavar="PATH",
         help="write each change to this file before it is answered, and begin with what is there: so the "
@@ -82,6 +89,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 sync=arguments.sync,
                 secret=secret,
                 listen_fd=arguments.listen_fd,
+                watch_port=check_port(arguments.watch_port),
             )
         except (TransportError, JournalError) as error:
             print(f"zmqgrad store serve: {error}", file=sys.stderr)

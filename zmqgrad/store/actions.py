@@ -134,8 +134,7 @@ def _list_keys(state: State, query: StoreListKeys, asker: Any, now: float, other
 
 def _queue_push(state: State, query: StoreQueuePush, asker: Any, now: float, others: list[Effect]) -> Message:
     state.contents.push(query.key, query.value)
-    if not state.serve_pops(query.key, others) and query.key in state.lacked:
-        state.wake(query.key, others)
+    state.queue_grew(query.key, others)
     return DONE
 
 
@@ -143,9 +142,7 @@ def _queue_pop(
     state: State, query: StoreQueuePop, asker: Any, now: float, others: list[Effect]
 ) -> Message | None:
     if query.key in state.queues:
-        item = state.contents.pop(query.key)
-        state.contents.delivered(item)
-        return StoreValue(item.value, state.revision)
+        return state.deliver(asker, query.key, state.contents.pop(query.key))
     if not query.block:
         return StoreRefused(Refusal.MISSING, f"the queue {query.key!r} is empty")
     parked = Parked(query, asker, (query.key,))

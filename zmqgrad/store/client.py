@@ -41,6 +41,10 @@ class TCPStore(QueryStore):
         journal: on the master: a file that keeps what was written, for the next master that is given it.
         secret: who has not the same one is not answered; all is encrypted. None: that of the environment
             (ZMQGRAD_SECRET, or the file ZMQGRAD_SECRET_FILE), if there is one.
+        watch_port: on the master: the tcp port of the watch channel, so that a firewall can let it through;
+            0: the system picks one when the first client wants to watch a key.
+        fast_path: within a host, go past ZeroMQ with small queries (see :mod:`~zmqgrad.transport.local`);
+            None: as the environment says (ZMQGRAD_LOCAL_FAST_PATH).
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if the master cannot listen.
@@ -63,6 +67,8 @@ class TCPStore(QueryStore):
         *,
         journal: str | os.PathLike[str] | None = None,
         secret: str | bytes | None = None,
+        watch_port: int = 0,
+        fast_path: bool | None = None,
     ) -> None:
         super().__init__(timeout)
         if not isinstance(host_name, str):
@@ -75,13 +81,20 @@ class TCPStore(QueryStore):
         self._secret = secret
         self._server = (
             servers.lend(
-                listening_address(host_name, port, keyed), multi_tenant, journal, secret, master_listen_fd
+                listening_address(host_name, port, keyed),
+                multi_tenant,
+                journal=journal,
+                secret=secret,
+                listen_fd=master_listen_fd,
+                watch_port=check_port(watch_port),
+                fast_path=fast_path,
             )
             if is_master
             else None
         )
         self._port = port if self._server is None else self._server.port
-        self._connection = Connection(host_name, self._port, self._timeout, secret)
+        self._fast_path = fast_path
+        self._connection = Connection(host_name, self._port, self._timeout, secret, fast_path)
         self._ask = self._connection.ask
         self._ending = Ending(self, _Closing(self._connection, self._server))
         try:
@@ -152,7 +165,9 @@ class TCPStore(QueryStore):
             self._connection.unwatch_if_unwatched(target)
 
     def clone(self) -> TCPStore:
-        return TCPStore(self._host, self._port, timeout=self._timeout, secret=self._secret)
+        return TCPStore(
+            self._host, self._port, timeout=self._timeout, secret=self._secret, fast_path=self._fast_path
+        )
 
     def set_timeout(self, timeout: Timeout) -> None:
         super().set_timeout(timeout)

@@ -6,7 +6,6 @@ import logging
 import re
 import secrets
 import threading
-from collections.abc import Callable
 
 from zmqgrad import environment
 from zmqgrad.errors import (
@@ -16,27 +15,33 @@ from zmqgrad.errors import (
     SecretError,
     StoreError,
     StoreTimeoutError,
+    TransportError,
 )
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.store.addresses import connecting_address, why_unknown
 from zmqgrad.store.followers import CallbackNotice, Registered
-from zmqgrad.store.topics import Target
-from zmqgrad.store.watch import WatchBook, as_registered, unwatch_query, watch_query
-from zmqgrad.transport.notices import NoticeListener
-from zmqgrad.transport.requests.client import RequestClient
+from zmqgrad.store.topics import Prefix, Target, topic_of
+from zmqgrad.store.watch import RENEW_SECONDS, WatchBook, as_registered, unwatch_query, watch_query
+from zmqgrad.transport import local
+from zmqgrad.transport.query.client import QueryClient
+from zmqgrad.transport.query.publisher import NONCE
+from zmqgrad.transport.query.subscriber import Subscriber
 from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
+    StoreChannel,
     StoreCheck,
-    StoreListen,
     StoreMultiGet,
     StoreMultiSet,
     StorePing,
     StorePong,
     StoreRefused,
+    StoreRenewWatches,
+    StoreRevisions,
     StoreWait,
+    StoreWatchChannel,
 )
 
 logger = logging.getLogger(__name__)
@@ -50,33 +55,47 @@ UNWATCH_SECONDS = 1.0
 """How long it is tried to tell the server that something is watched no more."""
 
 
-class UnknownEarError(StoreError):
-    """The server knows no connection for notices by that name."""
+class NotSubscribedError(StoreError):
+    """The server has not seen the subscription that a watch needs."""
 
 
-_KINDS = {Refusal.MISSING: QueueEmptyError, Refusal.UNKNOWN: UnknownEarError}
+_KINDS = {Refusal.MISSING: QueueEmptyError, Refusal.UNSUBSCRIBED: NotSubscribedError}
 
 
 class Connection:
     """To the server at ``host:port``; ``timeout``, in seconds, is for what has none of its own.
 
-    ``secret``: None for that of the environment.
+    ``secret`` and ``fast_path``: None for what the environment says.
 
     Safe to use from any thread. You must close it.
     """
 
-    def __init__(self, host: str, port: int, timeout: float, secret: str | bytes | None = None) -> None:
+    def __init__(
+        self,
+        host: str,
+        port: int,
+        timeout: float,
+        secret: str | bytes | None = None,
+        fast_path: bool | None = None,
+    ) -> None:
         self.timeout = timeout
         self._host = host
         self._port = port
         self._address = connecting_address(host, port)
         self._keys = keys_of(secret)
-        name = f"store-client-{secrets.token_hex(3)}"
-        self._client = RequestClient(self._address, name=name, keys=self._keys)
-        self._listener: NoticeListener | None = None
+        self._client = QueryClient(
+            self._address,
+            name=f"store-client-{secrets.token_hex(3)}",
+            keys=self._keys,
+            fast_path=environment.local_fast_path() if fast_path is None else fast_path,
+        )
+        self._watcher = secrets.randbits(63)
+        self._subscriber: Subscriber | None = None
         self._closed = False
-        self._lock = threading.Lock()  # guards _listener and _closed
-        self.watches = WatchBook(self._client.name, self._register)
+        self._lock = threading.Lock()  # guards _subscriber and _closed
+        self._moving = threading.Lock()  # guards where the subscriber is connected to
+        self._may_have_moved = True  # the publisher
+        self.watches = WatchBook(self._client.name, self._register, self._renew_watches)
 
     def ask(self, query: Message, seconds: float) -> Message:
         """The answer to ``query``, which may take so long.
@@ -87,7 +106,7 @@ class Connection:
         """
         try:
             answer = self._client.request(query, seconds + LATE_SECONDS)
-        except (TimeoutError, ClosedError, ProtocolError) as e:
+        except (TimeoutError, TransportError, ProtocolError) as e:
             raise self._explained(e, query, seconds) from e
         if type(answer) is StoreRefused:
             raise self._refused(query, seconds, answer)
@@ -96,7 +115,7 @@ class Connection:
     def _explained(self, error: Exception, query: Message, seconds: float) -> StoreError:
         """An error of the transport, in words about ``query``."""
         if isinstance(error, TimeoutError):
-            return self._silence(query, seconds)
+            return self._silence(query, seconds, error)
         if isinstance(error, SecretError):
             return StoreError(
                 f"{_name(query)}: cannot talk to {self._host}:{self._port}: {error}. Give all processes the "
@@ -106,10 +125,10 @@ class Connection:
             return StoreError(f"{_name(query)}: not understood by, or from, {self._address}: {error}")
         return StoreError(f"{_name(query)}: {error}")
 
-    def _silence(self, query: Message, seconds: float) -> StoreTimeoutError:
+    def _silence(self, query: Message, seconds: float, error: Exception) -> StoreTimeoutError:
         return StoreTimeoutError(
             f"{_name(query)}: no store answered at {self._host}:{self._port} within {seconds:g} s: is the "
-            f"master running, and is this its address?{why_unknown(self._host)}"
+            f"master running, and is this its address?{why_unknown(self._host)} [{error}]"
         )
 
     def _refused(self, query: Message, seconds: float, answer: StoreRefused) -> StoreError:
@@ -125,77 +144,110 @@ class Connection:
         if type(pong) is not StorePong:
             raise StoreError(f"{self._address} answered a ping with {type(pong).__name__}")
 
+    # ---- watching ---------------------------------------------------------------------------------------
+
     def _noticed(self, message: Message) -> list[Task]:
         to_do: list[Task] = []
         if isinstance(message, CallbackNotice):
             self.watches.noticed(message, to_do.append)
         return to_do
 
-    def _listen(self) -> NoticeListener:
+    def _subscribe(self, *topics: bytes, deadline: Deadline) -> Subscriber:
+        """Subscribe to ``topics`` in that order, at the server's publisher, wherever that is by now."""
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self!r} is closed")
-            if self._listener is None:
-                self._listener = NoticeListener(
-                    self._client.name,
-                    self._address,
-                    self._keys,
-                    _introduce,
-                    self._noticed,
-                    self.watches.broken,
-                    self.watches.attend,
+            if self._subscriber is None:
+                self._subscriber = Subscriber(
+                    self._client.name, self._noticed, self._on_broken, self.watches.attend
                 )
-            return self._listener
+            subscriber = self._subscriber
+        with self._moving:  # one thread at a time asks where it is
+            if self._may_have_moved:
+                self._may_have_moved = False
+                try:
+                    endpoint = self._find_publisher(deadline)
+                    if endpoint != subscriber.endpoint:
+                        subscriber.connect(endpoint, self._keys)
+                except BaseException:
+                    self._may_have_moved = True
+                    raise
+            subscriber.subscribe(*topics)
+        return subscriber
+
+    def _find_publisher(self, deadline: Deadline) -> str:
+        """The best endpoint of the server's publisher."""
+        channel = self.ask(StoreWatchChannel(), deadline.left())
+        if type(channel) is not StoreChannel:
+            raise StoreError(f"{self._address} told no watch channel, but {type(channel).__name__}")
+        if channel.endpoint and local.supported() and local.accepts_us(channel.endpoint):
+            return channel.endpoint
+        return connecting_address(self._host, channel.port)
+
+    def _on_broken(self) -> None:
+        """The connection for notifications is: the server may have been started again elsewhere."""
+        self._may_have_moved = True
+        self.watches.broken()
 
     def _register(self, target: Target) -> Registered:
-        """Have notice given of ``target``: each change after what this gives will be heard of."""
-        deadline, known_as = Deadline.after(self.timeout), ""
-        listener = self._listen()
-        query: Message = watch_query(target)
+        """Watch ``target``: each change after what this returns will be notified."""
+        deadline = Deadline.after(self.timeout)
+        topic = topic_of(target)
         while True:
+            nonce = secrets.token_hex(16)
+            proof = NONCE + nonce.encode()
+            subscriber = self._subscribe(topic, proof, deadline=deadline)
             try:
-                known_as = listener.wait_known(deadline, but_not=known_as)
-            except (TimeoutError, ClosedError, ProtocolError) as e:
-                raise self._explained(e, query, self.timeout) from e
-            query = watch_query(target, known_as)
-            try:
-                return as_registered(self.ask(query, deadline.left()))
-            except UnknownEarError:
-                pass  # the connection for notices broke, and is made anew
+                return as_registered(self.ask(watch_query(target, nonce, self._watcher), deadline.left()))
+            except NotSubscribedError:
+                # The subscription takes too long: another publisher, or a connection that leads nowhere.
+                with self._moving:
+                    subscriber.disconnect()
+                    self._may_have_moved = True
+            finally:
+                subscriber.unsubscribe(proof)
 
     def unwatch_if_unwatched(self, target: Target) -> None:
         """After a watch of ``target`` ended or failed."""
-        listener = self._listener
-        if listener is None or not listener.known_as or self.watches.watches(target):
+        subscriber = self._subscriber
+        if subscriber is None or self.watches.watches(target):
             return
+        subscriber.unsubscribe(topic_of(target))
         try:
-            self.ask(unwatch_query(target, listener.known_as), min(self.timeout, UNWATCH_SECONDS))
+            self.ask(unwatch_query(target, self._watcher), min(self.timeout, UNWATCH_SECONDS))
             if self.watches.watches(target):  # since a moment ago: that is undone, too
                 self.watches.refresh(target)
         except (StoreError, ClosedError) as e:
-            # Then that connection breaks, and all is looked at anew; or notices come that nobody wants.
-            logger.debug("%r: the watch of %r was not ended: %s", self, target, e)
+            logger.debug("%r: the server will forget the watch of %r later: %s", self, target, e)
+
+    def _renew_watches(self) -> None:
+        """Tell the server what is still watched; read again what was missed. Called every few seconds."""
+        targets = self.watches.live_targets()
+        keys = tuple(target for target in targets if isinstance(target, str))
+        prefixes = tuple(target.text for target in targets if isinstance(target, Prefix))
+        query = StoreRenewWatches(self._watcher, keys, prefixes)
+        try:
+            reply = self.ask(query, RENEW_SECONDS)
+        except (StoreError, ClosedError) as e:
+            logger.debug("%r: watches were not renewed: %s", self, e)
+            return
+        if type(reply) is StoreRevisions and len(reply.revisions) == len(targets):
+            ordered: list[Target] = [*keys, *map(Prefix, prefixes)]
+            self.watches.check(dict(zip(ordered, reply.revisions, strict=True)))
 
     def close(self) -> None:
         """Disconnect. Idempotent. Calls under way end with ``StoreError``."""
         with self._lock:
-            listener, self._closed = self._listener, True
-        if listener is not None:
-            listener.close()
+            subscriber, self._closed = self._subscriber, True
+        if subscriber is not None:
+            subscriber.close()
         self._client.close()
         self.watches.close()
-        if listener is not None:
-            listener.join(Deadline.after(JOIN_SECONDS))
+        if subscriber is not None:
+            subscriber.join(Deadline.after(JOIN_SECONDS))
 
     def __repr__(self) -> str:
         return f"<Connection to the store at {self._host}:{self._port}{', closed' if self._closed else ''}>"
-
-
-def _introduce(ask: Callable[[Message], Message], name: str) -> None:
-    """Have the server give notices on this connection."""
-    answer = ask(StoreListen(name))
-    if type(answer) is StoreRefused:
-        raise ProtocolError(answer.text)
 
 
 def _name(query: Message) -> str:

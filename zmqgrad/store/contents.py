@@ -208,6 +208,10 @@ class Contents:
             if isinstance(target, Prefix):
                 self._prefixes.append(target)
 
+    def last_notice(self, target: Target) -> int:
+        """The revision of the last notice of ``target``; 0 if there was none since it is watched."""
+        return self._watched.get(target, 0)
+
     def unwatch(self, target: Target) -> None:
         """Make no more notices of ``target``."""
         if self._watched.pop(target, None) is not None and isinstance(target, Prefix):

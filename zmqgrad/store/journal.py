@@ -15,8 +15,8 @@ from pathlib import Path
 import msgspec
 
 from zmqgrad.errors import JournalError, ProtocolError, StoreError
-from zmqgrad.store.answers import Answers
 from zmqgrad.store.contents import Contents, Item
+from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.sqlite import connect, is_busy
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
@@ -68,7 +68,7 @@ class Journal:
         self._closed = False
         self._failure: sqlite3.Error | None = None
 
-    def load(self, contents: Contents, replies: Answers) -> None:
+    def load(self, contents: Contents, replies: ReplyCache) -> None:
         """Fill ``contents`` and ``replies``, which are new, with what is written here.
 
         Raises:
@@ -92,6 +92,7 @@ class Journal:
         self._revision, self._last_item = contents.revision, contents.last_item
         self._contents = contents
         contents.recorder = self
+        replies.on_forgotten = self.forget
 
     def _damaged(self, error: Exception) -> JournalError:
         return JournalError(

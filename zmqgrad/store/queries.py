@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 from zmqgrad.errors import ClosedError, ConfigurationError, StoreError
-from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.base import Store
 from zmqgrad.store.effects import MAX_TOGETHER
@@ -24,11 +24,13 @@ from zmqgrad.wire.messages import (
     StoreDeleteKey,
     StoreGet,
     StoreGetNumKeys,
+    StoreItem,
     StoreKeys,
     StoreListKeys,
     StoreMultiGet,
     StoreMultiSet,
     StoreNumber,
+    StoreQueueAck,
     StoreQueueLen,
     StoreQueuePop,
     StoreQueuePush,
@@ -92,7 +94,10 @@ class QueryStore(Store):
         self._ask(StoreSet(as_key(key), as_value(value)), self._timeout)
 
     def get(self, key: str) -> bytes:
-        return self._value(StoreGet(as_key(key), self._timeout))
+        reply = self._ask(StoreGet(as_key(key), self._timeout), self._timeout)
+        if type(reply) is not StoreValue:
+            raise self._expect(StoreValue, reply)
+        return reply.value
 
     def add(self, key: str, amount: int) -> int:
         if type(amount) is not int:
@@ -102,7 +107,10 @@ class QueryStore(Store):
                 raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}") from None
         if not -(1 << 63) <= amount < 1 << 63:
             raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
-        return self._number(StoreAdd(as_key(key), amount))
+        reply = self._ask(StoreAdd(as_key(key), amount), self._timeout)
+        if type(reply) is not StoreNumber:
+            raise self._expect(StoreNumber, reply)
+        return reply.number
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         return self._value(StoreCompareSet(as_key(key), as_value(expected_value), as_value(desired_value)))
@@ -146,7 +154,19 @@ class QueryStore(Store):
         self._ask(StoreQueuePush(as_key(key), as_value(value)), self._timeout)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        return self._value(StoreQueuePop(as_key(key), bool(block), self._timeout))
+        query, deadline = (
+            StoreQueuePop(as_key(key), bool(block), self._timeout),
+            Deadline.after(self._timeout),
+        )
+        while True:
+            reply = self._ask(query, deadline.left())
+            if type(reply) is StoreValue:
+                return reply.value
+            if type(reply) is not StoreItem:
+                raise self._expect(StoreItem, reply)
+            if self._number(StoreQueueAck(reply.item)):
+                return reply.value
+            # It took so long that the item has returned to the queue.
 
     def queue_len(self, key: str) -> int:
         return self._number(StoreQueueLen(as_key(key)))

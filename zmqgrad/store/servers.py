@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from functools import partial
+from typing import Any
 
 from zmqgrad.store.server import StoreServer
 
@@ -16,19 +16,12 @@ class Servers:
         self._lock = threading.Lock()  # guards _shared
         self._shared: dict[str, tuple[StoreServer, int]] = {}  # and how many use it
 
-    def lend(
-        self,
-        address: str,
-        shared: bool,
-        journal: str | os.PathLike[str] | None = None,
-        secret: str | bytes | None = None,
-        listen_fd: int | None = None,
-    ) -> StoreServer:
+    def lend(self, address: str, shared: bool, **options: Any) -> StoreServer:
         """A server at ``address``: with ``shared`` the one that is there, if it is shared, too.
 
-        ``journal``, ``secret`` and ``listen_fd`` are for one that is not there yet.
+        ``options`` are those of :class:`StoreServer`, for one that is not there yet.
         """
-        make = partial(StoreServer, address, journal=journal, secret=secret, listen_fd=listen_fd)
+        make = partial(StoreServer, address, **options)
         if not shared or address.endswith(":*"):
             return make()
         with self._lock:

@@ -1,222 +1,310 @@
-"""What a store's server does with queries: the state machine driven, answers and notices given.
+"""What a store's server does with queries: drives the state machine, replies, publishes notifications.
 
-A change that a client asks for again, as it has lost its connection, is not made again; with a journal,
-nobody is told of a change before it is written down. Called in the server's thread alone.
+A change that is repeated, as its client cannot know whether it arrived, is not made again; with a journal,
+no reply to a change leaves before the change is written down. A popped item counts as delivered when the
+client has acknowledged it. Called in the server's thread alone.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from types import MethodType
 
+from zmqgrad.errors import TransportError
 from zmqgrad.runtime.clock import Clock
 from zmqgrad.store.actions import ACTIONS, CHANGING
-from zmqgrad.store.answers import Answers
-from zmqgrad.store.askers import Asker, WaitingAskers
-from zmqgrad.store.effects import Effect, Notice, Reply, refuse
+from zmqgrad.store.contents import Contents, Item
+from zmqgrad.store.effects import DONE, Effect, Notice, Reply
 from zmqgrad.store.journal import Journal
+from zmqgrad.store.reply_cache import ReplyCache
+from zmqgrad.store.requesters import Delivery, Requester, Requesters
 from zmqgrad.store.state import State
-from zmqgrad.store.topics import Prefix, Target
-from zmqgrad.store.watchers import Watchers
-from zmqgrad.transport.requests.connection import Client
-from zmqgrad.transport.requests.server import RequestServer
-from zmqgrad.transport.requests.short import Handler
+from zmqgrad.store.topics import Prefix, Target, topic_of
+from zmqgrad.store.watch_registry import WatchRegistry
+from zmqgrad.transport.query.publisher import Publisher
+from zmqgrad.transport.query.server import QueryServer, Route
 from zmqgrad.wire.messages import (
+    UNKNOWN_WATCH,
     Message,
     Refusal,
-    StoreDone,
-    StoreListen,
-    StorePing,
-    StorePong,
+    StoreChannel,
+    StoreItem,
+    StoreNumber,
+    StoreQueueAck,
     StoreQueuePop,
     StoreRefused,
+    StoreRenewWatches,
+    StoreRevisions,
     StoreUnwatchKey,
     StoreUnwatchPrefix,
+    StoreWatchChannel,
     StoreWatchKey,
     StoreWatchPrefix,
 )
 
-_new = tuple.__new__  # quicker than the class itself
+SWEEP_SECONDS = 1.0
+"""How often it is looked for clients that are gone, while there are any to be looked at."""
+
+SUBSCRIBE_SECONDS = 2.0
+"""How long a watch waits for its subscription. It is under way; if it is not, the client connects anew."""
 
 
 class StoreService:
-    """Serves ``state`` to those who ask ``requests``.
+    """Serves ``contents`` to the clients of ``server``.
 
     Args:
-        answers: what has been answered to changes already.
+        replies: those to the last changes.
         journal: where changes are written down; None: nowhere.
         max_waiting: how many queries may wait at a time, of all clients together.
+        make_publisher: makes the publisher of notifications, which calls what it is given with each nonce. It
+            is called when the first client wants to watch something.
     """
 
     def __init__(
         self,
-        requests: RequestServer,
-        state: State,
-        answers: Answers,
+        server: QueryServer,
+        contents: Contents,
+        replies: ReplyCache,
         journal: Journal | None,
         *,
         max_waiting: int,
+        make_publisher: Callable[[Callable[[str], None]], Publisher],
         clock: Clock,
     ) -> None:
-        self._requests = requests
-        self.reply = requests.reply
-        """As the server has it: a method of this would cost each answer another call."""
-        self._state = state
-        self._contents = state.contents
-        self._answers = answers
-        self._answered = answers.last
-        self._remember = answers.remember
+        self._server = server
+        self.reply = server.reply
+        """As the server has it: a method of this would cost each reply another call."""
+        self.state = State(contents, self._hand_over)
+        self._contents = contents
+        self._replies = replies
+        self._last = replies.last
         self._journal = journal
         self._now = clock.now
         self._held: list[Effect] = []  # until the journal has what they tell of
-        self._waiting = WaitingAskers(state, max_waiting)
-        self._unpark = self._waiting.unpark
-        self._watchers: Watchers[Client] = Watchers()
-        self.refuses_newcomers = False
-        """Are no pings answered any more? May be set in any thread."""
-        self.published = 0
-        """How many notices have been given."""
+        self._requesters = Requesters(max_waiting)
+        self._open = self._requesters.open
+        self._watches = WatchRegistry()
+        self._make_publisher = make_publisher
+        self._publisher: Publisher | None = None
+        self._unsubscribed: dict[str, tuple[Requester, float]] = {}  # by nonce: watches that wait for it
+        self._sweep_at = math.inf
 
-    def handler(self, kind: type[Message]) -> Handler:
-        """What answers queries of ``kind``, now or later."""
-        return MethodType(_HANDLERS.get(kind, StoreService._misplaced), self)
+    @property
+    def published(self) -> int:
+        """How many notifications were published."""
+        return 0 if self._publisher is None else self._publisher.published
 
-    def _look(self, client: Client, line: int, number: int, query: Message) -> None:
-        """``query`` changes nothing; it may have to wait."""
-        asker = _new(Asker, (client, line, number))
-        answer = ACTIONS[type(query)](self._state, query, asker, self._now(), [])
-        if answer is None:
-            self._park(asker, query)
-        elif self._journal is None:
-            self.reply(client, number, answer)
+    # ---- queries ----------------------------------------------------------------------------------------
+
+    def handle(self, route: Route, client: int, number: int, query: Message) -> None:
+        """Reply to query ``number`` of ``client``, now or later."""
+        entry = self._open.get(client)
+        if entry is not None and self._is_repeated(entry, route, number, query):
+            return
+        _HANDLERS.get(type(query), StoreService._misplaced)(self, route, client, number, query)
+
+    def _is_repeated(self, entry: Requester | Delivery, route: Route, number: int, query: Message) -> bool:
+        """``client`` has an open query. True if this is that one again, or an earlier one."""
+        if type(entry) is Delivery:
+            requester = entry.requester
+            if number == requester.number:
+                requester.route = route
+                self._carry_out([Reply(requester, self._hand_over(requester, entry.queue, entry.item))])
+                return True
+            if type(query) is StoreQueueAck and query.item == entry.item.id:
+                return False
         else:
-            self._held.append(Reply(asker, answer))
+            assert type(entry) is Requester
+            requester = entry
+            if number == requester.number:
+                self._requesters.renew(requester, route, self._now())
+                return True
+        if number > requester.number:
+            self._give_up(entry)
+        return number < requester.number
 
-    def _change(self, client: Client, line: int, number: int, query: Message) -> None:
+    def _give_up(self, entry: Requester | Delivery) -> None:
+        """The client does not wait any more, or has not acknowledged its item, which returns to its queue."""
+        if type(entry) is Requester:
+            self._requesters.release(entry.client)
+            self.state.cancel(entry)
+        elif type(entry) is Delivery:
+            self._requesters.release(entry.requester.client)
+            others: list[Effect] = []
+            self._contents.restore(entry.queue, entry.item)
+            self.state.queue_grew(entry.queue, others)
+            self._release(others)
+            self._carry_out(others)
+
+    def _read(self, route: Route, client: int, number: int, query: Message) -> None:
+        """``query`` changes nothing; it may have to wait."""
+        requester = Requester(route, client, number, query)
+        reply = ACTIONS[type(query)](self.state, query, requester, self._now(), [])
+        if reply is None:
+            self._park(requester)
+        elif self._journal is None:
+            self.reply(route, number, reply)
+        else:
+            self._held.append(Reply(requester, reply))
+
+    def _is_stale(self, route: Route, client: int, number: int, query: Message) -> bool:
+        """Whether ``query``, which may change something, was carried out before. Repeats the reply, if so."""
+        last = self._last.get(client)
+        if last is None or number > last[0]:
+            return False
+        if number == last[0]:  # otherwise nobody waits for it any more
+            self._carry_out([Reply(Requester(route, client, number, query), last[1])])
+        return True
+
+    def _change(self, route: Route, client: int, number: int, query: Message) -> None:
         """``query`` may change something, at once; what it has changed already is not changed again."""
-        last = self._answered.get(line)
-        if last is not None and number <= last[0]:
-            self._repeat(Asker(client, line, number), *last)
+        if client in self._last and self._is_stale(route, client, number, query):
             return
         others: list[Effect] = []
         contents = self._contents
         before = contents.changes
-        answer = ACTIONS[type(query)](self._state, query, None, 0.0, others)
-        if others or self._journal is not None or answer is None:
-            self._conclude(_new(Asker, (client, line, number)), query, answer, others, before)
-            return
+        reply = ACTIONS[type(query)](self.state, query, None, 0.0, others)
+        assert reply is not None
         if contents.changes != before:
-            self._remember(line, number, answer)
-        self.reply(client, number, answer)
-
-    def _pop(self, client: Client, line: int, number: int, query: StoreQueuePop) -> None:
-        """As :meth:`_change`, but it may have to wait."""
-        asker = Asker(client, line, number)
-        last = self._answered.get(line)
-        if last is not None and number <= last[0]:
-            self._repeat(asker, *last)
-            return
-        before = self._contents.changes
-        answer = self._state.answer(query, asker, self._now(), [])
-        self._conclude(asker, query, answer, [], before)
-
-    def _repeat(self, asker: Asker, number: int, answer: Message) -> None:
-        """What ``asker`` asks for has been done: ``answer`` is what question ``number`` was answered with."""
-        if number == asker.number:  # otherwise nobody waits for it any more
-            self._carry_out([Reply(asker, answer)])
-
-    def _conclude(
-        self, asker: Asker, query: Message, answer: Message | None, others: list[Effect], before: int
-    ) -> None:
-        """``query`` is to be answered like this, if at all, and ``others`` are to be told.
-
-        Before it there had been so many changes.
-        """
-        if answer is None:
-            self._park(asker, query)
-            return
-        try:
-            if self._journal is None:
-                self._deliver(others)  # who waits goes first
-        finally:
-            if self._contents.changes != before:
-                self._note(asker, query, answer)
-        self._release(others)
-        if self._journal is None:
-            self.reply(asker.client, asker.number, answer)
+            self._replies.remember(client, number, reply)
+            if self._journal is not None:
+                self._journal.remember(client, number, reply)
+        if others or self._journal is not None:
+            self._release(others)
+            self._carry_out([*others, Reply(Requester(route, client, number, query), reply)])
         else:
-            self._held += (*others, Reply(asker, answer))
+            self.reply(route, number, reply)
 
-    def _note(self, asker: Asker, query: Message, answer: Message) -> None:
-        """``query`` has changed something: it is not to be done again."""
-        self._remember(asker.line, asker.number, answer)
-        if self._journal is not None:
-            self._journal.remember(asker.line, asker.number, answer)
+    def _pop(self, route: Route, client: int, number: int, query: StoreQueuePop) -> None:
+        """As :meth:`_change`, but it may have to wait, and is not done before the item is acknowledged."""
+        if self._is_stale(route, client, number, query):
+            return
+        requester = Requester(route, client, number, query)
+        reply = self.state.answer(query, requester, self._now(), [])
+        if reply is None:
+            self._park(requester)
+        else:
+            self._carry_out([Reply(requester, reply)])
+
+    def _hand_over(self, requester: Requester, queue: str, item: Item) -> Message:
+        """``requester`` gets ``item``, for now."""
+        self._requesters.deliver(requester, queue, item, self._now())
+        self._sweep_later()
+        return StoreItem(item.id, item.value)
+
+    def _acknowledge(self, route: Route, client: int, number: int, query: StoreQueueAck) -> None:
+        """The client has its item."""
+        if self._is_stale(route, client, number, query):
+            return
+        entry = self._open.get(client)
+        reply = StoreNumber(0)
+        if type(entry) is Delivery and entry.item.id == query.item:
+            self._requesters.release(client)
+            self._contents.delivered(entry.item)
+            reply = StoreNumber(1)
+            self._replies.remember(client, number, reply)
+            if self._journal is not None:
+                self._journal.remember(client, number, reply)
+        self._carry_out([Reply(Requester(route, client, number, query), reply)])
+
+    def _park(self, requester: Requester) -> None:
+        """The query of ``requester`` waits, as the state knows."""
+        if self._requesters.is_full():
+            self.state.cancel(requester)
+            said = f"{self._requesters.max_waiting} queries wait there already, which is its limit"
+            self._carry_out([Reply(requester, StoreRefused(Refusal.LIMIT, said))])
+            return
+        self._requesters.park(requester, self._now())
+        self._server.wake_by(self.state.next_deadline())
+        self._sweep_later()
 
     def _release(self, effects: list[Effect]) -> None:
-        """Who is answered waits no more; a value that one has taken from a queue is another change."""
+        """Requesters to whom something is replied do not wait any more."""
         for effect in effects:
             if type(effect) is Reply:
-                query = self._unpark(effect.asker)
-                if type(query) is StoreQueuePop:
-                    self._note(effect.asker, query, effect.message)
+                requester: Requester = effect.asker
+                if self._open.get(requester.client) is requester:
+                    self._requesters.release(requester.client)
 
-    def _park(self, asker: Asker, query: Message) -> None:
-        refusal = self._waiting.park(asker, query)
-        if refusal is None:
-            self._requests.wake_by(self._state.next_deadline())
-        else:
-            self._carry_out([refusal])
+    def _misplaced(self, route: Route, client: int, number: int, query: Message) -> None:
+        """``query`` is none."""
+        requester = Requester(route, client, number, query)
+        self._carry_out(self.state.apply(query, requester, self._now()))
 
-    def gone(self, client: Client) -> None:
-        """Nobody waits or listens there any more."""
-        self._waiting.forget(client)
-        for target in self._watchers.forget(client):
-            self._state.unwatch(target)
+    # ---- watches ----------------------------------------------------------------------------------------
 
-    def misunderstood(self, client: Client, message_id: int, why: str) -> None:
-        """Refuse what could not be read."""
-        self.reply(client, message_id, StoreRefused(Refusal.INVALID, why))
-
-    def unwelcome(self, client: Client, message_id: int, limit: int) -> None:
-        """Refuse a client too many."""
-        said = f"it serves {limit} connections already, which is its limit"
-        self.reply(client, message_id, StoreRefused(Refusal.LIMIT, said))
-
-    def _pong(self, client: Client, line: int, number: int, query: StorePing) -> None:
-        if not self.refuses_newcomers:  # otherwise its client asks the next store here when this has hung up
-            self.reply(client, number, StorePong(query.nonce, self._state.revision))
-
-    def _listen(self, client: Client, line: int, number: int, query: StoreListen) -> None:
-        """From now on its connection is one for notices."""
-        if not self.refuses_newcomers:
-            self._watchers.introduce(client, query.nonce)
-            self.reply(client, number, StoreDone())
-
-    def _watch(self, client: Client, line: int, number: int, query: StoreWatchKey | StoreWatchPrefix) -> None:
-        """Give notice of what is asked for, on the connection that the asker has for that."""
-        asker = Asker(client, line, number)
-        ear = self._watchers.known(query.nonce)
-        if ear is None:
-            said = "your connection for notices has ended, or is about to begin"
-            self._carry_out([refuse(asker, Refusal.UNKNOWN, said)])
+    def _tell_channel(self, route: Route, client: int, number: int, query: StoreWatchChannel) -> None:
+        """A client is about to watch something."""
+        if self._server.refuses_newcomers:
             return
-        effects = self._state.apply(query, asker, self._now())
-        if any(type(e) is Reply and type(e.message) is not StoreRefused for e in effects):
-            self._watchers.add(_target_of(query), ear)
+        reply: Message
+        try:
+            publisher = self.open_publisher()
+            reply = StoreChannel(publisher.endpoint, publisher.port)
+        except TransportError as e:
+            reply = StoreRefused(Refusal.LIMIT, f"it cannot publish notifications: {e}")
+        self.reply(route, number, reply)
+
+    def open_publisher(self) -> Publisher:
+        """The publisher of notifications, made if there is none yet.
+
+        Raises:
+            AddressInUseError, ConfigurationError, TransportError: if it cannot be bound.
+        """
+        if self._publisher is None:
+            self._publisher = self._make_publisher(self._note_subscription)
+            self._server.register(self._publisher.number, self._publisher.read)
+        return self._publisher
+
+    def _watch(self, route: Route, client: int, number: int, query: StoreWatchKey | StoreWatchPrefix) -> None:
+        """Watch, once the client's subscription is in place."""
+        requester = Requester(route, client, number, query)
+        if self._publisher is not None and self._publisher.has_seen(query.nonce):
+            self._begin_watch(requester, query)
+            return
+        self._park(requester)
+        if self._open.get(client) is requester:
+            self._unsubscribed[query.nonce] = requester, self._now() + SUBSCRIBE_SECONDS
+
+    def _note_subscription(self, nonce: str) -> None:
+        """A client has subscribed to ``nonce``, and so before to what it wants to watch."""
+        found = self._unsubscribed.pop(nonce, None)
+        if found is None:
+            return
+        requester = found[0]
+        if self._open.get(requester.client) is requester:
+            self._requesters.release(requester.client)
+            self._begin_watch(requester, requester.query)
+
+    def _begin_watch(self, requester: Requester, query: Message) -> None:
+        effects = self.state.apply(query, requester, self._now())
+        if not any(type(e) is Reply and type(e.message) is StoreRefused for e in effects):
+            assert isinstance(query, StoreWatchKey | StoreWatchPrefix)
+            self._watches.add(_target_of(query), query.watcher, self._now())
+            self._sweep_later()
         self._carry_out(effects)
 
     def _unwatch(
-        self, client: Client, line: int, number: int, query: StoreUnwatchKey | StoreUnwatchPrefix
+        self, route: Route, client: int, number: int, query: StoreUnwatchKey | StoreUnwatchPrefix
     ) -> None:
-        target, ear = _target_of(query), self._watchers.known(query.nonce)
-        if ear is not None and self._watchers.remove(target, ear):
-            self._state.unwatch(target)
-        self._look(client, line, number, query)
+        target = _target_of(query)
+        if self._watches.remove(target, query.watcher):
+            self.state.unwatch(target)
+        self.reply(route, number, DONE)
 
-    def _misplaced(self, client: Client, line: int, number: int, query: Message) -> None:
-        """``query`` is none."""
-        self._carry_out(self._state.apply(query, Asker(client, line, number), self._now()))
+    def _renew(self, route: Route, client: int, number: int, query: StoreRenewWatches) -> None:
+        targets: list[Target] = [*query.keys, *map(Prefix, query.prefixes)]
+        now = self._now()
+        revisions = tuple(
+            self._contents.last_notice(target)
+            if self._watches.renew(target, query.watcher, now)
+            else UNKNOWN_WATCH
+            for target in targets
+        )
+        requester = Requester(route, client, number, query)
+        self._carry_out([Reply(requester, StoreRevisions(revisions))])  # not before what it tells of
+
+    # ---- out --------------------------------------------------------------------------------------------
 
     def _carry_out(self, effects: list[Effect]) -> None:
         if self._journal is None:
@@ -227,14 +315,22 @@ class StoreService:
     def _deliver(self, effects: list[Effect]) -> None:
         for effect in effects:
             if type(effect) is Reply:
-                asker: Asker = effect.asker
-                self.reply(asker.client, asker.number, effect.message)
-            elif type(effect) is Notice:
-                self.published += 1
-                self._requests.notify(self._watchers.of(effect.target), effect.message)
+                requester: Requester = effect.asker
+                if not self.reply(requester.route, requester.number, effect.message):
+                    self._take_back(requester)
+            elif type(effect) is Notice and self._publisher is not None:
+                self._publisher.publish(topic_of(effect.target), effect.message)
+
+    def _take_back(self, requester: Requester) -> None:
+        """A reply did not reach ``requester``: if it was an item, that returns to its queue."""
+        entry = self._open.get(requester.client)
+        if type(entry) is Delivery and entry.requester is requester:
+            self._give_up(entry)
 
     def settle(self) -> None:
-        """Write down what has changed, all that came together at once, and only then tell."""
+        """Write down what has changed, all that came together at once, and only then reply."""
+        if self._publisher is not None:
+            self._publisher.read_if_unread()
         if self._journal is None or not self._held:
             return
         held, self._held = self._held, []
@@ -247,21 +343,50 @@ class StoreService:
             raise
         self._deliver(held)
 
+    # ---- time -------------------------------------------------------------------------------------------
+
     def do_due(self, now: float) -> float:
-        """Refuse those whose time is up."""
-        self._refuse_waiting(self._state.expire(now))
-        return self._state.next_deadline()
+        """Refuse queries whose time is up; forget clients that are gone."""
+        self._refuse(self.state.expire(now))
+        if now >= self._sweep_at:
+            self._sweep_at = math.inf
+            self._sweep(now)
+            if self._open or len(self._watches):
+                self._sweep_at = now + SWEEP_SECONDS
+        return min(self.state.next_deadline(), self._sweep_at)
+
+    def _sweep_later(self) -> None:
+        if self._sweep_at == math.inf:
+            self._sweep_at = self._now() + SWEEP_SECONDS
+            self._server.wake_by(self._sweep_at)
+
+    def _sweep(self, now: float) -> None:
+        for entry in self._requesters.expired(now):
+            self._give_up(entry)
+        for target in self._watches.expire(now):
+            self.state.unwatch(target)
+        late = [nonce for nonce, (_, deadline) in self._unsubscribed.items() if deadline <= now]
+        self._refuse_unsubscribed(late, Refusal.UNSUBSCRIBED, "the subscription has not arrived")
+
+    def _refuse_unsubscribed(self, nonces: list[str], reason: Refusal, text: str) -> None:
+        refusal = StoreRefused(reason, text)
+        requesters = [self._unsubscribed.pop(nonce)[0] for nonce in nonces]
+        self._refuse([Reply(r, refusal) for r in requesters if self._open.get(r.client) is r])
+
+    def _refuse(self, refusals: list[Effect]) -> None:
+        self._release(refusals)
+        self._carry_out(refusals)
 
     def stopping(self) -> None:
         """Refuse all who wait; if there is a journal, they had better wait for the store's next life."""
         if self._journal is None:
-            self._refuse_waiting(self._state.close())
+            self._refuse(self.state.close())
+            self._refuse_unsubscribed(list(self._unsubscribed), Refusal.CLOSING, "the store is closing")
 
-    def _refuse_waiting(self, refusals: list[Effect]) -> None:
-        for refusal in refusals:
-            assert type(refusal) is Reply
-            self._unpark(refusal.asker)
-        self._carry_out(refusals)
+    def stopped(self) -> None:
+        """Serving has ended, however that came."""
+        if self._publisher is not None:
+            self._publisher.close()
 
 
 def _target_of(query: StoreWatchKey | StoreWatchPrefix | StoreUnwatchKey | StoreUnwatchPrefix) -> Target:
@@ -270,14 +395,15 @@ def _target_of(query: StoreWatchKey | StoreWatchPrefix | StoreUnwatchKey | Store
 
 
 _HANDLERS: dict[type[Message], Callable[..., None]] = {
-    **dict.fromkeys(ACTIONS, StoreService._look),
+    **dict.fromkeys(ACTIONS, StoreService._read),
     **dict.fromkeys(CHANGING, StoreService._change),
     StoreQueuePop: StoreService._pop,
-    StorePing: StoreService._pong,
-    StoreListen: StoreService._listen,
+    StoreQueueAck: StoreService._acknowledge,
+    StoreWatchChannel: StoreService._tell_channel,
     StoreWatchKey: StoreService._watch,
     StoreWatchPrefix: StoreService._watch,
     StoreUnwatchKey: StoreService._unwatch,
     StoreUnwatchPrefix: StoreService._unwatch,
+    StoreRenewWatches: StoreService._renew,
 }
 """What is done about queries, by their kind."""

@@ -18,11 +18,11 @@ need it next.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from zmqgrad.store.actions import ACTIONS, CHANGING, place_of_pops
-from zmqgrad.store.contents import Contents, Queues, Storage
+from zmqgrad.store.contents import Contents, Item, Queues, Storage
 from zmqgrad.store.effects import DONE, MAX_TOGETHER, Effect, Reply, refuse
 from zmqgrad.store.parking import Parked, Parking
 from zmqgrad.store.topics import Target
@@ -40,18 +40,25 @@ from zmqgrad.wire.messages import (
 
 _NO_QUEUES: Queues = {}
 
+Deliver = Callable[[Any, str, Item], Message]
+
 _new = tuple.__new__  # quicker than the class itself
 
 
 class State:
     """Keys, queues, and who waits for what. ``asker`` is whatever the shell needs to find the asker again.
 
-    The attributes are for the actions; to a shell they are to be looked at only. ``contents``: where it keeps
-    them, by default in memory.
+    The attributes are for the actions; to a shell they are to be looked at only.
+
+    Args:
+        contents: where it keeps keys and queues, by default in memory.
+        deliver: called with who popped an item, the queue's name and the item: returns the reply, and sees to
+            it that the item is marked as delivered, or restored. None: it is delivered at once.
     """
 
-    def __init__(self, contents: Storage | None = None) -> None:
+    def __init__(self, contents: Storage | None = None, deliver: Deliver | None = None) -> None:
         self.contents: Storage = Contents() if contents is None else contents
+        self.deliver: Deliver = deliver or self._deliver_at_once
         self.values = self.contents.values
         self.queues = self.contents.queues
         self.parking = Parking()
@@ -149,10 +156,18 @@ class State:
         while queue in self.queues and (first := self.parking.first(place_of_pops(queue))) is not None:
             self.parking.release(first)
             item = self.contents.pop(queue)
-            self.contents.delivered(item)
-            others.append(Reply(first.asker, StoreValue(item.value, self.revision)))
+            others.append(Reply(first.asker, self.deliver(first.asker, queue, item)))
             served = True
         return served
+
+    def _deliver_at_once(self, asker: Any, queue: str, item: Item) -> Message:
+        self.contents.delivered(item)
+        return StoreValue(item.value, self.revision)
+
+    def queue_grew(self, queue: str, others: list[Effect]) -> None:
+        """``queue`` has got an item: hand it to a pop that waits, or wake those who wait for the queue."""
+        if not self.serve_pops(queue, others) and queue in self.lacked:
+            self.wake(queue, others)
 
     # ---- and waiting ------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from zmqgrad.errors import ClosedError, StoreError, ZmqgradError
@@ -39,6 +39,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
 """The pause after a look that failed."""
+
+RENEW_SECONDS = 5.0
+"""How often a client tells the server that it still watches."""
 
 CALLBACK_THREADS = 2
 CLOSE_SECONDS = 5.0
@@ -79,11 +82,18 @@ class WatchBook:
         name: for threads and log lines.
         look: registers the watch of a target at the store and gives what is there; may block. It is called
             in a thread of the book's own, and by who asks for the watch.
+        renew: called every RENEW_SECONDS in a thread of the book's own; may block.
     """
 
-    def __init__(self, name: str, look: Callable[[Target], Registered]) -> None:
+    def __init__(
+        self,
+        name: str,
+        look: Callable[[Target], Registered],
+        renew: Callable[[], None] | None = None,
+    ) -> None:
         self._name = f"{name}-watch"
         self._look = look
+        self._renew = renew
         self._targets: dict[Target, _Watched] = {}
         self._lock = threading.Lock()  # guards all that is above and below, never held while calling out
         self._closed = False
@@ -138,6 +148,25 @@ class WatchBook:
             return None
         assert isinstance(watched.follower, KeyFollower)
         return watched.follower.value
+
+    def live_targets(self) -> list[Target]:
+        """Those that are watched, and not about to be looked at again."""
+        with self._lock:
+            return [target for target, watched in self._targets.items() if watched.follower.live]
+
+    def check(self, revisions: Mapping[Target, int]) -> None:
+        """Look again at targets whose last notice, of a revision in ``revisions``, did not come.
+
+        A negative revision means that the store did not know of the watch.
+        """
+        with self._lock:
+            for target, revision in revisions.items():
+                watched = self._targets.get(target)
+                if watched is None or not watched.follower.live:
+                    continue
+                if revision < 0 or revision > watched.follower.revision:
+                    watched.follower.lost()
+                    self._deliver(target, watched, [])
 
     def refresh(self, target: Target) -> None:
         """Look at ``target`` now, if it is watched. Blocks; raises what ``look`` raises."""
@@ -253,6 +282,23 @@ class WatchBook:
             self._timekeeper = Timekeeper(self._name)
             self._timekeeper.start()
             self._pool = EnginePool(self._name, CALLBACK_THREADS, self._timekeeper.call_later)
+            if self._renew is not None:
+                self._timekeeper.call_later(RENEW_SECONDS, self._renew_later)
+
+    def _renew_later(self) -> None:
+        with self._lock:
+            if not self._closed and self._pool is not None:
+                self._pool.submit(self._renew_now)
+
+    def _renew_now(self) -> None:
+        assert self._renew is not None
+        assert self._timekeeper is not None
+        try:
+            if self._targets:
+                self._renew()
+        finally:
+            if not self._closed:
+                self._timekeeper.call_later(RENEW_SECONDS, self._renew_later)
 
     def close(self) -> None:
         """Call no callback any more, and wait for those that run now. Idempotent."""
@@ -273,17 +319,18 @@ class WatchBook:
             logger.warning("%s: callbacks still run in %s", self._name, ", ".join(left))
 
 
-def watch_query(target: Target, nonce: str = "") -> StoreWatchKey | StoreWatchPrefix:
+def watch_query(target: Target, nonce: str = "", watcher: int = 0) -> StoreWatchKey | StoreWatchPrefix:
     """What to ask a store for to have notices of ``target``."""
-    return (
-        StoreWatchPrefix(target.text, nonce) if isinstance(target, Prefix) else StoreWatchKey(target, nonce)
-    )
+    if isinstance(target, Prefix):
+        return StoreWatchPrefix(target.text, nonce, watcher)
+    return StoreWatchKey(target, nonce, watcher)
 
 
-def unwatch_query(target: Target, nonce: str) -> StoreUnwatchKey | StoreUnwatchPrefix:
+def unwatch_query(target: Target, watcher: int) -> StoreUnwatchKey | StoreUnwatchPrefix:
     """What to ask a store for to have no more notices of ``target``."""
-    kind = StoreUnwatchPrefix if isinstance(target, Prefix) else StoreUnwatchKey
-    return kind(target.text if isinstance(target, Prefix) else target, nonce)
+    if isinstance(target, Prefix):
+        return StoreUnwatchPrefix(target.text, watcher)
+    return StoreUnwatchKey(target, watcher)
 
 
 def as_registered(answer: Message) -> Registered:

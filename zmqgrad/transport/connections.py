@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import os
-import socket as sockets
 import threading
 from collections.abc import Callable, Sequence
 
@@ -351,13 +350,6 @@ def best_endpoint(endpoints: Sequence[str]) -> str:
     for endpoint in endpoints:
         if endpoint.startswith(SCHEME):
             continue
-        if not endpoint.startswith("ipc://") or _accepts_us(endpoint):
+        if not endpoint.startswith("ipc://") or local.accepts_us(endpoint):
             return endpoint
     raise UnknownPeerError(f"none of the addresses {list(endpoints)} can be reached from this host")
-
-
-def _accepts_us(endpoint: str) -> bool:
-    """Whether a process of our own user listens at ``endpoint`` (ipc). Another user's would hang up later."""
-    with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
-        probe.setblocking(False)
-        return probe.connect_ex(local.unix_name(endpoint)) == 0 and local.is_same_user(probe)

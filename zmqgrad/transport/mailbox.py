@@ -46,7 +46,7 @@ from zmqgrad.transport.pulse import Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.tap import Tap, Tapped
-from zmqgrad.transport.zap import Doorkeeper, key_listener
+from zmqgrad.transport.zap import ZapAuthenticator, key_listener
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, MessageType
@@ -146,7 +146,7 @@ class ZmqMailbox:
             if ":" in tcp_host:
                 router.setsockopt(zmq.IPV6, 1)
             if self._keys is not None:  # after ipc was bound, which needs none
-                Doorkeeper(self._name, self._context, self._keys)
+                ZapAuthenticator(self._name, self._context, self._keys)
                 key_listener(router, self._keys)
             bound.append(_bind(router, f"tcp://{shown}:*"))
         return bound

@@ -2,9 +2,8 @@
 
 CURVE (https://rfc.zeromq.org/spec/26/) encrypts with keys that are made for each connection, so what was
 recorded stays secret though the job's secret becomes known. Both ends prove that they have the secret before
-either hears a message: one who connects must know the listener's public key, which is told to nobody, to
-be heard at all, and must have the job's other key, too. libzmq asks a doorkeeper about that
-(:mod:`~zmqgrad.transport.zap`); :mod:`~zmqgrad.transport.curve` asks itself.
+either receives a message: one who connects must know the listener's public key, which is told to nobody, and
+must have the job's other key, too, which :mod:`~zmqgrad.transport.zap` checks.
 
 Sockets that only processes of this user can reach (ipc) are not keyed.
 """
@@ -17,6 +16,9 @@ import stat
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
+
+import zmq
+from zmq.utils import z85
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
@@ -92,7 +94,6 @@ def _derive(secret: bytes) -> Keys:
 
 
 def _pair(secret: bytes, role: bytes) -> KeyPair:
-    from nacl.bindings import crypto_scalarmult_base  # who has no secret need not load it
-
     private = hashlib.blake2b(hashlib.sha512(secret).digest(), digest_size=32, person=b"zg-" + role).digest()
-    return KeyPair(crypto_scalarmult_base(private), private)
+    public = z85.decode(zmq.curve_public(z85.encode(private)))
+    return KeyPair(public, private)

@@ -24,7 +24,7 @@ _ZAP = "inproc://zeromq.zap.01"
 def key_listener(socket: zmq.Socket[bytes], keys: Keys) -> None:
     """Let ``socket`` take nobody but the job's at the addresses that it binds from now on.
 
-    A :class:`Doorkeeper` must have been opened in its context.
+    A :class:`ZapAuthenticator` must have been opened in its context.
     """
     socket.curve_server = True
     socket.curve_secretkey = keys.listener.private
@@ -38,8 +38,8 @@ def key_caller(socket: zmq.Socket[bytes], keys: Keys) -> None:
     socket.curve_secretkey = keys.caller.private
 
 
-class Doorkeeper:
-    """Tells libzmq, in a thread named ``<name>-door``, whom to let in. It ends with ``context``."""
+class ZapAuthenticator:
+    """Tells libzmq, in a thread named ``<name>-zap``, whom to let in. It ends with ``context``."""
 
     def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self._caller = keys.caller.public
@@ -50,7 +50,7 @@ class Doorkeeper:
         except BaseException:
             self._socket.close()
             raise
-        self._thread = threading.Thread(target=self._run, name=f"{name}-door", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"{name}-zap", daemon=True)
         self._thread.start()
 
     def _run(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
 
 import msgspec
 
@@ -19,21 +18,11 @@ from zmqgrad.wire.frames import (
     Envelope,
     read_envelope,
 )
-from zmqgrad.wire.messages import BY_TYPE, Manifest, Message, StoreValue
+from zmqgrad.wire.messages import BY_TYPE, Manifest, Message
 
 _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.items()}
 
-write_header: Callable[[msgspec.Struct, bytearray, int], None] = msgspec.msgpack.Encoder().encode_into
-"""Append the header of a message to a buffer that ends there, for who writes the envelope himself. Raises
-``UNWRITABLE``."""
-
-header_of: Callable[[msgspec.Struct], bytes] = msgspec.msgpack.Encoder().encode
-"""The header of a message, likewise."""
-
-HEADER_READERS: dict[int, Callable[[bytes | memoryview], Message]] = {
-    kind: decoder.decode for kind, decoder in _decoders.items()
-}
-"""What makes a message of its header, by type, for who has read the envelope. Raises ``UNREADABLE``."""
+_write_header = msgspec.msgpack.Encoder().encode_into
 
 UNWRITABLE = (
     msgspec.MsgspecError,
@@ -48,7 +37,7 @@ UNREADABLE = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionE
 SHORT = 1024
 """Copying so many bytes takes less time than making a view of them."""
 
-_write_envelope = ENVELOPE.pack_into
+_write_envelope, _read_envelope, _new = ENVELOPE.pack_into, ENVELOPE.unpack_from, tuple.__new__
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -59,52 +48,35 @@ def encode(
     message_id: int,
     channel: int = 0,
     manifest: Manifest | None = None,
-    *,
-    room: int = 0,
 ) -> bytearray:
-    """The first frame of ``message``, after ``room`` bytes that are the caller's.
-
-    That is: envelope, ``manifest`` if there is one, and header.
+    """The first frame of ``message``: envelope, ``manifest`` if there is one, and header.
 
     Raises:
         ProtocolError: if a field of ``message`` cannot be written (a number beyond 64 bits, a text with
             half a surrogate pair), or if the frame is one that no reader would take (``MAX_HEADER``).
             Bounds of single fields are the reader's to check.
     """
-    frame = bytearray(room + ENVELOPE_SIZE)
+    frame = bytearray(ENVELOPE_SIZE)
     try:
         kind: int = message.TYPE
         if manifest is not None:
             _write_manifest(frame, manifest)
             kind |= WITH_MANIFEST
-        write_header(message, frame, len(frame))
-        _write_envelope(frame, room, MAGIC, VERSION, channel, kind, source, incarnation, message_id)
+        _write_header(message, frame, len(frame))
+        _write_envelope(frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id)
     except UNWRITABLE as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
-    size = len(frame) - room
-    if size > MAX_HEADER:
+    if len(frame) > MAX_HEADER:
         raise ProtocolError(
-            f"cannot encode {type(message).__name__}: {size} bytes in one frame (at most {MAX_HEADER})"
+            f"cannot encode {type(message).__name__}: {len(frame)} bytes in one frame (at most {MAX_HEADER})"
         )
     return frame
-
-
-def encode_around(
-    message: StoreValue, source: int, incarnation: int, message_id: int, *, room: int = 0
-) -> tuple[bytearray, bytes]:
-    """What :func:`encode` writes before and after the value, for a value too large to be copied for it."""
-    frame = encode(StoreValue(b"", message.revision), source, incarnation, message_id, room=room)
-    at = room + ENVELOPE_SIZE
-    after = bytes(frame[at + 3 :])  # behind the array's head, and the empty value's two bytes
-    del frame[at + 1 :]
-    frame += b"\xc6" + len(message.value).to_bytes(4, "big")
-    return frame, after
 
 
 def _write_manifest(frame: bytearray, manifest: Manifest) -> None:
     at = len(frame) + MANIFEST_SIZE.size
     frame += bytes(MANIFEST_SIZE.size)
-    write_header(manifest, frame, at)
+    _write_header(manifest, frame, at)
     MANIFEST_SIZE.pack_into(frame, at - MANIFEST_SIZE.size, len(frame) - at)
 
 
@@ -114,6 +86,15 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
     Raises:
         ProtocolError: naming what is wrong with the bytes. Nothing else escapes.
     """
+    if type(frame) is bytes and ENVELOPE_SIZE <= len(frame) <= SHORT:  # in one step, as nearly always
+        magic, version, channel, kind, source, incarnation, message_id = _read_envelope(frame)
+        decoder = _decoders.get(kind)
+        if magic == MAGIC and version == VERSION and decoder is not None:
+            try:
+                envelope = _new(Envelope, (kind, source, incarnation, message_id, channel))
+                return envelope, decoder.decode(frame[ENVELOPE_SIZE:])
+            except UNREADABLE:
+                pass  # see below what is wrong
     envelope, manifest, message = decode_all(frame)
     if manifest is not None:
         raise ProtocolError(f"worker {envelope.source} sent a manifest where nobody takes memory of others")

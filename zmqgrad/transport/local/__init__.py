@@ -21,6 +21,7 @@ from __future__ import annotations
 from zmqgrad.transport.local.connection import (
     MAX_PACKET_BYTES,
     LocalConnection,
+    accepts_us,
     connect,
     is_same_user,
     supported,
@@ -32,6 +33,7 @@ __all__ = [
     "MAX_PACKET_BYTES",
     "LocalConnection",
     "LocalListener",
+    "accepts_us",
     "connect",
     "is_same_user",
     "supported",

@@ -28,6 +28,7 @@ PROTOCOL = "zmqgrad-local-1"
 WELCOME = b"welcome"
 
 _RECEIVE_BYTES = MAX_PACKET_BYTES + 1  # one more, so that a packet that was cut off shows
+_NOW = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -56,6 +57,13 @@ def is_same_user(connected: socket.socket) -> bool:
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(user == os.getuid())
+
+
+def accepts_us(endpoint: str) -> bool:
+    """Whether a process of our own user listens at ``endpoint`` (ipc). Another user's would hang up later."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        return probe.connect_ex(unix_name(endpoint)) == 0 and is_same_user(probe)
 
 
 def connect(
@@ -122,14 +130,17 @@ class LocalConnection:
         self.number = connected.fileno()
         """The file descriptor; -1 once closed."""
 
-        def receive() -> bytes:
-            packet = connected.recv(_RECEIVE_BYTES)
+        def receive(flags: int = socket.MSG_DONTWAIT) -> bytes:
+            packet = connected.recv(_RECEIVE_BYTES, flags)
             if len(packet) > MAX_PACKET_BYTES:
                 raise OSError(f"a packet of more than {MAX_PACKET_BYTES} bytes")
             return packet
 
-        self.receive: Callable[[], bytes] = receive
-        """The next packet; empty at the end. Raises BlockingIOError if none is there, else OSError."""
+        self.receive: Callable[..., bytes] = receive
+        """The next packet; empty at the end. Raises BlockingIOError if none is there, else OSError.
+
+        With flags 0 it waits for one, as long as :meth:`limit_waits` says.
+        """
 
     def is_ready(self) -> bool:
         """Whether the peer has accepted this connection. Nothing may be sent before.
@@ -164,7 +175,7 @@ class LocalConnection:
                     if keep_gil:
                         send_with_gil(self.number, packet)
                     else:
-                        self._send(packet)
+                        self._send(packet, _NOW)
                     return
                 except BlockingIOError:
                     self._on_backlog(self)
@@ -180,11 +191,25 @@ class LocalConnection:
             backlog = self._backlog
             try:
                 while backlog:
-                    self._send(backlog[0])
+                    self._send(backlog[0], _NOW)
                     backlog.popleft()
             except BlockingIOError:
                 return False
             return True
+
+    def limit_waits(self, seconds: float) -> None:
+        """Let ``receive(0)`` wait for so long. By the kernel's own timeout, as Python's costs a ``poll``."""
+        self._socket.setblocking(True)
+        micros = max(1, round(seconds * 1e6))
+        limit = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def hang_up(self) -> None:
+        """End the connection for the thread that waits in ``receive(0)``. From any thread."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # the peer was first, or it is closed
 
     def backlog(self) -> int:
         """How many packets wait."""
@@ -200,8 +225,6 @@ class LocalConnection:
 _send = ctypes.PyDLL(None, use_errno=True).send
 _send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _send.restype = ctypes.c_ssize_t
-
-_NOW = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
 def send_with_gil(number: int, packet: bytes | bytearray) -> None:

@@ -25,6 +25,9 @@ logger = logging.getLogger(__name__)
 ACCEPT_BACKLOG = 1024
 """Connections that may wait to be accepted; the system may allow fewer."""
 
+MAX_CONNECTIONS = 16_384
+"""What is beyond comes by ZeroMQ."""
+
 BURST = 16
 """Packets read from one connection before others have their turn."""
 
@@ -53,7 +56,8 @@ class LocalListener:
         job: connections of other jobs are refused.
         incarnation: connections that are meant for another process are refused.
         on_backlog: see :class:`LocalConnection`; None: nothing is ever sent from here.
-        on_closed: called with a connection that has ended.
+        on_closed: called with a connection that has ended, before it is closed.
+        max_connections: how many are accepted.
 
     Raises:
         OSError: if it cannot listen there.
@@ -67,6 +71,7 @@ class LocalListener:
         incarnation: int,
         on_backlog: Callable[[LocalConnection], None] | None = None,
         on_closed: Callable[[LocalConnection], None] | None = None,
+        max_connections: int = MAX_CONNECTIONS,
     ) -> None:
         self.endpoint = endpoint
         self.connections: dict[int, LocalConnection] = {}
@@ -78,6 +83,7 @@ class LocalListener:
         self._incarnation = incarnation
         self._on_backlog = on_backlog or _note_nothing
         self._on_closed = on_closed
+        self._max_connections = max_connections
         self._reads = 0
         self._new: dict[int, socket.socket] = {}  # whose hello has not come yet
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -140,7 +146,8 @@ class LocalListener:
             logger.warning("%s: refused a connection that does not speak zmqgrad: %s", self.endpoint, e)
             hello = None
         del self._new[number]
-        if hello is None or not self._is_meant(hello) or not _sends(new, WELCOME):
+        full = len(self.connections) >= self._max_connections
+        if hello is None or full or not self._is_meant(hello) or not _sends(new, WELCOME):
             self._poll.unregister(number)
             new.close()
             return
@@ -180,9 +187,9 @@ class LocalListener:
     def _end(self, number: int, connection: LocalConnection) -> None:
         self._poll.unregister(number)
         del self.connections[number]
-        connection.close()
         if self._on_closed is not None:
             self._on_closed(connection)
+        connection.close()
 
     def drop(self, connection: LocalConnection) -> None:
         """Close ``connection``, unless it has ended."""

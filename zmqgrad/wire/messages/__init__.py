@@ -52,31 +52,36 @@ Store (:mod:`~zmqgrad.wire.messages.store`), client to server and back::
     STORE_MULTI_GET                the values of these keys, once all exist -> STORE_VALUES
     STORE_MULTI_SET                set all of them -> STORE_DONE
     STORE_QUEUE_PUSH               push to the end of this queue -> STORE_DONE
-    STORE_QUEUE_POP                take its first value -> STORE_VALUE
+    STORE_QUEUE_POP                take its first item -> STORE_ITEM
+    STORE_QUEUE_ACK                that item has arrived -> STORE_NUMBER
     STORE_QUEUE_LEN                how many values are in it? -> STORE_NUMBER
     STORE_LIST_KEYS                all keys that start so -> STORE_KEYS
     STORE_PING                     are you there? -> STORE_PONG
     STORE_VALUE                    answer: a value
+    STORE_ITEM                     answer: an item of a queue, to be acknowledged
     STORE_NUMBER                   answer: a number
     STORE_VALUES                   answer: values
     STORE_KEYS                     answer: keys
     STORE_DONE                     answer: done
     STORE_REFUSED                  instead of any of these: not done, and why
-    STORE_PONG                     answer: here I am, at this revision
+    STORE_PONG                     reply: here I am, and here is my fast path
 
 Watching keys (:mod:`~zmqgrad.wire.messages.watching`), client to server and back::
 
-    STORE_LISTEN                   send notices on this connection, known by this name -> STORE_DONE
-    STORE_WATCH_KEY                tell it of each change of this key -> KEY_CALLBACK_REGISTERED
-    STORE_UNWATCH_KEY              tell it no more -> STORE_DONE
+    STORE_WATCH_CHANNEL            where are notifications published? -> STORE_CHANNEL
+    STORE_CHANNEL                  reply: at this endpoint, and at this tcp port
+    STORE_WATCH_KEY                publish each change of this key -> KEY_CALLBACK_REGISTERED
+    STORE_UNWATCH_KEY              not for me any more -> STORE_DONE
     STORE_WATCH_PREFIX             ... of all keys that start so -> PREFIX_CALLBACK_REGISTERED
-    STORE_UNWATCH_PREFIX           tell it no more -> STORE_DONE
-    KEY_CALLBACK_REGISTERED        answer: from this revision on, when the key held this
-    PREFIX_CALLBACK_REGISTERED     answer: from this revision on, when these keys held these values
-    KEY_CREATED                    notice: this key came to exist
-    KEY_UPDATED                    notice: it was set
-    KEY_DELETED                    notice: it was deleted
-    PREFIX_CHANGED                 notice: a key under this prefix holds this now, or is gone
+    STORE_UNWATCH_PREFIX           not for me any more -> STORE_DONE
+    STORE_RENEW_WATCHES            I still watch these -> STORE_REVISIONS
+    STORE_REVISIONS                reply: the revision of the last notification of each
+    KEY_CALLBACK_REGISTERED        reply: from this revision on, when the key held this
+    PREFIX_CALLBACK_REGISTERED     reply: from this revision on, when these keys held these values
+    KEY_CREATED                    notification: this key came to exist
+    KEY_UPDATED                    notification: it was set
+    KEY_DELETED                    notification: it was deleted
+    PREFIX_CHANGED                 notification: a key under this prefix holds this now, or was deleted
 
 Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
 
@@ -185,6 +190,7 @@ from zmqgrad.wire.messages.store import (
     StoreDone,
     StoreGet,
     StoreGetNumKeys,
+    StoreItem,
     StoreKeys,
     StoreListKeys,
     StoreMultiGet,
@@ -192,6 +198,7 @@ from zmqgrad.wire.messages.store import (
     StoreNumber,
     StorePing,
     StorePong,
+    StoreQueueAck,
     StoreQueueLen,
     StoreQueuePop,
     StoreQueuePush,
@@ -202,15 +209,19 @@ from zmqgrad.wire.messages.store import (
     StoreWait,
 )
 from zmqgrad.wire.messages.watching import (
+    UNKNOWN_WATCH,
     KeyCallbackRegistered,
     KeyCreated,
     KeyDeleted,
     KeyUpdated,
     PrefixCallbackRegistered,
     PrefixChanged,
-    StoreListen,
+    StoreChannel,
+    StoreRenewWatches,
+    StoreRevisions,
     StoreUnwatchKey,
     StoreUnwatchPrefix,
+    StoreWatchChannel,
     StoreWatchKey,
     StoreWatchPrefix,
 )
@@ -238,6 +249,7 @@ __all__ = [
     "NO_TENSORS",
     "REQUEST",
     "RESPONSE",
+    "UNKNOWN_WATCH",
     "ArenaAnswer",
     "ArenaOffer",
     "BackwardAutogradReq",
@@ -297,30 +309,35 @@ __all__ = [
     "Size",
     "StoreAdd",
     "StoreAppend",
+    "StoreChannel",
     "StoreCheck",
     "StoreCompareSet",
     "StoreDeleteKey",
     "StoreDone",
     "StoreGet",
     "StoreGetNumKeys",
+    "StoreItem",
     "StoreKeys",
     "StoreListKeys",
-    "StoreListen",
     "StoreMultiGet",
     "StoreMultiSet",
     "StoreNumber",
     "StorePing",
     "StorePong",
+    "StoreQueueAck",
     "StoreQueueLen",
     "StoreQueuePop",
     "StoreQueuePush",
     "StoreRefused",
+    "StoreRenewWatches",
+    "StoreRevisions",
     "StoreSet",
     "StoreUnwatchKey",
     "StoreUnwatchPrefix",
     "StoreValue",
     "StoreValues",
     "StoreWait",
+    "StoreWatchChannel",
     "StoreWatchKey",
     "StoreWatchPrefix",
     "TensorDescriptor",

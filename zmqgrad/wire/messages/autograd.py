@@ -125,7 +125,7 @@ class Reach(Part, frozen=True):
 class DiscoverAutogradReq(Message, frozen=True):
     """Root of a pass to a worker: what may still arrive with you, and where would it lead?
 
-    Answer: DISCOVER_AUTOGRAD_RESP.
+    Reply: DISCOVER_AUTOGRAD_RESP.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DISCOVER_AUTOGRAD_REQ

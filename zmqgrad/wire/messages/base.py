@@ -85,8 +85,10 @@ class MessageType(enum.IntEnum):
     STORE_LIST_KEYS = 0x50 | REQUEST
     STORE_PING = 0x51 | REQUEST
     STORE_WATCH_PREFIX = 0x52 | REQUEST
-    STORE_LISTEN = 0x53 | REQUEST
+    STORE_WATCH_CHANNEL = 0x53 | REQUEST
     STORE_UNWATCH_PREFIX = 0x54 | REQUEST
+    STORE_RENEW_WATCHES = 0x55 | REQUEST
+    STORE_QUEUE_ACK = 0x56 | REQUEST
     PREFIX_CALLBACK_REGISTERED = 0x57 | RESPONSE
     STORE_VALUE = 0x58 | RESPONSE
     STORE_NUMBER = 0x59 | RESPONSE
@@ -96,7 +98,10 @@ class MessageType(enum.IntEnum):
     STORE_REFUSED = 0x5D | RESPONSE
     STORE_PONG = 0x5E | RESPONSE
     KEY_CALLBACK_REGISTERED = 0x5F | RESPONSE
-    # notices: published, neither request nor response
+    STORE_CHANNEL = 0x64 | RESPONSE
+    STORE_REVISIONS = 0x65 | RESPONSE
+    STORE_ITEM = 0x66 | RESPONSE
+    # notifications: published, neither request nor response
     KEY_CREATED = 0x60
     KEY_UPDATED = 0x61
     KEY_DELETED = 0x62

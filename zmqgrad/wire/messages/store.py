@@ -26,7 +26,7 @@ from zmqgrad.wire.messages.base import (
 
 
 class StoreSet(Message, frozen=True):
-    """Set ``key``. Answer: STORE_DONE."""
+    """Set ``key``. Reply: STORE_DONE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_SET
     key: Key
@@ -34,7 +34,7 @@ class StoreSet(Message, frozen=True):
 
 
 class StoreCompareSet(Message, frozen=True):
-    """Set ``key`` if it holds ``expected`` (or is missing and ``expected`` is empty). Answer: STORE_VALUE."""
+    """Set ``key`` if it holds ``expected`` (or is missing and ``expected`` is empty). Reply: STORE_VALUE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_COMPARE_SET
     key: Key
@@ -43,7 +43,7 @@ class StoreCompareSet(Message, frozen=True):
 
 
 class StoreGet(Message, frozen=True):
-    """The value of ``key``, once it exists. Answer: STORE_VALUE."""
+    """The value of ``key``, once it exists. Reply: STORE_VALUE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_GET
     key: Key
@@ -51,7 +51,7 @@ class StoreGet(Message, frozen=True):
 
 
 class StoreAdd(Message, frozen=True):
-    """Add ``amount`` to the number at ``key`` (0 if missing). Answer: STORE_NUMBER, the sum."""
+    """Add ``amount`` to the number at ``key`` (0 if missing). Reply: STORE_NUMBER, the sum."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_ADD
     key: Key
@@ -59,14 +59,14 @@ class StoreAdd(Message, frozen=True):
 
 
 class StoreCheck(Message, frozen=True):
-    """Do all ``keys`` exist? Answer: STORE_NUMBER, 1 or 0."""
+    """Do all ``keys`` exist? Reply: STORE_NUMBER, 1 or 0."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_CHECK
     keys: Keys
 
 
 class StoreWait(Message, frozen=True):
-    """Wait until all ``keys`` exist. Answer: STORE_DONE."""
+    """Wait until all ``keys`` exist. Reply: STORE_DONE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_WAIT
     keys: Keys
@@ -74,20 +74,20 @@ class StoreWait(Message, frozen=True):
 
 
 class StoreGetNumKeys(Message, frozen=True):
-    """How many keys are there? Answer: STORE_NUMBER."""
+    """How many keys are there? Reply: STORE_NUMBER."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_GETNUMKEYS
 
 
 class StoreDeleteKey(Message, frozen=True):
-    """Delete ``key``. Answer: STORE_NUMBER, 1 if it was there."""
+    """Delete ``key``. Reply: STORE_NUMBER, 1 if it was there."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_DELETE_KEY
     key: Key
 
 
 class StoreAppend(Message, frozen=True):
-    """Append ``value`` to ``key`` (created if missing). Answer: STORE_DONE."""
+    """Append ``value`` to ``key`` (created if missing). Reply: STORE_DONE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_APPEND
     key: Key
@@ -95,7 +95,7 @@ class StoreAppend(Message, frozen=True):
 
 
 class StoreMultiGet(Message, frozen=True):
-    """The values of ``keys``, once all exist. Answer: STORE_VALUES."""
+    """The values of ``keys``, once all exist. Reply: STORE_VALUES."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_MULTI_GET
     keys: Keys
@@ -103,7 +103,7 @@ class StoreMultiGet(Message, frozen=True):
 
 
 class StoreMultiSet(Message, frozen=True):
-    """Set ``keys`` to ``values``, one to one. Answer: STORE_DONE."""
+    """Set ``keys`` to ``values``, one to one. Reply: STORE_DONE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_MULTI_SET
     keys: Keys
@@ -111,7 +111,7 @@ class StoreMultiSet(Message, frozen=True):
 
 
 class StoreQueuePush(Message, frozen=True):
-    """Push ``value`` to the end of the queue ``key``. Answer: STORE_DONE."""
+    """Push ``value`` to the end of the queue ``key``. Reply: STORE_DONE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_PUSH
     key: Key
@@ -119,7 +119,7 @@ class StoreQueuePush(Message, frozen=True):
 
 
 class StoreQueuePop(Message, frozen=True):
-    """Take the first value of the queue ``key``; with ``block``, once there is one. Answer: STORE_VALUE."""
+    """Take the first item of the queue ``key``; with ``block``, once there is one. Reply: STORE_ITEM."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_POP
     key: Key
@@ -127,22 +127,32 @@ class StoreQueuePop(Message, frozen=True):
     timeout: Seconds
 
 
+class StoreQueueAck(Message, frozen=True):
+    """The client has received ``item`` (STORE_ITEM): it is delivered.
+
+    Reply: STORE_NUMBER, 1; or 0 if the item has returned to its queue meanwhile, and is not the client's.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_ACK
+    item: Size
+
+
 class StoreQueueLen(Message, frozen=True):
-    """How many values are in the queue ``key``? Answer: STORE_NUMBER."""
+    """How many values are in the queue ``key``? Reply: STORE_NUMBER."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_LEN
     key: Key
 
 
 class StoreListKeys(Message, frozen=True):
-    """All keys that start with ``prefix``. Answer: STORE_KEYS, sorted."""
+    """All keys that start with ``prefix``. Reply: STORE_KEYS, sorted."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_LIST_KEYS
     prefix: Key
 
 
 class StorePing(Message, frozen=True):
-    """Are you there? Answer: STORE_PONG with the same nonce."""
+    """Are you there? Reply: STORE_PONG with the same nonce."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_PING
     nonce: Name
@@ -157,6 +167,14 @@ class StoreValue(Message, frozen=True):
     TYPE: ClassVar[MessageType] = MessageType.STORE_VALUE
     value: Value
     revision: Size = 0
+
+
+class StoreItem(Message, frozen=True):
+    """An item of a queue, and its id. It returns to the queue unless it is acknowledged."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_ITEM
+    item: Size
+    value: Value
 
 
 class StoreNumber(Message, frozen=True):
@@ -194,7 +212,8 @@ class Refusal(enum.IntEnum):
     INVALID = 2
     LIMIT = 3
     CLOSING = 4
-    UNKNOWN = 5  # the connection for notices
+    UNSUBSCRIBED = 5  # the subscription that a watch needs has not arrived
+    TOO_LARGE = 6  # for the connection that the query came by: repeat it over ZeroMQ
 
 
 class StoreRefused(Message, frozen=True):
@@ -206,8 +225,8 @@ class StoreRefused(Message, frozen=True):
 
 
 class StorePong(Message, frozen=True):
-    """Here I am, and this is the store's revision."""
+    """Here I am. ``endpoint``: of my fast path within my host, if there is one."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_PONG
     nonce: Name
-    revision: Size
+    endpoint: Name = ""

@@ -1,32 +1,63 @@
-"""The watch channel of a store: asking for notices, and the notices (DESIGN section 7).
+"""The watch channel of a store: subscribing to notifications, and the notifications (DESIGN section 7).
 
-Notices go to all that watch a key or a prefix, on the connection that a client has set apart for them. Each
-tells the revision of the one before, so that a gap is seen.
+The server publishes notifications (PUB/SUB), each under the topic of its key or prefix, and each tells the
+revision of the one before, so that a gap is seen. A watch belongs to a *watcher*, a client that renews all
+its watches every few seconds; what is not renewed is forgotten.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
-from zmqgrad.wire.messages.base import Key, Keys, Message, MessageType, Name, Size, Value, Values
+from msgspec import Meta
+
+from zmqgrad.wire.messages.base import (
+    MAX_KEYS,
+    Id,
+    Key,
+    Keys,
+    Message,
+    MessageType,
+    Name,
+    Size,
+    Value,
+    Values,
+)
+
+UNKNOWN_WATCH = -1
+"""In STORE_REVISIONS: the server has no such watch."""
+
+Port = Annotated[int, Meta(ge=0, le=65535)]
+Revisions = Annotated[tuple[int, ...], Meta(max_length=2 * MAX_KEYS)]
 
 
-class StoreListen(Message, frozen=True):
-    """This connection is for notices, and known as ``nonce``. Answer: STORE_DONE."""
+class StoreWatchChannel(Message, frozen=True):
+    """Where are notifications published? Reply: STORE_CHANNEL."""
 
-    TYPE: ClassVar[MessageType] = MessageType.STORE_LISTEN
-    nonce: Name
+    TYPE: ClassVar[MessageType] = MessageType.STORE_WATCH_CHANNEL
+
+
+class StoreChannel(Message, frozen=True):
+    """At this ``endpoint`` for clients of the server's host (empty: none), and at this tcp ``port``."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_CHANNEL
+    endpoint: Name
+    port: Port
 
 
 class StoreWatchKey(Message, frozen=True):
-    """Give notice of each change of ``key`` on the connection that is known as ``nonce`` (STORE_LISTEN).
+    """Publish each change of ``key``, on behalf of ``watcher``.
 
-    Answer: KEY_CALLBACK_REGISTERED.
+    The client has subscribed to the key's topic, and then to that of ``nonce``, which is used once. The reply
+    is sent when the server has seen the latter subscription, so the former is in place.
+
+    Reply: KEY_CALLBACK_REGISTERED; or STORE_REFUSED (UNSUBSCRIBED) if the subscription does not arrive.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_WATCH_KEY
     key: Key
-    nonce: Name
+    nonce: Name = ""
+    watcher: Id = 0
 
 
 class KeyCallbackRegistered(Message, frozen=True):
@@ -39,22 +70,20 @@ class KeyCallbackRegistered(Message, frozen=True):
 
 
 class StoreUnwatchKey(Message, frozen=True):
-    """Give no more notice of ``key`` on the connection known as ``nonce``. Answer: STORE_DONE."""
+    """``watcher`` does not watch ``key`` any more. Reply: STORE_DONE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_UNWATCH_KEY
     key: Key
-    nonce: Name = ""
+    watcher: Id = 0
 
 
 class StoreWatchPrefix(Message, frozen=True):
-    """As STORE_WATCH_KEY, for all keys that begin with ``prefix``; ``nonce`` likewise.
-
-    Answer: PREFIX_CALLBACK_REGISTERED.
-    """
+    """As STORE_WATCH_KEY, for all keys that begin with ``prefix``. Reply: PREFIX_CALLBACK_REGISTERED."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_WATCH_PREFIX
     prefix: Key
-    nonce: Name
+    nonce: Name = ""
+    watcher: Id = 0
 
 
 class PrefixCallbackRegistered(Message, frozen=True):
@@ -68,18 +97,38 @@ class PrefixCallbackRegistered(Message, frozen=True):
 
 
 class StoreUnwatchPrefix(Message, frozen=True):
-    """As STORE_UNWATCH_KEY, for a watch of all keys that begin with ``prefix``. Answer: STORE_DONE."""
+    """As STORE_UNWATCH_KEY, for a watch of all keys that begin with ``prefix``. Reply: STORE_DONE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_UNWATCH_PREFIX
     prefix: Key
-    nonce: Name = ""
+    watcher: Id = 0
 
 
-# ---- notices: neither request nor response ------------------------------------------------------------
+class StoreRenewWatches(Message, frozen=True):
+    """``watcher`` still watches these. Reply: STORE_REVISIONS."""
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_RENEW_WATCHES
+    watcher: Id
+    keys: Keys
+    prefixes: Keys
+
+
+class StoreRevisions(Message, frozen=True):
+    """For each key, then each prefix: the revision of its last notification.
+
+    0: there was none yet; -1: the server has no such watch. A client that has not received that
+        notification reads the target again.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.STORE_REVISIONS
+    revisions: Revisions
+
+
+# ---- notifications: neither request nor response -------------------------------------------------------
 
 
 class KeyCreated(Message, frozen=True):
-    """``key`` came to exist. ``previous`` is the revision of the key's notice before, 0 if none."""
+    """``key`` came to exist. ``previous`` is the revision of the key's notification before, 0 if none."""
 
     TYPE: ClassVar[MessageType] = MessageType.KEY_CREATED
     key: Key
@@ -112,8 +161,8 @@ class KeyDeleted(Message, frozen=True):
 class PrefixChanged(Message, frozen=True):
     """``key``, which begins with ``prefix``, holds ``new`` now; None: it was deleted.
 
-    ``previous`` is the revision of the prefix's notice before, 0 if none. With ``left_out``, the value is
-    too large for a notice: read it.
+    ``previous`` is the revision of the prefix's notification before, 0 if none. With ``left_out``, the value
+    is too large for a notification: read it.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.PREFIX_CHANGED

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from zmqgrad.store.answers import Answers
+from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.wire.messages import StoreDone, StoreNumber, StoreValue
 
 
 def test_the_last_answer_of_a_line_is_remembered() -> None:
-    answers = Answers()
+    answers = ReplyCache()
     answers.remember(1, 4, StoreNumber(7))
     answers.remember(2, 9, StoreDone())
     assert answers.last[1] == (4, StoreNumber(7))
@@ -16,14 +16,14 @@ def test_the_last_answer_of_a_line_is_remembered() -> None:
 
 
 def test_lines_are_forgotten_that_changed_something_longest_ago() -> None:
-    answers = Answers(max_lines=2)
+    answers = ReplyCache(max_clients=2)
     for line in (1, 2, 1, 3):
         answers.remember(line, 1, StoreDone())
     assert list(answers.last) == [1, 3]
 
 
 def test_their_bytes_are_bounded() -> None:
-    answers = Answers(max_bytes=10)
+    answers = ReplyCache(max_bytes=10)
     answers.remember(1, 1, StoreValue(b"x" * 6))
     answers.remember(2, 1, StoreValue(b"x" * 4))
     assert len(answers) == 2

@@ -1,5 +1,6 @@
-"""Which descriptors are ready: by epoll, or by poll where a system has none. Without :mod:`selectors`, whose
-bookkeeping costs as much as all that a server does for a small request.
+"""Which file descriptors are ready: epoll, or poll where there is none, called alike.
+
+Not :mod:`selectors`, whose bookkeeping costs as much as all that a server does for a small query.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import sys
 READ, WRITE = 1, 4
 """Of epoll and of poll alike."""
 
-LONGEST_SECONDS = 3600.0
-"""How long anybody should wait at a time: both count milliseconds in 31 bits."""
+MAX_SECONDS = 3600.0
+"""How long to wait at a time at most: both count milliseconds in 31 bits."""
 
 
-class Poll:
+class _Poll:
     """Poll, called as epoll is."""
 
     def __init__(self) -> None:
@@ -23,7 +24,7 @@ class Poll:
         self._poll = poller.poll
 
     def poll(self, seconds: float | None, most: int) -> list[tuple[int, int]]:
-        """Descriptors that are ready, and what for. Waits for one: so long, or (None) for ever."""
+        """Descriptors that are ready, and for what. Waits up to ``seconds`` for one (None: no limit)."""
         return self._poll(None if seconds is None else seconds * 1000)
 
     def close(self) -> None:
@@ -33,4 +34,4 @@ class Poll:
 if sys.platform == "linux":
     Poller = select.epoll
 else:
-    Poller = Poll
+    Poller = _Poll

@@ -1,0 +1,179 @@
+"""Notifications over real sockets: none is lost once the subscription is proved, breaks are told."""
+
+from __future__ import annotations
+
+import queue
+import secrets
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from tests.support.relay import Relay
+from tests.transport.query.echo import LOOPBACK, OURS, PATIENCE, THEIRS
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.engine_pool import EnginePool, Task
+from zmqgrad.transport.query.publisher import NONCE, Publisher
+from zmqgrad.transport.query.server import QueryServer, Route
+from zmqgrad.transport.query.subscriber import Subscriber
+from zmqgrad.transport.security import Keys
+from zmqgrad.wire.messages import KeyCreated, Message
+
+TOPIC = b"\x01k\0"
+
+
+class Publishing:
+    """A server that publishes what it is told to, and nothing else."""
+
+    def __init__(self, keys: Keys | None) -> None:
+        self.nonces: queue.Queue[str] = queue.Queue()
+        self._orders: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._server = QueryServer("publishing", LOOPBACK, keys=keys)
+        self.publisher = Publisher(
+            self._server.context, self._server.incarnation, LOOPBACK, keys, self.nonces.put
+        )
+        self._server.register(self.publisher.number, self.publisher.read)
+        self._thread = threading.Thread(target=self._server.serve, args=(self,), daemon=True)
+        self._thread.start()
+
+    def publish(self, *messages: Message) -> None:
+        for message in messages:
+            self._orders.put(message)
+
+    def handle(self, route: Route, client: int, number: int, query: Message) -> None:
+        pass
+
+    def settle(self) -> None:
+        self.publisher.read_if_unread()
+        self._server.wake_by(self._server._clock.now() + 0.002)
+
+    def do_due(self, now: float) -> float:
+        while not self._orders.empty():
+            self.publisher.publish(TOPIC, self._orders.get())
+        return now + 0.002
+
+    def stopping(self) -> None:
+        pass
+
+    def stopped(self) -> None:
+        self.publisher.close()
+
+    def stop(self) -> None:
+        self._server.stop()
+        self._thread.join(PATIENCE)
+        assert not self._thread.is_alive()
+
+
+class Subscribed:
+    """A subscriber, and what it has received."""
+
+    def __init__(self, endpoint: str, keys: Keys | None) -> None:
+        self.received: queue.Queue[Message] = queue.Queue()
+        self.breaks = threading.Semaphore(0)
+        self._pool = EnginePool("test", 2)
+        self.subscriber = Subscriber("test", self._take, self.breaks.release, self._pool.attend)
+        self.subscriber.connect(endpoint, keys)
+
+    def _take(self, message: Message) -> list[Task]:
+        return [lambda: self.received.put(message)]
+
+    def prove(self, publishing: Publishing) -> None:
+        """Subscribe, and return when that is in place."""
+        nonce = secrets.token_hex(8)
+        self.subscriber.subscribe(TOPIC, NONCE + nonce.encode())
+        assert publishing.nonces.get(timeout=PATIENCE) == nonce
+        self.subscriber.unsubscribe(NONCE + nonce.encode())
+
+    def close(self) -> None:
+        self.subscriber.close()
+        self.subscriber.close()
+        self._pool.close()
+        assert self.subscriber.join(Deadline.after(PATIENCE)) == []
+        assert self._pool.join(Deadline.after(PATIENCE)) == []
+
+
+def created(n: int) -> KeyCreated:
+    return KeyCreated("k", n + 1, n, b"")
+
+
+@pytest.fixture(params=[None, OURS], ids=["plain", "keyed"])
+def keys(request: pytest.FixtureRequest) -> Keys | None:
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def publishing(keys: Keys | None) -> Iterator[Publishing]:
+    made = Publishing(keys)
+    yield made
+    made.stop()
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def endpoint(request: pytest.FixtureRequest, publishing: Publishing) -> str:
+    if request.param == "tcp":
+        return f"tcp://127.0.0.1:{publishing.publisher.port}"
+    if not publishing.publisher.endpoint:
+        pytest.skip("this system has no abstract names")
+    return publishing.publisher.endpoint
+
+
+def test_nothing_is_lost_after_the_proof(publishing: Publishing, keys: Keys | None, endpoint: str) -> None:
+    """The first one neither (DESIGN 16.1)."""
+    for _ in range(20):
+        each = Subscribed(endpoint, keys)
+        each.prove(publishing)
+        publishing.publish(*map(created, range(3)))
+        assert [each.received.get(timeout=PATIENCE) for _ in range(3)] == [*map(created, range(3))]
+        each.close()
+
+
+def test_thousands_arrive_in_order(publishing: Publishing, keys: Keys | None, endpoint: str) -> None:
+    each = Subscribed(endpoint, keys)
+    each.prove(publishing)
+    for start in range(0, 3000, 500):  # fewer at a time than libzmq keeps for one who is slow
+        publishing.publish(*map(created, range(start, start + 500)))
+        got = [each.received.get(timeout=PATIENCE) for _ in range(500)]
+        assert sorted(got, key=lambda m: m.revision) == [*map(created, range(start, start + 500))]  # type: ignore[attr-defined]
+    each.close()
+
+
+def test_breaks_are_told_and_the_proof_holds_again(publishing: Publishing, keys: Keys | None) -> None:
+    with Relay(publishing.publisher.port) as relay:
+        each = Subscribed(f"tcp://127.0.0.1:{relay.port}", keys)
+        for n in range(3):
+            each.prove(publishing)
+            publishing.publish(created(n))
+            assert each.received.get(timeout=PATIENCE) == created(n)
+            relay.cut()
+            assert each.breaks.acquire(timeout=PATIENCE)
+        each.prove(publishing)
+        each.close()
+
+
+def test_a_subscriber_can_move(keys: Keys | None, publishing: Publishing, endpoint: str) -> None:
+    second = Publishing(keys)
+    each = Subscribed(endpoint, keys)
+    each.prove(publishing)
+    each.subscriber.connect(f"tcp://127.0.0.1:{second.publisher.port}", keys)
+    each.prove(second)
+    publishing.publish(created(1))
+    second.publish(created(2))
+    assert each.received.get(timeout=PATIENCE) == created(2)
+    assert each.received.empty()
+    each.close()
+    second.stop()
+
+
+@pytest.mark.parametrize("theirs", [None, THEIRS], ids=["without a secret", "with another one"])
+def test_strangers_hear_nothing(theirs: Keys | None) -> None:
+    publishing = Publishing(OURS)
+    endpoint = f"tcp://127.0.0.1:{publishing.publisher.port}"
+    stranger, ours = Subscribed(endpoint, theirs), Subscribed(endpoint, OURS)
+    stranger.subscriber.subscribe(TOPIC)
+    ours.prove(publishing)
+    publishing.publish(created(1))
+    assert ours.received.get(timeout=PATIENCE) == created(1)
+    assert stranger.received.empty()
+    for each in (stranger, ours):
+        each.close()
+    publishing.stop()

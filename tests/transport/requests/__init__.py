@@ -1,1 +1,0 @@
-"""Requests: clients and servers against one another, against libzmq, and against bad peers."""

@@ -1,0 +1,68 @@
+"""The reply to each client's last change, so that a query that is repeated does not change anything twice.
+
+A client cannot know whether a query arrived whose connection broke, and repeats it with the same number. It
+has one query at a time, so one reply for each client suffices: the next query proves that the reply to the
+one before has arrived. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from zmqgrad.wire.messages import Message, StoreValue
+
+MAX_CLIENTS = 1 << 16
+"""How many clients are remembered: then the one that changed something longest ago is forgotten."""
+
+MAX_BYTES = 256 << 20
+"""How many bytes of values the replies may hold; likewise."""
+
+
+class ReplyCache:
+    """The replies to the last changes, by client.
+
+    Args:
+        on_forgotten: called with each client that is forgotten.
+    """
+
+    def __init__(
+        self,
+        max_clients: int = MAX_CLIENTS,
+        max_bytes: int = MAX_BYTES,
+        on_forgotten: Callable[[int], None] | None = None,
+    ) -> None:
+        self.last: dict[int, tuple[int, Message]] = {}
+        """Number and reply of each client's last query that changed something, the latest last; to be looked
+        at only. If the number is higher than that of a query that comes, nobody waits for that one any more.
+        """
+        self.on_forgotten = on_forgotten
+        self._max_clients = max_clients
+        self._max_bytes = max_bytes
+        self._sizes: dict[int, int] = {}  # of those that are values, by client
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self.last)
+
+    def remember(self, client: int, number: int, reply: Message) -> None:
+        """``reply`` is that to query ``number`` of ``client``, which has changed something."""
+        last = self.last
+        if last.pop(client, None) is None and len(last) >= self._max_clients:
+            self._forget(next(iter(last)))
+        last[client] = number, reply
+        if type(reply) is StoreValue or client in self._sizes:
+            self._weigh(client, reply)
+
+    def _weigh(self, client: int, reply: Message) -> None:
+        self._bytes -= self._sizes.pop(client, 0)
+        if type(reply) is StoreValue:
+            self._sizes[client] = len(reply.value)
+            self._bytes += len(reply.value)
+        while self._bytes > self._max_bytes and len(self.last) > 1:
+            self._forget(next(iter(self.last)))
+
+    def _forget(self, client: int) -> None:
+        del self.last[client]
+        self._bytes -= self._sizes.pop(client, 0)
+        if self.on_forgotten is not None:
+            self.on_forgotten(client)

@@ -1,0 +1,217 @@
+"""Receives notifications: the client's half of the watch channel, a SUB.
+
+What was published while the connection was broken is lost; libzmq connects again and subscribes to the same
+topics, and the owner is told, so that it can read what it has missed. What is to be done about a notification
+is done by the thread that has received it, while another receives the next: no other thread is woken for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import zmq
+
+from zmqgrad.errors import ProtocolError, TransportError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.engine_pool import Source, Task
+from zmqgrad.transport.context import acquire_context, release_context
+from zmqgrad.transport.gate import make_gate
+from zmqgrad.transport.monitor import CONNECTED, DISCONNECTED, SocketMonitor
+from zmqgrad.transport.query.client import set_up_caller
+from zmqgrad.transport.security import Keys
+from zmqgrad.transport.wakeup import Wakeup
+from zmqgrad.wire.codec import decode
+from zmqgrad.wire.messages import Message
+
+logger = logging.getLogger(__name__)
+
+BURST = 256
+"""Notifications received before what is to be done about them is done."""
+
+_NOBLOCK = int(zmq.NOBLOCK)
+
+
+class Subscriber:
+    """A SUB that can be moved from one publisher to another. A :class:`Source` of tasks.
+
+    Args:
+        name: for log lines and the thread. on_message: called with each notification, in order; must be
+        quick, and must not raise. Returns what is to be done about it, which may take its time, and in
+        which nothing must be raised.
+        on_broken: called when notifications may have been lost.
+        attend: has threads of others read this, and run the tasks (``EnginePool.attend``).
+    """
+
+    def __init__(
+        self,
+        name: str,
+        on_message: Callable[[Message], Iterable[Task]],
+        on_broken: Callable[[], None],
+        attend: Callable[[Source], None],
+    ) -> None:
+        self.name = name
+        self.endpoint = ""
+        """Where it is connected to."""
+        self.malformed = 0
+        self._on_message = on_message
+        self._on_broken = on_broken
+        self._lock = threading.Lock()  # guards the socket, and all of the next three
+        self._socket: zmq.Socket[bytes] | None = None
+        self._monitor: SocketMonitor | None = None
+        self._numbers: tuple[int, ...] = ()
+        self._closed = False
+        self._ended = threading.Event()
+        self._tasks: deque[Task] = deque()
+        self._wakeup = Wakeup()
+        self._gate = make_gate()
+        self._gate.register(self._wakeup.number, select.POLLIN)
+        attend(self)
+
+    def connect(self, endpoint: str, keys: Keys | None) -> None:
+        """Receive from ``endpoint`` from now on, and from nowhere else. Nothing is subscribed to there.
+
+        Raises:
+            TransportError: if the system has no socket left.
+        """
+        with self._lock:
+            if self._closed:
+                return
+            self._disconnect()
+            context = acquire_context()
+            try:
+                socket: zmq.Socket[bytes] = context.socket(zmq.SUB)
+            except zmq.ZMQError as e:
+                release_context()
+                raise TransportError(f"no socket can be had to connect to {endpoint}: {e}") from e
+            self._socket, self.endpoint = socket, endpoint
+            set_up_caller(socket, endpoint, keys if endpoint.startswith("tcp:") else None)
+            self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED)
+            self._numbers = (int(socket.getsockopt(zmq.FD)), self._monitor.number)
+            for number in self._numbers:
+                self._gate.register(number, select.POLLIN)
+            socket.connect(endpoint)
+        self._wakeup.set()
+
+    def subscribe(self, *topics: bytes) -> None:
+        """Subscribe to ``topics``, in that order. Without effect after :meth:`close`."""
+        with self._lock:
+            if self._socket is not None:
+                for topic in topics:
+                    self._socket.subscribe(topic)
+        self._wakeup.set()  # libzmq may have taken what the descriptor told of
+
+    def unsubscribe(self, topic: bytes) -> None:
+        """Undo :meth:`subscribe`, if the publisher is still the same."""
+        with self._lock:
+            if self._socket is not None:
+                try:
+                    self._socket.unsubscribe(topic)
+                except zmq.ZMQError as e:
+                    logger.debug("%s: was not subscribed to %r: %s", self.name, topic, e)
+        self._wakeup.set()
+
+    def disconnect(self) -> None:
+        """Receive from nowhere, until :meth:`connect`."""
+        with self._lock:
+            self._disconnect()
+
+    def _disconnect(self) -> None:
+        """Called with the lock held."""
+        socket, self._socket, self.endpoint = self._socket, None, ""
+        for number in self._numbers:
+            self._gate.unregister(number)
+        self._numbers = ()
+        if self._monitor is not None:
+            self._monitor.close()
+            self._monitor = None
+        if socket is not None:
+            socket.close(linger=0)
+            release_context()
+
+    # ---- a source of tasks ------------------------------------------------------------------------------
+
+    def stand_by(self) -> bool:
+        """As :class:`Source`."""
+        return self._gate.wait()
+
+    def take(self) -> bool:
+        """As :class:`Source`."""
+        return self._gate.take()
+
+    def pass_on(self) -> None:
+        """As :class:`Source`."""
+        self._gate.open(at_once=bool(self._tasks))
+
+    def has_more(self) -> bool:
+        """As :class:`Source`."""
+        return bool(self._tasks)
+
+    def read(self) -> Task | None:
+        """As :class:`Source`."""
+        try:
+            while not self._closed:
+                if self._tasks:
+                    return self._tasks.popleft()
+                for number, _ in self._gate.poll(None):
+                    if number == self._wakeup.number:
+                        self._wakeup.clear()
+                self._read_socket()
+        except Exception:
+            logger.exception("%s: notifications are lost from here on", self.name)
+        self._end()
+        return None
+
+    def _read_socket(self) -> None:
+        received: list[list[zmq.Frame]] = []
+        broken = False
+        with self._lock:
+            if self._socket is None or self._monitor is None:
+                return
+            while events := self._monitor.read():
+                broken |= any(event.kind == DISCONNECTED for event in events)
+            try:
+                for _ in range(BURST):
+                    received.append(self._socket.recv_multipart(_NOBLOCK, copy=False))
+                self._wakeup.set()  # there may be more
+            except zmq.Again:
+                pass
+        for frames in received:
+            self._receive(frames)
+        if broken:
+            self._on_broken()
+
+    def _receive(self, frames: list[zmq.Frame]) -> None:
+        try:
+            if len(frames) != 2:
+                raise ProtocolError(f"a notification of {len(frames)} frames (expected two)")
+            message = decode(frames[1].buffer)[1]
+        except ProtocolError as e:
+            self.malformed += 1
+            if self.malformed == 1:
+                logger.warning(
+                    "%s: dropped a malformed notification from %s (%s)", self.name, self.endpoint, e
+                )
+            return
+        self._tasks.extend(self._on_message(message))
+
+    def _end(self) -> None:
+        """Nobody reads any more."""
+        with self._lock:
+            self._closed = True
+            self._disconnect()
+        self._gate.close()
+        self._wakeup.close()
+        self._ended.set()
+
+    def close(self) -> None:
+        """Stop receiving. Idempotent; safe from any thread."""
+        self._closed = True
+        self._wakeup.set()
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait until nobody reads any more; returns a name if that has not come by ``deadline``."""
+        return [] if self._ended.wait(deadline.left_or_none()) else [f"{self.name}-subscriber"]
