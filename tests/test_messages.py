@@ -124,6 +124,7 @@ def test_requests_and_responses_are_told_by_their_bits() -> None:
         "CREDIT",
         "CREDIT_WANTED",
         "CHUNK",
+        "ACK",
         "RELEASE",
     }
     assert not [t for t in MessageType if t & REQUEST and t & RESPONSE]

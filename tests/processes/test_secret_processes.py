@@ -87,5 +87,5 @@ def test_a_store_served_from_a_terminal(tmp_path: Path) -> None:
         finally:
             server.terminate()
             assert server.stderr is not None
-            assert server.stderr.read().count(b"dropped a malformed request") == 1
+            assert server.stderr.read().count(b"dropped a malformed query") == 1
         assert server.wait(30) == 0

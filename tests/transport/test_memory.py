@@ -186,12 +186,12 @@ def test_it_records_what_it_carried_lost_or_not(office: Office, network: MemoryN
     say(a, 1, 3, message=GOODBYE)
     network.wait_carried(MessageType.HELLO, 2)
     assert [str(p) for p in network.carried] == [
-        "0 -> 1 HELLO #1 28 B",
-        "0 -> 1 HELLO #2 28 B",
-        "0 -> 1 GOODBYE #3 26 B",
+        "0 -> 1 HELLO #1 52 B",
+        "0 -> 1 HELLO #2 52 B",
+        "0 -> 1 GOODBYE #3 50 B",
     ]
     assert [p.message for p in network.carried] == [HELLO, HELLO, GOODBYE]
-    assert repr(network).endswith("GOODBYE #3 26 B>")
+    assert repr(network).endswith("GOODBYE #3 50 B>")
 
 
 def test_the_record_is_bounded_and_holds_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:

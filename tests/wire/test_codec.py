@@ -22,7 +22,7 @@ FULL = (1 << 64) - 1
 
 def raw(kind: int, header: bytes) -> bytes:
     """A first frame with a good envelope and this header."""
-    return ENVELOPE.pack(b"zg", 1, 0, kind, 1, 2, 3) + header
+    return ENVELOPE.pack(b"zg", 2, 0, kind, 1, 2, 3, 0, 0, 0) + header
 
 
 @pytest.mark.parametrize("cls", BY_TYPE.values(), ids=lambda c: c.__name__)

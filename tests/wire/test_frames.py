@@ -10,7 +10,15 @@ from hypothesis import strategies as st
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.wire import frames
-from zmqgrad.wire.frames import ENVELOPE, ENVELOPE_SIZE, MAGIC, VERSION, Envelope, read_envelope
+from zmqgrad.wire.frames import (
+    ENVELOPE,
+    ENVELOPE_SIZE,
+    MAGIC,
+    VERSION,
+    Envelope,
+    read_envelope,
+    write_session,
+)
 
 envelopes = st.builds(
     Envelope,
@@ -19,14 +27,17 @@ envelopes = st.builds(
     st.integers(0, (1 << 64) - 1),
     st.integers(0, (1 << 64) - 1),
     st.integers(0, 0xFF),
+    st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 64) - 1),
+    st.integers(0, (1 << 64) - 1),
 )
 
 
 def written(envelope: Envelope, header: bytes = b"") -> bytearray:
     """The first frame that has this envelope and header."""
     frame = bytearray(ENVELOPE_SIZE) + header
-    kind, source, incarnation, message_id, channel = envelope
-    ENVELOPE.pack_into(frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id)
+    kind, source, incarnation, message_id, channel, *session = envelope
+    ENVELOPE.pack_into(frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id, *session)
     return frame
 
 
@@ -42,8 +53,11 @@ def test_what_is_written_is_read(envelope: Envelope, header: bytes) -> None:
 def test_the_layout_is_the_one_drawn() -> None:
     """Byte for byte as the module's docstring draws it: a change here needs a new version."""
     frame = written(Envelope(0x1234, 0x5678, 0x0102030405060708, 0x1112131415161718))
-    assert frame.hex(" ") == "7a 67 01 00 12 34 56 78 01 02 03 04 05 06 07 08 11 12 13 14 15 16 17 18"
-    assert ENVELOPE_SIZE == 24
+    first = "7a 67 02 00 12 34 56 78 01 02 03 04 05 06 07 08 11 12 13 14 15 16 17 18"
+    assert frame.hex(" ") == first + " 00" * 24
+    write_session(frame, 0x2122232425262728, 0x3132333435363738, 0x4142434445464748)
+    assert frame.hex(" ") == first + "".join(f" {n:02x}" for t in (0x21, 0x31, 0x41) for n in range(t, t + 8))
+    assert ENVELOPE_SIZE == 48
 
 
 @given(st.binary(max_size=ENVELOPE_SIZE - 1))
@@ -55,7 +69,7 @@ def test_what_is_too_short_is_refused(frame: bytes) -> None:
 def test_what_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = written(Envelope(1, 2, 3, 4), bytes(100))
     monkeypatch.setattr(frames, "MAX_HEADER", 100)
-    with pytest.raises(ProtocolError, match="first frame of 124 bytes"):
+    with pytest.raises(ProtocolError, match="first frame of 148 bytes"):
         read_envelope(frame)
 
 
@@ -65,11 +79,11 @@ def test_strangers_are_told_from_us(frame: bytes) -> None:
         read_envelope(frame)
 
 
-@pytest.mark.parametrize("version", [0, 2, 255])
+@pytest.mark.parametrize("version", [0, 1, 255])
 def test_another_version_is_refused_with_both_named(version: int) -> None:
     frame = written(Envelope(1, 2, 3, 4))
     frame[2] = version
-    with pytest.raises(ProtocolError, match=f"version {version}, this side speaks 1"):
+    with pytest.raises(ProtocolError, match=f"version {version}, this side speaks 2"):
         read_envelope(frame)
 
 

@@ -1,5 +1,8 @@
 """Outgoing connections: to each peer a DEALER, and beside it, on one host, the fast path past libzmq.
 
+Within a host the DEALER connects by ipc, which does not break while both ends live. Over tcp it belongs to a
+session (:mod:`~zmqgrad.transport.session`).
+
 A connection is written by whichever thread has something to send, under its lock (a ZeroMQ socket may move
 between threads across a lock). High-water marks are zero: a send never blocks inside libzmq (DESIGN section
 4). Small messages to peers of this host go by :mod:`zmqgrad.transport.local`: to their receiver, or to the
@@ -16,7 +19,7 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.base import Buffer, PeerAddress, Resolver
 from zmqgrad.transport.dataplane.plane import frames_size
@@ -24,15 +27,11 @@ from zmqgrad.transport.local.channels import MAX_CHANNELS, channel_endpoint
 from zmqgrad.transport.local.writer import BacklogWriter
 from zmqgrad.transport.pulse import SCHEME
 from zmqgrad.transport.security import Keys
+from zmqgrad.transport.session_socket import SessionSocket, send_all
+from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.zap import HANDSHAKE_MS, key_caller
 
 logger = logging.getLogger(__name__)
-
-ZERO_COPY_BYTES = 256 << 10
-"""Frames of at least this size are handed to libzmq without a copy; the sender must not write to them."""
-
-_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As numbers: joining pyzmq's enumerations takes as long as a small message."""
 
 Connected = Callable[[int, str, Sequence[str]], None]
 """Told of a peer that is sent to from now on: the endpoint, and all its endpoints."""
@@ -43,6 +42,7 @@ class Connection:
 
     __slots__ = (
         "endpoint",
+        "epoch",
         "frame_bytes",
         "header_bytes",
         "incarnation",
@@ -50,12 +50,18 @@ class Connection:
         "local_retry",
         "lock",
         "messages",
+        "session",
         "socket",
     )
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.socket: zmq.Socket[bytes] | None = None
+        """By ipc."""
+        self.session: SessionSocket | None = None
+        """By tcp."""
+        self.epoch = 0
+        """How many sessions with the peer were given up."""
         self.local: local.LocalConnection | None = None
         self.local_retry = False
         """Is it worth trying again to connect by the fast path?"""
@@ -64,6 +70,11 @@ class Connection:
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
+
+    @property
+    def is_open(self) -> bool:
+        """Is it known where the peer is?"""
+        return self.socket is not None or self.session is not None
 
     def close_local(self) -> None:
         """From now on everything goes by the DEALER."""
@@ -82,6 +93,7 @@ class ConnectionPool:
         keys: by tcp, talk only to those who have them.
         job: what the fast path asks of a peer to be its own.
         fast: use the fast path where it can be.
+        sessions: those of the mailbox.
         connected: called for each new connection, with its lock held.
     """
 
@@ -92,6 +104,7 @@ class ConnectionPool:
         keys: Keys | None,
         job: bytes,
         fast: bool,
+        sessions: Sessions,
         connected: Connected,
     ) -> None:
         self.resolve: Resolver = _knows_nobody
@@ -100,6 +113,7 @@ class ConnectionPool:
         self._keys = keys
         self._job = job
         self._fast = fast
+        self._sessions = sessions
         self._connected = connected
         self._pid = os.getpid()
         self._writer = BacklogWriter(name)
@@ -135,8 +149,21 @@ class ConnectionPool:
             ClosedError, UnknownPeerError, TransportError: if that cannot be.
         """
         with connection.lock:
-            if connection.socket is None:
+            if not connection.is_open:
                 self._connect(peer, connection)
+
+    def acknowledge(self, peer: int) -> None:
+        """Send an acknowledgement to ``peer``, unless it was forgotten.
+
+        Raises:
+            ClosedError, UnknownPeerError, TransportError: if that cannot be.
+        """
+        connection = self.to(peer)
+        with connection.lock:
+            if not connection.is_open and not connection.epoch:
+                self._connect(peer, connection)
+            if connection.session is not None:
+                connection.session.send_ack()
 
     def send(
         self,
@@ -157,20 +184,27 @@ class ConnectionPool:
         if small and connection.endpoint and self._send_fast(connection, first, awaited):
             return
         with connection.lock:
-            socket = connection.socket
-            if socket is None:
-                socket = self._connect(peer, connection)
+            if not connection.is_open:
+                self._connect(peer, connection)
             connection.messages += 1
             connection.header_bytes += len(first)
+            for _, data in parts:
+                connection.frame_bytes += len(data)
+            connection.frame_bytes += frames_size(frames)
+            session = connection.session
+            if session is not None:
+                now = MONOTONIC.now()
+                for head, data in parts:
+                    session.send(head, (data,), now)
+                session.send(first, frames, now)
+                self._sessions.arm(session.next_due())
+                return
+            socket = connection.socket
+            assert socket is not None
             try:
                 for head, data in parts:
-                    connection.frame_bytes += len(data)
-                    _send_all(socket, head, (data,))
-                if not frames:
-                    socket.send(first, _NOBLOCK)
-                else:
-                    connection.frame_bytes += frames_size(frames)
-                    _send_all(socket, first, frames)
+                    send_all(socket, head, (data,))
+                send_all(socket, first, frames)
             except BaseException:
                 # Half a message may be in the pipe: nothing must follow it.
                 connection.socket = None
@@ -204,7 +238,7 @@ class ConnectionPool:
     def _open_channel(self, peer: int, number: int) -> Connection | None:
         main = self._peers.get(peer)
         # The connection to the ROUTER is the one that heartbeats watch, so it must exist before any other.
-        if number > MAX_CHANNELS or main is None or main.socket is None or peer not in self.same_host:
+        if number > MAX_CHANNELS or main is None or not main.is_open or peer not in self.same_host:
             return None
         with self._lock:
             if self._closed:
@@ -217,7 +251,7 @@ class ConnectionPool:
                 self._connect_local(connection)
             return connection
 
-    def _connect(self, peer: int, connection: Connection) -> zmq.Socket[bytes]:
+    def _connect(self, peer: int, connection: Connection) -> None:
         if self._closed:
             raise ClosedError(f"the mailbox of {self._name} is closed")
         if os.getpid() != self._pid:
@@ -227,23 +261,36 @@ class ConnectionPool:
             )
         known = self.resolve(peer)
         endpoint = best_endpoint(known.endpoints)
-        socket = self._context.socket(zmq.DEALER)
         try:
-            set_up(socket)
-            if self._keys is not None and endpoint.startswith("tcp:"):
-                key_caller(socket, self._keys)
-            socket.connect(endpoint)
+            if endpoint.startswith("tcp:"):
+                connection.session = self._sessions.open(
+                    peer, endpoint, known.incarnation, connection.epoch, connection.lock, self._keyed_dealer
+                )
+            else:
+                connection.socket = self._dealer()
+                connection.socket.connect(endpoint)
         except zmq.ZMQError as e:
-            socket.close(linger=0)
+            if connection.socket is not None:
+                connection.socket.close(linger=0)
+                connection.socket = None
             raise TransportError(f"cannot connect to worker {peer} at {endpoint}: {e}") from e
-        connection.socket, connection.endpoint = socket, endpoint
-        connection.incarnation = known.incarnation
+        connection.endpoint, connection.incarnation = endpoint, known.incarnation
         fast = self._fast and endpoint.startswith("ipc:")
         (self.same_host.add if fast else self.same_host.discard)(peer)
         self._connected(peer, endpoint, known.endpoints)
         if fast:
             self._connect_local(connection, channel_endpoint(endpoint))
         logger.debug("%s sends to worker %d at %s", self._name, peer, endpoint)
+
+    def _dealer(self) -> zmq.Socket[bytes]:
+        socket = self._context.socket(zmq.DEALER)
+        set_up(socket)
+        return socket
+
+    def _keyed_dealer(self) -> zmq.Socket[bytes]:
+        socket = self._dealer()
+        if self._keys is not None:
+            key_caller(socket, self._keys)
         return socket
 
     def _connect_local(self, connection: Connection, endpoint: str = "") -> local.LocalConnection | None:
@@ -268,6 +315,7 @@ class ConnectionPool:
         # close the socket that it opens.
         for connection in self.all(peer):
             _shut(connection, linger=0)
+        self._sessions.drop(peer)
         with self._lock:  # its channels are found anew, where it then is
             for key in [key for key in self._channels if key[0] == peer]:
                 del self._channels[key]
@@ -291,7 +339,7 @@ class ConnectionPool:
 
     def peers_connected(self) -> int:
         """To how many peers a connection is open."""
-        return sum(connection.socket is not None for connection in list(self._peers.values()))
+        return sum(connection.is_open for connection in list(self._peers.values()))
 
     def close(self) -> bool:
         """No new ones from now on. False if that was so already."""
@@ -317,6 +365,10 @@ def _shut(connection: Connection, linger: int) -> None:
         if connection.socket is not None:
             connection.socket.close(linger=linger)
             connection.socket = None
+        if connection.session is not None:
+            connection.session.close(linger)
+            connection.session = None
+        connection.epoch += 1
 
 
 def _knows_nobody(peer: int) -> PeerAddress:
@@ -329,14 +381,6 @@ def set_up(socket: zmq.Socket[bytes]) -> None:
     socket.sndhwm = 0
     socket.rcvhwm = 0
     socket.handshake_ivl = HANDSHAKE_MS
-
-
-def _send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:
-    socket.send(first, _NOBLOCK_MORE)
-    last = len(frames) - 1
-    for i, frame in enumerate(frames):
-        flags = _NOBLOCK if i == last else _NOBLOCK_MORE
-        socket.send(frame, flags, copy=len(frame) < ZERO_COPY_BYTES)
 
 
 def best_endpoint(endpoints: Sequence[str]) -> str:

@@ -14,6 +14,7 @@ import threading
 from typing import Protocol
 
 from zmqgrad.transport.looking import UNASKED_SECONDS, Eyes, Look
+from zmqgrad.transport.wakeup import Wakeup
 
 MOST = 64
 """So many descriptors are looked at in one go."""
@@ -23,7 +24,8 @@ class Gate(Protocol):
     """What is read, and who reads it. It is shut at first."""
 
     def register(self, number: int, mask: int) -> None:
-        """Poll file descriptor ``number`` for ``mask`` (``select.POLLIN``)."""
+        """Poll file descriptor ``number`` for ``mask`` (``select.POLLIN``). From any thread; without effect
+        after :meth:`close`."""
         ...
 
     def unregister(self, number: int) -> None:
@@ -81,11 +83,15 @@ class EpollGate:
 
     def register(self, number: int, mask: int) -> None:
         """As :class:`Gate`."""
-        self._inside.register(number, mask)
+        with self._lock:
+            if not self._inside.closed:
+                self._inside.register(number, mask)
 
     def unregister(self, number: int) -> None:
         """As :class:`Gate`."""
-        self._inside.unregister(number)
+        with self._lock:
+            if not self._inside.closed:
+                self._inside.unregister(number)
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """As :class:`Gate`."""
@@ -164,10 +170,13 @@ class PlainGate:
         self._inside = select.poll()
         self._turns = threading.Semaphore(0)
         self._closed = False
+        self._wakeup = Wakeup()
+        self._inside.register(self._wakeup.number, select.POLLIN)
 
     def register(self, number: int, mask: int) -> None:
         """As :class:`Gate`."""
         self._inside.register(number, mask)
+        self._wakeup.set()  # a thread that polls already does not see it before its next poll
 
     def unregister(self, number: int) -> None:
         """As :class:`Gate`."""
@@ -175,7 +184,11 @@ class PlainGate:
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """As :class:`Gate`."""
-        return self._inside.poll(None if seconds is None else int(seconds * 1000))
+        ready = self._inside.poll(None if seconds is None else int(seconds * 1000))
+        if (self._wakeup.number, select.POLLIN) in ready:
+            self._wakeup.clear()
+            ready.remove((self._wakeup.number, select.POLLIN))
+        return ready
 
     def wait(self) -> bool:
         """As :class:`Gate`."""
@@ -200,4 +213,5 @@ class PlainGate:
         """As :class:`Gate`."""
         if not self._closed:
             self._closed = True
+            self._wakeup.close()
             self._turns.release()

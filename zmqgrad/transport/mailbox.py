@@ -29,6 +29,7 @@ import zmq
 from zmqgrad.errors import AddressInUseError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
+from zmqgrad.runtime.timekeeper import Timekeeper
 from zmqgrad.transport import local
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
@@ -45,13 +46,18 @@ from zmqgrad.transport.looking import SECONDS, Eyes
 from zmqgrad.transport.pulse import Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys
+from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.transport.zap import ZapAuthenticator, key_listener
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import Message, MessageType
+from zmqgrad.wire.messages import Ack, Message, MessageType
 
 logger = logging.getLogger(__name__)
+
+UNCHANGED = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, MessageType.FORWARD_AUTOGRAD_REQ})
+"""Requests of a user's program, which leaves their tensors unchanged until they are done. What other messages
+carry may change as soon as they are sent, and may have to be sent again."""
 
 NO_LOAD = Load(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
@@ -113,7 +119,14 @@ class ZmqMailbox:
         self._eyes = Eyes(look)
         fast_path = fast_path and local.supported()
         self._job = job
-        self._connections = ConnectionPool(name, self._context, keys, job, fast_path, self._feel)
+        ack = bytes(encode(Ack(), worker_id, self.incarnation, 0))
+        self._sessions = Sessions(
+            name, self.incarnation, ack, lambda peer: self._connections.acknowledge(peer)
+        )
+        self._own_timer: Timekeeper | None = None
+        self._connections = ConnectionPool(
+            name, self._context, keys, job, fast_path, self._sessions, self._feel
+        )
         router = self._context.socket(zmq.ROUTER)
         try:
             set_up(router)
@@ -124,6 +137,7 @@ class ZmqMailbox:
                 router,
                 partial(self._listen, channel_endpoint(self._endpoints[0])) if fast_path else None,
                 self._plane.find_frames,
+                self._sessions.receive,
                 self._eyes,
             )
             self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._eyes)
@@ -178,7 +192,11 @@ class ZmqMailbox:
         if lost is not None:
             self._lost = lost
             self._watch = Watch(self._name, self._listener, self._lose, suspected or _unheard, self._limits)
+        if timer is None:
+            timer = self._own_timer = Timekeeper(self._name)
+            self._own_timer.start()
         self._plane.start(timer)
+        self._sessions.start(timer, self._receiver)
         self._connections.resolve = resolve
         self._handler = handler
         self._receiver.start(self._received, pool, lull)
@@ -188,6 +206,8 @@ class ZmqMailbox:
         self._lost(peer, where)
 
     def _received(self, inbound: Inbound) -> Task | None:
+        if inbound.envelope.type == MessageType.ACK:  # its envelope has said it
+            return None
         if self.tap is not None and inbound.envelope.type != MessageType.CHUNK:
             self._show(inbound)
         if inbound.envelope.type in OWN:
@@ -232,9 +252,12 @@ class ZmqMailbox:
         connection = pool.known(peer) or pool.to(peer)
         load = NO_LOAD
         if frames or self._plane.owes(peer):
-            if connection.socket is None:
+            if not connection.is_open:
                 pool.open(peer, connection)  # only then is it known whether the peer is on this host
-            load = self._plane.load(peer, connection.endpoint.startswith("ipc:"), message, frames, patience)
+            same_host = connection.endpoint.startswith("ipc:")
+            if not same_host and message.TYPE not in UNCHANGED:
+                frames = self._plane.copies(frames)
+            load = self._plane.load(peer, same_host, message, frames, patience)
         going, parts = load, NO_PARTS
         try:
             if load.frames:
@@ -282,6 +305,7 @@ class ZmqMailbox:
         """Stop; ``linger`` is how many ms unsent messages may take to leave. Idempotent."""
         if not self._connections.close():
             return
+        self._sessions.close()
         self._plane.allowance.close()
         self._connections.shut(linger)
         self._channels.close()
@@ -291,6 +315,8 @@ class ZmqMailbox:
             self._listener.close()
         self._receiver.close()
         self._plane.close()
+        if self._own_timer is not None:
+            self._own_timer.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the receiver and for libzmq; names what has not ended by ``deadline``."""
@@ -299,6 +325,8 @@ class ZmqMailbox:
             left += self._watch.join(deadline)
         left += self._plane.exchange.join(deadline) + self._connections.join(deadline)
         if left:
+            return left
+        if self._own_timer is not None and (left := self._own_timer.join(deadline)):
             return left
         if not self._channels.join(deadline.left_or_none()):
             return [f"{self._name}-channels"]
@@ -343,6 +371,7 @@ class ZmqMailbox:
             "received_by_path": received,
             "malformed": receiver.malformed,
             "peers": self._connections.peers_connected(),
+            "sessions": self._sessions.statistics(),
             **self._plane.statistics(),
         }
 

@@ -29,6 +29,7 @@ from zmqgrad.transport.gate import Gate, make_gate
 from zmqgrad.transport.local import LocalListener
 from zmqgrad.transport.looking import Eyes
 from zmqgrad.wire.codec import decode_all
+from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import Manifest
 
 if TYPE_CHECKING:
@@ -48,6 +49,9 @@ _EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
 FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Buffer]]
 """(who sent it, manifest, the frames that came) -> the frames of the message."""
 
+Accept = Callable[[Envelope, int], bool]
+"""(envelope, bytes of all that came with it) -> whether to deliver it."""
+
 
 class Receiver:
     """Reads ``socket`` and calls ``handler`` for each message; without a pool, in ``<name>-receiver``.
@@ -55,7 +59,8 @@ class Receiver:
     Args:
         listen: makes the listener of the fast path, for a gate; None: everything comes by the ROUTER.
         find_frames: returns the frames of a message that came with a manifest; it may raise
-        ``ProtocolError``.
+            ``ProtocolError``.
+        accept: of a message that belongs to a session, whether to deliver it.
     """
 
     def __init__(
@@ -65,12 +70,15 @@ class Receiver:
         socket: zmq.Socket[bytes],
         listen: Callable[[Gate], LocalListener] | None,
         find_frames: FindFrames,
+        accept: Accept,
         eyes: Eyes,
     ) -> None:
         self._name = name
         self._context = context
         self._socket = socket
         self._find_frames = find_frames
+        self._accept = accept
+        self._watched: dict[int, Callable[[], None]] = {}
         self._stop_token = secrets.token_bytes(16)
         self._inproc = f"inproc://{name}-{self._stop_token.hex()}"
         self._handler: Handler | None = None
@@ -175,9 +183,21 @@ class Receiver:
         for number, _ in self._gate.poll(seconds):
             if number == self._router_number:
                 self._at_router = True
+            elif (readable := self._watched.get(number)) is not None:
+                readable()
             elif self._local is not None:
                 arrived.extend(self._local.read(number))
         self._in_crowds = len(arrived) - before > 1
+
+    def watch(self, number: int, readable: Callable[[], None]) -> None:
+        """Call ``readable``, in the thread that reads, when that descriptor is readable. From any thread."""
+        self._watched[number] = readable
+        self._gate.register(number, select.POLLIN)
+
+    def unwatch(self, number: int) -> None:
+        """Not any more. Before the descriptor is closed."""
+        del self._watched[number]
+        self._gate.unregister(number)
 
     def _from_router(self) -> Inbound | None:
         """The next message at the ROUTER; None if there is none, or it was none of ours."""
@@ -221,19 +241,37 @@ class Receiver:
         found = frames
         try:
             envelope, manifest, message = decode_all(first)
-            if manifest is not None:
-                found = self._find_frames(envelope.source, manifest, frames)
-                for piece in manifest.pieces:
-                    if piece.block and not piece.segment:  # it came before, in chunks
-                        by_socket += piece.size
         except ProtocolError as e:
             self._refuse(identity, e)
+            self._pass_over(first)
             return None
+        if (envelope.sequence or envelope.acknowledged) and not self._accept(
+            envelope, len(first) + by_socket
+        ):
+            return None
+        if manifest is not None:
+            try:
+                found = self._find_frames(envelope.source, manifest, frames)
+            except ProtocolError as e:
+                self._refuse(identity, e)
+                return None
+            for piece in manifest.pieces:
+                if piece.block and not piece.segment:  # it came before, in chunks
+                    by_socket += piece.size
         self.messages += 1
         size = len(first)
         for each in found:
             size += len(each)
         return Inbound(envelope, message, found, size, by_socket)
+
+    def _pass_over(self, first: bytes) -> None:
+        """What cannot be read counts as received in its session, or it would be sent again for ever."""
+        try:
+            envelope = read_envelope(first)
+        except ProtocolError:
+            return  # of a stranger
+        if envelope.sequence:
+            self._accept(envelope, len(first))
 
     def _deliver(self, inbound: Inbound) -> Task | None:
         assert self._handler is not None

@@ -1,11 +1,14 @@
 """Sessions: messages between two workers are delivered once and in order, whatever breaks. Pure.
 
 A session is what one incarnation of a worker sends to one incarnation of another. Each message has a
-sequence number, and every message between the two, either way, acknowledges all that has arrived
-(cumulative acknowledgement). The sender keeps what is not acknowledged. When a connection breaks, or
-nothing is acknowledged for too long, it opens another and sends all of that again, in order (go-back-N).
-The receiver delivers the number that it expects, and drops what it has delivered before (a duplicate) and
-what comes after a gap (a lost message will be sent again first).
+sequence number, and every message in the other direction acknowledges all that has arrived (cumulative
+acknowledgement). The sender keeps what is not acknowledged. When a connection breaks, or nothing is
+acknowledged for too long, it opens another and sends all of that again, in order (go-back-N). The receiver
+delivers the number that it expects, and drops what it has delivered before (a duplicate) and what comes
+after a gap (the lost message will be sent again first).
+
+A sender that gives a session up (its peer was lost, or has left) and later sends to the same incarnation
+begins a new *epoch*: the upper bits of its sequence numbers. The receiver begins anew with it, too.
 
 What is kept is bounded by the credit of :mod:`~zmqgrad.transport.dataplane.credit`, which counts what the
 receiver has not consumed; small messages come on top.
@@ -19,13 +22,22 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
 M = TypeVar("M")
 
+EPOCH_BITS = 40
+"""Of a sequence number, these count messages. Those above count epochs."""
+
+_FIRST = 1
+_COUNTER = (1 << EPOCH_BITS) - 1
+
 RESEND_SECONDS = 3.0
 """Nothing acknowledged for this long while something should be: open another connection and send it again."""
+
+RESEND_BYTES_PER_SECOND = 4 << 20
+"""What a slow network carries: so much longer is waited where much is on its way."""
 
 MAX_RESEND_SECONDS = 30.0
 """Each attempt that brings no acknowledgement doubles the time to the next, up to this."""
@@ -49,12 +61,10 @@ class Unacknowledged(NamedTuple, Generic[M]):
 class Outgoing(Generic[M]):
     """The sender's half. ``message`` is whatever the sender needs to send it again."""
 
-    def __init__(self) -> None:
-        self.acknowledged = 0
+    def __init__(self, epoch: int = 0) -> None:
+        self.acknowledged = epoch << EPOCH_BITS
         """Every number up to this has arrived."""
-        self.resends = 0
-        """How many messages were sent more than once."""
-        self._next = 1
+        self._next = self.acknowledged + _FIRST
         self._kept: deque[Unacknowledged[M]] = deque()
         self._bytes = 0
         self._due = math.inf
@@ -67,8 +77,11 @@ class Outgoing(Generic[M]):
         self._kept.append(Unacknowledged(sequence, size, message))
         self._bytes += size
         if self._due == math.inf:
-            self._due = now + self._timeout
+            self._due = self._deadline(now)
         return sequence
+
+    def _deadline(self, now: float) -> float:
+        return now + self._timeout + self._bytes / RESEND_BYTES_PER_SECOND if self._kept else math.inf
 
     def acknowledge(self, sequence: int, now: float) -> bool:
         """The receiver has everything up to ``sequence``. Was any of it not acknowledged before?"""
@@ -79,21 +92,20 @@ class Outgoing(Generic[M]):
         while kept and kept[0].sequence <= sequence:
             self._bytes -= kept.popleft().size
         self._timeout = RESEND_SECONDS
-        self._due = now + self._timeout if kept else math.inf
+        self._due = self._deadline(now)
         return True
 
-    def resend(self, now: float) -> Iterator[Unacknowledged[M]]:
-        """All that must be sent again, in order, on a connection that was just opened."""
-        self._due = now + self._timeout if self._kept else math.inf
-        self.resends += len(self._kept)
-        return iter(list(self._kept))
+    def resend(self, now: float) -> Sequence[Unacknowledged[M]]:
+        """All that is to be sent, in order, on a connection that was just opened."""
+        self._due = self._deadline(now)
+        return list(self._kept)
 
     def is_overdue(self, now: float) -> bool:
         """Whether acknowledgements have failed to come for too long. Each time, the next time is later."""
         if now < self._due:
             return False
         self._timeout = min(2 * self._timeout, MAX_RESEND_SECONDS)
-        self._due = now + self._timeout
+        self._due = self._deadline(now)
         return True
 
     def next_due(self) -> float:
@@ -118,45 +130,48 @@ class Verdict(enum.Enum):
 
 
 class Incoming:
-    """The receiver's half."""
+    """The receiver's half.
+
+    One thread calls :meth:`receive`, others :meth:`acknowledgement` meanwhile: each assigns in an order that
+    costs an acknowledgement too many at worst.
+    """
 
     def __init__(self) -> None:
         self.delivered = 0
         """The last number that was delivered: what to acknowledge."""
         self.duplicates = 0
         self.gaps = 0
-        self._told = 0
-        self._untold_bytes = 0
+        self._acknowledged = 0
+        self._unacknowledged_bytes = 0
         self._due = math.inf
 
     def receive(self, sequence: int, size: int, now: float) -> Verdict:
         """A message with this number came."""
-        if sequence == self.delivered + 1:
-            self.delivered = sequence
-            self._untold_bytes += size
-            if self._due == math.inf:
-                self._due = now + ACK_SECONDS
-            if sequence - self._told >= ACK_MESSAGES or self._untold_bytes >= ACK_BYTES:
-                self._due = now
-            return Verdict.DELIVER
-        if sequence <= self.delivered:
+        delivered = self.delivered
+        if sequence != delivered + 1 and not (
+            sequence & _COUNTER == _FIRST and sequence >> EPOCH_BITS > delivered >> EPOCH_BITS
+        ):
+            if sequence > delivered:
+                self.gaps += 1
+                return Verdict.GAP
             self.duplicates += 1
             self._due = now  # the sender has not heard of it, or would not send it again
             return Verdict.DUPLICATE
-        self.gaps += 1
-        return Verdict.GAP
+        self.delivered = sequence
+        self._unacknowledged_bytes += size
+        if sequence - self._acknowledged >= ACK_MESSAGES or self._unacknowledged_bytes >= ACK_BYTES:
+            self._due = now
+        elif self._due == math.inf:
+            self._due = now + ACK_SECONDS
+        return Verdict.DELIVER
 
     def acknowledgement(self) -> int:
         """What a message to the sender, which is about to go, acknowledges."""
-        self._told = self.delivered
-        self._untold_bytes = 0
         self._due = math.inf
-        return self._told
-
-    def is_due(self, now: float) -> bool:
-        """Whether an acknowledgement should go without a message that takes it along."""
-        return now >= self._due
+        self._unacknowledged_bytes = 0
+        self._acknowledged = self.delivered
+        return self._acknowledged
 
     def next_due(self) -> float:
-        """When that will be; infinite if all was acknowledged."""
+        """When an acknowledgement should go without a message that takes it along; infinite for never."""
         return self._due

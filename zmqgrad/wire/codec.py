@@ -63,7 +63,7 @@ def encode(
             _write_manifest(frame, manifest)
             kind |= WITH_MANIFEST
         _write_header(message, frame, len(frame))
-        _write_envelope(frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id)
+        _write_envelope(frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id, 0, 0, 0)
     except UNWRITABLE as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
     if len(frame) > MAX_HEADER:
@@ -87,11 +87,15 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
         ProtocolError: naming what is wrong with the bytes. Nothing else escapes.
     """
     if type(frame) is bytes and ENVELOPE_SIZE <= len(frame) <= SHORT:  # in one step, as nearly always
-        magic, version, channel, kind, source, incarnation, message_id = _read_envelope(frame)
+        magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target = (
+            _read_envelope(frame)
+        )
         decoder = _decoders.get(kind)
         if magic == MAGIC and version == VERSION and decoder is not None:
             try:
-                envelope = _new(Envelope, (kind, source, incarnation, message_id, channel))
+                envelope = _new(
+                    Envelope, (kind, source, incarnation, message_id, channel, sequence, acked, target)
+                )
                 return envelope, decoder.decode(frame[ENVELOPE_SIZE:])
             except UNREADABLE:
                 pass  # see below what is wrong

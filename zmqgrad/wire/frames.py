@@ -2,13 +2,16 @@
 
     offset  size  field
          0     2  magic          b"zg"
-         2     1  version        1
+         2     1  version        2
          3     1  channel        0, or the reply channel where the requester waits (transport/local)
          4     2  type           MessageType; 0x8000 more if a manifest comes before the header
          6     2  source         worker id of the sender
          8     8  incarnation    of the sender: random, new at every start
         16     8  message id     of the request; a response repeats it
-        24        header         msgpack, see messages
+        24     8  sequence       number of the message in its session (transport/session.py); 0: in none
+        32     8  acknowledged   the sender has received the reader's messages up to this number; 0: none
+        40     8  target         incarnation of the worker that this is meant for; 0: any
+        48        header         msgpack, see messages
 
 A manifest (of the frames that follow, see messages/delivery.py) begins with its size, in 4 bytes. All numbers
 are big-endian. A reader checks magic, version and size before it looks further, so that a stranger on the
@@ -23,8 +26,8 @@ from typing import NamedTuple
 from zmqgrad.errors import ProtocolError
 
 MAGIC = b"zg"
-VERSION = 1
-ENVELOPE = struct.Struct("!2sBBHHQQ")
+VERSION = 2
+ENVELOPE = struct.Struct("!2sBBHHQQQQQ")
 ENVELOPE_SIZE = ENVELOPE.size
 WITH_MANIFEST = 0x8000
 _unpack_from, _new = ENVELOPE.unpack_from, tuple.__new__
@@ -41,6 +44,17 @@ class Envelope(NamedTuple):
     incarnation: int
     message_id: int
     channel: int = 0
+    sequence: int = 0
+    acknowledged: int = 0
+    target: int = 0
+
+
+_pack_session = struct.Struct("!QQQ").pack_into
+
+
+def write_session(frame: bytearray, sequence: int, acknowledged: int, target: int) -> None:
+    """Write the session's fields into the envelope at the start of ``frame``."""
+    _pack_session(frame, 24, sequence, acknowledged, target)
 
 
 def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
@@ -51,11 +65,13 @@ def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
     """
     if not ENVELOPE_SIZE <= len(frame) <= MAX_HEADER:
         raise ProtocolError(f"first frame of {len(frame)} bytes (expected {ENVELOPE_SIZE} to {MAX_HEADER})")
-    magic, version, channel, kind, source, incarnation, message_id = _unpack_from(frame)
+    magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target = _unpack_from(
+        frame
+    )
     if magic != MAGIC:
         raise ProtocolError(f"first bytes are {magic!r}, not {MAGIC!r}: the sender does not speak zmqgrad")
     if version != VERSION:
         raise ProtocolError(
             f"protocol version {version}, this side speaks {VERSION}: install the same release"
         )
-    return _new(Envelope, (kind, source, incarnation, message_id, channel))
+    return _new(Envelope, (kind, source, incarnation, message_id, channel, sequence, acked, target))

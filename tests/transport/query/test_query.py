@@ -334,8 +334,8 @@ def test_a_fork_cannot_use_the_client(client: QueryClient, monkeypatch: pytest.M
     [
         [b""],
         [b"GET / HTTP/1.1"],
-        [b"zg" + b"\xff" * 40],
-        [b"zg\x01" + b"\0" * 21],
+        [b"zg" + b"\xff" * 60],
+        [b"zg\x02" + b"\0" * 45],
         [bytes(encode(StoreGet("k", 1.0), 0, 1, 1))[:-3]],
         [bytes(encode(StoreGet("k", 1.0), 0, 1, 1)), b"and one more", b"and another"],
     ],

@@ -33,6 +33,9 @@ CHUNK = 4 << 20
 LEAST = 32 << 20
 """Frames of more bytes are cut: what malloc, which cannot be asked, maps anew each time."""
 
+LEAST_WARM = 1 << 20
+"""Copies of at least this size are made in memory that is kept warm."""
+
 MAX_STREAMS = 1024
 """Frames of one peer that are on their way in chunks at a time."""
 
@@ -200,6 +203,15 @@ class WarmBuffers:
         if arm and self._timer is not None:
             self._timer.call_later(TRIM_SECONDS, self._trim)
         return array
+
+    def copy(self, frame: bytearray | memoryview) -> Buffer:
+        """A copy of ``frame``."""
+        size = len(frame)
+        if size < LEAST_WARM:
+            return bytes(frame)
+        array = self.take(size)
+        memoryview(array).cast("B")[:] = frame
+        return memoryview(array).cast("B")
 
     def _collect(self) -> None:
         """Called with the lock held."""

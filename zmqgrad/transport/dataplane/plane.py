@@ -27,6 +27,7 @@ from zmqgrad.wire.messages import (
     Message,
     MessageType,
 )
+from zmqgrad.wire.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -118,6 +119,10 @@ class DataPlane:
         if not load.frames:  # by now there is shared memory for them
             self.allowance.give_back(peer, answer, size)
         return load
+
+    def copies(self, frames: Sequence[Frame]) -> list[Frame]:
+        """``frames``, which stay as they are though the tensors that they show are changed."""
+        return [f if isinstance(f, (bytes, Unwritten)) else self._assembly.buffers.copy(f) for f in frames]
 
     def unload(self, peer: int, message: Message, load: Load) -> None:
         """``load`` could not be sent after all."""

@@ -486,8 +486,9 @@ class _Channel:
         """
         client = self._client
         if kind == HANDSHAKE_DENIED or (kind == HANDSHAKE_MALFORMED and value == MECHANISM_MISMATCH):
-            missing = "without a secret, or with another one" if client.keys else "only with the secret"
-            raise SecretError(f"{client.address} can be reached {missing}")
+            if client.keys is None:
+                raise SecretError("the other end wants a secret, and there is none here")
+            raise SecretError("the other end has no secret, or another one")
         self._trouble = "connections are cut off during the handshake: is it a store?"
         if kind != HANDSHAKE_CUT or client.keys is None or client.was_connected:
             return
@@ -495,7 +496,7 @@ class _Channel:
         if self._cut >= SUSPICIOUS_HANDSHAKES:
             self._cut = 0
             if speaks_curve(client.address):
-                raise SecretError(f"{client.address} has another secret")
+                raise SecretError("the other end has another secret")
 
     # ---- the fast path ----------------------------------------------------------------------------------
 

@@ -93,6 +93,7 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
     CREDIT                         I have taken in so much of what you sent
     CREDIT_WANTED                  something waits here: say CREDIT when you have taken in so much more
     CHUNK                          part of a large frame, ahead of its message
+    ACK                            I have received all of yours up to a number, as the envelope says
 """
 
 from __future__ import annotations
@@ -148,6 +149,7 @@ from zmqgrad.wire.messages.calls import (
     Result,
 )
 from zmqgrad.wire.messages.delivery import (
+    Ack,
     ArenaAnswer,
     ArenaOffer,
     Chunk,
@@ -250,6 +252,7 @@ __all__ = [
     "REQUEST",
     "RESPONSE",
     "UNKNOWN_WATCH",
+    "Ack",
     "ArenaAnswer",
     "ArenaOffer",
     "BackwardAutogradReq",

@@ -115,6 +115,7 @@ class MessageType(enum.IntEnum):
     CREDIT = 0x75
     CREDIT_WANTED = 0x76
     CHUNK = 0x77
+    ACK = 0x78
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

@@ -141,3 +141,9 @@ class Chunk(Message, frozen=True):
     stream: Id
     offset: Size
     total: Size
+
+
+class Ack(Message, frozen=True):
+    """Worker to a peer that it has no message for: its envelope acknowledges what has arrived."""
+
+    TYPE: ClassVar[MessageType] = MessageType.ACK

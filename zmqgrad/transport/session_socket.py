@@ -1,0 +1,231 @@
+"""The DEALER of a session: what it sends over tcp arrives once and in order, though connections break.
+
+Nothing is sent before the handshake has succeeded, so nothing waits in libzmq's queue for a connection: what
+is unacknowledged is kept by :class:`~zmqgrad.transport.session.Outgoing` alone. When the connection breaks,
+the DEALER is closed and another one sends all of that again. It could not be the same one: libzmq reconnects
+by itself, and sends what was queued since before what was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import zmq
+
+from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.monitor import (
+    CONNECTED,
+    DISCONNECTED,
+    HANDSHAKE_DENIED,
+    HANDSHAKE_MALFORMED,
+    SocketMonitor,
+)
+from zmqgrad.transport.session import Outgoing
+from zmqgrad.wire.frames import write_session
+
+logger = logging.getLogger(__name__)
+
+CONNECT_MS = 3000
+"""A connection that is not accepted within this time is tried again."""
+
+RECONNECT_MS, MAX_RECONNECT_MS = 50, 1000
+"""How long libzmq waits before it tries again, first and at most."""
+
+STABLE_SECONDS, UNSTABLE_SECONDS = 1.0, 0.05
+"""A connection that lasted for less than the first is opened again after the second, not at once."""
+
+DENIED_SECONDS = 1.0
+"""How long to wait after a handshake that failed for good: libzmq does not try again by itself."""
+
+ZERO_COPY_BYTES = 256 << 10
+"""Frames of at least this size are handed to libzmq without a copy; the sender must not write to them."""
+
+NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""As numbers: joining pyzmq's enumerations takes as long as a small message."""
+
+
+_EVENTS = CONNECTED | DISCONNECTED | HANDSHAKE_MALFORMED | HANDSHAKE_DENIED
+
+
+class _Message(NamedTuple):
+    first: bytearray
+    frames: Sequence[Buffer]
+
+
+class Hooks(NamedTuple):
+    """What a session needs of its owner."""
+
+    acknowledgement: Callable[[], int]
+    """Returns what the next message acknowledges."""
+    watch: Callable[[int, SessionSocket], None]
+    """Call :meth:`SessionSocket.on_events` from now on when this descriptor is readable."""
+    unwatch: Callable[[int], None]
+    """Not any more."""
+
+
+class SessionSocket:
+    """Sends to one incarnation of one peer. ``lock`` guards all of it; the caller holds it.
+
+    Args:
+        name: of the worker, for the log.
+        endpoint: where the peer is.
+        target: its incarnation; 0: whichever is there.
+        epoch: see :mod:`~zmqgrad.transport.session`.
+        make_socket: makes a DEALER that is ready to connect.
+        hooks: see there.
+        ack: the message that carries nothing but an acknowledgement.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        endpoint: str,
+        target: int,
+        epoch: int,
+        lock: threading.Lock,
+        make_socket: Callable[[], zmq.Socket[bytes]],
+        hooks: Hooks,
+        ack: bytes,
+        now: float,
+    ) -> None:
+        self.outgoing: Outgoing[_Message] = Outgoing(epoch)
+        self.target = target
+        self.lock = lock
+        self.reconnects = self.resends = 0
+        self._name = name
+        self._endpoint = endpoint
+        self._make_socket = make_socket
+        self._hooks = hooks
+        self._ack = ack
+        self._ack_wanted = False
+        self._sent = 0  # the highest number that was sent
+        self._socket: zmq.Socket[bytes] | None = None
+        self._ready = False
+        self._reopen_at = math.inf
+        self._open(now)
+
+    def _open(self, now: float) -> None:
+        self._opened_at = now
+        self._reopen_at = math.inf
+        socket = self._make_socket()
+        try:
+            socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, MAX_RECONNECT_MS
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+            self._monitor = SocketMonitor(socket, _EVENTS)
+            self._hooks.watch(self._monitor.number, self)
+            socket.connect(self._endpoint)
+        except BaseException:
+            socket.close(linger=0)
+            raise
+        self._socket = socket
+
+    def send(self, first: bytearray, frames: Sequence[Buffer], now: float) -> None:
+        """Send a message, or keep it until that can be. Neither ``first`` nor ``frames`` may change after."""
+        size = len(first) + sum(map(len, frames))
+        sequence = self.outgoing.add(_Message(first, frames), size, now)
+        if self._ready:
+            try:
+                self._transmit(sequence, first, frames)
+            except BaseException:  # half of it may be in the pipe, which nothing must follow
+                self._broke(now)
+                raise
+
+    def _transmit(self, sequence: int, first: bytearray, frames: Sequence[Buffer]) -> None:
+        assert self._socket is not None
+        if sequence > self._sent:
+            self._sent = sequence
+        elif sequence:
+            self.resends += 1
+        write_session(first, sequence, self._hooks.acknowledgement(), self.target)
+        send_all(self._socket, first, frames)
+
+    def send_ack(self) -> None:
+        """Send an acknowledgement, as soon as that can be."""
+        self._ack_wanted = not self._ready
+        if self._ready:
+            self._transmit(0, bytearray(self._ack), ())
+
+    def on_events(self, now: float) -> None:
+        """The monitor has something to tell. Harmless if it has not."""
+        while self._socket is not None and (events := self._monitor.read()):
+            for event in events:
+                if event.kind == CONNECTED:
+                    self._ready = True
+                    for sequence, _, message in self.outgoing.resend(now):
+                        self._transmit(sequence, *message)
+                    if self._ack_wanted:
+                        self.send_ack()
+                elif self._ready or event.kind != DISCONNECTED:  # else libzmq tries again by itself
+                    self._broke(now)
+                    break  # what follows is of the socket that was closed
+
+    def _broke(self, now: float) -> None:
+        if self._ready:
+            self.reconnects += 1
+            logger.info(
+                "%s: the connection to %s broke; %d messages are not acknowledged and will be sent again",
+                self._name,
+                self._endpoint,
+                len(self.outgoing),
+            )
+        stable = now - self._opened_at >= STABLE_SECONDS
+        delay = (0.0 if stable else UNSTABLE_SECONDS) if self._ready else DENIED_SECONDS
+        self._close_socket()
+        if delay:
+            self._reopen_at = now + delay
+        else:
+            self._try_to_open(now)
+
+    def _try_to_open(self, now: float) -> None:
+        try:
+            self._open(now)
+        except zmq.ZMQError as e:  # too many open files, say
+            logger.warning("%s cannot connect to %s now: %s", self._name, self._endpoint, e)
+            self._reopen_at = now + DENIED_SECONDS
+
+    def on_time(self, now: float) -> None:
+        """See whether acknowledgements have failed to come for too long, or it is time to connect again."""
+        if self._reopen_at <= now:
+            self._try_to_open(now)
+        elif self._socket is not None and self.outgoing.is_overdue(now):
+            logger.info(
+                "%s: nothing was acknowledged by %s for long, %d messages will be sent again",
+                self._name,
+                self._endpoint,
+                len(self.outgoing),
+            )
+            self._close_socket()
+            self._try_to_open(now)
+
+    def next_due(self) -> float:
+        """When :meth:`on_time` should be called; infinite for never."""
+        return min(self._reopen_at, self.outgoing.next_due())
+
+    def _close_socket(self, linger: int = 0) -> None:
+        self._ready = False
+        socket, self._socket = self._socket, None
+        if socket is not None:
+            self._hooks.unwatch(self._monitor.number)
+            self._monitor.close()
+            socket.close(linger=linger)
+
+    def close(self, linger: int) -> None:
+        """Send nothing any more; what libzmq has may take ``linger`` ms to leave. Idempotent."""
+        self._reopen_at = math.inf
+        self._close_socket(linger)
+
+
+def send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:
+    """Queue a message of several frames."""
+    if not frames:
+        socket.send(first, NOBLOCK)
+        return
+    socket.send(first, _NOBLOCK_MORE)
+    last = len(frames) - 1
+    for i, frame in enumerate(frames):
+        flags = NOBLOCK if i == last else _NOBLOCK_MORE
+        socket.send(frame, flags, copy=len(frame) < ZERO_COPY_BYTES)
