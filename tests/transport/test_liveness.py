@@ -15,7 +15,15 @@ import pytest
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import PeerAddress
-from zmqgrad.transport.liveness import Judgement, Limits, Vital, answers
+from zmqgrad.transport.liveness import (
+    RETRY_SECONDS,
+    Judgement,
+    Limits,
+    Refusals,
+    Vital,
+    answers,
+    is_on_this_host,
+)
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.pulse import SUFFIX, TOKEN_SIZE, Listener, Watch
 from zmqgrad.wire.messages import Hello
@@ -103,6 +111,30 @@ def test_a_watcher_that_was_stopped_itself_holds_it_against_nobody() -> None:
 def test_limits_that_cannot_be(limits: Limits) -> None:
     with pytest.raises(ConfigurationError, match="liveness limit"):
         limits.check()
+
+
+def test_refusals_count_only_while_the_watcher_runs() -> None:
+    refusals = Refusals()
+    assert refusals.refused(100.0) == 0.0
+    assert refusals.refused(100.0 + RETRY_SECONDS) == RETRY_SECONDS
+    assert refusals.refused(5000.0) == 3 * RETRY_SECONDS, "it was stopped itself"
+    refusals.clear()
+    assert refusals.refused(5001.0) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "local"),
+    [
+        ("ipc://@zmqgrad-1", True),
+        ("tcp://127.0.0.1:5", True),
+        ("pulse://127.1.2.3:5/ab", True),
+        ("tcp://[::1]:5", True),
+        ("tcp://10.0.0.1:5", False),
+        ("pulse://[2001:db8::1]:5/ab", False),
+    ],
+)
+def test_what_is_on_this_host(endpoint: str, local: bool) -> None:
+    assert is_on_this_host(endpoint) is local
 
 
 # ---- over sockets ----------------------------------------------------------------------------------------

@@ -68,6 +68,8 @@ class RpcBackendOptions:
             not available).
         liveness_timeout: seconds after which a silent peer of this host is suspected, and one of another host
             that is out of reach is lost; None: 3 and 10.
+        refused_timeout: seconds after which a peer on another host is lost whose connections are refused: its
+            process may have ended, or a firewall may have reset them.
         frozen_timeout: seconds after which a peer is lost that exists, but says nothing; 0: never. Not less
             than a process may be kept waiting on a loaded machine.
 
@@ -88,6 +90,7 @@ class RpcBackendOptions:
     local_fast_path: bool | None = None
     liveness_timeout: float | None = None
     frozen_timeout: float = Limits().frozen
+    refused_timeout: float = Limits().refused
 
     def __post_init__(self) -> None:
         self.limits.check()
@@ -204,8 +207,8 @@ class RpcBackendOptions:
     def limits(self) -> Limits:
         """How long peers may be silent."""
         if self.liveness_timeout is None:
-            return Limits(frozen=self.frozen_timeout)
-        return Limits(self.liveness_timeout, self.liveness_timeout, self.frozen_timeout)
+            return Limits(frozen=self.frozen_timeout, refused=self.refused_timeout)
+        return Limits(self.liveness_timeout, self.liveness_timeout, self.frozen_timeout, self.refused_timeout)
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):

@@ -2,7 +2,8 @@
 
 Four things can be the matter with a peer, and they are told apart:
 
-    dead          its kernel has closed the connection, and refuses another: lost at once
+    dead          its kernel refuses a connection: lost at once on one host, where that is the kernel's word.
+                  Between hosts a firewall may have said so: lost when it has lasted for ``Limits.refused``
     unreachable   its host does not acknowledge what is sent: lost after ``Limits.remote``
     frozen, slow  its kernel acknowledges, but the process says nothing: *suspected*, and lost only after
                   ``Limits.frozen``, for a machine under load can keep a process waiting for long
@@ -17,9 +18,11 @@ from __future__ import annotations
 import enum
 import logging
 import socket as sockets
+import threading
 from typing import NamedTuple
 
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.runtime.clock import Deadline
 
 logger = logging.getLogger(__name__)
 
@@ -30,15 +33,22 @@ PROBE_SECONDS = 1.0
 """How long a tcp connection may take; a host that does not answer at all proves nothing."""
 
 
+REFUSED_SECONDS = 3.0
+
+RETRY_SECONDS = 0.25
+"""How often a connection that was refused is tried again."""
+
+
 class Limits(NamedTuple):
     """Seconds of silence: until suspicion on one host, until loss between hosts, until a frozen peer is lost.
 
-    ``frozen`` 0: never.
+    ``frozen`` 0: never. ``refused``: between hosts, a peer is lost that has refused connections for so long.
     """
 
     local: float = 3.0
     remote: float = 10.0
     frozen: float = 120.0
+    refused: float = REFUSED_SECONDS
 
     def check(self) -> Limits:
         """Itself.
@@ -102,8 +112,30 @@ class Vital:
         return Judgement.NOTHING
 
 
-def answers(endpoint: str) -> bool:
-    """Does anybody listen at ``endpoint``? True as well if that cannot be told."""
+class Refusals:
+    """Counts for how long the connections to a peer have been refused, in the watcher's own waking time."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def refused(self, now: float) -> float:
+        """Another one was refused. Returns for how many seconds that has been so."""
+        if self._last is not None:
+            self.seconds += min(now - self._last, 2 * RETRY_SECONDS)
+        self._last = now
+        return self.seconds
+
+    def clear(self) -> None:
+        """One was accepted."""
+        self.seconds, self._last = 0.0, None
+
+
+def answers(endpoint: str, refused_seconds: float = 0.0) -> bool:
+    """Does anybody listen at ``endpoint``? True as well if that cannot be told.
+
+    An endpoint of another host has to refuse connections for ``refused_seconds``.
+    """
     if endpoint.startswith("ipc://"):
         with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
             probe.setblocking(False)
@@ -111,13 +143,27 @@ def answers(endpoint: str) -> bool:
     scheme, _, address = endpoint.partition("://")
     if scheme not in ("tcp", "pulse"):
         return True
-    try:
-        sockets.create_connection(host_and_port(address), PROBE_SECONDS).close()
-    except ConnectionRefusedError:
-        return False
-    except OSError as e:
-        logger.debug("cannot tell whether %s answers: %s", endpoint, e)
-    return True
+    deadline = Deadline.after(0.0 if is_on_this_host(endpoint) else refused_seconds)
+    while True:
+        try:
+            sockets.create_connection(host_and_port(address), PROBE_SECONDS).close()
+        except ConnectionRefusedError:
+            if deadline.passed():
+                return False
+            threading.Event().wait(RETRY_SECONDS)  # nothing tells when it will be accepted
+            continue
+        except OSError as e:
+            logger.debug("cannot tell whether %s answers: %s", endpoint, e)
+        return True
+
+
+def is_on_this_host(endpoint: str) -> bool:
+    """Is no network in between: ipc, or a loopback address?"""
+    scheme, _, address = endpoint.partition("://")
+    if scheme not in ("tcp", "pulse"):
+        return True
+    host = host_and_port(address)[0]
+    return host == "::1" or host.startswith("127.")
 
 
 def unix_path(endpoint: str) -> str:

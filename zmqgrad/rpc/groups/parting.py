@@ -18,7 +18,7 @@ from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
-from zmqgrad.transport.liveness import answers
+from zmqgrad.transport.liveness import answers, is_on_this_host
 
 logger = logging.getLogger(__name__)
 
@@ -164,7 +164,13 @@ class Parting:
         """Has that worker ended without a word? (In good order, nobody ends before all have arrived.)"""
         if rank in self._worker.lost:
             return True
-        return not any(answers(endpoint) for endpoint in self._worker.membership.find(rank).endpoints)
+        endpoints = self._worker.membership.find(rank).endpoints
+        if any(answers(endpoint) for endpoint in endpoints):
+            return False
+        if all(is_on_this_host(endpoint) for endpoint in endpoints):
+            return True
+        self._worker.mailbox.follow(rank)  # between hosts only time tells: it will be among the lost
+        return False
 
     def _wait_until_quiet(self, deadline: Deadline) -> None:
         worker = self._worker

@@ -20,7 +20,16 @@ from typing import Any
 
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.transport.base import Lost, Suspected
-from zmqgrad.transport.liveness import Judgement, Limits, Vital, host_and_port, unix_path
+from zmqgrad.transport.liveness import (
+    RETRY_SECONDS,
+    Judgement,
+    Limits,
+    Refusals,
+    Vital,
+    host_and_port,
+    is_on_this_host,
+    unix_path,
+)
 from zmqgrad.transport.pulse.guests import Guests, Listener
 from zmqgrad.transport.pulse.speech import PING, PINGS_AT_ONCE, SCHEME, TOKEN_SIZE, read, write
 
@@ -37,10 +46,13 @@ class _Contact:
         self.peer = peer
         self.address = address
         self.vital = vital
+        self.on_this_host = is_on_this_host(address)
+        self.refusals = Refusals()
         self.local = address.startswith("ipc://")
         self.token = b"" if self.local else bytes.fromhex(address.rpartition("/")[2])
         self.socket: sockets.socket | None = None
         self.greeting = b""  # what has come of the token
+        self.trouble = ""  # what the system said last of a connection that could not be opened
         self.at = 0.0  # when to ping, or to connect
 
 
@@ -167,7 +179,8 @@ class Watch:
             judgement = contact.vital.tick(now)
             silent = now - contact.vital.last_heard
             if self._is_out_of_reach(contact):
-                self._lose(contact, "its host is out of reach (it takes no connection)")
+                seen = f"it has accepted no connection for {contact.vital.silence:.1f} s{contact.trouble}"
+                self._lose(contact, f"its host is out of reach ({seen})")
             elif judgement is Judgement.FROZEN:
                 self._lose(contact, f"its process has said nothing for {silent:.0f} s, though it exists")
             elif judgement is Judgement.SUSPECTED:
@@ -239,20 +252,28 @@ class Watch:
             if contact.token and not contact.token.startswith(contact.greeting[:TOKEN_SIZE]):
                 self._lose(contact, f"another process listens at {contact.address.rpartition('/')[0]} now")
                 return
+        contact.refusals.clear()
         if contact.vital.heard(self._clock.now()) is Judgement.RECOVERED:
             self._tell(self._suspected, contact.peer, 0.0)
 
     def _broken(self, contact: _Contact, error: int, *, connecting: bool) -> None:
         """The connection to a peer is no more, or could not be opened."""
         self._hang_up(contact)
+        now = self._clock.now()
         if error == errno.ECONNREFUSED or (contact.local and error == errno.ENOENT):
-            self._lose(contact, "its process has ended")
+            if contact.on_this_host:
+                self._lose(contact, "its process has ended")
+            elif (seconds := contact.refusals.refused(now)) >= self._limits.refused:
+                self._lose(contact, f"connection refused for {seconds:.1f} s")
+            else:
+                contact.at = now + RETRY_SECONDS
         elif error in _OUT_OF_REACH:
-            self._lose(contact, f"its host is out of reach ({os.strerror(error)})")
+            contact.trouble = f", {os.strerror(error)}"
+            contact.at = now + contact.vital.interval
         elif connecting:
-            contact.at = self._clock.now() + contact.vital.interval  # too many connect there: it lives
+            contact.at = now + contact.vital.interval  # too many connect there: it lives
         else:
-            contact.at = self._clock.now() + AGAIN_SECONDS
+            contact.at = now + AGAIN_SECONDS
 
     def _hang_up(self, contact: _Contact) -> None:
         opened, contact.socket = contact.socket, None
