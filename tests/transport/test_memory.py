@@ -188,10 +188,10 @@ def test_it_records_what_it_carried_lost_or_not(office: Office, network: MemoryN
     assert [str(p) for p in network.carried] == [
         "0 -> 1 HELLO #1 52 B",
         "0 -> 1 HELLO #2 52 B",
-        "0 -> 1 GOODBYE #3 50 B",
+        "0 -> 1 GOODBYE #3 51 B",
     ]
     assert [p.message for p in network.carried] == [HELLO, HELLO, GOODBYE]
-    assert repr(network).endswith("GOODBYE #3 50 B>")
+    assert repr(network).endswith("GOODBYE #3 51 B>")
 
 
 def test_the_record_is_bounded_and_holds_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -247,7 +247,7 @@ def test_a_worker_out_of_reach_of_one_is_not_struck_off_for_others(town: Town) -
     assert town.store.check(["d/worker/1"])
     with acting(c):
         assert rpc.rpc_sync("b", where) == "b"
-    with acting(b), pytest.raises(PeerLostError, match=r"a takes no calls of b .worker 1.*join anew"):
+    with acting(b), pytest.raises(PeerLostError, match=r"a has declared b .worker 1. lost: .*; join anew"):
         rpc.rpc_sync("a", where)
 
 

@@ -14,7 +14,7 @@ from zmqgrad.rpc.dispatch import Doors, RequestHandler
 from zmqgrad.rpc.serving import ServedCall, serve, serve_no_more
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.transport.base import Inbound
-from zmqgrad.wire.messages import RESPONSE, Cancel, MessageType, RemoteCall
+from zmqgrad.wire.messages import RESPONSE, Cancel, Goodbye, MessageType, RemoteCall
 from zmqgrad.wire.tensors.modes import function_modes
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Receiving:
     def install(self, doors: Doors) -> None:
         """Hear of callers that give up."""
         doors.control[MessageType.CANCEL] = self._on_cancel
+        doors.control[MessageType.GOODBYE] = self._on_goodbye
 
     def on_message(self, inbound: Inbound) -> Task | None:
         """In the thread that reads; gives what is to be done in an engine thread."""
@@ -136,8 +137,13 @@ class Receiving:
     def _refuse(self, inbound: Inbound) -> None:
         """A message of a worker that is gone: one that was on its way, or of one that was only frozen."""
         self._worker.drop_unread(inbound)
-        if not inbound.envelope.type & RESPONSE:
-            self._worker.refuse(inbound)
+        self._worker.refuse(inbound)
+
+    def _on_goodbye(self, inbound: Inbound) -> None:
+        """The sender has declared this worker lost, which is final: nothing will come of it any more."""
+        message = inbound.message
+        assert isinstance(message, Goodbye)
+        self._worker.lose(inbound.envelope.source, message.reason)
 
     def _on_cancel(self, inbound: Inbound) -> None:
         message = inbound.message

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from zmqgrad.errors import ClosedError, PeerLostError, RpcError, TransportError
 from zmqgrad.rpc.packing.terms import PACKED_NOTHING, Packed
-from zmqgrad.rpc.remote_errors import describe_exception
+from zmqgrad.rpc.remote_errors import describe_exception, shorten
 from zmqgrad.rpc.serving import cancelled
 from zmqgrad.transport.base import Inbound
-from zmqgrad.wire.messages import Message
+from zmqgrad.wire.messages import REQUEST, Goodbye, Message, MessageType
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.worker.worker import Worker
@@ -62,12 +62,18 @@ class Replying:
             logger.warning("%s cannot tell worker %d of %r: %s", self._worker.name, source, error, e)
 
     def refuse(self, inbound: Inbound) -> None:
-        """Answer a request of a worker that was given up, and may not be dead."""
+        """Refuse what came of a worker that was declared lost and lives: so it loses this one, too."""
         source = inbound.envelope.source
-        said = f"{self._worker.name} takes no calls of {self._membership.name_of(source)} (worker {source})"
-        error = PeerLostError(f"{said}, which was given up: {self._lost[source]}; join anew")
+        if inbound.envelope.type == MessageType.GOODBYE:  # both say so
+            return
+        name = self._membership.name_of(source)
+        reason = (
+            f"{self._worker.name} has declared {name} (worker {source}) lost: {self._lost[source]}; join anew"
+        )
         try:
-            self._send_error(inbound, error)
+            if inbound.envelope.type & REQUEST:
+                self._send_error(inbound, PeerLostError(reason))
+            self._mailbox.send(source, Goodbye(shorten(reason)), 0)
         except (TransportError, RpcError) as e:  # so it is dead indeed
             logger.debug("%s: nobody to refuse: %s", self._worker.name, e)
 

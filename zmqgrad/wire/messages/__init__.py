@@ -86,7 +86,7 @@ Watching keys (:mod:`~zmqgrad.wire.messages.watching`), client to server and bac
 Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
 
     HELLO                          reserved, nobody sends it: every envelope says who sends
-    GOODBYE                        reserved, nobody sends it: the group is told who leaves
+    GOODBYE                        I have declared you lost: you will get nothing more of me
     ARENA_OFFER                    can you read my memory? -> ARENA_ANSWER
     ARENA_ANSWER                   this is what stands there; or not, and why
     RELEASE                        I have finished with blocks of yours, as the manifest says

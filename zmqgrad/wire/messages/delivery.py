@@ -66,12 +66,13 @@ class Hello(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """Reserved: worker to its peers, nothing more will come from me.
+    """Worker to a peer that it has declared lost and hears of again: for this ``reason``.
 
-    Nobody sends it. Who leaves says so to its group by the store; who dies is found out by the pulse.
+    The loss is final, for both: what the peer waits for from this worker will not come.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.GOODBYE
+    reason: Text = ""
 
 
 class ArenaOffer(Message, frozen=True):
