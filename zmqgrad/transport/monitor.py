@@ -11,6 +11,8 @@ import zmq
 
 CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
 DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+CONNECT_FAILED = int(zmq.EVENT_CLOSED)
+"""The connection was refused, or not accepted in time."""
 ACCEPTED = int(zmq.EVENT_ACCEPTED)
 ACCEPT_FAILED = int(zmq.EVENT_ACCEPT_FAILED)
 HANDSHAKE_CUT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)

@@ -184,7 +184,7 @@ class Receiver:
             if number == self._router_number:
                 self._at_router = True
             elif (readable := self._watched.get(number)) is not None:
-                readable()
+                self._call(readable)
             elif self._local is not None:
                 arrived.extend(self._local.read(number))
         self._in_crowds = len(arrived) - before > 1
@@ -193,6 +193,12 @@ class Receiver:
         """Call ``readable``, in the thread that reads, when that descriptor is readable. From any thread."""
         self._watched[number] = readable
         self._gate.register(number, select.POLLIN)
+
+    def _call(self, readable: Callable[[], None]) -> None:
+        try:
+            readable()
+        except Exception:
+            logger.exception("%s: handling an event of a connection failed", self._name)
 
     def unwatch(self, number: int) -> None:
         """Not any more. Before the descriptor is closed."""

@@ -5,7 +5,8 @@ sequence number, and every message in the other direction acknowledges all that 
 acknowledgement). The sender keeps what is not acknowledged. When a connection breaks, or nothing is
 acknowledged for too long, it opens another and sends all of that again, in order (go-back-N). The receiver
 delivers the number that it expects, and drops what it has delivered before (a duplicate) and what comes
-after a gap (the lost message will be sent again first).
+after a gap (the lost message will be sent again first). What is sent again goes in bursts, each when the one
+before is acknowledged: a connection that breaks again and again would else carry the same messages each time.
 
 A sender that gives a session up (its peer was lost, or has left) and later sends to the same incarnation
 begins a new *epoch*: the upper bits of its sequence numbers. The receiver begins anew with it, too.
@@ -22,7 +23,7 @@ from __future__ import annotations
 import enum
 import math
 from collections import deque
-from collections.abc import Sequence
+from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
 M = TypeVar("M")
@@ -41,6 +42,10 @@ RESEND_BYTES_PER_SECOND = 4 << 20
 
 MAX_RESEND_SECONDS = 30.0
 """Each attempt that brings no acknowledgement doubles the time to the next, up to this."""
+
+BURST_MESSAGES = 256
+BURST_BYTES = 32 << 20
+"""So much may be unacknowledged while messages are sent again."""
 
 ACK_SECONDS = 0.02
 """How long an acknowledgement waits for a message that takes it along."""
@@ -66,12 +71,13 @@ class Outgoing(Generic[M]):
         """Every number up to this has arrived."""
         self._next = self.acknowledged + _FIRST
         self._kept: deque[Unacknowledged[M]] = deque()
+        self._in_flight = 0  # so many of them, from the first, were sent on the present connection
         self._bytes = 0
         self._due = math.inf
         self._timeout = RESEND_SECONDS
 
     def add(self, message: M, size: int, now: float) -> int:
-        """Keep ``message``, which is about to be sent. Returns its sequence number."""
+        """Keep ``message``, which is to be sent (see :meth:`to_send`). Returns its sequence number."""
         sequence = self._next
         self._next = sequence + 1
         self._kept.append(Unacknowledged(sequence, size, message))
@@ -91,14 +97,31 @@ class Outgoing(Generic[M]):
         kept = self._kept
         while kept and kept[0].sequence <= sequence:
             self._bytes -= kept.popleft().size
+            self._in_flight -= 1
+        self._in_flight = max(0, self._in_flight)
         self._timeout = RESEND_SECONDS
         self._due = self._deadline(now)
         return True
 
-    def resend(self, now: float) -> Sequence[Unacknowledged[M]]:
-        """All that is to be sent, in order, on a connection that was just opened."""
+    def reconnect(self, now: float) -> None:
+        """A connection was opened: nothing has been sent on it yet."""
+        self._in_flight = 0
         self._due = self._deadline(now)
-        return list(self._kept)
+
+    def to_send(self) -> list[Unacknowledged[M]]:
+        """What is to be sent now, in order: all that was added since, or after a reconnect a burst."""
+        kept, first = self._kept, self._in_flight
+        if first == len(kept) - 1:  # nearly always
+            self._in_flight += 1
+            return [kept[-1]]
+        burst, size = [], sum([each.size for each in islice(kept, min(first, BURST_MESSAGES))])
+        for each in islice(kept, first, BURST_MESSAGES):
+            if size >= BURST_BYTES:
+                break
+            size += each.size
+            burst.append(each)
+        self._in_flight += len(burst)
+        return burst
 
     def is_overdue(self, now: float) -> bool:
         """Whether acknowledgements have failed to come for too long. Each time, the next time is later."""

@@ -2,8 +2,7 @@
 
 Nothing is sent before the handshake has succeeded, so nothing waits in libzmq's queue for a connection: what
 is unacknowledged is kept by :class:`~zmqgrad.transport.session.Outgoing` alone. When the connection breaks,
-the DEALER is closed and another one sends all of that again. It could not be the same one: libzmq reconnects
-by itself, and sends what was queued since before what was lost.
+the DEALER is closed and another one sends all of that again.
 """
 
 from __future__ import annotations
@@ -17,13 +16,7 @@ from typing import NamedTuple
 import zmq
 
 from zmqgrad.transport.base import Buffer
-from zmqgrad.transport.monitor import (
-    CONNECTED,
-    DISCONNECTED,
-    HANDSHAKE_DENIED,
-    HANDSHAKE_MALFORMED,
-    SocketMonitor,
-)
+from zmqgrad.transport.monitor import CONNECT_FAILED, CONNECTED, DISCONNECTED, SocketMonitor
 from zmqgrad.transport.session import Outgoing
 from zmqgrad.wire.frames import write_session
 
@@ -32,23 +25,20 @@ logger = logging.getLogger(__name__)
 CONNECT_MS = 3000
 """A connection that is not accepted within this time is tried again."""
 
-RECONNECT_MS, MAX_RECONNECT_MS = 50, 1000
-"""How long libzmq waits before it tries again, first and at most."""
+NEVER = -1
+"""libzmq must not reconnect by itself: it would send what was queued since, before what was lost."""
 
-STABLE_SECONDS, UNSTABLE_SECONDS = 1.0, 0.05
-"""A connection that lasted for less than the first is opened again after the second, not at once."""
+STABLE_SECONDS = 1.0
+"""A connection that lasted for this long is opened again at once."""
 
-DENIED_SECONDS = 1.0
-"""How long to wait after a handshake that failed for good: libzmq does not try again by itself."""
+UNSTABLE_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 1.0
+"""Others are after the first, which doubles each time that no connection comes about, up to the second."""
 
 ZERO_COPY_BYTES = 256 << 10
 """Frames of at least this size are handed to libzmq without a copy; the sender must not write to them."""
 
 NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 """As numbers: joining pyzmq's enumerations takes as long as a small message."""
-
-
-_EVENTS = CONNECTED | DISCONNECTED | HANDSHAKE_MALFORMED | HANDSHAKE_DENIED
 
 
 class _Message(NamedTuple):
@@ -104,7 +94,9 @@ class SessionSocket:
         self._ack_wanted = False
         self._sent = 0  # the highest number that was sent
         self._socket: zmq.Socket[bytes] | None = None
-        self._ready = False
+        self._connected = False  # the handshake has succeeded
+        self._ready = False  # and the connection has not broken since
+        self._backoff = UNSTABLE_SECONDS
         self._reopen_at = math.inf
         self._open(now)
 
@@ -113,9 +105,9 @@ class SessionSocket:
         self._reopen_at = math.inf
         socket = self._make_socket()
         try:
-            socket.reconnect_ivl, socket.reconnect_ivl_max = RECONNECT_MS, MAX_RECONNECT_MS
+            socket.reconnect_ivl = NEVER
             socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
-            self._monitor = SocketMonitor(socket, _EVENTS)
+            self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED | CONNECT_FAILED)
             self._hooks.watch(self._monitor.number, self)
             socket.connect(self._endpoint)
         except BaseException:
@@ -126,13 +118,26 @@ class SessionSocket:
     def send(self, first: bytearray, frames: Sequence[Buffer], now: float) -> None:
         """Send a message, or keep it until that can be. Neither ``first`` nor ``frames`` may change after."""
         size = len(first) + sum(map(len, frames))
-        sequence = self.outgoing.add(_Message(first, frames), size, now)
-        if self._ready:
-            try:
-                self._transmit(sequence, first, frames)
-            except BaseException:  # half of it may be in the pipe, which nothing must follow
-                self._broke(now)
-                raise
+        self.outgoing.add(_Message(first, frames), size, now)
+        try:
+            self._send_on()
+        except BaseException:  # half of it may be in the pipe, which nothing must follow
+            self._broke(now)
+            raise
+
+    def _send_on(self) -> None:
+        if not self._ready:
+            return
+        try:
+            for sequence, _, message in self.outgoing.to_send():
+                self._transmit(sequence, *message)
+        except zmq.Again:  # the connection has broken, of which the monitor is about to tell
+            self._ready = False
+
+    def acknowledge(self, sequence: int, now: float) -> None:
+        """The peer has received everything up to this number."""
+        if self.outgoing.acknowledge(sequence, now) and len(self.outgoing):
+            self._send_on()
 
     def _transmit(self, sequence: int, first: bytearray, frames: Sequence[Buffer]) -> None:
         assert self._socket is not None
@@ -147,24 +152,28 @@ class SessionSocket:
         """Send an acknowledgement, as soon as that can be."""
         self._ack_wanted = not self._ready
         if self._ready:
-            self._transmit(0, bytearray(self._ack), ())
+            try:
+                self._transmit(0, bytearray(self._ack), ())
+            except zmq.Again:
+                self._ready, self._ack_wanted = False, True
 
     def on_events(self, now: float) -> None:
         """The monitor has something to tell. Harmless if it has not."""
         while self._socket is not None and (events := self._monitor.read()):
             for event in events:
                 if event.kind == CONNECTED:
-                    self._ready = True
-                    for sequence, _, message in self.outgoing.resend(now):
-                        self._transmit(sequence, *message)
+                    self._ready = self._connected = True
+                    self._backoff = UNSTABLE_SECONDS
+                    self.outgoing.reconnect(now)
+                    self._send_on()
                     if self._ack_wanted:
                         self.send_ack()
-                elif self._ready or event.kind != DISCONNECTED:  # else libzmq tries again by itself
+                else:
                     self._broke(now)
                     break  # what follows is of the socket that was closed
 
     def _broke(self, now: float) -> None:
-        if self._ready:
+        if self._connected:
             self.reconnects += 1
             logger.info(
                 "%s: the connection to %s broke; %d messages are not acknowledged and will be sent again",
@@ -172,20 +181,20 @@ class SessionSocket:
                 self._endpoint,
                 len(self.outgoing),
             )
-        stable = now - self._opened_at >= STABLE_SECONDS
-        delay = (0.0 if stable else UNSTABLE_SECONDS) if self._ready else DENIED_SECONDS
-        self._close_socket()
-        if delay:
-            self._reopen_at = now + delay
-        else:
+        if self._connected and now - self._opened_at >= STABLE_SECONDS:
+            self._close_socket()
             self._try_to_open(now)
+        else:
+            self._close_socket()
+            self._reopen_at = now + self._backoff
+            self._backoff = min(2 * self._backoff, MAX_BACKOFF_SECONDS)
 
     def _try_to_open(self, now: float) -> None:
         try:
             self._open(now)
         except zmq.ZMQError as e:  # too many open files, say
             logger.warning("%s cannot connect to %s now: %s", self._name, self._endpoint, e)
-            self._reopen_at = now + DENIED_SECONDS
+            self._reopen_at = now + MAX_BACKOFF_SECONDS
 
     def on_time(self, now: float) -> None:
         """See whether acknowledgements have failed to come for too long, or it is time to connect again."""
@@ -206,7 +215,7 @@ class SessionSocket:
         return min(self._reopen_at, self.outgoing.next_due())
 
     def _close_socket(self, linger: int = 0) -> None:
-        self._ready = False
+        self._ready = self._connected = False
         socket, self._socket = self._socket, None
         if socket is not None:
             self._hooks.unwatch(self._monitor.number)

@@ -117,7 +117,7 @@ class Sessions:
             session = self._outgoing.get(source)
             if session is not None and session.target in (0, incarnation):
                 with session.lock:
-                    session.outgoing.acknowledge(envelope.acknowledged, now)
+                    session.acknowledge(envelope.acknowledged, now)
         if not envelope.sequence:
             return True
         incoming = self._incoming.get((source, incarnation))

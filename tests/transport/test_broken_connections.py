@@ -1,0 +1,205 @@
+"""Mailboxes over tcp whose connections break: each message arrives once, in order, as it was sent (P1)."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from queue import Empty, SimpleQueue
+
+import pytest
+
+from tests.support.relay import Relay, at_random
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport import session
+from zmqgrad.transport.base import Inbound, PeerAddress
+from zmqgrad.transport.dataplane import chunks
+from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.security import Keys, keys_of
+from zmqgrad.wire.messages import Call, Hello, Payload, Result
+
+WAIT = 60.0
+
+RESULT = Result(Payload())
+CALL = Call("f", Payload())
+
+
+class Pair:
+    """Two mailboxes, each of which reaches the other by a relay."""
+
+    def __init__(self, keys: Keys | None = None) -> None:
+        self.keys = keys
+        self.mailboxes = [self.make(n) for n in (0, 1)]
+        self.relays = [Relay(port_of(mailbox)) for mailbox in self.mailboxes]
+        self.addresses = [
+            PeerAddress((f"tcp://127.0.0.1:{relay.port}",), mailbox.incarnation)
+            for relay, mailbox in zip(self.relays, self.mailboxes, strict=True)
+        ]
+        self.arrived: list[SimpleQueue[Inbound]] = [SimpleQueue(), SimpleQueue()]
+        for n in (0, 1):
+            self.start(n)
+
+    def make(self, n: int) -> ZmqMailbox:
+        return ZmqMailbox(f"w{n}", n, keys=self.keys)
+
+    def start(self, n: int) -> None:
+        self.mailboxes[n].start(self.arrived[n].put, self.addresses.__getitem__)
+
+    def take(self, n: int, count: int) -> list[Inbound]:
+        """The next messages that arrive at ``n``."""
+        try:
+            return [self.arrived[n].get(timeout=WAIT) for _ in range(count)]
+        except Empty:
+            raise AssertionError([mailbox.statistics()["sessions"] for mailbox in self.mailboxes]) from None
+
+    def sessions(self, n: int) -> dict[str, int]:
+        statistics = self.mailboxes[n].statistics()["sessions"]
+        assert isinstance(statistics, dict)
+        return statistics
+
+    def wait_until(self, true: Callable[[], bool]) -> None:
+        deadline = Deadline.after(WAIT)
+        while not true():
+            assert not deadline.passed()
+            threading.Event().wait(0.01)  # nothing tells of it
+
+    def close(self) -> None:
+        for mailbox in self.mailboxes:
+            mailbox.close()
+            assert mailbox.join(Deadline.after(WAIT)) == []
+        for relay in self.relays:
+            relay.close()
+
+
+def port_of(mailbox: ZmqMailbox) -> int:
+    [endpoint] = [e for e in mailbox.endpoints if e.startswith("tcp:")]
+    return int(endpoint.rpartition(":")[2])
+
+
+@pytest.fixture(params=["open", "keyed"])
+def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+    pair = Pair(keys_of("the secret of this job, of 33 bytes") if request.param == "keyed" else None)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
+def ids(messages: list[Inbound]) -> list[int]:
+    return [inbound.envelope.message_id for inbound in messages]
+
+
+@pytest.mark.timeout(120)
+def test_connections_that_break_at_random_lose_and_repeat_nothing(pair: Pair) -> None:
+    count = 20_000
+    for n, relay in enumerate(pair.relays):
+        relay.fate = at_random(0.02, seed=n)
+
+    def send(n: int) -> None:
+        for i in range(count):
+            pair.mailboxes[n].send(1 - n, RESULT, i, [b"frame %d" % i] if i % 7 == 0 else ())
+
+    senders = [threading.Thread(target=send, args=(n,)) for n in (0, 1)]
+    for sender in senders:
+        sender.start()
+    for n in (0, 1):
+        arrived = pair.take(n, count)
+        assert ids(arrived) == list(range(count))
+        assert all(bytes(x.frames[0]) == b"frame %d" % i for i, x in enumerate(arrived) if i % 7 == 0)
+    for sender in senders:
+        sender.join()
+    for relay in pair.relays:
+        relay.fate = lambda direction, chunk: "pass"
+    assert sum(relay.cuts for relay in pair.relays) > 5
+    assert sum(pair.sessions(n)["reconnects"] for n in (0, 1)) > 5
+    pair.wait_until(lambda: not any(pair.sessions(n)["unacknowledged"] for n in (0, 1)))
+    assert all(q.empty() for q in pair.arrived)
+
+
+@pytest.mark.parametrize("kind", [RESULT, CALL], ids=["reply", "request"])
+def test_a_large_frame_arrives_though_its_connection_breaks_in_the_middle(
+    pair: Pair, kind: Result | Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In chunks. A reply's memory may be written to as soon as it was sent; it arrives as it was."""
+    monkeypatch.setattr(chunks, "LEAST", 2 << 20)
+    monkeypatch.setattr(chunks, "CHUNK", 1 << 20)
+    size = 24 << 20
+    left = [7]
+
+    def fate(direction: str, chunk: bytes) -> str:
+        left[0] -= direction == "to server" and len(chunk) > 10_000
+        if left[0] <= 0:
+            left[0] = 150
+            return "truncate"
+        return "pass"
+
+    pair.relays[1].fate = fate  # type: ignore[assignment]
+    frame = bytearray(b"0123456789abcdef" * (size // 16))
+    as_sent = bytes(frame)
+    pair.mailboxes[0].send(1, kind, 1, [memoryview(frame)])
+    if kind is RESULT:
+        frame[:] = bytes(size)
+    [inbound] = pair.take(1, 1)
+    assert bytes(inbound.frames[0]) == as_sent
+    assert pair.relays[1].cuts >= 1
+
+
+def test_a_connection_that_says_nothing_any_more_is_replaced(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No event reports it, as with a NAT that forgets: the retransmission timer does."""
+    monkeypatch.setattr(session, "RESEND_SECONDS", 0.3)
+    pair.mailboxes[0].send(1, RESULT, 0)
+    pair.take(1, 1)
+    pair.relays[1].swallow()
+    for i in range(1, 100):
+        pair.mailboxes[0].send(1, RESULT, i)
+    assert ids(pair.take(1, 99)) == list(range(1, 100))
+
+
+def test_what_is_sent_while_nobody_listens_arrives_later(pair: Pair) -> None:
+    pair.relays[1].refusing = True
+    for i in range(1000):
+        pair.mailboxes[0].send(1, RESULT, i)
+    pair.relays[1].refusing = False
+    assert ids(pair.take(1, 1000)) == list(range(1000))
+
+
+def test_a_new_incarnation_gets_nothing_of_the_old(pair: Pair) -> None:
+    pair.mailboxes[0].send(1, RESULT, 0)
+    pair.take(1, 1)
+    pair.relays[1].refusing = True
+    pair.relays[1].cut()
+    for i in range(1, 50):
+        pair.mailboxes[0].send(1, RESULT, i)
+    pair.mailboxes[1].close()
+    assert pair.mailboxes[1].join(Deadline.after(WAIT)) == []
+    old, pair.mailboxes[1] = pair.mailboxes[1], pair.make(1)
+    pair.relays[1].target = ("127.0.0.1", port_of(pair.mailboxes[1]))  # as if it had the same port
+    pair.start(1)
+    pair.relays[1].refusing = False
+    pair.wait_until(lambda: pair.sessions(1)["misdirected"] > 0)
+    pair.mailboxes[0].forget(1)
+    pair.addresses[1] = PeerAddress(pair.addresses[1].endpoints, pair.mailboxes[1].incarnation)
+    pair.mailboxes[0].send(1, Hello("new"), 50)
+    assert ids(pair.take(1, 1)) == [50]
+    assert pair.arrived[1].empty()
+    assert old.incarnation != pair.mailboxes[1].incarnation
+
+
+def test_a_peer_that_was_forgotten_and_lives_is_sent_to_again(pair: Pair) -> None:
+    """What had not arrived is gone; what comes after that arrives, in a new epoch of the session."""
+    for epoch in range(4):
+        for i in range(10):
+            pair.mailboxes[0].send(1, RESULT, 10 * epoch + i)
+        assert ids(pair.take(1, 10)) == list(range(10 * epoch, 10 * epoch + 10))
+        pair.mailboxes[0].forget(1)
+    assert pair.sessions(1)["duplicates"] == 0
+
+
+def test_one_direction_is_acknowledged_without_any_message_back(pair: Pair) -> None:
+    for i in range(300):
+        pair.mailboxes[0].send(1, RESULT, i, [b"x" * 1000])
+    pair.take(1, 300)
+    pair.wait_until(lambda: pair.sessions(0)["unacknowledged"] == 0)
+    assert pair.sessions(0)["unacknowledged_bytes"] == 0
+    assert pair.arrived[0].empty()
