@@ -1,0 +1,256 @@
+"""Workers on two hosts (network namespaces), with a secret, while the network between them fails."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import zmqgrad.autograd as dist_autograd
+from tests.support.namespaces import Hosts, enter, hosts
+from tests.support.processes import free_port, run_processes
+from zmqgrad import rpc
+from zmqgrad.errors import PeerLostError
+from zmqgrad.store import TCPStore
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+__all__ = ["hosts"]
+
+CALLS = int(os.environ.get("ZMQGRAD_TEST_OUTAGE_CALLS", "6000"))
+"""How many calls are made while the network fails."""
+
+MAX_OUTAGE_SECONDS = 1.5
+
+ran: Counter[int] = Counter()
+
+
+def run_once(i: int) -> int:
+    ran[i] += 1
+    return i
+
+
+def times_run() -> tuple[int, int]:
+    """How many different calls ran here, and how many runs there were."""
+    return len(ran), ran.total()
+
+
+class Network(threading.Thread):
+    """Breaks the network between ``hosts`` in one way after another until it is told to stop."""
+
+    def __init__(self, hosts: Hosts) -> None:
+        super().__init__(name="network")
+        self._hosts = hosts
+        self._ending = threading.Event()
+        self._ways: list[Callable[[float], None]] = [self._kill, self._down]
+        if hosts.can_reject():
+            self._ways += [self._reject, self._reject]
+        self.outages: Counter[str] = Counter()
+        self.failure: BaseException | None = None
+
+    def run(self) -> None:
+        drawn = random.Random(7)
+        try:
+            while not self._ending.wait(drawn.uniform(0.1, 1.0)):
+                way = drawn.choice(self._ways)
+                way(drawn.uniform(0.1, MAX_OUTAGE_SECONDS))
+                self.outages[way.__name__] += 1
+        except BaseException as e:
+            self.failure = e
+
+    def _kill(self, seconds: float) -> None:
+        self._hosts.kill_connections()
+
+    def _down(self, seconds: float) -> None:
+        with self._hosts.link_down():
+            self._ending.wait(seconds)
+
+    def _reject(self, seconds: float) -> None:
+        with self._hosts.rejecting(random.randrange(2)):
+            self._ending.wait(seconds)
+
+    def stop(self) -> None:
+        self._ending.set()
+        self.join()
+        if self.failure is not None:
+            raise self.failure
+
+
+# ---- a network that fails all the time, for a while ------------------------------------------------------
+
+
+def through_outages(rank: int, calls: int, port: int) -> Any:
+    enter(rank)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options())
+    result = None
+    if rank == 0:
+        with ThreadPoolExecutor(8) as pool:
+            tasks = [
+                pool.submit(call_often, calls // 2, 0),
+                pool.submit(call_many_at_once, calls // 2, calls // 2),
+                pool.submit(send_large, max(2, calls // 2000)),
+                pool.submit(refer, max(20, calls // 100)),
+                pool.submit(train, max(20, calls // 100)),
+                pool.submit(use_store, port, max(100, calls // 20)),
+            ]
+            for task in tasks:
+                task.result()
+        result = rpc.rpc_sync("w1", times_run), rpc.get_stats()["sessions"]["reconnects"]
+    rpc.shutdown()
+    return result
+
+
+def options() -> rpc.RpcBackendOptions:
+    return rpc.RpcBackendOptions(rpc_timeout=100)
+
+
+def call_often(count: int, first: int) -> None:
+    for i in range(first, first + count):
+        assert rpc.rpc_sync("w1", run_once, args=(i,)) == i
+
+
+def call_many_at_once(count: int, first: int) -> None:
+    for begin in range(first, first + count, 200):
+        numbers = range(begin, min(begin + 200, first + count))
+        futures = [rpc.rpc_async("w1", run_once, args=(i,)) for i in numbers]
+        assert [future.wait() for future in futures] == list(numbers)
+
+
+def send_large(count: int) -> None:
+    for k in range(count):
+        sent = torch.arange(k, k + (16 << 20), dtype=torch.float32)  # 64 MB
+        assert rpc.rpc_sync("w1", torch.neg, args=(sent,)).equal(-sent)
+
+
+def refer(count: int) -> None:
+    for k in range(count):
+        reference = rpc.remote("w1", torch.full, args=((4,), float(k)))
+        assert reference.to_here().tolist() == [float(k)] * 4
+
+
+def train(count: int) -> None:
+    for k in range(1, count + 1):
+        weight = torch.full((5,), float(k), requires_grad=True)
+        with dist_autograd.context() as context:
+            loss = rpc.rpc_sync("w1", torch.mul, args=(weight, weight)).sum()
+            dist_autograd.backward(context, [loss])
+            assert dist_autograd.get_gradients(context)[weight].tolist() == [2.0 * k] * 5
+
+
+def use_store(port: int, count: int) -> None:
+    """A store on the other host: counted once, each item popped once, the last value seen."""
+    with TCPStore("10.213.7.2", port, timeout=100) as store:
+        seen: list[bytes | None] = []
+        last = threading.Event()
+
+        def watch(old: bytes | None, new: bytes | None) -> None:
+            seen.append(new)
+            if new == b"%d" % count:
+                last.set()
+
+        store.watch_key("watched", watch)
+        for i in range(1, count + 1):
+            assert store.add("counter", 1) == i
+            store.queue_push("queue", f"{i}")
+            store.set("watched", f"{i}")
+            assert store.queue_pop("queue") == b"%d" % i
+        assert store.queue_len("queue") == 0
+        assert last.wait(60), seen[-3:]
+
+
+def serve_store(rank: int, calls: int, port: int) -> Any:
+    """As :func:`through_outages`; the worker on the second host serves a store as well."""
+    if rank == 0:
+        return through_outages(rank, calls, port)
+    enter(rank)
+    with TCPStore("10.213.7.2", port, is_master=True, timeout=100):
+        return through_outages(rank, calls, port)
+
+
+@pytest.mark.timeout(max(170, CALLS // 50))
+def test_nothing_is_lost_or_done_twice_while_the_network_fails(hosts: Hosts) -> None:
+    network = Network(hosts)
+    network.start()
+    try:
+        (counts, reconnects), _ = run_processes(
+            serve_store, 2, (CALLS, free_port()), timeout=max(140, CALLS // 60), env=hosts.environment()
+        )
+    finally:
+        network.stop()
+    assert counts == (CALLS, CALLS), "(different calls that ran, runs)"
+    assert reconnects > 0
+    print(f"{CALLS} calls, {reconnects} reconnects, outages: {dict(network.outages)}")
+
+
+# ---- ends ------------------------------------------------------------------------------------------------
+
+
+def survive_a_kill(rank: int) -> Any:
+    enter(rank)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=3, rpc_backend_options=options())
+    if rank == 1:
+        threading.Event().wait(60)
+    seconds = 0.0
+    if rank == 0:
+        assert rpc.rpc_sync("w1", run_once, args=(1,)) == 1
+        waiting = rpc.rpc_async("w1", time.sleep, args=(60,))
+        rpc.rpc_async("w1", os.kill, args=(rpc.rpc_sync("w1", os.getpid), signal.SIGKILL))
+        began = time.monotonic()
+        with pytest.raises(PeerLostError, match=r"connection refused for 3\.\d s"):
+            waiting.wait()
+        seconds = time.monotonic() - began
+        assert rpc.rpc_sync("w2", run_once, args=(2,)) == 2
+    rpc.shutdown()
+    return seconds
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_was_killed_is_lost_after_its_host_has_refused_for_3_seconds(hosts: Hosts) -> None:
+    seconds, _, _ = run_processes(survive_a_kill, 3, timeout=90, env=hosts.environment(), may_die=[1])
+    assert 2.5 < seconds < 10
+
+
+released = threading.Event()
+
+
+def wait_until_released() -> None:
+    assert released.wait(90)
+
+
+def part_for_long(rank: int) -> str:
+    enter(rank)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options())
+    assert rpc.rpc_sync(f"w{1 - rank}", run_once, args=(1,)) == 1
+    with pytest.raises(PeerLostError) as caught:
+        rpc.rpc_sync(f"w{1 - rank}", wait_until_released)
+    with pytest.raises(PeerLostError):  # and that is final
+        rpc.rpc_sync(f"w{1 - rank}", run_once, args=(2,))
+    released.set()
+    rpc.shutdown(graceful=False)
+    return str(caught.value)
+
+
+@pytest.mark.timeout(150)
+def test_hosts_that_cannot_reach_each_other_for_10_seconds_lose_each_other(hosts: Hosts) -> None:
+    def break_it() -> None:
+        threading.Event().wait(8)
+        with hosts.link_down():
+            threading.Event().wait(25)
+
+    breaker = threading.Thread(target=break_it)
+    breaker.start()
+    try:
+        whys = run_processes(part_for_long, 2, timeout=120, env=hosts.environment())
+    finally:
+        breaker.join()
+    for why in whys:
+        assert "out of reach" in why
