@@ -67,7 +67,7 @@ def test_rounds_at_one_port_are_quick_and_leave_nothing() -> None:
     for taken, open_after in run_processes(ten_rounds, 3, args=(10,)):
         assert sorted(taken)[3] < PART_SECONDS, "a round in which workers wait in vain takes longer"
         assert [threads for threads, _ in open_after] == [[]] * 10
-        assert open_after[-1][1] <= open_after[0][1] + 2, "file descriptors"
+        assert open_after[-1][1] <= open_after[0][1] + 2, [number for _, number in open_after]
 
 
 def kept_waiting(rank: int, path: str) -> int:

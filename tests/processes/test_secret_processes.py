@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -13,26 +12,20 @@ import torch
 
 import zmqgrad.autograd as dist_autograd
 import zmqgrad.rpc as rpc
+from tests.support.namespaces import Hosts, enter, hosts
 from tests.support.processes import free_port, run_processes
 from zmqgrad.errors import RendezvousError
-from zmqgrad.store import TCPStore
-from zmqgrad.transport import connections
+from zmqgrad.store import FileStore, TCPStore
 
 SECRET = "the secret of this job, of 33 bytes"
 
 
-def own_address() -> str:
-    """An address of this host that others can reach, if it has one."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # of a datagram socket: chooses a route, sends nothing
-        except OSError:
-            pytest.skip("this host has no address but loopback")
-        return str(probe.getsockname()[0])
+__all__ = ["hosts"]
 
 
-def between_hosts(rank: int) -> tuple[str, list[float]]:
-    connections._accepts_us = lambda endpoint: False  # as if all were far away
+def between_hosts(rank: int, path: str) -> tuple[str, list[float]]:
+    enter(rank)
+    gate = FileStore(path)
     if rank == 2:
         os.environ["ZMQGRAD_SECRET"] = "another secret, of 26 bytes"
         with pytest.raises(RendezvousError, match="the other end has another secret"):
@@ -40,6 +33,7 @@ def between_hosts(rank: int) -> tuple[str, list[float]]:
         del os.environ["ZMQGRAD_SECRET"]
         with pytest.raises(RendezvousError, match="wants a secret, and there is none here"):
             rpc.init_rpc("stranger", rank=1, world_size=2)
+        gate.set("refused", "")
         return "refused", []
     rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
     with dist_autograd.context() as context:
@@ -48,18 +42,18 @@ def between_hosts(rank: int) -> tuple[str, list[float]]:
         dist_autograd.backward(context, [loss])
         gradient = dist_autograd.get_gradients(context)[a]
     endpoint = rpc.api.current_worker().mailbox._connections.to(1 - rank).endpoint  # type: ignore[attr-defined]
+    gate.wait(["refused"], 30)
     rpc.shutdown()
     return endpoint, [float(gradient.min()), float(gradient.max())]
 
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_calls_over_keyed_tcp_and_strangers_without_the_secret() -> None:
-    address = own_address()
-    env = {"MASTER_ADDR": address, "ZMQGRAD_SECRET": SECRET, "WORLD_SIZE": "2"}
-    *ours, (stranger, _) = run_processes(between_hosts, 3, env=env)
-    for endpoint, gradient in ours:
-        assert endpoint.startswith(f"tcp://{address}:")
+def test_calls_over_keyed_tcp_and_strangers_without_the_secret(hosts: Hosts, tmp_path: Path) -> None:
+    env = {**hosts.environment(), "WORLD_SIZE": "2"}
+    *ours, (stranger, _) = run_processes(between_hosts, 3, args=(str(tmp_path / "gate"),), env=env)
+    for rank, (endpoint, gradient) in enumerate(ours):
+        assert endpoint.startswith(f"tcp://{hosts.addresses[1 - rank]}:")
         assert gradient == [4.0, 4.0]
     assert stranger == "refused"
 

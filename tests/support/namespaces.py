@@ -84,7 +84,7 @@ class Hosts:
 
 
 def enter(rank: int) -> None:
-    """Let the calling thread, and those that it starts, be on the host of ``rank``: the first has the even."""
+    """Let the calling thread, and those it starts, be on the host of ``rank``: even ones on the first."""
     name = os.environ["ZG_TEST_HOSTS"].split(",")[rank % 2]
     libc = ctypes.CDLL(None, use_errno=True)
     with open(f"/run/netns/{name}") as namespace:

@@ -95,11 +95,16 @@ class ReplyChannel:
     def close(self) -> None:
         """Called by :class:`ReplyChannels` for a channel that nobody holds."""
         self._listener.close()
+        self.release = _nothing  # it held the channel: only the cycle collector would end that, and __del__
 
     def __del__(self) -> None:
         # Not in close(): another thread may be about to wake this, and the number could be another file's.
         if hasattr(self, "_listener"):
             os.close(self._wakeup)
+
+
+def _nothing() -> None:
+    """The channel is closed."""
 
 
 class ReplyChannels:
