@@ -174,6 +174,7 @@ def test_a_new_incarnation_gets_nothing_of_the_old(pair: Pair) -> None:
     pair.mailboxes[1].close()
     assert pair.mailboxes[1].join(Deadline.after(WAIT)) == []
     old, pair.mailboxes[1] = pair.mailboxes[1], pair.make(1)
+    pair.arrived[1] = SimpleQueue()
     pair.relays[1].target = ("127.0.0.1", port_of(pair.mailboxes[1]))  # as if it had the same port
     pair.start(1)
     pair.relays[1].refusing = False

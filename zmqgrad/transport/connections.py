@@ -184,20 +184,20 @@ class ConnectionPool:
         if small and connection.endpoint and self._send_fast(connection, first, awaited):
             return
         with connection.lock:
-            if not connection.is_open:
+            if connection.session is None and connection.socket is None:
                 self._connect(peer, connection)
             connection.messages += 1
             connection.header_bytes += len(first)
-            for _, data in parts:
-                connection.frame_bytes += len(data)
-            connection.frame_bytes += frames_size(frames)
+            if frames or parts:
+                connection.frame_bytes += frames_size(frames) + sum(len(data) for _, data in parts)
             session = connection.session
             if session is not None:
                 now = MONOTONIC.now()
                 for head, data in parts:
                     session.send(head, (data,), now)
                 session.send(first, frames, now)
-                self._sessions.arm(session.next_due())
+                if session.outgoing.due < self._sessions.armed_at:
+                    self._sessions.arm(session.outgoing.due)
                 return
             socket = connection.socket
             assert socket is not None

@@ -24,7 +24,7 @@ import enum
 import math
 from collections import deque
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 M = TypeVar("M")
 
@@ -50,44 +50,45 @@ BURST_BYTES = 32 << 20
 ACK_SECONDS = 0.02
 """How long an acknowledgement waits for a message that takes it along."""
 
-ACK_MESSAGES = 64
+ACK_MESSAGES = 512
 ACK_BYTES = 8 << 20
-"""So much that was delivered and not acknowledged is acknowledged at once."""
-
-
-class Unacknowledged(NamedTuple, Generic[M]):
-    """A message that may have to be sent again."""
-
-    sequence: int
-    size: int
-    message: M
+"""So much that was delivered is acknowledged at once, if no message has taken that along before."""
 
 
 class Outgoing(Generic[M]):
-    """The sender's half. ``message`` is whatever the sender needs to send it again."""
+    """The sender's half. ``message`` is whatever the sender needs to send it again.
+
+    What is looked at for every message is an attribute, not a method: a call takes as long as the rest.
+    """
 
     def __init__(self, epoch: int = 0) -> None:
         self.acknowledged = epoch << EPOCH_BITS
         """Every number up to this has arrived."""
+        self.due = math.inf
+        """When :meth:`is_overdue` should be asked; infinite if nothing is unacknowledged."""
+        self.size = 0
+        """Bytes of all that is kept."""
+        self.behind = False
+        """Was something not yet sent on the present connection? Then :meth:`to_send` says what is next."""
         self._next = self.acknowledged + _FIRST
-        self._kept: deque[Unacknowledged[M]] = deque()
+        self._kept: deque[tuple[int, int, M]] = deque()
         self._in_flight = 0  # so many of them, from the first, were sent on the present connection
-        self._bytes = 0
-        self._due = math.inf
         self._timeout = RESEND_SECONDS
 
     def add(self, message: M, size: int, now: float) -> int:
-        """Keep ``message``, which is to be sent (see :meth:`to_send`). Returns its sequence number."""
+        """Keep ``message``, which is sent now unless this is ``behind``. Returns its sequence number."""
         sequence = self._next
         self._next = sequence + 1
-        self._kept.append(Unacknowledged(sequence, size, message))
-        self._bytes += size
-        if self._due == math.inf:
-            self._due = self._deadline(now)
+        self._kept.append((sequence, size, message))
+        self.size += size
+        if not self.behind:
+            self._in_flight += 1
+        if self.due == math.inf:
+            self.due = self._deadline(now)
         return sequence
 
     def _deadline(self, now: float) -> float:
-        return now + self._timeout + self._bytes / RESEND_BYTES_PER_SECOND if self._kept else math.inf
+        return now + self._timeout + self.size / RESEND_BYTES_PER_SECOND if self._kept else math.inf
 
     def acknowledge(self, sequence: int, now: float) -> bool:
         """The receiver has everything up to ``sequence``. Was any of it not acknowledged before?"""
@@ -95,53 +96,44 @@ class Outgoing(Generic[M]):
             return False  # an old one, or of somebody who acknowledges what was never sent
         self.acknowledged = sequence
         kept = self._kept
-        while kept and kept[0].sequence <= sequence:
-            self._bytes -= kept.popleft().size
+        while kept and kept[0][0] <= sequence:
+            self.size -= kept.popleft()[1]
             self._in_flight -= 1
         self._in_flight = max(0, self._in_flight)
+        self.behind = self._in_flight < len(kept)
         self._timeout = RESEND_SECONDS
-        self._due = self._deadline(now)
+        self.due = self._deadline(now)
         return True
 
     def reconnect(self, now: float) -> None:
         """A connection was opened: nothing has been sent on it yet."""
         self._in_flight = 0
-        self._due = self._deadline(now)
+        self.behind = bool(self._kept)
+        self.due = self._deadline(now)
 
-    def to_send(self) -> list[Unacknowledged[M]]:
-        """What is to be sent now, in order: all that was added since, or after a reconnect a burst."""
+    def to_send(self) -> list[tuple[int, M]]:
+        """What is to be sent now, in order, after a reconnect: a burst of (sequence number, message)."""
         kept, first = self._kept, self._in_flight
-        if first == len(kept) - 1:  # nearly always
-            self._in_flight += 1
-            return [kept[-1]]
-        burst, size = [], sum([each.size for each in islice(kept, min(first, BURST_MESSAGES))])
-        for each in islice(kept, first, BURST_MESSAGES):
+        burst, size = [], sum([each[1] for each in islice(kept, min(first, BURST_MESSAGES))])
+        for sequence, bytes_of_it, message in islice(kept, first, BURST_MESSAGES):
             if size >= BURST_BYTES:
                 break
-            size += each.size
-            burst.append(each)
+            size += bytes_of_it
+            burst.append((sequence, message))
         self._in_flight += len(burst)
+        self.behind = self._in_flight < len(kept)
         return burst
 
     def is_overdue(self, now: float) -> bool:
         """Whether acknowledgements have failed to come for too long. Each time, the next time is later."""
-        if now < self._due:
+        if now < self.due:
             return False
         self._timeout = min(2 * self._timeout, MAX_RESEND_SECONDS)
-        self._due = self._deadline(now)
+        self.due = self._deadline(now)
         return True
-
-    def next_due(self) -> float:
-        """When :meth:`is_overdue` should be asked; infinite if nothing is unacknowledged."""
-        return self._due
 
     def __len__(self) -> int:
         return len(self._kept)
-
-    @property
-    def size(self) -> int:
-        """Bytes of all that is kept."""
-        return self._bytes
 
 
 class Verdict(enum.Enum):
@@ -162,11 +154,12 @@ class Incoming:
     def __init__(self) -> None:
         self.delivered = 0
         """The last number that was delivered: what to acknowledge."""
+        self.due = math.inf
+        """When an acknowledgement should go without a message that takes it along; infinite for never."""
         self.duplicates = 0
         self.gaps = 0
         self._acknowledged = 0
         self._unacknowledged_bytes = 0
-        self._due = math.inf
 
     def receive(self, sequence: int, size: int, now: float) -> Verdict:
         """A message with this number came."""
@@ -178,23 +171,19 @@ class Incoming:
                 self.gaps += 1
                 return Verdict.GAP
             self.duplicates += 1
-            self._due = now  # the sender has not heard of it, or would not send it again
+            self.due = now  # the sender has not heard of it, or would not send it again
             return Verdict.DUPLICATE
         self.delivered = sequence
         self._unacknowledged_bytes += size
         if sequence - self._acknowledged >= ACK_MESSAGES or self._unacknowledged_bytes >= ACK_BYTES:
-            self._due = now
-        elif self._due == math.inf:
-            self._due = now + ACK_SECONDS
+            self.due = now
+        elif self.due == math.inf:
+            self.due = now + ACK_SECONDS
         return Verdict.DELIVER
 
     def acknowledgement(self) -> int:
         """What a message to the sender, which is about to go, acknowledges."""
-        self._due = math.inf
+        self.due = math.inf
         self._unacknowledged_bytes = 0
         self._acknowledged = self.delivered
         return self._acknowledged
-
-    def next_due(self) -> float:
-        """When an acknowledgement should go without a message that takes it along; infinite for never."""
-        return self._due

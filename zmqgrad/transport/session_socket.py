@@ -17,7 +17,7 @@ import zmq
 
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.monitor import CONNECT_FAILED, CONNECTED, DISCONNECTED, SocketMonitor
-from zmqgrad.transport.session import Outgoing
+from zmqgrad.transport.session import Incoming, Outgoing
 from zmqgrad.wire.frames import write_session
 
 logger = logging.getLogger(__name__)
@@ -41,16 +41,9 @@ NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 """As numbers: joining pyzmq's enumerations takes as long as a small message."""
 
 
-class _Message(NamedTuple):
-    first: bytearray
-    frames: Sequence[Buffer]
-
-
 class Hooks(NamedTuple):
     """What a session needs of its owner."""
 
-    acknowledgement: Callable[[], int]
-    """Returns what the next message acknowledges."""
     watch: Callable[[int, SessionSocket], None]
     """Call :meth:`SessionSocket.on_events` from now on when this descriptor is readable."""
     unwatch: Callable[[int], None]
@@ -82,9 +75,13 @@ class SessionSocket:
         ack: bytes,
         now: float,
     ) -> None:
-        self.outgoing: Outgoing[_Message] = Outgoing(epoch)
+        self.outgoing: Outgoing[tuple[bytearray, Sequence[Buffer]]] = Outgoing(epoch)
         self.target = target
         self.lock = lock
+        self.incoming: Incoming | None = None
+        """What came of the peer, which each message acknowledges."""
+        self.heard = 0
+        """The highest number that the peer has acknowledged; taken in by :meth:`take_in`. Needs no lock."""
         self.reconnects = self.resends = 0
         self._name = name
         self._endpoint = endpoint
@@ -117,26 +114,34 @@ class SessionSocket:
 
     def send(self, first: bytearray, frames: Sequence[Buffer], now: float) -> None:
         """Send a message, or keep it until that can be. Neither ``first`` nor ``frames`` may change after."""
-        size = len(first) + sum(map(len, frames))
-        self.outgoing.add(_Message(first, frames), size, now)
+        size = len(first)
+        for frame in frames:
+            size += len(frame)
+        outgoing = self.outgoing
+        if self.heard > outgoing.acknowledged:
+            self.take_in(now)
+        sequence = outgoing.add((first, frames), size, now)
+        if outgoing.behind or not self._ready:
+            return
         try:
-            self._send_on()
+            self._transmit(sequence, first, frames)
+        except zmq.Again:
+            self._ready = False
         except BaseException:  # half of it may be in the pipe, which nothing must follow
             self._broke(now)
             raise
 
     def _send_on(self) -> None:
-        if not self._ready:
-            return
+        """What was left over for want of a connection, or of room in the burst."""
         try:
-            for sequence, _, message in self.outgoing.to_send():
+            for sequence, message in self.outgoing.to_send():
                 self._transmit(sequence, *message)
         except zmq.Again:  # the connection has broken, of which the monitor is about to tell
             self._ready = False
 
-    def acknowledge(self, sequence: int, now: float) -> None:
-        """The peer has received everything up to this number."""
-        if self.outgoing.acknowledge(sequence, now) and len(self.outgoing):
+    def take_in(self, now: float) -> None:
+        """Drop what the peer has acknowledged, and send what waited for that."""
+        if self.outgoing.acknowledge(self.heard, now) and self._ready and self.outgoing.behind:
             self._send_on()
 
     def _transmit(self, sequence: int, first: bytearray, frames: Sequence[Buffer]) -> None:
@@ -145,7 +150,9 @@ class SessionSocket:
             self._sent = sequence
         elif sequence:
             self.resends += 1
-        write_session(first, sequence, self._hooks.acknowledgement(), self.target)
+        incoming = self.incoming
+        acknowledged = 0 if incoming is None else incoming.acknowledgement()
+        write_session(first, sequence, acknowledged, self.target)
         send_all(self._socket, first, frames)
 
     def send_ack(self) -> None:
@@ -200,7 +207,10 @@ class SessionSocket:
         """See whether acknowledgements have failed to come for too long, or it is time to connect again."""
         if self._reopen_at <= now:
             self._try_to_open(now)
-        elif self._socket is not None and self.outgoing.is_overdue(now):
+            return
+        if self.heard > self.outgoing.acknowledged:
+            self.take_in(now)
+        if self._socket is not None and self.outgoing.is_overdue(now):
             logger.info(
                 "%s: nothing was acknowledged by %s for long, %d messages will be sent again",
                 self._name,
@@ -212,7 +222,7 @@ class SessionSocket:
 
     def next_due(self) -> float:
         """When :meth:`on_time` should be called; infinite for never."""
-        return min(self._reopen_at, self.outgoing.next_due())
+        return min(self._reopen_at, self.outgoing.due)
 
     def _close_socket(self, linger: int = 0) -> None:
         self._ready = self._connected = False

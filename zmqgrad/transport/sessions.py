@@ -40,6 +40,28 @@ class Watcher(Protocol):
         ...
 
 
+PROMPT_BYTES = 1 << 20
+PROMPT_MESSAGES = 64
+"""Acknowledgements of so much are taken in at once; others with the next message that is sent, or in time."""
+
+
+class _Peer:
+    """Both halves of the sessions with one incarnation of a peer."""
+
+    __slots__ = ("incarnation", "incoming", "session")
+
+    def __init__(self, incarnation: int, incoming: Incoming) -> None:
+        self.incarnation = incarnation
+        self.incoming = incoming
+        self.session: SessionSocket | None = None
+
+    def meet(self, session: SessionSocket) -> None:
+        """``session`` sends to this peer, perhaps to another incarnation."""
+        if session.target in (0, self.incarnation):
+            self.session = session
+            session.incoming = self.incoming
+
+
 class Sessions:
     """Both halves of all sessions of one mailbox.
 
@@ -66,10 +88,11 @@ class Sessions:
         self._clock = clock
         self._timer: Timer | None = None
         self._watcher: Watcher | None = None
+        self._peers: dict[int, _Peer] = {}  # by number, each in its latest incarnation
         self._incoming: dict[tuple[int, int], Incoming] = {}  # by peer and incarnation
-        self._latest: dict[int, Incoming] = {}  # by peer: of its latest incarnation
         self._outgoing: dict[int, SessionSocket] = {}
-        self._armed_at = math.inf
+        self.armed_at = math.inf
+        """When the timer will look after all. Whoever knows of something due before calls :meth:`arm`."""
         self._closed = False
 
     def start(self, timer: Timer, watcher: Watcher) -> None:
@@ -86,23 +109,32 @@ class Sessions:
         make_socket: Callable[[], zmq.Socket[bytes]],
     ) -> SessionSocket:
         """Begin to send to ``target``, an incarnation of ``peer``. The caller holds ``lock``."""
-        hooks = Hooks(partial(self._acknowledged, peer, target), self._watch, self._unwatch)
         session = SessionSocket(
-            self._name, endpoint, target, epoch, lock, make_socket, hooks, self._ack, self._clock.now()
+            self._name,
+            endpoint,
+            target,
+            epoch,
+            lock,
+            make_socket,
+            Hooks(self._watch, self._unwatch),
+            self._ack,
+            self._clock.now(),
         )
         self._outgoing[peer] = session
+        known = self._peers.get(peer)
+        if known is not None:
+            known.meet(session)
         return session
 
     def drop(self, peer: int) -> None:
         """Nothing is sent to ``peer`` any more, acknowledgements neither."""
         self._outgoing.pop(peer, None)
+        known = self._peers.get(peer)
+        if known is not None:
+            known.session = None
         for (source, _), incoming in list(self._incoming.items()):
             if source == peer:
                 incoming.acknowledgement()
-
-    def _acknowledged(self, peer: int, incarnation: int) -> int:
-        incoming = self._incoming.get((peer, incarnation)) if incarnation else self._latest.get(peer)
-        return 0 if incoming is None else incoming.acknowledgement()
 
     # ---- receiving --------------------------------------------------------------------------------------
 
@@ -111,44 +143,64 @@ class Sessions:
         if envelope.target and envelope.target != self._incarnation:
             self.misdirected += 1
             return False
+        peer = self._peers.get(envelope.source)
+        if peer is None or peer.incarnation != envelope.incarnation:
+            peer = self._meet(envelope)
         now = self._clock.now()
-        source, incarnation = envelope.source, envelope.incarnation
-        if envelope.acknowledged:
-            session = self._outgoing.get(source)
-            if session is not None and session.target in (0, incarnation):
+        session = peer.session
+        if session is not None and envelope.acknowledged > session.heard:
+            session.heard = envelope.acknowledged
+            outgoing = session.outgoing
+            if (
+                outgoing.behind
+                or outgoing.size >= PROMPT_BYTES
+                or session.heard - outgoing.acknowledged >= PROMPT_MESSAGES
+            ):
                 with session.lock:
-                    session.acknowledge(envelope.acknowledged, now)
+                    session.take_in(now)
         if not envelope.sequence:
             return True
-        incoming = self._incoming.get((source, incarnation))
-        if incoming is None:
-            incoming = self._incoming[source, incarnation] = self._latest[source] = Incoming()
+        incoming = peer.incoming
         verdict = incoming.receive(envelope.sequence, size, now)
-        self.arm(incoming.next_due())
+        if incoming.due < self.armed_at:
+            self.arm(incoming.due)
         return verdict is Verdict.DELIVER
+
+    def _meet(self, envelope: Envelope) -> _Peer:
+        """The sender of a message, which is not that of the last one by its number."""
+        source, incarnation = envelope.source, envelope.incarnation
+        incoming = self._incoming.get((source, incarnation))
+        if incoming is not None:
+            return _Peer(incarnation, incoming)  # what an older incarnation sent
+        incoming = self._incoming[source, incarnation] = Incoming()
+        peer = self._peers[source] = _Peer(incarnation, incoming)
+        session = self._outgoing.get(source)
+        if session is not None:
+            peer.meet(session)
+        return peer
 
     # ---- in time ----------------------------------------------------------------------------------------
 
     def arm(self, due: float) -> None:
         """Something is due then."""
-        if due < self._armed_at - MIN_SECONDS and not self._closed and self._timer is not None:
-            self._armed_at = due
+        if due < self.armed_at - MIN_SECONDS and not self._closed and self._timer is not None:
+            self.armed_at = due
             self._timer.call_later(max(0.0, due - self._clock.now()), self._on_time)
 
     def _on_time(self) -> None:
-        self._armed_at = math.inf
+        self.armed_at = math.inf
         if self._closed:
             return
         now = self._clock.now()
         due = math.inf
         for (peer, _), incoming in list(self._incoming.items()):
-            if incoming.next_due() <= now:
+            if incoming.due <= now:
                 incoming.acknowledgement()  # whether it can be sent or not: a duplicate asks for it again
                 try:
                     self._acknowledge(peer)
                 except ZmqgradError as e:
                     logger.debug("%s cannot acknowledge what worker %d sent: %s", self._name, peer, e)
-            due = min(due, incoming.next_due())
+            due = min(due, incoming.due)
         for session in list(self._outgoing.values()):
             with session.lock:
                 session.on_time(now)

@@ -49,12 +49,12 @@ class Envelope(NamedTuple):
     target: int = 0
 
 
-_pack_session = struct.Struct("!QQQ").pack_into
+_pack_into = struct.Struct("!QQQ").pack_into
 
 
 def write_session(frame: bytearray, sequence: int, acknowledged: int, target: int) -> None:
     """Write the session's fields into the envelope at the start of ``frame``."""
-    _pack_session(frame, 24, sequence, acknowledged, target)
+    _pack_into(frame, 24, sequence, acknowledged, target)
 
 
 def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
