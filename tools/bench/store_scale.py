@@ -1,4 +1,4 @@
-"""Very many clients of one store: connecting, a barrier, and everybody reading everybody's address.
+"""Very many clients of one store: connecting, a barrier, reading everybody's address, and watching a key.
 
     python -m tools.bench.store_scale [-n CLIENTS] [-p PROCESSES] [--sides zmqgrad,torch] [--limit SECONDS]
 
@@ -25,7 +25,9 @@ from typing import Any
 
 from tools.bench.sides import store_of
 
-STEPS = ("connect", "barrier", "publish", "read all")
+STEPS = ("connect", "barrier", "publish", "read all", "watch", "notify")
+"""The last two are not torch's."""
+
 LIMIT_SECONDS = 120.0
 PATIENCE = timedelta(seconds=300)
 """Of the stores themselves."""
@@ -37,6 +39,11 @@ def resident() -> float:
     """MiB of memory that this process holds."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("VmRSS:")[2].split()[0]) / 1024
+
+
+def steps_of(side: str) -> tuple[str, ...]:
+    """What that side can do."""
+    return STEPS if hasattr(store_of(side).TCPStore, "watch_key") else STEPS[:-2]
 
 
 def serve(side: str, pipe: Connection) -> None:
@@ -72,8 +79,19 @@ def ask(side: str, port: int, ranks: range, clients: int, pipe: Connection, thro
         found = stores[rank].multi_get([f"address{n}" for n in range(clients)])
         assert [int(address) for address in found] == list(range(clients))
 
+    notified = {rank: threading.Event() for rank in ranks}
+
+    def watch(rank: int) -> None:
+        stores[rank].watch_key("watched", lambda old, new: notified[rank].set())
+
+    def notify(rank: int) -> None:
+        if rank == 0:
+            stores[rank].set("watched", b"changed")
+        if not notified[rank].wait(PATIENCE.total_seconds()):
+            raise TimeoutError(f"client {rank} was not notified")
+
     before = resident()
-    for step in (connect, barrier, publish, read_all):
+    for step in (connect, barrier, publish, read_all, watch, notify)[: len(steps_of(side))]:
         pipe.send("ready")
         pipe.recv()
         together(step, ranks, through)
@@ -134,7 +152,7 @@ def measure(side: str, clients: int, processes: int, limit: float) -> dict[str, 
             started[-1].start()
             its.close()  # so that a worker that dies is noticed
             pipes.append(mine)
-        for step in STEPS:
+        for step in steps_of(side):
             for pipe in pipes:
                 assert hear(pipe) == "ready"
             through.value = 0
