@@ -59,6 +59,9 @@ UNCHANGED = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, MessageType.FO
 """Requests of a user's program, which leaves their tensors unchanged until they are done. What other messages
 carry may change as soon as they are sent, and may have to be sent again."""
 
+UNSEEN = frozenset({MessageType.CHUNK, MessageType.ACK})
+"""What the tap does not see: parts of messages, and less."""
+
 NO_LOAD = Load(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
@@ -206,9 +209,7 @@ class ZmqMailbox:
         self._lost(peer, where)
 
     def _received(self, inbound: Inbound) -> Task | None:
-        if inbound.envelope.type == MessageType.ACK:  # its envelope has said it
-            return None
-        if self.tap is not None and inbound.envelope.type != MessageType.CHUNK:
+        if self.tap is not None and inbound.envelope.type not in UNSEEN:
             self._show(inbound)
         if inbound.envelope.type in OWN:
             self._plane.heard(inbound)

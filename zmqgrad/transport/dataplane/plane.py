@@ -39,6 +39,7 @@ OWN = frozenset(
         MessageType.CREDIT,
         MessageType.CREDIT_WANTED,
         MessageType.CHUNK,
+        MessageType.ACK,
     }
 )
 """Messages from one data plane to another, which no handler sees."""
@@ -155,7 +156,7 @@ class DataPlane:
             self._intake.wanted(source, message)
         elif isinstance(message, Chunk):
             self._assembly.add(source, message, inbound.frames)
-        else:
+        elif inbound.envelope.type != MessageType.ACK:  # its envelope has said all
             self.exchange.heard(source, message, inbound.envelope.message_id)
 
     def take_in(self, inbound: Inbound, handler: Handler) -> Task | None:
