@@ -219,6 +219,36 @@ def test_a_process_that_was_killed_is_lost_after_its_host_has_refused_for_3_seco
     assert 2.5 < seconds < 10
 
 
+def be_stopped(rank: int, port: int) -> Any:
+    """The other worker, and then the store that it serves, do nothing for a while, in the middle of calls."""
+    enter(rank)
+    with TCPStore("10.213.7.2", port, is_master=rank == 1, timeout=60) as store:
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options())
+        result = None
+        if rank == 0:
+            pid = rpc.rpc_sync("w1", os.getpid)
+            sent = torch.arange(16 << 20, dtype=torch.float32)
+            for i in range(2):
+                calls = [rpc.rpc_async("w1", run_once, args=(100 * i + k,)) for k in range(50)]
+                large = rpc.rpc_async("w1", torch.neg, args=(sent,))
+                os.kill(pid, signal.SIGSTOP)
+                calls += [rpc.rpc_async("w1", run_once, args=(100 * i + k,)) for k in range(50, 100)]
+                threading.Timer(5.0, os.kill, (pid, signal.SIGCONT)).start()  # longer than it takes to resend
+                assert store.add("stops", 1) == i + 1
+                assert [call.wait() for call in calls] == list(range(100 * i, 100 * i + 100))
+                assert large.wait().equal(-sent)
+            result = rpc.rpc_sync("w1", times_run)
+        rpc.shutdown()
+        store.barrier("end", 2)
+    return result
+
+
+@pytest.mark.timeout(120)
+def test_a_process_that_is_stopped_for_a_while_loses_nothing(hosts: Hosts) -> None:
+    counts, _ = run_processes(be_stopped, 2, (free_port(),), timeout=90, env=hosts.environment())
+    assert counts == (200, 200)
+
+
 released = threading.Event()
 
 
