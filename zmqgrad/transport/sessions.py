@@ -40,6 +40,9 @@ class Watcher(Protocol):
         ...
 
 
+MAX_INCOMING = 1 << 17
+"""Incarnations whose messages are counted; then the first is dropped. A job has at most 65,536 workers."""
+
 PROMPT_BYTES = 1 << 20
 PROMPT_MESSAGES = 64
 """Acknowledgements of so much are taken in at once; others with the next message that is sent, or in time."""
@@ -172,6 +175,8 @@ class Sessions:
         incoming = self._incoming.get((source, incarnation))
         if incoming is not None:
             return _Peer(incarnation, incoming)  # what an older incarnation sent
+        if len(self._incoming) >= MAX_INCOMING:
+            del self._incoming[next(iter(self._incoming))]
         incoming = self._incoming[source, incarnation] = Incoming()
         peer = self._peers[source] = _Peer(incarnation, incoming)
         session = self._outgoing.get(source)
