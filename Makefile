@@ -1,5 +1,5 @@
 # Shortcuts; each is a command that README.md spells out.
-.PHONY: demo test check bench
+.PHONY: demo test check soak bench
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -7,6 +7,10 @@ demo:  ## the main job: a model over three processes learns to read digits
 
 test:  ## set up, then all checks and all tests
 	tools/test
+
+soak:  ## property tests with 5,000 examples each, for hours
+	tools/setup
+	HYPOTHESIS_PROFILE=soak .venv/bin/python -m pytest -q -m "not processes" --timeout 0
 
 bench:  ## the same work through zmqgrad and through torch, side by side
 	tools/setup
