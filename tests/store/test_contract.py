@@ -97,7 +97,7 @@ def until_parked(store: Store, count: int) -> None:
         if store.statistics()["parked"] == count:
             return
         pause.wait(0.001)
-    pytest.fail(f"{store.statistics()['parked']} queries wait, not {count}")
+    pytest.fail(f"{store.statistics()['blocked']} queries wait, not {count}")
 
 
 # ---- values -----------------------------------------------------------------------------------------------

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from tests.support.processes import free_port
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
-from zmqgrad.store.contents import MAX_NOTICE_VALUE
-from zmqgrad.store.effects import Notice
+from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
+from zmqgrad.store.effects import Notification
 from zmqgrad.store.followers import MAX_PENDING, KeyFollower, WatchEvent
 from zmqgrad.store.state import State
 from zmqgrad.store.takers import OldNew
@@ -61,11 +61,11 @@ def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]],
     for n, (action, fate) in enumerate(actions):
         query = {
             "set": StoreSet("k", b"%d" % n),
-            "large": StoreSet("k", b"%d" % n * MAX_NOTICE_VALUE),
+            "large": StoreSet("k", b"%d" % n * MAX_NOTIFICATION_VALUE_BYTES),
             "delete": StoreDeleteKey("k"),
             "other": StoreSet("other", b""),
         }[action]
-        late += [e.message for e in state.apply(query, "x", 0.0) if isinstance(e, Notice)]
+        late += [e.message for e in state.apply(query, "x", 0.0) if isinstance(e, Notification)]
         if fate == "is late":
             continue
         if fate == "the connection breaks":
@@ -73,8 +73,8 @@ def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]],
             follower.lost()
         elif fate == "is lost":
             late.clear()
-        for notice in late:
-            changes += follower.noticed(notice)
+        for notification in late:
+            changes += follower.noticed(notification)
         late.clear()
         if not follower.live and not looks_late:
             changes += follower.registered(look(state))
@@ -92,8 +92,8 @@ def test_a_lost_notice_shows_at_the_next_one() -> None:
     state, follower = State(), KeyFollower("k")
     follower.registered(look(state))
     for value in (b"1", b"2"):
-        (notice, _) = state.apply(StoreSet("k", value), "x", 0.0)
-    assert follower.noticed(notice.message) == []  # type: ignore[arg-type]
+        (notification, _) = state.apply(StoreSet("k", value), "x", 0.0)
+    assert follower.noticed(notification.message) == []  # type: ignore[arg-type]
     assert not follower.live
     assert follower.registered(look(state)) == [WatchEvent("k", None, b"2", 2)]
 
@@ -101,8 +101,8 @@ def test_a_lost_notice_shows_at_the_next_one() -> None:
 def test_notices_that_come_before_the_registration_are_kept() -> None:
     state, follower = State(), KeyFollower("k")
     found = look(state)
-    (notice, _) = state.apply(StoreSet("k", b"1"), "x", 0.0)
-    assert follower.noticed(notice.message) == []  # type: ignore[arg-type]
+    (notification, _) = state.apply(StoreSet("k", b"1"), "x", 0.0)
+    assert follower.noticed(notification.message) == []  # type: ignore[arg-type]
     assert follower.registered(found) == [WatchEvent("k", None, b"1", 1)]
     assert follower.registered(found) == [], "a look from before that tells nothing new"
     assert follower.value == b"1"
@@ -303,7 +303,7 @@ def test_an_empty_value_is_not_a_missing_key(store: Store) -> None:
 
 
 def test_large_values_come_whole(store: Store) -> None:
-    seen, large = queue.Queue[Change](), b"v" * (3 * MAX_NOTICE_VALUE)
+    seen, large = queue.Queue[Change](), b"v" * (3 * MAX_NOTIFICATION_VALUE_BYTES)
     store.watch_key("k", lambda old, new: seen.put((old, new)))
     store.set("k", large)
     assert seen.get(timeout=PATIENCE) == (None, large)
@@ -348,7 +348,7 @@ def test_a_callback_may_use_its_store(store: Store) -> None:
 
 @pytest.mark.slow
 def test_whoever_is_slow_keeps_no_notice_from_being_read(store: Store) -> None:
-    """Though the thread that has read a notice calls the callback: others read on."""
+    """Though the thread that has read a notification calls the callback: others read on."""
     go, seen = threading.Event(), queue.Queue[bytes | None]()
     store.set("cached", "0")
     assert store.get_cached("cached") == b"0"
@@ -366,7 +366,7 @@ def test_whoever_is_slow_keeps_no_notice_from_being_read(store: Store) -> None:
 
 
 def test_a_callback_may_close_its_store() -> None:
-    """With more notices at hand, and while others come."""
+    """With more notifications at hand, and while others come."""
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
         client = TCPStore("127.0.0.1", master.port, timeout=PATIENCE)
         closed = threading.Event()

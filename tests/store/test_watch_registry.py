@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.store.topics import Prefix, Target
 from zmqgrad.store.watch_registry import LEASE_SECONDS, WatchRegistry
+from zmqgrad.store.watch_targets import Prefix, Target
 
 TARGETS: list[Target] = ["a", "b", Prefix("a")]
 STEPS = st.tuples(

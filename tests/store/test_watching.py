@@ -17,8 +17,8 @@ from tests.support.processes import free_port
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, WatchEvent
-from zmqgrad.store.contents import MAX_NOTICE_VALUE
-from zmqgrad.store.effects import Notice
+from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
+from zmqgrad.store.effects import Notification
 from zmqgrad.store.followers import Backlog, PrefixFollower
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.state import State
@@ -53,17 +53,17 @@ def test_whatever_is_lost_it_ends_with_the_truth(
     events = follower.registered(look(state))
     late: list[Any] = []
     for n, (action, key, fate) in enumerate(actions):
-        value = b"%d" % n * (MAX_NOTICE_VALUE if action == "large" else 1)
+        value = b"%d" % n * (MAX_NOTIFICATION_VALUE_BYTES if action == "large" else 1)
         query = StoreDeleteKey(key) if action == "delete" else StoreSet(key, value)
-        late += [e.message for e in state.apply(query, "x", 0.0) if isinstance(e, Notice)]
+        late += [e.message for e in state.apply(query, "x", 0.0) if isinstance(e, Notification)]
         if fate == "is late":
             continue
         if fate == "the connection breaks":
             follower.lost()
         if fate != "arrives":
             late.clear()
-        for notice in late:
-            events += follower.noticed(notice)
+        for notification in late:
+            events += follower.noticed(notification)
         late.clear()
         if not follower.live and not looks_late:
             events += follower.registered(look(state))
@@ -158,7 +158,9 @@ def test_a_prefix(store: Store) -> None:
             lambda: store.set("w/1", "a"),
             lambda: store.multi_set(["x", "w/2"], ["", "b"]),
             lambda: store.delete_key("w/1"),
-            lambda: store.set("w/0", "after" * MAX_NOTICE_VALUE),  # too large for a notice: it is read
+            lambda: store.set(
+                "w/0", "after" * MAX_NOTIFICATION_VALUE_BYTES
+            ),  # too large for a notification: it is read
             lambda: store.set("w/end", ""),
         ):
             change()
@@ -169,7 +171,7 @@ def test_a_prefix(store: Store) -> None:
             ("w/1", None, b"a"),
             ("w/2", None, b"b"),
             ("w/1", b"a", None),
-            ("w/0", b"before", b"after" * MAX_NOTICE_VALUE),
+            ("w/0", b"before", b"after" * MAX_NOTIFICATION_VALUE_BYTES),
             ("w/end", None, b""),
         ]
     assert fetched[0] == ("w/0", None, b"before")

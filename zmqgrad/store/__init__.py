@@ -13,7 +13,7 @@ value (P8).
 
 Start with :mod:`~zmqgrad.store.state`, the pure machine. :mod:`~zmqgrad.store.service` and
 :mod:`~zmqgrad.store.local` drive it; :mod:`~zmqgrad.store.watch` follows keys at the client's end.
-Threads: the server's one; with watches, those that receive notices and run callbacks, by turns.
+Threads: the server's one; with watches, those that receive notifications and run callbacks, by turns.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from datetime import timedelta
 from zmqgrad.errors import ConfigurationError, StoreTimeoutError
 from zmqgrad.store.arguments import Timeout, as_key, seconds_of
 from zmqgrad.store.takers import KeyOldNew, OldNew, PrefixCallback, Taker, WatchCallback
-from zmqgrad.store.topics import Prefix, Target
+from zmqgrad.store.watch_targets import Prefix, Target
 from zmqgrad.store.watching import Inbox, Watch
 
 

@@ -15,13 +15,13 @@ from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.servers import servers
 from zmqgrad.store.takers import Taker
-from zmqgrad.store.topics import HIDDEN, Target
 from zmqgrad.store.watch import WatchBook
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.messages import StoreAdd, StoreNumber, StoreSet, StoreWait
 
-_JOINED = f"{HIDDEN}workers/joined"
-_COMPLETE = f"{HIDDEN}workers/complete"
+_JOINED = f"{INTERNAL_PREFIX}workers/joined"
+_COMPLETE = f"{INTERNAL_PREFIX}workers/complete"
 
 
 class TCPStore(QueryStore):

@@ -20,9 +20,9 @@ from zmqgrad.errors import (
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.store.addresses import connecting_address, why_unknown
-from zmqgrad.store.followers import CallbackNotice, Registered
-from zmqgrad.store.topics import Prefix, Target, topic_of
+from zmqgrad.store.followers import ChangeNotification, Registered
 from zmqgrad.store.watch import RENEW_SECONDS, WatchBook, as_registered, unwatch_query, watch_query
+from zmqgrad.store.watch_targets import Prefix, Target, topic_of
 from zmqgrad.transport import local
 from zmqgrad.transport.query.client import QueryClient
 from zmqgrad.transport.query.publisher import NONCE
@@ -148,7 +148,7 @@ class Connection:
 
     def _noticed(self, message: Message) -> list[Task]:
         to_do: list[Task] = []
-        if isinstance(message, CallbackNotice):
+        if isinstance(message, ChangeNotification):
             self.watches.noticed(message, to_do.append)
         return to_do
 

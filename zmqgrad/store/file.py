@@ -25,8 +25,8 @@ from zmqgrad.store.shared_file import SharedFile, files
 from zmqgrad.store.sqlite import check_file_system
 from zmqgrad.store.state import State
 from zmqgrad.store.takers import Taker
-from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook, as_registered, watch_query
+from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import Message, Refusal, StoreQueuePop, StoreRefused
 
 logger = logging.getLogger(__name__)

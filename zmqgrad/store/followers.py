@@ -1,6 +1,6 @@
-"""Following what is watched, from notices that may be late, early or lost. Pure.
+"""Following what is watched, from notifications that may be late, early or lost. Pure.
 
-A follower knows what its target held last and at which revision. Each notice names the revision of the
+A follower knows what its target held last and at which revision. Each notification names the revision of the
 one before it, so a lost one shows as a gap; then, and after a lost connection, the follower has to *look
 again*: the watch is registered anew, and what that finds is turned into events, one a key (P8).
 """
@@ -20,11 +20,11 @@ from zmqgrad.wire.messages import (
     PrefixChanged,
 )
 
-CallbackNotice = KeyCreated | KeyUpdated | KeyDeleted | PrefixChanged
+ChangeNotification = KeyCreated | KeyUpdated | KeyDeleted | PrefixChanged
 Registered = KeyCallbackRegistered | PrefixCallbackRegistered
 
 MAX_EARLY = 10_000
-"""How many notices are kept while looking again; if there are more, the oldest show as a gap."""
+"""How many notifications are kept while looking again; if there are more, the oldest show as a gap."""
 
 MAX_PENDING = 1000
 """How many events wait for who is slow; then a key's newest are joined."""
@@ -48,7 +48,7 @@ class Follower(ABC):
 
     def __init__(self) -> None:
         self.live = False
-        self.revision = -1  # of the last notice or registration; -1 before the first
+        self.revision = -1  # of the last notification or registration; -1 before the first
         self._early: deque[Any] = deque(maxlen=MAX_EARLY)
 
     @abstractmethod
@@ -60,8 +60,8 @@ class Follower(ABC):
         """What is other in ``found`` than what was known, which it replaces."""
 
     @abstractmethod
-    def _take(self, notice: Any) -> list[WatchEvent] | None:
-        """What is new in ``notice``; None if it has to be read, for it is not in there."""
+    def _take(self, notification: Any) -> list[WatchEvent] | None:
+        """What is new in ``notification``; None if it has to be read, for it is not in there."""
 
     def registered(self, found: Registered) -> list[WatchEvent]:
         """The watch is in place, and this is what was there then."""
@@ -75,18 +75,18 @@ class Follower(ABC):
             events += self.noticed(self._early.popleft())
         return events
 
-    def noticed(self, notice: CallbackNotice) -> list[WatchEvent]:
-        """A notice came; gives what is new in it. May end ``live``: then look again."""
+    def noticed(self, notification: ChangeNotification) -> list[WatchEvent]:
+        """A notification came; gives what is new in it. May end ``live``: then look again."""
         if not self.live:
-            self._early.append(notice)
+            self._early.append(notification)
             return []
-        if notice.revision <= self.revision:
+        if notification.revision <= self.revision:
             return []  # published before the look that told us
-        events = None if notice.previous > self.revision else self._take(notice)
+        events = None if notification.previous > self.revision else self._take(notification)
         if events is None:
             self.live = False
             return []
-        self.revision = notice.revision
+        self.revision = notification.revision
         return events
 
     def lost(self) -> None:
@@ -113,10 +113,10 @@ class KeyFollower(Follower):
     def _compare(self, found: KeyCallbackRegistered) -> list[WatchEvent]:
         return self._become(found.value, found.revision) if found.value != self.value else []
 
-    def _take(self, notice: KeyCreated | KeyUpdated | KeyDeleted) -> list[WatchEvent] | None:
-        if isinstance(notice, KeyDeleted):
-            return self._become(None, notice.revision)
-        return None if notice.new is None else self._become(notice.new, notice.revision)
+    def _take(self, notification: KeyCreated | KeyUpdated | KeyDeleted) -> list[WatchEvent] | None:
+        if isinstance(notification, KeyDeleted):
+            return self._become(None, notification.revision)
+        return None if notification.new is None else self._become(notification.new, notification.revision)
 
 
 class PrefixFollower(Follower):
@@ -137,13 +137,13 @@ class PrefixFollower(Follower):
             if before.get(key) != self._values.get(key)
         ]
 
-    def _take(self, notice: PrefixChanged) -> list[WatchEvent] | None:
-        if notice.left_out:
+    def _take(self, notification: PrefixChanged) -> list[WatchEvent] | None:
+        if notification.left_out:
             return None
-        old = self._values.pop(notice.key, None)
-        if notice.new is not None:
-            self._values[notice.key] = notice.new
-        return [WatchEvent(notice.key, old, notice.new, notice.revision)]
+        old = self._values.pop(notification.key, None)
+        if notification.new is not None:
+            self._values[notification.key] = notification.new
+        return [WatchEvent(notification.key, old, notification.new, notification.revision)]
 
 
 class Backlog:

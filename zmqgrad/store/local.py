@@ -10,14 +10,14 @@ from zmqgrad.errors import ClosedError, QueueEmptyError, StoreError, StoreTimeou
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
-from zmqgrad.store.effects import Effect, Notice
+from zmqgrad.store.effects import Effect, Notification
 from zmqgrad.store.ending import Ending
 from zmqgrad.store.followers import Registered
 from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.state import State
 from zmqgrad.store.takers import Taker
-from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook, as_registered, watch_query
+from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
@@ -35,13 +35,13 @@ class Table:
         """Those of the stores that are open; the machine stops with the last."""
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """Reply and give notice. Called with the lock held."""
+        """Reply and give notification. Called with the lock held."""
         for effect in effects:
-            if isinstance(effect, Notice):
+            if isinstance(effect, Notification):
                 for book in self.books:
                     book.noticed(effect.message)
             else:
-                effect.asker.set(effect.message)
+                effect.requester.set(effect.message)
 
     def leave(self, book: WatchBook, waiting: set[Outcome[Message]]) -> None:
         """The store of ``book`` closes: refuse those of it who wait."""

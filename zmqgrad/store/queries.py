@@ -11,10 +11,10 @@ from zmqgrad.errors import ClosedError, ConfigurationError, StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.base import Store
-from zmqgrad.store.effects import MAX_TOGETHER
+from zmqgrad.store.effects import MAX_BATCH_BYTES
 from zmqgrad.store.takers import NOBODY, Taker
-from zmqgrad.store.topics import Target
 from zmqgrad.store.watch import WatchBook
+from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import (
     Message,
     StoreAdd,
@@ -144,9 +144,9 @@ class QueryStore(Store):
         if len(named) != len(valued):
             raise ConfigurationError(f"multi_set: {len(named)} keys, but {len(valued)} values")
         size = sum(map(len, valued))
-        if size > MAX_TOGETHER:
+        if size > MAX_BATCH_BYTES:
             raise ConfigurationError(
-                f"multi_set: {size} bytes of values in one query (at most {MAX_TOGETHER})"
+                f"multi_set: {size} bytes of values in one query (at most {MAX_BATCH_BYTES})"
             )
         self._ask(StoreMultiSet(named, valued), self._timeout)
 

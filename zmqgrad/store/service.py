@@ -14,13 +14,13 @@ from zmqgrad.errors import TransportError
 from zmqgrad.runtime.clock import Clock
 from zmqgrad.store.actions import ACTIONS, CHANGING
 from zmqgrad.store.contents import Contents, Item
-from zmqgrad.store.effects import DONE, Effect, Notice, Reply
+from zmqgrad.store.effects import DONE, Effect, Notification, Reply
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.requesters import Delivery, Requester, Requesters
 from zmqgrad.store.state import State
-from zmqgrad.store.topics import Prefix, Target, topic_of
 from zmqgrad.store.watch_registry import WatchRegistry
+from zmqgrad.store.watch_targets import Prefix, Target, topic_of
 from zmqgrad.transport.query.publisher import Publisher
 from zmqgrad.transport.query.server import QueryServer, Route
 from zmqgrad.wire.messages import (
@@ -132,7 +132,7 @@ class StoreService:
             self._requesters.release(entry.requester.client)
             others: list[Effect] = []
             self._contents.restore(entry.queue, entry.item)
-            self.state.queue_grew(entry.queue, others)
+            self.state.after_push(entry.queue, others)
             self._release(others)
             self._carry_out(others)
 
@@ -180,7 +180,7 @@ class StoreService:
         if self._is_stale(route, client, number, query):
             return
         requester = Requester(route, client, number, query)
-        reply = self.state.answer(query, requester, self._now(), [])
+        reply = self.state.execute(query, requester, self._now(), [])
         if reply is None:
             self._park(requester)
         else:
@@ -222,7 +222,7 @@ class StoreService:
         """Requesters to whom something is replied do not wait any more."""
         for effect in effects:
             if type(effect) is Reply:
-                requester: Requester = effect.asker
+                requester: Requester = effect.requester
                 if self._open.get(requester.client) is requester:
                     self._requesters.release(requester.client)
 
@@ -296,7 +296,7 @@ class StoreService:
         targets: list[Target] = [*query.keys, *map(Prefix, query.prefixes)]
         now = self._now()
         revisions = tuple(
-            self._contents.last_notice(target)
+            self._contents.last_notification(target)
             if self._watches.renew(target, query.watcher, now)
             else UNKNOWN_WATCH
             for target in targets
@@ -315,10 +315,10 @@ class StoreService:
     def _deliver(self, effects: list[Effect]) -> None:
         for effect in effects:
             if type(effect) is Reply:
-                requester: Requester = effect.asker
+                requester: Requester = effect.requester
                 if not self.reply(requester.route, requester.number, effect.message):
                     self._take_back(requester)
-            elif type(effect) is Notice and self._publisher is not None:
+            elif type(effect) is Notification and self._publisher is not None:
                 self._publisher.publish(topic_of(effect.target), effect.message)
 
     def _take_back(self, requester: Requester) -> None:
@@ -339,7 +339,7 @@ class StoreService:
         except OSError as e:
             said = f"it ends, as its journal {self._journal.path} cannot be written: {e.strerror}"
             refusal = StoreRefused(Refusal.CLOSING, said)
-            self._deliver([Reply(effect.asker, refusal) for effect in held if type(effect) is Reply])
+            self._deliver([Reply(effect.requester, refusal) for effect in held if type(effect) is Reply])
             raise
         self._deliver(held)
 

@@ -22,7 +22,7 @@ from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.contents import Item
 from zmqgrad.store.sqlite import connect, is_busy
-from zmqgrad.store.topics import HIDDEN, Target
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 
 KIND, VERSION = "FileStore", 1
 
@@ -37,7 +37,7 @@ CREATE INDEX items_by_name ON items (name, id)
 POLL_SECONDS = (0.0005, 0.05)
 """Least and longest pause between two looks of a waiting client at the file. SQLite cannot wake anybody."""
 
-_FIRST_SHOWN, _HIDDEN_END = HIDDEN.encode(), b"\x01"  # between these lie the library's own keys
+_FIRST_SHOWN, _HIDDEN_END = INTERNAL_PREFIX.encode(), b"\x01"  # between these lie the library's own keys
 
 
 class _Values(Mapping[str, bytes]):
@@ -90,7 +90,7 @@ class _Queues:
 class FileContents:
     """Keys and queues in an SQLite file (:class:`~zmqgrad.store.contents.Storage`), inside a transaction.
 
-    It makes no notices: who watches compares what is there with what was.
+    It makes no notifications: who watches compares what is there with what was.
     """
 
     def __init__(self, db: sqlite3.Connection) -> None:
@@ -111,7 +111,7 @@ class FileContents:
         self._db.execute("UPDATE meta SET revision = ?", (revision,))
 
     @property
-    def shown(self) -> int:
+    def num_keys(self) -> int:
         """How many keys users have set."""
         hidden = self._db.execute(
             "SELECT count(*) FROM keys WHERE key >= ? AND key < ?", (_FIRST_SHOWN, _HIDDEN_END)
@@ -126,14 +126,18 @@ class FileContents:
             (start, len(start), start),
         )
         keys = [row[0].decode() for row in rows.fetchall()]
-        return keys if prefix.startswith(HIDDEN) else [key for key in keys if not key.startswith(HIDDEN)]
+        return (
+            keys
+            if prefix.startswith(INTERNAL_PREFIX)
+            else [key for key in keys if not key.startswith(INTERNAL_PREFIX)]
+        )
 
-    def put(self, key: str, value: bytes, notices: list[Any]) -> None:
+    def put(self, key: str, value: bytes, notifications: list[Any]) -> None:
         """Set ``key``."""
         self._db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key.encode(), value))
         self._db.execute("UPDATE meta SET revision = revision + 1")
 
-    def delete(self, key: str, notices: list[Any]) -> bool:
+    def delete(self, key: str, notifications: list[Any]) -> bool:
         """Delete ``key``. Did it exist?"""
         existed = self._db.execute("DELETE FROM keys WHERE key = ?", (key.encode(),)).rowcount > 0
         if existed:
@@ -156,10 +160,10 @@ class FileContents:
         """Nothing to note: it left the file when it was popped."""
 
     def watch(self, target: Target) -> None:
-        """Nothing to note: there are no notices."""
+        """Nothing to note: there are no notifications."""
 
     def unwatch(self, target: Target) -> None:
-        """Nothing to note: there are no notices."""
+        """Nothing to note: there are no notifications."""
 
 
 class SharedFile:

@@ -10,7 +10,7 @@ from zmqgrad.store.arguments import Timeout, as_key, as_keys
 from zmqgrad.store.base import Store
 from zmqgrad.store.followers import WatchEvent
 from zmqgrad.store.takers import Taker
-from zmqgrad.store.topics import Prefix, Target
+from zmqgrad.store.watch_targets import Prefix, Target
 
 
 class PrefixStore(Store):

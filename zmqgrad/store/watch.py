@@ -17,7 +17,7 @@ from zmqgrad.runtime.engine_pool import EnginePool, Source, Task
 from zmqgrad.runtime.timekeeper import Timekeeper
 from zmqgrad.store.followers import (
     Backlog,
-    CallbackNotice,
+    ChangeNotification,
     Follower,
     KeyFollower,
     PrefixFollower,
@@ -25,7 +25,7 @@ from zmqgrad.store.followers import (
     WatchEvent,
 )
 from zmqgrad.store.takers import Taker
-from zmqgrad.store.topics import Prefix, Target
+from zmqgrad.store.watch_targets import Prefix, Target
 from zmqgrad.wire.messages import (
     Message,
     PrefixChanged,
@@ -155,7 +155,7 @@ class WatchBook:
             return [target for target, watched in self._targets.items() if watched.follower.live]
 
     def check(self, revisions: Mapping[Target, int]) -> None:
-        """Look again at targets whose last notice, of a revision in ``revisions``, did not come.
+        """Look again at targets whose last notification, of a revision in ``revisions``, did not come.
 
         A negative revision means that the store did not know of the watch.
         """
@@ -197,19 +197,23 @@ class WatchBook:
         assert self._pool is not None
         self._pool.attend(source)
 
-    def noticed(self, notice: CallbackNotice, submit: Callable[[Task], object] | None = None) -> None:
-        """Take in a notice; quick, for it runs in the thread that receives them.
+    def noticed(
+        self, notification: ChangeNotification, submit: Callable[[Task], object] | None = None
+    ) -> None:
+        """Take in a notification; quick, for it runs in the thread that receives them.
 
         What is to be called is handed to ``submit``; None: to threads of the book.
         """
         with self._lock:
-            target = Prefix(notice.prefix) if isinstance(notice, PrefixChanged) else notice.key
+            target = (
+                Prefix(notification.prefix) if isinstance(notification, PrefixChanged) else notification.key
+            )
             watched = self._targets.get(target)
             if watched is not None and not self._closed:
-                self._deliver(target, watched, watched.follower.noticed(notice), submit)
+                self._deliver(target, watched, watched.follower.noticed(notification), submit)
 
     def broken(self) -> None:
-        """The connection is: notices may be lost until each target has been looked at again."""
+        """The connection is: notifications may be lost until each target has been looked at again."""
         with self._lock:
             self._connection += 1
             for target, watched in self._targets.items():
@@ -320,14 +324,14 @@ class WatchBook:
 
 
 def watch_query(target: Target, nonce: str = "", watcher: int = 0) -> StoreWatchKey | StoreWatchPrefix:
-    """What to ask a store for to have notices of ``target``."""
+    """What to ask a store for to have notifications of ``target``."""
     if isinstance(target, Prefix):
         return StoreWatchPrefix(target.text, nonce, watcher)
     return StoreWatchKey(target, nonce, watcher)
 
 
 def unwatch_query(target: Target, watcher: int) -> StoreUnwatchKey | StoreUnwatchPrefix:
-    """What to ask a store for to have no more notices of ``target``."""
+    """What to ask a store for to have no more notifications of ``target``."""
     if isinstance(target, Prefix):
         return StoreUnwatchPrefix(target.text, watcher)
     return StoreUnwatchKey(target, watcher)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from zmqgrad.store.topics import Target
+from zmqgrad.store.watch_targets import Target
 
 LEASE_SECONDS = 20.0
 """A watch that was not renewed for this long is forgotten; its client renews it every 5 s."""

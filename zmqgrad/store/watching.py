@@ -10,7 +10,7 @@ from zmqgrad.errors import StoreTimeoutError
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.followers import Backlog, WatchEvent
-from zmqgrad.store.topics import Target
+from zmqgrad.store.watch_targets import Target
 
 if TYPE_CHECKING:
     import asyncio
