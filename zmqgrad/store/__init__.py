@@ -21,13 +21,12 @@ from __future__ import annotations
 from zmqgrad.errors import QueueEmptyError, StoreError, TransportError, ZmqgradError
 from zmqgrad.store.base import Store
 from zmqgrad.store.client import TCPStore
+from zmqgrad.store.events import PrefixCallback, WatchCallback, WatchEvent
 from zmqgrad.store.file import FileStore
-from zmqgrad.store.followers import WatchEvent
 from zmqgrad.store.local import HashStore
+from zmqgrad.store.prefix import PrefixStore
 from zmqgrad.store.server import StoreServer
-from zmqgrad.store.takers import PrefixCallback, WatchCallback
-from zmqgrad.store.views import PrefixStore
-from zmqgrad.store.watching import Watch
+from zmqgrad.store.watch_iterator import Watch
 
 # torch's names for the errors of a store, so that its "except" goes on working with the import swapped.
 DistError = ZmqgradError

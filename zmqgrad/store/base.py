@@ -14,9 +14,15 @@ from datetime import timedelta
 
 from zmqgrad.errors import ConfigurationError, StoreTimeoutError
 from zmqgrad.store.arguments import Timeout, as_key, seconds_of
-from zmqgrad.store.takers import KeyOldNew, OldNew, PrefixCallback, Taker, WatchCallback
+from zmqgrad.store.events import (
+    EventHandler,
+    KeyCallbackAdapter,
+    PrefixCallback,
+    PrefixCallbackAdapter,
+    WatchCallback,
+)
+from zmqgrad.store.watch_iterator import EventQueue, Watch
 from zmqgrad.store.watch_targets import Prefix, Target
-from zmqgrad.store.watching import Inbox, Watch
 
 
 class Store(ABC):
@@ -103,12 +109,12 @@ class Store(ABC):
         """The keys that begin with ``prefix``, sorted."""
 
     @abstractmethod
-    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
-        """Let ``taker`` have the changes of ``target`` from now on; with ``present``, what is there first."""
+    def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
+        """Call ``handler`` for each change of ``target``; with ``present``, for existing keys first."""
 
     @abstractmethod
-    def _unwatch(self, target: Target, taker: Taker | None) -> None:
-        """Let ``taker`` (None: any) have them no more."""
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        """Remove ``handler`` (None: all) from ``target``."""
 
     def watch_key(self, key: str, callback: WatchCallback) -> None:
         """Call ``callback(old, new)`` at each change of ``key`` made after this returns.
@@ -116,22 +122,22 @@ class Store(ABC):
         Callbacks run in threads of the store's own, each with one event at a time and in order. One may miss
         values that were soon replaced, never the last one. An exception in one is logged.
         """
-        self._watch(as_key(key), OldNew(callback))
+        self._watch(as_key(key), KeyCallbackAdapter(callback))
 
     def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
         """Call ``callback`` (None: any) no more for ``key``; one that runs now may still be running after."""
-        self._unwatch(as_key(key), None if callback is None else OldNew(callback))
+        self._unwatch(as_key(key), None if callback is None else KeyCallbackAdapter(callback))
 
     def watch_prefix(self, prefix: str, callback: PrefixCallback) -> None:
         """Call ``callback(key, old, new)`` at each change of a key that begins with ``prefix``.
 
         As :meth:`watch_key` otherwise, in order over all those keys.
         """
-        self._watch(Prefix(as_key(prefix)), KeyOldNew(callback))
+        self._watch(Prefix(as_key(prefix)), PrefixCallbackAdapter(callback))
 
     def unwatch_prefix(self, prefix: str, callback: PrefixCallback | None = None) -> None:
         """Call ``callback`` (None: any) no more for ``prefix``."""
-        self._unwatch(Prefix(as_key(prefix)), None if callback is None else KeyOldNew(callback))
+        self._unwatch(Prefix(as_key(prefix)), None if callback is None else PrefixCallbackAdapter(callback))
 
     def watch(
         self,
@@ -156,10 +162,10 @@ class Store(ABC):
         if (key is None) == (prefix is None):
             raise ConfigurationError("watch: say which key, or which prefix")
         target: Target = as_key(key) if key is not None else Prefix(as_key(prefix or ""))
-        inbox = Inbox()
-        self._watch(target, inbox, present)
+        queue = EventQueue()
+        self._watch(target, queue, present)
         seconds = None if timeout is None else seconds_of(timeout)
-        return Watch(target, seconds, inbox, lambda: self._unwatch(target, inbox))
+        return Watch(target, seconds, queue, lambda: self._unwatch(target, queue))
 
     @abstractmethod
     def get_cached(self, key: str) -> bytes:

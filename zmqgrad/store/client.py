@@ -11,11 +11,11 @@ from zmqgrad.store.addresses import check_port, connecting_address, listening_ad
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.connection import Connection
 from zmqgrad.store.ending import Ending
+from zmqgrad.store.events import EventHandler
 from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.servers import servers
-from zmqgrad.store.takers import Taker
-from zmqgrad.store.watch import WatchBook
+from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.messages import StoreAdd, StoreNumber, StoreSet, StoreWait
@@ -151,17 +151,17 @@ class TCPStore(QueryStore):
             ) from e
 
     @property
-    def _book(self) -> WatchBook:
+    def _registry(self) -> WatchRegistry:
         return self._connection.watches
 
-    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
+    def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
         try:
-            super()._watch(target, taker, present)
+            super()._watch(target, handler, present)
         finally:
             self._connection.unwatch_if_unwatched(target)
 
-    def _unwatch(self, target: Target, taker: Taker | None) -> None:
-        if self._book.remove(target, taker):
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        if self._registry.remove(target, handler):
             self._connection.unwatch_if_unwatched(target)
 
     def clone(self) -> TCPStore:

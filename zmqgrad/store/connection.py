@@ -20,8 +20,8 @@ from zmqgrad.errors import (
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.store.addresses import connecting_address, why_unknown
-from zmqgrad.store.followers import ChangeNotification, Registered
-from zmqgrad.store.watch import RENEW_SECONDS, WatchBook, as_registered, unwatch_query, watch_query
+from zmqgrad.store.watch import RENEW_SECONDS, WatchRegistry, as_registration, unwatch_query, watch_query
+from zmqgrad.store.watch_cache import ChangeNotification, Registration
 from zmqgrad.store.watch_targets import Prefix, Target, topic_of
 from zmqgrad.transport import local
 from zmqgrad.transport.query.client import QueryClient
@@ -95,7 +95,7 @@ class Connection:
         self._lock = threading.Lock()  # guards _subscriber and _closed
         self._moving = threading.Lock()  # guards where the subscriber is connected to
         self._may_have_moved = True  # the publisher
-        self.watches = WatchBook(self._client.name, self._register, self._renew_watches)
+        self.watches = WatchRegistry(self._client.name, self._register, self._renew_watches)
 
     def ask(self, query: Message, seconds: float) -> Message:
         """The answer to ``query``, which may take so long.
@@ -149,7 +149,7 @@ class Connection:
     def _noticed(self, message: Message) -> list[Task]:
         to_do: list[Task] = []
         if isinstance(message, ChangeNotification):
-            self.watches.noticed(message, to_do.append)
+            self.watches.on_notification(message, to_do.append)
         return to_do
 
     def _subscribe(self, *topics: bytes, deadline: Deadline) -> Subscriber:
@@ -187,9 +187,9 @@ class Connection:
     def _on_broken(self) -> None:
         """The connection for notifications is: the server may have been started again elsewhere."""
         self._may_have_moved = True
-        self.watches.broken()
+        self.watches.on_disconnect()
 
-    def _register(self, target: Target) -> Registered:
+    def _register(self, target: Target) -> Registration:
         """Watch ``target``: each change after what this returns will be notified."""
         deadline = Deadline.after(self.timeout)
         topic = topic_of(target)
@@ -198,7 +198,7 @@ class Connection:
             proof = NONCE + nonce.encode()
             subscriber = self._subscribe(topic, proof, deadline=deadline)
             try:
-                return as_registered(self.ask(watch_query(target, nonce, self._watcher), deadline.left()))
+                return as_registration(self.ask(watch_query(target, nonce, self._watcher), deadline.left()))
             except NotSubscribedError:
                 # The subscription takes too long: another publisher, or a connection that leads nowhere.
                 with self._moving:
@@ -210,12 +210,12 @@ class Connection:
     def unwatch_if_unwatched(self, target: Target) -> None:
         """After a watch of ``target`` ended or failed."""
         subscriber = self._subscriber
-        if subscriber is None or self.watches.watches(target):
+        if subscriber is None or self.watches.is_watched(target):
             return
         subscriber.unsubscribe(topic_of(target))
         try:
             self.ask(unwatch_query(target, self._watcher), min(self.timeout, UNWATCH_SECONDS))
-            if self.watches.watches(target):  # since a moment ago: that is undone, too
+            if self.watches.is_watched(target):  # since a moment ago: that is undone, too
                 self.watches.refresh(target)
         except (StoreError, ClosedError) as e:
             logger.debug("%r: the server will forget the watch of %r later: %s", self, target, e)

@@ -181,7 +181,7 @@ class Contents:
             self.recorder.push(name, item)
 
     def pop(self, name: str) -> Item:
-        """Remove the first item of ``name``, which is not empty; :meth:`delivered` or :meth:`restore` ends it."""
+        """Remove the first item of the non-empty queue ``name``; then call ``delivered`` or ``restore``."""
         self.changes += 1
         queue = self.queues[name]
         item = queue.popleft()

@@ -19,13 +19,13 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.effects import Reply
 from zmqgrad.store.ending import Ending
-from zmqgrad.store.followers import Registered
+from zmqgrad.store.events import EventHandler
 from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.shared_file import SharedFile, files
 from zmqgrad.store.sqlite import check_file_system
 from zmqgrad.store.state import State
-from zmqgrad.store.takers import Taker
-from zmqgrad.store.watch import WatchBook, as_registered, watch_query
+from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query
+from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import Message, Refusal, StoreQueuePop, StoreRefused
 
@@ -74,8 +74,8 @@ class FileStore(QueryStore):
         check_file_system(Path(self._path), allow_network_file_system)
         self._allow_network = allow_network_file_system
         self._session = _Session(f"file-store-{next(_numbers)}", self._path, self._world_size)
-        self._watches = WatchBook(self._session.name, partial(_register, weakref.ref(self)))
-        self._session.book = self._watches
+        self._watches = WatchRegistry(self._session.name, partial(_register, weakref.ref(self)))
+        self._session.registry = self._watches
         self._ending = Ending(self, self._session.close)
 
     @property
@@ -95,17 +95,17 @@ class FileStore(QueryStore):
         kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
         raise kind(f"{self!r}: {answer.text}")
 
-    def _register(self, target: Target) -> Registered:
-        found = as_registered(self._ask(watch_query(target), self._timeout))
+    def _register(self, target: Target) -> Registration:
+        found = as_registration(self._ask(watch_query(target), self._timeout))
         self._session.keep_watching()
         return found
 
     @property
-    def _book(self) -> WatchBook:
+    def _registry(self) -> WatchRegistry:
         return self._watches
 
-    def _unwatch(self, target: Target, taker: Taker | None) -> None:
-        self._watches.remove(target, taker)
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        self._watches.remove(target, handler)
 
     def statistics(self) -> dict[str, int]:
         """How many calls of this store wait (``parked``)."""
@@ -125,7 +125,7 @@ class FileStore(QueryStore):
 class _Session:
     """What a store has open: its share of the file, and the thread that watches. Does not know the store."""
 
-    book: WatchBook
+    registry: WatchRegistry
 
     def __init__(self, name: str, path: str, world_size: int) -> None:
         self.name = name
@@ -188,7 +188,7 @@ class _Session:
     # ---- watching ---------------------------------------------------------------------------------------
 
     def keep_watching(self) -> None:
-        """From now on, let a thread look at the file and tell the book of changes."""
+        """From now on, let a thread look at the file and tell the registry of changes."""
         with self._lock:
             if self._watcher is None and not self._closing:
                 self._watcher = threading.Thread(target=self._watch, name=f"{self.name}-watch", daemon=True)
@@ -202,7 +202,7 @@ class _Session:
                 now = self._file.version()
                 if now != seen:
                     seen = now
-                    self.book.broken()  # look at all that is watched again
+                    self.registry.on_disconnect()  # look at all that is watched again
             except StoreTimeoutError as e:
                 logger.warning("%s: watches wait: %s", self.name, e)
             except StoreError as e:
@@ -226,7 +226,7 @@ class _Session:
         finally:
             self._closed = True
             self._file.wake()
-            self.book.close()
+            self.registry.close()
             if self._watcher is not None:
                 self._watcher.join(CLOSE_SECONDS)
             files.release(self._file)
@@ -246,7 +246,7 @@ def _as_path(name: str | os.PathLike[str]) -> str:
     return path
 
 
-def _register(store: weakref.ref[FileStore], target: Target) -> Registered:
+def _register(store: weakref.ref[FileStore], target: Target) -> Registration:
     """Without keeping the store alive: callbacks run in threads that do."""
     alive = store()
     if alive is None:

@@ -12,11 +12,11 @@ from zmqgrad.runtime.future import Outcome
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.effects import Effect, Notification
 from zmqgrad.store.ending import Ending
-from zmqgrad.store.followers import Registered
+from zmqgrad.store.events import EventHandler
 from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.state import State
-from zmqgrad.store.takers import Taker
-from zmqgrad.store.watch import WatchBook, as_registered, watch_query
+from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query
+from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import (
     Message,
@@ -31,25 +31,25 @@ class Table:
     def __init__(self) -> None:
         self.lock = threading.Lock()  # guards all of this
         self.state = State()
-        self.books: set[WatchBook] = set()
+        self.registries: set[WatchRegistry] = set()
         """Those of the stores that are open; the machine stops with the last."""
 
     def carry_out(self, effects: list[Effect]) -> None:
         """Reply and give notification. Called with the lock held."""
         for effect in effects:
             if isinstance(effect, Notification):
-                for book in self.books:
-                    book.noticed(effect.message)
+                for registry in self.registries:
+                    registry.on_notification(effect.message)
             else:
                 effect.requester.set(effect.message)
 
-    def leave(self, book: WatchBook, waiting: set[Outcome[Message]]) -> None:
-        """The store of ``book`` closes: refuse those of it who wait."""
+    def leave(self, registry: WatchRegistry, waiting: set[Outcome[Message]]) -> None:
+        """The store of ``registry`` closes: refuse those of it who wait."""
         with self.lock:
-            self.books.discard(book)
+            self.registries.discard(registry)
             for outcome in waiting:
                 outcome.set(StoreRefused(Refusal.CLOSING, "the store is closing"))
-            if not self.books:
+            if not self.registries:
                 self.state.close()
 
 
@@ -65,16 +65,16 @@ class HashStore(QueryStore):
         super().__init__(timeout)
         self._table = Table() if table is None else table
         self._waiting: set[Outcome[Message]] = set()  # guarded by the table's lock
-        self._watches = WatchBook("hash-store", partial(_register, weakref.ref(self)))
+        self._watches = WatchRegistry("hash-store", partial(_register, weakref.ref(self)))
         with self._table.lock:
-            self._table.books.add(self._watches)
+            self._table.registries.add(self._watches)
         self._ending = Ending(self, partial(_close, self._table, self._watches, self._waiting))
 
     def _ask(self, query: Message, seconds: float) -> Message:
         outcome: Outcome[Message] = Outcome()
         table = self._table
         with table.lock:
-            if self._watches not in table.books:
+            if self._watches not in table.registries:
                 outcome.set(StoreRefused(Refusal.CLOSING, "the store is closed"))
             else:
                 table.carry_out(table.state.apply(query, outcome, self._clock.now()))
@@ -106,17 +106,17 @@ class HashStore(QueryStore):
         kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
         return kind(f"{self!r}: {answer.text}")
 
-    def _register(self, target: Target) -> Registered:
-        return as_registered(self._ask(watch_query(target), self._timeout))
+    def _register(self, target: Target) -> Registration:
+        return as_registration(self._ask(watch_query(target), self._timeout))
 
     @property
-    def _book(self) -> WatchBook:
+    def _registry(self) -> WatchRegistry:
         return self._watches
 
-    def _unwatch(self, target: Target, taker: Taker | None) -> None:
-        if self._watches.remove(target, taker):
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        if self._watches.remove(target, handler):
             with self._table.lock:
-                if not any(book.watches(target) for book in self._table.books):
+                if not any(registry.is_watched(target) for registry in self._table.registries):
                     self._table.state.unwatch(target)
 
     def statistics(self) -> dict[str, int]:
@@ -133,16 +133,16 @@ class HashStore(QueryStore):
 
     def __repr__(self) -> str:
         statistics = self._table.state.statistics()
-        closed = "" if self._watches in self._table.books else ", closed"
+        closed = "" if self._watches in self._table.registries else ", closed"
         return f"<HashStore of {statistics['keys']} keys{closed}>"
 
 
-def _close(table: Table, book: WatchBook, waiting: set[Outcome[Message]]) -> None:
-    table.leave(book, waiting)
-    book.close()
+def _close(table: Table, registry: WatchRegistry, waiting: set[Outcome[Message]]) -> None:
+    table.leave(registry, waiting)
+    registry.close()
 
 
-def _register(store: weakref.ref[HashStore], target: Target) -> Registered:
+def _register(store: weakref.ref[HashStore], target: Target) -> Registration:
     """Without keeping the store alive: callbacks run in threads that do."""
     alive = store()
     if alive is None:

@@ -12,8 +12,8 @@ from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.base import Store
 from zmqgrad.store.effects import MAX_BATCH_BYTES
-from zmqgrad.store.takers import NOBODY, Taker
-from zmqgrad.store.watch import WatchBook
+from zmqgrad.store.events import NULL_HANDLER, EventHandler
+from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import (
     Message,
@@ -53,26 +53,26 @@ class QueryStore(Store):
 
     @property
     @abstractmethod
-    def _book(self) -> WatchBook:
+    def _registry(self) -> WatchRegistry:
         """What is watched."""
 
-    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
+    def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
         try:
-            self._book.add(target, taker, present=present)
+            self._registry.add(target, handler, present=present)
         except ClosedError as e:
             raise StoreError(f"cannot watch {target!r}: {e}") from e
 
     def get_cached(self, key: str) -> bytes:
-        book, key = self._book, as_key(key)
-        value = book.last_known(key)
-        if value is None and not book.watches(key):
-            self._watch(key, NOBODY)
-            value = book.last_known(key)
+        registry, key = self._registry, as_key(key)
+        value = registry.cached_value(key)
+        if value is None and not registry.is_watched(key):
+            self._watch(key, NULL_HANDLER)
+            value = registry.cached_value(key)
         while value is None:
             # What get() would find could be newer than what is told next: see it through the book's eyes.
             self.wait([key])
-            book.refresh(key)
-            value = book.last_known(key)
+            registry.refresh(key)
+            value = registry.cached_value(key)
         return value
 
     def _expect(self, kind: type[Message], answer: Message) -> StoreError:

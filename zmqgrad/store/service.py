@@ -19,7 +19,7 @@ from zmqgrad.store.journal import Journal
 from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.requesters import Delivery, Requester, Requesters
 from zmqgrad.store.state import State
-from zmqgrad.store.watch_registry import WatchRegistry
+from zmqgrad.store.watch_leases import WatchLeases
 from zmqgrad.store.watch_targets import Prefix, Target, topic_of
 from zmqgrad.transport.query.publisher import Publisher
 from zmqgrad.transport.query.server import QueryServer, Route
@@ -83,7 +83,7 @@ class StoreService:
         self._held: list[Effect] = []  # until the journal has what they tell of
         self._requesters = Requesters(max_waiting)
         self._open = self._requesters.open
-        self._watches = WatchRegistry()
+        self._watches = WatchLeases()
         self._make_publisher = make_publisher
         self._publisher: Publisher | None = None
         self._unsubscribed: dict[str, tuple[Requester, float]] = {}  # by nonce: watches that wait for it

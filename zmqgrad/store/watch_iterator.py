@@ -1,4 +1,4 @@
-"""Watching as a loop, ``for event in store.watch("key")``, in threads and in asyncio."""
+"""Iteration over changes, ``for event in store.watch("key")``, in threads and in asyncio."""
 
 from __future__ import annotations
 
@@ -9,46 +9,46 @@ from typing import TYPE_CHECKING
 from zmqgrad.errors import StoreTimeoutError
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.followers import Backlog, WatchEvent
+from zmqgrad.store.events import EventBacklog, WatchEvent
 from zmqgrad.store.watch_targets import Target
 
 if TYPE_CHECKING:
     import asyncio
 
 
-class Inbox:
-    """Takes events until somebody fetches them. Does not know the store that they come from."""
+class EventQueue:
+    """Queues events until they are fetched. Holds no reference to the store."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()  # guards all that follows
-        self._events = Backlog()
+        self._events = EventBacklog()
         self._ended = False
-        self._sleepers: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
     def __call__(self, event: WatchEvent) -> None:
-        """Keep ``event``."""
+        """Queue ``event``."""
         with self._condition:
             if not self._ended:
                 self._events.add(event)
             self._wake()
 
     def end(self) -> None:
-        """Nothing more will come: who waits, and whoever comes when all has been fetched, is told so."""
+        """End the queue: fetches fail once it is empty."""
         with self._condition:
             self._ended = True
             self._wake()
 
     def _wake(self) -> None:
         self._condition.notify_all()
-        sleepers, self._sleepers = self._sleepers, []
-        for loop, future in sleepers:
+        waiters, self._async_waiters = self._async_waiters, []
+        for loop, future in waiters:
             try:
                 loop.call_soon_threadsafe(_set, future)
             except RuntimeError:
-                continue  # that loop has ended, and nobody sleeps in it
+                continue  # the loop is closed, so no task waits in it
 
     def _fetch(self) -> WatchEvent | None:
-        """The next event; None if none is there. Called with the lock held. ``EOFError`` at the end."""
+        """The next event, or None. Called with the lock held. Raises ``EOFError`` at the end."""
         if self._events:
             return self._events.pop()
         if self._ended:
@@ -56,10 +56,10 @@ class Inbox:
         return None
 
     def wait(self, deadline: Deadline) -> WatchEvent | None:
-        """The next event; None if none came by ``deadline``.
+        """Wait for the next event. Returns None at ``deadline``.
 
         Raises:
-            EOFError: if none will come any more.
+            EOFError: if the watch has ended.
         """
         with self._condition:
             while True:
@@ -69,9 +69,9 @@ class Inbox:
                 with about_to_block():
                     self._condition.wait(deadline.left_or_none())
 
-    async def sleep(self, deadline: Deadline) -> WatchEvent | None:
-        """As :meth:`wait`, for a task: cancelled, it has taken no event."""
-        import asyncio  # which whoever awaits has loaded; others should not have to
+    async def wait_async(self, deadline: Deadline) -> WatchEvent | None:
+        """As :meth:`wait`, in asyncio. A cancelled wait has removed no event."""
+        import asyncio  # loaded here, so that programs without asyncio do not pay for it
 
         while True:
             with self._condition:
@@ -80,33 +80,38 @@ class Inbox:
                     return event
                 loop = asyncio.get_running_loop()
                 future: asyncio.Future[None] = loop.create_future()
-                self._sleepers.append((loop, future))
+                self._async_waiters.append((loop, future))
             await asyncio.wait([future], timeout=deadline.left_or_none())
 
 
 class Watch:
-    """The changes of a key, or of all that begin alike: ``for`` or ``async for`` gives them in order.
+    """Iterator over the changes of a key or prefix, for ``for`` and ``async for``, in order.
 
-    Whoever is slow may miss values that were soon replaced, never the last one of a key. The loop ends when
-    this, or the store, is closed. You should close it, or use it in a ``with``.
+    A slow loop may miss values that were soon replaced, never the last value of a key. The loop ends when the
+    watch or the store is closed. You should close it, or use it in a ``with``.
     """
 
-    def __init__(self, target: Target, timeout: float | None, inbox: Inbox, stop: Callable[[], None]) -> None:
+    def __init__(
+        self, target: Target, timeout: float | None, queue: EventQueue, stop: Callable[[], None]
+    ) -> None:
         self._target = target
         self._timeout = timeout
-        self._inbox = inbox
+        self._queue = queue
         self._stop = stop
 
     def next(self, timeout: float | None = None) -> WatchEvent:
-        """The next event, which may take ``timeout`` seconds to come; None: as long as it takes.
+        """Wait for the next event.
+
+        Args:
+            timeout: in seconds; None: no limit.
 
         Raises:
-            StoreTimeoutError: if none came within ``timeout``.
-            EOFError: if none will come any more.
+            StoreTimeoutError: if there was none within ``timeout``.
+            EOFError: if the watch has ended.
         """
-        return self._there(self._inbox.wait(Deadline.after(timeout)), timeout)
+        return self._checked(self._queue.wait(Deadline.after(timeout)), timeout)
 
-    def _there(self, event: WatchEvent | None, timeout: float | None) -> WatchEvent:
+    def _checked(self, event: WatchEvent | None, timeout: float | None) -> WatchEvent:
         if event is None:
             raise StoreTimeoutError(f"{self!r}: nothing changed within {timeout:g} s")
         return event
@@ -125,13 +130,13 @@ class Watch:
 
     async def __anext__(self) -> WatchEvent:
         try:
-            return self._there(await self._inbox.sleep(Deadline.after(self._timeout)), self._timeout)
+            return self._checked(await self._queue.wait_async(Deadline.after(self._timeout)), self._timeout)
         except EOFError:
             raise StopAsyncIteration from None
 
     def close(self) -> None:
-        """Watch no more; a loop over this ends when it has seen what had come. Idempotent."""
-        self._inbox.end()
+        """End the watch. A loop over it ends after the events queued so far. Idempotent."""
+        self._queue.end()
         self._stop()
 
     def __enter__(self) -> Watch:
@@ -145,5 +150,5 @@ class Watch:
 
 
 def _set(future: asyncio.Future[None]) -> None:
-    if not future.done():  # or its task was cancelled
+    if not future.done():  # it is when its task was cancelled
         future.set_result(None)

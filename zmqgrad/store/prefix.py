@@ -8,8 +8,7 @@ from datetime import timedelta
 
 from zmqgrad.store.arguments import Timeout, as_key, as_keys
 from zmqgrad.store.base import Store
-from zmqgrad.store.followers import WatchEvent
-from zmqgrad.store.takers import Taker
+from zmqgrad.store.events import EventHandler, WatchEvent
 from zmqgrad.store.watch_targets import Prefix, Target
 
 
@@ -85,11 +84,11 @@ class PrefixStore(Store):
     def list_keys(self, prefix: str = "") -> list[str]:
         return [key[len(self._prefix) :] for key in self._store.list_keys(self._full(prefix))]
 
-    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
-        self._store._watch(self._full_target(target), _Unprefixed(taker, len(self._prefix)), present)
+    def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
+        self._store._watch(self._full_target(target), _Unprefixed(handler, len(self._prefix)), present)
 
-    def _unwatch(self, target: Target, taker: Taker | None) -> None:
-        whose = None if taker is None else _Unprefixed(taker, len(self._prefix))
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        whose = None if handler is None else _Unprefixed(handler, len(self._prefix))
         self._store._unwatch(self._full_target(target), whose)
 
     def _full_target(self, target: Target) -> Target:
@@ -121,11 +120,11 @@ class PrefixStore(Store):
 class _Unprefixed:
     """Hands on events with the names that the view has for them."""
 
-    taker: Taker
+    handler: EventHandler
     length: int
 
     def __call__(self, event: WatchEvent) -> None:
-        self.taker(event._replace(key=event.key[self.length :]))
+        self.handler(event._replace(key=event.key[self.length :]))
 
     def end(self) -> None:
-        self.taker.end()
+        self.handler.end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.store.watch_registry import LEASE_SECONDS, WatchRegistry
+from zmqgrad.store.watch_leases import LEASE_SECONDS, WatchLeases
 from zmqgrad.store.watch_targets import Prefix, Target
 
 TARGETS: list[Target] = ["a", "b", Prefix("a")]
@@ -19,22 +19,22 @@ STEPS = st.tuples(
 
 @given(st.lists(STEPS, max_size=40))
 def test_it_is_a_dict_of_leases(steps: list[tuple[str, int, Target, float]]) -> None:
-    registry, leases, now = WatchRegistry(), dict[tuple[Target, int], float](), 0.0
+    table, leases, now = WatchLeases(), dict[tuple[Target, int], float](), 0.0
     for step, watcher, target, seconds in steps:
         now += seconds
         if step == "add":
-            registry.add(target, watcher, now)
+            table.add(target, watcher, now)
             leases[target, watcher] = now + LEASE_SECONDS
         elif step == "renew":
-            assert registry.renew(target, watcher, now) == ((target, watcher) in leases)
+            assert table.renew(target, watcher, now) == ((target, watcher) in leases)
             if (target, watcher) in leases:
                 leases[target, watcher] = now + LEASE_SECONDS
         elif step == "remove":
             was_last = {w for t, w in leases if t == target} == {watcher}
-            assert registry.remove(target, watcher) == was_last
+            assert table.remove(target, watcher) == was_last
             leases.pop((target, watcher), None)
         else:
             before = {t for t, _ in leases}
             leases = {which: end for which, end in leases.items() if end > now}
-            assert set(registry.expire(now)) == before - {t for t, _ in leases}
-        assert len(registry) == len({t for t, _ in leases})
+            assert set(table.expire(now)) == before - {t for t, _ in leases}
+        assert len(table) == len({t for t, _ in leases})

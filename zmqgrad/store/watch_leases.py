@@ -1,15 +1,15 @@
-"""Who watches what, of a server's clients. Watches are leases: what is not renewed is forgotten. Pure."""
+"""Watches of a server's clients. Each is a lease, which expires unless the client renews it. Pure."""
 
 from __future__ import annotations
 
 from zmqgrad.store.watch_targets import Target
 
 LEASE_SECONDS = 20.0
-"""A watch that was not renewed for this long is forgotten; its client renews it every 5 s."""
+"""A watch expires unless it is renewed within this time. Clients renew every 5 s."""
 
 
-class WatchRegistry:
-    """Targets, their watchers, and until when each watches."""
+class WatchLeases:
+    """Expiry times by target and watcher."""
 
     def __init__(self) -> None:
         self._leases: dict[Target, dict[int, float]] = {}
@@ -18,11 +18,11 @@ class WatchRegistry:
         return len(self._leases)
 
     def add(self, target: Target, watcher: int, now: float) -> None:
-        """``watcher`` watches ``target``."""
+        """Begin or extend the lease of ``watcher`` on ``target``."""
         self._leases.setdefault(target, {})[watcher] = now + LEASE_SECONDS
 
     def renew(self, target: Target, watcher: int, now: float) -> bool:
-        """``watcher`` still watches ``target``. False if that was forgotten: it may have missed something."""
+        """Extend a lease. Returns False if it has expired, so that the watcher may have missed changes."""
         leases = self._leases.get(target)
         if leases is None or watcher not in leases:
             return False
@@ -30,7 +30,7 @@ class WatchRegistry:
         return True
 
     def remove(self, target: Target, watcher: int) -> bool:
-        """``watcher`` does not watch ``target`` any more. Was it the last one?"""
+        """End a lease. Returns whether it was the last one on ``target``."""
         leases = self._leases.get(target)
         if leases is None or leases.pop(watcher, None) is None or leases:
             return False
@@ -38,7 +38,7 @@ class WatchRegistry:
         return True
 
     def expire(self, now: float) -> list[Target]:
-        """Forget the watches that were not renewed. Returns the targets that nobody watches any more."""
+        """End the leases that were not renewed. Returns the targets without any left."""
         late = [
             (target, watcher)
             for target, leases in self._leases.items()
