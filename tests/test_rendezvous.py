@@ -22,7 +22,7 @@ from zmqgrad.rendezvous import (
     rendezvous,
     says_world_size,
 )
-from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, beside
+from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, sidecar
 
 PATIENCE = 20.0
 
@@ -172,8 +172,8 @@ def test_beside_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         met.append((host, port))
         return agent
 
-    monkeypatch.setattr(beside, "_connect", connect)
-    monkeypatch.setattr(beside, "_opened", iter([0, 0, 1]))
+    monkeypatch.setattr(sidecar, "_connect", connect)
+    monkeypatch.setattr(sidecar, "_opened", iter([0, 0, 1]))
     set_up(
         monkeypatch,
         MASTER_ADDR="localhost",
@@ -200,14 +200,14 @@ def test_beside_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_to_speak_to_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run"}
     set_up(monkeypatch, **COMPLETE, **torchrun)
-    monkeypatch.setattr(beside, "_connect", None)
+    monkeypatch.setattr(sidecar, "_connect", None)
     with pytest.raises(ConfigurationError, match=r"agent of torchrun.*import\s+zmqgrad\.interop"):
         next(iter(rendezvous("env://", timeout=PATIENCE)))
 
     def refuse(*args: object) -> Agent:
         raise RuntimeError("nobody there")
 
-    monkeypatch.setattr(beside, "_connect", refuse)
+    monkeypatch.setattr(sidecar, "_connect", refuse)
     assert "the agent of torchrun at 127.0.0.1:1 did not tell where rank 0 is: nobody" in failure("env://")
 
 

@@ -28,7 +28,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from zmqgrad import rendezvous as meeting
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.store import Store
-from zmqgrad.store.beside import speak_to_agents
+from zmqgrad.store.sidecar import set_agent_connector
 
 SCHEME = "zmq"
 
@@ -194,4 +194,4 @@ def connect_to_agent(host: str, port: int, timeout: timedelta) -> Any:
 
 
 register_with_torch()
-speak_to_agents(connect_to_agent)
+set_agent_connector(connect_to_agent)

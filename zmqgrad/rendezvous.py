@@ -11,7 +11,7 @@ fails, for no handler here can meet again. Handlers are registered by scheme:
   and goes with the last worker that closes its store.
 
 By ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The
-agent of ``torchrun`` serves one of torch's: rank 0 then serves ours :mod:`beside <zmqgrad.store.beside>` it.
+agent of ``torchrun`` serves one of torch's: rank 0 then serves ours :mod:`beside <zmqgrad.store.sidecar>` it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from zmqgrad.errors import (
     TransportError,
 )
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
-from zmqgrad.store.beside import open_beside
+from zmqgrad.store.sidecar import open_sidecar
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -286,7 +286,7 @@ def _open(
         if attempt is not None:
             by_agent = False
             if (host, port) == (launch.master_addr, launch.master_port):
-                return open_beside(host, port, rank, world_size, timeout, attempt)
+                return open_sidecar(host, port, rank, world_size, timeout, attempt)
         store = TCPStore(
             host,
             port,

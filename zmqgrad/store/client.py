@@ -10,11 +10,10 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import check_port, connecting_address, listening_address
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.connection import Connection
-from zmqgrad.store.ending import Ending
 from zmqgrad.store.events import EventHandler
+from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.queries import QueryStore
-from zmqgrad.store.server import StoreServer
-from zmqgrad.store.servers import servers
+from zmqgrad.store.server import StoreServer, servers
 from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 from zmqgrad.transport.security import keys_of
@@ -80,7 +79,7 @@ class TCPStore(QueryStore):
         self._host = host_name
         self._secret = secret
         self._server = (
-            servers.lend(
+            servers.acquire(
                 listening_address(host_name, port, keyed),
                 multi_tenant,
                 journal=journal,
@@ -96,7 +95,7 @@ class TCPStore(QueryStore):
         self._fast_path = fast_path
         self._connection = Connection(host_name, self._port, self._timeout, secret, fast_path)
         self._ask = self._connection.ask
-        self._ending = Ending(self, _Closing(self._connection, self._server))
+        self._finalizer = Finalizer(self, _Closing(self._connection, self._server))
         try:
             self._connection.ping()
             if world_size is not None and world_size > 0:
@@ -175,14 +174,14 @@ class TCPStore(QueryStore):
 
     def close(self) -> None:
         """Disconnect; on the master, stop serving. Idempotent. Calls under way end with ``StoreError``."""
-        self._ending.now()
+        self._finalizer.close()
 
     def __repr__(self) -> str:
         return f"<TCPStore at {self._host}:{self._port}{', master' if self._server is not None else ''}>"
 
 
 class _Closing:
-    """Closes what a store is made of, once; does not know the store (see :mod:`~zmqgrad.store.ending`)."""
+    """Closes what a store is made of, once; does not know the store (see :mod:`~zmqgrad.store.finalizer`)."""
 
     def __init__(self, connection: Connection, server: StoreServer | None) -> None:
         self._connection = connection
@@ -194,4 +193,4 @@ class _Closing:
         with self._lock:
             server, self._server = self._server, None
         if server is not None:
-            servers.give_back(server)
+            servers.release(server)

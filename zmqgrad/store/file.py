@@ -18,8 +18,8 @@ from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.effects import Reply
-from zmqgrad.store.ending import Ending
 from zmqgrad.store.events import EventHandler
+from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.shared_file import SharedFile, files
 from zmqgrad.store.sqlite import check_file_system
@@ -76,7 +76,7 @@ class FileStore(QueryStore):
         self._session = _Session(f"file-store-{next(_numbers)}", self._path, self._world_size)
         self._watches = WatchRegistry(self._session.name, partial(_register, weakref.ref(self)))
         self._session.registry = self._watches
-        self._ending = Ending(self, self._session.close)
+        self._finalizer = Finalizer(self, self._session.close)
 
     @property
     def path(self) -> str:
@@ -116,7 +116,7 @@ class FileStore(QueryStore):
 
     def close(self) -> None:
         """Close the file, and remove it if this is the last of ``world_size`` stores. Idempotent."""
-        self._ending.now()
+        self._finalizer.close()
 
     def __repr__(self) -> str:
         return f"<FileStore {self._path!r}>"

@@ -11,8 +11,8 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.effects import Effect, Notification
-from zmqgrad.store.ending import Ending
 from zmqgrad.store.events import EventHandler
+from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.state import State
 from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query
@@ -68,7 +68,7 @@ class HashStore(QueryStore):
         self._watches = WatchRegistry("hash-store", partial(_register, weakref.ref(self)))
         with self._table.lock:
             self._table.registries.add(self._watches)
-        self._ending = Ending(self, partial(_close, self._table, self._watches, self._waiting))
+        self._finalizer = Finalizer(self, partial(_close, self._table, self._watches, self._waiting))
 
     def _ask(self, query: Message, seconds: float) -> Message:
         outcome: Outcome[Message] = Outcome()
@@ -129,7 +129,7 @@ class HashStore(QueryStore):
 
     def close(self) -> None:
         """Refuse all who wait, and all who come; clones go on. Idempotent."""
-        self._ending.now()
+        self._finalizer.close()
 
     def __repr__(self) -> str:
         statistics = self._table.state.statistics()

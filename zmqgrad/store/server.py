@@ -10,6 +10,8 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 from zmqgrad import environment
 from zmqgrad.errors import StoreError
@@ -157,3 +159,41 @@ class StoreServer:
 
     def __repr__(self) -> str:
         return f"<StoreServer at {self.endpoint}: {self._service.state.statistics()}>"
+
+
+class SharedServers:
+    """The shared servers of this process by address (``multi_tenant``), with reference counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _shared
+        self._shared: dict[str, tuple[StoreServer, int]] = {}  # server and number of users
+
+    def acquire(self, address: str, shared: bool, **options: Any) -> StoreServer:
+        """A server at ``address``; with ``shared`` the existing shared one, if any.
+
+        Args:
+            options: arguments of :class:`StoreServer` for a new one.
+        """
+        make = partial(StoreServer, address, **options)
+        if not shared or address.endswith(":*"):
+            return make()
+        with self._lock:
+            existing = self._shared.get(address)
+            server, users = existing or (make(), 0)
+            self._shared[address] = (server, users + 1)
+            return server
+
+    def release(self, server: StoreServer) -> None:
+        """Close ``server``, unless others still use it."""
+        with self._lock:
+            for address, (shared, users) in self._shared.items():
+                if shared is server and users > 1:
+                    self._shared[address] = (server, users - 1)
+                    return
+                if shared is server:
+                    del self._shared[address]
+                    break
+            server.close()
+
+
+servers = SharedServers()

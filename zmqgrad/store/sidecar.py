@@ -1,8 +1,9 @@
-"""A store of ours beside one of torch's: under ``torchrun``, whose agent serves MASTER_ADDR:MASTER_PORT.
+"""Sidecar stores: under ``torchrun``, whose agent serves a store of torch's at MASTER_ADDR:MASTER_PORT.
 
-That store speaks torch's protocol, so rank 0 serves one of ours at a port that the system picks, and leaves
-the port with the agent. Talking to the agent takes torch, which no store may load: a floor above says how
-(:func:`speak_to_agents`); loading ``zmqgrad.rpc`` or ``zmqgrad.interop`` does so.
+That store speaks torch's protocol, so rank 0 serves one of ours at a port that the system picks, and
+publishes the port in the agent's store. Accessing that requires torch, which this layer must not import: an
+upper layer supplies the connector (:func:`set_agent_connector`), which importing ``zmqgrad.rpc`` or
+``zmqgrad.interop`` does.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zmqgrad.store.client import TCPStore
 
 
 class Agent(Protocol):
-    """What is needed of torch's store."""
+    """The part of torch's store interface that is used here."""
 
     def set(self, key: str, value: str) -> None: ...
 
@@ -27,35 +28,35 @@ class Agent(Protocol):
 
 
 Connect = Callable[[str, int, timedelta], Agent]
-"""Gives the agent's store at a host and port, with a timeout. Raises ``RuntimeError`` if it cannot."""
+"""Connects to the agent's store at a host and port, with a timeout. Raises ``RuntimeError`` on failure."""
 
 _connect: Connect | None = None
 
-# All workers open their stores in the same order, as they must form their groups in the same order.
+# All workers form their groups in the same order, so they open their stores in the same order too.
 _opened = itertools.count()
 
 
-def speak_to_agents(connect: Connect) -> None:
-    """Use ``connect`` from now on."""
+def set_agent_connector(connect: Connect) -> None:
+    """Use ``connect`` to reach the stores of agents from now on."""
     global _connect
     _connect = connect
 
 
-def open_beside(
+def open_sidecar(
     host: str, port: int, rank: int, world_size: int | None, timeout: Timeout, attempt: int
 ) -> TCPStore:
-    """The store of the group, beside the agent's at ``host:port``; rank 0 serves it on ``host``.
+    """Open the store of the group next to the agent's at ``host:port``; rank 0 serves it on ``host``.
 
-    ``attempt`` says how often the agent has started the workers: what it kept of earlier ones is not read.
+    ``attempt`` counts restarts of the workers by the agent: entries of earlier attempts are not read.
 
     Raises:
-        ConfigurationError: if nobody has said how to speak to agents.
-        StoreTimeoutError: if rank 0 does not come in time.
-        StoreError, TransportError: if the agent or the store cannot be reached, or not be served.
+        ConfigurationError: if no connector was set.
+        StoreTimeoutError: if rank 0 does not publish its port in time.
+        StoreError, TransportError: if the agent or the store cannot be reached, or rank 0 cannot listen.
     """
     if _connect is None:
         raise ConfigurationError(
-            f"{host}:{port} is served by the agent of torchrun, which takes torch to talk to: import "
+            f"{host}:{port} is served by the agent of torchrun, and reaching it requires torch: import "
             f"zmqgrad.interop (or zmqgrad.rpc) first"
         )
     deadline = Deadline.after(seconds_of(timeout))
@@ -64,8 +65,8 @@ def open_beside(
     try:
         agent = _connect(host, port, limit)
         if rank != 0:
-            ours = int(agent.get(key))
-            return TCPStore(host, ours, world_size, timeout=timeout, wait_for_workers=False)
+            store_port = int(agent.get(key))
+            return TCPStore(host, store_port, world_size, timeout=timeout, wait_for_workers=False)
     except (RuntimeError, ValueError) as e:
         if isinstance(e, StoreError):
             raise
@@ -76,5 +77,5 @@ def open_beside(
         agent.set(key, str(store.port))
     except RuntimeError as e:
         store.close()
-        raise StoreError(f"the agent of torchrun at {host}:{port} did not take a word: {e}") from e
+        raise StoreError(f"the agent of torchrun at {host}:{port} refused the port of rank 0: {e}") from e
     return store
