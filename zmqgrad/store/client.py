@@ -9,10 +9,10 @@ from zmqgrad.errors import ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import check_port, connecting_address, listening_address
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
+from zmqgrad.store.base import Store
 from zmqgrad.store.connection import Connection
 from zmqgrad.store.events import EventHandler
 from zmqgrad.store.finalizer import Finalizer
-from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.server import StoreServer, servers
 from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
@@ -23,7 +23,7 @@ _JOINED = f"{INTERNAL_PREFIX}workers/joined"
 _COMPLETE = f"{INTERNAL_PREFIX}workers/complete"
 
 
-class TCPStore(QueryStore):
+class TCPStore(Store):
     """A store that one process, the master, serves over TCP. Arguments as ``torch.distributed.TCPStore``'s.
 
     Args:
@@ -94,7 +94,7 @@ class TCPStore(QueryStore):
         self._port = port if self._server is None else self._server.port
         self._fast_path = fast_path
         self._connection = Connection(host_name, self._port, self._timeout, secret, fast_path)
-        self._ask = self._connection.ask
+        self._request = self._connection.ask
         self._finalizer = Finalizer(self, _Closing(self._connection, self._server))
         try:
             self._connection.ping()
@@ -135,14 +135,14 @@ class TCPStore(QueryStore):
         """Count this client, and as the master wait until there are ``world_size``."""
         deadline = Deadline.after(self._timeout)
         if self._number(StoreAdd(_JOINED, 1)) == world_size:
-            self._ask(StoreSet(_COMPLETE, b""), deadline.left())
+            self._request(StoreSet(_COMPLETE, b""), deadline.left())
         if not wait:
             return
         try:
             left = deadline.left()
-            self._ask(StoreWait((_COMPLETE,), left), left)
+            self._request(StoreWait((_COMPLETE,), left), left)
         except StoreTimeoutError as e:
-            joined = self._ask(StoreAdd(_JOINED, 0), self._timeout)
+            joined = self._request(StoreAdd(_JOINED, 0), self._timeout)
             there = joined.number if type(joined) is StoreNumber else "?"
             raise StoreTimeoutError(
                 f"{there} of {world_size} workers have connected to {self._host}:{self._port} within "

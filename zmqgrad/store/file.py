@@ -7,24 +7,22 @@ import logging
 import operator
 import os
 import threading
-import weakref
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from zmqgrad.errors import ClosedError, ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
+from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
+from zmqgrad.store.base import Store
 from zmqgrad.store.effects import Reply
 from zmqgrad.store.events import EventHandler
 from zmqgrad.store.finalizer import Finalizer
-from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.shared_file import SharedFile, files
 from zmqgrad.store.sqlite import check_file_system
 from zmqgrad.store.state import State
-from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query
+from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
 from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import Message, Refusal, StoreQueuePop, StoreRefused
@@ -41,7 +39,7 @@ WATCH_SECONDS = 30.0
 _numbers = itertools.count()
 
 
-class FileStore(QueryStore):
+class FileStore(Store):
     """A store in the SQLite file ``file_name``, created if missing, which all processes must see.
 
     Each call is one transaction: what it wrote survives SIGKILL, of this process and any other. Waiting
@@ -74,7 +72,7 @@ class FileStore(QueryStore):
         check_file_system(Path(self._path), allow_network_file_system)
         self._allow_network = allow_network_file_system
         self._session = _Session(f"file-store-{next(_numbers)}", self._path, self._world_size)
-        self._watches = WatchRegistry(self._session.name, partial(_register, weakref.ref(self)))
+        self._watches = WatchRegistry(self._session.name, weak(self._register))
         self._session.registry = self._watches
         self._finalizer = Finalizer(self, self._session.close)
 
@@ -83,20 +81,17 @@ class FileStore(QueryStore):
         """The file, as given."""
         return self._path
 
-    def _ask(self, query: Message, seconds: float) -> Message:
+    def _request(self, query: Message, seconds: float) -> Message:
         try:
-            answer = self._session.ask(query, Deadline.after(seconds, self._clock))
+            reply = self._session.ask(query, Deadline.after(seconds, self._clock))
         except StoreTimeoutError as e:
             raise StoreTimeoutError(f"{self!r} after {seconds:g} s: {e}") from e
-        if type(answer) is not StoreRefused:
-            return answer
-        if answer.reason is Refusal.TIMEOUT:
-            raise StoreTimeoutError(f"{self!r} after {seconds:g} s: {answer.text}")
-        kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
-        raise kind(f"{self!r}: {answer.text}")
+        if type(reply) is StoreRefused:
+            raise self._refused(reply, seconds)
+        return reply
 
     def _register(self, target: Target) -> Registration:
-        found = as_registration(self._ask(watch_query(target), self._timeout))
+        found = as_registration(self._request(watch_query(target), self._timeout))
         self._session.keep_watching()
         return found
 
@@ -244,11 +239,3 @@ def _as_path(name: str | os.PathLike[str]) -> str:
     if not path or "\0" in path:
         raise ConfigurationError(f"{path!r} is no name of a file")
     return path
-
-
-def _register(store: weakref.ref[FileStore], target: Target) -> Registration:
-    """Without keeping the store alive: callbacks run in threads that do."""
-    alive = store()
-    if alive is None:
-        raise ClosedError("the store is gone")
-    return alive._register(target)

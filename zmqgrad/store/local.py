@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from functools import partial
 
-from zmqgrad.errors import ClosedError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
+from zmqgrad.store.base import Store
 from zmqgrad.store.effects import Effect, Notification
 from zmqgrad.store.events import EventHandler
 from zmqgrad.store.finalizer import Finalizer
-from zmqgrad.store.queries import QueryStore
 from zmqgrad.store.state import State
-from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query
+from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
 from zmqgrad.store.watch_cache import Registration
 from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import (
@@ -53,7 +51,7 @@ class Table:
                 self.state.close()
 
 
-class HashStore(QueryStore):
+class HashStore(Store):
     """A store for the threads of one process.
 
     Args:
@@ -65,12 +63,12 @@ class HashStore(QueryStore):
         super().__init__(timeout)
         self._table = Table() if table is None else table
         self._waiting: set[Outcome[Message]] = set()  # guarded by the table's lock
-        self._watches = WatchRegistry("hash-store", partial(_register, weakref.ref(self)))
+        self._watches = WatchRegistry("hash-store", weak(self._register))
         with self._table.lock:
             self._table.registries.add(self._watches)
         self._finalizer = Finalizer(self, partial(_close, self._table, self._watches, self._waiting))
 
-    def _ask(self, query: Message, seconds: float) -> Message:
+    def _request(self, query: Message, seconds: float) -> Message:
         outcome: Outcome[Message] = Outcome()
         table = self._table
         with table.lock:
@@ -100,14 +98,8 @@ class HashStore(QueryStore):
             with table.lock:
                 self._waiting.discard(outcome)
 
-    def _refused(self, answer: StoreRefused, seconds: float) -> StoreError:
-        if answer.reason is Refusal.TIMEOUT:
-            return StoreTimeoutError(f"{self!r} after {seconds:g} s: {answer.text}")
-        kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
-        return kind(f"{self!r}: {answer.text}")
-
     def _register(self, target: Target) -> Registration:
-        return as_registration(self._ask(watch_query(target), self._timeout))
+        return as_registration(self._request(watch_query(target), self._timeout))
 
     @property
     def _registry(self) -> WatchRegistry:
@@ -140,11 +132,3 @@ class HashStore(QueryStore):
 def _close(table: Table, registry: WatchRegistry, waiting: set[Outcome[Message]]) -> None:
     table.leave(registry, waiting)
     registry.close()
-
-
-def _register(store: weakref.ref[HashStore], target: Target) -> Registration:
-    """Without keeping the store alive: callbacks run in threads that do."""
-    alive = store()
-    if alive is None:
-        raise ClosedError("the store is gone")
-    return alive._register(target)

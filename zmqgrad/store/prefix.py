@@ -1,24 +1,27 @@
-"""``PrefixStore``: the same store, seen through names that begin alike."""
+"""``PrefixStore``: a view of a store that adds a prefix to all keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import timedelta
+from typing import Any
 
-from zmqgrad.store.arguments import Timeout, as_key, as_keys
+from msgspec.structs import replace
+
+from zmqgrad.store.arguments import as_key
 from zmqgrad.store.base import Store
 from zmqgrad.store.events import EventHandler, WatchEvent
+from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_targets import Prefix, Target
+from zmqgrad.wire.messages import Message, StoreKeys
 
 
 class PrefixStore(Store):
-    """``store`` with ``prefix/`` before every key and queue; views of views add up.
+    """A view of ``store`` with ``prefix/`` before the name of every key and queue. Views can be nested.
 
-    As with torch's, :meth:`num_keys` counts all keys of the store beneath, and the timeout is its too.
+    As in torch, :meth:`num_keys` counts all keys of the underlying store, and the timeout is shared with it.
 
     Args:
-        owned: closing the view closes the store beneath. Otherwise it does not: others may use it.
+        owned: closing the view also closes the underlying store.
     """
 
     def __init__(self, prefix: str, store: Store, *, owned: bool = False) -> None:
@@ -30,59 +33,36 @@ class PrefixStore(Store):
 
     @property
     def underlying_store(self) -> Store:
-        """The store beneath."""
+        """The store that holds the keys."""
         return self._store
 
     def _full(self, key: str) -> str:
-        return self._prefix + as_key(key)
+        return as_key(self._prefix + as_key(key))
 
-    def _all_full(self, keys: Sequence[str]) -> list[str]:
-        return [self._prefix + key for key in as_keys(keys)]
+    def _request(self, query: Message, seconds: float) -> Message:
+        fields = query.__struct_fields__
+        changed: dict[str, Any] = {}
+        if "keys" in fields:
+            changed["keys"] = tuple([self._full(key) for key in query.keys])  # type: ignore[attr-defined]
+        for name in ("key", "prefix"):
+            if name in fields:
+                changed[name] = self._full(getattr(query, name))
+        reply = self._store._request(replace(query, **changed) if changed else query, seconds)
+        if type(reply) is StoreKeys:
+            return StoreKeys(tuple([key[len(self._prefix) :] for key in reply.keys]))
+        return reply
 
-    def set(self, key: str, value: str | bytes) -> None:
-        self._store.set(self._full(key), value)
+    @property
+    def _timeout(self) -> float:
+        return self._store._timeout
 
-    def get(self, key: str) -> bytes:
-        return self._store.get(self._full(key))
+    @_timeout.setter
+    def _timeout(self, seconds: float) -> None:
+        self._store.set_timeout(seconds)
 
-    def add(self, key: str, amount: int) -> int:
-        return self._store.add(self._full(key), amount)
-
-    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        return self._store.compare_set(self._full(key), expected_value, desired_value)
-
-    def check(self, keys: Sequence[str]) -> bool:
-        return self._store.check(self._all_full(keys))
-
-    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        self._store.wait(self._all_full(keys), timeout)
-
-    def delete_key(self, key: str) -> bool:
-        return self._store.delete_key(self._full(key))
-
-    def num_keys(self) -> int:
-        return self._store.num_keys()
-
-    def append(self, key: str, value: str | bytes) -> None:
-        self._store.append(self._full(key), value)
-
-    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._store.multi_get(self._all_full(keys))
-
-    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        self._store.multi_set(self._all_full(keys), values)
-
-    def queue_push(self, key: str, value: str | bytes) -> None:
-        self._store.queue_push(self._full(key), value)
-
-    def queue_pop(self, key: str, block: bool = True) -> bytes:
-        return self._store.queue_pop(self._full(key), block)
-
-    def queue_len(self, key: str) -> int:
-        return self._store.queue_len(self._full(key))
-
-    def list_keys(self, prefix: str = "") -> list[str]:
-        return [key[len(self._prefix) :] for key in self._store.list_keys(self._full(prefix))]
+    @property
+    def _registry(self) -> WatchRegistry:
+        return self._store._registry
 
     def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
         self._store._watch(self._full_target(target), _Unprefixed(handler, len(self._prefix)), present)
@@ -97,18 +77,11 @@ class PrefixStore(Store):
     def get_cached(self, key: str) -> bytes:
         return self._store.get_cached(self._full(key))
 
-    @property
-    def timeout(self) -> timedelta:
-        return self._store.timeout
-
-    def set_timeout(self, timeout: Timeout) -> None:
-        self._store.set_timeout(timeout)
-
     def clone(self) -> PrefixStore:
         return PrefixStore(self._prefix[:-1], self._store.clone(), owned=True)
 
     def close(self) -> None:
-        """Close the store beneath, if this view owns it."""
+        """Close the underlying store if this view owns it."""
         if self._owned:
             self._store.close()
 
@@ -118,7 +91,7 @@ class PrefixStore(Store):
 
 @dataclass(frozen=True)
 class _Unprefixed:
-    """Hands on events with the names that the view has for them."""
+    """Passes on events with the prefix removed from their keys."""
 
     handler: EventHandler
     length: int

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 
@@ -322,6 +323,19 @@ class WatchRegistry:
         left = pool.join(deadline) + timekeeper.join(deadline)
         if left:
             logger.warning("%s: callbacks still run in %s", self._name, ", ".join(left))
+
+
+def weak(register: Callable[[Target], Registration]) -> Callable[[Target], Registration]:
+    """The bound method ``register`` without a reference to its store, which threads must not keep alive."""
+    method = weakref.WeakMethod(register)
+
+    def call(target: Target) -> Registration:
+        alive = method()
+        if alive is None:
+            raise ClosedError("the store is gone")
+        return alive(target)
+
+    return call
 
 
 def watch_query(target: Target, nonce: str = "", watcher: int = 0) -> StoreWatchKey | StoreWatchPrefix:
