@@ -1,4 +1,4 @@
-"""``TCPStore``: the client, and on the master the server beside it."""
+"""``TCPStore``: a client, which on the master also starts the server."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ _COMPLETE = f"{INTERNAL_PREFIX}workers/complete"
 
 
 class TCPStore(Store):
-    """A store that one process, the master, serves over TCP. Arguments as ``torch.distributed.TCPStore``'s.
+    """A store served by one process, the master, over TCP. Arguments as in ``torch.distributed.TCPStore``.
 
     Args:
         host_name: where the master runs. The master listens there, or on all interfaces for a name.
         port: where it listens; 0 on the master lets the system pick (see :attr:`port`).
-        world_size: how many clients there will be, the master's own included; None: nobody knows.
-        is_master: serve the store, too.
+        world_size: number of clients, including the master's own; None: unknown.
+        is_master: serve the store.
         timeout: how long connecting and the calls wait.
-        wait_for_workers: on the master: wait until ``world_size`` clients have connected.
+        wait_for_workers: on the master, wait until ``world_size`` clients have connected.
         multi_tenant: on the master: share the server with another master of this process at that port.
         master_listen_fd: on the master: the file descriptor of a socket that is bound to ``port`` already, so
             that nobody else can take it meanwhile. The store's from then on.
-        use_libuv: torch's; without effect, as there is one kind of server.
+        use_libuv: for compatibility with torch; has no effect.
         journal: on the master: a file that keeps what was written, for the next master that is given it.
-        secret: who has not the same one is not answered; all is encrypted. None: that of the environment
-            (ZMQGRAD_SECRET, or the file ZMQGRAD_SECRET_FILE), if there is one.
+        secret: clients without the same secret are refused, and traffic is encrypted. None: from the
+            environment (ZMQGRAD_SECRET, or the file ZMQGRAD_SECRET_FILE), if there is one.
         watch_port: on the master: the tcp port of the watch channel, so that a firewall can let it through;
             0: the system picks one when the first client wants to watch a key.
         fast_path: within a host, go past ZeroMQ with small queries (see :mod:`~zmqgrad.transport.local`);
@@ -94,7 +94,7 @@ class TCPStore(Store):
         self._port = port if self._server is None else self._server.port
         self._fast_path = fast_path
         self._connection = Connection(host_name, self._port, self._timeout, secret, fast_path)
-        self._request = self._connection.ask
+        self._request = self._connection.request
         self._finalizer = Finalizer(self, _Closing(self._connection, self._server))
         try:
             self._connection.ping()
@@ -116,7 +116,7 @@ class TCPStore(Store):
 
     @property
     def is_master(self) -> bool:
-        """Was this store opened as the one that serves?"""
+        """Whether this store serves the others."""
         return self._server is not None
 
     def statistics(self) -> dict[str, int]:
@@ -124,9 +124,9 @@ class TCPStore(Store):
         return {} if self._server is None else self._server.statistics()
 
     def refuse_newcomers(self) -> None:
-        """On the master: answer no client that is not connected yet, for this store is about to close.
+        """On the master: ignore clients that are not connected yet, because this store is about to close.
 
-        So a client that looks for the next store at this address waits for that one.
+        Clients that look for the next store at this address then wait for that one.
         """
         if self._server is not None:
             self._server.refuse_newcomers()
