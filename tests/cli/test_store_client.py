@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.processes import free_port
 from zmqgrad.__main__ import main
-from zmqgrad.cli.store_ask import endpoint_of, show
+from zmqgrad.cli.store_client import endpoint_of, show
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.store import TCPStore
 

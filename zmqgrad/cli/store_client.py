@@ -1,4 +1,4 @@
-"""``zmqgrad store get``, ``set``, ``watch`` and the others: a look into a running store from a terminal.
+"""``zmqgrad store get``, ``set``, ``watch`` etc.: access to a running store from a terminal.
 
 What is found goes to stdout, as text or (``--json``) one JSON value a line; what is wrong goes to stderr.
 Exit codes: 0 done; 1 the store cannot be reached, or refuses; 2 the arguments cannot be right; 3 the key is
@@ -29,17 +29,17 @@ DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 29500
 EXIT_FAILED = 1
 EXIT_MISSING = 3
 EXIT_PIPE = 141
-"""What a shell gives for a program whose reader went away."""
+"""The exit code that shells use for a program killed by SIGPIPE."""
 
 DEFAULT_SECONDS = 10.0
 
 MAX_SHOWN = 72
-"""Characters of a value that ``keys --values`` and ``watch`` show."""
+"""Length limit of the values shown by ``keys --values`` and ``watch``."""
 
 
 @dataclass(frozen=True)
-class Question:
-    """One subcommand: what it takes, and what it does with an open store."""
+class Subcommand:
+    """One subcommand: its arguments, and its action on an open store."""
 
     name: str
     HELP: str
@@ -47,7 +47,7 @@ class Question:
     answer: Callable[[Store, argparse.Namespace], int]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Declare what the command takes."""
+        """Declare the arguments of the command."""
         self.declare(parser)
         parser.add_argument(
             "--endpoint",
@@ -72,7 +72,7 @@ class Question:
         parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
     def execute(self, arguments: argparse.Namespace) -> int:
-        """Ask the store, and return the exit code for the shell.
+        """Query the store, and return the exit code.
 
         Raises:
             ConfigurationError: if the arguments cannot be right.
@@ -125,7 +125,7 @@ def show(value: bytes, limit: int | None = None) -> str:
 
 
 def as_json(value: bytes | None, name: str = "value") -> dict[str, Any]:
-    """``value`` as a field of a JSON object; bytes that are no text in base64, as ``<name>_base64``."""
+    """``value`` as a field of a JSON object; binary values in base64, as ``<name>_base64``."""
     if value is None:
         return {name: None}
     try:
@@ -270,15 +270,15 @@ def _takes_prefix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--values", action="store_true", help="show their values, too")
 
 
-QUESTIONS = {
+SUBCOMMANDS = {
     question.name: question
     for question in (
-        Question("get", "Print the value of a key.", _takes_get, _get),
-        Question("set", "Set a key.", _takes_set, _set),
-        Question("add", "Add to the number at a key, and print the sum.", _takes_add, _add),
-        Question("delete", "Delete keys.", _takes_keys, _delete),
-        Question("keys", "List the keys.", _takes_prefix, _keys),
-        Question("wait", "Wait until all of some keys are there.", _takes_keys, _wait),
-        Question("watch", "Print each change of some keys.", _takes_watch, _watch),
+        Subcommand("get", "Print the value of a key.", _takes_get, _get),
+        Subcommand("set", "Set a key.", _takes_set, _set),
+        Subcommand("add", "Add to the number at a key, and print the sum.", _takes_add, _add),
+        Subcommand("delete", "Delete keys.", _takes_keys, _delete),
+        Subcommand("keys", "List the keys.", _takes_prefix, _keys),
+        Subcommand("wait", "Wait until all of some keys are there.", _takes_keys, _wait),
+        Subcommand("watch", "Print each change of some keys.", _takes_watch, _watch),
     )
 }
