@@ -31,10 +31,10 @@ logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
-"""How long opening and closing try for the lock on the file."""
+"""Time limits of opening and closing, which wait for the lock on the file."""
 
 WATCH_SECONDS = 30.0
-"""How long one look of the watching thread tries for the lock before it warns."""
+"""How long the watching thread waits for the lock before it logs a warning."""
 
 _numbers = itertools.count()
 
@@ -42,15 +42,14 @@ _numbers = itertools.count()
 class FileStore(Store):
     """A store in the SQLite file ``file_name``, created if missing, which all processes must see.
 
-    Each call is one transaction: what it wrote survives SIGKILL, of this process and any other. Waiting
-    clients poll every 0.5-50 ms. Blocked pops are served in no particular order. A watch compares what is
-    there with what was there before, so it may miss values that were soon replaced.
+    Each call is one transaction, whose writes survive SIGKILL of any process. Waiting clients poll every
+    0.5-50 ms. Blocked pops are served in no particular order. A watch compares snapshots, so it may miss
+    values that were soon replaced.
 
     Args:
-        file_name: the path. A file that an earlier job left holds that job's keys: give each job its own
-            path.
-        world_size: the file is removed once this many stores on it were closed; -1: nobody removes it.
-        timeout: how long ``get`` and its like wait, and calls wait for the lock on the file.
+        file_name: the path. Give each job its own path, because a leftover file holds the keys of its job.
+        world_size: the file is removed once this many stores on it were closed; -1: never.
+        timeout: how long blocking calls wait for keys, and all calls for the lock on the file.
         allow_network_file_system: accept a path on NFS, SMB or the like, if its locks can be trusted.
 
     Raises:
@@ -103,7 +102,7 @@ class FileStore(Store):
         self._watches.remove(target, handler)
 
     def statistics(self) -> dict[str, int]:
-        """How many calls of this store wait (``parked``)."""
+        """Number of blocked calls of this store (``parked``)."""
         return {"parked": self._session.waiting}
 
     def clone(self) -> FileStore:
@@ -118,7 +117,7 @@ class FileStore(Store):
 
 
 class _Session:
-    """What a store has open: its share of the file, and the thread that watches. Does not know the store."""
+    """Resources of a store: the file, and the watching thread. Holds no reference to the store."""
 
     registry: WatchRegistry
 
@@ -133,7 +132,7 @@ class _Session:
         self._watcher: threading.Thread | None = None
 
     def ask(self, query: Message, deadline: Deadline) -> Message:
-        """The reply to ``query``, perhaps a refusal; waits as the query asks, until ``deadline``.
+        """The reply to ``query``, perhaps a refusal. Blocks as the query asks, until ``deadline``.
 
         Raises:
             StoreError: if the file cannot be used (any more).
@@ -155,7 +154,7 @@ class _Session:
 
     def _wait(self, query: Message, at_once: Message, deadline: Deadline) -> Message:
         while True:
-            seen = self._file.version()  # before the look, so that no change falls between
+            seen = self._file.version()  # read before the query, so that no change is missed
             reply = self._apply(at_once, deadline)
             if reply is not None and not _is_empty(reply):
                 return reply
@@ -164,7 +163,7 @@ class _Session:
             self._file.wait_changed(seen, deadline)
 
     def _apply(self, query: Message, deadline: Deadline) -> Message | None:
-        """Put ``query`` to the state machine, in one transaction; None if it would have to wait."""
+        """Apply ``query`` in one transaction; None if it would block."""
         if self._closing and not self._closed:
             return StoreRefused(Refusal.CLOSING, "the store is closing")
         if self._closed:
@@ -183,7 +182,7 @@ class _Session:
     # ---- watching ---------------------------------------------------------------------------------------
 
     def keep_watching(self) -> None:
-        """From now on, let a thread look at the file and tell the registry of changes."""
+        """Start the thread that watches the file for changes, unless it runs."""
         with self._lock:
             if self._watcher is None and not self._closing:
                 self._watcher = threading.Thread(target=self._watch, name=f"{self.name}-watch", daemon=True)
@@ -197,7 +196,7 @@ class _Session:
                 now = self._file.version()
                 if now != seen:
                     seen = now
-                    self.registry.on_disconnect()  # look at all that is watched again
+                    self.registry.on_disconnect()  # registers all watches again
             except StoreTimeoutError as e:
                 logger.warning("%s: watches wait: %s", self.name, e)
             except StoreError as e:
@@ -208,7 +207,7 @@ class _Session:
     # ---- the end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Refuse all who wait, and leave the file. Idempotent."""
+        """Refuse blocked calls, and release the file. Idempotent."""
         with self._lock:
             if self._closing:
                 return

@@ -1,4 +1,4 @@
-"""``HashStore``: the same state machine in this process, shared by its threads."""
+"""``HashStore``: a store in this process, shared by its threads."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from zmqgrad.wire.messages import (
 
 
 class Table:
-    """A state machine, and the stores (clones of each other) that share it."""
+    """A state machine, shared by stores that are clones of each other."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # guards all of this
         self.state = State()
         self.registries: set[WatchRegistry] = set()
-        """Those of the stores that are open; the machine stops with the last."""
+        """Watch registries of the open stores; the machine closes with the last."""
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """Reply and give notification. Called with the lock held."""
+        """Deliver replies and notifications. Called with the lock held."""
         for effect in effects:
             if isinstance(effect, Notification):
                 for registry in self.registries:
@@ -42,7 +42,7 @@ class Table:
                 effect.requester.set(effect.message)
 
     def leave(self, registry: WatchRegistry, waiting: set[Outcome[Message]]) -> None:
-        """The store of ``registry`` closes: refuse those of it who wait."""
+        """The store of ``registry`` closes: refuse its blocked calls."""
         with self.lock:
             self.registries.discard(registry)
             for outcome in waiting:
@@ -55,8 +55,8 @@ class HashStore(Store):
     """A store for the threads of one process.
 
     Args:
-        timeout: how long ``get`` and its like wait.
-        table: what it shares with the store that it is a clone of; None: a new one.
+        timeout: how long blocking calls wait.
+        table: the table of the store that this one is a clone of; None: a new one.
     """
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, table: Table | None = None) -> None:
@@ -112,7 +112,7 @@ class HashStore(Store):
                     self._table.state.unwatch(target)
 
     def statistics(self) -> dict[str, int]:
-        """How many keys, queues, waiting calls (``parked``) and watched keys there are, and the revision."""
+        """Number of keys, queues, blocked calls (``parked``) and watched keys, and the revision."""
         with self._table.lock:
             return self._table.state.statistics()
 
@@ -120,7 +120,7 @@ class HashStore(Store):
         return HashStore(self._timeout, table=self._table)
 
     def close(self) -> None:
-        """Refuse all who wait, and all who come; clones go on. Idempotent."""
+        """Refuse blocked and later calls; clones stay open. Idempotent."""
         self._finalizer.close()
 
     def __repr__(self) -> str:
