@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zmqgrad.rpc.current import act_again, act_for
-from zmqgrad.rpc.groups.group import JOIN_SECONDS, make_worker
+from zmqgrad.rpc.membership.group import JOIN_SECONDS, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline

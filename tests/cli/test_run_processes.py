@@ -74,7 +74,7 @@ signal.pause()
 FAIL_BESIDE_RPC = """
 import os, sys, threading
 import zmqgrad.rpc as rpc
-import zmqgrad.rpc.groups.group as group
+import zmqgrad.rpc.membership.group as group
 group.LAST_SECONDS = 30.0
 begun = threading.Event()
 def begin():

@@ -21,7 +21,7 @@ from zmqgrad.errors import (
     RendezvousTimeoutError,
     RpcTimeoutError,
 )
-from zmqgrad.rpc.groups.parting import PART_SECONDS, Parting
+from zmqgrad.rpc.membership.shutdown import PART_SECONDS, Parting
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import FileStore, TCPStore
 

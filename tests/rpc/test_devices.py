@@ -21,7 +21,7 @@ from zmqgrad.rpc.devices import (
     to_device_map,
 )
 from zmqgrad.rpc.gathering import broadcast
-from zmqgrad.rpc.groups.identity import WorkerRecord
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.tensors import devices as staging

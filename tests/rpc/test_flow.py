@@ -15,7 +15,7 @@ from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.api import rpc_async, rpc_sync
 from zmqgrad.rpc.current import act_again, act_for
 from zmqgrad.rpc.debug import debug_info
-from zmqgrad.rpc.groups.group import make_worker
+from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline

@@ -13,7 +13,7 @@ from zmqgrad import rpc
 from zmqgrad.errors import RpcTimeoutError
 from zmqgrad.rpc import waiting
 from zmqgrad.rpc.current import act_again, act_for, current_worker
-from zmqgrad.rpc.groups.group import make_worker
+from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.references import table
 from zmqgrad.rpc.worker import Worker, replying

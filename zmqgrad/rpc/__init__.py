@@ -5,7 +5,7 @@ resolved (P3); user code never runs in the receiver's thread; nested calls canno
 to R3 of :mod:`~zmqgrad.rpc.references.ledger`.
 
 Start with :mod:`~zmqgrad.rpc.worker` (what happens to a call), then :mod:`~zmqgrad.rpc.references.ledger`.
-Who takes part is in :mod:`~zmqgrad.rpc.groups`. Upper floors take part through
+Who takes part is in :mod:`~zmqgrad.rpc.membership`. Upper floors take part through
 :mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.packing` has the only pickle.
 
 Threads of a worker: the engine's, which read messages, run functions and carry on backward passes (at most
@@ -47,8 +47,8 @@ from zmqgrad.rpc.backend_registry import (
 )
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import broadcast, wait_all
-from zmqgrad.rpc.groups.identity import WorkerInfo
-from zmqgrad.rpc.groups.meeting import all_gather, barrier
+from zmqgrad.rpc.membership.collectives import all_gather, barrier
+from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
 from zmqgrad.rpc.rref import RRef
 from zmqgrad.rpc.server_process_global_profiler import _server_process_global_profile

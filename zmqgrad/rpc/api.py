@@ -18,11 +18,11 @@ from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import _thread_local_var as _thread_local_var
 from zmqgrad.rpc.gathering import _wait_all as _wait_all
 from zmqgrad.rpc.gathering import note_future
-from zmqgrad.rpc.groups.events import JoinCallback, LossCallback
-from zmqgrad.rpc.groups.forming import join_group
-from zmqgrad.rpc.groups.group import Group, close_quietly
-from zmqgrad.rpc.groups.identity import WorkerInfo, check_name
-from zmqgrad.rpc.groups.meeting import all_gather, barrier
+from zmqgrad.rpc.membership.bootstrap import join_group
+from zmqgrad.rpc.membership.collectives import all_gather, barrier
+from zmqgrad.rpc.membership.events import JoinCallback, LossCallback
+from zmqgrad.rpc.membership.group import Group, close_quietly
+from zmqgrad.rpc.membership.worker_info import WorkerInfo, check_name
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,

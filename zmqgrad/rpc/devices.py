@@ -15,7 +15,7 @@ from zmqgrad.errors import ConfigurationError
 from zmqgrad.wire.tensors.devices import Route
 
 if TYPE_CHECKING:
-    from zmqgrad.rpc.groups.identity import WorkerRecord
+    from zmqgrad.rpc.membership.worker_info import WorkerRecord
 
 DeviceMap = dict[torch.device, torch.device]
 Names = dict[str, str]

@@ -14,7 +14,7 @@ import torch
 from zmqgrad.errors import NotInitializedError, RpcTimeoutError, RRefError
 from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
-from zmqgrad.rpc.groups.identity import WorkerInfo
+from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.packing.packing import pack_call
 from zmqgrad.rpc.packing.terms import TravelsAsReference

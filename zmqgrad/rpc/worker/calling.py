@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.errors import CongestionError, RpcTimeoutError, TransportError, UnknownPeerError
 from zmqgrad.rpc.calls import ChannelOutcome, PendingCall, What, describe
-from zmqgrad.rpc.groups.membership import WorkerRecord
+from zmqgrad.rpc.membership.membership import WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.packing.packing import pack_call
 from zmqgrad.rpc.packing.terms import PACKED_NOTHING, Packed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from zmqgrad.rpc.devices import for_answers, for_calls, for_gradients
 from zmqgrad.rpc.dispatch import Doors
-from zmqgrad.rpc.groups.membership import Membership, WorkerRecord
+from zmqgrad.rpc.membership.membership import Membership, WorkerRecord
 from zmqgrad.rpc.packing.terms import Terms
 from zmqgrad.rpc.references.table import ReferenceTable
 from zmqgrad.wire.tensors import Devices

@@ -17,8 +17,8 @@ from zmqgrad.rpc.callee import Callee
 from zmqgrad.rpc.calls import CallTable
 from zmqgrad.rpc.current import act_for
 from zmqgrad.rpc.dispatch import Doors
-from zmqgrad.rpc.groups.events import Events
-from zmqgrad.rpc.groups.membership import Membership
+from zmqgrad.rpc.membership.events import Events
+from zmqgrad.rpc.membership.membership import Membership
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.packing.code import book_of
 from zmqgrad.rpc.packing.terms import Packed

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from zmqgrad.errors import NotInitializedError, RpcTimeoutError, UnknownWorkerError
-from zmqgrad.rpc.groups.identity import WorkerInfo, WorkerRecord
+from zmqgrad.rpc.membership.worker_info import WorkerInfo, WorkerRecord
 from zmqgrad.runtime.clock import Deadline
 
 __all__ = ["Membership", "WorkerInfo", "WorkerRecord"]

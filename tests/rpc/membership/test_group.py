@@ -20,8 +20,8 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     StoreTimeoutError,
 )
-from zmqgrad.rpc.groups import parting
-from zmqgrad.rpc.groups.group import Group, make_worker
+from zmqgrad.rpc.membership import shutdown
+from zmqgrad.rpc.membership.group import Group, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore, TCPStore
@@ -139,9 +139,9 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
     """Only one of the others is told, at once; all do the same all the same, and none waits for long."""
     made = groups(4)
     victim, witness = made[2].worker, made[1].worker
-    monkeypatch.setattr(parting, "LOOK_SECONDS", 1000.0)
-    monkeypatch.setattr(parting, "PART_SECONDS", 0.05)
-    monkeypatch.setattr(parting, "answers", lambda endpoint: endpoint not in victim.membership.own.endpoints)
+    monkeypatch.setattr(shutdown, "LOOK_SECONDS", 1000.0)
+    monkeypatch.setattr(shutdown, "PART_SECONDS", 0.05)
+    monkeypatch.setattr(shutdown, "answers", lambda endpoint: endpoint not in victim.membership.own.endpoints)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     meet = made[2]._parting._meet
 
@@ -169,7 +169,7 @@ def test_a_request_that_was_lost_on_its_way_keeps_nobody_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All look as often as the others: none stops while another goes on."""
-    monkeypatch.setattr(parting, "PAUSES", (1e-4, 1e-3))
+    monkeypatch.setattr(shutdown, "PAUSES", (1e-4, 1e-3))
     made = groups(3)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     made[1].worker.calling.sent += 2
@@ -184,10 +184,10 @@ def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
 ) -> None:
     made = groups(3)
     gone = made[who].worker.membership.own.endpoints
-    monkeypatch.setattr(parting, "FAREWELL_SECONDS", 1000.0)
-    monkeypatch.setattr(parting, "SAY_EVERY", 1000.0)
-    monkeypatch.setattr(parting, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(parting, "answers", lambda endpoint: endpoint not in gone)
+    monkeypatch.setattr(shutdown, "FAREWELL_SECONDS", 1000.0)
+    monkeypatch.setattr(shutdown, "SAY_EVERY", 1000.0)
+    monkeypatch.setattr(shutdown, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(shutdown, "answers", lambda endpoint: endpoint not in gone)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     made.pop(who).close()  # and tells nobody
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(500)) for g in made]) == [None, None]
@@ -195,7 +195,7 @@ def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
 
 def test_who_serves_the_store_waits_for_the_slow_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     made = groups(2)
-    monkeypatch.setattr(parting, "PART_SECONDS", 0.01)
+    monkeypatch.setattr(shutdown, "PART_SECONDS", 0.01)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     looked = threading.Semaphore(0)
     monkeypatch.setattr(made[0]._parting, "_is_gone", lambda rank: looked.release())
@@ -206,7 +206,7 @@ def test_who_serves_the_store_waits_for_the_slow_but_not_for_ever(monkeypatch: p
     made[1]._parting._part(Deadline.after(20))
     leaving.join(10)
     assert not leaving.is_alive()
-    monkeypatch.setattr(parting, "FAREWELL_SECONDS", 0.05)
+    monkeypatch.setattr(shutdown, "FAREWELL_SECONDS", 0.05)
     made[0].store.delete_key("left/1")
     made[0]._parting._part(Deadline.after(20))
     for g in made:

@@ -24,8 +24,8 @@ from zmqgrad.errors import (
     StoreError,
     StoreTimeoutError,
 )
-from zmqgrad.rpc.groups.identity import WorkerRecord
-from zmqgrad.rpc.groups.joining import read_all
+from zmqgrad.rpc.membership.join import read_all
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.store import Store, WatchCallback
 from zmqgrad.transport.liveness import REFUSED_SECONDS, answers
 from zmqgrad.wire.ids import MAX_WORKER

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.rpc.groups import forming
-from zmqgrad.rpc.groups.forming import listening_host
+from zmqgrad.rpc.membership import bootstrap
+from zmqgrad.rpc.membership.bootstrap import listening_host
 from zmqgrad.store import FileStore, HashStore, PrefixStore
 from zmqgrad.transport import exposure
 
@@ -26,7 +26,7 @@ def facing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             raise OSError("nobody knows it")
         return "127.0.0.1" if exposure.is_loopback(host) else OURS
 
-    monkeypatch.setattr(forming, "facing_address", from_here)
+    monkeypatch.setattr(bootstrap, "facing_address", from_here)
     monkeypatch.setattr(exposure, "facing_address", from_here)
 
     def chosen(path: Path, **variables: str) -> str:

@@ -1,8 +1,8 @@
-"""Groups that workers join, leave and rejoin as they like: ``init_rpc`` without a world size.
+"""Dynamic groups: ``init_rpc`` without a world size. Workers join, leave and rejoin at any time.
 
-Who takes part stands in the store (:mod:`~zmqgrad.rpc.groups.roster`), which every worker watches. A worker
-that dies says nothing, so each also feels the pulse of the next one in the order of ids (and of those it
-talks to); whoever finds one dead strikes it off for all.
+The store lists the members (:mod:`~zmqgrad.rpc.membership.registry`), and every worker watches it. A worker
+that dies cannot announce it, so each worker monitors the heartbeat of the one with the next higher id (and of
+the workers it talks to); the first to find another one dead evicts it for all.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import threading
 from collections.abc import Callable
 
 from zmqgrad.errors import RpcTimeoutError, StoreError
-from zmqgrad.rpc.groups.group import JOIN_SECONDS, Group
-from zmqgrad.rpc.groups.identity import WorkerRecord
-from zmqgrad.rpc.groups.look_up import LookUp
-from zmqgrad.rpc.groups.parting import SAY_EVERY
-from zmqgrad.rpc.groups.roster import Roster, lives
+from zmqgrad.rpc.membership.group import JOIN_SECONDS, Group
+from zmqgrad.rpc.membership.lookup import LookUp
+from zmqgrad.rpc.membership.registry import Roster, lives
+from zmqgrad.rpc.membership.shutdown import SAY_EVERY
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore

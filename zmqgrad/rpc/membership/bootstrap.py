@@ -13,11 +13,11 @@ import msgspec
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, DuplicateWorkerError, RendezvousError, StoreTimeoutError
-from zmqgrad.rpc.groups.dynamic import DynamicGroup
-from zmqgrad.rpc.groups.group import Group, close_quietly, make_worker
-from zmqgrad.rpc.groups.identity import WorkerRecord, check_rank
-from zmqgrad.rpc.groups.joining import REFUSED, read_all
-from zmqgrad.rpc.groups.roster import PREFIX, allot_id, lives
+from zmqgrad.rpc.membership.dynamic import DynamicGroup
+from zmqgrad.rpc.membership.group import Group, close_quietly, make_worker
+from zmqgrad.rpc.membership.join import REFUSED, read_all
+from zmqgrad.rpc.membership.registry import PREFIX, allot_id, lives
+from zmqgrad.rpc.membership.worker_info import WorkerRecord, check_rank
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore

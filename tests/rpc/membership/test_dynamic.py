@@ -24,11 +24,11 @@ from zmqgrad.errors import (
     UnknownWorkerError,
 )
 from zmqgrad.rpc.current import act_again, act_for, current_worker
-from zmqgrad.rpc.groups import dynamic, roster
-from zmqgrad.rpc.groups.dynamic import LEFT, DynamicGroup
-from zmqgrad.rpc.groups.group import make_worker
-from zmqgrad.rpc.groups.identity import WorkerRecord
-from zmqgrad.rpc.groups.roster import allot_id
+from zmqgrad.rpc.membership import dynamic, registry
+from zmqgrad.rpc.membership.dynamic import LEFT, DynamicGroup
+from zmqgrad.rpc.membership.group import make_worker
+from zmqgrad.rpc.membership.registry import allot_id
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore
@@ -143,7 +143,7 @@ def test_ranks_that_cannot_be(town: Town, rank: Any) -> None:
 
 
 def test_ids_are_used_up_at_some_time(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roster, "MAX_WORKER", 1)
+    monkeypatch.setattr(registry, "MAX_WORKER", 1)
     assert [allot_id(town.store, "a", None) for _ in range(2)] == [0, 1]
     with pytest.raises(RendezvousError, match="all 2 worker ids have been used"):
         allot_id(town.store, "a", None)

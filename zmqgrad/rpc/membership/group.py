@@ -1,6 +1,6 @@
 """A worker's place in a group: it joins through a store, and leaves in good order.
 
-See :mod:`zmqgrad.rpc.groups.joining` and :mod:`zmqgrad.rpc.groups.parting` for how.
+See :mod:`zmqgrad.rpc.membership.join` and :mod:`zmqgrad.rpc.membership.shutdown` for how.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import torch
 from zmqgrad.errors import DuplicateWorkerError, RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.devices import check_group, published
 from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
-from zmqgrad.rpc.groups.identity import WorkerRecord, program_fingerprint, wait_for_end
-from zmqgrad.rpc.groups.joining import LOOK_SECONDS, claim, meet, withdraw
-from zmqgrad.rpc.groups.membership import Membership
-from zmqgrad.rpc.groups.parting import Parting
+from zmqgrad.rpc.membership.join import LOOK_SECONDS, claim, meet, withdraw
+from zmqgrad.rpc.membership.membership import Membership
+from zmqgrad.rpc.membership.shutdown import Parting
+from zmqgrad.rpc.membership.worker_info import WorkerRecord, program_fingerprint, wait_for_end
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref import install_rrefs
 from zmqgrad.rpc.worker import Worker

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Callable
 
 from zmqgrad.errors import ClosedError
-from zmqgrad.rpc.groups.identity import WorkerInfo
+from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.runtime.engine_pool import Task
 
 logger = logging.getLogger(__name__)

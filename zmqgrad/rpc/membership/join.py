@@ -15,8 +15,8 @@ import logging
 import msgspec
 
 from zmqgrad.errors import DuplicateWorkerError, RendezvousTimeoutError, StoreError, StoreTimeoutError
-from zmqgrad.rpc.groups.identity import WorkerRecord
-from zmqgrad.rpc.groups.membership import Membership
+from zmqgrad.rpc.membership.membership import Membership
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
 
