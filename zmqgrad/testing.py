@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from zmqgrad.rpc.current import act_again, act_for
-from zmqgrad.rpc.membership.group import JOIN_SECONDS, make_worker
+from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
@@ -60,7 +60,7 @@ class Cluster:
         """
         for worker in self.workers:
             worker.close()
-        deadline = Deadline.after(JOIN_SECONDS)
+        deadline = Deadline.after(JOIN_TIMEOUT_SECONDS)
         left = [name for worker in self.workers for name in worker.join(deadline)]
         if left:
             raise TimeoutError(f"these threads have not ended: {', '.join(left)}")

@@ -75,7 +75,7 @@ FAIL_BESIDE_RPC = """
 import os, sys, threading
 import zmqgrad.rpc as rpc
 import zmqgrad.rpc.membership.group as group
-group.LAST_SECONDS = 30.0
+group.EXIT_GRACE_SECONDS = 30.0
 begun = threading.Event()
 def begin():
     begun.set()

@@ -165,7 +165,7 @@ def _leave_at_exit() -> None:
     """A program that ends without shutdown: stop the threads before the interpreter takes itself apart."""
     if _group is not None:
         close_quietly(_group)
-        _group.let_the_lost_end_first()
+        _group.wait_for_lost_processes()
 
 
 def _forget_in_fork() -> None:

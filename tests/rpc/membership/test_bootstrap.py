@@ -50,7 +50,7 @@ def test_who_meets_by_a_file_listens_where_others_can_reach(
     assert facing(tmp_path, ZMQGRAD_SECRET="0123456789abcdef" * 2) == OURS
     with pytest.raises(ConfigurationError, match=f"will not listen on tcp://{OURS}"):
         facing(tmp_path, MASTER_ADDR=MASTER)
-    with pytest.raises(ConfigurationError, match="no way leads to no-such-host"):
+    with pytest.raises(ConfigurationError, match="no route to no-such-host"):
         facing(tmp_path, MASTER_ADDR="no-such-host")
     monkeypatch.setattr(exposure, "_ELSEWHERE", ("no-such-host",))
     assert facing(tmp_path, ZMQGRAD_ALLOW_INSECURE="1") == "127.0.0.1", "there is no other host"

@@ -27,7 +27,7 @@ from zmqgrad.rpc.current import act_again, act_for, current_worker
 from zmqgrad.rpc.membership import dynamic, registry
 from zmqgrad.rpc.membership.dynamic import LEFT, DynamicGroup
 from zmqgrad.rpc.membership.group import make_worker
-from zmqgrad.rpc.membership.registry import allot_id
+from zmqgrad.rpc.membership.registry import Registry, allocate_id
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
@@ -55,7 +55,7 @@ class Town:
     def make(self, name: str, rank: int | None = None) -> DynamicGroup:
         """A worker that has not joined yet."""
         store = PrefixStore("d", self.store)
-        number = allot_id(store, name, rank)
+        number = allocate_id(store, name, rank)
         mailbox = MemoryMailbox(self.network, name, number)
         group = DynamicGroup(make_worker(name, number, 0, mailbox, OPTIONS), store, None, is_alive=self.lives)
         self.groups.append(group)
@@ -133,20 +133,20 @@ def there_and_back(other: str) -> str:
 
 def test_ids_are_handed_out_once(town: Town) -> None:
     store = PrefixStore("d", town.store)
-    assert [allot_id(store, "a", rank) for rank in (None, 2, None, None, 2, None)] == [0, 2, 1, 3, 4, 5]
+    assert [allocate_id(store, "a", rank) for rank in (None, 2, None, None, 2, None)] == [0, 2, 1, 3, 4, 5]
 
 
 @pytest.mark.parametrize("rank", [-1, 1 << 16, "0", True])
 def test_ranks_that_cannot_be(town: Town, rank: Any) -> None:
     with pytest.raises(ConfigurationError, match="rank"):
-        allot_id(town.store, "a", rank)
+        allocate_id(town.store, "a", rank)
 
 
 def test_ids_are_used_up_at_some_time(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "MAX_WORKER", 1)
-    assert [allot_id(town.store, "a", None) for _ in range(2)] == [0, 1]
+    assert [allocate_id(town.store, "a", None) for _ in range(2)] == [0, 1]
     with pytest.raises(RendezvousError, match="all 2 worker ids have been used"):
-        allot_id(town.store, "a", None)
+        allocate_id(town.store, "a", None)
 
 
 def test_two_workers_of_one_name_are_refused_while_the_older_lives(town: Town) -> None:
@@ -472,13 +472,14 @@ def held() -> str:
 def test_the_name_of_one_who_left_is_free_though_an_answer_is_still_awaited(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dynamic, "LAST_WORDS_SECONDS", WAIT)
+    monkeypatch.setattr(dynamic, "LAST_REPLIES_GRACE_SECONDS", WAIT)
     hold.clear()
     a, first = town.join("a"), town.join("c")
     with acting(a):
         awaited = rpc.rpc_async("c", held)
-        first._roster.give_name_back()
-        first._roster.leave(LEFT)
+        members = Registry(first.store, first.worker.membership.own)
+        members.release_name()
+        members.remove(first.worker.id, LEFT)
         wait_until(lambda: ids_known_to(a) == [a.worker.id])
         second = town.join("c")
         assert rpc.rpc_sync("c", where) == "c"

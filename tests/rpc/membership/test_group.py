@@ -21,6 +21,7 @@ from zmqgrad.errors import (
     StoreTimeoutError,
 )
 from zmqgrad.rpc.membership import shutdown
+from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import Group, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
@@ -37,7 +38,7 @@ def groups(n: int, names: str = "", store: HashStore | None = None) -> list[Grou
     for rank in range(n):
         name = names[rank] if names else f"worker{rank}"
         mailbox = MemoryMailbox(network, name, rank)
-        made.append(Group(make_worker(name, rank, n, mailbox, OPTIONS), PrefixStore("g", store)))
+        made.append(FixedGroup(make_worker(name, rank, n, mailbox, OPTIONS), PrefixStore("g", store)))
     return made
 
 
@@ -139,21 +140,21 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
     """Only one of the others is told, at once; all do the same all the same, and none waits for long."""
     made = groups(4)
     victim, witness = made[2].worker, made[1].worker
-    monkeypatch.setattr(shutdown, "LOOK_SECONDS", 1000.0)
-    monkeypatch.setattr(shutdown, "PART_SECONDS", 0.05)
+    monkeypatch.setattr(shutdown, "POLL_SECONDS", 1000.0)
+    monkeypatch.setattr(shutdown, "LEAVE_POLL_SECONDS", 0.05)
     monkeypatch.setattr(shutdown, "answers", lambda endpoint: endpoint not in victim.membership.own.endpoints)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
-    meet = made[2]._parting._meet
+    compare_set = made[2].store.compare_set
 
-    def meet_or_die(where: str, why: str, deadline: Deadline, value: str = "-") -> list[str]:
-        if where != step:
-            return meet(where, why, deadline, value)
+    def post_or_die(key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        if key != f"{step}/2":
+            return compare_set(key, expected, desired)
         if posted:
-            made[2].store.set(f"{step}/2", value)
+            compare_set(key, expected, desired)
         witness.lose(2, "it was killed")
         raise Dead
 
-    monkeypatch.setattr(made[2]._parting, "_meet", meet_or_die)
+    monkeypatch.setattr(made[2].store, "compare_set", post_or_die)
     left: list[str] = []
 
     def leave(g: Group) -> None:
@@ -169,7 +170,7 @@ def test_a_request_that_was_lost_on_its_way_keeps_nobody_for_ever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All look as often as the others: none stops while another goes on."""
-    monkeypatch.setattr(shutdown, "PAUSES", (1e-4, 1e-3))
+    monkeypatch.setattr(shutdown, "ROUND_BACKOFF_SECONDS", (1e-4, 1e-3))
     made = groups(3)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     made[1].worker.calling.sent += 2
@@ -184,33 +185,44 @@ def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
 ) -> None:
     made = groups(3)
     gone = made[who].worker.membership.own.endpoints
-    monkeypatch.setattr(shutdown, "FAREWELL_SECONDS", 1000.0)
-    monkeypatch.setattr(shutdown, "SAY_EVERY", 1000.0)
-    monkeypatch.setattr(shutdown, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(shutdown, "LEAVE_GRACE_SECONDS", 1000.0)
+    monkeypatch.setattr(shutdown, "LOG_INTERVAL_SECONDS", 1000.0)
+    monkeypatch.setattr(shutdown, "POLL_SECONDS", 0.02)
     monkeypatch.setattr(shutdown, "answers", lambda endpoint: endpoint not in gone)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     made.pop(who).close()  # and tells nobody
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(500)) for g in made]) == [None, None]
 
 
-def test_who_serves_the_store_waits_for_the_slow_but_not_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_rank_0_waits_for_the_slow_but_not_forever(monkeypatch: pytest.MonkeyPatch, gives_up: bool) -> None:
+    checked, released = threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(shutdown, "LEAVE_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(shutdown, "LEAVE_GRACE_SECONDS", 0.1 if gives_up else 20.0)
+    monkeypatch.setattr(shutdown, "answers", lambda endpoint: checked.release() or True)
     made = groups(2)
-    monkeypatch.setattr(shutdown, "PART_SECONDS", 0.01)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
-    looked = threading.Semaphore(0)
-    monkeypatch.setattr(made[0]._parting, "_is_gone", lambda rank: looked.release())
-    leaving = threading.Thread(target=made[0]._parting._part, args=(Deadline.after(20),))
-    leaving.start()
+    wait = made[1].store.wait
+
+    def wait_slowly(keys: Any, timeout: Any = None) -> None:
+        """Rank 1 does not see at once that it may leave."""
+        wait(keys, timeout)
+        if keys == ["closing"]:
+            assert released.wait(20)
+
+    made[1].store.wait = wait_slowly  # type: ignore[method-assign]
+    first, slow = (threading.Thread(target=g.leave, args=(True, Deadline.after(20))) for g in made)
+    for t in (first, slow):
+        t.start()
     for _ in range(3):
-        assert looked.acquire(timeout=10), "it lives, says nobody: it looks again"
-    made[1]._parting._part(Deadline.after(20))
-    leaving.join(10)
-    assert not leaving.is_alive()
-    monkeypatch.setattr(shutdown, "FAREWELL_SECONDS", 0.05)
-    made[0].store.delete_key("left/1")
-    made[0]._parting._part(Deadline.after(20))
-    for g in made:
-        g.close()
+        assert checked.acquire(timeout=10), "rank 1 is alive and has not left: rank 0 checks again"
+    if gives_up:
+        first.join(10)
+    assert first.is_alive() != gives_up
+    released.set()
+    for t in (first, slow):
+        t.join(10)
+        assert not t.is_alive()
 
 
 @pytest.mark.slow

@@ -1,6 +1,8 @@
-"""A worker's place in a group: it joins through a store, and leaves in good order.
+"""What both kinds of group share: making a worker, leaving and closing.
 
-See :mod:`zmqgrad.rpc.membership.join` and :mod:`zmqgrad.rpc.membership.shutdown` for how.
+A group of fixed size (:mod:`~zmqgrad.rpc.membership.fixed`) waits for all its workers when it is joined, and
+meets at a barrier when they leave. A dynamic group (:mod:`~zmqgrad.rpc.membership.dynamic`) waits for no
+worker, and follows joins and losses while it exists.
 """
 
 from __future__ import annotations
@@ -8,17 +10,17 @@ from __future__ import annotations
 import logging
 import os
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
 
-from zmqgrad.errors import DuplicateWorkerError, RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
-from zmqgrad.rpc.devices import check_group, published
+from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError
+from zmqgrad.rpc.devices import published
 from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
-from zmqgrad.rpc.membership.join import LOOK_SECONDS, claim, meet, withdraw
 from zmqgrad.rpc.membership.membership import Membership
-from zmqgrad.rpc.membership.shutdown import Parting
-from zmqgrad.rpc.membership.worker_info import WorkerRecord, program_fingerprint, wait_for_end
+from zmqgrad.rpc.membership.registry import Registry
+from zmqgrad.rpc.membership.worker_info import WorkerRecord, program_fingerprint, wait_for_exit
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.rref import install_rrefs
 from zmqgrad.rpc.worker import Worker
@@ -28,14 +30,14 @@ from zmqgrad.transport.base import Mailbox
 
 logger = logging.getLogger(__name__)
 
-JOIN_SECONDS = 5.0
-"""How long threads may take to end once told."""
+JOIN_TIMEOUT_SECONDS = 5.0
+"""How long threads may take to end after a worker was closed."""
 
-HURRY_SECONDS = 1.0
-"""The same where an error, Ctrl-C or the end of the program is waiting to get through."""
+HURRIED_JOIN_TIMEOUT_SECONDS = 1.0
+"""The same while an exception is propagating or the interpreter exits."""
 
-LAST_SECONDS = 3.0
-"""How long the process of a program that fails may take to end, once it has closed its sockets."""
+EXIT_GRACE_SECONDS = 3.0
+"""How long the process of a failed program may take to end after it closed its sockets."""
 
 
 def make_worker(
@@ -46,7 +48,7 @@ def make_worker(
     options: RpcBackendOptions,
     clock: Clock = MONOTONIC,
 ) -> Worker:
-    """A worker with all its floors, not yet started."""
+    """Make a worker with all its extensions, not yet started. ``world_size`` is 0 in a dynamic group."""
     own = WorkerRecord(
         name,
         rank,
@@ -65,119 +67,91 @@ def make_worker(
     return worker
 
 
-STAY_SECONDS = 10.0
-"""Whoever serves the store waits so long for workers that have joined to read it; one may have died."""
+class Group(ABC):
+    """A worker's membership in a group.
 
-
-class Group:
-    """A worker's place among the others. Closes ``store`` at the end.
-
-    ``served``: the store beneath ``store``, if this worker serves it.
+    Args:
+        worker: not yet started.
+        store: the keys of the group; closed together with the worker.
+        served: the store beneath ``store``, if this worker serves it.
     """
 
     def __init__(self, worker: Worker, store: Store, served: TCPStore | None = None) -> None:
         self.worker = worker
         self.store = store
         self._served = served
-        self._parting = Parting(worker, store, served)
+        self._registry = Registry(store, worker.membership.own)
 
+    @abstractmethod
     def join(self, deadline: Deadline) -> None:
-        """Claim name and rank, wait for all others, and start.
+        """Become a member of the group, and start the worker.
 
         Raises:
             DuplicateWorkerError: if another worker has this name or rank.
-            RendezvousTimeoutError: naming the ranks that did not come.
-            ConfigurationError: if a device map of one of them cannot be right.
         """
-        membership = self.worker.membership
-        try:
-            claim(membership, self.store)
-            meet(membership, self.store, deadline)
-        except DuplicateWorkerError:
-            raise  # what was claimed stays: the others are still to be told
-        except BaseException:
-            withdraw(membership, self.store)
-            raise
-        check_group(membership.all())
-        # Not before: whoever calls us has met all, and may be ahead; its messages wait in the socket.
-        self.worker.start()
-        if self._served is None:
-            self._say_met()
-        else:
-            self._stay_for_others(deadline)
 
-    def _say_met(self) -> None:
-        try:
-            self.store.set(f"met/{self.worker.id}", b"")
-        except StoreError as e:  # who serves it has gone on without us; we have read what we need
-            logger.debug("%s: nobody to tell that all have been met: %s", self.worker.name, e)
-
-    def _stay_for_others(self, deadline: Deadline) -> None:
-        """Let all read the store that is served here: the program may end as soon as it has joined."""
-        others = {record.id for record in self.worker.membership.all()} - {self.worker.id}
-        until = Deadline.after(min(deadline.left(), STAY_SECONDS))
-        while others and not until.passed():
-            try:
-                self.store.wait([f"met/{i}" for i in others], min(until.left(), LOOK_SECONDS))
-                return
-            except StoreTimeoutError:
-                others = {i for i in others - set(self.worker.lost) if not self.store.check([f"met/{i}"])}
+    @abstractmethod
+    def _finish(self, deadline: Deadline) -> None:
+        """Complete the work in progress, and stop being a member."""
 
     def leave(self, graceful: bool, deadline: Deadline) -> None:
-        """End the worker; with ``graceful``, after all workers have called this and finished their work.
+        """End the worker. Its threads and sockets are closed afterwards, also if this raises.
 
-        Whatever happens, threads and sockets of this worker are gone afterwards.
+        Args:
+            graceful: complete the work in progress first: in a group of fixed size that of all workers, after
+                all have called this; in a dynamic group that of this worker.
+            deadline: of the whole.
 
         Raises:
-            RpcTimeoutError: if others did not arrive or finish by ``deadline``, naming them; if the store is
-                gone.
+            RpcTimeoutError: if others did not arrive or finish by ``deadline``, naming them; if the store
+                does not reply.
             RpcError: if threads are left because user code in them does not end.
         """
         self.worker.events.stop()
         try:
             if graceful:
-                self._leave_together(deadline)
+                self._finish(deadline)
         except StoreError as e:
             close_quietly(self, logger.warning)
-            raise RpcTimeoutError(self._whose_store_is_gone()) from e
+            raise RpcTimeoutError(self._explain_lost_store()) from e
         except BaseException:
-            close_quietly(self, logger.warning)  # the first error is the one to tell
+            close_quietly(self, logger.warning)  # the first error is the one to report
             raise
         self.close()
 
-    def _leave_together(self, deadline: Deadline) -> None:
-        self._parting.run(deadline)
+    def wait_for_lost_processes(self) -> None:
+        """Wait briefly until the processes of lost workers have ended.
 
-    def let_the_lost_end_first(self) -> None:
-        """Wait a moment until the processes of those that this worker has lost are gone.
-
-        A program that fails closes its sockets a second or two before its process ends: torch takes long to
-        take itself apart. Those that fail because of it must not be gone first: a launcher would blame them.
+        A failing program closes its sockets a second or two before its process ends, because torch is slow to
+        unload. Programs that fail because of it must not end first, or a launcher would blame them.
         """
-        deadline = Deadline.after(LAST_SECONDS)
+        deadline = Deadline.after(EXIT_GRACE_SECONDS)
         for lost in list(self.worker.lost):
             record = self.worker.membership.find_former(lost)
             if record is not None:
-                wait_for_end(record, deadline.left())
+                wait_for_exit(record, deadline.left())
 
-    def _whose_store_is_gone(self) -> str:
-        said = f"{self.worker.name}: shutdown gave up: the store no longer answers"
+    def _explain_lost_store(self) -> str:
+        text = f"{self.worker.name}: shutdown gave up: the store no longer answers"
         first = self.worker.membership.find_former(0)
-        if first is not None and wait_for_end(first, LAST_SECONDS):  # first, as above
-            return f"{said}: the program of {first.name}, which serves it, has ended without shutdown"
+        if first is not None and wait_for_exit(first, EXIT_GRACE_SECONDS):  # see wait_for_lost_processes
+            return f"{text}: the program of {first.name}, which serves it, has ended without shutdown"
         return (
-            f"{said}; {self.worker.membership.name_of(0)}, or the launcher that serves it, seems to be gone"
+            f"{text}; {self.worker.membership.name_of(0)}, or the launcher that serves it, seems to be gone"
         )
 
-    def close(self, patience: float = JOIN_SECONDS) -> None:
-        """End at once; threads have ``patience`` seconds to end. Idempotent.
+    def close(self, timeout: float = JOIN_TIMEOUT_SECONDS) -> None:
+        """End at once. Idempotent.
+
+        Args:
+            timeout: seconds that threads have to end.
 
         Raises:
             RpcError: if threads are left because user code in them does not end.
         """
         self.worker.close()
-        self.store.close()  # a thread that asks it for something ends with that
-        left = self.worker.join(Deadline.after(patience))
+        self.store.close()  # ends the queries of threads that wait for the store
+        left = self.worker.join(Deadline.after(timeout))
         if left:
             raise RpcError(
                 f"worker {self.worker.name} was shut down, but user code still runs in {', '.join(left)}; "
@@ -186,8 +160,8 @@ class Group:
 
 
 def close_quietly(group: Group, log: Callable[..., None] = logger.debug) -> None:
-    """:meth:`Group.close` where there is nobody to tell of an error (at exit, or behind another error)."""
+    """:meth:`Group.close` that logs errors, for use at exit or while another exception propagates."""
     try:
-        group.close(HURRY_SECONDS)
+        group.close(HURRIED_JOIN_TIMEOUT_SECONDS)
     except (RpcError, StoreError) as e:
         log("%s", e)

@@ -1,4 +1,4 @@
-"""Asking for what others know, in a thread of its own, so that whoever wants to know can stop waiting."""
+"""Queries that many threads share, run in a thread of their own so that each caller can time out."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from zmqgrad.runtime.future import Outcome
 logger = logging.getLogger(__name__)
 
 
-class LookUp:
-    """Runs ``look`` for all who wait, one look at a time; one that has begun serves nobody who comes later.
+class Lookup:
+    """Runs ``query`` for all callers that wait for it, one query at a time.
+
+    A caller is served by a query that starts after it called, never by one in progress.
 
     Args:
-        name: of the thread, which is there only while somebody waits.
-        look: asks; must end in bounded time. What it raises is logged.
+        name: of the thread, which exists only while a caller waits.
+        query: must return in bounded time. What it raises is logged.
     """
 
-    def __init__(self, name: str, look: Callable[[], None]) -> None:
+    def __init__(self, name: str, query: Callable[[], None]) -> None:
         self._name = name
-        self._look = look
+        self._query = query
         self._lock = threading.Lock()  # guards all below
         self._next: Outcome[None] | None = None
         self._thread: threading.Thread | None = None
 
     def wait(self, seconds: float | None) -> bool:
-        """Wait until a look that begins from now on has ended; False if it does not within ``seconds``."""
+        """Wait until a query that starts from now on has ended; False if it does not within ``seconds``."""
         with self._lock:
             outcome = self._next
             if outcome is None:
@@ -46,14 +48,14 @@ class LookUp:
                     self._thread = None
                     return
             try:
-                self._look()
-            except Exception:  # what others have written may be anything
+                self._query()
+            except Exception:  # the records that others have written may be malformed
                 logger.exception("%s failed", self._name)
             finally:
                 outcome.set(None)
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for the thread, whose look must be about to end; names it if it does not by ``deadline``."""
+        """Wait for the thread, whose query must be about to end; names it if it does not by ``deadline``."""
         with self._lock:
             thread = self._thread
         if thread is None:

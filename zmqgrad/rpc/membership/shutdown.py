@@ -1,10 +1,15 @@
-"""How the workers of a group leave together (``shutdown(graceful=True)``), in three steps.
+"""Graceful shutdown: draining a worker, and the barrier at the end of a group of fixed size.
 
-All workers arrive. Then they wait until nothing is under way anywhere: each posts how many requests it has
-sent and received, once it is quiet itself; when the sums agree, twice running and unchanged, no message is in
-flight (Mattern's four counters). What a broken connection has swallowed, or was dropped as malformed, is
-never received: sums that differ, and have not changed for long, count as final. Then they part, and the
-store's master goes last. While anybody is waited for, a log line names them.
+The barrier has three steps:
+
+1. All workers arrive.
+2. They wait until no message is in flight anywhere. Each worker, once idle, posts how many requests it has
+   sent and received. The group is quiet when the two sums agree and have not changed since the round before
+   (Mattern's four-counter termination detection). Requests that were lost with a connection or dropped as
+   malformed are never received, so sums that differ also count as final if they do not change for long.
+3. The workers leave; the one that serves the store leaves last.
+
+A log line names the workers that are being waited for.
 """
 
 from __future__ import annotations
@@ -12,6 +17,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+from collections.abc import Callable
 
 from zmqgrad.errors import ClosedError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.worker import Worker
@@ -22,146 +28,192 @@ from zmqgrad.transport.liveness import answers, is_on_this_host
 
 logger = logging.getLogger(__name__)
 
-SAY_EVERY = 5.0
-"""Seconds of waiting for others after which a log line names them, again and again."""
+LOG_INTERVAL_SECONDS = 5.0
+"""Interval of the log lines that name the workers being waited for."""
 
-LOOK_SECONDS = 1.0
-"""Who is waited for is looked up so often: nobody need have noticed that it died, if nobody has called it."""
+POLL_SECONDS = 1.0
+"""Interval at which missing workers are checked: a death may go unnoticed if no worker has called them."""
 
-PAUSES = 0.001, 0.5
-"""From what to what the pauses between looks at sums that do not agree and do not change grow, in seconds."""
+ROUND_BACKOFF_SECONDS = 0.001, 0.5
+"""First and longest pause between rounds whose sums do not agree and do not change."""
 
-LOST_LOOKS = 24
-"""After so many such looks, some 6 seconds, nothing is in flight any more. A number of looks, not a time: all
-read the same sums, and so all stop at the same look."""
+LOST_ROUNDS = 24
+"""After this many such rounds, some 6 seconds, nothing counts as in flight any more. This is a number of
+rounds, not a time: all workers read the same sums, and so all stop in the same round."""
 
-PART_SECONDS = 2.0
-"""How long workers that have finished wait for each other's farewell before they look who lives."""
+LEAVE_POLL_SECONDS = 2.0
+"""Interval at which workers that wait for others to leave check whether those are alive."""
 
-FAREWELL_SECONDS = 30.0
-"""How long those who live, but are slow, are waited for then."""
+LEAVE_GRACE_SECONDS = 30.0
+"""How long slow workers are waited for in the last step."""
 
-GONE = "gone"
-"""Posted for a worker that died."""
+DEAD = "dead"
+"""Posted on behalf of a worker that died."""
 
 
-class Parting:
-    """One worker's part in it.
+def drain(worker: Worker, is_idle: Callable[[Deadline], bool], deadline: Deadline) -> None:
+    """Wait for the replies to the calls that ``worker`` has made, and until it is idle.
 
-    ``served``: the store beneath ``store``, if this worker serves it.
+    Args:
+        worker: the worker that shuts down.
+        is_idle: waits until the worker has served what it must serve; False if it has not by a deadline.
+        deadline: of the shutdown.
+
+    Raises:
+        RpcTimeoutError: if that takes longer than ``deadline``, naming the workers waited for.
+    """
+    while True:
+        worker.references.sweep()
+        worker.waiting.drain_channels()  # a backward pass that failed may leave requests unread
+        pending = worker.calls.pending()
+        for call in pending:
+            call.outcome.wait_done(min(deadline.left(), LOG_INTERVAL_SECONDS))
+        idle = is_idle(deadline.sooner(LOG_INTERVAL_SECONDS))
+        still = [call for call in worker.calls.pending() if call in pending]
+        if idle and not still:
+            return
+        names = ", ".join(sorted({worker.membership.name_of(call.peer) for call in still}))
+        if deadline.passed():
+            calls = ", ".join(
+                f"{call.describe()} on {worker.membership.name_of(call.peer)}" for call in still
+            )
+            raise RpcTimeoutError(
+                f"{worker.name}: shutdown gave up waiting for {names or 'running calls'} to finish"
+                + (f" ({calls})" if calls else "")
+            )
+        if still:
+            logger.warning("%s: shutdown waits for %s to finish", worker.name, names)
+
+
+class ShutdownBarrier:
+    """The part of one worker in the shutdown of a group of fixed size.
+
+    Keys of the store: ``<step>/<rank>``, what a worker posts at a step; ``closing``, posted by rank 0 when
+    the others may leave; ``left/<rank>``, posted by a worker that has left.
+
+    Args:
+        worker: the worker that shuts down.
+        store: the keys of the group.
+        served: the store beneath ``store``, if this worker serves it.
     """
 
     def __init__(self, worker: Worker, store: Store, served: TCPStore | None) -> None:
         self._worker = worker
         self._store = store
         self._served = served
-        self._gone: set[int] = set()  # ranks that ended without a word
-        self._step = ""  # where all others are waited for
+        self._dead: set[int] = set()  # ranks of workers that died
+        self._step = ""  # the step at which all others are waited for
 
     def run(self, deadline: Deadline) -> None:
-        """Returns when all have arrived and are quiet, and this worker may go.
+        """Return when all workers have arrived and are quiet, and this one may leave.
 
         Raises:
             RpcTimeoutError: if others do not arrive or finish by ``deadline``, naming them.
-            StoreError: if the store is gone.
+            StoreError: if the store does not reply.
         """
         self._store.set_timeout(min(self._store.timeout.total_seconds(), deadline.left()))
-        self._worker.doors.peer_lost.append(lambda rank, _: self._stand_in_later(rank))
+        self._worker.doors.peer_lost.append(lambda rank, _: self._post_on_behalf_later(rank))
         self._meet("arrived", "to call shutdown", deadline)
+        self._wait_until_quiet(deadline)
+        self._step = ""
+        self._leave(deadline)
+
+    # ---- steps 1 and 2 ----------------------------------------------------------------------------------
+
+    def _wait_until_quiet(self, deadline: Deadline) -> None:
+        worker = self._worker
         before: list[int] | None = None
-        looks, backoff = 0, Backoff(*PAUSES)
+        rounds, backoff = 0, Backoff(*ROUND_BACKOFF_SECONDS)
         for number in itertools.count():
-            self._wait_until_quiet(deadline)
-            sent, received = self._worker.counts()
+            drain(worker, lambda until: worker.pool.wait_idle(until) and worker.quiet(), deadline)
+            sent, received = worker.counts()
             posted = self._meet(f"quiet/{number}", "to finish its work", deadline, f"{sent} {received}")
-            if GONE in posted:
-                break  # with the dead, what they sent and received is lost, too
+            if DEAD in posted:
+                return  # the counts of the dead are lost
             sums = [sum(int(each.split()[i]) for each in posted) for i in (0, 1)]
             if sums != before:
-                before, looks = sums, 0
+                before, rounds = sums, 0
                 backoff.reset()
                 continue
             if sums[0] == sums[1]:
-                break
-            looks += 1
-            if looks == LOST_LOOKS:
+                return
+            rounds += 1
+            if rounds == LOST_ROUNDS:
                 logger.warning(
                     "%s: shutdown goes on, though %d requests were sent and %d received: others were lost on "
-                    "their way, or dropped as malformed", self._worker.name, *sums
+                    "their way, or dropped as malformed", worker.name, *sums
                 )  # fmt: skip
-                break
-            threading.Event().wait(backoff.pause(deadline.left()))  # nothing tells of what may yet come
-        self._step = ""
-        self._part(deadline)
+                return
+            threading.Event().wait(backoff.pause(deadline.left()))  # no event announces the next message
 
     def _meet(self, step: str, why: str, deadline: Deadline, value: str = "-") -> list[str]:
-        """Post ``value`` under ``step`` and wait until all have; gives what all posted, by rank.
+        """Post ``value`` at ``step`` and wait until all workers have; returns the values posted, by rank.
 
-        For the dead others post :data:`GONE`. Only the first that is posted for a rank counts, so that all
-        read the same and do the same next, whoever of them noticed a death when.
+        For dead workers others post :data:`DEAD`. Only the first value of a rank counts, so that all workers
+        read the same values and take the same next step, whenever they notice a death.
         """
         self._step = step
         self._store.compare_set(f"{step}/{self._worker.id}", "", value)
-        for rank in self._gone.union(list(self._worker.lost)):
-            self._stand_in(rank)
+        for rank in self._dead.union(list(self._worker.lost)):
+            self._post_on_behalf(rank)
         keys = [f"{step}/{rank}" for rank in range(self._worker.membership.world_size)]
         self._wait_for(keys, why, deadline)
         posted = [raw.decode() for raw in self._store.multi_get(keys)]
-        self._gone |= {rank for rank, said in enumerate(posted) if said == GONE}
+        self._dead |= {rank for rank, value in enumerate(posted) if value == DEAD}
         return posted
 
     def _wait_for(self, keys: list[str], why: str, deadline: Deadline) -> None:
-        """Wait until all of ``keys``, one for each rank, are there, and see to those of the dead."""
-        # That others still have work of their own is nothing to warn of.
+        """Wait until all of ``keys``, one for each rank, exist; posts those of dead workers."""
+        # Workers that still have work of their own are no reason for a warning.
         level = logging.INFO if self._step == "arrived" else logging.WARNING
-        say = Deadline.after(SAY_EVERY)
+        next_log = Deadline.after(LOG_INTERVAL_SECONDS)
         while True:
             try:
-                self._store.wait(keys, min(deadline.left(), LOOK_SECONDS))
+                self._store.wait(keys, min(deadline.left(), POLL_SECONDS))
                 return
             except StoreTimeoutError as e:
-                there = set(self._store.list_keys(f"{self._step}/"))
-                missing = [rank for rank, key in enumerate(keys) if key not in there]
-                dead = [rank for rank in missing if self._is_gone(rank)]
+                present = set(self._store.list_keys(f"{self._step}/"))
+                missing = [rank for rank, key in enumerate(keys) if key not in present]
+                dead = [rank for rank in missing if self._is_dead(rank)]
                 names = ", ".join(self._worker.membership.name_of(rank) for rank in missing)
                 if dead:
                     logger.warning("%s: shutdown goes on without the dead among %s", self._worker.name, names)
                     for rank in dead:
-                        self._stand_in(rank)
+                        self._post_on_behalf(rank)
                     continue
                 if deadline.passed():
                     raise RpcTimeoutError(
                         f"{self._worker.name}: shutdown gave up waiting for {names} {why}; "
                         f"shutdown(graceful=False) does not wait for others"
                     ) from e
-                if say.passed():
+                if next_log.passed():
                     logger.log(level, "%s: shutdown waits for %s %s", self._worker.name, names, why)
-                    say = Deadline.after(SAY_EVERY)
+                    next_log = Deadline.after(LOG_INTERVAL_SECONDS)
 
-    def _stand_in(self, rank: int) -> None:
-        """Post for a worker that died, unless it has, or nobody is waited for any more."""
+    def _post_on_behalf(self, rank: int) -> None:
+        """Post for a dead worker, unless it has posted, or no worker is being waited for."""
         step = self._step
         if step:
-            self._store.compare_set(f"{step}/{rank}", "", GONE)
+            self._store.compare_set(f"{step}/{rank}", "", DEAD)
 
-    def _stand_in_later(self, rank: int) -> None:
-        """A worker was lost, in a thread that must not wait."""
+    def _post_on_behalf_later(self, rank: int) -> None:
+        """Do so in an engine thread: the calling thread, which noticed the loss, must not block."""
         if not self._step:
             return
 
-        def stand_in() -> None:
+        def post() -> None:
             try:
-                self._stand_in(rank)
+                self._post_on_behalf(rank)
             except StoreError as e:
-                logger.debug("%s: the store has no ear for the loss of %d: %s", self._worker.name, rank, e)
+                logger.debug("%s: cannot post the loss of %d to the store: %s", self._worker.name, rank, e)
 
         try:
-            self._worker.submit(stand_in)
+            self._worker.submit(post)
         except ClosedError:
-            logger.debug("%s has left before %d was lost", self._worker.name, rank)
+            logger.debug("%s left before worker %d was lost", self._worker.name, rank)
 
-    def _is_gone(self, rank: int) -> bool:
-        """Has that worker ended without a word? (In good order, nobody ends before all have arrived.)"""
+    def _is_dead(self, rank: int) -> bool:
+        """Whether that worker's process has ended: before all have arrived, no worker leaves in order."""
         if rank in self._worker.lost:
             return True
         endpoints = self._worker.membership.find(rank).endpoints
@@ -169,74 +221,55 @@ class Parting:
             return False
         if all(is_on_this_host(endpoint) for endpoint in endpoints):
             return True
-        self._worker.mailbox.follow(rank)  # between hosts only time tells: it will be among the lost
+        self._worker.mailbox.follow(rank)  # between hosts the failure detector decides: see worker.lost
         return False
 
-    def _wait_until_quiet(self, deadline: Deadline) -> None:
-        worker = self._worker
-        while True:
-            worker.references.sweep()
-            worker.waiting.drain_channels()  # of a pass that failed, requests may come late
-            pending = worker.calls.pending()
-            if not pending and worker.pool.wait_idle(deadline.sooner(SAY_EVERY)) and worker.quiet():
-                return
-            for call in pending:
-                call.outcome.wait_done(min(deadline.left(), SAY_EVERY))
-            still = [c for c in worker.calls.pending() if c in pending]
-            if deadline.passed():
-                said = ", ".join(f"{c.describe()} on {worker.membership.name_of(c.peer)}" for c in still)
-                raise RpcTimeoutError(
-                    f"{worker.name}: shutdown gave up waiting for {said or 'running calls'}"
-                )
-            if still:
-                names = {worker.membership.name_of(c.peer) for c in still}
-                logger.warning("%s: shutdown waits for answers of %s", worker.name, ", ".join(sorted(names)))
+    # ---- step 3 -----------------------------------------------------------------------------------------
 
-    def _part(self, deadline: Deadline) -> None:
-        """All are quiet: leave, rank 0 last, which tells the others that the store takes no newcomers.
+    def _leave(self, deadline: Deadline) -> None:
+        """Leave in an order that keeps the store usable for those that need it.
 
-        Were they to go before, the next group at this address could meet the old store at its last moment.
-        Were rank 0 to go before them, they would lose the store in the middle of a step.
+        Rank 0 leaves last, or the others would lose the store within a step. They leave only once it refuses
+        new clients, or the next group at this address could join through the store that is about to close.
         """
+        grace = deadline.sooner(LEAVE_GRACE_SECONDS)
         try:
             if self._worker.id == 0:
                 if self._served is not None:
                     self._served.refuse_newcomers()
-                self._store.set("gone", "-")
-                self._see_off(deadline.sooner(FAREWELL_SECONDS))
-                if self._served is None:  # a launcher's, which goes on
+                self._store.set("closing", "-")
+                self._wait_for_others_to_leave(grace)
+                if self._served is None:  # the store is a launcher's, and lives on
                     self._store.delete_key("worker/0")
             else:
-                self._wait_for_first(deadline.sooner(FAREWELL_SECONDS))
-                self._store.set_timeout(PART_SECONDS)
+                self._wait_for_first(grace)
+                self._store.set_timeout(LEAVE_POLL_SECONDS)
                 self._store.delete_key(f"worker/{self._worker.id}")
                 self._store.set(f"left/{self._worker.id}", "-")
         except StoreError as e:
-            logger.info("%s leaves without the others' farewell: %s", self._worker.name, e)
+            logger.info("%s leaves without waiting for the others: %s", self._worker.name, e)
 
     def _wait_for_first(self, deadline: Deadline) -> None:
-        """Wait until rank 0 says that this worker may go; not if it is dead, and the store is another's."""
-        dead = 0 in self._gone or 0 in self._worker.lost
+        """Wait until rank 0 lets this worker leave, or is dead while another process serves the store."""
+        dead = 0 in self._dead or 0 in self._worker.lost
         while not dead:
             try:
-                self._store.wait(["gone"], min(deadline.left(), LOOK_SECONDS))
+                self._store.wait(["closing"], min(deadline.left(), POLL_SECONDS))
                 return
             except StoreTimeoutError:
                 if deadline.passed():
                     raise
-                dead = self._is_gone(0)
+                dead = self._is_dead(0)
 
-    def _see_off(self, deadline: Deadline) -> None:
-        """Wait until all others that live have left."""
-        self._step = "left"  # for those who die now, this worker says so
-        others = set(range(1, self._worker.membership.world_size)) - self._gone.union(list(self._worker.lost))
+    def _wait_for_others_to_leave(self, deadline: Deadline) -> None:
+        self._step = "left"  # so that this worker posts on behalf of those that die now
+        others = set(range(1, self._worker.membership.world_size)) - self._dead.union(list(self._worker.lost))
         while others:
             try:
-                self._store.wait(
-                    [f"left/{rank}" for rank in sorted(others)], min(deadline.left(), PART_SECONDS)
-                )
+                keys = [f"left/{rank}" for rank in sorted(others)]
+                self._store.wait(keys, min(deadline.left(), LEAVE_POLL_SECONDS))
                 return
             except StoreTimeoutError:
                 if deadline.passed():
                     raise
-                others = {rank for rank in others if not self._is_gone(rank)}
+                others = {rank for rank in others if not self._is_dead(rank)}

@@ -100,7 +100,7 @@ def program_fingerprint() -> str:
     return hashlib.sha256(source).hexdigest()[:16]
 
 
-def wait_for_end(record: WorkerRecord, seconds: float) -> bool:
+def wait_for_exit(record: WorkerRecord, seconds: float) -> bool:
     """Wait up to ``seconds`` for the process of ``record`` to be gone.
 
     False: it is still there, or cannot be watched from here (another host, or a system without pidfd).
