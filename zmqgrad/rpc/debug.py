@@ -62,7 +62,7 @@ def _peers(worker: Worker) -> list[dict[str, Any]]:
             "on_the_way": inflight["bytes"].get(record.id, 0),
             "waiting": inflight["waiting"].get(record.id, {}),
         }
-        for record in sorted(worker.membership.everybody(), key=lambda r: r.id)
+        for record in sorted(worker.membership.all_known(), key=lambda r: r.id)
     ]
 
 

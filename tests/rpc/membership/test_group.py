@@ -188,6 +188,7 @@ def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
     monkeypatch.setattr(shutdown, "LEAVE_GRACE_SECONDS", 1000.0)
     monkeypatch.setattr(shutdown, "LOG_INTERVAL_SECONDS", 1000.0)
     monkeypatch.setattr(shutdown, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(shutdown, "LEAVE_POLL_SECONDS", 0.02)
     monkeypatch.setattr(shutdown, "answers", lambda endpoint: endpoint not in gone)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     made.pop(who).close()  # and tells nobody

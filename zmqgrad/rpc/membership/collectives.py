@@ -1,7 +1,8 @@
-"""Workers that wait for each other: ``all_gather`` and ``barrier``, by names.
+"""Collectives over named workers: ``all_gather`` and ``barrier``.
 
-All of them call the same; the one whose name comes first gathers what they bring, by an asynchronous call
-that is answered when the last has come. Calls of the same workers are told apart by their order.
+All participants make the same call. The one whose name sorts first is the root: it gathers the values by an
+asynchronous function, which replies when the last value has arrived. A sequence number per set of
+participants tells successive collectives apart.
 """
 
 from __future__ import annotations
@@ -22,28 +23,37 @@ from zmqgrad.runtime.clock import Deadline
 if TYPE_CHECKING:
     from zmqgrad.rpc.worker import Worker
 
-_EXTENSION = "meetings"
+_EXTENSION = "collectives"
 
 
 def all_gather(
     value: Any, workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
 ) -> dict[str, Any]:
-    """What each of ``workers`` (names; None: all) brings, by name. Returns when all have called this.
+    """Gather a value from each of several workers, on all of them. Returns when all have called this.
+
+    Args:
+        value: of this worker.
+        workers: the names of the participants; None: all workers.
+        timeout: seconds; 0 for no limit; default: that of calls.
+
+    Returns:
+        the values, by worker name.
 
     Raises:
-        RpcTimeoutError: if they have not within ``timeout``; who came late stands in another meeting then.
-        UnknownWorkerError: if a name is of no worker, or this one is not among them.
-        PeerLostError: if the one that gathers is gone.
+        RpcTimeoutError: if not all have called this within ``timeout``. The sequence numbers of workers that
+            call later no longer match.
+        UnknownWorkerError: if a name is unknown, or this worker is not a participant.
+        PeerLostError: if the root has died.
     """
     worker = current_worker()
     names = tuple(sorted({r.name for r in worker.membership.all()} if workers is None else set(workers)))
     if worker.name not in names:
-        raise UnknownWorkerError(f"{worker.name} is none of the workers that shall meet: {', '.join(names)}")
+        raise UnknownWorkerError(f"{worker.name} is none of the workers that take part: {', '.join(names)}")
     deadline = Deadline.after(worker.seconds(timeout) or None)
     for name in names:
         worker.membership.find(name, deadline.left_or_none())
-    number = _meetings(worker).number(names)
-    call = worker.call(names[0], _bring, (names, number, worker.name, value), None, timeout)
+    number = _collectives(worker).next_number(names)
+    call = worker.call(names[0], _contribute, (names, number, worker.name, value), None, timeout)
     try:
         gathered: dict[str, Any] = worker.open(worker.wait(call))
     except RpcTimeoutError as e:
@@ -55,48 +65,44 @@ def all_gather(
 
 
 def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
-    """Returns when all of ``workers`` (names; None: all) have called this.
-
-    Raises:
-        as :func:`all_gather`.
-    """
+    """Return when all of ``workers`` have called this; arguments and errors as for :func:`all_gather`."""
     all_gather(None, workers, timeout)
 
 
 @async_execution
-def _bring(names: tuple[str, ...], number: int, name: str, value: Any) -> PythonFuture[dict[str, Any]]:
-    """On the one that gathers."""
-    return _meetings(current_worker()).bring((names, number), name, value)
+def _contribute(names: tuple[str, ...], number: int, name: str, value: Any) -> PythonFuture[dict[str, Any]]:
+    """Runs on the root."""
+    return _collectives(current_worker()).contribute((names, number), name, value)
 
 
-class _Meetings:
-    """What has been brought so far, on the one that gathers; and how often this worker has met whom."""
+class _Collectives:
+    """The collectives of one worker: its sequence numbers, and the values gathered so far as root."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all below
         self._numbers: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(itertools.count)
         self._open: dict[tuple[tuple[str, ...], int], dict[str, tuple[Any, PythonFuture[Any]]]] = {}
 
-    def number(self, names: tuple[str, ...]) -> int:
-        """The how-manieth meeting of these it is."""
+    def next_number(self, names: tuple[str, ...]) -> int:
+        """Sequence number of the next collective of these participants."""
         with self._lock:
             return next(self._numbers[names])
 
-    def bring(self, meeting: tuple[tuple[str, ...], int], name: str, value: Any) -> PythonFuture[Any]:
-        """``name`` brings ``value``; the future is set when the last has come."""
+    def contribute(self, key: tuple[tuple[str, ...], int], name: str, value: Any) -> PythonFuture[Any]:
+        """Add the value of ``name``; the future is set when the last value has arrived."""
         future: PythonFuture[Any] = PythonFuture()
         with self._lock:
-            brought = self._open.setdefault(meeting, {})
-            brought[name] = value, future
-            if len(brought) < len(meeting[0]):
+            gathered = self._open.setdefault(key, {})
+            gathered[name] = value, future
+            if len(gathered) < len(key[0]):
                 return future
-            del self._open[meeting]
-        values = {each: brought[each][0] for each in meeting[0]}
-        for _, waiting in brought.values():
+            del self._open[key]
+        values = {each: gathered[each][0] for each in key[0]}
+        for _, waiting in gathered.values():
             waiting.set_result(values)
         return future
 
 
-def _meetings(worker: Worker) -> _Meetings:
-    found: _Meetings = worker.doors.extensions.setdefault(_EXTENSION, _Meetings())
+def _collectives(worker: Worker) -> _Collectives:
+    found: _Collectives = worker.doors.extensions.setdefault(_EXTENSION, _Collectives())
     return found

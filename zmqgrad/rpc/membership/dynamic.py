@@ -137,7 +137,7 @@ class DynamicGroup(Group):
 
     def _evict(self, peer: int) -> None:
         """Remove ``peer`` from the group for all workers, if it is certainly dead."""
-        record = self.worker.membership.find_former(peer)
+        record = self.worker.membership.find_known(peer)
         if record is None or self._is_alive(record):
             return  # it left in order, or only this worker cannot reach it
         try:
@@ -195,7 +195,7 @@ class DynamicGroup(Group):
                 logger.warning("%s: shutdown waits for %s to leave", self.worker.name, names)
 
     def _has_died(self, worker_id: int) -> bool:
-        record = self.worker.membership.find_former(worker_id)
+        record = self.worker.membership.find_known(worker_id)
         return record is not None and not self._is_alive(record)
 
     def close(self, timeout: float = JOIN_TIMEOUT_SECONDS) -> None:

@@ -127,13 +127,13 @@ class Group(ABC):
         """
         deadline = Deadline.after(EXIT_GRACE_SECONDS)
         for lost in list(self.worker.lost):
-            record = self.worker.membership.find_former(lost)
+            record = self.worker.membership.find_known(lost)
             if record is not None:
                 wait_for_exit(record, deadline.left())
 
     def _explain_lost_store(self) -> str:
         text = f"{self.worker.name}: shutdown gave up: the store no longer answers"
-        first = self.worker.membership.find_former(0)
+        first = self.worker.membership.find_known(0)
         if first is not None and wait_for_exit(first, EXIT_GRACE_SECONDS):  # see wait_for_lost_processes
             return f"{text}: the program of {first.name}, which serves it, has ended without shutdown"
         return (

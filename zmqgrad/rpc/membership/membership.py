@@ -1,8 +1,7 @@
-"""The workers of a group, as one of them knows them: by name and by id, there or gone.
+"""The workers of a group, as one of them knows them: by name and by id, present and former.
 
-Ids are never given twice; a name can have another holder later. Who is gone stays known, so that errors can
-name him. Where workers come and go, somebody who is not known may have joined a moment ago: then the store is
-asked, by :attr:`Membership.look_up`.
+Ids are never reused; a name can be. Former workers stay known, so that errors can name them. In a dynamic
+group a worker that is unknown here may have joined a moment ago, so the store is asked for it.
 """
 
 from __future__ import annotations
@@ -18,24 +17,30 @@ __all__ = ["Membership", "WorkerInfo", "WorkerRecord"]
 
 
 class Membership:
-    """The workers of one group, as this one knows them."""
+    """The workers of one group, as this one knows them.
+
+    Args:
+        own: the record of this worker.
+        world_size: of a group of fixed size; 0 in a dynamic group.
+
+    Attributes:
+        look_up: in a dynamic group, updates this from the store, for workers that are unknown here. Takes the
+            seconds that this may take (None: no limit); returns False if the store did not reply in time.
+    """
 
     def __init__(self, own: WorkerRecord, world_size: int) -> None:
         self.own = own
         self.world_size = world_size
         self.look_up: Callable[[float | None], bool] | None = None
-        """Where workers come and go: asks the store who takes part; False if no answer comes within so many
-        seconds (None: as long as that takes). Called for those that are not known.
-        """
         self._lock = threading.Lock()  # guards all below
         self._changed = threading.Condition(self._lock)
         self._by_id: dict[int, WorkerRecord] = {own.id: own}
         self._by_name: dict[str, WorkerRecord] = {own.name: own}
-        self._former: set[int] = set()  # of those, who is gone
+        self._departed: set[int] = set()  # ids of those that have left or died
         self._closed = False
 
     def learn(self, record: WorkerRecord) -> bool:
-        """Note a worker. Is it a new one?"""
+        """Add a worker. Returns whether its id is new here."""
         with self._lock:
             new = record.id not in self._by_id
             self._by_id[record.id] = record
@@ -44,52 +49,57 @@ class Membership:
             return new
 
     def depart(self, worker_id: int) -> None:
-        """A worker is gone; it is remembered, but takes part no more."""
+        """Mark a worker as having left or died."""
         with self._lock:
-            self._former.add(worker_id)
+            self._departed.add(worker_id)
 
     def close(self) -> None:
-        """Nobody waits for others any more."""
+        """End :meth:`wait_for` in all threads."""
         with self._lock:
             self._closed = True
             self._changed.notify_all()
 
     def wait_for(self, names: Sequence[str], deadline: Deadline) -> list[WorkerRecord]:
-        """Wait until all ``names`` take part; gives their records.
+        """Wait until workers of all ``names`` have joined.
+
+        Returns:
+            their records, in the order of ``names``.
 
         Raises:
-            RpcTimeoutError: naming those that did not come by ``deadline``.
+            RpcTimeoutError: naming those that did not join by ``deadline``.
             NotInitializedError: if this worker is shut down meanwhile.
         """
 
         def missing() -> list[str]:
-            return [n for n in names if n not in self._by_name or self._by_name[n].id in self._former]
+            return [n for n in names if n not in self._by_name or self._by_name[n].id in self._departed]
 
         with self._lock:
-            came = self._changed.wait_for(lambda: self._closed or not missing(), deadline.left_or_none())
+            joined = self._changed.wait_for(lambda: self._closed or not missing(), deadline.left_or_none())
             if self._closed:
                 raise NotInitializedError(f"worker {self.own.name} was shut down while it waited for others")
-            if not came:
+            if not joined:
                 raise RpcTimeoutError(
                     f"{self.own.name}: these workers did not come in time: {', '.join(missing())}"
                 )
             return [self._by_name[name] for name in names]
 
     def find_here(self, to: object) -> WorkerRecord | None:
-        """The worker that ``to`` means, if nobody need be asked: else None, and :meth:`find` asks."""
+        """As :meth:`find`, but returns None where the store has to be asked."""
         found = self._find(to)
-        if found is not None and self.look_up is not None and found.id in self._former:
-            return None  # its name may have another holder by now
+        if found is not None and self.look_up is not None and found.id in self._departed:
+            return None  # another worker may have its name by now
         return found
 
     def find(self, to: object, seconds: float | None = None) -> WorkerRecord:
-        """The worker that ``to`` (a name, an id or a WorkerInfo) means.
+        """The record of a worker.
 
         Args:
-            seconds: how long others may be asked for it; None: as long as that takes.
+            to: a name, an id or a WorkerInfo.
+            seconds: how long the store may be asked for it; None: no limit.
 
         Raises:
-            UnknownWorkerError: if there is none. RpcTimeoutError: if that could not be found out in time.
+            UnknownWorkerError: if no worker matches.
+            RpcTimeoutError: if the store did not reply in time.
         """
         found = self.find_here(to)
         if found is None and self.look_up is not None:
@@ -121,44 +131,44 @@ class Membership:
         )
 
     def record(self, worker_id: int) -> WorkerRecord:
-        """The worker of that id, whether or not it still takes part; others are asked only if it is new here.
+        """The record of a worker, present or former. The store is asked only if the id is unknown here.
 
         Raises:
-            UnknownWorkerError: if there is none.
+            UnknownWorkerError: if no worker has the id.
         """
         return self._by_id.get(worker_id) or self.find(worker_id)
 
-    def find_former(self, worker_id: int) -> WorkerRecord | None:
-        """The worker of that id, whether or not it still takes part; None if it was never known."""
+    def find_known(self, worker_id: int) -> WorkerRecord | None:
+        """The record of a worker, present or former; None if the id is unknown here."""
         return self._by_id.get(worker_id)
 
     def runs_the_same(self, worker_id: int) -> bool:
-        """Does the worker of that id run the same ``__main__`` as this one? False if it was never known."""
-        other = self.find_former(worker_id)
+        """Whether a worker runs the same ``__main__`` as this one. False if the id is unknown here."""
+        other = self.find_known(worker_id)
         return other is not None and other.program == self.own.program
 
     def known(self) -> set[int]:
-        """The ids of all that were ever known."""
+        """The ids of all workers, present and former."""
         with self._lock:
             return set(self._by_id)
 
     def name_of(self, worker_id: int) -> str:
-        """The name of a worker, or its number where the name is not known."""
+        """The name of a worker, or a text with its id if that is unknown here."""
         found = self._by_id.get(worker_id)
         return found.name if found else f"worker {worker_id}"
 
     def successor(self, worker_id: int) -> WorkerRecord | None:
-        """The worker that has the name of ``worker_id`` now, if that is another one."""
+        """The other worker that has the name of ``worker_id`` now, if any."""
         before = self._by_id.get(worker_id)
         now = None if before is None else self._by_name.get(before.name)
         return None if now is None or now.id == worker_id else now
 
-    def everybody(self) -> list[WorkerRecord]:
-        """All workers that were ever known."""
+    def all_known(self) -> list[WorkerRecord]:
+        """All workers, present and former."""
         with self._lock:
             return list(self._by_id.values())
 
     def all(self) -> list[WorkerRecord]:
-        """All workers that take part, as far as known."""
+        """All present workers."""
         with self._lock:
-            return [record for number, record in self._by_id.items() if number not in self._former]
+            return [record for number, record in self._by_id.items() if number not in self._departed]

@@ -34,15 +34,15 @@ LOG_INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 1.0
 """Interval at which missing workers are checked: a death may go unnoticed if no worker has called them."""
 
+LEAVE_POLL_SECONDS = 2.0
+"""The same in the last step; also the timeout of the store's replies to a worker that leaves."""
+
 ROUND_BACKOFF_SECONDS = 0.001, 0.5
 """First and longest pause between rounds whose sums do not agree and do not change."""
 
 LOST_ROUNDS = 24
 """After this many such rounds, some 6 seconds, nothing counts as in flight any more. This is a number of
 rounds, not a time: all workers read the same sums, and so all stop in the same round."""
-
-LEAVE_POLL_SECONDS = 2.0
-"""Interval at which workers that wait for others to leave check whether those are alive."""
 
 LEAVE_GRACE_SECONDS = 30.0
 """How long slow workers are waited for in the last step."""
@@ -238,38 +238,27 @@ class ShutdownBarrier:
                 if self._served is not None:
                     self._served.refuse_newcomers()
                 self._store.set("closing", "-")
-                self._wait_for_others_to_leave(grace)
+                self._step = "left"  # so that this worker posts on behalf of those that die now
+                others = range(1, self._worker.membership.world_size)
+                self._wait_unless_dead({rank: f"left/{rank}" for rank in others}, grace)
                 if self._served is None:  # the store is a launcher's, and lives on
                     self._store.delete_key("worker/0")
             else:
-                self._wait_for_first(grace)
+                self._wait_unless_dead({0: "closing"}, grace)
                 self._store.set_timeout(LEAVE_POLL_SECONDS)
                 self._store.delete_key(f"worker/{self._worker.id}")
                 self._store.set(f"left/{self._worker.id}", "-")
         except StoreError as e:
             logger.info("%s leaves without waiting for the others: %s", self._worker.name, e)
 
-    def _wait_for_first(self, deadline: Deadline) -> None:
-        """Wait until rank 0 lets this worker leave, or is dead while another process serves the store."""
-        dead = 0 in self._dead or 0 in self._worker.lost
-        while not dead:
+    def _wait_unless_dead(self, keys: dict[int, str], deadline: Deadline) -> None:
+        """Wait until ``keys``, by the ranks that post them, exist, except those of dead workers."""
+        waiting = keys.keys() - self._dead.union(list(self._worker.lost))
+        while waiting:
             try:
-                self._store.wait(["closing"], min(deadline.left(), POLL_SECONDS))
+                self._store.wait([keys[rank] for rank in waiting], min(deadline.left(), LEAVE_POLL_SECONDS))
                 return
             except StoreTimeoutError:
                 if deadline.passed():
                     raise
-                dead = self._is_dead(0)
-
-    def _wait_for_others_to_leave(self, deadline: Deadline) -> None:
-        self._step = "left"  # so that this worker posts on behalf of those that die now
-        others = set(range(1, self._worker.membership.world_size)) - self._dead.union(list(self._worker.lost))
-        while others:
-            try:
-                keys = [f"left/{rank}" for rank in sorted(others)]
-                self._store.wait(keys, min(deadline.left(), LEAVE_POLL_SECONDS))
-                return
-            except StoreTimeoutError:
-                if deadline.passed():
-                    raise
-                others = {rank for rank in others if not self._is_dead(rank)}
+                waiting = {rank for rank in waiting if not self._is_dead(rank)}

@@ -1,4 +1,4 @@
-"""Who a worker is: its name and id, and what it publishes of itself for others to find it by."""
+"""The identity of a worker, and the record by which others find it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MAX_NAME = 128
 
 
 class WorkerInfo(msgspec.Struct, frozen=True):
-    """Name and id (rank) of a worker; what a call can be addressed to."""
+    """Name and id (rank) of a worker. Calls can be addressed to it."""
 
     name: str
     id: int
@@ -31,10 +31,12 @@ class WorkerInfo(msgspec.Struct, frozen=True):
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """What a worker publishes of itself. ``program`` tells which ``__main__`` it runs.
+    """What a worker publishes about itself.
 
-    ``device_maps``: by the name of a worker that it calls, where tensors of its devices arrive there.
-    ``device_count``: its CUDA devices; -1 where it did not look.
+    Attributes:
+        program: fingerprint of its ``__main__``; see :func:`program_fingerprint`.
+        device_maps: by the name of a callee, the callee's device for each device of this worker.
+        device_count: number of its CUDA devices; -1 if not determined.
     """
 
     name: str
@@ -49,15 +51,15 @@ class WorkerRecord(msgspec.Struct, frozen=True):
 
     @property
     def info(self) -> WorkerInfo:
-        """Its public part."""
+        """The public part."""
         return WorkerInfo(self.name, self.id)
 
 
 def check_name(name: object) -> str:
-    """``name`` if a worker can be called so.
+    """Return ``name`` if it is a valid name for a worker.
 
     Raises:
-        WorkerNameError: otherwise, saying why.
+        WorkerNameError: if it is not.
     """
     if not isinstance(name, str):
         raise WorkerNameError(f"a worker's name must be a string, not {name!r}")
@@ -70,10 +72,10 @@ def check_name(name: object) -> str:
 
 
 def check_rank(rank: object, world_size: object) -> tuple[int, int]:
-    """Rank and world size if they fit each other.
+    """Return rank and world size if both are valid.
 
     Raises:
-        ConfigurationError: otherwise, saying why.
+        ConfigurationError: if they are not.
     """
     if (
         isinstance(world_size, bool)
@@ -89,7 +91,7 @@ def check_rank(rank: object, world_size: object) -> tuple[int, int]:
 
 
 def program_fingerprint() -> str:
-    """Which program ``__main__`` is: equal in workers that run the same file, unique where there is none."""
+    """Hash of the source of ``__main__``; unique to the process if there is no source file."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     try:
         source = Path(path).read_bytes() if path else None
@@ -101,9 +103,10 @@ def program_fingerprint() -> str:
 
 
 def wait_for_exit(record: WorkerRecord, seconds: float) -> bool:
-    """Wait up to ``seconds`` for the process of ``record`` to be gone.
+    """Wait up to ``seconds`` until the process of ``record`` has ended.
 
-    False: it is still there, or cannot be watched from here (another host, or a system without pidfd).
+    Returns:
+        False if it has not, or cannot be watched from here (another host, or a system without pidfd).
     """
     if sys.platform != "linux" or record.host != socket.gethostname() or record.pid == os.getpid():
         return False
@@ -111,7 +114,7 @@ def wait_for_exit(record: WorkerRecord, seconds: float) -> bool:
         descriptor = os.pidfd_open(record.pid)
     except ProcessLookupError:
         return True
-    except OSError:  # another user's, too many open files, or a kernel that cannot
+    except OSError:  # another user's process, too many open files, or an old kernel
         return False
     try:
         watched = select.poll()

@@ -57,7 +57,7 @@ class Losing:
         for told in worker.doors.peer_lost:
             told(peer, self.loss_of(peer, "a part of it"))
         worker.mailbox.forget(peer)  # else the socket would look for it for ever
-        record = self._membership.find_former(peer)
+        record = self._membership.find_known(peer)
         if record is not None:  # of who was never known to join, nobody hears that it is gone
             worker.events.lost(record.info, why)
 
