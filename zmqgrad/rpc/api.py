@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
-from zmqgrad.rendezvous import meeting_place, rendezvous, says_world_size
+from zmqgrad.rendezvous import has_world_size, open_store, rendezvous
 from zmqgrad.rpc.backend_registry import construct_rpc_backend_options, init_backend, is_own
 from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
 from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
@@ -96,8 +96,8 @@ def _meet(
 ) -> tuple[Store, int | None, int | None]:
     """Store, rank and world size (None: the group has no fixed one)."""
     patience = options.rpc_timeout or 1e8
-    if world_size is None and not says_world_size(options.init_method):
-        store, rank = meeting_place(options.init_method, rank, patience)
+    if world_size is None and not has_world_size(options.init_method):
+        store, rank = open_store(options.init_method, rank, patience)
         return store, rank, None
     size = -1 if world_size is None else world_size
     return next(rendezvous(options.init_method, -1 if rank is None else rank, size, timeout=patience))
