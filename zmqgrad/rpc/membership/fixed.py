@@ -44,9 +44,9 @@ class FixedGroup(Group):
         # Not earlier: peers that have all records may already send. Their messages wait in the socket.
         self.worker.start()
         if self._served is None:
-            self._mark_met()
+            self._mark_joined()
         else:
-            self._serve_until_met(deadline)
+            self._serve_until_joined(deadline)
 
     def _withdraw(self) -> None:
         """Undo what was written, so that this process can join again through the same store."""
@@ -56,18 +56,20 @@ class FixedGroup(Group):
         except StoreError as e:
             logger.debug("%s: the claims end with the store: %s", self.worker.name, e)
 
-    def _mark_met(self) -> None:
+    def _mark_joined(self) -> None:
         try:
-            self._registry.mark_met()
+            self._registry.mark_joined()
         except StoreError as e:  # its server did not wait; this worker has read what it needs
-            logger.debug("%s: cannot note that it has met all workers: %s", self.worker.name, e)
+            logger.debug("%s: cannot note that it has joined: %s", self.worker.name, e)
 
-    def _serve_until_met(self, deadline: Deadline) -> None:
+    def _serve_until_joined(self, deadline: Deadline) -> None:
         """Wait until all have read the store served here: the program may end as soon as it has joined."""
         others = {record.id for record in self.worker.membership.all()} - {self.worker.id}
         until = Deadline.after(min(deadline.left(), SERVE_GRACE_SECONDS))
         while others and not until.passed():
-            others = self._registry.wait_met(others, min(until.left(), POLL_SECONDS)) - set(self.worker.lost)
+            others = self._registry.wait_joined(others, min(until.left(), POLL_SECONDS)) - set(
+                self.worker.lost
+            )
 
     def _finish(self, deadline: Deadline) -> None:
-        ShutdownBarrier(self.worker, self.store, self._served).run(deadline)
+        ShutdownBarrier(self.worker, self.store, self._registry, self._served).run(deadline)

@@ -2,10 +2,10 @@
 
     id/<id>        the worker that has the id; the first to write the key gets it
     name/<name>    the record of the worker that has the name; empty once the name was released
-    worker/<id>    the record of a member; in a group of fixed size also why that worker was refused
+    worker/<id>    the record of a member; in a group of fixed size also why it was refused
     gone/<id>      why a worker is no longer a member
     changes        counts joins and losses; members of a dynamic group watch this key
-    met/<id>       written by a worker of a group of fixed size when it has read all records
+    joined/<id>    written by a worker of a group of fixed size when it has read all records
 
 All keys are under the prefix of the group. The two kinds differ in when an id or a name can be claimed again:
 
@@ -172,42 +172,32 @@ class Registry:
         Raises:
             DuplicateWorkerError: if a worker that is or may be alive has the name.
         """
-        name = self._own.name
+        self._claim(f"name/{self._own.name}", f"name {self._own.name!r}", is_alive)
+
+    def _claim(self, key: str, what: str, is_alive: IsAlive = _assume_alive) -> None:
         expected = b""
-        while (holder := self._claim(f"name/{name}", f"name {name!r}", expected, is_alive)) is not None:
-            logger.warning("%s takes the place of worker %d, which has died", name, holder.id)
-            self.remove(holder.id, "its process has ended, and another took its name")
-            expected = msgspec.json.encode(holder)
-
-    def _claim(
-        self, key: str, what: str, expected: bytes = b"", is_alive: IsAlive = _assume_alive
-    ) -> WorkerRecord | None:
-        """Write this worker's record to ``key`` if that holds ``expected`` or nothing.
-
-        Returns:
-            None if this worker has the claim now; otherwise the dead worker that holds it.
-
-        Raises:
-            DuplicateWorkerError: if the holder is alive.
-        """
         while True:
             raw = self._store.compare_set(key, expected, self._encoded)
             if raw == self._encoded:
-                return None
+                return
             if raw:
-                break
-            expected = b""  # the holder has left since
-        holder = msgspec.json.decode(raw, type=WorkerRecord)
-        if is_alive(holder):
-            raise DuplicateWorkerError(
-                f"{what} is not unique: worker {holder.id} (process {holder.pid} of {holder.host}) has it "
-                f"and has not left; give each worker a name and a rank of its own"
-            )
-        return holder
+                holder = msgspec.json.decode(raw, type=WorkerRecord)
+                if is_alive(holder):
+                    raise DuplicateWorkerError(
+                        f"{what} is not unique: worker {holder.id} (process {holder.pid} of {holder.host}) "
+                        f"has it and has not left; give each worker a name and a rank of its own"
+                    )
+                logger.warning("%s takes the name of worker %d, which has died", self._own.name, holder.id)
+                self.remove(holder.id, "its process has ended, and another took its name")
+            expected = raw  # empty if the holder has left since
 
     def publish(self) -> None:
         """Make this worker a member: others can find its record."""
         self._store.set(f"worker/{self._own.id}", self._encoded)
+
+    def unpublish(self) -> None:
+        """Undo :meth:`publish`, where no other worker needs to know."""
+        self._store.delete_key(f"worker/{self._own.id}")
 
     def withdraw(self) -> None:
         """Delete everything that this worker wrote to join a group of fixed size."""
@@ -215,7 +205,7 @@ class Registry:
         for key in (name, rank):
             if self._store.check([key]) and self._store.get(key) == self._encoded:
                 if key == rank:
-                    self._store.delete_key(f"worker/{self._own.id}")
+                    self.unpublish()
                 self._store.delete_key(key)
 
     def release_name(self) -> None:
@@ -267,17 +257,17 @@ class Registry:
             f"them with the same MASTER_ADDR, MASTER_PORT and world size, or allow more time"
         )
 
-    def mark_met(self) -> None:
+    def mark_joined(self) -> None:
         """Note that this worker has read all records, and no longer needs the store to join."""
-        self._store.set(f"met/{self._own.id}", b"")
+        self._store.set(f"joined/{self._own.id}", b"")
 
-    def wait_met(self, others: set[int], seconds: float) -> set[int]:
-        """Wait until ``others`` have called :meth:`mark_met`; returns those that have not in ``seconds``."""
+    def wait_joined(self, others: set[int], seconds: float) -> set[int]:
+        """Wait until ``others`` have called :meth:`mark_joined`; returns those that have not in time."""
         try:
-            self._store.wait([f"met/{n}" for n in others], seconds)
+            self._store.wait([f"joined/{n}" for n in others], seconds)
             return set()
         except StoreTimeoutError:
-            return {n for n in others if not self._store.check([f"met/{n}"])}
+            return {n for n in others if not self._store.check([f"joined/{n}"])}
 
     # ---- members of a dynamic group ---------------------------------------------------------------------
 
@@ -313,7 +303,11 @@ class Registry:
     def reason(self, worker_id: int) -> str:
         """Why a worker is no longer a member."""
         key = f"gone/{worker_id}"
-        return self._store.get(key).decode() if self._store.check([key]) else "it takes part no more"
+        return (
+            self._store.get(key).decode()
+            if self._store.check([key])
+            else "it is no longer a member of the group"
+        )
 
     def evict(self, record: WorkerRecord, reason: str) -> None:
         """Remove a dead worker, and release its name."""

@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 
 from zmqgrad.errors import ClosedError, RpcTimeoutError, StoreError, StoreTimeoutError
+from zmqgrad.rpc.membership.registry import Registry
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline
@@ -94,12 +95,14 @@ class ShutdownBarrier:
     Args:
         worker: the worker that shuts down.
         store: the keys of the group.
+        registry: the members of the group.
         served: the store beneath ``store``, if this worker serves it.
     """
 
-    def __init__(self, worker: Worker, store: Store, served: TCPStore | None) -> None:
+    def __init__(self, worker: Worker, store: Store, registry: Registry, served: TCPStore | None) -> None:
         self._worker = worker
         self._store = store
+        self._registry = registry
         self._served = served
         self._dead: set[int] = set()  # ranks of workers that died
         self._step = ""  # the step at which all others are waited for
@@ -242,11 +245,11 @@ class ShutdownBarrier:
                 others = range(1, self._worker.membership.world_size)
                 self._wait_unless_dead({rank: f"left/{rank}" for rank in others}, grace)
                 if self._served is None:  # the store is a launcher's, and lives on
-                    self._store.delete_key("worker/0")
+                    self._registry.unpublish()
             else:
                 self._wait_unless_dead({0: "closing"}, grace)
                 self._store.set_timeout(LEAVE_POLL_SECONDS)
-                self._store.delete_key(f"worker/{self._worker.id}")
+                self._registry.unpublish()
                 self._store.set(f"left/{self._worker.id}", "-")
         except StoreError as e:
             logger.info("%s leaves without waiting for the others: %s", self._worker.name, e)
