@@ -376,7 +376,7 @@ def test_who_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not has_world_size("tcp://127.0.0.1:1")
 
 
-def test_a_meeting_place_is_served_by_rank_0_if_anybody() -> None:
+def test_the_store_of_a_dynamic_group_is_served_by_rank_0() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     store, rank = open_store(url, 0, 5.0)
     other, free = open_store(url, None, 5.0)
@@ -388,7 +388,7 @@ def test_a_meeting_place_is_served_by_rank_0_if_anybody() -> None:
         open_store(url + "?rank=3", timeout=0.05)
 
 
-def test_a_meeting_place_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dynamic_group_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch, whose texts these are, unless one says that any will do."""
     set_up(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     for url, text in (
@@ -401,7 +401,7 @@ def test_a_meeting_place_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1", "tcp://:1", "file://", "file://host/path"])
-def test_meeting_places_that_cannot_be(url: str) -> None:
+def test_invalid_urls_of_a_dynamic_group(url: str) -> None:
     with pytest.raises(RendezvousError, match=re.escape(url)):
         open_store(url, 1, timeout=0.05)
 
