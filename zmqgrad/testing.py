@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zmqgrad.rpc.current import act_again, act_for
+from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.groups.group import JOIN_SECONDS, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
@@ -46,11 +46,11 @@ class Cluster:
     @contextmanager
     def acting(self, rank: int) -> Iterator[Worker]:
         """Inside it, the calling thread acts for worker ``rank``: ``rpc_sync`` and the like are its calls."""
-        token = act_for(self.workers[rank])
+        token = set_current_worker(self.workers[rank])
         try:
             yield self.workers[rank]
         finally:
-            act_again(token)
+            reset_current_worker(token)
 
     def close(self) -> None:
         """End all workers at once.

@@ -15,9 +15,9 @@ from zmqgrad.rpc.api import rpc_sync
 from zmqgrad.rpc.devices import (
     check_group,
     check_present,
-    for_answers,
     for_calls,
     for_gradients,
+    for_replies,
     to_device_map,
 )
 from zmqgrad.rpc.gathering import broadcast
@@ -120,11 +120,11 @@ def test_maps_are_checked_against_the_group() -> None:
 def test_answers_go_back_as_calls_came() -> None:
     a, b = record("a", {"b": {"cuda:0": "cuda:1"}}), record("b", {"a": {"cuda:0": "cpu"}})
     assert for_calls(a, b) == {GPU: SECOND}
-    assert for_answers(b, a) == {SECOND: GPU}
+    assert for_replies(b, a) == {SECOND: GPU}
     assert for_calls(b, a) == {GPU: CPU}
     assert "Request" in for_calls(b, a).missing
-    assert "Response device mapping is not available for destination a" in for_answers(b, a).missing
-    assert for_answers(a, b) == {CPU: GPU}
+    assert "Response device mapping is not available for destination a" in for_replies(b, a).missing
+    assert for_replies(a, b) == {CPU: GPU}
 
 
 def test_gradients_take_the_reverse_of_the_way_of_their_tensors() -> None:
@@ -132,7 +132,7 @@ def test_gradients_take_the_reverse_of_the_way_of_their_tensors() -> None:
     a = record("a", {"b": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}})
     b = record("b", {"a": {"cuda:0": "cuda:0", "cuda:1": "cuda:1"}})
     for sender, receiver in ((a, b), (b, a)):
-        call, reply = for_calls(sender, receiver), for_answers(sender, receiver)
+        call, reply = for_calls(sender, receiver), for_replies(sender, receiver)
         assert for_gradients(receiver, sender, in_reply=False) == {v: k for k, v in call.items()}
         assert for_gradients(receiver, sender, in_reply=True) == {v: k for k, v in reply.items()}
     assert for_gradients(b, a, in_reply=False) != for_gradients(b, a, in_reply=True)

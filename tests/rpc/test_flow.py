@@ -13,7 +13,7 @@ from tests.transport.test_contract import _TcpAlone
 from zmqgrad import autograd
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.api import rpc_async, rpc_sync
-from zmqgrad.rpc.current import act_again, act_for
+from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
 from zmqgrad.rpc.groups.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
@@ -51,11 +51,11 @@ def workers(count: int, threads: int = 2) -> Iterator[list[Worker]]:
 
 @contextmanager
 def acting(worker: Worker) -> Iterator[None]:
-    token = act_for(worker)
+    token = set_current_worker(worker)
     try:
         yield
     finally:
-        act_again(token)
+        reset_current_worker(token)
 
 
 def asked(worker: Worker) -> threading.Event:

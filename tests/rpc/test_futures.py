@@ -383,7 +383,7 @@ def test_collect_all_stops_at_the_first_error(trio: Cluster, gate: int) -> None:
     with pytest.raises(KeyError, match="early"):
         torch.futures.collect_all([endless, rpc.rpc_async(2, fail, args=("early",))]).wait()
     assert not endless.done()
-    assert not endless._alarms, "what it held for that is gone"
+    assert not endless._failure_outcomes, "what it held for that is gone"
     GATES[gate].set()
     plain: torch.futures.Future[int] = torch.futures.Future()
     both = torch.futures.collect_all([endless, plain]).then(lambda f: [g.wait() for g in f.value()])

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from zmqgrad.rpc.futures import Completer, RpcFuture
+from zmqgrad.rpc.futures import CompletionQueue, RpcFuture
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.wire.tensors.streams import follow, note_arrival, watch_arrivals
 
@@ -77,7 +77,7 @@ def answered(value: Callable[[], Any], watches: bool = True) -> RpcFuture[Any]:
     """A future whose answer another thread has rebuilt."""
     answer: Outcome[Any] = Outcome()
     future: RpcFuture[Any] = RpcFuture(
-        answer, Completer(lambda task: task(), lambda *_: None, lambda _: value(), watches)
+        answer, CompletionQueue(lambda task: task(), lambda *_: None, lambda _: value(), watches)
     )
     answer.set(None)
     in_thread("engine", future.complete)

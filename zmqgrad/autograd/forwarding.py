@@ -1,4 +1,4 @@
-"""How autograd takes part in RPC: it fills the doors of one worker.
+"""How autograd takes part in RPC: it fills the hooks of one worker.
 
 Outgoing calls and answers of a recording thread are wrapped with the context; those that arrive are opened,
 served inside the context, and answered in it. Gradients (:mod:`~zmqgrad.autograd.passes`) and clean-up
@@ -16,8 +16,8 @@ from zmqgrad.autograd.functions import record_send
 from zmqgrad.autograd.passes import Passes
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
-from zmqgrad.rpc.calls import What, describe
-from zmqgrad.rpc.dispatch import Opened
+from zmqgrad.rpc.calls import Description, describe
+from zmqgrad.rpc.hooks import Unwrapped
 from zmqgrad.rpc.packing.unpacking import unpack_tensors
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Inbound
@@ -44,15 +44,15 @@ _WRAPPED = (*_ASKING, Result, RemoteResult, RRefValue)
 def install(worker: Worker) -> None:
     """Let ``worker`` record, and answer what other workers ask of a context."""
     autograd = Autograd(worker)
-    doors = worker.doors
-    doors.extensions["autograd"] = autograd
-    doors.outgoing = autograd.outgoing
-    doors.unsent = autograd.unsent
-    doors.with_history = _keeps_history
-    doors.backward = autograd.backward_from
-    doors.debug["autograd"] = autograd.debug_info
-    doors.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.on_forward
-    doors.openers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
+    hooks = worker.hooks
+    hooks.extensions["autograd"] = autograd
+    hooks.request_interceptor = autograd.outgoing
+    hooks.on_send_failed = autograd.unsent
+    hooks.with_history = _keeps_history
+    hooks.backward = autograd.backward_from
+    hooks.debug["autograd"] = autograd.debug_info
+    hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.on_forward
+    hooks.response_unwrappers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
     autograd.passes.install()
     autograd.releases.install()
 
@@ -63,7 +63,7 @@ def _keeps_history() -> bool:
 
 def autograd_of(worker: Worker) -> Autograd:
     """The autograd floor of ``worker``."""
-    found: Autograd = worker.doors.extensions["autograd"]
+    found: Autograd = worker.hooks.extensions["autograd"]
     return found
 
 
@@ -80,7 +80,9 @@ class Autograd:
         """A new context that begins here."""
         return self.contexts.new(self._worker.ids.next())
 
-    def outgoing(self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: What) -> Message:
+    def outgoing(
+        self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: Description
+    ) -> Message:
         """``message``, wrapped if the calling thread records."""
         context = recording()
         if context is None or not isinstance(message, _WRAPPED):
@@ -95,7 +97,7 @@ class Autograd:
         autograd_id = self._record(context, peer, tensors, what) if answer_wanted() else 0
         return ForwardAutogradResp(context.id, autograd_id, message)
 
-    def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: What) -> int:
+    def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: Description) -> int:
         """The id of a send of ``tensors``; 0 if none of them requires grad."""
         differentiable = [t for t in tensors if t.requires_grad]
         if not differentiable:
@@ -119,7 +121,7 @@ class Autograd:
         with Recording(context, message.answer_wanted):
             self._worker.callee.run(inbound, message.wrapped, tensors)
 
-    def open_forward(self, inbound: Inbound) -> Opened:
+    def open_forward(self, inbound: Inbound) -> Unwrapped:
         """An answer as part of a context, in the thread that waits for it."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradResp)
@@ -127,7 +129,7 @@ class Autograd:
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
         if not message.autograd_id:  # asked for under no_grad: constants, whatever they are over there
             tensors = [t.detach() if t.requires_grad else t for t in tensors]
-        return Opened(message.wrapped, tensors)
+        return Unwrapped(message.wrapped, tensors)
 
     def _received(
         self, context: Context | None, autograd_id: int, wrapped: Message, inbound: Inbound

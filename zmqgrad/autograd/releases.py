@@ -2,9 +2,9 @@
 
 Whoever leaves a context tells the workers that it exchanged messages of it with, and those pass it on. It
 is told off the path of the next step, for all contexts that ended meanwhile in one message a peer, and again
-until it is answered (:mod:`zmqgrad.rpc.telling`). A worker that dies takes its contexts along; those in which
-it took part may have lost the way by which the end would be told, so whoever shared them with it asks their
-makers, who then know of it.
+until it is answered (:mod:`zmqgrad.rpc.reliable`). A worker that dies takes its contexts along; those in
+which it took part may have lost the way by which the end would be told, so whoever shared them with it asks
+their makers, who then know of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from zmqgrad.autograd.context import Context, Contexts
 from zmqgrad.errors import RpcError, RpcTimeoutError, TransportError
-from zmqgrad.rpc import telling
+from zmqgrad.rpc import reliable
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
@@ -42,13 +42,13 @@ class Releases:
         self._closed = False
         self._untold: deque[tuple[set[int], int, Sequence[int] | None]] = deque()  # peers, context, passes
         self._about_to_tell = False
-        self._telling = telling.Telling(worker)
+        self._telling = reliable.ReliableSender(worker)
 
     def install(self) -> None:
         """Fill the doors of the worker."""
-        self._worker.doors.requests[MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ] = self.on_cleanup
-        self._worker.doors.closing.append(self.close)
-        self._worker.doors.peer_lost.append(self.peer_lost)
+        self._worker.hooks.requests[MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ] = self.on_cleanup
+        self._worker.hooks.closing.append(self.close)
+        self._worker.hooks.peer_lost.append(self.peer_lost)
 
     def release(self, context_id: int, told_by: int | None = None) -> None:
         """Forget a context, and tell of it soon; but not the worker that told us."""
@@ -85,7 +85,7 @@ class Releases:
                     passes.setdefault(peer, []).extend((context_id, number) for number in ended)
         for peer in {*contexts, *passes}:
             message = CleanupAutogradContextReq(tuple(contexts.get(peer, ())), tuple(passes.get(peer, ())))
-            self._telling.tell(peer, message)  # hearing it twice is harmless
+            self._telling.send(peer, message)  # hearing it twice is harmless
 
     def on_cleanup(self, inbound: Inbound) -> None:
         """Another worker has released contexts, or ended passes."""
@@ -120,13 +120,13 @@ class Releases:
     def _ask(self, maker: int, contexts: list[int], patience: int = 1) -> None:
         def answered(outcome: Outcome[Inbound]) -> None:
             if isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
-                self._ask(maker, contexts, telling.more(patience))
+                self._ask(maker, contexts, reliable.next_backoff(patience))
             elif outcome.error() is None:
-                for context_id in self._worker.open(outcome.result()):
+                for context_id in self._worker.decode(outcome.result()):
                     self.release(context_id, maker)
 
         try:
-            asked, seconds = (contexts, self._worker.id), patience * telling.RETRY_SECONDS
+            asked, seconds = (contexts, self._worker.id), patience * reliable.RETRY_SECONDS
             call = self._worker.call(maker, which_have_ended, asked, timeout=seconds)
         except (RpcError, TransportError) as e:
             logger.debug("cannot ask worker %d after %s: %s", maker, contexts, e)
@@ -151,5 +151,5 @@ class Releases:
 
 def which_have_ended(contexts: list[int], asks: int) -> list[int]:
     """Runs on the maker of ``contexts``."""
-    releases: Releases = current_worker().doors.extensions["autograd"].releases
+    releases: Releases = current_worker().hooks.extensions["autograd"].releases
     return releases.which_have_ended(contexts, asks)

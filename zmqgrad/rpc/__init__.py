@@ -2,11 +2,11 @@
 
 Guarantees: a call's function runs at most once, and exactly once while both processes live; every future is
 resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the engine pool; R1
-to R3 of :mod:`~zmqgrad.rpc.references.ledger`.
+to R3 of :mod:`~zmqgrad.rpc.rref.protocol`.
 
-Start with :mod:`~zmqgrad.rpc.worker` (what happens to a call), then :mod:`~zmqgrad.rpc.references.ledger`.
+Start with :mod:`~zmqgrad.rpc.worker` (what happens to a call), then :mod:`~zmqgrad.rpc.rref.protocol`.
 Who takes part is in :mod:`~zmqgrad.rpc.groups`. Upper floors take part through
-:mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.packing` has the only pickle.
+:mod:`~zmqgrad.rpc.hooks`; :mod:`~zmqgrad.rpc.packing` has the only pickle.
 
 Threads of a worker: the engine's, which read messages, run functions and carry on backward passes (at most
 ``num_worker_threads`` of them at work, and four more that stand by at the mailbox); a timekeeper; and those
@@ -49,10 +49,10 @@ from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import broadcast, wait_all
 from zmqgrad.rpc.groups.identity import WorkerInfo
 from zmqgrad.rpc.groups.meeting import all_gather, barrier
+from zmqgrad.rpc.in_flight import cancelled, time_left
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
-from zmqgrad.rpc.rref import RRef
+from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.server_process_global_profiler import _server_process_global_profile
-from zmqgrad.rpc.serving import cancelled, time_left
 
 PyRRef = RRef
 

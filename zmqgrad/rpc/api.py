@@ -23,6 +23,7 @@ from zmqgrad.rpc.groups.forming import join_group
 from zmqgrad.rpc.groups.group import Group, close_quietly
 from zmqgrad.rpc.groups.identity import WorkerInfo, check_name
 from zmqgrad.rpc.groups.meeting import all_gather, barrier
+from zmqgrad.rpc.in_flight import is_serving
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
@@ -31,8 +32,7 @@ from zmqgrad.rpc.options import (
     check_timeout,
 )
 from zmqgrad.rpc.profiling import caller_range, profiled_here
-from zmqgrad.rpc.rref import RRef, call_remote
-from zmqgrad.rpc.serving import is_serving
+from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
@@ -203,8 +203,8 @@ def rpc_sync(
     worker = current_worker()
     if profiled_here():
         with caller_range("sync", worker, to, func):
-            return worker.open(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
-    return worker.open(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
+            return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
+    return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
 
 
 def rpc_async(
@@ -228,7 +228,7 @@ def rpc_async(
         else:
             future = worker.future(worker.call(to, func, args, kwargs, timeout))
     except PeerLostError as e:
-        future = worker.failed(e)
+        future = worker.replies.failed_future(e)
     return note_future(future)
 
 
@@ -277,7 +277,7 @@ def wait_for_workers(names: Sequence[str], timeout: float = UNSET_RPC_TIMEOUT) -
     if isinstance(names, str):
         raise ArgumentTypeError(f"names must be a list of names, not the string {names!r}")
     worker = current_worker()
-    deadline = Deadline.after(worker.seconds(timeout) or None)
+    deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     with about_to_block():
         return [record.info for record in worker.membership.wait_for(names, deadline)]
 

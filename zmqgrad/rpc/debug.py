@@ -35,7 +35,7 @@ def debug_info(worker: Worker) -> dict[str, Any]:
         "peers": _peers(worker),
         "threads": worker.pool.statistics(),
         "references": worker.references.statistics(),
-        **{name: tell() for name, tell in worker.doors.debug.items()},
+        **{name: tell() for name, tell in worker.hooks.debug.items()},
     }
 
 
@@ -47,7 +47,7 @@ def _pending(worker: Worker) -> list[dict[str, Any]]:
             "to": worker.membership.name_of(call.peer),
             "seconds_left": None if call.deadline == math.inf else round(call.deadline - now, 3),
         }
-        for call in worker.calls.pending()
+        for call in worker.client.pending.all()
     ]
 
 
@@ -86,7 +86,7 @@ def rref_debug_info(worker: Worker) -> dict[str, str]:
         "num_owner_rrefs": str(counts["owner_rrefs"]),
         "num_forks": str(counts["forks"]),
         "num_pending_users": str(counts["unconfirmed"]),
-        "num_pending_futures": str(sum(1 for call in worker.calls.pending() if call.makes_value)),
+        "num_pending_futures": str(sum(1 for call in worker.client.pending.all() if call.makes_value)),
     }
 
 
@@ -94,10 +94,10 @@ def agent_debug_info(worker: Worker) -> dict[str, str]:
     """Those of a torch agent's ``get_debug_info``."""
     threads = worker.pool.statistics()
     return {
-        "agent.num_pending_requests": str(len(worker.calls)),
+        "agent.num_pending_requests": str(len(worker.client.pending)),
         "agent.thread_pool_size": str(worker.options.num_worker_threads),
         "agent.num_idle_threads": str(threads["idle"]),
-        "agent.client_active_calls": str(len(worker.calls)),
+        "agent.client_active_calls": str(len(worker.client.pending)),
         "agent.server_active_calls": str(threads["threads"] - threads["idle"] + threads["queued"]),
     }
 
@@ -105,6 +105,6 @@ def agent_debug_info(worker: Worker) -> dict[str, str]:
 def flat_debug_info(worker: Worker) -> dict[str, str]:
     """Those of torch's ``_get_debug_info``: of references, agent and autograd."""
     info = {**rref_debug_info(worker), **agent_debug_info(worker)}
-    for tell in worker.doors.debug.values():
+    for tell in worker.hooks.debug.values():
         info.update({name: str(value) for name, value in tell().items() if isinstance(value, int)})
     return info

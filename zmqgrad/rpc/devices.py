@@ -128,8 +128,8 @@ def for_calls(own: WorkerRecord, peer: WorkerRecord) -> Route:
     return route
 
 
-def for_answers(own: WorkerRecord, peer: WorkerRecord) -> Route:
-    """How tensors of answers of ``own`` go back to ``peer``."""
+def for_replies(own: WorkerRecord, peer: WorkerRecord) -> Route:
+    """How tensors of replies of ``own`` go back to ``peer``."""
     route = Route({v: k for k, v in for_calls(peer, own).items()})
     route.missing = f"Response device mapping is not available for destination {peer.name}"
     return route
@@ -140,4 +140,4 @@ def for_gradients(own: WorkerRecord, peer: WorkerRecord, in_reply: bool) -> Rout
 
     That is the reverse of the way that the tensors took: each gradient arrives where its tensor came from.
     """
-    return for_calls(own, peer) if in_reply else for_answers(own, peer)
+    return for_calls(own, peer) if in_reply else for_replies(own, peer)

@@ -19,7 +19,7 @@ import torch
 
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.futures import PythonFuture, RpcFuture, alarmed
+from zmqgrad.rpc.futures import PythonFuture, RpcFuture, watch_failures
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.packing.packing import pack_call
 from zmqgrad.rpc.packing.terms import Packed
@@ -45,7 +45,7 @@ def broadcast(
     ``rpc_async``; if one cannot be called because nobody has that name, none is.
     """
     worker = current_worker()
-    deadline = Deadline.after(worker.seconds(timeout) or None)
+    deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     find = worker.membership.find
     peers = (
         worker.membership.all() if workers is None else [find(w, deadline.left_or_none()) for w in workers]
@@ -54,7 +54,7 @@ def broadcast(
     prepared: dict[bool, tuple[str, Packed]] = {}
     futures: list[RpcFuture[Any]] = []
     for peer in peers:
-        terms = worker.terms(peer)
+        terms = worker.contexts.for_calls(peer)
         ready = None if terms.devices else prepared.get(terms.main_by_reference)
         if ready is None:
             ready = pack_call(func, args, kwargs, terms)
@@ -63,7 +63,7 @@ def broadcast(
         try:
             futures.append(worker.future(worker.request_call(peer.id, *ready, seconds, func)))
         except PeerLostError as e:
-            futures.append(worker.failed(e))
+            futures.append(worker.replies.failed_future(e))
     return futures
 
 
@@ -93,7 +93,7 @@ def _first_failure(futures: list[Any]) -> Iterator[Outcome[Any]]:
     collected = _collect_in_torch(futures)  # raises where there is something else among them
     outcome: Outcome[Any] = Outcome()
     torch._C.Future.add_done_callback(collected, lambda _: outcome.set(None))
-    with alarmed([future for future in futures if isinstance(future, PythonFuture)], outcome):
+    with watch_failures([future for future in futures if isinstance(future, PythonFuture)], outcome):
         yield outcome
 
 

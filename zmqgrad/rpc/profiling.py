@@ -21,7 +21,7 @@ from torch.autograd import profiler
 from zmqgrad.rpc.calls import describe
 
 if TYPE_CHECKING:
-    from zmqgrad.rpc.worker import Worker
+    from zmqgrad.rpc.core import WorkerCore
 
 _profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
@@ -48,13 +48,13 @@ def serving_is_profiled() -> bool:
     return profiler._is_profiler_enabled or bool(served_by)
 
 
-def caller_range(how: str, worker: Worker, to: object, what: Any) -> Any:
+def caller_range(how: str, worker: WorkerCore, to: object, what: Any) -> Any:
     """A range for a call that ``worker`` makes; ``how`` is sync, async or remote."""
     callee = worker.membership.find(to).name
     return profiler.record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
 
 
-def callee_range(worker: Worker, source: int, what: Any) -> Any:
+def callee_range(worker: WorkerCore, source: int, what: Any) -> Any:
     """A range for a function that ``worker`` runs for another."""
     if served_by and not profiler._is_profiler_enabled:
         return record_served()

@@ -19,7 +19,7 @@ import cloudpickle
 import torch
 
 from zmqgrad.errors import RemoteError
-from zmqgrad.rpc.raising import Emptied, Unmade
+from zmqgrad.rpc.raising import PickledException, StrippedException
 from zmqgrad.wire.messages import MAX_TEXT, ExceptionReply
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ def _show(error: BaseException) -> str:
 
 def _pickled(error: BaseException, same_program: bool) -> bytes:
     forms: list[Any] = [error]
-    if Unmade.fits(error):
-        forms.append(Unmade(error))
+    if PickledException.fits(error):
+        forms.append(PickledException(error))
     # Cloudpickle sends what __main__ has by value: a class of the same name that no ``except`` there knows.
     ways = (pickle.dumps, cloudpickle.dumps) if same_program else (cloudpickle.dumps,)
     for dumps, form in ((dumps, form) for dumps in ways for form in forms):
@@ -81,10 +81,10 @@ def _pickled(error: BaseException, same_program: bool) -> bytes:
         else:
             if len(data) <= LARGEST:
                 return data
-            if not Unmade.fits(error):
+            if not PickledException.fits(error):
                 return b""
-            emptied: bytes = dumps(Emptied(error), protocol=5)
-            return emptied
+            stripped: bytes = dumps(StrippedException(error), protocol=5)
+            return stripped
     return b""
 
 

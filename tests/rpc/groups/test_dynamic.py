@@ -23,7 +23,7 @@ from zmqgrad.errors import (
     RpcTimeoutError,
     UnknownWorkerError,
 )
-from zmqgrad.rpc.current import act_again, act_for, current_worker
+from zmqgrad.rpc.current import current_worker, reset_current_worker, set_current_worker
 from zmqgrad.rpc.groups import dynamic, roster
 from zmqgrad.rpc.groups.dynamic import LEFT, DynamicGroup
 from zmqgrad.rpc.groups.group import make_worker
@@ -91,11 +91,11 @@ def town() -> Iterator[Town]:
 @contextmanager
 def acting(group: DynamicGroup) -> Iterator[None]:
     """The calling thread acts for that worker."""
-    token = act_for(group.worker)
+    token = set_current_worker(group.worker)
     try:
         yield
     finally:
-        act_again(token)
+        reset_current_worker(token)
 
 
 def names_known_to(group: DynamicGroup) -> list[str]:

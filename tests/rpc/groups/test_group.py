@@ -172,8 +172,8 @@ def test_a_request_that_was_lost_on_its_way_keeps_nobody_for_ever(
     monkeypatch.setattr(parting, "PAUSES", (1e-4, 1e-3))
     made = groups(3)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
-    made[1].worker.calling.sent += 2
-    made[2].worker.receiving.served += 1
+    made[1].worker.client.sent += 2
+    made[2].worker.server.served += 1
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None] * 3
     assert caplog.text.count("shutdown goes on, though 2 requests were sent and 1 received") == 3
 

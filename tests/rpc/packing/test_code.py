@@ -163,7 +163,7 @@ def test_functions_in_arguments_and_results(pair: Cluster) -> None:
 
 def sent_code(pair: Cluster, function: Callable[..., Any]) -> bool:
     """Does a call of ``function`` to worker 1, packed now, hold its code?"""
-    terms = pair.workers[0].terms(pair.workers[1].membership.own)
+    terms = pair.workers[0].contexts.for_calls(pair.workers[1].membership.own)
     pickled = pack_call(function, (1,), {}, terms)[1].payload.pickled
     assert pickled is not None
     return function.__code__.co_code in pickled.data
@@ -193,11 +193,11 @@ def test_a_peer_that_has_forgotten_asks_again(pair: Cluster, monkeypatch: pytest
 def test_code_that_all_have_forgotten_is_a_clear_error(pair: Cluster) -> None:
     function = lambda x: x - 1  # noqa: E731
     assert sent_code(pair, function)
-    ready = pack_call(function, (1,), {}, pair.workers[0].terms(pair.workers[1].membership.own))
+    ready = pack_call(function, (1,), {}, pair.workers[0].contexts.for_calls(pair.workers[1].membership.own))
     pair.workers[0].codes._by_digest.clear()
     call = pair.workers[0].request_call(1, *ready, 20.0, function)
     with pytest.raises(PayloadError, match="has forgotten it"):
-        pair.workers[0].open(pair.workers[0].wait(call))
+        pair.workers[0].decode(pair.workers[0].wait(call))
 
 
 def test_code_of_another_python_is_a_clear_error() -> None:

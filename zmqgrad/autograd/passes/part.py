@@ -57,19 +57,19 @@ class Passes:
         self._end_passes = end_passes
         self._watched = {worker.id}  # those that would be known to be lost
         self._tallies: dict[int, Tally] = {}  # of passes that were started here, by pass id
-        self.maps_devices = worker.maps_devices
-        self.devices = worker.gradient_devices
+        self.maps_devices = worker.contexts.maps_devices
+        self.devices = worker.contexts.for_gradients
         self._inboxes: dict[int, SimpleQueue[Inbound | None]] = {}  # of those that are profiled
 
     def install(self) -> None:
-        """Fill the doors of the worker."""
-        doors = self._worker.doors
-        doors.requests[MessageType.BACKWARD_AUTOGRAD_REQ] = self.on_backward
-        doors.requests[MessageType.DISCOVER_AUTOGRAD_REQ] = self.on_discover
-        doors.requests[MessageType.DROP_AUTOGRAD_REQ] = self.on_drop
-        doors.control[MessageType.BACKWARD_AUTOGRAD_RESP] = self.on_report
-        doors.peer_lost.append(self.peer_lost)
-        doors.closing.append(self.close)
+        """Fill the hooks of the worker."""
+        hooks = self._worker.hooks
+        hooks.requests[MessageType.BACKWARD_AUTOGRAD_REQ] = self.on_backward
+        hooks.requests[MessageType.DISCOVER_AUTOGRAD_REQ] = self.on_discover
+        hooks.requests[MessageType.DROP_AUTOGRAD_REQ] = self.on_drop
+        hooks.control[MessageType.BACKWARD_AUTOGRAD_RESP] = self.on_report
+        hooks.peer_lost.append(self.peer_lost)
+        hooks.closing.append(self.close)
 
     # ---- its own ----------------------------------------------------------------------------------------
 

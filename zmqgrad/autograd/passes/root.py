@@ -16,13 +16,12 @@ from zmqgrad.autograd.passes.local_pass import LocalPass
 from zmqgrad.autograd.passes.request import Request
 from zmqgrad.autograd.passes.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcTimeoutError
-from zmqgrad.rpc.calls import ChannelOutcome
 from zmqgrad.rpc.profiling import profiled_here
 from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.blocking import about_to_block
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.base import Inbound, ReplyChannel
+from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import (
     BackwardAutogradReq,
@@ -47,15 +46,10 @@ class Root:
         self.id = worker.ids.next()
         self.inbox: SimpleQueue[Inbound | None] | None = SimpleQueue() if profiled_here() else None
         """Where gradients come to, so that the profiler of the calling thread records what they set off."""
-        channel = self._channel = None if self.inbox is not None else self._acquire_channel()
-        self.tally = (
-            Tally(worker.id) if channel is None else Tally(worker.id, lambda: ChannelOutcome(channel))
-        )
+        ports = worker.ports
+        self._port = ports.at_receiver if self.inbox is not None else ports.acquire_any(context.peers())
+        self.tally = Tally(worker.id, self._port.outcome)
         self._finished = False
-
-    def _acquire_channel(self) -> ReplyChannel | None:
-        """Where the root waits for what comes from workers of its host; None if it waits elsewhere."""
-        return next(filter(None, map(self._worker.mailbox.acquire_channel, self._context.peers())), None)
 
     def run(self, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
         """Start at ``roots``; returns when the pass has finished on all workers.
@@ -68,8 +62,7 @@ class Root:
             work = context.passes[self.id] = make_pass(context, self._worker.id, retain_graph, roots)
         if mode == "smart":
             self._drop(self._discover({self._worker.id}, work), work)
-        channel = 0 if self._channel is None else self._channel.number
-        request = Request(self._passes, work, self.id, self._worker.id, channel, (ROOTS,))
+        request = Request(self._passes, work, self.id, self._worker.id, self._port.number, (ROOTS,))
         request.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], request))
         self._wait()
         if self.tally.waiting():
@@ -84,25 +77,18 @@ class Root:
 
     def leave(self) -> None:
         """It is over, finished or not."""
-        if self._channel is not None:
-            self._channel.release()
-            if not self._finished:
-                self._worker.waiting.leave_early()
+        self._port.release(expects_more=not self._finished)
 
     def _wait(self) -> None:
         """Wait until nothing of the pass is under way, and raise what went wrong."""
-        tally, channel = self.tally, self._channel
+        tally = self.tally
         patience = self._worker.default_timeout or None
         while True:
             steps = tally.steps
             if self.inbox is not None:
                 over = self._wait_at_inbox(self.inbox, patience)
             else:
-                over = (
-                    tally.finished.wait_done(patience)
-                    if channel is None
-                    else self._wait_at(channel, patience)
-                )
+                over = self._wait_at_port(patience)
             if over:
                 break
             if tally.steps == steps:
@@ -115,24 +101,17 @@ class Root:
         if error is not None:
             raise error
 
-    def _wait_at(self, channel: ReplyChannel, patience: float | None) -> bool:
-        """Handle what comes to ``channel`` until the pass has finished, or ``patience`` seconds (False)."""
-        clock = self._worker.clock
-        until = math.inf if patience is None else clock.now() + patience
-        while not self.tally.finished.done():
-            left = None if patience is None else until - clock.now()
-            if left is not None and left <= 0:
-                return False
-            with about_to_block():
-                inbound = channel.receive(left)
-            if inbound is None:
-                continue
+    def _wait_at_port(self, patience: float | None) -> bool:
+        """Handle messages at the port until the pass has finished, or for ``patience`` seconds (False)."""
+        worker, finished = self._worker, self.tally.finished
+        until = math.inf if patience is None else worker.clock.now() + patience
+        while (inbound := self._port.receive(finished, until)) is not None:
             message = inbound.message
             if isinstance(message, BackwardAutogradReq) and message.pass_id == self.id:
-                self._worker.serve_here(self._passes.on_backward, inbound)
+                worker.server.serve_here(self._passes.on_backward, inbound)
             else:
-                self._worker.on_stray(inbound)
-        return True
+                worker.server.on_unexpected(inbound)
+        return finished.done()
 
     def _wait_at_inbox(self, inbox: SimpleQueue[Inbound | None], patience: float | None) -> bool:
         """Handle what other threads put there until the pass has finished, or for ``patience`` seconds."""
@@ -156,7 +135,9 @@ class Root:
         seconds = self._worker.default_timeout
         while unknown := discovery.unknown():
             asked = [
-                self._worker.request(peer, message, seconds=seconds, what="the discovery of a backward pass")
+                self._worker.request(
+                    peer, message, seconds=seconds, description="the discovery of a backward pass"
+                )
                 for peer in unknown
                 if peer != self._worker.id
             ]

@@ -69,7 +69,7 @@ class DynamicGroup(Group):
         self._roster.take_name(self._is_alive)
         try:
             self.store.set_timeout(min(ASK_SECONDS, max(1.0, deadline.left())))
-            self.worker.doors.peer_lost.append(lambda peer, _: self._strike_off_later(peer))
+            self.worker.hooks.peer_lost.append(lambda peer, _: self._strike_off_later(peer))
             self.worker.membership.look_up = self._look_up
             self.worker.start()  # nobody knows where we are yet
             self._roster.watch(self._changed)
@@ -121,7 +121,7 @@ class DynamicGroup(Group):
 
     def _take_leave(self, worker_id: int, reason: str) -> None:
         worker = self.worker
-        if reason == LEFT and any(call.peer == worker_id for call in worker.calls.pending()):
+        if reason == LEFT and any(call.peer == worker_id for call in worker.client.pending.all()):
             # It has answered all that it was asked; what it said last may not have been read here yet. But
             # its name may have another holder by now.
             worker.membership.depart(worker_id)
@@ -164,14 +164,14 @@ class DynamicGroup(Group):
     def _finish(self, deadline: Deadline) -> None:
         """Wait for the answers to this worker's calls, and until those that it serves now are answered."""
         worker = self.worker
-        worker.references.sweep()
-        served = worker.serving.all()
+        worker.references.flush_releases()
+        served = worker.server.in_flight.all()
         while True:
-            pending = worker.calls.pending()
+            pending = worker.client.pending.all()
             for call in pending:
                 call.outcome.wait_done(min(deadline.left(), SAY_EVERY))
-            done = worker.serving.wait_ended(served, deadline.sooner(SAY_EVERY))
-            still = [c for c in worker.calls.pending() if c in pending]
+            done = worker.server.in_flight.wait_ended(served, deadline.sooner(SAY_EVERY))
+            still = [c for c in worker.client.pending.all() if c in pending]
             if done and not still:
                 return
             names = {worker.membership.name_of(call.peer) for call in still} or {"running calls"}

@@ -14,13 +14,13 @@ import torch
 
 from zmqgrad.errors import DuplicateWorkerError, RpcError, RpcTimeoutError, StoreError, StoreTimeoutError
 from zmqgrad.rpc.devices import check_group, published
-from zmqgrad.rpc.dispatch import EXTENSIONS, install_extension
 from zmqgrad.rpc.groups.identity import WorkerRecord, program_fingerprint, wait_for_end
 from zmqgrad.rpc.groups.joining import LOOK_SECONDS, claim, meet, withdraw
 from zmqgrad.rpc.groups.membership import Membership
 from zmqgrad.rpc.groups.parting import Parting
+from zmqgrad.rpc.hooks import EXTENSIONS, install_extension
 from zmqgrad.rpc.options import RpcBackendOptions
-from zmqgrad.rpc.rref import install_rrefs
+from zmqgrad.rpc.rref.api import install_rrefs
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store import Store, TCPStore

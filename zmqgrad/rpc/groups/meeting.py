@@ -39,13 +39,13 @@ def all_gather(
     names = tuple(sorted({r.name for r in worker.membership.all()} if workers is None else set(workers)))
     if worker.name not in names:
         raise UnknownWorkerError(f"{worker.name} is none of the workers that shall meet: {', '.join(names)}")
-    deadline = Deadline.after(worker.seconds(timeout) or None)
+    deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     for name in names:
         worker.membership.find(name, deadline.left_or_none())
     number = _meetings(worker).number(names)
     call = worker.call(names[0], _bring, (names, number, worker.name, value), None, timeout)
     try:
-        gathered: dict[str, Any] = worker.open(worker.wait(call))
+        gathered: dict[str, Any] = worker.decode(worker.wait(call))
     except RpcTimeoutError as e:
         raise RpcTimeoutError(
             f"timed out in _all_gather after {call.timeout:.2f} seconds, "
@@ -98,5 +98,5 @@ class _Meetings:
 
 
 def _meetings(worker: Worker) -> _Meetings:
-    found: _Meetings = worker.doors.extensions.setdefault(_EXTENSION, _Meetings())
+    found: _Meetings = worker.hooks.extensions.setdefault(_EXTENSION, _Meetings())
     return found

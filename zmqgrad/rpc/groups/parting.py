@@ -66,7 +66,7 @@ class Parting:
             StoreError: if the store is gone.
         """
         self._store.set_timeout(min(self._store.timeout.total_seconds(), deadline.left()))
-        self._worker.doors.peer_lost.append(lambda rank, _: self._stand_in_later(rank))
+        self._worker.hooks.peer_lost.append(lambda rank, _: self._stand_in_later(rank))
         self._meet("arrived", "to call shutdown", deadline)
         before: list[int] | None = None
         looks, backoff = 0, Backoff(*PAUSES)
@@ -175,14 +175,14 @@ class Parting:
     def _wait_until_quiet(self, deadline: Deadline) -> None:
         worker = self._worker
         while True:
-            worker.references.sweep()
-            worker.waiting.drain_channels()  # of a pass that failed, requests may come late
-            pending = worker.calls.pending()
-            if not pending and worker.pool.wait_idle(deadline.sooner(SAY_EVERY)) and worker.quiet():
+            worker.references.flush_releases()
+            worker.ports.drain()  # of a pass that failed, requests may come late
+            pending = worker.client.pending.all()
+            if not pending and worker.pool.wait_idle(deadline.sooner(SAY_EVERY)) and worker.is_idle():
                 return
             for call in pending:
                 call.outcome.wait_done(min(deadline.left(), SAY_EVERY))
-            still = [c for c in worker.calls.pending() if c in pending]
+            still = [c for c in worker.client.pending.all() if c in pending]
             if deadline.passed():
                 said = ", ".join(f"{c.describe()} on {worker.membership.name_of(c.peer)}" for c in still)
                 raise RpcTimeoutError(

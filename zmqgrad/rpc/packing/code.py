@@ -275,7 +275,9 @@ def book_of(worker: Worker) -> CodeBook:
     """A book for ``worker``, which will answer those who ask for code."""
 
     def fetch(peer: int, digest: bytes) -> CodeValue:
-        asked = worker.request(peer, CodeFetch(digest), seconds=FETCH_SECONDS, what="the code of a function")
+        asked = worker.request(
+            peer, CodeFetch(digest), seconds=FETCH_SECONDS, description="the code of a function"
+        )
         answer = worker.wait(asked).message
         return answer if isinstance(answer, CodeValue) else CodeValue(b"")
 
@@ -287,7 +289,7 @@ def book_of(worker: Worker) -> CodeBook:
         worker.mailbox.send(envelope.source, answer, envelope.message_id, (), envelope.channel)
 
     book = CodeBook(fetch)
-    worker.doors.control[CodeFetch.TYPE] = tell
+    worker.hooks.control[CodeFetch.TYPE] = tell
     return book
 
 

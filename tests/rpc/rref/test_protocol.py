@@ -10,15 +10,15 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from zmqgrad.rpc.references import ledger
-from zmqgrad.rpc.references.ledger import (
+from zmqgrad.rpc.rref import protocol
+from zmqgrad.rpc.rref.protocol import (
     DropValue,
-    OwnerLedger,
-    Remembered,
+    OwnerForks,
+    RecentIds,
     SendChildAccept,
     SendDelete,
     SendForkRequest,
-    UserLedger,
+    UserForks,
 )
 
 OWNER = 0
@@ -46,8 +46,8 @@ class Simulation(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.owner = OwnerLedger()
-        self.users = {w: UserLedger() for w in range(1, WORKERS)}
+        self.owner = OwnerForks()
+        self.users = {w: UserForks() for w in range(1, WORKERS)}
         self.letters: list[Letter] = []
         self.unanswered: set[Letter] = set()
         self.travelling: list[tuple[int, int, int]] = []  # fork, parent worker, holder
@@ -87,7 +87,7 @@ class Simulation(RuleBasedStateMachine):
             self._carry_out(OWNER, [SendChildAccept(parent, VALUE, fork)])
         else:
             self.alive[fork] = holder
-            self._carry_out(holder, self.users[holder].adopt(VALUE, fork, OWNER, parent))
+            self._carry_out(holder, self.users[holder].import_fork(VALUE, fork, OWNER, parent))
 
     @precondition(lambda self: self.travelling)
     @rule(data=st.data())
@@ -139,7 +139,7 @@ class Simulation(RuleBasedStateMachine):
         self.travelling = [t for t in self.travelling if dead not in t[1:]]
         self.letters = [x for x in self.letters if dead not in (x.source, x.target)]
         self.unanswered = {x for x in self.unanswered if dead not in (x.source, x.target)}
-        self.users[dead] = UserLedger()
+        self.users[dead] = UserForks()
         self._carry_out(OWNER, self.owner.lose(dead))
         for worker in range(1, dead):
             self._carry_out(worker, self.users[worker].lose(dead))
@@ -209,7 +209,7 @@ class Simulation(RuleBasedStateMachine):
                     self._carry_out(OWNER, [SendChildAccept(parent, VALUE, fork)])
                 else:
                     self.alive[fork] = holder
-                    self._carry_out(holder, self.users[holder].adopt(VALUE, fork, OWNER, parent))
+                    self._carry_out(holder, self.users[holder].import_fork(VALUE, fork, OWNER, parent))
             elif self.alive:
                 fork, holder = self.alive.popitem()
                 self._carry_out(holder, self.users[holder].release(fork))
@@ -233,14 +233,14 @@ TestSimulation = Simulation.TestCase
 
 def test_a_fork_deleted_before_it_is_noted_stays_deleted() -> None:
     """Its user gave up on the call that makes the value, and that call runs only now."""
-    owner = OwnerLedger()
+    owner = OwnerForks()
     assert owner.delete(VALUE, 1) == []
     owner.note(VALUE, 1, holder=1)
     assert not owner.knows(VALUE)
 
 
 def test_a_late_repetition_does_not_revive_a_fork() -> None:
-    owner = OwnerLedger()
+    owner = OwnerForks()
     owner.note(VALUE, 1, 1)
     owner.note(VALUE, 2, 2)
     assert owner.delete(VALUE, 2) == []
@@ -249,8 +249,8 @@ def test_a_late_repetition_does_not_revive_a_fork() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(ledger, "REMEMBERED", 10)
-    owner = OwnerLedger()
+    monkeypatch.setattr(protocol, "REMEMBERED", 10)
+    owner = OwnerForks()
     owner.note(VALUE, 0, 1)
     for fork in range(1, 100):
         owner.note(VALUE, fork, 1)
@@ -264,7 +264,7 @@ def test_what_is_remembered_is_bounded(monkeypatch: Any) -> None:
 def test_remembered_numbers_are_the_last_ones(spread: int) -> None:
     """The oracle is a list of all; numbers are near each other, or far apart."""
     draw = random.Random(spread)
-    remembered, added = Remembered(50), list[int]()
+    remembered, added = RecentIds(50), list[int]()
     for _ in range(2000):
         number = draw.randrange(300) * spread
         if draw.random() < 0.2:
@@ -281,7 +281,7 @@ def test_remembered_numbers_are_the_last_ones(spread: int) -> None:
 
 
 def test_a_user_that_is_asked_for_its_own_value_is_told_at_birth() -> None:
-    user = UserLedger()
+    user = UserForks()
     user.create(VALUE, 1, OWNER)
     assert user.release(1) == [], "the owner may not know of it yet"
     assert user.confirm(1) == [SendDelete(OWNER, VALUE, 1)]
@@ -292,12 +292,12 @@ def test_a_user_that_is_asked_for_its_own_value_is_told_at_birth() -> None:
 
 
 def test_a_parent_outlives_the_journey_of_its_child() -> None:
-    parent, child = UserLedger(), UserLedger()
-    parent.adopt(VALUE, 1, OWNER, OWNER)
+    parent, child = UserForks(), UserForks()
+    parent.import_fork(VALUE, 1, OWNER, OWNER)
     parent.fork(1, 2, holder=2)
     assert parent.release(1) == []
-    assert child.adopt(VALUE, 2, OWNER, parent=1) == [SendForkRequest(OWNER, VALUE, 2)]
-    assert child.adopt(VALUE, 2, OWNER, parent=1) == []
+    assert child.import_fork(VALUE, 2, OWNER, parent=1) == [SendForkRequest(OWNER, VALUE, 2)]
+    assert child.import_fork(VALUE, 2, OWNER, parent=1) == []
     assert child.confirm(2) == [SendChildAccept(1, VALUE, 2)]
     assert parent.child_accepted(2) == [SendDelete(OWNER, VALUE, 1)]
     assert parent.child_accepted(2) == []

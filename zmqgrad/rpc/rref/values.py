@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from zmqgrad.errors import RpcTimeoutError, RRefError
-from zmqgrad.rpc.references.ledger import Effect, OwnerLedger, Remembered
+from zmqgrad.rpc.rref.protocol import Effect, OwnerForks, RecentIds
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.wire.ids import show_id, split_id
 
@@ -31,11 +31,11 @@ class OwnedValues:
         self._name = owner
         self._lock = threading.Lock()  # guards all below
         self._values: dict[int, Outcome[Any]] = {}
-        self._dropped = Remembered(REMEMBERED)
+        self._dropped = RecentIds(REMEMBERED)
         # Values that others told of before their maker's call has come: its fork is yet to be noted, so they
         # are not dropped when those others let go.
         self._awaited: set[int] = set()
-        self._ledger = OwnerLedger()
+        self._forks = OwnerForks()
         self._lost: set[int] = set()  # workers that are gone; ids are never given twice
         self._closed = False
 
@@ -61,7 +61,7 @@ class OwnedValues:
         outcome = self._values[rref_id] = Outcome()
         return outcome
 
-    def expect(self, holder: int, rref_id: int, fork_id: int) -> Outcome[Any]:
+    def create_pending(self, holder: int, rref_id: int, fork_id: int) -> Outcome[Any]:
         """The outcome that will hold ``rref_id``, which is about to be made for ``holder``.
 
         Raises:
@@ -71,13 +71,13 @@ class OwnedValues:
         with self._lock:
             self._awaited.discard(rref_id)
             if fork_id and holder not in self._lost:
-                self._ledger.note(rref_id, fork_id, holder)
+                self._forks.note(rref_id, fork_id, holder)
         return outcome
 
-    def made(self, rref_id: int) -> None:
+    def value_ready(self, rref_id: int) -> None:
         """The outcome that :meth:`expect` gave has been set."""
         with self._lock:
-            if not self._ledger.knows(rref_id):  # made for this worker itself: its handle keeps it
+            if not self._forks.knows(rref_id):  # made for this worker itself: its handle keeps it
                 self._values.pop(rref_id, None)
 
     def value(self, rref_id: int, timeout: float | None) -> Any:
@@ -96,23 +96,23 @@ class OwnedValues:
 
     # ---- forks ------------------------------------------------------------------------------------------
 
-    def lend(self, rref_id: int, outcome: Outcome[Any], fork_id: int, holder: int) -> bool:
+    def share(self, rref_id: int, outcome: Outcome[Any], fork_id: int, holder: int) -> bool:
         """Fork ``fork_id`` goes to ``holder``. False if that is lost, and nobody would ever take it back."""
         with self._lock:
             if holder in self._lost:
                 return False
             self._values[rref_id] = outcome
             self._dropped.discard(rref_id)  # nobody else referred to it; now somebody does again
-            self._ledger.note(rref_id, fork_id, holder)
+            self._forks.note(rref_id, fork_id, holder)
             return True
 
     def note(self, rref_id: int, fork_id: int, holder: int) -> None:
         """``holder`` has got fork ``fork_id`` of another user."""
         with self._lock:
             if rref_id not in self._dropped and holder not in self._lost:
-                self._ledger.note(rref_id, fork_id, holder)
+                self._forks.note(rref_id, fork_id, holder)
                 # Unknown even now: it was deleted before. Known without a value: its maker's call comes yet.
-                if self._ledger.knows(rref_id) and rref_id not in self._values:
+                if self._forks.knows(rref_id) and rref_id not in self._values:
                     self._await(rref_id)
 
     def delete(self, forks: Iterable[tuple[int, int]]) -> list[Effect]:
@@ -120,13 +120,13 @@ class OwnedValues:
         effects: list[Effect] = []
         with self._lock:
             for rref_id, fork_id in forks:
-                effects += self._ledger.delete(rref_id, fork_id)
+                effects += self._forks.delete(rref_id, fork_id)
         return effects
 
     def drop(self, rref_id: int) -> Outcome[Any] | None:
         """Keep ``rref_id`` no longer, unless it is needed after all; gives what held the value."""
         with self._lock:
-            if self._ledger.knows(rref_id) or rref_id in self._awaited:
+            if self._forks.knows(rref_id) or rref_id in self._awaited:
                 return None  # another fork was sent since the last one was deleted, or is to come
             self._dropped.add(rref_id)
             return self._values.pop(rref_id, None)
@@ -139,9 +139,9 @@ class OwnedValues:
             self._lost.add(peer)
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
             self._awaited -= orphans.keys()
-            effects = self._ledger.lose(peer)
+            effects = self._forks.lose(peer)
             for rref_id in orphans:
-                if not self._ledger.knows(rref_id):
+                if not self._forks.knows(rref_id):
                     del self._values[rref_id]
         return effects, orphans
 
@@ -151,7 +151,7 @@ class OwnedValues:
             self._closed = True
             values, self._values = self._values, {}
             self._awaited.clear()
-            self._ledger = OwnerLedger()
+            self._forks = OwnerForks()
         for outcome in values.values():
             outcome.fail(self._never_made())
         values.clear()
@@ -164,5 +164,5 @@ class OwnedValues:
         with self._lock:
             return {
                 "owner_rrefs": len(self._values),
-                "forks": sum(map(len, self._ledger.forks().values())),
+                "forks": sum(map(len, self._forks.forks().values())),
             }

@@ -14,7 +14,7 @@ from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 
 if TYPE_CHECKING:
-    from zmqgrad.rpc.references.table import ReferenceTable
+    from zmqgrad.rpc.rref.table import ReferenceTable
 
 
 class Handle(TravelsAsReference):
@@ -55,4 +55,4 @@ class Handle(TravelsAsReference):
 
     def __del__(self) -> None:
         if self.fork_id:
-            self.table.release_later(self.fork_id)
+            self.table.enqueue_release(self.fork_id)

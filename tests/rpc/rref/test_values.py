@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from zmqgrad.errors import RpcTimeoutError, RRefError
-from zmqgrad.rpc.references.ledger import DropValue
-from zmqgrad.rpc.references.values import OwnedValues
+from zmqgrad.rpc.rref.protocol import DropValue
+from zmqgrad.rpc.rref.values import OwnedValues
 from zmqgrad.wire.ids import join_id
 
 pytestmark = pytest.mark.open_outcomes  # of values whose makers never come
@@ -23,7 +23,7 @@ def values() -> OwnedValues:
 
 def test_who_asks_early_gets_what_the_call_will_set(values: OwnedValues) -> None:
     early = values.find(VALUE)
-    made = values.expect(MAKER, VALUE, FORK)
+    made = values.create_pending(MAKER, VALUE, FORK)
     assert made is early
     made.set("it")
     assert values.value(VALUE, timeout=0.0) == "it"
@@ -35,7 +35,7 @@ def test_what_is_not_made_in_time_is_said_so(values: OwnedValues) -> None:
 
 
 def test_a_value_goes_with_its_last_fork_and_is_known_to_be_gone(values: OwnedValues) -> None:
-    made = values.expect(MAKER, VALUE, FORK)
+    made = values.create_pending(MAKER, VALUE, FORK)
     values.note(VALUE, CHILD, OTHER)
     assert values.delete([(VALUE, FORK)]) == []
     assert values.delete([(VALUE, CHILD)]) == [DropValue(VALUE)]
@@ -48,22 +48,22 @@ def test_a_value_whose_makers_call_is_yet_to_come_is_not_dropped(values: OwnedVa
     values.note(VALUE, CHILD, OTHER)
     assert values.delete([(VALUE, CHILD)]) == [DropValue(VALUE)]
     assert values.drop(VALUE) is None
-    assert not values.expect(MAKER, VALUE, FORK).done()
+    assert not values.create_pending(MAKER, VALUE, FORK).done()
 
 
 def test_a_fork_that_was_lent_again_keeps_the_value(values: OwnedValues) -> None:
-    made = values.expect(MAKER, VALUE, FORK)
+    made = values.create_pending(MAKER, VALUE, FORK)
     dropped = values.delete([(VALUE, FORK)])
-    assert values.lend(VALUE, made, join_id(0, 1), OTHER)
+    assert values.share(VALUE, made, join_id(0, 1), OTHER)
     assert dropped == [DropValue(VALUE)]
     assert values.drop(VALUE) is None
 
 
 def test_the_lost_take_their_forks_along_and_get_no_more(values: OwnedValues) -> None:
-    made = values.expect(MAKER, VALUE, FORK)
+    made = values.create_pending(MAKER, VALUE, FORK)
     effects, orphans = values.lose(MAKER)
     assert (effects, orphans) == ([DropValue(VALUE)], {})
-    assert not values.lend(VALUE, made, join_id(0, 1), MAKER)
+    assert not values.share(VALUE, made, join_id(0, 1), MAKER)
 
 
 def test_what_the_lost_should_have_made_is_orphaned(values: OwnedValues) -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
 from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError
-from zmqgrad.rpc.telling import MOST_PATIENCE, RETRY_SECONDS, Telling
-from zmqgrad.rpc.worker import Worker
+from zmqgrad.rpc.reliable import MAX_BACKOFF, RETRY_SECONDS, ReliableSender
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.wire.messages import Message, RRefUserDelete
 
@@ -35,14 +34,14 @@ class Wire:
         message: Message,
         *,
         seconds: float,
-        what: str,
-        settled: Callable[[Outcome[Any]], None],
+        description: str,
+        on_done: Callable[[Outcome[Any]], None],
     ) -> None:
         """As the worker's."""
         if self.lost:
             raise PeerLostError("gone")
         self.said.append((peer, message, seconds))
-        self.settled.append(settled)
+        self.settled.append(on_done)
 
     def fail(self, error: Exception) -> None:
         """The last request ends so."""
@@ -63,17 +62,19 @@ def wire() -> Wire:
 
 
 @pytest.fixture
-def telling(wire: Wire) -> Telling:
-    return Telling(cast("Worker", wire))
+def sender(wire: Wire) -> ReliableSender:
+    return ReliableSender(wire)
 
 
-def test_it_is_said_again_less_and_less_often_until_it_is_answered(wire: Wire, telling: Telling) -> None:
+def test_it_is_said_again_less_and_less_often_until_it_is_answered(
+    wire: Wire, sender: ReliableSender
+) -> None:
     heard: list[bool] = []
-    telling.tell(PEER, NEWS, lambda: heard.append(True))
+    sender.send(PEER, NEWS, lambda: heard.append(True))
     for _ in range(6):
         wire.fail(RpcTimeoutError("no answer"))
     assert [seconds / RETRY_SECONDS for _, _, seconds in wire.said] == [1, 2, 4, 8, 16, 16, 16]
-    assert MOST_PATIENCE == 16
+    assert MAX_BACKOFF == 16
     assert {(peer, message) for peer, message, _ in wire.said} == {(PEER, NEWS)}
     assert heard == []
     wire.answer()
@@ -81,18 +82,18 @@ def test_it_is_said_again_less_and_less_often_until_it_is_answered(wire: Wire, t
     assert len(wire.said) == 7
 
 
-def test_nothing_is_said_again_to_who_is_gone(wire: Wire, telling: Telling) -> None:
-    telling.tell(PEER, NEWS)
+def test_nothing_is_said_again_to_who_is_gone(wire: Wire, sender: ReliableSender) -> None:
+    sender.send(PEER, NEWS)
     wire.fail(PeerLostError("gone"))
     wire.lost = True
-    telling.tell(PEER, NEWS)
+    sender.send(PEER, NEWS)
     assert len(wire.said) == 1
 
 
-def test_nothing_is_said_after_the_end(wire: Wire, telling: Telling) -> None:
-    telling.tell(PEER, NEWS)
-    telling.close()
+def test_nothing_is_said_after_the_end(wire: Wire, sender: ReliableSender) -> None:
+    sender.send(PEER, NEWS)
+    sender.close()
     wire.fail(RpcTimeoutError("no answer"))
     wire.fail(RpcError("this worker was shut down"))
-    telling.tell(PEER, NEWS)
+    sender.send(PEER, NEWS)
     assert len(wire.said) == 1

@@ -1,6 +1,6 @@
 """RRefs of one worker: the references that it holds, how they travel, and the ledgers, carried out.
 
-The owner's side (:mod:`~zmqgrad.rpc.references.values`) and the user's side are guarded by a lock each;
+The owner's side (:mod:`~zmqgrad.rpc.rref.values`) and the user's side are guarded by a lock each;
 neither is ever held with the other, or while sending, waiting or letting go of a user's object (whose
 ``__del__`` is user code).
 
@@ -13,70 +13,78 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from zmqgrad.errors import PeerLostError, RpcError, RRefError
-from zmqgrad.rpc.dispatch import Doors
-from zmqgrad.rpc.packing.code import PeerCode
-from zmqgrad.rpc.references.handle import Handle
-from zmqgrad.rpc.references.ledger import (
+from zmqgrad.rpc.core import WorkerCore
+from zmqgrad.rpc.packing.code import CodeBook, PeerCode
+from zmqgrad.rpc.reliable import ReliableSender
+from zmqgrad.rpc.rref.handle import Handle
+from zmqgrad.rpc.rref.protocol import (
     DropValue,
     Effect,
     SendChildAccept,
     SendDelete,
     SendForkRequest,
-    UserLedger,
+    UserForks,
 )
-from zmqgrad.rpc.references.values import OwnedValues
-from zmqgrad.rpc.telling import Telling
+from zmqgrad.rpc.rref.values import OwnedValues
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import IdSource, show_id
 from zmqgrad.wire.messages import (
+    Message,
     MessageType,
+    Payload,
     RRefAck,
     RRefChildAccept,
     RRefForkRequest,
     RRefUserDelete,
 )
 
-if TYPE_CHECKING:
-    from zmqgrad.rpc.worker import Worker
-
-SWEEP_SECONDS = 0.02
+FLUSH_SECONDS = 0.02
 """Dead references are gathered for so long and told to each owner in one message."""
 
 
 class ReferenceTable:
     """Owner's and user's side of the RRef protocol for one worker."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: WorkerCore, codes: CodeBook) -> None:
         self._worker = worker
+        self._codes = codes
         self._owned = OwnedValues(worker.name)
-        # What calls need of the owner's side, with no step between.
-        self.expect, self.made, self.value = self._owned.expect, self._owned.made, self._owned.value
-        self._telling = Telling(worker)
+        # Bound here once: a forwarding method would cost a call for each request.
+        self.create_pending, self.value_ready = self._owned.create_pending, self._owned.value_ready
+        self.value = self._owned.value
         self._lock = threading.Lock()  # guards all below but the deque
-        self._user = UserLedger()
+        self._user = UserForks()
         self._lost: set[int] = set()  # workers that are gone; ids are never given twice
         self._released: deque[int] = deque()
-        self._sweeping = False
+        self._flush_scheduled = False
         self._closed = False
         self._views: dict[int, PeerReferences] = {}
         self._ids = IdSource(worker.id)  # of their own: people count references, not messages
         self.make_rref: Callable[[Handle], Any] = lambda handle: handle
 
-    def install(self, doors: Doors) -> None:
-        """Answer the control messages of RRefs. They are quick, and never wait behind user code."""
-        doors.control[MessageType.RREF_FORK_REQUEST] = self._on_fork_request
-        doors.control[MessageType.RREF_CHILD_ACCEPT] = self._on_child_accept
-        doors.control[MessageType.RREF_USER_DELETE] = self._on_user_delete
+    def connect(self, sender: ReliableSender, reply: Callable[[Inbound, Message], None]) -> None:
+        """Handle the control messages of RRefs from now on: they are quick, and never queue behind user code.
+
+        Args:
+            sender: sends those of this worker.
+            reply: sends the reply to one.
+        """
+        self._sender = sender
+        self._reply = reply
+        control = self._worker.hooks.control
+        control[MessageType.RREF_FORK_REQUEST] = self._on_fork_request
+        control[MessageType.RREF_CHILD_ACCEPT] = self._on_child_accept
+        control[MessageType.RREF_USER_DELETE] = self._on_user_delete
 
     def of(self, peer: int) -> PeerReferences:
         """How RRefs travel to and from ``peer``."""
         view = self._views.get(peer)
         if view is None:
-            view = self._views[peer] = PeerReferences(self, peer, self._worker.codes.of(peer))
+            view = self._views[peer] = PeerReferences(self, peer, self._codes.of(peer))
         return view
 
     # ---- owner ------------------------------------------------------------------------------------------
@@ -94,14 +102,14 @@ class ReferenceTable:
 
     # ---- user -------------------------------------------------------------------------------------------
 
-    def refer(self, owner: int) -> Handle:
+    def reference(self, owner: int) -> Handle:
         """A handle on a value that ``owner`` is about to be asked for."""
         rref_id, fork_id = self._ids.next(), self._ids.next()
         with self._lock:
             self._user.create(rref_id, fork_id, owner)
         return Handle(self, rref_id, fork_id, owner)
 
-    def unasked(self, handle: Handle) -> None:
+    def abort_remote(self, handle: Handle) -> None:
         """The owner of ``handle`` could not be asked for its value; it may have heard of it all the same."""
         with self._lock:
             if not self._user.is_confirmed(handle.fork_id):
@@ -111,19 +119,6 @@ class ReferenceTable:
         """The owner knows of ``fork_id``."""
         self._carry_out(self._locked(lambda: self._user.confirm(fork_id)))
 
-    def confirm_now(self, handle: Handle) -> None:
-        """Tell the owner of ``handle``, as is being done anyway, and wait for its word.
-
-        Raises:
-            RpcError: if that does not come.
-        """
-        worker = self._worker
-        request = RRefForkRequest(handle.rref_id, handle.fork_id)
-        worker.wait(
-            worker.request(handle.owner, request, seconds=worker.default_timeout, what="RRefForkRequest")
-        )
-        self.confirm(handle.fork_id)
-
     def is_confirmed(self, handle: Handle) -> bool:
         """Does the owner know of this reference? (On the owner: yes.)"""
         if not handle.fork_id:
@@ -131,16 +126,16 @@ class ReferenceTable:
         with self._lock:
             return self._user.is_confirmed(handle.fork_id)
 
-    def release_later(self, fork_id: int) -> None:
+    def enqueue_release(self, fork_id: int) -> None:
         """Called by finalizers. See Note [Finalizers only enqueue]."""
         self._released.append(fork_id)
-        if not self._sweeping:
-            self._sweeping = True
-            self._worker.timekeeper.call_later(SWEEP_SECONDS, self.sweep)
+        if not self._flush_scheduled:
+            self._flush_scheduled = True
+            self._worker.timekeeper.call_later(FLUSH_SECONDS, self.flush_releases)
 
-    def sweep(self) -> None:
+    def flush_releases(self) -> None:
         """Tell owners of the references that died here."""
-        self._sweeping = False
+        self._flush_scheduled = False
         effects: list[Effect] = []
         while self._released:
             fork_id = self._released.popleft()
@@ -186,19 +181,19 @@ class ReferenceTable:
         fork_id = self._ids.next()
         if handle.owner == self._worker.id:
             assert handle.outcome is not None
-            lent = self._owned.lend(handle.rref_id, handle.outcome, fork_id, peer)
+            shared = self._owned.share(handle.rref_id, handle.outcome, fork_id, peer)
         else:
             with self._lock:
-                lent = peer not in self._lost
-                if lent and not self._user.holds(handle.fork_id):
+                shared = peer not in self._lost
+                if shared and not self._user.holds(handle.fork_id):
                     raise self._dead(handle, "fork an UserRRef")
-                if lent:
+                if shared:
                     self._user.fork(handle.fork_id, fork_id, peer)
-        if not lent:  # nobody would ever take the fork back
+        if not shared:  # nobody would ever take the fork back
             raise self._worker.loss_of(peer, "a message with an RRef")
         return handle.owner, handle.rref_id, fork_id, self._worker.id, handle.type_name
 
-    def adopt_from(self, owner: int, rref_id: int, fork_id: int, parent: int, type_name: str) -> Any:
+    def import_fork(self, owner: int, rref_id: int, fork_id: int, parent: int, type_name: str) -> Any:
         """The RRef of a fork that came here."""
         if owner == self._worker.id:
             outcome = self._owned.find(rref_id)
@@ -208,7 +203,7 @@ class ReferenceTable:
                 self._carry_out([SendChildAccept(parent, rref_id, fork_id)])
             return self.make_rref(Handle(self, rref_id, 0, owner, outcome, type_name))
         with self._lock:
-            effects = [] if owner in self._lost else self._user.adopt(rref_id, fork_id, owner, parent)
+            effects = [] if owner in self._lost else self._user.import_fork(rref_id, fork_id, owner, parent)
         self._carry_out(effects)
         return self.make_rref(Handle(self, rref_id, fork_id, owner, None, type_name))
 
@@ -222,9 +217,11 @@ class ReferenceTable:
                     self._carry_out([SendChildAccept(parent, rref_id, fork_id)])
                 continue
             with self._lock:
-                effects = [] if owner in self._lost else self._user.adopt(rref_id, fork_id, owner, parent)
+                effects = (
+                    [] if owner in self._lost else self._user.import_fork(rref_id, fork_id, owner, parent)
+                )
             self._carry_out(effects)
-            self.release_later(fork_id)
+            self.enqueue_release(fork_id)
 
     def unfork(self, owner: int, rref_id: int, fork_id: int) -> None:
         """A fork was made for a message that will never be sent."""
@@ -233,25 +230,37 @@ class ReferenceTable:
         else:
             self._carry_out(self._locked(lambda: self._user.child_accepted(fork_id)))
 
+    def release_unread(self, inbound: Inbound) -> None:
+        """Release the references in a message that nobody will read."""
+        message = getattr(inbound.message, "wrapped", inbound.message)
+        payload: Payload | None = getattr(message, "payload", None)
+        if payload is not None and payload.forks:
+            self.discard(payload.forks)
+
+    def unfork_all(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
+        """Undo the forks made for a message that will not be sent."""
+        for owner, rref_id, fork_id, _ in forks:
+            self.unfork(owner, rref_id, fork_id)
+
     # ---- control messages -------------------------------------------------------------------------------
 
     def _on_fork_request(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefForkRequest)
         self._owned.note(message.rref_id, message.fork_id, inbound.envelope.source)
-        self._worker.reply(inbound, RRefAck())
+        self._reply(inbound, RRefAck())
 
     def _on_child_accept(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefChildAccept)
         self._carry_out(self._locked(lambda: self._user.child_accepted(message.fork_id)))
-        self._worker.reply(inbound, RRefAck())
+        self._reply(inbound, RRefAck())
 
     def _on_user_delete(self, inbound: Inbound) -> None:
         message = inbound.message
         assert isinstance(message, RRefUserDelete)
         self._carry_out(self._owned.delete(message.forks))
-        self._worker.reply(inbound, RRefAck())  # last: it fails where the user was lost meanwhile
+        self._reply(inbound, RRefAck())  # last: it fails where the user was lost meanwhile
 
     def peer_lost(self, peer: int) -> None:
         """``peer`` died, with its forks and its values."""
@@ -273,7 +282,7 @@ class ReferenceTable:
     def _carry_out(self, effects: list[Effect]) -> None:
         deletes: dict[int, list[tuple[int, int]]] = {}
         dropped: list[Outcome[Any]] = []
-        tell = self._telling.tell
+        send = self._sender.send
         for effect in effects:
             if isinstance(effect, SendDelete):
                 deletes.setdefault(effect.owner, []).append((effect.rref_id, effect.fork_id))
@@ -284,11 +293,11 @@ class ReferenceTable:
                     del outcome  # nothing but the list may keep it
             elif isinstance(effect, SendForkRequest):
                 request = RRefForkRequest(effect.rref_id, effect.fork_id)
-                tell(effect.owner, request, lambda f=effect.fork_id: self.confirm(f))  # type: ignore[misc]
+                send(effect.owner, request, lambda f=effect.fork_id: self.confirm(f))  # type: ignore[misc]
             else:
-                tell(effect.parent, RRefChildAccept(effect.rref_id, effect.fork_id))
+                send(effect.parent, RRefChildAccept(effect.rref_id, effect.fork_id))
         for owner, forks in deletes.items():
-            tell(owner, RRefUserDelete(tuple(forks)), lambda f=forks: self._deleted(f))  # type: ignore[misc]
+            send(owner, RRefUserDelete(tuple(forks)), lambda f=forks: self._deleted(f))  # type: ignore[misc]
         if dropped and not self._closed:
             # Letting go of a value may run a user's __del__: not in the receiver's thread.
             self._worker.pool.submit(dropped.clear)
@@ -307,9 +316,9 @@ class ReferenceTable:
     def close(self) -> None:
         """Forget everything."""
         self._closed = True
-        self._telling.close()
+        self._sender.close()
         with self._lock:
-            self._user = UserLedger()
+            self._user = UserForks()
         self._owned.close()
 
     def statistics(self) -> dict[str, int]:
@@ -343,7 +352,7 @@ class PeerReferences:
 
     def adopt(self, *fork: Any) -> Any:
         """The RRef of a fork that the peer sent."""
-        return self._table.adopt_from(*fork)
+        return self._table.import_fork(*fork)
 
     def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
         """Let go of forks that the peer sent, unread."""

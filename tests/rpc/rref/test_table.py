@@ -15,9 +15,9 @@ import torch
 
 from zmqgrad import rpc
 from zmqgrad.errors import PayloadError, PeerLostError, RpcError, RpcTimeoutError, RRefError
-from zmqgrad.rpc import telling
+from zmqgrad.rpc import reliable
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.references import table
+from zmqgrad.rpc.rref import table
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import MessageType
@@ -32,8 +32,8 @@ CONTROL = (
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(telling, "RETRY_SECONDS", 0.05)
-    monkeypatch.setattr(table, "SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr(reliable, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(table, "FLUSH_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def assert_nothing_left(c: Cluster) -> None:
     while True:
         gc.collect()
         for worker in c.workers:
-            worker.references.sweep()
+            worker.references.flush_releases()
         left = {w.name: s for w in c.workers if any((s := w.references.statistics()).values())}
         if not left or deadline.passed():
             break
@@ -94,12 +94,12 @@ def pass_along(rref: rpc.RRef[Any], way: list[int]) -> Any:
 
 def keep(rref: rpc.RRef[Any]) -> None:
     """Keep it on the worker that runs this."""
-    current_worker().doors.extensions.setdefault("kept", []).append(rref)
+    current_worker().hooks.extensions.setdefault("kept", []).append(rref)
 
 
 def use_kept() -> Any:
     """The value of what was kept, which is let go."""
-    return fetch(current_worker().doors.extensions["kept"].pop())
+    return fetch(current_worker().hooks.extensions["kept"].pop())
 
 
 # ---- what an RRef is -------------------------------------------------------------------------------------
@@ -237,8 +237,8 @@ def test_references_in_answers_that_nobody_reads(trio: Cluster) -> None:
         late = rpc.rpc_async(1, give, args=(rref,))
         held.wait()
         worker = current_worker()
-        (call,) = worker.calls.pending()
-        worker.waiting.give_up(call)
+        (call,) = worker.client.pending.all()
+        worker.client.cancel(call)
         with pytest.raises(RpcError, match="was given up"):
             late.wait()
     with pytest.raises(PayloadError, match="cannot be rebuilt"):
@@ -308,7 +308,7 @@ def test_references_of_a_worker_that_is_lost(trio: Cluster) -> None:
     lost.close()
     for worker in (trio.workers[0], trio.workers[2]):
         worker.references.peer_lost(1)
-    lost.doors.extensions.clear()
+    lost.hooks.extensions.clear()
     assert not any(trio.workers[0].references.statistics().values())
 
 

@@ -1,7 +1,7 @@
 """RRef: a reference to a value that lives on another worker (or on this one).
 
 Names, arguments and errors are those of ``torch.distributed.rpc.RRef``. The protocol that keeps the value
-alive is in :mod:`zmqgrad.rpc.references.ledger`.
+alive is in :mod:`zmqgrad.rpc.rref.protocol`.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.packing.packing import pack_call
 from zmqgrad.rpc.packing.terms import TravelsAsReference
 from zmqgrad.rpc.profiling import caller_range, profiled_here
-from zmqgrad.rpc.references import proxies
-from zmqgrad.rpc.references.handle import Handle
+from zmqgrad.rpc.rref import proxies
+from zmqgrad.rpc.rref.handle import Handle
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import split_id
-from zmqgrad.wire.messages import ExceptionReply, RemoteCall, RRefFetch
+from zmqgrad.wire.messages import ExceptionReply, RemoteCall, RRefFetch, RRefForkRequest
 from zmqgrad.wire.tensors.streams import follow
 
 T = TypeVar("T")
@@ -81,8 +81,19 @@ class RRef(TravelsAsReference, Generic[T]):
         """
         references = self._worker.references
         if not references.is_confirmed(self.handle) and self.handle.creation is None:
-            references.confirm_now(self.handle)
+            self._confirm()
         return references.is_confirmed(self.handle)
+
+    def _confirm(self) -> None:
+        """Wait until the owner knows of this reference."""
+        worker, handle = self._worker, self.handle
+        request = RRefForkRequest(handle.rref_id, handle.fork_id)
+        worker.wait(
+            worker.request(
+                handle.owner, request, seconds=worker.default_timeout, description="RRefForkRequest"
+            )
+        )
+        worker.references.confirm(handle.fork_id)
 
     def local_value(self) -> T:
         """The value itself; on the owner only. Waits for it if it is being made.
@@ -96,7 +107,7 @@ class RRef(TravelsAsReference, Generic[T]):
                 f"For UserRRef(rref_id={rref}, fork_id={fork}), can't call localValue() on user "
                 f"{self._worker.membership.own.info}. Call it on owner {self.owner()}, or use to_here()"
             )
-        return self._own_value(self._worker.seconds(UNSET_RPC_TIMEOUT))
+        return self._own_value(self._worker.resolve_timeout(UNSET_RPC_TIMEOUT))
 
     def _own_value(self, seconds: float) -> T:
         outcome = self.handle.outcome
@@ -119,7 +130,7 @@ class RRef(TravelsAsReference, Generic[T]):
         Raises:
             RpcTimeoutError: if it does not come in time. Others: as making the value raised.
         """
-        seconds = self._worker.seconds(timeout)
+        seconds = self._worker.resolve_timeout(timeout)
         if self.is_owner():
             return self._own_value(seconds)
         if self.handle.outcome is not None:
@@ -128,9 +139,11 @@ class RRef(TravelsAsReference, Generic[T]):
         message = RRefFetch(self.handle.rref_id, seconds)
         worker, owner = self._worker, self.handle.owner
         # In no variable: the traceback of its error would make a cycle, and this reference outlive it.
-        value: T = worker.open(
+        value: T = worker.decode(
             worker.wait(
-                worker.request(owner, message, seconds=seconds, what="to_here", keep=self.handle, waits=True)
+                worker.request(
+                    owner, message, seconds=seconds, description="to_here", keepalive=self.handle, waits=True
+                )
             )
         )
         return value
@@ -168,7 +181,7 @@ class RRef(TravelsAsReference, Generic[T]):
             )
         else:
             worker = self._worker
-            worker.open(
+            worker.decode(
                 worker.wait(
                     worker.call(self.handle.owner, _backward, (self, dist_autograd_ctx_id, retain_graph))
                 )
@@ -189,7 +202,7 @@ class RRef(TravelsAsReference, Generic[T]):
         worker, owner = self._worker, self.handle.owner
         if self.is_owner():
             known: PythonFuture[Any] = PythonFuture()
-            known.set_result(type(self._own_value(worker.seconds(timeout))))
+            known.set_result(type(self._own_value(worker.resolve_timeout(timeout))))
             return known
         if profiled_here():
             with caller_range("async", worker, owner, _rref_typeof_on_owner):
@@ -200,7 +213,7 @@ class RRef(TravelsAsReference, Generic[T]):
         """A future that is done when the owner has made the value (of None), or has failed to."""
         creation = self.handle.creation
         if creation is not None:
-            return self._worker.future_of(creation)
+            return self._worker.replies.future_of(creation)
         made: PythonFuture[Any] = PythonFuture()
         made.set_result(None)
         return made
@@ -255,7 +268,7 @@ def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
     if context_id == -1:
         root.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
         return
-    backward = rref._worker.doors.backward
+    backward = rref._worker.hooks.backward
     if backward is None:
         raise RRefError("this worker has no distributed autograd")
     backward(context_id, root, retain_graph)
@@ -275,21 +288,27 @@ def call_remote(
 
     If making it fails, or does not end in time, using the reference raises what happened.
     """
-    seconds = worker.seconds(timeout)
+    seconds = worker.resolve_timeout(timeout)
     peer = worker.membership.find_here(to)
     if peer is None:
-        peer, seconds = worker.locate(to, seconds)
-    reference, packed = pack_call(function, args, kwargs, worker.terms(peer))
+        peer, seconds = worker.client.find_peer(to, seconds)
+    reference, packed = pack_call(function, args, kwargs, worker.contexts.for_calls(peer))
     references = worker.references
-    handle = references.own_later() if peer.id == worker.id else references.refer(peer.id)
+    handle = references.own_later() if peer.id == worker.id else references.reference(peer.id)
     rref = RRef._of(worker, handle)
     message = RemoteCall(reference, packed.payload, handle.rref_id, handle.fork_id, seconds)
     try:
         call = worker.request(
-            peer.id, message, packed, seconds, function, keep=handle, settled=lambda o: _created(handle, o)
+            peer.id,
+            message,
+            packed,
+            seconds,
+            function,
+            keepalive=handle,
+            on_done=lambda o: _created(handle, o),
         )
     except BaseException:
-        references.unasked(handle)
+        references.abort_remote(handle)
         raise
     handle.creation = call.outcome
     if call.outcome.done():

@@ -20,7 +20,7 @@ from zmqgrad.rpc.packing.packing import pack_arguments
 from zmqgrad.rpc.profiling import caller_range, profiled_here
 
 if TYPE_CHECKING:
-    from zmqgrad.rpc.rref import RRef
+    from zmqgrad.rpc.rref.api import RRef
 
 How = Callable[["RRef[Any]", float, str, Any, Any], Any]
 
@@ -67,8 +67,8 @@ def sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> 
     worker = rref._worker
     if profiled_here():
         with caller_range("sync", worker, rref.handle.owner, name):
-            return worker.open(worker.wait(_ask(rref, timeout, name, args, kwargs)))
-    return worker.open(worker.wait(_ask(rref, timeout, name, args, kwargs, waits=True)))
+            return worker.decode(worker.wait(_ask(rref, timeout, name, args, kwargs)))
+    return worker.decode(worker.wait(_ask(rref, timeout, name, args, kwargs, waits=True)))
 
 
 def asynchronous(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
@@ -86,10 +86,13 @@ def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -
         AttributeError: if the value has no such method.
     """
     if not hasattr(rref._get_type(timeout), name):
-        worker, seconds = rref._worker, rref._worker.seconds(timeout)  # perhaps the object itself has it
+        worker, seconds = (
+            rref._worker,
+            rref._worker.resolve_timeout(timeout),
+        )  # perhaps the object itself has it
         owner = rref.handle.owner
-        worker.open(worker.wait(worker.call(owner, _look_up, (rref, seconds, name), None, timeout)))
-    content = (rref, rref._worker.seconds(timeout), name, args, kwargs)
+        worker.decode(worker.wait(worker.call(owner, _look_up, (rref, seconds, name), None, timeout)))
+    content = (rref, rref._worker.resolve_timeout(timeout), name, args, kwargs)
     return rref._call_there(call_own_method, content, timeout)
 
 
@@ -97,14 +100,14 @@ def _ask(
     rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any, waits: bool = False
 ) -> PendingCall:
     worker = rref._worker
-    seconds = worker.seconds(timeout)
+    seconds = worker.resolve_timeout(timeout)
     if rref.is_owner():
         return worker.call(
             worker.id, call_own_method, (rref, seconds, name, args, kwargs), None, timeout, waits
         )
     worker.references.check_alive(rref.handle, f"method {name} on it")
     peer = worker.membership.record(rref.handle.owner)
-    packed = pack_arguments(args, kwargs, worker.terms(peer))
+    packed = pack_arguments(args, kwargs, worker.contexts.for_calls(peer))
     reference = method_reference(rref.handle.rref_id, name)
     return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)
 

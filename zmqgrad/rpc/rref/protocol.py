@@ -61,7 +61,7 @@ class SendChildAccept:
 Effect = DropValue | SendDelete | SendForkRequest | SendChildAccept
 
 
-class Remembered:
+class RecentIds:
     """The last ``least`` numbers that were added, and up to as many before them.
 
     Numbers that are near each other, as ids are, share a word of bits: most take less than a byte. There are
@@ -109,14 +109,14 @@ _WORD = 8
 _BITS = (1 << _WORD) - 1
 
 
-class OwnerLedger:
+class OwnerForks:
     """The forks of values that this worker owns: rref id -> fork id -> the worker that holds it."""
 
     def __init__(self) -> None:
         self._forks: dict[int, dict[int, int]] = {}
         # A fork can be deleted before it is noted (its user gave up on a call that is still to run), and a
         # request for it be repeated after: neither must revive it.
-        self._gone = Remembered(REMEMBERED)
+        self._gone = RecentIds(REMEMBERED)
 
     def note(self, rref_id: int, fork_id: int, holder: int) -> None:
         """``holder`` has fork ``fork_id``. Noting it twice is harmless, and so is noting it too late."""
@@ -169,7 +169,7 @@ class UserFork:
     children: dict[int, int] = field(default_factory=dict)  # fork id -> holder, not yet known to the owner
 
 
-class UserLedger:
+class UserForks:
     """The forks that this worker holds."""
 
     def __init__(self) -> None:
@@ -184,7 +184,7 @@ class UserLedger:
         """The owner was not asked for it after all."""
         self._forks.pop(fork_id, None)
 
-    def adopt(self, rref_id: int, fork_id: int, owner: int, parent: int) -> list[Effect]:
+    def import_fork(self, rref_id: int, fork_id: int, owner: int, parent: int) -> list[Effect]:
         """A fork came in a message of ``parent``."""
         if fork_id in self._forks:
             return []
