@@ -368,7 +368,7 @@ def test_wait_all(trio: Cluster, gate: int, monkeypatch: pytest.MonkeyPatch) -> 
         rpc.wait_all([first, endless], timeout=0.05)
     with pytest.raises(ConfigurationError, match="timeout"):
         rpc.wait_all([endless], timeout=-3)
-    monkeypatch.setattr(gathering, "SAY_EVERY", 0.01)
+    monkeypatch.setattr(gathering, "LOG_INTERVAL_SECONDS", 0.01)
     opener = threading.Thread(target=lambda: (told.wait(10), GATES[gate].set()))
     told = threading.Event()
     monkeypatch.setattr(gathering.logger, "warning", lambda *a: told.set())

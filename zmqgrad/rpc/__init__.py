@@ -1,21 +1,22 @@
 """Calls and references: ``torch.distributed.rpc``'s public names, over any mailbox.
 
-Guarantees: a call's function runs at most once, and exactly once while both processes live; every future is
-resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the engine pool; R1
-to R3 of :mod:`~zmqgrad.rpc.rref.protocol`.
+Guarantees: the function of a call runs at most once, and exactly once while both processes live; every future
+is resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the engine pool;
+R1 to R3 of :mod:`~zmqgrad.rpc.rref.protocol`.
 
-Start with :mod:`~zmqgrad.rpc.worker` (what happens to a call), then :mod:`~zmqgrad.rpc.rref.protocol`.
-Who takes part is in :mod:`~zmqgrad.rpc.groups`. Upper floors take part through
-:mod:`~zmqgrad.rpc.hooks`; :mod:`~zmqgrad.rpc.packing` has the only pickle.
+Modules: :mod:`~zmqgrad.rpc.worker` assembles :mod:`~zmqgrad.rpc.client` (outgoing requests) and
+:mod:`~zmqgrad.rpc.server` (incoming requests, run by :mod:`~zmqgrad.rpc.callee`);
+:mod:`~zmqgrad.rpc.rref.protocol` decides how long RRef values live; :mod:`~zmqgrad.rpc.groups` has the
+membership; upper layers plug into :mod:`~zmqgrad.rpc.hooks`; :mod:`~zmqgrad.rpc.packing` serializes values.
 
-Threads of a worker: the engine's, which read messages, run functions and carry on backward passes (at most
-``num_worker_threads`` of them at work, and four more that stand by at the mailbox); a timekeeper; and those
-of its mailbox and of its store. Who calls reads the answer itself.
+Threads of a worker: engine threads, which read messages, run functions and backward passes (at most
+``num_worker_threads`` at work, and four more that wait at the mailbox); a timer; and those of its mailbox and
+store. A thread that waits for a call reads the reply itself where it can.
 """
 
 from __future__ import annotations
 
-import zmqgrad.interop  # noqa: F401  process groups of torch meet by zmq:// from now on
+import zmqgrad.interop  # noqa: F401  registers zmq:// with torch.distributed
 from zmqgrad.rpc import backend_registry, constants, functions
 from zmqgrad.rpc.api import (
     _get_debug_info,

@@ -249,7 +249,7 @@ def test_a_late_repetition_does_not_revive_a_fork() -> None:
 
 
 def test_what_is_remembered_is_bounded(monkeypatch: Any) -> None:
-    monkeypatch.setattr(protocol, "REMEMBERED", 10)
+    monkeypatch.setattr(protocol, "MIN_RECENT_FORKS", 10)
     owner = OwnerForks()
     owner.note(VALUE, 0, 1)
     for fork in range(1, 100):

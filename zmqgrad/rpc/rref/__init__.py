@@ -1,6 +1,6 @@
-"""Remote references from the inside: who holds which, how they travel, and how long values stay.
+"""Remote references: their ownership, their serialization, and the lifetime of their values.
 
-What is difficult is decided by the :mod:`~zmqgrad.rpc.rref.protocol`, which is pure. The
-:mod:`~zmqgrad.rpc.rref.table` carries it out for one worker. What users see is
+:mod:`~zmqgrad.rpc.rref.protocol` is the RRef protocol as pure bookkeeping; :mod:`~zmqgrad.rpc.rref.values`
+has the values of the owner; :mod:`~zmqgrad.rpc.rref.table` sends the messages for one worker. Programs use
 :class:`zmqgrad.rpc.rref.api.RRef`.
 """

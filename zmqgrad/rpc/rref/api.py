@@ -37,14 +37,15 @@ class RRef(TravelsAsReference, Generic[T]):
     References to values of other workers come from :func:`zmqgrad.rpc.remote` and in messages.
 
     Args:
-        value: what to refer to.
-        type_hint: type of the value, for people.
+        value: the value.
+        type_hint: the type of the value, for display.
+        devices: ignored; for compatibility with torch.
     """
 
     __slots__ = ("__weakref__", "_worker", "handle")
 
     def __init__(self, value: T, type_hint: Any = None, devices: Any = None) -> None:
-        del devices  # of no meaning on the CPU
+        del devices
         worker = current_worker_or_none()
         if worker is None:
             raise NotInitializedError(
@@ -63,21 +64,21 @@ class RRef(TravelsAsReference, Generic[T]):
         return rref
 
     def is_owner(self) -> bool:
-        """Does the value live on this worker?"""
+        """Whether this worker owns the value."""
         return self.handle.owner == self._worker.id
 
     def owner(self) -> WorkerInfo:
-        """The worker where the value lives."""
+        """The worker that owns the value."""
         return self._worker.membership.record(self.handle.owner).info
 
     def owner_name(self) -> str:
-        """Its name."""
+        """The name of the owner."""
         return self.owner().name
 
     def confirmed_by_owner(self) -> bool:
-        """Does the owner know of this reference?
+        """Whether the owner has registered this reference.
 
-        One that came in a message is being told to the owner; this waits until it has been.
+        A reference that arrived in a message is being registered; this waits until it has been.
         """
         references = self._worker.references
         if not references.is_confirmed(self.handle) and self.handle.creation is None:
@@ -85,7 +86,7 @@ class RRef(TravelsAsReference, Generic[T]):
         return references.is_confirmed(self.handle)
 
     def _confirm(self) -> None:
-        """Wait until the owner knows of this reference."""
+        """Wait until the owner has registered this reference."""
         worker, handle = self._worker, self.handle
         request = RRefForkRequest(handle.rref_id, handle.fork_id)
         worker.wait(
@@ -96,10 +97,12 @@ class RRef(TravelsAsReference, Generic[T]):
         worker.references.confirm(handle.fork_id)
 
     def local_value(self) -> T:
-        """The value itself; on the owner only. Waits for it if it is being made.
+        """The value itself, on the owner only. Waits until it has been created.
 
         Raises:
-            RRefError: on any other worker. Others: as making the value raised.
+            RRefError: if this worker is not the owner.
+            RpcTimeoutError: if it is not created in time.
+            Exception: the error of its creation.
         """
         if not self.is_owner():
             rref, fork = _show(self.handle.rref_id), _show(self.handle.fork_id)
@@ -122,23 +125,25 @@ class RRef(TravelsAsReference, Generic[T]):
         return result
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
-        """A copy of the value; on the owner, the value itself. Waits for it.
+        """Wait for the value and return a copy of it; on the owner, the value itself.
 
         Args:
             timeout: seconds; 0 for no limit; default: the worker's.
 
         Raises:
-            RpcTimeoutError: if it does not come in time. Others: as making the value raised.
+            RpcTimeoutError: if it does not arrive in time.
+            PeerLostError: if the owner is lost.
+            Exception: the error of its creation.
         """
         seconds = self._worker.resolve_timeout(timeout)
         if self.is_owner():
             return self._own_value(seconds)
         if self.handle.outcome is not None:
-            self.handle.outcome.result()  # creating it failed: raise that
+            self.handle.outcome.result()  # raises if its creation failed
         self._worker.references.check_alive(self.handle, "to_here() on it")
         message = RRefFetch(self.handle.rref_id, seconds)
         worker, owner = self._worker, self.handle.owner
-        # In no variable: the traceback of its error would make a cycle, and this reference outlive it.
+        # Not in a variable: the traceback of an error would form a cycle that keeps this reference alive.
         value: T = worker.decode(
             worker.wait(
                 worker.request(
@@ -149,28 +154,28 @@ class RRef(TravelsAsReference, Generic[T]):
         return value
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """A stand-in for the value whose methods run on the owner: ``rref.rpc_sync().size()``."""
+        """A proxy of the value whose methods run on the owner: ``rref.rpc_sync().size()``."""
         return proxies.Proxy(self, proxies.sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As :meth:`rpc_sync`; methods give a future."""
+        """As :meth:`rpc_sync`; methods return a future."""
         return proxies.Proxy(self, proxies.asynchronous, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As :meth:`rpc_sync`; methods give an RRef to their result."""
+        """As :meth:`rpc_sync`; methods return an RRef to their result."""
         return proxies.Proxy(self, proxies.remote, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Run the backward pass from the value, a tensor of one element, on its owner.
+        """Run the backward pass from the value, a scalar tensor, on its owner.
 
         Args:
-            dist_autograd_ctx_id: the distributed autograd context that takes the gradients; -1, on the owner
-                only: a local pass, whose gradients go to ``.grad``.
+            dist_autograd_ctx_id: the distributed autograd context that accumulates the gradients; -1, on the
+                owner only: a local pass, which accumulates into ``.grad``.
             retain_graph: keep the graph for another pass.
 
         Raises:
-            RRefError: if the value is no tensor, or there is no context on a user.
-            Anything else: as ``torch.autograd.backward`` or ``zmqgrad.autograd.backward`` raise.
+            RRefError: if the value is not a tensor, or a user passes no context.
+            Exception: as ``torch.autograd.backward`` or ``zmqgrad.autograd.backward`` raise.
         """
         if self.is_owner():
             _backward(self, dist_autograd_ctx_id, retain_graph)
@@ -188,17 +193,18 @@ class RRef(TravelsAsReference, Generic[T]):
             )
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-        """The class of the value, or with ``blocking=False`` a future of it. Its owner is asked once.
+        """The class of the value, or with ``blocking=False`` a future of it. It is requested once.
 
         Raises:
-            RpcTimeoutError: if it does not come in time. Others: as making the value raised.
+            RpcTimeoutError: if it does not arrive in time.
+            Exception: the error of the creation of the value.
         """
         known = self.handle.value_type
         if known is None or (blocking and not known.done()) or (known.done() and _failed(known)):
-            known = self.handle.value_type = self._ask_type(timeout)
+            known = self.handle.value_type = self._request_type(timeout)
         return known.wait() if blocking else known
 
-    def _ask_type(self, timeout: float) -> PythonFuture[Any]:
+    def _request_type(self, timeout: float) -> PythonFuture[Any]:
         worker, owner = self._worker, self.handle.owner
         if self.is_owner():
             known: PythonFuture[Any] = PythonFuture()
@@ -210,7 +216,7 @@ class RRef(TravelsAsReference, Generic[T]):
         return worker.future(worker.call(owner, _rref_typeof_on_owner, (self,), None, timeout))
 
     def _get_future(self) -> PythonFuture[Any]:
-        """A future that is done when the owner has made the value (of None), or has failed to."""
+        """A future (of None) that is done when the owner has created the value, or has failed to."""
         creation = self.handle.creation
         if creation is not None:
             return self._worker.replies.future_of(creation)
@@ -239,7 +245,7 @@ class RRef(TravelsAsReference, Generic[T]):
 
 
 def install_rrefs(worker: Worker) -> None:
-    """Let references that arrive at ``worker`` become RRefs."""
+    """Make references that arrive at ``worker`` RRefs."""
     worker.references.make_rref = lambda handle: RRef._of(worker, handle)
 
 
@@ -261,7 +267,7 @@ def _rref_typeof_on_owner(rref: RRef[Any]) -> type:
 
 
 def _backward(rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """On the owner."""
+    """Runs on the owner of ``rref``."""
     root = rref.local_value()
     if not isinstance(root, torch.Tensor):
         raise RRefError(f"RRef should contain a tensor for .backward(), not {type(root).__name__}")
@@ -278,15 +284,18 @@ def _type_name(hint: Any) -> str:
     return getattr(hint, "__qualname__", str(hint))
 
 
-# ---- making a value on another worker -------------------------------------------------------------------
+# ---- creating a value on another worker -------------------------------------------------------------------
 
 
 def call_remote(
     worker: Worker, to: object, function: Callable[..., Any], args: Any, kwargs: Any, timeout: Any
 ) -> RRef[Any]:
-    """Have ``to`` run the function and keep its result; gives a reference to it at once.
+    """Send a remote call to ``to``, which keeps the result, and return a reference to it at once.
 
-    If making it fails, or does not end in time, using the reference raises what happened.
+    If the call fails or times out, using the reference raises the error.
+
+    Raises:
+        UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be sent.
     """
     seconds = worker.resolve_timeout(timeout)
     peer = worker.membership.find_here(to)
@@ -312,7 +321,7 @@ def call_remote(
         raise
     handle.creation = call.outcome
     if call.outcome.done():
-        _forget_if_made(handle, call.outcome)  # it came before it was noted
+        _forget_if_made(handle, call.outcome)  # the reply arrived before the assignment
     return rref
 
 
@@ -326,22 +335,22 @@ _TIMED_OUT = f"{RpcTimeoutError.__module__}.{RpcTimeoutError.__qualname__}"
 
 
 def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
-    """Quick, as the receiver's thread may call it."""
+    """Handle the reply of a remote call. Must be quick: the receiver's thread may run it."""
     error = answer.error()
     if isinstance(error, RpcTimeoutError):
         error = RpcTimeoutError(
             f"RRef creation via rpc.remote() timed out, so there may be no value: {error}"
         )
     if error is None and isinstance(message := answer.result().message, ExceptionReply):
-        told = f"On {message.worker}:\n{message.text}\n{message.traceback}"
-        # The callee may notice first that time is over; it is the same error, whoever was first.
+        text = f"On {message.worker}:\n{message.text}\n{message.traceback}"
+        # The callee may notice the timeout first; the error is the same on both sides.
         kind = RpcTimeoutError if message.kind == _TIMED_OUT else RRefError
-        error = kind(f"RRef creation via rpc.remote() failed. {told}")
+        error = kind(f"RRef creation via rpc.remote() failed. {text}")
     _forget_if_made(handle, answer)
     if error is not None:
         failed: Outcome[Any] = handle.outcome if handle.outcome is not None else Outcome()
         failed.fail(error)
         handle.outcome = failed
     if handle.fork_id:
-        # After a failure as well: the owner may know of it all the same, and has to hear of its end.
+        # After a failure as well: the owner may have registered it and must be notified of its deletion.
         handle.table.confirm(handle.fork_id)

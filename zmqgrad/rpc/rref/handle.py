@@ -1,7 +1,7 @@
-"""What an RRef is made of: ids, the owner, and on the owner the outcome that holds the value.
+"""The state of an RRef: ids, the owner, and on the owner the outcome that holds the value.
 
-It can outlive the RRef that users see: a call on its way holds the handle as well. The owner is told that the
-reference is gone when nothing holds it any more.
+A handle can outlive its RRef, because a pending call holds the handle as well. When nothing holds the handle
+any more, the owner is notified that the reference is deleted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 class Handle(TravelsAsReference):
     """One reference to value ``rref_id`` of worker ``owner``.
 
-    ``fork_id`` is 0 on the owner, who needs nobody's leave to keep what it has.
+    ``fork_id`` is 0 on the owner, whose own references are not counted as forks.
     """
 
     __slots__ = (
@@ -48,10 +48,10 @@ class Handle(TravelsAsReference):
         self.rref_id = rref_id
         self.fork_id = fork_id
         self.owner = owner
-        self.outcome = outcome  # on the owner: the value; on a user: None until creating it failed
+        self.outcome = outcome  # on the owner: the value; on a user: None unless creation failed
         self.type_name = type_name
-        self.value_type: PythonFuture[Any] | None = None  # once it was asked for
-        self.creation: Outcome[Inbound] | None = None  # the owner's answer, where this worker had it made
+        self.value_type: PythonFuture[Any] | None = None  # once requested
+        self.creation: Outcome[Inbound] | None = None  # the owner's reply, if this worker requested the value
 
     def __del__(self) -> None:
         if self.fork_id:

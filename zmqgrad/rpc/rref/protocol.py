@@ -1,4 +1,4 @@
-"""Who refers to what: the RRef protocol as pure bookkeeping (DESIGN section 9).
+"""The RRef protocol as pure bookkeeping of forks (DESIGN section 9).
 
 Guarantees, under any order, loss and repetition of control messages:
 
@@ -6,34 +6,34 @@ Guarantees, under any order, loss and repetition of control messages:
     (R2) once no user is left, the value is dropped,
     (R3) a user's deletion cannot overtake the fork it made.
 
-A fork is one reference held by one worker. How each way of travelling keeps R1:
+A fork is one reference held by one worker. How R1 holds for each way to send one:
 
-    owner -> user         the owner notes the fork as it is made; it is confirmed at birth
-    user  -> owner        the owner tells the parent at once (RREF_CHILD_ACCEPT)
-    user  -> other user   the child asks the owner to note it (RREF_FORK_REQUEST), then tells its parent
+    owner -> user         the owner registers the fork when it creates it; it starts out confirmed
+    user  -> owner        the owner notifies the parent at once (RREF_CHILD_ACCEPT)
+    user  -> other user   the child registers with the owner (RREF_FORK_REQUEST), then notifies its parent
 
-and the parent, until told, does not ask for its own deletion even when nothing refers to it any more.
-Methods return the effects that the caller must carry out; none of them sends, waits or calls out.
+Until then the parent does not request its own deletion, even if nothing refers to it any more. Methods return
+the effects that the caller must carry out; none of them sends, waits or calls back.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-REMEMBERED = 50_000
-"""How many deleted forks an owner remembers at least, for words about them that come late."""
+MIN_RECENT_FORKS = 50_000
+"""The minimum number of deleted forks that an owner remembers, for late messages about them."""
 
 
 @dataclass(frozen=True, slots=True)
 class DropValue:
-    """Owner: nobody refers to ``rref_id`` any more."""
+    """Owner: no fork of ``rref_id`` is left."""
 
     rref_id: int
 
 
 @dataclass(frozen=True, slots=True)
 class SendDelete:
-    """User: tell ``owner`` that this fork is gone, until it answers."""
+    """User: notify ``owner`` that this fork is deleted, until it acknowledges."""
 
     owner: int
     rref_id: int
@@ -42,7 +42,7 @@ class SendDelete:
 
 @dataclass(frozen=True, slots=True)
 class SendForkRequest:
-    """User: ask ``owner`` to note this fork, until it answers."""
+    """User: request that ``owner`` registers this fork, until it acknowledges."""
 
     owner: int
     rref_id: int
@@ -51,7 +51,7 @@ class SendForkRequest:
 
 @dataclass(frozen=True, slots=True)
 class SendChildAccept:
-    """New user, or the owner: tell ``parent`` that its child is known."""
+    """New user, or the owner: notify ``parent`` that the owner knows its child."""
 
     parent: int
     rref_id: int
@@ -62,10 +62,10 @@ Effect = DropValue | SendDelete | SendForkRequest | SendChildAccept
 
 
 class RecentIds:
-    """The last ``least`` numbers that were added, and up to as many before them.
+    """A bounded set of ids: the last ``least`` that were added, and up to as many before them.
 
-    Numbers that are near each other, as ids are, share a word of bits: most take less than a byte. There are
-    two generations, of which the older is forgotten when the younger is full.
+    It is a sparse bitmap: ids are dense, so most take less than a byte. There are two generations; the older
+    one is dropped when the younger one is full.
     """
 
     __slots__ = ("_count", "_least", "_older", "_younger")
@@ -77,7 +77,7 @@ class RecentIds:
         self._older: dict[int, int] = {}
 
     def add(self, number: int) -> None:
-        """Remember ``number``."""
+        """Add ``number``."""
         place, bit = number >> _WORD, 1 << (number & _BITS)
         word = self._younger.get(place, 0)
         if word & bit:
@@ -88,7 +88,7 @@ class RecentIds:
             self._younger, self._older, self._count = {}, self._younger, 0
 
     def discard(self, number: int) -> None:
-        """Forget it."""
+        """Remove ``number``."""
         place, bit = number >> _WORD, 1 << (number & _BITS)
         if self._younger.get(place, 0) & bit:
             self._younger[place] ^= bit
@@ -101,7 +101,7 @@ class RecentIds:
         return bool((self._younger.get(place, 0) | self._older.get(place, 0)) & bit)
 
     def __len__(self) -> int:
-        """How many numbers there is room taken for; one that both generations have counts twice."""
+        """The number of entries; an id that is in both generations counts twice."""
         return sum(word.bit_count() for words in (self._younger, self._older) for word in words.values())
 
 
@@ -114,17 +114,17 @@ class OwnerForks:
 
     def __init__(self) -> None:
         self._forks: dict[int, dict[int, int]] = {}
-        # A fork can be deleted before it is noted (its user gave up on a call that is still to run), and a
-        # request for it be repeated after: neither must revive it.
-        self._gone = RecentIds(REMEMBERED)
+        # A fork can be deleted before it is registered (its user cancelled a call that has not run yet), and
+        # its registration can be resent afterwards: neither must revive it.
+        self._gone = RecentIds(MIN_RECENT_FORKS)
 
     def note(self, rref_id: int, fork_id: int, holder: int) -> None:
-        """``holder`` has fork ``fork_id``. Noting it twice is harmless, and so is noting it too late."""
+        """Register fork ``fork_id`` of ``holder``. Idempotent; ignored after its deletion."""
         if fork_id not in self._gone:
             self._forks.setdefault(rref_id, {})[fork_id] = holder
 
     def delete(self, rref_id: int, fork_id: int) -> list[Effect]:
-        """Fork ``fork_id`` is gone."""
+        """Remove fork ``fork_id``."""
         self._gone.add(fork_id)
         forks = self._forks.get(rref_id)
         if forks is None:
@@ -133,7 +133,7 @@ class OwnerForks:
         return self._dropped_if_empty(rref_id)
 
     def lose(self, worker: int) -> list[Effect]:
-        """``worker`` died and took its forks along."""
+        """Remove all forks of a lost worker."""
         effects: list[Effect] = []
         for rref_id, forks in list(self._forks.items()):
             for fork_id in [f for f, holder in forks.items() if holder == worker]:
@@ -147,7 +147,7 @@ class OwnerForks:
         return [DropValue(rref_id)]
 
     def knows(self, rref_id: int) -> bool:
-        """Does anybody refer to ``rref_id``?"""
+        """Whether ``rref_id`` has forks."""
         return rref_id in self._forks
 
     def forks(self) -> dict[int, dict[int, int]]:
@@ -162,10 +162,10 @@ class UserFork:
     rref_id: int
     fork_id: int
     owner: int
-    parent: int | None  # the worker to tell once the owner knows, if any
+    parent: int | None  # the worker to notify once confirmed, if any
     confirmed: bool
     released: bool = False  # nothing here refers to it any more
-    deleting: bool = False  # and the owner is being told
+    deleting: bool = False  # and SendDelete has been returned
     children: dict[int, int] = field(default_factory=dict)  # fork id -> holder, not yet known to the owner
 
 
@@ -177,23 +177,23 @@ class UserForks:
         self._parents: dict[int, int] = {}  # child fork id -> fork id of ours that it came from
 
     def create(self, rref_id: int, fork_id: int, owner: int) -> None:
-        """We asked ``owner`` to make the value (RREF by ``remote``); its answer confirms."""
+        """Add the fork of a value that ``owner`` is requested to create (``remote``); its reply confirms."""
         self._forks[fork_id] = UserFork(rref_id, fork_id, owner, None, confirmed=False)
 
     def forget(self, fork_id: int) -> None:
-        """The owner was not asked for it after all."""
+        """Remove a fork whose creation was not requested after all."""
         self._forks.pop(fork_id, None)
 
     def import_fork(self, rref_id: int, fork_id: int, owner: int, parent: int) -> list[Effect]:
-        """A fork came in a message of ``parent``."""
+        """Add a fork that arrived in a message of ``parent``."""
         if fork_id in self._forks:
             return []
-        known = parent == owner  # the owner noted it as it was made
+        known = parent == owner  # the owner registered it when it created it
         self._forks[fork_id] = UserFork(rref_id, fork_id, owner, None if known else parent, known)
         return [] if known else [SendForkRequest(owner, rref_id, fork_id)]
 
     def confirm(self, fork_id: int) -> list[Effect]:
-        """The owner knows of ``fork_id``."""
+        """Note that the owner has registered ``fork_id``."""
         fork = self._forks.get(fork_id)
         if fork is None or fork.confirmed:
             return []
@@ -204,21 +204,21 @@ class UserForks:
         return effects + self._delete_if_free(fork)
 
     def holds(self, fork_id: int) -> bool:
-        """Is ``fork_id`` held here? Not any more once its owner was lost."""
+        """Whether ``fork_id`` is held here. False once its owner is lost."""
         return fork_id in self._forks
 
     def is_confirmed(self, fork_id: int) -> bool:
-        """Does the owner know of ``fork_id``?"""
+        """Whether the owner has registered ``fork_id``."""
         fork = self._forks.get(fork_id)
         return fork is not None and fork.confirmed
 
     def fork(self, parent_fork: int, child_fork: int, holder: int) -> None:
-        """We are sending ``child_fork`` of our ``parent_fork`` to ``holder``; that one stays until told."""
+        """Add child ``child_fork``, sent to ``holder``. ``parent_fork`` stays until the child is accepted."""
         self._forks[parent_fork].children[child_fork] = holder
         self._parents[child_fork] = parent_fork
 
     def child_accepted(self, child_fork: int) -> list[Effect]:
-        """The owner knows of ``child_fork`` (or it will never come to be)."""
+        """Note that the owner has registered ``child_fork``, or that it will never exist."""
         parent = self._forks.get(self._parents.pop(child_fork, -1))
         if parent is None:
             return []
@@ -226,7 +226,7 @@ class UserForks:
         return self._delete_if_free(parent)
 
     def release(self, fork_id: int) -> list[Effect]:
-        """Nothing on this worker refers to ``fork_id`` any more."""
+        """Note that nothing on this worker refers to ``fork_id`` any more."""
         fork = self._forks.get(fork_id)
         if fork is None:
             return []
@@ -234,11 +234,11 @@ class UserForks:
         return self._delete_if_free(fork)
 
     def deleted(self, fork_id: int) -> None:
-        """The owner knows that ``fork_id`` is gone."""
+        """Note that the owner has acknowledged the deletion of ``fork_id``."""
         self._forks.pop(fork_id, None)
 
     def lose(self, worker: int) -> list[Effect]:
-        """``worker`` died: so did the values that it owned, and children on their way to it."""
+        """Drop the forks of values that a lost worker owned, and children that were sent to it."""
         effects: list[Effect] = []
         for fork in list(self._forks.values()):
             if fork.owner == worker:

@@ -1,11 +1,11 @@
-"""Stand-ins for the value of an RRef: their methods run where the value lives.
+"""Proxies of the value of an RRef, whose methods run on the owner.
 
     rref.rpc_sync().size()     rref.rpc_async().size()     rref.remote().view(1, 4)
     rref.rpc_sync()(x)         calls the value itself
 
-The first two ask the owner at once: a method that the value does not have is an AttributeError of the call.
-The third would hide that until its result is fetched; so it looks at the value's class first, which is asked
-for once and remembered.
+The first two send the call at once: if the value has no such method, the call raises AttributeError. The
+third would raise it only when its result is fetched; so it checks the class of the value first, which is
+requested once and cached.
 """
 
 from __future__ import annotations
@@ -22,65 +22,65 @@ from zmqgrad.rpc.profiling import caller_range, profiled_here
 if TYPE_CHECKING:
     from zmqgrad.rpc.rref.api import RRef
 
-How = Callable[["RRef[Any]", float, str, Any, Any], Any]
+Invoke = Callable[["RRef[Any]", float, str, Any, Any], Any]
 
 
-_OF_THE_PROXY = frozenset(
+_NOT_FORWARDED = frozenset(
     f"__{name}__"
     for name in (
         *("copy", "deepcopy", "getstate", "setstate", "getnewargs", "getnewargs_ex", "wrapped", "signature"),
         *("array", "array_interface", "array_struct", "cuda_array_interface", "torch_function", "dlpack"),
     )
 )
-"""What copy, pickle, inspect, numpy and torch ask any object for: the value over there is not meant."""
+"""Attributes that copy, pickle, inspect, numpy and torch look up on any object: not forwarded."""
 
 
 class Proxy:
-    """Stands for the value of an RRef; attributes are methods that run on its owner."""
+    """A proxy of the value of an RRef. Its attributes are methods that run on the owner."""
 
-    __slots__ = ("_how", "_rref", "_timeout")
+    __slots__ = ("_invoke", "_rref", "_timeout")
 
-    def __init__(self, rref: RRef[Any], how: How, timeout: float) -> None:
+    def __init__(self, rref: RRef[Any], invoke: Invoke, timeout: float) -> None:
         self._rref = rref
-        self._how = how
+        self._invoke = invoke
         self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        if name in _OF_THE_PROXY:
+        if name in _NOT_FORWARDED:
             raise AttributeError(name)
 
         def method(*args: Any, **kwargs: Any) -> Any:
-            return self._how(self._rref, self._timeout, name, args, kwargs)
+            return self._invoke(self._rref, self._timeout, name, args, kwargs)
 
         return method
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the value itself."""
-        return self._how(self._rref, self._timeout, "__call__", args, kwargs)
+        return self._invoke(self._rref, self._timeout, "__call__", args, kwargs)
 
     def __repr__(self) -> str:
         return f"<proxy of {self._rref!r}>"
 
 
 def sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
-    """Call method ``name`` of the value; gives its result."""
+    """Call method ``name`` of the value and return its result."""
     worker = rref._worker
     if profiled_here():
         with caller_range("sync", worker, rref.handle.owner, name):
-            return worker.decode(worker.wait(_ask(rref, timeout, name, args, kwargs)))
-    return worker.decode(worker.wait(_ask(rref, timeout, name, args, kwargs, waits=True)))
+            return worker.decode(worker.wait(_call_method(rref, timeout, name, args, kwargs)))
+    return worker.decode(worker.wait(_call_method(rref, timeout, name, args, kwargs, waits=True)))
 
 
 def asynchronous(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
-    """The same; gives a future of it."""
+    """Call method ``name`` of the value and return a future of its result."""
     if profiled_here():
         with caller_range("async", rref._worker, rref.handle.owner, name):
-            return rref._worker.future(_ask(rref, timeout, name, args, kwargs))
-    return rref._worker.future(_ask(rref, timeout, name, args, kwargs))
+            return rref._worker.future(_call_method(rref, timeout, name, args, kwargs))
+    return rref._worker.future(_call_method(rref, timeout, name, args, kwargs))
 
 
 def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
-    """The same; gives an RRef to it.
+    """Call method ``name`` of the value and return an RRef to its result.
 
     Raises:
         AttributeError: if the value has no such method.
@@ -89,14 +89,14 @@ def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -
         worker, seconds = (
             rref._worker,
             rref._worker.resolve_timeout(timeout),
-        )  # perhaps the object itself has it
+        )  # the instance may have it
         owner = rref.handle.owner
-        worker.decode(worker.wait(worker.call(owner, _look_up, (rref, seconds, name), None, timeout)))
+        worker.decode(worker.wait(worker.call(owner, _check_attribute, (rref, seconds, name), None, timeout)))
     content = (rref, rref._worker.resolve_timeout(timeout), name, args, kwargs)
     return rref._call_there(call_own_method, content, timeout)
 
 
-def _ask(
+def _call_method(
     rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any, waits: bool = False
 ) -> PendingCall:
     worker = rref._worker
@@ -112,11 +112,11 @@ def _ask(
     return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)
 
 
-def _look_up(rref: RRef[Any], seconds: float, name: str) -> None:
-    """On the owner."""
+def _check_attribute(rref: RRef[Any], seconds: float, name: str) -> None:
+    """Raise AttributeError if the value has no attribute ``name``. Runs on the owner."""
     getattr(rref._own_value(seconds), name)
 
 
 def call_own_method(rref: RRef[Any], seconds: float, name: str, args: Any, kwargs: Any) -> Any:
-    """On the owner."""
+    """Call method ``name`` of the value. Runs on the owner."""
     return run(getattr(rref._own_value(seconds), name), args, kwargs)

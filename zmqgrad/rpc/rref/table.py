@@ -1,11 +1,11 @@
-"""RRefs of one worker: the references that it holds, how they travel, and the ledgers, carried out.
+"""The RRefs of one worker: carries out the effects of the protocol, and serializes references.
 
 The owner's side (:mod:`~zmqgrad.rpc.rref.values`) and the user's side are guarded by a lock each;
-neither is ever held with the other, or while sending, waiting or letting go of a user's object (whose
+neither is held together with the other, or while sending, waiting or freeing a user's object (whose
 ``__del__`` is user code).
 
-Note [Finalizers only enqueue]: an RRef can die at any line of any thread, with our own lock held. Its
-finalizer appends to a deque and, for the first of a batch, posts to the timekeeper; both are re-entrant.
+Note [Finalizers only enqueue]: an RRef can be finalized at any line of any thread, with our own lock held.
+Its finalizer appends to a deque and, for the first of a batch, posts to the timer; both are re-entrant.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from zmqgrad.wire.messages import (
 )
 
 FLUSH_SECONDS = 0.02
-"""Dead references are gathered for so long and told to each owner in one message."""
+"""How long deleted references are collected before each owner gets them in one message."""
 
 
 class ReferenceTable:
@@ -58,12 +58,12 @@ class ReferenceTable:
         self.value = self._owned.value
         self._lock = threading.Lock()  # guards all below but the deque
         self._user = UserForks()
-        self._lost: set[int] = set()  # workers that are gone; ids are never given twice
+        self._lost: set[int] = set()  # lost workers; ids are never reused
         self._released: deque[int] = deque()
         self._flush_scheduled = False
         self._closed = False
         self._views: dict[int, PeerReferences] = {}
-        self._ids = IdSource(worker.id)  # of their own: people count references, not messages
+        self._ids = IdSource(worker.id)  # own counter: ids shown to users count references, not messages
         self.make_rref: Callable[[Handle], Any] = lambda handle: handle
 
     def connect(self, sender: ReliableSender, reply: Callable[[Inbound, Message], None]) -> None:
@@ -81,7 +81,7 @@ class ReferenceTable:
         control[MessageType.RREF_USER_DELETE] = self._on_user_delete
 
     def of(self, peer: int) -> PeerReferences:
-        """How RRefs travel to and from ``peer``."""
+        """The references sent to and received from ``peer``."""
         view = self._views.get(peer)
         if view is None:
             view = self._views[peer] = PeerReferences(self, peer, self._codes.of(peer))
@@ -90,51 +90,51 @@ class ReferenceTable:
     # ---- owner ------------------------------------------------------------------------------------------
 
     def own(self, value: Any) -> Handle:
-        """A handle on a value of this worker, not known to anybody else yet."""
+        """A handle of a value of this worker, which has no forks yet."""
         outcome: Outcome[Any] = Outcome()
         outcome.set(value)
         return Handle(self, self._ids.next(), 0, self._worker.id, outcome)
 
     def own_later(self) -> Handle:
-        """A handle on a value that a remote call of this worker to itself will make."""
+        """A handle of a value that a remote call of this worker to itself will create."""
         rref_id = self._ids.next()
         return Handle(self, rref_id, 0, self._worker.id, self._owned.find(rref_id))
 
     # ---- user -------------------------------------------------------------------------------------------
 
     def reference(self, owner: int) -> Handle:
-        """A handle on a value that ``owner`` is about to be asked for."""
+        """A handle of a value that ``owner`` will be requested to create."""
         rref_id, fork_id = self._ids.next(), self._ids.next()
         with self._lock:
             self._user.create(rref_id, fork_id, owner)
         return Handle(self, rref_id, fork_id, owner)
 
     def abort_remote(self, handle: Handle) -> None:
-        """The owner of ``handle`` could not be asked for its value; it may have heard of it all the same."""
+        """Undo :meth:`reference` after a failed send, unless the owner has confirmed the fork."""
         with self._lock:
             if not self._user.is_confirmed(handle.fork_id):
                 self._user.forget(handle.fork_id)
 
     def confirm(self, fork_id: int) -> None:
-        """The owner knows of ``fork_id``."""
+        """Note that the owner has registered ``fork_id``."""
         self._carry_out(self._locked(lambda: self._user.confirm(fork_id)))
 
     def is_confirmed(self, handle: Handle) -> bool:
-        """Does the owner know of this reference? (On the owner: yes.)"""
+        """Whether the owner has registered this reference. Always True on the owner."""
         if not handle.fork_id:
             return True
         with self._lock:
             return self._user.is_confirmed(handle.fork_id)
 
     def enqueue_release(self, fork_id: int) -> None:
-        """Called by finalizers. See Note [Finalizers only enqueue]."""
+        """Queue the deletion of a fork. Called by finalizers: see Note [Finalizers only enqueue]."""
         self._released.append(fork_id)
         if not self._flush_scheduled:
             self._flush_scheduled = True
             self._worker.timekeeper.call_later(FLUSH_SECONDS, self.flush_releases)
 
     def flush_releases(self) -> None:
-        """Tell owners of the references that died here."""
+        """Notify owners of the references that were deleted here."""
         self._flush_scheduled = False
         effects: list[Effect] = []
         while self._released:
@@ -143,17 +143,18 @@ class ReferenceTable:
         self._carry_out(effects)
 
     def check_alive(self, handle: Handle, what: str) -> None:
-        """Can ``handle``, a user's, still be used for ``what``?
+        """Check that ``handle``, a user's, can still be used for ``what``.
 
         Raises:
-            PeerLostError: if the worker that owned the value is gone. RRefError: if this one was shut down.
+            PeerLostError: if the owner of the value is lost.
+            RRefError: if this worker was shut down.
         """
         with self._lock:
             if not self._user.holds(handle.fork_id):
                 raise self._dead(handle, what)
 
     def _dead(self, handle: Handle, what: str) -> RpcError:
-        """Why ``handle`` cannot be used any more."""
+        """The error for the use of a deleted ``handle``."""
         shown = show_id(handle.rref_id)
         if handle.owner not in self._lost:
             return RRefError(
@@ -169,10 +170,10 @@ class ReferenceTable:
             f"value {shown} was lost with {name} (worker {handle.owner}), which owned it and is gone{also}"
         )
 
-    # ---- travelling -------------------------------------------------------------------------------------
+    # ---- serialization -------------------------------------------------------------------------------------
 
     def fork_for(self, peer: int, handle: Handle) -> tuple[int, int, int, int, str]:
-        """A fork of ``handle`` for ``peer``."""
+        """Create a fork of ``handle`` for ``peer``."""
         if handle.table is not self:
             raise RRefError(
                 "this RRef belongs to another worker, or to one that was shut down. "
@@ -189,12 +190,12 @@ class ReferenceTable:
                     raise self._dead(handle, "fork an UserRRef")
                 if shared:
                     self._user.fork(handle.fork_id, fork_id, peer)
-        if not shared:  # nobody would ever take the fork back
+        if not shared:  # the fork would never be deleted
             raise self._worker.loss_of(peer, "a message with an RRef")
         return handle.owner, handle.rref_id, fork_id, self._worker.id, handle.type_name
 
     def import_fork(self, owner: int, rref_id: int, fork_id: int, parent: int, type_name: str) -> Any:
-        """The RRef of a fork that came here."""
+        """The RRef of a fork that arrived here."""
         if owner == self._worker.id:
             outcome = self._owned.find(rref_id)
             if parent == self._worker.id:
@@ -208,7 +209,7 @@ class ReferenceTable:
         return self.make_rref(Handle(self, rref_id, fork_id, owner, None, type_name))
 
     def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
-        """Let go of forks that came here in a message which nobody will read."""
+        """Release forks that arrived in a message that nobody will read."""
         for owner, rref_id, fork_id, parent in forks:
             if owner == self._worker.id:
                 if parent == owner:
@@ -224,7 +225,7 @@ class ReferenceTable:
             self.enqueue_release(fork_id)
 
     def unfork(self, owner: int, rref_id: int, fork_id: int) -> None:
-        """A fork was made for a message that will never be sent."""
+        """Undo a fork made for a message that will not be sent."""
         if owner == self._worker.id:
             self._carry_out(self._owned.delete(((rref_id, fork_id),)))
         else:
@@ -260,10 +261,10 @@ class ReferenceTable:
         message = inbound.message
         assert isinstance(message, RRefUserDelete)
         self._carry_out(self._owned.delete(message.forks))
-        self._reply(inbound, RRefAck())  # last: it fails where the user was lost meanwhile
+        self._reply(inbound, RRefAck())  # last: it fails if the user was lost meanwhile
 
     def peer_lost(self, peer: int) -> None:
-        """``peer`` died, with its forks and its values."""
+        """Drop the forks and values of a lost peer."""
         effects, orphans = self._owned.lose(peer)
         with self._lock:
             self._lost.add(peer)
@@ -290,7 +291,7 @@ class ReferenceTable:
                 outcome = self._owned.drop(effect.rref_id)
                 if outcome is not None:
                     dropped.append(outcome)
-                    del outcome  # nothing but the list may keep it
+                    del outcome  # only the list may keep it
             elif isinstance(effect, SendForkRequest):
                 request = RRefForkRequest(effect.rref_id, effect.fork_id)
                 send(effect.owner, request, lambda f=effect.fork_id: self.confirm(f))  # type: ignore[misc]
@@ -299,7 +300,7 @@ class ReferenceTable:
         for owner, forks in deletes.items():
             send(owner, RRefUserDelete(tuple(forks)), lambda f=forks: self._deleted(f))  # type: ignore[misc]
         if dropped and not self._closed:
-            # Letting go of a value may run a user's __del__: not in the receiver's thread.
+            # Freeing a value may run a user's __del__, which must not run in the receiver's thread.
             self._worker.pool.submit(dropped.clear)
 
     def _deleted(self, forks: list[tuple[int, int]]) -> None:
@@ -310,11 +311,11 @@ class ReferenceTable:
     # ---- ending -----------------------------------------------------------------------------------------
 
     def busy(self) -> bool:
-        """Are there dead references that nobody was told of?"""
+        """Whether deletions are queued."""
         return bool(self._released)
 
     def close(self) -> None:
-        """Forget everything."""
+        """Drop all references and values."""
         self._closed = True
         self._sender.close()
         with self._lock:
@@ -322,7 +323,7 @@ class ReferenceTable:
         self._owned.close()
 
     def statistics(self) -> dict[str, int]:
-        """How many values are kept for others, forks others hold, and references held here."""
+        """The numbers of values kept for others, of forks that others hold, and of references held here."""
         owned = self._owned.statistics()
         with self._lock:
             return {
@@ -333,7 +334,7 @@ class ReferenceTable:
 
 
 class PeerReferences:
-    """The table as payloads to or from one peer see it; and how ``code`` travels between the two."""
+    """The references in messages to and from one peer; ``code`` has the functions sent between the two."""
 
     __slots__ = ("_peer", "_table", "code")
 
@@ -343,11 +344,11 @@ class PeerReferences:
         self.code = code
 
     def fork(self, rref: Any) -> tuple[Any, ...]:
-        """A fork of ``rref`` for the peer."""
+        """Create a fork of ``rref`` for the peer."""
         return self._table.fork_for(self._peer, rref if isinstance(rref, Handle) else rref.handle)
 
     def unfork(self, fork: tuple[Any, ...]) -> None:
-        """A fork that will not reach the peer."""
+        """Undo a fork that will not be sent to the peer."""
         self._table.unfork(*fork[:3])
 
     def adopt(self, *fork: Any) -> Any:
@@ -355,5 +356,5 @@ class PeerReferences:
         return self._table.import_fork(*fork)
 
     def discard(self, forks: Sequence[tuple[int, int, int, int]]) -> None:
-        """Let go of forks that the peer sent, unread."""
+        """Release forks that the peer sent in a message that was not read."""
         self._table.discard(forks)

@@ -1,12 +1,11 @@
-"""The values of one worker that RRefs refer to, and who holds forks of them: the owner's side.
+"""The owner's side of the RRef protocol: the values of one worker, and the holders of their forks.
 
-A value is here while any worker holds a fork of it (R1), or until its maker's call has come: messages of two
-peers have no order, so a third worker may tell of a fork, or ask for the value, before the call that makes it
-is here. Whoever asks then gets the outcome that the call will set.
+A value is kept while any worker holds a fork of it (R1), or until the call that creates it has arrived:
+messages of two peers are not ordered, so a third worker may register a fork, or fetch the value, before that
+call arrives. It then gets the outcome that the call will set.
 
-Nothing here sends or waits, but :meth:`OwnedValues.value`; methods return the effects of the ledger, or what
-they drop, for the caller to carry out and to let go of. Any thread may call; the lock is never held while a
-user's object dies.
+Only :meth:`OwnedValues.value` waits, and nothing here sends: methods return the effects of the protocol, or
+what they drop, to the caller. Thread-safe; the lock is never held while a user's object is freed.
 """
 
 from __future__ import annotations
@@ -20,20 +19,20 @@ from zmqgrad.rpc.rref.protocol import Effect, OwnerForks, RecentIds
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.wire.ids import show_id, split_id
 
-REMEMBERED = 10_000
-"""How many dropped values are remembered at least, to tell "gone" from "not here yet"."""
+MIN_RECENT_VALUES = 10_000
+"""The minimum number of dropped values that are remembered, to tell "dropped" from "not yet created"."""
 
 
 class OwnedValues:
-    """rref id -> the outcome that holds the value, or will. ``owner``: name of the worker, for errors."""
+    """rref id -> the outcome that holds the value, or will. ``owner``: the name of the worker, for errors."""
 
     def __init__(self, owner: str) -> None:
         self._name = owner
         self._lock = threading.Lock()  # guards all below
         self._values: dict[int, Outcome[Any]] = {}
-        self._dropped = RecentIds(REMEMBERED)
-        # Values that others told of before their maker's call has come: its fork is yet to be noted, so they
-        # are not dropped when those others let go.
+        self._dropped = RecentIds(MIN_RECENT_VALUES)
+        # Values that others referred to before the call that creates them arrived. The fork of that call is
+        # not registered yet, so they are not dropped when the other forks are deleted.
         self._awaited: set[int] = set()
         self._forks = OwnerForks()
         self._lost: set[int] = set()  # workers that are gone; ids are never given twice
@@ -42,27 +41,27 @@ class OwnedValues:
     # ---- values -----------------------------------------------------------------------------------------
 
     def find(self, rref_id: int) -> Outcome[Any]:
-        """The outcome of ``rref_id``; made if it is not here yet.
+        """The outcome of ``rref_id``, created if necessary.
 
         Raises:
-            RRefError: if the value is gone, or if this worker was shut down.
+            RRefError: if the value was dropped, or if this worker was shut down.
         """
         with self._lock:
             if rref_id in self._dropped:
                 raise RRefError(f"value {show_id(rref_id)} of {self._name} is gone: nothing referred to it")
             outcome = self._values.get(rref_id)
-            if outcome is None and self._closed:  # a call that close() found half-way here
+            if outcome is None and self._closed:  # the call arrived during close()
                 raise self._never_made()
             return self._await(rref_id) if outcome is None else outcome
 
     def _await(self, rref_id: int) -> Outcome[Any]:
-        """An outcome for what will be made. Called with the lock held."""
+        """A new outcome of a value that will be created. Called with the lock held."""
         self._awaited.add(rref_id)
         outcome = self._values[rref_id] = Outcome()
         return outcome
 
     def create_pending(self, holder: int, rref_id: int, fork_id: int) -> Outcome[Any]:
-        """The outcome that will hold ``rref_id``, which is about to be made for ``holder``.
+        """The outcome of ``rref_id``, which is about to be created for ``holder``.
 
         Raises:
             RRefError: as :meth:`find`.
@@ -75,16 +74,18 @@ class OwnedValues:
         return outcome
 
     def value_ready(self, rref_id: int) -> None:
-        """The outcome that :meth:`expect` gave has been set."""
+        """Note that the outcome of :meth:`create_pending` has been set."""
         with self._lock:
-            if not self._forks.knows(rref_id):  # made for this worker itself: its handle keeps it
+            if not self._forks.knows(rref_id):  # created for this worker itself: its handle keeps it
                 self._values.pop(rref_id, None)
 
     def value(self, rref_id: int, timeout: float | None) -> Any:
-        """The value of ``rref_id``; waits up to ``timeout`` seconds for it to be made.
+        """Wait up to ``timeout`` seconds (None: no limit) for the value of ``rref_id``.
 
         Raises:
-            RRefError: if it is gone. RpcTimeoutError: if it does not come. Others: as making it raised.
+            RRefError: if it was dropped.
+            RpcTimeoutError: if it is not created in time.
+            Exception: the error of its creation.
         """
         outcome = self.find(rref_id)
         if not outcome.wait_done(timeout):
@@ -97,26 +98,26 @@ class OwnedValues:
     # ---- forks ------------------------------------------------------------------------------------------
 
     def share(self, rref_id: int, outcome: Outcome[Any], fork_id: int, holder: int) -> bool:
-        """Fork ``fork_id`` goes to ``holder``. False if that is lost, and nobody would ever take it back."""
+        """Register fork ``fork_id`` for ``holder``. Returns False if that is lost."""
         with self._lock:
             if holder in self._lost:
                 return False
             self._values[rref_id] = outcome
-            self._dropped.discard(rref_id)  # nobody else referred to it; now somebody does again
+            self._dropped.discard(rref_id)  # it had no forks; now it has one again
             self._forks.note(rref_id, fork_id, holder)
             return True
 
     def note(self, rref_id: int, fork_id: int, holder: int) -> None:
-        """``holder`` has got fork ``fork_id`` of another user."""
+        """Register fork ``fork_id``, which ``holder`` got from another user."""
         with self._lock:
             if rref_id not in self._dropped and holder not in self._lost:
                 self._forks.note(rref_id, fork_id, holder)
-                # Unknown even now: it was deleted before. Known without a value: its maker's call comes yet.
+                # Still unknown: it was deleted before. Known without a value: its call has not arrived.
                 if self._forks.knows(rref_id) and rref_id not in self._values:
                     self._await(rref_id)
 
     def delete(self, forks: Iterable[tuple[int, int]]) -> list[Effect]:
-        """``forks``, as (rref id, fork id), are gone."""
+        """Remove ``forks``, given as (rref id, fork id)."""
         effects: list[Effect] = []
         with self._lock:
             for rref_id, fork_id in forks:
@@ -124,17 +125,17 @@ class OwnedValues:
         return effects
 
     def drop(self, rref_id: int) -> Outcome[Any] | None:
-        """Keep ``rref_id`` no longer, unless it is needed after all; gives what held the value."""
+        """Drop ``rref_id``, unless it has forks again. Returns the outcome that held the value."""
         with self._lock:
             if self._forks.knows(rref_id) or rref_id in self._awaited:
-                return None  # another fork was sent since the last one was deleted, or is to come
+                return None  # another fork was sent since the last one was deleted, or will be registered
             self._dropped.add(rref_id)
             return self._values.pop(rref_id, None)
 
     # ---- ending -----------------------------------------------------------------------------------------
 
     def lose(self, peer: int) -> tuple[list[Effect], dict[int, Outcome[Any]]]:
-        """``peer`` died with its forks: effects, and outcomes of what it will never have made, by rref id."""
+        """Remove the forks of a lost peer. Returns effects, and outcomes that nobody will set."""
         with self._lock:
             self._lost.add(peer)
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
@@ -146,7 +147,7 @@ class OwnedValues:
         return effects, orphans
 
     def close(self) -> None:
-        """Forget everything; who waits for a value hears that it will not be made."""
+        """Drop everything; outcomes that are not set fail."""
         with self._lock:
             self._closed = True
             values, self._values = self._values, {}
@@ -160,7 +161,7 @@ class OwnedValues:
         return RRefError(f"worker {self._name} was shut down before this value was made")
 
     def statistics(self) -> dict[str, int]:
-        """How many values are kept for others, and how many forks others hold."""
+        """The number of values kept for other workers, and of forks that these hold."""
         with self._lock:
             return {
                 "owner_rrefs": len(self._values),
