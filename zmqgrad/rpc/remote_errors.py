@@ -1,7 +1,7 @@
-"""Exceptions across workers: described where they happen, rebuilt where they are waited for.
+"""Exceptions across workers: serialized on the callee, rebuilt on the caller.
 
-What the caller catches has the type that was raised and tells, in its text, on which worker, and the
-traceback there. Where the type cannot be rebuilt the caller gets a :class:`~zmqgrad.errors.RemoteError`
+The exception that the caller catches has the original type; its text has the name of the worker and the
+remote traceback. Where the type cannot be rebuilt the caller gets a :class:`~zmqgrad.errors.RemoteError`
 with the same text.
 """
 
@@ -30,11 +30,11 @@ _OURS = str(Path(__file__).parents[1]) + os.sep
 
 
 class ScriptError(RemoteError, torch.jit.Error):
-    """TorchScript failed over there: what torch raises for it, which with torch's RPC is a RuntimeError."""
+    """An error of TorchScript on the callee; a RuntimeError, as with torch's RPC."""
 
 
 LARGEST = 1 << 20
-"""An exception whose pickle has more bytes (it holds a large tensor) travels as its type and text alone."""
+"""An exception whose pickle has more bytes (it holds a large tensor) is sent as its type and text only."""
 
 
 def describe_exception(error: BaseException, worker: str, same_program: bool = False) -> ExceptionReply:
@@ -50,7 +50,7 @@ def describe_exception(error: BaseException, worker: str, same_program: bool = F
 
 
 def _from_user_code(error: BaseException) -> types.TracebackType | None:
-    """Its traceback, from the first line that is none of ours; all of it if there is none."""
+    """Its traceback from the first frame outside this package; all of it if there is no such frame."""
     shown = error.__traceback__
     while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_OURS):
         shown = shown.tb_next
@@ -60,7 +60,7 @@ def _from_user_code(error: BaseException) -> types.TracebackType | None:
 def _show(error: BaseException) -> str:
     try:
         text = str(error)
-        # What spans lines is shown as lines, not as repr would escape them.
+        # Keep line breaks, which repr would escape.
         return f"{type(error).__qualname__}({text})" if "\n" in text else repr(error)
     except Exception as e:  # user code
         return f"{type(error).__qualname__} (whose repr fails: {type(e).__name__})"
@@ -70,7 +70,7 @@ def _pickled(error: BaseException, same_program: bool) -> bytes:
     forms: list[Any] = [error]
     if PickledException.fits(error):
         forms.append(PickledException(error))
-    # Cloudpickle sends what __main__ has by value: a class of the same name that no ``except`` there knows.
+    # Cloudpickle sends classes of __main__ by value: no ``except`` on the caller would match such a copy.
     ways = (pickle.dumps, cloudpickle.dumps) if same_program else (cloudpickle.dumps,)
     for dumps, form in ((dumps, form) for dumps in ways for form in forms):
         try:
@@ -93,7 +93,7 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
     text = f"On {reply.worker}:\n{reply.text}\n{reply.traceback}"
     error = _unpickled(reply)
     if error is None or not isinstance(error, Exception):
-        # SystemExit or KeyboardInterrupt over there must not end this process
+        # a remote SystemExit or KeyboardInterrupt must not end this process
         return RemoteError(
             f"Failed to create original exception type: {reply.kind} cannot be rebuilt here. "
             f"Original exception on remote side was:\n{text}"
@@ -101,9 +101,9 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
     if type(error) is torch.jit.Error:
         return ScriptError(text)
     has_text = all(isinstance(a, str) for a in error.args) and len(error.args) <= 1
-    if has_text and not isinstance(error, KeyError):  # which has a key, and shows its repr
+    if has_text and not isinstance(error, KeyError):  # its argument is a key, shown by repr
         error.args = (text,)
-    # For exceptions that make their text from other things than one string.
+    # For exceptions whose text is not their single string argument.
     error.__cause__ = None if text in _text_of(error) else RemoteError(text)
     return error
 
@@ -127,7 +127,7 @@ def _unpickled(reply: ExceptionReply) -> BaseException | None:
 
 
 def shorten(text: str) -> str:
-    """``text`` as it can travel: the middle of a very long one is left out."""
-    # Half a surrogate pair (a file's name that is no text) cannot be written as UTF-8.
+    """``text`` as it can be sent: encodable, and without the middle if it is very long."""
+    # A lone surrogate (from a file name that is not valid text) cannot be encoded as UTF-8.
     text = text.encode(errors="backslashreplace").decode()
     return text if len(text) <= _LONGEST else text[: _LONGEST // 2] + "\n...\n" + text[-_LONGEST // 2 :]
