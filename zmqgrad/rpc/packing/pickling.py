@@ -1,9 +1,8 @@
 """The way out for what is not plain: a pickle, in which every tensor is replaced by its index.
 
 The tensors travel beside it, as do out-of-band buffers (numpy arrays). Lambdas, closures and whatever else
-cannot be imported go by value, through cloudpickle; their code is sent to each peer once
-(:mod:`zmqgrad.rpc.packing.code`). Functions and classes of ``__main__`` go by reference to peers that run the
-same program (their globals are then the callee's own, as with torch), and by value to others.
+cannot be imported go by value, through cloudpickle. Functions and classes of ``__main__`` go by reference to
+peers that run the same program (their globals are then the callee's own), and by value to others.
 """
 
 from __future__ import annotations
@@ -79,18 +78,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return getattr, (obj.__self__, obj.__name__)
         if self._terms.main_by_reference and isinstance(obj, (types.FunctionType, type)) and in_main(obj):
             return main_attribute, (obj.__qualname__,)
-        return self._reduce_code(obj) or self._reduce_script(obj) or super().reducer_override(obj)
-
-    def _reduce_code(self, obj: Any) -> tuple[Any, ...] | None:
-        """For code that its peer need not be sent again (:mod:`zmqgrad.rpc.packing.code`)."""
-        references = self._terms.references
-        if references is None:
-            return None
-        if type(obj) is types.CodeType:
-            return references.code.reduce_code(obj)
-        if type(obj) is types.FunctionType and "<" in obj.__qualname__:  # else it may be found by its name
-            return references.code.reduce_function(obj)
-        return None
+        return self._reduce_script(obj) or super().reducer_override(obj)
 
     def _reduce_script(self, obj: Any) -> tuple[Any, ...] | None:
         if not isinstance(obj, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):

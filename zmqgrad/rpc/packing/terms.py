@@ -10,19 +10,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from zmqgrad.rpc.packing.code import PeerCode
 from zmqgrad.wire.messages import NOTHING, Payload
 from zmqgrad.wire.tensors import Devices
 from zmqgrad.wire.unwritten import Frame
 
 
 class References(Protocol):
-    """How RRefs, and the code of functions, enter and leave payloads; a worker does it."""
-
-    @property
-    def code(self) -> PeerCode:
-        """How code travels to and from the peer."""
-        ...
+    """How RRefs enter and leave payloads. Implemented by a worker, one view per peer."""
 
     def fork(self, rref: Any) -> tuple[Any, ...]:
         """Make a fork of ``rref`` for whoever reads the payload; gives what it is rebuilt from."""

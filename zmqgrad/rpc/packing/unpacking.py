@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import FunctionNotFoundError, PayloadError, ProtocolError
-from zmqgrad.rpc.packing.code import __name__ as code_module
 from zmqgrad.rpc.packing.pickling import __name__ as pickling_module
 from zmqgrad.rpc.packing.plain import decode_arguments, decode_value
 from zmqgrad.rpc.packing.terms import References
@@ -153,8 +152,6 @@ class _Unpickler(pickle.Unpickler):
             if name == "adopt" and self._references is not None:
                 self._adopted = self._adopted or _Adopted(self._references)
                 return self._adopted
-        if module == code_module and self._references is not None:
-            return getattr(self._references.code, name)
         if module == "__mp_main__":
             module = "__main__"
         return super().find_class(module, name)

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.errors import PeerLostError, RpcError, RRefError
 from zmqgrad.rpc.dispatch import Doors
-from zmqgrad.rpc.packing.code import PeerCode
 from zmqgrad.rpc.references.handle import Handle
 from zmqgrad.rpc.references.ledger import (
     DropValue,
@@ -76,7 +75,7 @@ class ReferenceTable:
         """How RRefs travel to and from ``peer``."""
         view = self._views.get(peer)
         if view is None:
-            view = self._views[peer] = PeerReferences(self, peer, self._worker.codes.of(peer))
+            view = self._views[peer] = PeerReferences(self, peer)
         return view
 
     # ---- owner ------------------------------------------------------------------------------------------
@@ -324,14 +323,13 @@ class ReferenceTable:
 
 
 class PeerReferences:
-    """The table as payloads to or from one peer see it; and how ``code`` travels between the two."""
+    """The table as payloads to or from one peer see it."""
 
-    __slots__ = ("_peer", "_table", "code")
+    __slots__ = ("_peer", "_table")
 
-    def __init__(self, table: ReferenceTable, peer: int, code: PeerCode) -> None:
+    def __init__(self, table: ReferenceTable, peer: int) -> None:
         self._table = table
         self._peer = peer
-        self.code = code
 
     def fork(self, rref: Any) -> tuple[Any, ...]:
         """A fork of ``rref`` for the peer."""

@@ -20,7 +20,6 @@ from zmqgrad.rpc.dispatch import Doors
 from zmqgrad.rpc.groups.events import Events
 from zmqgrad.rpc.groups.membership import Membership
 from zmqgrad.rpc.options import RpcBackendOptions
-from zmqgrad.rpc.packing.code import book_of
 from zmqgrad.rpc.packing.terms import Packed
 from zmqgrad.rpc.references.table import ReferenceTable
 from zmqgrad.rpc.serving import ServingTable
@@ -76,7 +75,6 @@ class Worker:
         self.serving = ServingTable(clock)
         self.doors = Doors()
         self.events = Events(self.submit)
-        self.codes = book_of(self)
         self.references = ReferenceTable(self)
         # Each part takes what stands above it. What others ask of one they find here, with no step between: a
         # method that only calls another would be paid for at every message.

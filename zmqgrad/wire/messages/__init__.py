@@ -14,8 +14,6 @@ Calls (:mod:`~zmqgrad.wire.messages.calls`; what they carry: :mod:`~zmqgrad.wire
     REMOTE_RESULT                  owner to caller: it has run, or failed; your fork is known
     EXCEPTION                      whoever was asked anything: instead of the answer, this went wrong
     CANCEL                         caller to callee: I have given up waiting for this call
-    CODE_FETCH                     either to the other: what is the code with this hash? -> CODE_VALUE
-    CODE_VALUE                     answer: this, for this interpreter
 
 References (:mod:`~zmqgrad.wire.messages.references`)::
 
@@ -115,7 +113,6 @@ from zmqgrad.wire.messages.autograd import (
     Waiting,
 )
 from zmqgrad.wire.messages.base import (
-    MAX_CODE,
     MAX_DIMENSIONS,
     MAX_KEY,
     MAX_KEYS,
@@ -141,8 +138,6 @@ from zmqgrad.wire.messages.base import (
 from zmqgrad.wire.messages.calls import (
     Call,
     Cancel,
-    CodeFetch,
-    CodeValue,
     ExceptionReply,
     RemoteCall,
     RemoteResult,
@@ -238,7 +233,6 @@ BY_TYPE: dict[MessageType, type[Message]] = {c.TYPE: c for c in _all_messages(Me
 
 __all__ = [
     "BY_TYPE",
-    "MAX_CODE",
     "MAX_DIMENSIONS",
     "MAX_KEY",
     "MAX_KEYS",
@@ -263,8 +257,6 @@ __all__ = [
     "Chunk",
     "CleanupAutogradContextReq",
     "CleanupAutogradContextResp",
-    "CodeFetch",
-    "CodeValue",
     "Credit",
     "CreditWanted",
     "DiscoverAutogradReq",

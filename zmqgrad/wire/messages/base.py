@@ -21,7 +21,6 @@ MAX_TEXT = 1 << 20
 MAX_KEY = 64 << 10
 MAX_VALUE = 256 << 20
 MAX_KEYS = 1 << 20
-MAX_CODE = 256 << 10
 
 Id = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 WorkerId = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -46,8 +45,6 @@ class MessageType(enum.IntEnum):
     REMOTE_RESULT = 0x06 | RESPONSE
     EXCEPTION = 0x37 | RESPONSE
     CANCEL = 0x38 | REQUEST
-    CODE_FETCH = 0x39 | REQUEST
-    CODE_VALUE = 0x3A | RESPONSE
     # references
     RREF_FETCH = 0x08 | REQUEST
     RREF_VALUE = 0x0A | RESPONSE

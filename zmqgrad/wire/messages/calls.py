@@ -1,15 +1,13 @@
-"""Calls: run this function, and what came of it; and code that the callee has never seen.
+"""Calls: run this function, and what came of it.
 
 Caller and callee are any two workers. Every request of these families may be answered by EXCEPTION instead.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from msgspec import Meta
-
-from zmqgrad.wire.messages.base import MAX_CODE, Id, Message, MessageType, Name, Seconds, Text
+from zmqgrad.wire.messages.base import Id, Message, MessageType, Name, Seconds, Text
 from zmqgrad.wire.messages.payloads import NOTHING, Payload
 
 
@@ -72,18 +70,3 @@ class Cancel(Message, frozen=True):
 
     TYPE: ClassVar[MessageType] = MessageType.CANCEL
     call: Id
-
-
-class CodeFetch(Message, frozen=True):
-    """Callee to caller, or the other way round: what is the code whose hash is ``digest``?"""
-
-    TYPE: ClassVar[MessageType] = MessageType.CODE_FETCH
-    digest: Annotated[bytes, Meta(max_length=64)]
-
-
-class CodeValue(Message, frozen=True):
-    """Answer to CODE_FETCH: this, for the interpreter that ``python`` names; empty if I have forgotten it."""
-
-    TYPE: ClassVar[MessageType] = MessageType.CODE_VALUE
-    python: Annotated[bytes, Meta(max_length=64)]
-    code: Annotated[bytes, Meta(max_length=MAX_CODE)] = b""

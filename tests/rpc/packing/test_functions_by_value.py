@@ -1,10 +1,9 @@
-"""Code travels once, what functions hold at each call; whoever has forgotten asks."""
+"""Functions by value: they do on the callee what they do here, with what they hold at each call."""
 
 from __future__ import annotations
 
 import json as data_format
 import marshal
-import threading
 import types
 import xml
 import xml.etree.ElementTree
@@ -14,14 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from zmqgrad.errors import PayloadError
-from zmqgrad.rpc.api import rpc_async, rpc_sync
+from zmqgrad.rpc.api import rpc_sync
 from zmqgrad.rpc.gathering import broadcast
-from zmqgrad.rpc.packing import code as code_module
-from zmqgrad.rpc.packing.code import CodeBook
-from zmqgrad.rpc.packing.packing import pack_call
 from zmqgrad.testing import Cluster, cluster
-from zmqgrad.wire.messages import Call, CodeValue, MessageType
+from zmqgrad.wire.messages import Call
 
 
 @pytest.fixture
@@ -159,85 +154,6 @@ def test_functions_in_arguments_and_results(pair: Cluster) -> None:
     again = run(lambda fs: [f for f in fs] + fs[:1], [adder(1), adder(2)])
     assert again[0] is again[2]
     assert [f(1) for f in again] == [2, 3, 2]
-
-
-def sent_code(pair: Cluster, function: Callable[..., Any]) -> bool:
-    """Does a call of ``function`` to worker 1, packed now, hold its code?"""
-    terms = pair.workers[0].terms(pair.workers[1].membership.own)
-    pickled = pack_call(function, (1,), {}, terms)[1].payload.pickled
-    assert pickled is not None
-    return function.__code__.co_code in pickled.data
-
-
-@pytest.mark.parametrize("held", [3, [3]], ids=["simple", "by cloudpickle"])
-def test_code_is_sent_once_to_each_peer(pair: Cluster, held: Any) -> None:
-    function = lambda x: (x, held, "a text that is known again")  # noqa: E731
-    assert sent_code(pair, function)
-    assert not sent_code(pair, function)
-    assert run(function, 1) == (1, held, "a text that is known again")  # it has to ask
-    assert pair.workers[1].codes.fetched == 1
-    assert run(function, 2) == (2, held, "a text that is known again")
-    assert pair.workers[1].codes.fetched == 1
-
-
-def test_a_peer_that_has_forgotten_asks_again(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_module, "MAX_CODES", 2)
-    kept = [eval(f"lambda x: x + {i}") for i in range(6)]
-    for _ in range(3):
-        assert [run(f, 1) for f in kept] == [i + 1 for i in range(6)]
-    book = pair.workers[1].codes
-    assert len(book._by_digest) <= 2
-    assert len(book._by_id) <= 2
-
-
-def test_code_that_all_have_forgotten_is_a_clear_error(pair: Cluster) -> None:
-    function = lambda x: x - 1  # noqa: E731
-    assert sent_code(pair, function)
-    ready = pack_call(function, (1,), {}, pair.workers[0].terms(pair.workers[1].membership.own))
-    pair.workers[0].codes._by_digest.clear()
-    call = pair.workers[0].request_call(1, *ready, 20.0, function)
-    with pytest.raises(PayloadError, match="has forgotten it"):
-        pair.workers[0].open(pair.workers[0].wait(call))
-
-
-def test_code_of_another_python_is_a_clear_error() -> None:
-    code = adder(1).__code__
-    data = marshal.dumps(code)
-    here = CodeBook(lambda *_: CodeValue(b"other", data))
-    with pytest.raises(PayloadError, match="another version of Python"):
-        here.find(0, b"hash", b"")
-    with pytest.raises(PayloadError, match="another version of Python"):
-        here.find(0, b"hash", data)
-
-
-def test_a_hash_that_overtakes_its_code_is_asked_for(pair: Cluster) -> None:
-    function = lambda x: x * 3  # noqa: E731
-    with pair.network.hold(MessageType.CALL, times=1, target=1) as held:
-        slow = rpc_async("worker1", function, args=(1,))
-        held.wait()
-        assert run(function, 2) == 6
-        held.release()
-    assert slow.wait() == 3
-    assert pair.workers[1].codes.fetched == 1
-
-
-def test_many_threads_use_one_book(pair: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(code_module, "MAX_CODES", 5)
-    wrong: list[Any] = []
-
-    def work(start: int) -> None:
-        with pair.acting(0):
-            for i in range(start, start + 40):
-                k = i % 10
-                if rpc_sync("worker1", eval(f"lambda x: x + {k}"), args=(1,)) != k + 1:
-                    wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(50)
-    assert wrong == []
 
 
 def test_a_broadcast_is_packed_once_and_understood_by_all() -> None:
