@@ -260,38 +260,32 @@ def test_large_pickles_travel_in_a_frame() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "path"),
+    ("value", "reason"),
     [
-        ([1, threading.Lock()], r"its part \[1\] \(lock\)"),
-        ({"a": (1, [threading.Lock()])}, r"its part \['a'\]\[1\]\[0\] \(lock\)"),
-        (Pair(1, Pair(threading.Lock(), 2)), r"its part \.right\.left \(lock\)"),
-        ([threading.Event().wait], r"its part \[0\]\.__self__"),
-        ([1, (n for n in "ab")], r"its part \[1\] \(generator\).*send a list"),
-        (threading.Lock(), "cannot pickle"),
-        (NoRepr(), r"NoRepr instance.*its part \.lock \(lock\)"),
+        ([1, threading.Lock()], r"type list: TypeError: cannot pickle '_thread\.lock' object"),
+        (Pair(1, Pair(threading.Lock(), 2)), r"type Pair: TypeError: cannot pickle '_thread\.lock' object"),
+        ([1, (n for n in "ab")], r"type list: .*generator.*send a list"),
+        (threading.Lock(), r"type lock: TypeError: cannot pickle '_thread\.lock' object"),
+        (NoRepr(), r"type NoRepr: TypeError: cannot pickle '_thread\.lock' object"),
     ],
-    ids=["list", "nested", "attributes", "method", "generator", "itself", "no repr"],
+    ids=["list", "attributes", "generator", "itself", "no repr"],
 )
-def test_what_cannot_be_sent_is_named_with_its_path(value: Any, path: str) -> None:
-    with pytest.raises(PayloadError, match=path):
+def test_a_value_that_cannot_be_pickled_is_refused_with_the_reason(value: Any, reason: str) -> None:
+    with pytest.raises(PayloadError, match=f"cannot serialize a value of {reason}"):
         pack(value)
 
 
-def test_what_a_function_holds_is_named() -> None:
-    door = threading.Lock()
-    here = {"LOCK": door}
+def test_the_argument_that_cannot_be_pickled_is_named() -> None:
+    lock = threading.Lock()
+    here = {"LOCK": lock}
     exec("def uses_a_global(): return LOCK", here)
-    for function, path in (
-        (lambda: door, r"func\.door \(lock\)"),
-        (lambda x=door: x, r"func\.__defaults__\[0\] \(lock\)"),
-        (here["uses_a_global"], r"func\.LOCK \(lock\)"),
-    ):
-        with pytest.raises(PayloadError, match=f"its part {path}"):
+    for function in (lambda: lock, lambda x=lock: x, here["uses_a_global"]):
+        with pytest.raises(PayloadError, match=r"serialize func \(function\): TypeError: cannot pickle"):
             pack_call(function, (), {}, Terms())
-    with pytest.raises(PayloadError, match=r"its part args\[1\]\['a'\] \(lock\)"):
-        pack_call(len, (1, {"a": door}), {}, Terms())
-    with pytest.raises(PayloadError, match=r"its part kwargs\['b'\] \(lock\)"):
-        pack_call(lambda: 1, (1,), {"b": door}, Terms())
+    with pytest.raises(PayloadError, match=r"serialize args\[1\] \(dict\): TypeError: cannot pickle"):
+        pack_call(len, (1, {"a": lock}), {}, Terms())
+    with pytest.raises(PayloadError, match=r"serialize kwargs\['b'\] \(lock\): TypeError: cannot pickle"):
+        pack_call(lambda: 1, (1,), {"b": lock}, Terms())
 
 
 @torch.jit.script
@@ -373,10 +367,10 @@ def test_references_are_forked_as_they_leave_and_adopted_as_they_come() -> None:
 def test_forks_of_a_message_that_cannot_be_sent_are_undone() -> None:
     book = Book()
     for bad in (threading.Lock(), torch.ones((1,) * 65)):
-        with pytest.raises(PayloadError, match=r"its part \[2\]|65"):
-            pack([Reference(), Reference(), bad], Terms(book))
+        with pytest.raises(PayloadError, match=r"cannot pickle|65"):
+            pack_call(print, (Reference(), Reference(), bad), {}, Terms(book))
     assert book.open == []
-    assert book.made == 4, "looking for the culprit makes no forks"
+    assert book.made == 4, "looking for the argument that cannot be pickled makes no forks"
 
 
 def break_here() -> None:
@@ -462,7 +456,7 @@ def test_what_cannot_be_sent_is_shown_in_one_line() -> None:
     """Modules show themselves in many."""
     module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
     module.lock = threading.Lock()  # type: ignore[assignment]
-    with pytest.raises(PayloadError, match=r"^cannot send Sequential\(.*: its part \.lock \(lock\): .*$"):
+    with pytest.raises(PayloadError, match=r"^cannot serialize a value of type Sequential: TypeError: .*$"):
         pack(module)
 
 

@@ -1,4 +1,4 @@
-"""TorchScript: functions that both sides have go by name, all else as a copy; errors are RuntimeErrors."""
+"""TorchScript: functions go by name, modules as copies; errors are RuntimeErrors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import zmqgrad.rpc as rpc
-from zmqgrad.errors import OperatorError
+from zmqgrad.errors import OperatorError, PayloadError
 from zmqgrad.rpc.packing.naming import find_function, reference_to
 from zmqgrad.testing import Cluster, cluster
 
@@ -50,10 +50,6 @@ def apply(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
-def apply_twice(function: Callable[..., Any], x: Any) -> Any:
-    return rpc.rpc_sync("worker0", apply, (function, function(x)))
-
-
 X = torch.tensor([1.0, 2.0])
 
 
@@ -71,17 +67,16 @@ def test_functions_that_both_have_go_by_name(pair: Cluster) -> None:
     assert rpc.rpc_sync("worker1", find_function, (reference_to(scaled),)) is not None
 
 
-def test_others_go_by_value_and_keep_their_defaults(pair: Cluster) -> None:
+def test_functions_that_cannot_be_found_by_name_are_refused(pair: Cluster) -> None:
     function = hidden()
     assert reference_to(function) == ""
-    assert torch.equal(rpc.rpc_sync("worker1", function, (X,)), X * 5 + 1)
-    assert torch.equal(rpc.rpc_sync("worker1", function, (X, 2)), X * 2 + 1)
-    assert torch.equal(rpc.rpc_sync("worker1", function, (X,), {"by": 4}), X * 4 + 1)
-    made = rpc.rpc_sync("worker1", hidden)
-    assert torch.equal(made(X), X * 5 + 1)
-    assert "two_steps(x, by)" in repr(made)
-    # What came by value goes on by value.
-    assert torch.equal(rpc.rpc_sync("worker1", apply_twice, (function, X)), (X * 5 + 1) * 5 + 1)
+    for how in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        with pytest.raises(PayloadError, match=r"func .*two_steps is sent by name"):
+            how("worker1", function, (X,))
+        with pytest.raises(PayloadError, match=r"args\[0\] .*two_steps is sent by name"):
+            how("worker1", apply, (function, X))
+    with pytest.raises(PayloadError, match=r"two_steps is sent by name"):
+        rpc.rpc_sync("worker1", hidden)
 
 
 def test_modules_arrive_as_copies(pair: Cluster) -> None:

@@ -102,18 +102,5 @@ def find_function(reference: str) -> Any:
 
 
 def in_main(obj: Any) -> bool:
-    """Can ``obj`` be found by name in the main module?"""
-    if getattr(obj, "__module__", None) not in MAIN_NAMES:
-        return False
-    try:
-        return main_attribute(obj.__qualname__) is obj
-    except AttributeError:
-        return False
-
-
-def main_attribute(qualname: str) -> Any:
-    """What the main module of this process calls ``qualname``."""
-    found: Any = sys.modules["__main__"]
-    for name in qualname.split("."):
-        found = getattr(found, name)
-    return found
+    """Whether ``obj`` can be found by name in the main module."""
+    return getattr(obj, "__module__", None) in MAIN_NAMES and _leads_to("__main__", obj.__qualname__, obj)

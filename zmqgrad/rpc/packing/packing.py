@@ -7,13 +7,13 @@ results that are nothing but tensors go as they are, and so do numbers, text and
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from zmqgrad.errors import PayloadError
-from zmqgrad.rpc.packing.culprit import shorten
 from zmqgrad.rpc.packing.naming import reference_to
 from zmqgrad.rpc.packing.pickling import blob, pack_pickled
 from zmqgrad.rpc.packing.plain import encode_arguments, encode_value
@@ -83,7 +83,7 @@ def pack_call(
     """
     if not callable(function):
         raise PayloadError(
-            f"function should be callable. {shorten(function)} cannot be called; "
+            f"function should be callable. {reprlib.repr(function)} cannot be called; "
             f"a remote call needs a function"
         )
     if args.__class__ is not tuple:
@@ -93,8 +93,16 @@ def pack_call(
         check_script_arguments(function, args, kwargs)
     reference = reference_to(function, terms.main_by_reference)
     if not reference:
-        return "", pack_pickled((function, args, kwargs), terms, ("func", "args", "kwargs"))
+        return "", pack_pickled((function, args, kwargs), terms, lambda: _parts(args, kwargs, function))
     return reference, pack_arguments(args, kwargs, terms)
+
+
+def _parts(args: Sequence[Any], kwargs: Mapping[str, Any], function: Any = None) -> dict[str, Any]:
+    """The arguments of a call by name, as an error message shows them."""
+    parts = {} if function is None else {"func": function}
+    parts.update((f"args[{i}]", value) for i, value in enumerate(args))
+    parts.update((f"kwargs[{name!r}]", value) for name, value in kwargs.items())
+    return parts
 
 
 def _arguments(args: Any) -> tuple[Any, ...]:
@@ -109,7 +117,7 @@ def _arguments(args: Any) -> tuple[Any, ...]:
 
 def _keywords(kwargs: Any) -> dict[str, Any]:
     if not isinstance(kwargs, Mapping) or not all(isinstance(name, str) for name in kwargs):
-        raise PayloadError(f"kwargs must be a dict of arguments by name, not {shorten(kwargs)}")
+        raise PayloadError(f"kwargs must be a dict of arguments by name, not {reprlib.repr(kwargs)}")
     return dict(kwargs)
 
 
@@ -124,7 +132,7 @@ def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], terms: Terms =
     if not kwargs and _only_tensors(args):
         return _pack_tensors(args, terms)
     plain = _pack_plain(args, kwargs, Form.ARGUMENTS, terms)
-    return plain or pack_pickled((args, kwargs), terms, ("args", "kwargs"))
+    return plain or pack_pickled((args, kwargs), terms, lambda: _parts(args, kwargs))
 
 
 def _only_tensors(value: tuple[Any, ...]) -> bool:

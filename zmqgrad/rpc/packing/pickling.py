@@ -10,16 +10,15 @@ from __future__ import annotations
 import io
 import pickle
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import cloudpickle
 import torch
 
 from zmqgrad.errors import PayloadError, PeerLostError
-from zmqgrad.rpc.packing.culprit import name_culprit, shorten
-from zmqgrad.rpc.packing.naming import find_function, in_main, main_attribute, reference_to
-from zmqgrad.rpc.packing.scripts import reduce_script
+from zmqgrad.rpc.packing.naming import find_function, in_main, reference_to
+from zmqgrad.rpc.packing.scripts import reduce_script_module
 from zmqgrad.rpc.packing.terms import Packed, Terms, TravelsAsReference, TravelsInCalls
 from zmqgrad.wire.messages import Blob, Form, Payload, Place
 from zmqgrad.wire.tensors import describe
@@ -77,14 +76,21 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             # which has no name to be found by, and would send its code.
             return getattr, (obj.__self__, obj.__name__)
         if self._terms.main_by_reference and isinstance(obj, (types.FunctionType, type)) and in_main(obj):
-            return main_attribute, (obj.__qualname__,)
-        return self._reduce_script(obj) or super().reducer_override(obj)
+            return find_function, (f"__main__:{obj.__qualname__}",)
+        if isinstance(obj, torch.jit.ScriptFunction):
+            return self._reduce_script_function(obj)
+        if isinstance(obj, torch.jit.ScriptModule):
+            return reduce_script_module(obj)
+        return super().reducer_override(obj)
 
-    def _reduce_script(self, obj: Any) -> tuple[Any, ...] | None:
-        if not isinstance(obj, (torch.jit.ScriptFunction, torch.jit.ScriptModule)):
-            return None
-        reference = reference_to(obj, self._terms.main_by_reference)
-        return (find_function, (reference,)) if reference else reduce_script(obj)
+    def _reduce_script_function(self, function: Any) -> tuple[Any, ...]:
+        reference = reference_to(function, self._terms.main_by_reference)
+        if not reference:
+            raise PayloadError(
+                f"script function {function.qualified_name} is sent by name, and cannot be found by it: "
+                f"define it at the top level of a module that the callee imports as well"
+            )
+        return find_function, (reference,)
 
     def _reduce(self, obj: TravelsInCalls) -> tuple[Any, ...]:
         if isinstance(obj, TravelsAsReference):
@@ -100,10 +106,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Probe(_Pickler):
-    """Finds out whether something can be pickled, and leaves no trace."""
+    """Pickles a value to find out whether that can be done: makes no forks and keeps no output."""
 
     def __init__(self, terms: Terms) -> None:
-        super().__init__(_Nowhere(), terms, lambda buffer: None)
+        super().__init__(io.BytesIO(), terms, lambda buffer: None)
 
     def _fork(self, rref: Any) -> tuple[Any, ...]:
         if self._terms.references is None:
@@ -111,26 +117,24 @@ class _Probe(_Pickler):
         return ()
 
 
-def _travels(value: Any, terms: Terms) -> bool:
-    try:
-        _Probe(terms).dump(value)
-    except Exception:
-        return False
-    return True
+def _first_unpicklable(value: Any, parts: Mapping[str, Any], terms: Terms) -> str:
+    """Name and type of the first of ``parts`` that cannot be pickled; the type of ``value`` if all can."""
+    for name, part in parts.items():
+        try:
+            _Probe(terms).dump(part)
+        except Exception:
+            return f"{name} ({type(part).__name__})"
+    return f"a value of type {type(value).__name__}"
 
 
-class _Nowhere(io.BytesIO):
-    def write(self, data: Any) -> int:
-        return len(data)
+def pack_pickled(value: Any, terms: Terms, parts: Callable[[], Mapping[str, Any]] = dict) -> Packed:
+    """Pickle ``value``.
 
-
-def pack_pickled(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packed:
-    """``value`` as a pickle.
-
-    ``names``: what the parts of ``value`` are called, where it is a tuple that nobody but us has made.
+    Args:
+        parts: returns the arguments in ``value`` by name, for the error message.
 
     Raises:
-        PayloadError: naming what in ``value`` cannot be pickled.
+        PayloadError: naming the argument that cannot be pickled.
     """
     file = io.BytesIO()
     buffers: list[pickle.PickleBuffer] = []
@@ -146,9 +150,8 @@ def pack_pickled(value: Any, terms: Terms, names: tuple[str, ...] = ()) -> Packe
             terms.references.unfork(fork)
         if not isinstance(e, Exception) or isinstance(e, PeerLostError):
             raise
-        said = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
-        culprit = name_culprit(value, lambda part: _travels(part, terms), names)
-        raise PayloadError(f"cannot send {shorten(value)}: {culprit}{said}") from e
+        reason = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
+        raise PayloadError(f"cannot serialize {_first_unpicklable(value, parts(), terms)}: {reason}") from e
     forks = tuple([fork[:4] for fork in pickler.forks])
     payload = Payload(Form.PICKLE, tensors, blob(file.getbuffer(), frames), outside, forks)
     return Packed(payload, frames, pickler.tensors)
