@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqgrad.autograd.passes.tally import ROOTS, Tally
-from zmqgrad.wire.messages import Waiting
+from zmqgrad.wire.messages import StallReport
 
-QUIET = Waiting(0, 0)
+QUIET = StallReport(0, 0)
 
 
 @given(st.lists(st.integers(0, 10**6), max_size=30), st.randoms(use_true_random=False), st.booleans())
@@ -79,18 +79,18 @@ def test_of_the_reports_of_a_worker_the_latest_counts(order: tuple[int, int]) ->
     tally = Tally(root=0)
     tally.handled([ROOTS], [(3, [1, 2])], QUIET)
     for tick in order:
-        tally.handled([tick], [], Waiting(3, tick, tick == 1))
+        tally.handled([tick], [], StallReport(3, tick, tick == 1))
     assert tally.waiting() == set()
 
 
 def test_a_tally_that_has_ended_goes_on_with_what_is_expected() -> None:
     tally = Tally(root=0)
-    tally.handled([ROOTS], [], Waiting(0, 1, True))
+    tally.handled([ROOTS], [], StallReport(0, 1, True))
     assert tally.finished.done()
     assert tally.waiting() == {0}
     tally.expect({9: 0})
     assert not tally.finished.done()
-    tally.handled([9], [], Waiting(0, 2))
+    tally.handled([9], [], StallReport(0, 2))
     assert tally.finished.done()
     assert tally.waiting() == set()
 

@@ -155,7 +155,7 @@ def test_every_tensor_of_a_device_goes_where_its_map_says(monkeypatch: pytest.Mo
     """What arrives, by name; the devices are left out. Others than the map's owner send as ever."""
     arrived: list[tuple[str, tuple[int, ...]]] = []
     monkeypatch.setattr(
-        "zmqgrad.wire.tensors.rebuilding.arrive", lambda t, name: arrived.append((name, t.shape)) or t
+        "zmqgrad.wire.tensors.decoding.copy_to_device", lambda t, name: arrived.append((name, t.shape)) or t
     )
     tensors = [torch.rand(3), torch.rand(50_000, requires_grad=True), torch.rand(4, 6)[:, ::2], torch.eye(2)]
     tensors.append(torch.eye(2).to_sparse())
@@ -177,7 +177,9 @@ def test_every_tensor_of_a_device_goes_where_its_map_says(monkeypatch: pytest.Mo
 def test_gradients_arrive_where_their_tensors_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only worker 0 has a map. What arrives, by name; devices themselves are left out."""
     arrived: list[str] = []
-    monkeypatch.setattr("zmqgrad.wire.tensors.rebuilding.arrive", lambda t, name: arrived.append(name) or t)
+    monkeypatch.setattr(
+        "zmqgrad.wire.tensors.decoding.copy_to_device", lambda t, name: arrived.append(name) or t
+    )
     w = torch.ones(3, requires_grad=True)
     with mapped({"cpu": "cuda:5"}) as made:
         with made.acting(1), autograd.context() as context_id:
@@ -191,7 +193,7 @@ def test_gradients_arrive_where_their_tensors_came_from(monkeypatch: pytest.Monk
 def test_a_strange_device_of_a_peer_is_refused() -> None:
     for name in ("cuda", "xpu:0", "cuda:99999", "cpu:0"):
         with pytest.raises(Exception, match="device"):
-            staging.arrive(torch.ones(1), name)
+            staging.copy_to_device(torch.ones(1), name)
 
 
 # ---- with a GPU ------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from zmqgrad.rpc.packing.unpacking import unpack_tensors
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import (
-    NOTHING,
+    NONE_PAYLOAD,
     RESPONSE,
     Call,
     ForwardAutogradReq,
@@ -132,7 +132,7 @@ class Autograd:
     def _received(
         self, context: Context | None, autograd_id: int, wrapped: Message, inbound: Inbound
     ) -> list[torch.Tensor]:
-        payload: Payload = getattr(wrapped, "payload", NOTHING)
+        payload: Payload = getattr(wrapped, "payload", NONE_PAYLOAD)
         if context is None:
             return unpack_tensors(payload, inbound.frames)
         source = inbound.envelope.source

@@ -56,14 +56,14 @@ class PythonFuture(torch.futures.Future[T]):
             settled.wait_done()
         result: T = super().wait()
         if self._arrived is not NOTHING_ARRIVED:
-            self._arrived.hand_over()
+            self._arrived.wait_on_current_stream()
         return result
 
     def value(self) -> T:
         """The result, which must be there, as in a callback."""
         result: T = super().value()
         if self._arrived is not NOTHING_ARRIVED:
-            self._arrived.hand_over()
+            self._arrived.wait_on_current_stream()
         return result
 
     def set_exception(self, result: Exception) -> None:  # type: ignore[override]  # torch's stub asks for T
@@ -94,7 +94,7 @@ class PythonFuture(torch.futures.Future[T]):
             except Exception as e:
                 child.set_exception(error_of_callback(e))
             else:
-                child._arrived = self._arrived.and_what_follows()
+                child._arrived = self._arrived.extend_events()
                 child.set_result(value)
 
         self.add_done_callback(call)
@@ -240,7 +240,7 @@ class RpcFuture(PythonFuture[T]):
         # Done but for a moment, if another thread is just rebuilding the answer.
         result: T = torch.futures.Future.wait(self)
         if self._arrived is not NOTHING_ARRIVED:
-            self._arrived.hand_over()
+            self._arrived.wait_on_current_stream()
         return result
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:

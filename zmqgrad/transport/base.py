@@ -14,8 +14,8 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.engine_pool import EnginePool, Task
 from zmqgrad.transport.tap import Tap
 from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.lazy_frame import Buffer, Frame
 from zmqgrad.wire.messages import Message
-from zmqgrad.wire.unwritten import Buffer, Frame
 
 __all__ = [
     "Buffer",

@@ -34,7 +34,7 @@ UNWRITABLE = (
 )
 UNREADABLE = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionError)
 
-SHORT = 1024
+COPY_LIMIT_BYTES = 1024
 """Copying so many bytes takes less time than making a view of them."""
 
 _write_envelope, _read_envelope, _new = ENVELOPE.pack_into, ENVELOPE.unpack_from, tuple.__new__
@@ -86,7 +86,9 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
     Raises:
         ProtocolError: naming what is wrong with the bytes. Nothing else escapes.
     """
-    if type(frame) is bytes and ENVELOPE_SIZE <= len(frame) <= SHORT:  # in one step, as nearly always
+    if (
+        type(frame) is bytes and ENVELOPE_SIZE <= len(frame) <= COPY_LIMIT_BYTES
+    ):  # in one step, as nearly always
         magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target = (
             _read_envelope(frame)
         )
@@ -124,7 +126,7 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
         manifest = None
         if with_manifest:
             manifest, start = _read_manifest(frame)
-        if type(frame) is bytes and len(frame) <= SHORT:
+        if type(frame) is bytes and len(frame) <= COPY_LIMIT_BYTES:
             return envelope, manifest, decoder.decode(frame[start:])
         return envelope, manifest, decoder.decode(memoryview(frame)[start:])
     except UNREADABLE as e:

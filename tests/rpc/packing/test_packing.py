@@ -23,7 +23,15 @@ from zmqgrad.rpc.packing.packing import pack, pack_arguments, pack_call
 from zmqgrad.rpc.packing.pickling import INLINE
 from zmqgrad.rpc.packing.terms import Terms, TravelsAsReference
 from zmqgrad.rpc.packing.unpacking import unpack, unpack_call, unpack_tensors
-from zmqgrad.wire.messages import NOTHING, Blob, Form, Payload, Place, TensorDescriptor, Tensors
+from zmqgrad.wire.messages import (
+    NONE_PAYLOAD,
+    Blob,
+    BlobLocation,
+    Payload,
+    PayloadFormat,
+    TensorDescriptor,
+    Tensors,
+)
 
 NO_TERMS = Terms()
 
@@ -252,7 +260,7 @@ def test_large_pickles_travel_in_a_frame() -> None:
     assert small.frames == []
     assert len(large.frames) == 1
     assert large.payload.pickled is not None
-    assert large.payload.pickled.place is Place.FRAME
+    assert large.payload.pickled.location is BlobLocation.FRAME
     assert travel("x" * (INLINE + 1)) == "x" * (INLINE + 1)
 
 
@@ -406,22 +414,22 @@ def test_references_outside_of_calls_are_refused() -> None:
 
 
 def test_damaged_payloads_are_refused() -> None:
-    tensor = Tensors((TensorDescriptor("float32", (1,)),), (Blob(Place.INLINE, 4, bytes(4)),))
+    tensor = Tensors((TensorDescriptor("float32", (1,)),), (Blob(BlobLocation.INLINE, 4, bytes(4)),))
     two = [torch.ones(1), torch.ones(1)]
     good = pack([1]).payload
     assert good.pickled is not None
     for payload, tensors in (
-        (Payload(Form.TENSOR, tensor), two),
-        (Payload(Form.TENSOR, tensor), []),
-        (Payload(Form.TUPLE, tensor, order=(0, 0, 1)), two[:1]),
-        (Payload(Form.TUPLE, tensor, order=(1 << 62,)), two),
-        (Payload(Form.TUPLE, order=(0,)), []),
-        (Payload(Form.PICKLE), []),
-        (msgspec.structs.replace(pack([torch.ones(1)]).payload, form=Form.ARGUMENTS), []),
-        (msgspec.structs.replace(pack_arguments((1, 2), {}).payload, form=Form.VALUE), []),
-        (msgspec.structs.replace(good, pickled=Blob(Place.FRAME, 3, b"", 0)), []),
-        (msgspec.structs.replace(good, pickled=Blob(Place.INLINE, 3, b"1")), []),
-        (msgspec.structs.replace(good, buffers=(Blob(Place.FRAME, 3, b"", 5),)), []),
+        (Payload(PayloadFormat.TENSOR, tensor), two),
+        (Payload(PayloadFormat.TENSOR, tensor), []),
+        (Payload(PayloadFormat.TUPLE, tensor, order=(0, 0, 1)), two[:1]),
+        (Payload(PayloadFormat.TUPLE, tensor, order=(1 << 62,)), two),
+        (Payload(PayloadFormat.TUPLE, order=(0,)), []),
+        (Payload(PayloadFormat.PICKLE), []),
+        (msgspec.structs.replace(pack([torch.ones(1)]).payload, format=PayloadFormat.ARGUMENTS), []),
+        (msgspec.structs.replace(pack_arguments((1, 2), {}).payload, format=PayloadFormat.VALUE), []),
+        (msgspec.structs.replace(good, pickled=Blob(BlobLocation.FRAME, 3, b"", 0)), []),
+        (msgspec.structs.replace(good, pickled=Blob(BlobLocation.INLINE, 3, b"1")), []),
+        (msgspec.structs.replace(good, buffers=(Blob(BlobLocation.FRAME, 3, b"", 5),)), []),
     ):
         with pytest.raises(ProtocolError):
             unpack(payload, [], tensors)
@@ -431,7 +439,7 @@ def test_damaged_payloads_are_refused() -> None:
 
 
 def test_payloads_that_are_no_calls_are_refused() -> None:
-    assert unpack_call("m:f", NOTHING, None) == (None, (), {})
+    assert unpack_call("m:f", NONE_PAYLOAD, None) == (None, (), {})
     for reference, value in (("m:f", 3), ("m:f", (1,)), ("", ((), {})), ("m:f", (1, 2, 3))):
         packed = pack([value]).payload
         with pytest.raises(ProtocolError, match="tuple"):
@@ -449,7 +457,7 @@ def test_what_cannot_be_imported_here() -> None:
     assert payload.pickled is not None
     data = payload.pickled.data.replace(b"Thing", b"Thong")
     with pytest.raises(FunctionNotFoundError, match="Thong"):
-        unpack(msgspec.structs.replace(payload, pickled=Blob(Place.INLINE, len(data), data)), [], [])
+        unpack(msgspec.structs.replace(payload, pickled=Blob(BlobLocation.INLINE, len(data), data)), [], [])
 
 
 def test_what_cannot_be_sent_is_shown_in_one_line() -> None:

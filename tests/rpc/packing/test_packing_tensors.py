@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from zmqgrad.rpc.packing.packing import pack, pack_call
 from zmqgrad.rpc.packing.unpacking import unpack, unpack_call, unpack_tensors
+from zmqgrad.wire.lazy_frame import materialize
 from zmqgrad.wire.messages import Payload
-from zmqgrad.wire.unwritten import written
 
 DTYPES = [torch.float32, torch.float64, torch.int64, torch.uint8, torch.bool, torch.bfloat16]
 SIZES = [0, 1, 3, 100, 5000, 20_000]
@@ -93,7 +93,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def through_bytes(payload: Payload, frames: list[Any]) -> tuple[Payload, list[bytearray]]:
     there = msgspec.msgpack.decode(msgspec.msgpack.encode(payload), type=Payload)
-    return there, [bytearray(written(f)) for f in frames]
+    return there, [bytearray(materialize(f)) for f in frames]
 
 
 def as_result(value: Any) -> Any:

@@ -17,7 +17,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.rpc.packing.packing import pack, pack_arguments
 from zmqgrad.rpc.packing.plain import decode_arguments, decode_value, encode_arguments, encode_value
 from zmqgrad.rpc.packing.unpacking import unpack, unpack_call
-from zmqgrad.wire.messages import Form
+from zmqgrad.wire.messages import PayloadFormat
 
 TENSORS = [torch.ones(2), torch.zeros(3)]
 BIG = st.integers(-(1 << 70), 1 << 70)
@@ -95,7 +95,7 @@ X = torch.ones(1)
 def test_containers_that_only_a_pickle_understands(args: tuple[Any, ...]) -> None:
     """Who is whom must be the same there: not everything of that can be said without a pickle."""
     packed = pack_arguments(args, {})
-    assert packed.payload.form is Form.PICKLE
+    assert packed.payload.format is PayloadFormat.PICKLE
     content = unpack(packed.payload, packed.frames, list(packed.tensors))
     there, _ = unpack_call("m:f", packed.payload, content)[1:]
     assert repr(there) == repr(args)
@@ -124,7 +124,7 @@ def test_all_else_is_pickled(value: Any) -> None:
     assert encode_value(value) is None
     assert encode_arguments((value,), {}) is None
     packed = pack_arguments((value, 1), {})
-    assert packed.payload.form is Form.PICKLE
+    assert packed.payload.format is PayloadFormat.PICKLE
     content = unpack(packed.payload, packed.frames, [])
     (there, _), _ = unpack_call("m:f", packed.payload, content)[1:]
     assert same(value, there)

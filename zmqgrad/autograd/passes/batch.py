@@ -15,9 +15,9 @@ from zmqgrad.autograd.functions import RecvNote
 from zmqgrad.autograd.graph.single import Gradient
 from zmqgrad.autograd.graph.undefined import UNDEFINED
 from zmqgrad.transport.base import Frame
+from zmqgrad.wire.lazy_frame import Buffer
 from zmqgrad.wire.messages import NO_GRADIENT, NOT_REACHED, Tensors
-from zmqgrad.wire.tensors import Devices, describe, rebuild
-from zmqgrad.wire.unwritten import Buffer
+from zmqgrad.wire.tensors import Devices, decode_tensors, encode_tensors
 
 LARGE = 1 << 20
 """Bytes of gradients after which a message is full."""
@@ -66,14 +66,14 @@ class Batch:
 
     def describe(self, frames: list[Frame], devices: Devices) -> Tensors:
         """The tensors, as they travel; bytes too many for the header are appended to ``frames``."""
-        return describe(self._present, frames, devices)
+        return encode_tensors(self._present, frames, devices)
 
 
 def unpack(
     sends: Sequence[tuple[int, Sequence[int]]], tensors: Tensors, frames: Sequence[Buffer]
 ) -> list[tuple[int, list[Gradient]]]:
     """What came in a message: for each of its ``sends`` the gradients."""
-    there: list[Gradient] = list(rebuild(tensors, frames))
+    there: list[Gradient] = list(decode_tensors(tensors, frames))
     if len(sends) == 1 and sends[0][1] == tuple(range(len(there))):
         return [(sends[0][0], there)]  # one, which is complete: so most are
     return [(send, [there[i] if i >= 0 else _ABSENT[i] for i in numbers]) for send, numbers in sends]

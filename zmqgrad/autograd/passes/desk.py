@@ -103,7 +103,7 @@ class Desk:
                 return taken
             on_devices = [self._arrived.pop(send) for send, _ in taken if send in self._arrived]
         for arrived in {id(arrived): arrived for arrived in on_devices}.values():
-            arrived.hand_over()
+            arrived.wait_on_current_stream()
         return taken
 
     def hire(self, now: float) -> int:

@@ -5,8 +5,8 @@ the recvs that can be reached, from there to the sends at their other ends, and 
 those enter, until nothing new is found. What has not been found then will never arrive.
 
 No graph travels for that. Each worker says once which of its entries lead to which recvs
-(:class:`~zmqgrad.wire.messages.Reach`), and the root of the pass walks over all of them by itself: one round
-of small messages, and one more where it leads to workers that had not been asked.
+(:class:`~zmqgrad.wire.messages.ReachabilityReport`), and the root of the pass walks over all of them by
+itself: one round of small messages, and one more where it leads to workers that had not been asked.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from zmqgrad.autograd.graph.plan import bits
-from zmqgrad.wire.messages import Reach
+from zmqgrad.wire.messages import ReachabilityReport
 
 
 @dataclass(slots=True)
@@ -27,7 +27,7 @@ class _Group:
 class _Known:
     """A worker that has answered."""
 
-    def __init__(self, reach: Reach) -> None:
+    def __init__(self, reach: ReachabilityReport) -> None:
         self.sends = reach.sends
         self.bit_of = {send[0]: 2 << i for i, send in enumerate(reach.sends)}
         self.live = int.from_bytes(reach.arrived, "little")
@@ -58,7 +58,7 @@ class Discovery:
         """Workers that have to be asked."""
         return set(self._unknown)
 
-    def learn(self, reach: Reach) -> None:
+    def learn(self, reach: ReachabilityReport) -> None:
         """A worker has answered."""
         known = self._known[reach.worker] = _Known(reach)
         self._unknown.discard(reach.worker)

@@ -25,7 +25,7 @@ from zmqgrad.autograd.passes.desk import Arrival
 from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, Outlet
 from zmqgrad.autograd.passes.routes import RoutedPass, find_routes
 from zmqgrad.autograd.passes.survey import Reduced, Survey
-from zmqgrad.wire.messages import Waiting
+from zmqgrad.wire.messages import StallReport
 
 
 def make_pass(
@@ -225,10 +225,10 @@ class PlannedPass(LocalPass):
     def _edge(self, edge: Edge) -> GradientEdge:
         return GradientEdge(self._nodes[edge[0]], edge[1])
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> StallReport:
         """Does anything wait that has been reached?"""
         with self._lock:
-            return Waiting(self._worker, self._tick, self.plan.waits())
+            return StallReport(self._worker, self._tick, self.plan.waits())
 
     def _state(self) -> tuple[int, list[tuple[int, list[RecvNote], bool]]]:
         with self._lock:

@@ -27,7 +27,7 @@ from zmqgrad.autograd.profiling import SEND_NAME, profiled
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
-from zmqgrad.wire.messages import Reach, Waiting
+from zmqgrad.wire.messages import ReachabilityReport, StallReport
 
 
 class Outlet(Protocol):
@@ -134,7 +134,7 @@ class LocalPass(ABC):
         """
 
     @abstractmethod
-    def waiting(self) -> Waiting:
+    def waiting(self) -> StallReport:
         """Does anything wait that has been reached?"""
 
     @abstractmethod
@@ -145,11 +145,11 @@ class LocalPass(ABC):
     def describe(self) -> str:
         """Entries and groups as text: who waits for what."""
 
-    def reach(self, starts_here: bool) -> Reach:
+    def reach(self, starts_here: bool) -> ReachabilityReport:
         """What leads where. ``starts_here``: the roots are here, whether or not they have been entered."""
         arrived, groups = self._state()
         size = len(self._sends) // 8 + 1
-        return Reach(
+        return ReachabilityReport(
             self._worker,
             tuple((send.autograd_id, send.peer, send.describe()) for send in self._sends),
             (arrived | starts_here).to_bytes(size, "little"),

@@ -30,9 +30,9 @@ from zmqgrad.wire.messages import (
     DiscoverAutogradResp,
     DropAutogradReq,
     ExceptionReply,
-    Handled,
     MessageType,
-    Waiting,
+    ProgressReport,
+    StallReport,
 )
 from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, watch_arrivals
 
@@ -214,10 +214,12 @@ class Passes:
 
     def _refuse(self, root: int, pass_id: int, requests: Sequence[int], error: Exception) -> None:
         """There is no pass here to carry on, or not so."""
-        handled = Handled(tuple(requests), (), Waiting(self._worker.id, 0), self.describe_error(error, root))
+        handled = ProgressReport(
+            tuple(requests), (), StallReport(self._worker.id, 0), self.describe_error(error, root)
+        )
         self.report(root, pass_id, handled)
 
-    def report(self, root: int, pass_id: int, handled: Handled, channel: int = 0) -> None:
+    def report(self, root: int, pass_id: int, handled: ProgressReport, channel: int = 0) -> None:
         """Tell the root of a pass, which waits at ``channel``, what has been handled here."""
         if root == self._worker.id:
             self._count(pass_id, handled)
@@ -238,7 +240,7 @@ class Passes:
         assert isinstance(message, BackwardAutogradResp)
         self._count(inbound.envelope.message_id, message.handled)
 
-    def _count(self, pass_id: int, handled: Handled) -> None:
+    def _count(self, pass_id: int, handled: ProgressReport) -> None:
         tally = self._tallies.get(pass_id)
         if tally is not None:
             error = None if handled.error is None else rebuild_failure(handled.error)

@@ -30,7 +30,7 @@ from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.transport.base import Frame
 from zmqgrad.wire.ids import show_id
-from zmqgrad.wire.messages import BackwardAutogradReq, Handled
+from zmqgrad.wire.messages import BackwardAutogradReq, ProgressReport
 
 if TYPE_CHECKING:
     from zmqgrad.autograd.passes.part import Passes
@@ -120,9 +120,9 @@ class Request:
         self._send(to, last, self._report(None, (self._root, last.requests())))
         return True
 
-    def _report(self, error: BaseException | None, *last: tuple[int, tuple[int, ...]]) -> Handled:
+    def _report(self, error: BaseException | None, *last: tuple[int, tuple[int, ...]]) -> ProgressReport:
         said = None if error is None else self._passes.describe_error(error, self._root)
-        return Handled(tuple(self._handled), (*self._sent, *last), self._work.waiting(), said)
+        return ProgressReport(tuple(self._handled), (*self._sent, *last), self._work.waiting(), said)
 
     def send_on(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
         """Gradients that are complete at a recv go to its send: when this is done, or they are many."""
@@ -155,7 +155,7 @@ class Request:
         self._send(to, batch, None)
         self._sent.append((to[0], batch.requests()))
 
-    def _send(self, to: tuple[int, bool], batch: Batch, handled: Handled | None) -> None:
+    def _send(self, to: tuple[int, bool], batch: Batch, handled: ProgressReport | None) -> None:
         work, passes, peer = self._work, self._passes, to[0]
         frames: list[Frame] = []
         message = BackwardAutogradReq(

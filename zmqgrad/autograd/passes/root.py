@@ -30,7 +30,7 @@ from zmqgrad.wire.messages import (
     DiscoverAutogradResp,
     DropAutogradReq,
     ExceptionReply,
-    Reach,
+    ReachabilityReport,
 )
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ class Root:
                 discovery.learn(self._reach_of(self._worker.wait(call)))
         return discovery
 
-    def _reach_of(self, answer: Inbound) -> Reach:
+    def _reach_of(self, answer: Inbound) -> ReachabilityReport:
         message = answer.message
         if isinstance(message, ExceptionReply):
             raise rebuild_exception(message)

@@ -22,7 +22,7 @@ from zmqgrad.autograd.graph.undefined import UNDEFINED, calls_user, reached, sto
 from zmqgrad.autograd.passes.desk import Arrival
 from zmqgrad.autograd.passes.local_pass import Entries, LocalPass, Outlet
 from zmqgrad.autograd.passes.survey import Survey
-from zmqgrad.wire.messages import Waiting
+from zmqgrad.wire.messages import StallReport
 
 Result = tuple[GradientEdge, Gradient, bool]
 """What came out at an end, and whether others hold it as well."""
@@ -186,9 +186,9 @@ class RoutedPass(LocalPass):
         """Nothing waits for another entry here, so nothing becomes ready."""
         return True
 
-    def waiting(self) -> Waiting:
+    def waiting(self) -> StallReport:
         """Nothing does."""
-        return Waiting(self._worker, 0)
+        return StallReport(self._worker, 0)
 
     def _state(self) -> tuple[int, list[tuple[int, list[RecvNote], bool]]]:
         arrived = self._arrived

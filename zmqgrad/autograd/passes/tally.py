@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from zmqgrad.runtime.future import Outcome
-from zmqgrad.wire.messages import Waiting
+from zmqgrad.wire.messages import StallReport
 
 ROOTS = 0
 """Stands for the roots where an autograd id is asked for."""
@@ -29,7 +29,7 @@ class Tally:
         self._under_way: dict[int, int] = {ROOTS: root}  # and the worker that it was sent to
         self._early: set[int] = set()
         self._handled: set[int] = set()
-        self._reports: dict[int, Waiting] = {}
+        self._reports: dict[int, StallReport] = {}
         self._error: BaseException | None = None
         self._lost: dict[int, BaseException] = {}
         self.steps = 0
@@ -40,7 +40,7 @@ class Tally:
         self,
         requests: Sequence[int],
         sent: Sequence[tuple[int, Sequence[int]]],
-        waiting: Waiting,
+        waiting: StallReport,
         error: BaseException | None = None,
     ) -> None:
         """Requests have been handled, and set off those in ``sent``. Of several errors the first counts."""
@@ -56,7 +56,7 @@ class Tally:
             self.steps += 1
             self._error = self._error or error
             known = self._reports.get(waiting.worker)
-            if known is None or known.tick <= waiting.tick:
+            if known is None or known.step <= waiting.step:
                 self._reports[waiting.worker] = waiting
             for worker, others in sent:
                 for request in others:

@@ -19,9 +19,9 @@ from zmqgrad.rpc.packing.pickling import blob, pack_pickled
 from zmqgrad.rpc.packing.plain import encode_arguments, encode_value
 from zmqgrad.rpc.packing.scripts import check_script_arguments
 from zmqgrad.rpc.packing.terms import DEFAULT_TERMS, PACKED_NOTHING, Packed, Terms
-from zmqgrad.wire.messages import NO_TENSORS, Form, Payload
-from zmqgrad.wire.tensors import describe
-from zmqgrad.wire.unwritten import Frame
+from zmqgrad.wire.lazy_frame import Frame
+from zmqgrad.wire.messages import NO_TENSORS, Payload, PayloadFormat
+from zmqgrad.wire.tensors import encode_tensors
 
 
 def pack(value: Any, terms: Terms = DEFAULT_TERMS) -> Packed:
@@ -35,26 +35,30 @@ def pack(value: Any, terms: Terms = DEFAULT_TERMS) -> Packed:
     kind = type(value)
     if kind is torch.Tensor:
         frames: list[Frame] = []
-        return Packed(Payload(Form.TENSOR, describe((value,), frames, terms.devices)), frames, (value,))
+        return Packed(
+            Payload(PayloadFormat.TENSOR, encode_tensors((value,), frames, terms.devices)), frames, (value,)
+        )
     if kind is tuple and _only_tensors(value):
         return _pack_tensors(value, terms)
     plain = encode_value(value)
     if plain is not None:
         frames = []
-        return Packed(Payload(Form.PLAIN, NO_TENSORS, blob(plain, frames)), frames, ())
+        return Packed(Payload(PayloadFormat.PLAIN, NO_TENSORS, blob(plain, frames)), frames, ())
     if kind is list or kind is dict:
-        return _pack_plain((value,), {}, Form.VALUE, terms) or pack_pickled(value, terms)
+        return _pack_plain((value,), {}, PayloadFormat.VALUE, terms) or pack_pickled(value, terms)
     return pack_pickled(value, terms)
 
 
-def _pack_plain(args: tuple[Any, ...], kwargs: dict[str, Any], form: Form, terms: Terms) -> Packed | None:
+def _pack_plain(
+    args: tuple[Any, ...], kwargs: dict[str, Any], form: PayloadFormat, terms: Terms
+) -> Packed | None:
     """``args`` and ``kwargs`` without a pickle, if that can be."""
     plain = encode_arguments(args, kwargs)
     if plain is None:
         return None
     data, tensors = plain
     frames: list[Frame] = []
-    described = describe(tensors, frames, terms.devices)
+    described = encode_tensors(tensors, frames, terms.devices)
     return Packed(Payload(form, described, blob(data, frames)), frames, tensors)
 
 
@@ -69,8 +73,8 @@ def _pack_tensors(value: tuple[torch.Tensor, ...], terms: Terms) -> Packed:
             order = ()
         else:
             value = tuple({id(t): t for t in value}.values())
-    tensors = describe(value, frames, terms.devices)
-    return Packed(Payload(Form.TUPLE, tensors, None, (), (), order), frames, value)
+    tensors = encode_tensors(value, frames, terms.devices)
+    return Packed(Payload(PayloadFormat.TUPLE, tensors, None, (), (), order), frames, value)
 
 
 def pack_call(
@@ -131,7 +135,7 @@ def pack_arguments(args: tuple[Any, ...], kwargs: dict[str, Any], terms: Terms =
         return PACKED_NOTHING
     if not kwargs and _only_tensors(args):
         return _pack_tensors(args, terms)
-    plain = _pack_plain(args, kwargs, Form.ARGUMENTS, terms)
+    plain = _pack_plain(args, kwargs, PayloadFormat.ARGUMENTS, terms)
     return plain or pack_pickled((args, kwargs), terms, lambda: _parts(args, kwargs))
 
 

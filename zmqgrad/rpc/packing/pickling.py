@@ -20,9 +20,9 @@ from zmqgrad.errors import PayloadError, PeerLostError
 from zmqgrad.rpc.packing.naming import find_function, in_main, reference_to
 from zmqgrad.rpc.packing.scripts import reduce_script_module
 from zmqgrad.rpc.packing.terms import Packed, Terms, TravelsAsReference, TravelsInCalls
-from zmqgrad.wire.messages import Blob, Form, Payload, Place
-from zmqgrad.wire.tensors import describe
-from zmqgrad.wire.unwritten import Frame
+from zmqgrad.wire.lazy_frame import Frame
+from zmqgrad.wire.messages import Blob, BlobLocation, Payload, PayloadFormat
+from zmqgrad.wire.tensors import encode_tensors
 
 INLINE = 64 << 10
 """Pickles of up to so many bytes travel in the header."""
@@ -142,7 +142,7 @@ def pack_pickled(value: Any, terms: Terms, parts: Callable[[], Mapping[str, Any]
     pickler = _Pickler(file, terms, buffers.append)
     try:
         pickler.dump(value)
-        tensors = describe(pickler.tensors, frames, terms.devices)
+        tensors = encode_tensors(pickler.tensors, frames, terms.devices)
         outside = tuple(blob(b.raw(), frames) for b in buffers)
     except BaseException as e:
         for fork in pickler.forks:
@@ -153,13 +153,13 @@ def pack_pickled(value: Any, terms: Terms, parts: Callable[[], Mapping[str, Any]
         reason = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
         raise PayloadError(f"cannot serialize {_first_unpicklable(value, parts(), terms)}: {reason}") from e
     forks = tuple([fork[:4] for fork in pickler.forks])
-    payload = Payload(Form.PICKLE, tensors, blob(file.getbuffer(), frames), outside, forks)
+    payload = Payload(PayloadFormat.PICKLE, tensors, blob(file.getbuffer(), frames), outside, forks)
     return Packed(payload, frames, pickler.tensors)
 
 
 def blob(data: bytes | memoryview, frames: list[Frame]) -> Blob:
     """``data`` in the header; in a frame of its own, added to ``frames``, if it is long."""
     if len(data) <= INLINE:
-        return Blob(Place.INLINE, len(data), bytes(data))
+        return Blob(BlobLocation.INLINE, len(data), bytes(data))
     frames.append(data)
-    return Blob(Place.FRAME, len(data), b"", len(frames) - 1)
+    return Blob(BlobLocation.FRAME, len(data), b"", len(frames) - 1)

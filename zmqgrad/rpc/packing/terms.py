@@ -10,9 +10,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from zmqgrad.wire.messages import NOTHING, Payload
+from zmqgrad.wire.lazy_frame import Frame
+from zmqgrad.wire.messages import NONE_PAYLOAD, Payload
 from zmqgrad.wire.tensors import Devices
-from zmqgrad.wire.unwritten import Frame
 
 
 class References(Protocol):
@@ -61,7 +61,7 @@ class Packed(NamedTuple):
     tensors: Sequence[torch.Tensor]
 
 
-PACKED_NOTHING = Packed(NOTHING, [], ())
+PACKED_NOTHING = Packed(NONE_PAYLOAD, [], ())
 
 
 class TravelsInCalls:

@@ -13,9 +13,9 @@ from zmqgrad.errors import FunctionNotFoundError, PayloadError, ProtocolError
 from zmqgrad.rpc.packing.pickling import __name__ as pickling_module
 from zmqgrad.rpc.packing.plain import decode_arguments, decode_value
 from zmqgrad.rpc.packing.terms import References
-from zmqgrad.wire.messages import Form, Payload, Place
-from zmqgrad.wire.tensors import blob_bytes, rebuild
-from zmqgrad.wire.unwritten import Buffer
+from zmqgrad.wire.lazy_frame import Buffer
+from zmqgrad.wire.messages import BlobLocation, Payload, PayloadFormat
+from zmqgrad.wire.tensors import blob_bytes, decode_tensors
 
 
 def unpack_tensors(
@@ -27,7 +27,7 @@ def unpack_tensors(
         ProtocolError: if they do not fit their frames.
     """
     described = payload.tensors
-    return rebuild(described, frames, differentiable) if described.tensors or described.rows else []
+    return decode_tensors(described, frames, differentiable) if described.tensors or described.batches else []
 
 
 def unpack(
@@ -43,27 +43,27 @@ def unpack(
         FunctionNotFoundError: if it names a function or class that cannot be imported here.
         PayloadError: if it cannot be rebuilt here for another reason.
     """
-    form = payload.form
-    if form is Form.NOTHING:
+    form = payload.format
+    if form is PayloadFormat.NONE:
         return None
-    if form is Form.TENSOR:
+    if form is PayloadFormat.TENSOR:
         if len(tensors) != 1:
             raise ProtocolError(f"a payload of one tensor came with {len(tensors)}")
         return tensors[0]
-    if form is Form.TUPLE:
+    if form is PayloadFormat.TUPLE:
         return _in_order(tensors, payload.order) if payload.order else tuple(tensors)
     if payload.pickled is None:
         raise ProtocolError("a payload came without its pickle")
     data = blob_bytes(payload.pickled, frames)
-    if form is Form.PLAIN:
+    if form is PayloadFormat.PLAIN:
         return decode_value(data)
-    if form is Form.ARGUMENTS:
+    if form is PayloadFormat.ARGUMENTS:
         return decode_arguments(data, tensors)
-    if form is Form.VALUE:
+    if form is PayloadFormat.VALUE:
         return _only(decode_arguments(data, tensors)[0])
     # A copy, so that arrays built on inline buffers can be written to.
     buffers = [
-        bytearray(blob_bytes(b, frames)) if b.place is Place.INLINE else blob_bytes(b, frames)
+        bytearray(blob_bytes(b, frames)) if b.location is BlobLocation.INLINE else blob_bytes(b, frames)
         for b in payload.buffers
     ]
     unpickler = _Unpickler(data, buffers, tensors, references)
@@ -104,14 +104,14 @@ def unpack_call(reference: str, payload: Payload, content: Any) -> tuple[Any, Se
     Raises:
         ProtocolError: if that is not what ``pack_call`` makes.
     """
-    if payload.form is Form.NOTHING:
+    if payload.format is PayloadFormat.NONE:
         return None, (), {}
-    if payload.form is Form.TUPLE:
+    if payload.format is PayloadFormat.TUPLE:
         return None, content, {}
-    if payload.form is Form.ARGUMENTS:
+    if payload.format is PayloadFormat.ARGUMENTS:
         return None, *content
     wanted = 2 if reference else 3
-    if payload.form is not Form.PICKLE or not isinstance(content, tuple) or len(content) != wanted:
+    if payload.format is not PayloadFormat.PICKLE or not isinstance(content, tuple) or len(content) != wanted:
         raise ProtocolError(f"the payload of a call is no {wanted}-tuple")
     args, kwargs = content[-2:]
     return (None if reference else content[0]), args, kwargs

@@ -18,6 +18,7 @@ from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer
 from zmqgrad.transport.dataplane.chunks import Assembly
 from zmqgrad.transport.dataplane.credit import Allowance, Intake
+from zmqgrad.wire.lazy_frame import LazyFrame
 from zmqgrad.wire.messages import (
     RESPONSE,
     Chunk,
@@ -27,7 +28,6 @@ from zmqgrad.wire.messages import (
     Message,
     MessageType,
 )
-from zmqgrad.wire.unwritten import Unwritten
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class DataPlane:
 
     def copies(self, frames: Sequence[Frame]) -> list[Frame]:
         """``frames``, which stay as they are though the tensors that they show are changed."""
-        return [f if isinstance(f, (bytes, Unwritten)) else self._assembly.buffers.copy(f) for f in frames]
+        return [f if isinstance(f, (bytes, LazyFrame)) else self._assembly.buffers.copy(f) for f in frames]
 
     def unload(self, peer: int, message: Message, load: Load) -> None:
         """``load`` could not be sent after all."""

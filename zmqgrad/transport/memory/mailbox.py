@@ -27,8 +27,8 @@ from zmqgrad.transport.memory.network import MemoryNetwork
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.lazy_frame import materialize
 from zmqgrad.wire.messages import Message
-from zmqgrad.wire.unwritten import written
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class MemoryMailbox:
         envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id)
         copies = (
             first,
-            *(bytearray(memoryview(written(f))) for f in frames),
+            *(bytearray(memoryview(materialize(f))) for f in frames),
         )  # bytearray(5) would be five zeros
         parcel = Parcel(envelope, peer, endpoint, message, sum(map(len, copies)), copies)
         with self._network.lock:

@@ -45,7 +45,7 @@ from zmqgrad.transport.query import LOCAL_JOB, RECENTLY_SECONDS, ZERO_COPY_BYTES
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.wakeup import Wakeup
 from zmqgrad.transport.zap import key_caller
-from zmqgrad.wire.codec import SHORT, decode, encode
+from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
 MAX_IDLE = 8
@@ -398,7 +398,7 @@ class _Channel:
                     f"{self._client.address} replied with {len(frames)} frames (expected one): is it a store?"
                 )
             frame = frames[0]
-            reply = self._take(frame.bytes if len(frame) <= SHORT else frame.buffer)
+            reply = self._take(frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer)
             if reply is not None:
                 return reply
 

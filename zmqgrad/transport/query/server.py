@@ -40,7 +40,7 @@ from zmqgrad.transport.query import LOCAL_JOB, RECENTLY_SECONDS, ZERO_COPY_BYTES
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.wakeup import Wakeup
 from zmqgrad.transport.zap import ZapAuthenticator, key_listener
-from zmqgrad.wire.codec import SHORT, decode, encode
+from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.frames import read_envelope
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
@@ -318,7 +318,7 @@ class QueryServer:
     def _receive(self, frames: list[zmq.Frame]) -> None:
         try:
             route, frame = frames
-            data = frame.bytes if len(frame) <= SHORT else frame.buffer
+            data = frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
             envelope, query = decode(data)
         except (ProtocolError, ValueError) as e:
             self._complain(frames, e)

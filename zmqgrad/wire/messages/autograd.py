@@ -10,7 +10,17 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from zmqgrad.wire.messages.base import MAX_TENSORS, Id, Mask, Message, MessageType, Part, Size, Text, WorkerId
+from zmqgrad.wire.messages.base import (
+    MAX_TENSORS,
+    Id,
+    Mask,
+    Message,
+    MessageType,
+    Size,
+    Text,
+    WireStruct,
+    WorkerId,
+)
 from zmqgrad.wire.messages.calls import Call, ExceptionReply, RemoteCall, RemoteResult, Result
 from zmqgrad.wire.messages.payloads import NO_TENSORS, Tensors
 from zmqgrad.wire.messages.references import RRefFetch, RRefValue
@@ -40,11 +50,11 @@ class ForwardAutogradResp(Message, frozen=True):
     wrapped: Result | RemoteResult | RRefValue
 
 
-class Waiting(Part, frozen=True):
-    """What stood still on ``worker`` after its ``tick``-th step of a pass."""
+class StallReport(WireStruct, frozen=True):
+    """What stood still on ``worker`` after its ``step``-th step of a pass."""
 
     worker: WorkerId
-    tick: Size
+    step: Size
     waits: bool = False
     """Groups that something has reached wait for something else."""
 
@@ -52,7 +62,7 @@ class Waiting(Part, frozen=True):
 Ids = Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
 
 
-class Handled(Part, frozen=True):
+class ProgressReport(WireStruct, frozen=True):
     """A worker has handled ``requests`` of a pass, and that set off those in ``sent``.
 
     Gradients for a send are a request, known by its autograd id. ``sent`` gives workers, and the requests
@@ -61,14 +71,14 @@ class Handled(Part, frozen=True):
 
     requests: Ids
     sent: Annotated[tuple[tuple[WorkerId, Ids], ...], Meta(max_length=MAX_TENSORS)]
-    waiting: Waiting
+    waiting: StallReport
     error: ExceptionReply | None = None
 
 
 NOT_REACHED, NO_GRADIENT = -1, -2
 """In place of the index of a gradient."""
 
-Places = Annotated[tuple[Annotated[int, Meta(ge=NO_GRADIENT)], ...], Meta(max_length=MAX_TENSORS)]
+GradientIndices = Annotated[tuple[Annotated[int, Meta(ge=NO_GRADIENT)], ...], Meta(max_length=MAX_TENSORS)]
 
 
 class BackwardAutogradReq(Message, frozen=True):
@@ -85,10 +95,10 @@ class BackwardAutogradReq(Message, frozen=True):
     context_id: Id
     pass_id: Id
     root: WorkerId
-    sends: Annotated[tuple[tuple[Id, Places], ...], Meta(max_length=MAX_TENSORS)]
+    sends: Annotated[tuple[tuple[Id, GradientIndices], ...], Meta(max_length=MAX_TENSORS)]
     tensors: Tensors = NO_TENSORS
     retain_graph: bool = False
-    handled: Handled | None = None
+    handled: ProgressReport | None = None
 
     def is_awaited_by(self, worker: int) -> bool:
         """The root of the pass waits for it."""
@@ -102,10 +112,10 @@ class BackwardAutogradResp(Message, frozen=True):
     """
 
     TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_RESP
-    handled: Handled
+    handled: ProgressReport
 
 
-class Reach(Part, frozen=True):
+class ReachabilityReport(WireStruct, frozen=True):
     """Which recvs on ``worker`` each of its entries leads to, as far as they have not been sent on.
 
     ``sends`` gives (autograd id, receiving worker, what was sent). Masks are little-endian, bit 0 for the
@@ -138,7 +148,7 @@ class DiscoverAutogradResp(Message, frozen=True):
     """Answer to the above."""
 
     TYPE: ClassVar[MessageType] = MessageType.DISCOVER_AUTOGRAD_RESP
-    reach: Reach
+    reach: ReachabilityReport
 
 
 class DropAutogradReq(Message, frozen=True):

@@ -125,5 +125,5 @@ class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_field
         return self.TYPE & RESPONSE != 0
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class WireStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """Base of what messages are made of."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 from zmqgrad.wire.messages.base import Id, Message, MessageType, Name, Seconds, Text
-from zmqgrad.wire.messages.payloads import NOTHING, Payload
+from zmqgrad.wire.messages.payloads import NONE_PAYLOAD, Payload
 
 
 class Call(Message, frozen=True, tag=1):
@@ -39,7 +39,7 @@ class Result(Message, frozen=True, tag=3):
     """Callee to caller: what the function returned."""
 
     TYPE: ClassVar[MessageType] = MessageType.RESULT
-    payload: Payload = NOTHING
+    payload: Payload = NONE_PAYLOAD
 
 
 class RemoteResult(Message, frozen=True, tag=4):

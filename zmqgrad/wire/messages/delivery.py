@@ -15,13 +15,13 @@ from zmqgrad.wire.messages.base import (
     Message,
     MessageType,
     Name,
-    Part,
     Size,
     Text,
+    WireStruct,
 )
 
 
-class Piece(Part, frozen=True):
+class Piece(WireStruct, frozen=True):
     """Memory that frames lie in: block ``block`` of the sender's arena, or the next frame that follows.
 
     ``segment`` names the arena's segment, in which the block has ``size`` bytes at ``offset``. Where that is
@@ -34,7 +34,7 @@ class Piece(Part, frozen=True):
     size: Size = 0
 
 
-class Window(Part, frozen=True):
+class Window(WireStruct, frozen=True):
     """One frame as its reader sees it: ``size`` bytes at ``offset`` of piece number ``piece``."""
 
     piece: Size
@@ -42,7 +42,7 @@ class Window(Part, frozen=True):
     size: Size
 
 
-class Manifest(Part, frozen=True):
+class Manifest(WireStruct, frozen=True):
     """Where the frames of a message are, if not one by one behind it, and blocks that go back.
 
     Without ``windows``, the frames are those that follow. ``released``: blocks of the reader's own arena

@@ -12,22 +12,22 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from zmqgrad.wire.messages.base import MAX_DIMENSIONS, MAX_TENSORS, Id, Name, Part, Size, WorkerId
+from zmqgrad.wire.messages.base import MAX_DIMENSIONS, MAX_TENSORS, Id, Name, Size, WireStruct, WorkerId
 
 Shape = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)]
 
 
-class Place(enum.IntEnum):
+class BlobLocation(enum.IntEnum):
     """Where the bytes of a blob are."""
 
     INLINE = 0  # in the header itself
     FRAME = 1  # in a frame of their own, after the header
 
 
-class Blob(Part, frozen=True):
+class Blob(WireStruct, frozen=True):
     """Some bytes: inline in ``data``, or ``size`` bytes at ``offset`` of frame number ``index``."""
 
-    place: Place
+    location: BlobLocation
     size: Size
     data: bytes = b""
     index: Size = 0
@@ -42,7 +42,7 @@ class Layout(enum.IntEnum):
     OPAQUE = 2  # the blob is what torch.save wrote
 
 
-class TensorDescriptor(Part, frozen=True):
+class TensorDescriptor(WireStruct, frozen=True):
     """One tensor: ``shape`` and ``strides`` in elements, ``offset`` in bytes from the start of its blob.
 
     Empty ``strides`` with a shape that has dimensions means contiguous.
@@ -60,40 +60,40 @@ class TensorDescriptor(Part, frozen=True):
     parts: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=2)] = ()
 
 
-class Row(Part, frozen=True):
+class TensorBatch(WireStruct, frozen=True):
     """Contiguous tensors of one dtype whose bytes fill a blob, one behind the other.
 
-    ``places`` are their numbers among the tensors of the message; empty: they are all of them.
+    ``indices`` are their numbers among the tensors of the message; empty: they are all of them.
     """
 
     dtype: Name
     blob: Size
     shapes: Annotated[tuple[Shape, ...], Meta(max_length=MAX_TENSORS)]
-    places: Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)] = ()
+    indices: Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)] = ()
     requires_grad: bool = False
 
 
-class Tensors(Part, frozen=True):
+class Tensors(WireStruct, frozen=True):
     """Tensors beside a message, and the blobs that hold their bytes (tensors may share one).
 
-    Those of ``tensors`` have, in order, the numbers that those in ``rows`` leave free.
+    Those of ``tensors`` have, in order, the numbers that those in ``batches`` leave free.
     """
 
     tensors: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=MAX_TENSORS)] = ()
     blobs: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
-    rows: Annotated[tuple[Row, ...], Meta(max_length=MAX_TENSORS)] = ()
+    batches: Annotated[tuple[TensorBatch, ...], Meta(max_length=MAX_TENSORS)] = ()
 
     def requiring_grad(self) -> list[int]:
         """The numbers of those that require grad."""
-        if not self.rows:
+        if not self.batches:
             return [i for i, d in enumerate(self.tensors) if d.requires_grad]
         numbers: list[int] = []
         taken: set[int] = set()
-        for row in self.rows:
-            places = row.places or range(len(row.shapes))
-            taken.update(places)
-            if row.requires_grad:
-                numbers += places
+        for batch in self.batches:
+            indices = batch.indices or range(len(batch.shapes))
+            taken.update(indices)
+            if batch.requires_grad:
+                numbers += indices
         free = itertools.filterfalse(taken.__contains__, itertools.count())
         numbers += [i for i, d in zip(free, self.tensors, strict=False) if d.requires_grad]
         return sorted(numbers)
@@ -102,10 +102,10 @@ class Tensors(Part, frozen=True):
 NO_TENSORS = Tensors()
 
 
-class Form(enum.IntEnum):
+class PayloadFormat(enum.IntEnum):
     """How a payload's value is made from its pickle and its tensors."""
 
-    NOTHING = 0  # None, or no arguments
+    NONE = 0  # None, or no arguments
     TENSOR = 1  # the one tensor itself
     TUPLE = 2  # a tuple of the tensors
     PICKLE = 3  # a pickle in which tensors are replaced by their index
@@ -114,14 +114,14 @@ class Form(enum.IntEnum):
     VALUE = 6  # the one argument of such
 
 
-class Payload(Part, frozen=True):
+class Payload(WireStruct, frozen=True):
     """A Python value. ``pickled`` names the blob of its pickle or msgpack, ``buffers`` those beside a pickle.
 
     ``forks`` gives the references in it as (owner, rref id, fork id, parent): whoever drops a payload unread
     has to let go of them. ``order`` gives the numbers of the tensors in a tuple, where one is there twice.
     """
 
-    form: Form = Form.NOTHING
+    format: PayloadFormat = PayloadFormat.NONE
     tensors: Tensors = NO_TENSORS
     pickled: Blob | None = None
     buffers: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
@@ -129,4 +129,4 @@ class Payload(Part, frozen=True):
     order: Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
-NOTHING = Payload()
+NONE_PAYLOAD = Payload()

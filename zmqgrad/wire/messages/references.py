@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta
 
 from zmqgrad.wire.messages.base import MAX_TENSORS, Id, Message, MessageType, Seconds
-from zmqgrad.wire.messages.payloads import NOTHING, Payload
+from zmqgrad.wire.messages.payloads import NONE_PAYLOAD, Payload
 
 
 class RRefFetch(Message, frozen=True, tag=6):
@@ -25,7 +25,7 @@ class RRefValue(Message, frozen=True, tag=7):
     """Owner to user: the value."""
 
     TYPE: ClassVar[MessageType] = MessageType.RREF_VALUE
-    payload: Payload = NOTHING
+    payload: Payload = NONE_PAYLOAD
 
 
 class RRefForkRequest(Message, frozen=True):

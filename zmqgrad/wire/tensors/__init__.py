@@ -8,8 +8,8 @@ and each tensor is checked against its blob before a byte is read (P5).
 
 from __future__ import annotations
 
-from zmqgrad.wire.tensors.describing import describe
+from zmqgrad.wire.tensors.decoding import blob_bytes, decode_tensors
 from zmqgrad.wire.tensors.devices import Devices
-from zmqgrad.wire.tensors.rebuilding import blob_bytes, rebuild
+from zmqgrad.wire.tensors.encoding import encode_tensors
 
-__all__ = ["Devices", "blob_bytes", "describe", "rebuild"]
+__all__ = ["Devices", "blob_bytes", "decode_tensors", "encode_tensors"]

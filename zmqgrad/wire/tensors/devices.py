@@ -25,7 +25,7 @@ class Route(dict[torch.device, torch.device]):
     missing = ""
 
 
-class NoWay(Exception):
+class NoDeviceMapping(Exception):
     """A tensor on ``device`` cannot go."""
 
     def __init__(self, device: torch.device) -> None:
@@ -41,18 +41,18 @@ _CUDA = re.compile(r"cuda:(\d{1,4})")
 # ---- leaving --------------------------------------------------------------------------------------------
 
 
-def leave(tensors: Sequence[torch.Tensor], devices: Devices) -> tuple[list[torch.Tensor], list[str]]:
+def stage_to_host(tensors: Sequence[torch.Tensor], devices: Devices) -> tuple[list[torch.Tensor], list[str]]:
     """``tensors`` ready to leave, and the name of the device where each goes.
 
     Raises:
-        NoWay: for a tensor on a device of which nobody said where its tensors go.
+        NoDeviceMapping: for a tensor on a device of which nobody said where its tensors go.
     """
     homes = [devices.get(t.device) for t in tensors]
     leaving: list[torch.Tensor] = []
     staged: set[torch.device] = set()
     for t, home in zip(tensors, homes, strict=True):
         if home is None and t.device.type not in ("cpu", "meta"):
-            raise NoWay(t.device)
+            raise NoDeviceMapping(t.device)
         if t.is_cuda:
             staged.add(t.device)
             t = _stage(t)
@@ -71,7 +71,7 @@ def _stage(t: torch.Tensor) -> torch.Tensor:
     return room.copy_(plain, non_blocking=True)
 
 
-def no_way(device: torch.device, devices: Devices | None) -> str:
+def no_mapping_text(device: torch.device, devices: Devices | None) -> str:
     """What to say of a tensor on ``device`` that cannot be sent by ``devices``."""
     missing = getattr(devices, "missing", "")
     return (
@@ -84,7 +84,7 @@ def no_way(device: torch.device, devices: Devices | None) -> str:
 # ---- arriving -------------------------------------------------------------------------------------------
 
 
-def arrive(t: torch.Tensor, name: str) -> torch.Tensor:
+def copy_to_device(t: torch.Tensor, name: str) -> torch.Tensor:
     """``t``, which came to main memory, on the device that its sender named.
 
     Raises:

@@ -61,7 +61,7 @@ class Sharing:
     def shares(self, t: torch.Tensor) -> bool:
         return id(t) in self._spans
 
-    def describe(self, t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    def encode_tensors(self, t: torch.Tensor, out: Blobs) -> TensorDescriptor:
         span = self._spans[id(t)]
         number = self._blobs.get(span)
         if number is None:

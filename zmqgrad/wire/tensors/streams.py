@@ -30,7 +30,7 @@ class Arrived(NamedTuple):
     tensors: list[torch.Tensor]
     events: dict[torch.device, Any]
 
-    def hand_over(self) -> None:
+    def wait_on_current_stream(self) -> None:
         """What the calling thread queues on its current streams from here on sees the tensors."""
         for device, event in self.events.items():
             event.wait(torch.cuda.current_stream(device))
@@ -38,7 +38,7 @@ class Arrived(NamedTuple):
             if t.layout is torch.strided:
                 t.record_stream(torch.cuda.current_stream(t.device))
 
-    def and_what_follows(self) -> Arrived:
+    def extend_events(self) -> Arrived:
         """The same, and what the calling thread has queued since on its current streams of these devices."""
         return Arrived(self.tensors, _events_on(self.events)) if self.events else self
 

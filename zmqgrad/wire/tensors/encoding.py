@@ -9,20 +9,22 @@ import msgspec
 import torch
 
 from zmqgrad.errors import PayloadError
+from zmqgrad.wire.lazy_frame import Frame
 from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
-from zmqgrad.wire.tensors.blobs import MANY, Blobs, blob_of
-from zmqgrad.wire.tensors.devices import CPU, Devices, NoWay, leave, no_way
+from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
+from zmqgrad.wire.tensors.blobs import MANY_BYTES, Blobs, blob_of
+from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
 from zmqgrad.wire.tensors.dtypes import NAMES
 from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, hidden
-from zmqgrad.wire.tensors.rows import LEAST, make_rows
 from zmqgrad.wire.tensors.sharing import Sharing, extent
-from zmqgrad.wire.unwritten import Frame
 
-GAPS = 8 << 10
+MAX_GAPPED_BYTES = 8 << 10
 """A view of up to so many bytes, gaps included, is sent as it lies, and so keeps its strides."""
 
 
-def describe(tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devices | None = None) -> Tensors:
+def encode_tensors(
+    tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devices | None = None
+) -> Tensors:
     """The descriptors and blobs of ``tensors``; bytes too many for the header are appended to ``frames``.
 
     A frame may be a window on the memory of its tensor, which it keeps alive. ``devices`` says on which
@@ -36,12 +38,12 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devi
     try:
         if function_modes() or dispatch_modes():
             with hidden():
-                return _describe_for(devices, tensors, frames)
-        return _describe_for(devices, tensors, frames) if devices else _describe_all(tensors, frames)
+                return _encode_for(devices, tensors, frames)
+        return _encode_for(devices, tensors, frames) if devices else _encode_all(tensors, frames)
     except PayloadError:
         raise
-    except NoWay as e:
-        raise PayloadError(no_way(e.device, devices)) from None
+    except NoDeviceMapping as e:
+        raise PayloadError(no_mapping_text(e.device, devices)) from None
     except RuntimeError as e:  # torch's word for tensors that have no memory to show (nested, fake, ...)
         if any([t.is_nested for t in tensors]):
             raise PayloadError(
@@ -51,11 +53,11 @@ def describe(tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devi
         raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
 
 
-def _describe_for(devices: Devices | None, tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
+def _encode_for(devices: Devices | None, tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
     if not devices or _stay(tensors, devices):
-        return _describe_all(tensors, frames)
-    leaving, names = leave(tensors, devices)
-    there = _describe_all(leaving, frames, separate=True)
+        return _encode_all(tensors, frames)
+    leaving, names = stage_to_host(tensors, devices)
+    there = _encode_all(leaving, frames, separate=True)
     return Tensors(
         tuple(
             msgspec.structs.replace(d, device=name, requires_grad=t.requires_grad)
@@ -70,7 +72,7 @@ def _stay(tensors: Sequence[torch.Tensor], devices: Devices) -> bool:
     return devices.get(CPU, CPU) == CPU and all([t.is_cpu for t in tensors])
 
 
-def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: bool = False) -> Tensors:
+def _encode_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: bool = False) -> Tensors:
     """``separate``: each has a descriptor of its own, as each may arrive on another device."""
     if len(tensors) == 1 and _plain(t := tensors[0]):
         size = t.nbytes
@@ -80,18 +82,18 @@ def _describe_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate
         )
     places = _places(tensors)
     if places is not None:
-        out = Blobs(frames, sum([size for _, size in places]) > MANY)
-        if separate or len(tensors) < LEAST:
-            return out.finish([_describe_plain(t, out) for t in tensors])
-        rows, others = make_rows(tensors, places, out)
-        return out.finish([_describe_plain(tensors[n], out) for n in others], rows)
+        out = Blobs(frames, sum([size for _, size in places]) > MANY_BYTES)
+        if separate or len(tensors) < MIN_TENSORS:
+            return out.finish([_encode_plain(t, out) for t in tensors])
+        batches, others = make_batches(tensors, places, out)
+        return out.finish([_encode_plain(tensors[n], out) for n in others], batches)
     shared = Sharing(tensors)
-    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY)
+    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY_BYTES)
     return out.finish(
         [
-            shared.describe(t, out)
+            shared.encode_tensors(t, out)
             if shared.shares(t)
-            else (_describe_plain if _plain(t) else _describe_other)(t, out)
+            else (_encode_plain if _plain(t) else _encode_other)(t, out)
             for t in tensors
         ]
     )
@@ -120,25 +122,25 @@ def _plain(t: torch.Tensor) -> bool:
     )
 
 
-def _describe_plain(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+def _encode_plain(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     number = out.add(t, t.data_ptr(), t.nbytes)
     return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, number, t.requires_grad)
 
 
-def _describe_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+def _encode_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     """Whatever is not a contiguous tensor in main memory."""
     if t.dim() > MAX_DIMENSIONS:
         raise PayloadError(f"a tensor of {t.dim()} dimensions cannot be sent (at most {MAX_DIMENSIONS})")
     if t.layout is torch.sparse_coo and t.is_cpu:
-        return _describe_coo(t, out)
+        return _encode_coo(t, out)
     if t.device.type == "meta":
         return TensorDescriptor(
             NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), 0, 0, t.requires_grad, "meta"
         )
     if not t.is_cpu:
-        raise NoWay(t.device)
+        raise NoDeviceMapping(t.device)
     if t.layout is not torch.strided or t.is_quantized:
-        return _describe_opaque(t, out)
+        return _encode_opaque(t, out)
     plain = t.detach().resolve_conj().resolve_neg()
     if _dense(plain):
         number = out.add(plain, plain.data_ptr(), extent(plain) * plain.itemsize)
@@ -149,10 +151,10 @@ def _describe_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), strides, 0, number, t.requires_grad)
 
 
-def _describe_coo(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+def _encode_coo(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     flat = t.detach()
     parts = tuple(
-        (_describe_plain if _plain(p) else _describe_other)(p, out) for p in (flat._indices(), flat._values())
+        (_encode_plain if _plain(p) else _encode_other)(p, out) for p in (flat._indices(), flat._values())
     )
     return TensorDescriptor(
         NAMES[t.dtype],
@@ -164,7 +166,7 @@ def _describe_coo(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     )
 
 
-def _describe_opaque(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+def _encode_opaque(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
     file = io.BytesIO()
     torch.save(t.detach(), file)
     number = out.add_bytes(file.getvalue())
@@ -180,4 +182,4 @@ def _describe_opaque(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
 def _dense(t: torch.Tensor) -> bool:
     """Would sending the window as it lies send hardly more than sending it packed? (transposed, expanded)"""
     reach = extent(t)
-    return reach <= t.numel() or reach * t.itemsize <= GAPS
+    return reach <= t.numel() or reach * t.itemsize <= MAX_GAPPED_BYTES

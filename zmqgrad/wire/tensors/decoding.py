@@ -11,17 +11,19 @@ import msgspec
 import torch
 
 from zmqgrad.errors import PayloadError, ProtocolError
-from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
-from zmqgrad.wire.tensors.devices import arrive
+from zmqgrad.wire.lazy_frame import Buffer
+from zmqgrad.wire.messages import Blob, BlobLocation, Layout, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors.batches import decode_batch
+from zmqgrad.wire.tensors.devices import copy_to_device
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
 from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, hidden
-from zmqgrad.wire.tensors.rows import rebuild_row
-from zmqgrad.wire.unwritten import Buffer
 
 _memmove = ctypes.memmove
 
 
-def rebuild(described: Tensors, frames: Sequence[Buffer], differentiable: bool = True) -> list[torch.Tensor]:
+def decode_tensors(
+    encoded: Tensors, frames: Sequence[Buffer], differentiable: bool = True
+) -> list[torch.Tensor]:
     """The tensors, in order. They are the receiver's own: writing into them is safe.
 
     They require grad where those that were sent did, unless ``differentiable`` is false.
@@ -35,8 +37,8 @@ def rebuild(described: Tensors, frames: Sequence[Buffer], differentiable: bool =
     try:
         if function_modes() or dispatch_modes():
             with hidden():
-                return _rebuild_all(described, frames, differentiable)
-        return _rebuild_all(described, frames, differentiable)
+                return _decode_all(encoded, frames, differentiable)
+        return _decode_all(encoded, frames, differentiable)
     except PayloadError:
         raise
     except (
@@ -48,68 +50,70 @@ def rebuild(described: Tensors, frames: Sequence[Buffer], differentiable: bool =
         raise ProtocolError(f"a tensor that came does not hold together: {e}") from e
 
 
-def _rebuild_all(described: Tensors, frames: Sequence[Buffer], differentiable: bool) -> list[torch.Tensor]:
-    if described.rows:
-        return _rebuild_with_rows(described, frames, differentiable)
-    blobs = described.blobs
-    if len(described.tensors) == 1:
-        d = described.tensors[0]
+def _decode_all(encoded: Tensors, frames: Sequence[Buffer], differentiable: bool) -> list[torch.Tensor]:
+    if encoded.batches:
+        return _decode_with_batches(encoded, frames, differentiable)
+    blobs = encoded.blobs
+    if len(encoded.tensors) == 1:
+        d = encoded.tensors[0]
         if d.layout is Layout.STRIDED and d.device == "cpu":
-            t = _rebuild_flat(d, blobs, frames)
+            t = _decode_flat(d, blobs, frames)
             if t is None:
-                t = _rebuild_alone(d, blobs, frames)
+                t = _decode_alone(d, blobs, frames)
             return [t.requires_grad_() if d.requires_grad and differentiable else t]
     users: dict[int, int] = {}
-    for d in described.tensors:
+    for d in encoded.tensors:
         if d.layout is Layout.STRIDED and d.device == "cpu":
             users[d.blob] = users.get(d.blob, 0) + 1
     bases: dict[int, torch.Tensor] = {}
     out = []
-    for d in described.tensors:
+    for d in encoded.tensors:
         if d.layout is Layout.STRIDED and d.device == "cpu" and users[d.blob] == 1:
-            t = _rebuild_flat(d, blobs, frames)
+            t = _decode_flat(d, blobs, frames)
             if t is None:
-                t = _rebuild_alone(d, blobs, frames)
+                t = _decode_alone(d, blobs, frames)
         else:
-            t = _rebuild_other(d, blobs, frames, bases)
+            t = _decode_other(d, blobs, frames, bases)
         out.append(t.requires_grad_() if d.requires_grad and differentiable else t)
     return out
 
 
-def _rebuild_with_rows(
-    described: Tensors, frames: Sequence[Buffer], differentiable: bool
+def _decode_with_batches(
+    encoded: Tensors, frames: Sequence[Buffer], differentiable: bool
 ) -> list[torch.Tensor]:
-    blobs, rows = described.blobs, described.rows
-    if len({row.blob for row in rows}) < len(rows):
-        raise ProtocolError("two rows of tensors name one blob")
+    blobs, batches = encoded.blobs, encoded.batches
+    if len({batch.blob for batch in batches}) < len(batches):
+        raise ProtocolError("two batches of tensors name one blob")
     out: list[torch.Tensor | None] = [None] * (
-        len(described.tensors) + sum([len(row.shapes) for row in rows])
+        len(encoded.tensors) + sum([len(batch.shapes) for batch in batches])
     )
-    for row in rows:
-        if row.blob >= len(blobs):
-            raise ProtocolError(f"a row of tensors names blob {row.blob} of {len(blobs)}")
-        row_of = rebuild_row(row, _data(blobs[row.blob], frames))
-        if row.requires_grad and differentiable:
-            row_of = [t.requires_grad_() for t in row_of]
-        if not row.places and len(row_of) == len(out):
-            return row_of
-        if len(row.places) != len(row_of) or max(row.places, default=0) >= len(out):
-            raise ProtocolError(f"{len(row_of)} tensors of a row have places {row.places[:8]} of {len(out)}")
-        for place, t in zip(row.places, row_of, strict=True):
-            out[place] = t
-    others = _rebuild_all(Tensors(described.tensors, blobs), frames, differentiable)
-    free = [place for place, t in enumerate(out) if t is None]
+    for batch in batches:
+        if batch.blob >= len(blobs):
+            raise ProtocolError(f"a batch of tensors names blob {batch.blob} of {len(blobs)}")
+        decoded = decode_batch(batch, _data(blobs[batch.blob], frames))
+        if batch.requires_grad and differentiable:
+            decoded = [t.requires_grad_() for t in decoded]
+        if not batch.indices and len(decoded) == len(out):
+            return decoded
+        if len(batch.indices) != len(decoded) or max(batch.indices, default=0) >= len(out):
+            raise ProtocolError(
+                f"{len(decoded)} tensors of a batch have indices {batch.indices[:8]} of {len(out)}"
+            )
+        for index, t in zip(batch.indices, decoded, strict=True):
+            out[index] = t
+    others = _decode_all(Tensors(encoded.tensors, blobs), frames, differentiable)
+    free = [index for index, t in enumerate(out) if t is None]
     if len(free) != len(others):
-        raise ProtocolError("a place was given to two tensors")
-    for place, t in zip(free, others, strict=True):
-        out[place] = t
+        raise ProtocolError("two tensors have the same index")
+    for index, t in zip(free, others, strict=True):
+        out[index] = t
     return out  # type: ignore[return-value]  # none is None any more
 
 
 def _data(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
     """The bytes of ``blob``, checked."""
     data: Buffer
-    if blob.place is Place.INLINE:
+    if blob.location is BlobLocation.INLINE:
         data = blob.data
     elif blob.index < len(frames):
         data = frames[blob.index]
@@ -155,19 +159,17 @@ def _needed(d: TensorDescriptor, itemsize: int) -> int:
     return d.offset + (1 + sum((n - 1) * s for n, s in zip(d.shape, d.strides, strict=True))) * itemsize
 
 
-def _rebuild_flat(
-    d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]
-) -> torch.Tensor | None:
+def _decode_flat(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor | None:
     """A contiguous tensor that fits its blob; None: it is none, or something is wrong with it.
 
-    What :func:`_rebuild_alone` does, in a straight line: of such tensors there may be hundreds.
+    What :func:`_decode_alone` does, in a straight line: of such tensors there may be hundreds.
     """
     dtype = DTYPES.get(d.dtype)
     if dtype is None or d.strides or d.offset or d.blob >= len(blobs):
         return None
     blob, shape = blobs[d.blob], d.shape
     count = math.prod(shape)
-    if blob.place is Place.INLINE:
+    if blob.location is BlobLocation.INLINE:
         data, size = blob.data, count * dtype.itemsize
         if not 0 < size <= blob.size == len(data):
             return None
@@ -183,13 +185,13 @@ def _rebuild_flat(
     return flat if len(shape) == 1 else flat.view(shape)
 
 
-def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
+def _decode_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
     dtype, blob = _dtype(d), _blob_of(d, blobs)
     data = _data(blob, frames)
     needed = _needed(d, dtype.itemsize)
     if needed > blob.size or d.offset:
         raise ProtocolError(f"a tensor of shape {d.shape} needs {needed} bytes, its blob has {len(data)}")
-    if blob.place is Place.INLINE:
+    if blob.location is BlobLocation.INLINE:
         t = (
             torch.empty_strided(d.shape, d.strides, dtype=dtype)
             if d.strides
@@ -204,7 +206,7 @@ def _rebuild_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[
     return flat.as_strided(d.shape, d.strides) if d.strides else flat.view(d.shape)
 
 
-def _rebuild_other(
+def _decode_other(
     d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer], bases: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     if d.device == "meta":
@@ -212,21 +214,23 @@ def _rebuild_other(
     if d.device != "cpu":
         here = msgspec.structs.replace(d, device="cpu")
         if d.layout is Layout.STRIDED:
-            return arrive(_rebuild_alone(here, blobs, frames), d.device)
-        return arrive(_rebuild_other(here, blobs, frames, bases), d.device)
+            return copy_to_device(_decode_alone(here, blobs, frames), d.device)
+        return copy_to_device(_decode_other(here, blobs, frames, bases), d.device)
     if d.layout is Layout.COO:
-        return _rebuild_coo(d, blobs, frames)
+        return _decode_coo(d, blobs, frames)
     blob = _blob_of(d, blobs)
     data = _data(blob, frames)
     if d.layout is Layout.OPAQUE:
-        return _rebuild_opaque(d, data)
+        return _decode_opaque(d, data)
     dtype = _dtype(d)
     needed = _needed(d, dtype.itemsize)
     if needed > len(data) or d.offset % dtype.itemsize:
         raise ProtocolError(f"a tensor of shape {d.shape} at {d.offset} does not fit its blob of {len(data)}")
     base = bases.get(d.blob)
     if base is None:
-        base = torch.frombuffer(bytearray(data) if blob.place is Place.INLINE else data, dtype=torch.uint8)
+        base = torch.frombuffer(
+            bytearray(data) if blob.location is BlobLocation.INLINE else data, dtype=torch.uint8
+        )
         bases[d.blob] = base
     strides = d.strides or torch.empty(d.shape, device="meta").stride()
     return torch.empty(0, dtype=dtype).set_(
@@ -234,7 +238,7 @@ def _rebuild_other(
     )
 
 
-def _rebuild_opaque(d: TensorDescriptor, data: Buffer) -> torch.Tensor:
+def _decode_opaque(d: TensorDescriptor, data: Buffer) -> torch.Tensor:
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except Exception as e:  # whatever zipfile, pickle and torch make of bytes that are no saved tensor
@@ -259,10 +263,10 @@ def _checked_compressed(t: torch.Tensor) -> torch.Tensor:
     )
 
 
-def _rebuild_coo(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
+def _decode_coo(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
     if len(d.parts) != 2 or any(p.layout is not Layout.STRIDED or p.device != "cpu" for p in d.parts):
         raise ProtocolError("a sparse tensor came without its indices and values")
-    indices, values = (_rebuild_alone(p, blobs, frames) for p in d.parts)
+    indices, values = (_decode_alone(p, blobs, frames) for p in d.parts)
     try:
         # check_invariants: indices out of range would write outside of memory later
         return torch.sparse_coo_tensor(
