@@ -23,7 +23,7 @@ from zmqgrad.rpc import RRef, rpc_async, rpc_sync
 from zmqgrad.rpc import remote as make_there
 from zmqgrad.rpc.current import current_worker, current_worker_or_none
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.packing.terms import TravelsInCalls
+from zmqgrad.rpc.serialization.context import RpcSerializable
 
 __all__ = ["RemoteModule"]
 
@@ -47,7 +47,7 @@ _UNSUPPORTED = (
 """Methods of ``nn.Module`` that make no sense from afar, as in torch."""
 
 
-class RemoteModule(nn.Module, TravelsInCalls):
+class RemoteModule(nn.Module, RpcSerializable):
     """A module on another worker, which behaves like one here: ``forward`` runs there.
 
     Args:
@@ -139,7 +139,7 @@ class RemoteModule(nn.Module, TravelsInCalls):
         """Put the module over there into evaluation mode."""
         return self.train(False)
 
-    def reduce_for_call(self) -> tuple[Any, ...]:
+    def reduce_for_rpc(self) -> tuple[Any, ...]:
         """What travels in a call."""
         for name in vars(self).keys() - _STAYS - set(_TRAVELS):
             logger.warning("attribute %s of a RemoteModule is not part of what travels: it is left out", name)

@@ -18,7 +18,7 @@ from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.rpc.calls import What, describe
 from zmqgrad.rpc.dispatch import Opened
-from zmqgrad.rpc.packing.unpacking import unpack_tensors
+from zmqgrad.rpc.serialization.deserializer import deserialize_tensors
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import (
@@ -134,13 +134,13 @@ class Autograd:
     ) -> list[torch.Tensor]:
         payload: Payload = getattr(wrapped, "payload", NONE_PAYLOAD)
         if context is None:
-            return unpack_tensors(payload, inbound.frames)
+            return deserialize_tensors(payload, inbound.frames)
         source = inbound.envelope.source
         context.know(source)
         if not autograd_id:
-            return unpack_tensors(payload, inbound.frames)
+            return deserialize_tensors(payload, inbound.frames)
         wanted = payload.tensors.requiring_grad()
-        tensors = unpack_tensors(payload, inbound.frames, differentiable=False)
+        tensors = deserialize_tensors(payload, inbound.frames, differentiable=False)
         in_reply = inbound.envelope.type & RESPONSE != 0
         return context.receive(autograd_id, source, tensors, wanted, in_reply)
 

@@ -6,7 +6,7 @@ to R3 of :mod:`~zmqgrad.rpc.references.ledger`.
 
 Start with :mod:`~zmqgrad.rpc.worker` (what happens to a call), then :mod:`~zmqgrad.rpc.references.ledger`.
 Who takes part is in :mod:`~zmqgrad.rpc.groups`. Upper floors take part through
-:mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.packing` has the only pickle.
+:mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.serialization` has the only pickle.
 
 Threads of a worker: the engine's, which read messages, run functions and carry on backward passes (at most
 ``num_worker_threads`` of them at work, and four more that stand by at the mailbox); a timekeeper; and those

@@ -13,11 +13,11 @@ from zmqgrad.rpc.dispatch import Doors
 from zmqgrad.rpc.functions import Later
 from zmqgrad.rpc.functions import run as call_it
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.packing.naming import find_function, method_of
-from zmqgrad.rpc.packing.packing import pack
-from zmqgrad.rpc.packing.unpacking import unpack, unpack_call, unpack_tensors
 from zmqgrad.rpc.profiling import callee_range, serving_is_profiled
 from zmqgrad.rpc.remote_errors import describe_exception
+from zmqgrad.rpc.serialization.deserializer import deserialize_call, deserialize_tensors
+from zmqgrad.rpc.serialization.naming import find_function, method_of
+from zmqgrad.rpc.serialization.serializer import serialize
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import (
@@ -63,14 +63,14 @@ class Callee:
             self._make(inbound, message, tensors)
         elif isinstance(message, RRefFetch):
             value = self._references.value(message.rref_id, message.timeout or None)
-            packed = pack(value, self._worker.answer_terms(self._worker.membership.record(source)))
+            packed = serialize(value, self._worker.answer_terms(self._worker.membership.record(source)))
             self._worker.reply(inbound, RRefValue(packed.payload), packed, "to_here")
         else:
             raise RpcError(f"{type(message).__name__} is no call")
 
     def _answer(self, inbound: Inbound, call: Call, value: Any) -> None:
         caller = self._worker.membership.record(inbound.envelope.source)
-        packed = pack(value, self._worker.answer_terms(caller))
+        packed = serialize(value, self._worker.answer_terms(caller))
         self._worker.reply(inbound, Result(packed.payload), packed, call.function)
 
     def _make(self, inbound: Inbound, call: RemoteCall, tensors: list[torch.Tensor] | None) -> None:
@@ -109,11 +109,13 @@ class Callee:
 
     def _invoke(self, inbound: Inbound, call: Call | RemoteCall, tensors: list[torch.Tensor] | None) -> Any:
         if tensors is None:
-            tensors = unpack_tensors(call.payload, inbound.frames)
-        content = unpack(call.payload, inbound.frames, tensors, self._references.of(inbound.envelope.source))
+            tensors = deserialize_tensors(call.payload, inbound.frames)
+        references = self._references.of(inbound.envelope.source)
+        function, args, kwargs = deserialize_call(
+            call.function, call.payload, inbound.frames, tensors, references
+        )
         inbound.let_go()
-        function, args, kwargs = unpack_call(call.function, call.payload, content)
-        del content, tensors
+        del tensors
         if function is None:
             function = self._find(call.function)
         if serving_is_profiled():

@@ -21,8 +21,8 @@ from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.futures import PythonFuture, RpcFuture, alarmed
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from zmqgrad.rpc.packing.packing import pack_call
-from zmqgrad.rpc.packing.terms import Packed
+from zmqgrad.rpc.serialization.context import SerializedPayload
+from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Outcome
 
@@ -51,13 +51,13 @@ def broadcast(
         worker.membership.all() if workers is None else [find(w, deadline.left_or_none()) for w in workers]
     )
     seconds = 0.0 if deadline.left_or_none() is None else max(1e-6, deadline.left())  # 0 would be no limit
-    prepared: dict[bool, tuple[str, Packed]] = {}
+    prepared: dict[bool, tuple[str, SerializedPayload]] = {}
     futures: list[RpcFuture[Any]] = []
     for peer in peers:
         terms = worker.terms(peer)
         ready = None if terms.devices else prepared.get(terms.main_by_reference)
         if ready is None:
-            ready = pack_call(func, args, kwargs, terms)
+            ready = serialize_call(func, args, kwargs, terms)
             if not (ready[1].payload.forks or terms.devices):  # those are for one worker alone
                 prepared[terms.main_by_reference] = ready
         try:

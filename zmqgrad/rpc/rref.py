@@ -16,11 +16,11 @@ from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.groups.identity import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.packing.packing import pack_call
-from zmqgrad.rpc.packing.terms import TravelsAsReference
 from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.references import proxies
 from zmqgrad.rpc.references.handle import Handle
+from zmqgrad.rpc.serialization.context import SerializedByReference
+from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
@@ -31,7 +31,7 @@ from zmqgrad.wire.tensors.streams import follow
 T = TypeVar("T")
 
 
-class RRef(TravelsAsReference, Generic[T]):
+class RRef(SerializedByReference, Generic[T]):
     """A reference to ``value``, which the calling worker owns.
 
     References to values of other workers come from :func:`zmqgrad.rpc.remote` and in messages.
@@ -279,7 +279,7 @@ def call_remote(
     peer = worker.membership.find_here(to)
     if peer is None:
         peer, seconds = worker.locate(to, seconds)
-    reference, packed = pack_call(function, args, kwargs, worker.terms(peer))
+    reference, packed = serialize_call(function, args, kwargs, worker.terms(peer))
     references = worker.references
     handle = references.own_later() if peer.id == worker.id else references.refer(peer.id)
     rref = RRef._of(worker, handle)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.futures import PythonFuture
-from zmqgrad.rpc.packing.terms import TravelsAsReference
+from zmqgrad.rpc.serialization.context import SerializedByReference
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from zmqgrad.rpc.references.table import ReferenceTable
 
 
-class Handle(TravelsAsReference):
+class Handle(SerializedByReference):
     """One reference to value ``rref_id`` of worker ``owner``.
 
     ``fork_id`` is 0 on the owner, who needs nobody's leave to keep what it has.

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.functions import run
-from zmqgrad.rpc.packing.naming import method_reference
-from zmqgrad.rpc.packing.packing import pack_arguments
 from zmqgrad.rpc.profiling import caller_range, profiled_here
+from zmqgrad.rpc.serialization.naming import method_reference
+from zmqgrad.rpc.serialization.serializer import serialize_arguments
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.rref import RRef
@@ -104,7 +104,7 @@ def _ask(
         )
     worker.references.check_alive(rref.handle, f"method {name} on it")
     peer = worker.membership.record(rref.handle.owner)
-    packed = pack_arguments(args, kwargs, worker.terms(peer))
+    packed = serialize_arguments(args, kwargs, worker.terms(peer))
     reference = method_reference(rref.handle.rref_id, name)
     return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.futures import Completer, RpcFuture
-from zmqgrad.rpc.packing.unpacking import unpack, unpack_tensors
 from zmqgrad.rpc.remote_errors import rebuild_exception
+from zmqgrad.rpc.serialization.deserializer import deserialize, deserialize_tensors
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import ExceptionReply, Result, RRefValue
@@ -45,9 +45,9 @@ class Answers:
         if not isinstance(message, (Result, RRefValue)):
             return None
         if tensors is None:
-            tensors = unpack_tensors(message.payload, inbound.frames)
+            tensors = deserialize_tensors(message.payload, inbound.frames)
         references = self._references.of(inbound.envelope.source)
-        return unpack(message.payload, inbound.frames, tensors, references)
+        return deserialize(message.payload, inbound.frames, tensors, references)
 
     def _open_outcome(self, outcome: Outcome[Inbound]) -> Any:
         return self.open(outcome.result())

@@ -10,8 +10,8 @@ from zmqgrad.errors import CongestionError, RpcTimeoutError, TransportError, Unk
 from zmqgrad.rpc.calls import ChannelOutcome, PendingCall, What, describe
 from zmqgrad.rpc.groups.membership import WorkerRecord
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from zmqgrad.rpc.packing.packing import pack_call
-from zmqgrad.rpc.packing.terms import PACKED_NOTHING, Packed
+from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
+from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.rpc.serving import time_left
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Frame, Inbound
@@ -70,7 +70,7 @@ class Calling:
         peer = self._membership.find_here(to)
         if peer is None:
             peer, seconds = self.locate(to, seconds)
-        reference, packed = pack_call(function, args, kwargs, self._terms(peer))
+        reference, packed = serialize_call(function, args, kwargs, self._terms(peer))
         return self.request_call(peer.id, reference, packed, seconds, function, waits=waits)
 
     def locate(self, to: object, seconds: float) -> tuple[WorkerRecord, float]:
@@ -89,7 +89,7 @@ class Calling:
         self,
         peer: int,
         reference: str,
-        packed: Packed,
+        packed: SerializedPayload,
         seconds: float,
         what: What,
         keep: Any = None,
@@ -103,7 +103,7 @@ class Calling:
         self,
         peer: int,
         message: Message,
-        packed: Packed = PACKED_NOTHING,
+        packed: SerializedPayload = SERIALIZED_NONE,
         seconds: float = 0.0,
         what: What = "",
         keep: Any = None,

@@ -6,8 +6,8 @@ import logging
 from typing import TYPE_CHECKING
 
 from zmqgrad.errors import ClosedError, PeerLostError, RpcError, TransportError
-from zmqgrad.rpc.packing.terms import PACKED_NOTHING, Packed
 from zmqgrad.rpc.remote_errors import describe_exception, shorten
+from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.rpc.serving import cancelled
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import REQUEST, Goodbye, Message, MessageType
@@ -29,7 +29,7 @@ class Replying:
         self._lost = worker.lost
 
     def reply(
-        self, inbound: Inbound, message: Message, packed: Packed = PACKED_NOTHING, what: str = ""
+        self, inbound: Inbound, message: Message, packed: SerializedPayload = SERIALIZED_NONE, what: str = ""
     ) -> None:
         """Answer ``inbound``."""
         source = inbound.envelope.source

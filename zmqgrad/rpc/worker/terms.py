@@ -5,8 +5,8 @@ from __future__ import annotations
 from zmqgrad.rpc.devices import for_answers, for_calls, for_gradients
 from zmqgrad.rpc.dispatch import Doors
 from zmqgrad.rpc.groups.membership import Membership, WorkerRecord
-from zmqgrad.rpc.packing.terms import Terms
 from zmqgrad.rpc.references.table import ReferenceTable
+from zmqgrad.rpc.serialization.context import SerializationContext
 from zmqgrad.wire.tensors import Devices
 
 
@@ -17,22 +17,24 @@ class PeerTerms:
         self._membership = membership
         self._references = references
         self._doors = doors
-        self._calls: dict[tuple[int, bool], Terms] = {}  # by peer, and whether they keep history
-        self._answers: dict[tuple[int, bool], Terms] = {}
+        # By peer, and whether with history.
+        self._calls: dict[tuple[int, bool], SerializationContext] = {}
+        self._answers: dict[tuple[int, bool], SerializationContext] = {}
         self._gradients: dict[tuple[int, bool], Devices] = {}  # by peer, and whether for tensors of a reply
         self._maps_devices: dict[int, bool] = {}
 
-    def for_calls(self, peer: WorkerRecord) -> Terms:
+    def for_calls(self, peer: WorkerRecord) -> SerializationContext:
         """On which terms values travel to ``peer``."""
         key = peer.id, self._doors.with_history()
         terms = self._calls.get(key)
         if terms is None:
             same = peer.program == self._membership.own.program
             devices = for_calls(self._membership.own, peer)
-            terms = self._calls[key] = Terms(self._references.of(peer.id), same, key[1], devices)
+            references = self._references.of(peer.id)
+            terms = self._calls[key] = SerializationContext(references, same, key[1], devices)
         return terms
 
-    def for_answers(self, peer: WorkerRecord) -> Terms:
+    def for_answers(self, peer: WorkerRecord) -> SerializationContext:
         """The same for answers: tensors go back to the devices that they came from."""
         key = peer.id, self._doors.with_history()
         terms = self._answers.get(key)

@@ -20,8 +20,8 @@ from zmqgrad.rpc.dispatch import Doors
 from zmqgrad.rpc.groups.events import Events
 from zmqgrad.rpc.groups.membership import Membership
 from zmqgrad.rpc.options import RpcBackendOptions
-from zmqgrad.rpc.packing.terms import Packed
 from zmqgrad.rpc.references.table import ReferenceTable
+from zmqgrad.rpc.serialization.context import SerializedPayload
 from zmqgrad.rpc.serving import ServingTable
 from zmqgrad.rpc.waiting import Waiting
 from zmqgrad.rpc.worker.answers import Answers
@@ -135,7 +135,7 @@ class Worker:
         if payload is not None and payload.forks:
             self.references.discard(payload.forks)
 
-    def drop_unsent(self, peer: int, packed: Packed) -> None:
+    def drop_unsent(self, peer: int, packed: SerializedPayload) -> None:
         """``packed`` will not be sent: undo the references made for it."""
         references = self.references.of(peer)
         for fork in packed.payload.forks:

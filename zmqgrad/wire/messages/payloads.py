@@ -103,22 +103,19 @@ NO_TENSORS = Tensors()
 
 
 class PayloadFormat(enum.IntEnum):
-    """How a payload's value is made from its pickle and its tensors."""
+    """How the content of a payload is represented."""
 
     NONE = 0  # None, or no arguments
-    TENSOR = 1  # the one tensor itself
-    TUPLE = 2  # a tuple of the tensors
-    PICKLE = 3  # a pickle in which tensors are replaced by their index
-    PLAIN = 4  # None, bool, int, float, str or bytes, as msgpack
-    ARGUMENTS = 5  # such, and tensors: msgpack of values, names of the last of them, and tensors' places
-    VALUE = 6  # the one argument of such
+    TENSORS = 1  # one tensor, or arguments that are all tensors
+    PICKLE = 2  # a pickle in which tensors are replaced by their index
 
 
 class Payload(WireStruct, frozen=True):
-    """A Python value. ``pickled`` names the blob of its pickle or msgpack, ``buffers`` those beside a pickle.
+    """A Python value, or the arguments of a call.
 
-    ``forks`` gives the references in it as (owner, rref id, fork id, parent): whoever drops a payload unread
-    has to let go of them. ``order`` gives the numbers of the tensors in a tuple, where one is there twice.
+    ``pickled`` is the pickle, ``buffers`` are its out-of-band buffers. ``forks`` lists the RRefs in it as
+    (owner, rref id, fork id, parent); a receiver that drops the payload unread must release them. ``order``
+    gives the index of the tensor of each argument, if one tensor is passed more than once.
     """
 
     format: PayloadFormat = PayloadFormat.NONE

@@ -11,7 +11,7 @@ from torch import nn
 
 import zmqgrad.rpc as rpc
 from zmqgrad.errors import OperatorError, PayloadError
-from zmqgrad.rpc.packing.naming import find_function, reference_to
+from zmqgrad.rpc.serialization.naming import find_function, reference_to
 from zmqgrad.testing import Cluster, cluster
 
 

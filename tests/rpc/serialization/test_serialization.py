@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqgrad.errors import FunctionNotFoundError, PayloadError, ProtocolError
-from zmqgrad.rpc.packing.naming import find_function, reference_to
-from zmqgrad.rpc.packing.packing import pack, pack_arguments, pack_call
-from zmqgrad.rpc.packing.pickling import INLINE
-from zmqgrad.rpc.packing.terms import Terms, TravelsAsReference
-from zmqgrad.rpc.packing.unpacking import unpack, unpack_call, unpack_tensors
+from zmqgrad.rpc.serialization.context import SerializationContext, SerializedByReference
+from zmqgrad.rpc.serialization.deserializer import deserialize, deserialize_call, deserialize_tensors
+from zmqgrad.rpc.serialization.naming import find_function, reference_to
+from zmqgrad.rpc.serialization.serializer import MAX_INLINE_PICKLE_BYTES, serialize, serialize_call
 from zmqgrad.wire.messages import (
     NONE_PAYLOAD,
     Blob,
@@ -33,14 +32,14 @@ from zmqgrad.wire.messages import (
     Tensors,
 )
 
-NO_TERMS = Terms()
+CONTEXT = SerializationContext()
 
 
-def travel(value: Any, terms: Terms = NO_TERMS, references: Any = None) -> Any:
+def travel(value: Any, context: SerializationContext = CONTEXT, references: Any = None) -> Any:
     """What arrives, through bytes and in memory of its own."""
-    packed = pack(value, terms)
+    packed = serialize(value, context)
     payload, frames = through_bytes(packed.payload, packed.frames)
-    return unpack(payload, frames, unpack_tensors(payload, frames), references)
+    return deserialize(payload, frames, deserialize_tensors(payload, frames), references)
 
 
 def through_bytes(payload: Payload, frames: list[Any]) -> tuple[Payload, list[bytearray]]:
@@ -50,10 +49,10 @@ def through_bytes(payload: Payload, frames: list[Any]) -> tuple[Payload, list[by
 
 def call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """What a remote call of it returns."""
-    reference, packed = pack_call(function, args, kwargs, Terms())
+    reference, packed = serialize_call(function, args, kwargs, SerializationContext())
     payload, frames = through_bytes(packed.payload, packed.frames)
-    content = unpack(payload, frames, unpack_tensors(payload, frames))
-    function, args, kwargs = unpack_call(reference, payload, content)
+    tensors = deserialize_tensors(payload, frames)
+    function, args, kwargs = deserialize_call(reference, payload, frames, tensors)
     return (find_function(reference) if reference else function)(*args, **kwargs)
 
 
@@ -177,7 +176,7 @@ def test_a_decorated_function_is_the_decorated_one() -> None:
 
 def test_what_is_no_function_is_refused() -> None:
     with pytest.raises(PayloadError, match="3 cannot be called"):
-        pack_call(3, (), {}, Terms())
+        serialize_call(3, (), {}, SerializationContext())
 
 
 @pytest.mark.parametrize(
@@ -256,12 +255,12 @@ def test_numpy_arrays_arrive_writable_and_independent(n: int) -> None:
 
 
 def test_large_pickles_travel_in_a_frame() -> None:
-    small, large = pack("x" * 100), pack("x" * (INLINE + 1))
+    small, large = serialize("x" * 100), serialize("x" * (MAX_INLINE_PICKLE_BYTES + 1))
     assert small.frames == []
     assert len(large.frames) == 1
     assert large.payload.pickled is not None
     assert large.payload.pickled.location is BlobLocation.FRAME
-    assert travel("x" * (INLINE + 1)) == "x" * (INLINE + 1)
+    assert travel("x" * (MAX_INLINE_PICKLE_BYTES + 1)) == "x" * (MAX_INLINE_PICKLE_BYTES + 1)
 
 
 # ---- refusals --------------------------------------------------------------------------------------------
@@ -280,7 +279,7 @@ def test_large_pickles_travel_in_a_frame() -> None:
 )
 def test_a_value_that_cannot_be_pickled_is_refused_with_the_reason(value: Any, reason: str) -> None:
     with pytest.raises(PayloadError, match=f"cannot serialize a value of {reason}"):
-        pack(value)
+        serialize(value)
 
 
 def test_the_argument_that_cannot_be_pickled_is_named() -> None:
@@ -289,11 +288,11 @@ def test_the_argument_that_cannot_be_pickled_is_named() -> None:
     exec("def uses_a_global(): return LOCK", here)
     for function in (lambda: lock, lambda x=lock: x, here["uses_a_global"]):
         with pytest.raises(PayloadError, match=r"serialize func \(function\): TypeError: cannot pickle"):
-            pack_call(function, (), {}, Terms())
+            serialize_call(function, (), {}, SerializationContext())
     with pytest.raises(PayloadError, match=r"serialize args\[1\] \(dict\): TypeError: cannot pickle"):
-        pack_call(len, (1, {"a": lock}), {}, Terms())
+        serialize_call(len, (1, {"a": lock}), {}, SerializationContext())
     with pytest.raises(PayloadError, match=r"serialize kwargs\['b'\] \(lock\): TypeError: cannot pickle"):
-        pack_call(lambda: 1, (1,), {"b": lock}, Terms())
+        serialize_call(lambda: 1, (1,), {"b": lock}, SerializationContext())
 
 
 @torch.jit.script
@@ -302,7 +301,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 
 
 def test_a_scripted_function_goes_by_name() -> None:
-    reference, packed = pack_call(scripted, (torch.ones(1),), {}, Terms())
+    reference, packed = serialize_call(scripted, (torch.ones(1),), {}, SerializationContext())
     assert reference == f"{__name__}:scripted"
     assert find_function(reference) is scripted
     assert packed.payload.pickled is None
@@ -315,24 +314,24 @@ def test_a_value_that_holds_itself() -> None:
     assert got[1] is got
     loop.append(threading.Lock())
     with pytest.raises(PayloadError, match="lock"):
-        pack(loop)
+        serialize(loop)
 
 
 def test_a_huge_value_is_not_shown_whole() -> None:
     with pytest.raises(PayloadError) as caught:
-        pack([list(range(100_000)), threading.Lock()])
+        serialize([list(range(100_000)), threading.Lock()])
     assert len(str(caught.value)) < 1000
 
 
 def test_a_tensor_that_cannot_be_sent_inside_a_value() -> None:
     with pytest.raises(PayloadError, match="65 dimensions"):
-        pack({"deep": torch.ones((1,) * 65)})
+        serialize({"deep": torch.ones((1,) * 65)})
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.strided)
     with pytest.raises(PayloadError):
-        pack(nested)
+        serialize(nested)
 
 
-class Reference(TravelsAsReference):
+class Reference(SerializedByReference):
     """Stands for an RRef."""
 
 
@@ -368,7 +367,10 @@ class Book:
 def test_references_are_forked_as_they_leave_and_adopted_as_they_come() -> None:
     book = Book()
     r = Reference()
-    assert travel([r, {"again": r}], Terms(book), book) == [("adopted", 1), {"again": ("adopted", 1)}]
+    assert travel([r, {"again": r}], SerializationContext(book), book) == [
+        ("adopted", 1),
+        {"again": ("adopted", 1)},
+    ]
     assert book.open == [1]
 
 
@@ -376,7 +378,7 @@ def test_forks_of_a_message_that_cannot_be_sent_are_undone() -> None:
     book = Book()
     for bad in (threading.Lock(), torch.ones((1,) * 65)):
         with pytest.raises(PayloadError, match=r"cannot pickle|65"):
-            pack_call(print, (Reference(), Reference(), bad), {}, Terms(book))
+            serialize_call(print, (Reference(), Reference(), bad), {}, SerializationContext(book))
     assert book.open == []
     assert book.made == 4, "looking for the argument that cannot be pickled makes no forks"
 
@@ -395,19 +397,19 @@ class Breaks:
 
 def test_references_behind_what_cannot_be_rebuilt_are_let_go() -> None:
     book = Book()
-    payload = pack([Reference(), Breaks(), Reference(), Reference()], Terms(book)).payload
+    payload = serialize([Reference(), Breaks(), Reference(), Reference()], SerializationContext(book)).payload
     assert [fork[2] for fork in payload.forks] == [1, 2, 3]
     with pytest.raises(PayloadError, match="cannot be rebuilt"):
-        unpack(payload, [], [], book)
+        deserialize(payload, [], [], book)
     assert (book.adopted, book.discarded) == ([1], [2, 3])
 
 
 def test_references_outside_of_calls_are_refused() -> None:
     with pytest.raises(PayloadError, match="only inside a remote call"):
-        pack([Reference()])
-    payload = pack([Reference()], Terms(Book())).payload
+        serialize([Reference()])
+    payload = serialize([Reference()], SerializationContext(Book())).payload
     with pytest.raises(PayloadError, match="stands in pickles only"):
-        unpack(payload, [], [])
+        deserialize(payload, [], [])
 
 
 # ---- damage ----------------------------------------------------------------------------------------------
@@ -416,48 +418,48 @@ def test_references_outside_of_calls_are_refused() -> None:
 def test_damaged_payloads_are_refused() -> None:
     tensor = Tensors((TensorDescriptor("float32", (1,)),), (Blob(BlobLocation.INLINE, 4, bytes(4)),))
     two = [torch.ones(1), torch.ones(1)]
-    good = pack([1]).payload
+    good = serialize([1]).payload
     assert good.pickled is not None
     for payload, tensors in (
-        (Payload(PayloadFormat.TENSOR, tensor), two),
-        (Payload(PayloadFormat.TENSOR, tensor), []),
-        (Payload(PayloadFormat.TUPLE, tensor, order=(0, 0, 1)), two[:1]),
-        (Payload(PayloadFormat.TUPLE, tensor, order=(1 << 62,)), two),
-        (Payload(PayloadFormat.TUPLE, order=(0,)), []),
+        (Payload(PayloadFormat.TENSORS, tensor), two),
+        (Payload(PayloadFormat.TENSORS, tensor), []),
         (Payload(PayloadFormat.PICKLE), []),
-        (msgspec.structs.replace(pack([torch.ones(1)]).payload, format=PayloadFormat.ARGUMENTS), []),
-        (msgspec.structs.replace(pack_arguments((1, 2), {}).payload, format=PayloadFormat.VALUE), []),
         (msgspec.structs.replace(good, pickled=Blob(BlobLocation.FRAME, 3, b"", 0)), []),
         (msgspec.structs.replace(good, pickled=Blob(BlobLocation.INLINE, 3, b"1")), []),
         (msgspec.structs.replace(good, buffers=(Blob(BlobLocation.FRAME, 3, b"", 5),)), []),
     ):
         with pytest.raises(ProtocolError):
-            unpack(payload, [], tensors)
+            deserialize(payload, [], tensors)
+    for order, tensors in (((0, 0, 1), two[:1]), ((1 << 62,), two), ((0,), [])):
+        with pytest.raises(ProtocolError):
+            deserialize_call("m:f", Payload(PayloadFormat.TENSORS, tensor, order=order), [], tensors)
     cut = msgspec.structs.replace(good.pickled, data=good.pickled.data[:-3], size=good.pickled.size - 3)
     with pytest.raises(PayloadError, match="cannot rebuild"):
-        unpack(msgspec.structs.replace(good, pickled=cut), [], [])
+        deserialize(msgspec.structs.replace(good, pickled=cut), [], [])
 
 
 def test_payloads_that_are_no_calls_are_refused() -> None:
-    assert unpack_call("m:f", NONE_PAYLOAD, None) == (None, (), {})
+    assert deserialize_call("m:f", NONE_PAYLOAD, [], []) == (None, (), {})
     for reference, value in (("m:f", 3), ("m:f", (1,)), ("", ((), {})), ("m:f", (1, 2, 3))):
-        packed = pack([value]).payload
+        payload = serialize(value).payload
         with pytest.raises(ProtocolError, match="tuple"):
-            unpack_call(reference, packed, value)
+            deserialize_call(reference, payload, [], [])
 
 
 def test_a_pickle_that_names_a_tensor_which_did_not_come() -> None:
-    payload = pack([[torch.ones(1)]]).payload
+    payload = serialize([[torch.ones(1)]]).payload
     with pytest.raises(PayloadError, match="IndexError"):
-        unpack(payload, [], [])
+        deserialize(payload, [], [])
 
 
 def test_what_cannot_be_imported_here() -> None:
-    payload = pack([Thing(1)]).payload
+    payload = serialize([Thing(1)]).payload
     assert payload.pickled is not None
     data = payload.pickled.data.replace(b"Thing", b"Thong")
     with pytest.raises(FunctionNotFoundError, match="Thong"):
-        unpack(msgspec.structs.replace(payload, pickled=Blob(BlobLocation.INLINE, len(data), data)), [], [])
+        deserialize(
+            msgspec.structs.replace(payload, pickled=Blob(BlobLocation.INLINE, len(data), data)), [], []
+        )
 
 
 def test_what_cannot_be_sent_is_shown_in_one_line() -> None:
@@ -465,7 +467,7 @@ def test_what_cannot_be_sent_is_shown_in_one_line() -> None:
     module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
     module.lock = threading.Lock()  # type: ignore[assignment]
     with pytest.raises(PayloadError, match=r"^cannot serialize a value of type Sequential: TypeError: .*$"):
-        pack(module)
+        serialize(module)
 
 
 async def give_nothing() -> None:
@@ -474,8 +476,8 @@ async def give_nothing() -> None:
 
 def test_what_runs_is_told_what_to_send_instead() -> None:
     coroutine = give_nothing()
-    with pytest.raises(PayloadError, match=r"send what it gives, by asyncio\.run"):
-        pack(coroutine)
+    with pytest.raises(PayloadError, match=r"send its result, by asyncio\.run"):
+        serialize(coroutine)
     coroutine.close()
     with pytest.raises(PayloadError, match="send a list"):
-        pack(n for n in range(3))
+        serialize(n for n in range(3))

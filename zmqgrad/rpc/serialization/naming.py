@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import FunctionNotFoundError, ProtocolError
-from zmqgrad.rpc.packing.scripts import scripted_name
+from zmqgrad.rpc.serialization.scripts import scripted_name
 
 MAIN_NAMES = ("__main__", "__mp_main__")
 """What the main module is called, in a process and in those that it spawns."""

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.rpc.packing.packing import pack, pack_call
-from zmqgrad.rpc.packing.unpacking import unpack, unpack_call, unpack_tensors
+from zmqgrad.rpc.serialization.deserializer import deserialize, deserialize_call, deserialize_tensors
+from zmqgrad.rpc.serialization.serializer import serialize, serialize_call
 from zmqgrad.wire.lazy_frame import materialize
 from zmqgrad.wire.messages import Payload
 
@@ -97,25 +97,25 @@ def through_bytes(payload: Payload, frames: list[Any]) -> tuple[Payload, list[by
 
 
 def as_result(value: Any) -> Any:
-    packed = pack(value)
+    packed = serialize(value)
     payload, frames = through_bytes(packed.payload, packed.frames)
-    return unpack(payload, frames, unpack_tensors(payload, frames))
+    return deserialize(payload, frames, deserialize_tensors(payload, frames))
 
 
 def as_argument(value: Any) -> Any:
-    reference, packed = pack_call(shape_of, (value,), {"more": 1})
+    reference, packed = serialize_call(shape_of, (value,), {"more": 1})
     payload, frames = through_bytes(packed.payload, packed.frames)
-    content = unpack(payload, frames, unpack_tensors(payload, frames))
-    _, (got,), kwargs = unpack_call(reference, payload, content)
+    tensors = deserialize_tensors(payload, frames)
+    _, (got,), kwargs = deserialize_call(reference, payload, frames, tensors)
     assert kwargs == {"more": 1}
     return got
 
 
 def as_arguments(value: Any) -> Any:
-    reference, packed = pack_call(shape_of, (value, 1, value), None)
+    reference, packed = serialize_call(shape_of, (value, 1, value), None)
     payload, frames = through_bytes(packed.payload, packed.frames)
-    content = unpack(payload, frames, unpack_tensors(payload, frames))
-    _, (got, _, again), _ = unpack_call(reference, payload, content)
+    tensors = deserialize_tensors(payload, frames)
+    _, (got, _, again), _ = deserialize_call(reference, payload, frames, tensors)
     assert again is got or not isinstance(value, (torch.Tensor, list, dict))
     return got
 
