@@ -19,7 +19,7 @@ import torch
 
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.calls import What, describe
-from zmqgrad.rpc.raising import anew, error_of_callback, raise_anew
+from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
@@ -74,8 +74,8 @@ class PythonFuture(torch.futures.Future[T]):
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
-        self._set_unwrap_func(raise_anew)
-        self.set_result(anew(result))
+        self._set_unwrap_func(raise_copy)
+        self.set_result(copy_exception(result))
         self._failed = True
         for alarm in self._alarms:
             alarm.set(self)
