@@ -592,7 +592,7 @@ def test_sparse_indices_out_of_range_are_refused() -> None:
     described, frames = send(torch.eye(3).to_sparse())
     (d,) = described.tensors
     small = msgspec.structs.replace(d, shape=(2, 2))
-    with pytest.raises(ProtocolError, match="hold together"):
+    with pytest.raises(ProtocolError, match="malformed sparse tensor"):
         decode_tensors(Tensors((small,), described.blobs), frames)
 
 

@@ -16,7 +16,7 @@ from zmqgrad.autograd.roots import check_roots
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.wire.tensors.streams import follow
+from zmqgrad.wire.tensors.streams import wait_for_default_streams
 
 
 class context:
@@ -100,7 +100,7 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
         AutogradError: if the context is not known here.
     """
     gradients = get_context(context_id).gradients()
-    follow(gradients.values())
+    wait_for_default_streams(gradients.values())
     return gradients
 
 

@@ -23,7 +23,7 @@ from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
 from zmqgrad.runtime.engine_pool import Task
 from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
-from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, watch_arrivals
+from zmqgrad.wire.tensors.streams import NO_COPIES, record_copies
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ class PythonFuture(torch.futures.Future[T]):
     """
 
     _failed = False
-    _arrived = NOTHING_ARRIVED  # on devices, in the thread that settled this
+    _arrived = NO_COPIES  # on devices, in the thread that settled this
     _alarms: tuple[Outcome[Any], ...] = ()  # of those who want to know at once; written under _alarms_lock
 
     def wait(self) -> T:
@@ -55,14 +55,14 @@ class PythonFuture(torch.futures.Future[T]):
             super().add_done_callback(_setter(settled))
             settled.wait_done()
         result: T = super().wait()
-        if self._arrived is not NOTHING_ARRIVED:
+        if self._arrived is not NO_COPIES:
             self._arrived.wait_on_current_stream()
         return result
 
     def value(self) -> T:
         """The result, which must be there, as in a callback."""
         result: T = super().value()
-        if self._arrived is not NOTHING_ARRIVED:
+        if self._arrived is not NO_COPIES:
             self._arrived.wait_on_current_stream()
         return result
 
@@ -208,7 +208,7 @@ class RpcFuture(PythonFuture[T]):
             return
         try:
             if self._completer.watches:
-                value, self._arrived = watch_arrivals(partial(self._completer.open, answer))
+                value, self._arrived = record_copies(partial(self._completer.open, answer))
             else:
                 value = self._completer.open(answer)
         except Exception as e:
@@ -239,7 +239,7 @@ class RpcFuture(PythonFuture[T]):
                     self.complete()
         # Done but for a moment, if another thread is just rebuilding the answer.
         result: T = torch.futures.Future.wait(self)
-        if self._arrived is not NOTHING_ARRIVED:
+        if self._arrived is not NO_COPIES:
             self._arrived.wait_on_current_stream()
         return result
 

@@ -26,7 +26,7 @@ from zmqgrad.runtime.future import Outcome
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import split_id
 from zmqgrad.wire.messages import ExceptionReply, RemoteCall, RRefFetch
-from zmqgrad.wire.tensors.streams import follow
+from zmqgrad.wire.tensors.streams import wait_for_default_streams
 
 T = TypeVar("T")
 
@@ -107,7 +107,7 @@ class RRef(SerializedByReference, Generic[T]):
                 f"error: making the value of {self} on {self._worker.name}"
             )
         result: T = outcome.result()
-        follow((result,))
+        wait_for_default_streams((result,))
         return result
 
     def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from zmqgrad.autograd.graph.single import Gradient
-from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, Arrived
+from zmqgrad.wire.tensors.streams import NO_COPIES, DeviceCopies
 
 Arrival = tuple[int, Sequence[Gradient]]
 """What has come in: where (the autograd id of a send, or the number of an entry), and its gradients."""
@@ -43,7 +43,7 @@ class Desk:
         self.pace = math.inf
         """Seconds that an entry takes lately; infinite if that is not known."""
         self._lock = threading.Lock()  # guards all below
-        self._arrived: dict[int, Arrived] = {}  # by autograd id, of gradients on devices
+        self._arrived: dict[int, DeviceCopies] = {}  # by autograd id, of gradients on devices
         self.waiting: deque[Arrival] = deque()
         """For others: is there anything?"""
         self._seen: set[int] = set()
@@ -51,7 +51,7 @@ class Desk:
         self._begun = 0  # of these; others wait for a place in the pool, and may wait for long
         self._taken = 0.0  # when something was taken the last time
 
-    def put(self, arrivals: Sequence[Arrival], now: float, arrived: Arrived = NOTHING_ARRIVED) -> int:
+    def put(self, arrivals: Sequence[Arrival], now: float, arrived: DeviceCopies = NO_COPIES) -> int:
         """Gradients have come. Gives how many threads shall take: 0 if enough are at it.
 
         The first of them is the calling one, which has begun. Each takes, and leaves when nothing is left.

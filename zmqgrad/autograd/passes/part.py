@@ -34,7 +34,7 @@ from zmqgrad.wire.messages import (
     ProgressReport,
     StallReport,
 )
-from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, watch_arrivals
+from zmqgrad.wire.tensors.streams import NO_COPIES, record_copies
 
 logger = logging.getLogger(__name__)
 
@@ -126,12 +126,12 @@ class Passes:
         """Gradients for sends of this worker: handle them, unless other threads do."""
         message = inbound.message
         assert isinstance(message, BackwardAutogradReq)
-        arrived, alone = NOTHING_ARRIVED, False
+        arrived, alone = NO_COPIES, False
         try:
             context = self._contexts.find(message.context_id)
             context.know(inbound.envelope.source)
             if self.maps_devices(inbound.envelope.source):  # so gradients may come to devices
-                arrivals, arrived = watch_arrivals(
+                arrivals, arrived = record_copies(
                     lambda: unpack(message.sends, message.tensors, inbound.frames)
                 )
             else:

@@ -1,4 +1,4 @@
-"""Functions by name: ``module:qualified.name`` in a call, and found under it by the callee."""
+"""Function references: ``module:qualified.name`` in a call, resolved by the callee."""
 
 from __future__ import annotations
 
@@ -13,47 +13,46 @@ from zmqgrad.errors import FunctionNotFoundError, ProtocolError
 from zmqgrad.rpc.serialization.scripts import scripted_name
 
 MAIN_NAMES = ("__main__", "__mp_main__")
-"""What the main module is called, in a process and in those that it spawns."""
+"""Names of the main module, in a process and in the processes that it spawns."""
 
-_OTHER_HOMES = ("torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
-
+_TORCH_FUNCTION_MODULES = ("torch.nn.functional", "torch.linalg", "torch.fft", "torch.special")
 
 _TORCH_OPERATOR = "_VariableFunctionsClass."
-"""So begins the qualified name of ``torch.add`` and its like."""
+"""Prefix of the qualified names of functions such as ``torch.add``."""
 
 
 def reference_to(function: Any, main_by_reference: bool = True) -> str:
-    """``module:qualified.name`` by which a peer finds ``function``, or an empty string if there is none."""
+    """Return the reference by which a peer finds ``function``, or an empty string if it has none."""
     name = getattr(function, "__qualname__", None) or getattr(function, "__name__", None)
     module = getattr(function, "__module__", None)
     if not isinstance(name, str) or isinstance(function, types.MethodType):
         return ""
     if module in MAIN_NAMES:
         return f"__main__:{name}" if main_by_reference and in_main(function) else ""
-    if name.startswith(_TORCH_OPERATOR):  # what their names say leads nowhere
+    if name.startswith(_TORCH_OPERATOR):  # their qualified names cannot be resolved
         return _builtin_reference(function)
-    if isinstance(module, str) and _leads_to(module, name, function):
+    if isinstance(module, str) and _resolves_to(module, name, function):
         return f"{module}:{name}"
     if isinstance(function, torch.jit.ScriptFunction):
         module, short = scripted_name(function)
         if module == "__main__" and not main_by_reference:
             return ""
-        return f"{module}:{short}" if _leads_to(module, short, function) else ""
+        return f"{module}:{short}" if _resolves_to(module, short, function) else ""
     return _builtin_reference(function)
 
 
 def _builtin_reference(function: Any) -> str:
     if isinstance(function, types.BuiltinFunctionType):
         short = function.__name__
-        if getattr(torch, short, None) is function:  # most of them are there
+        if getattr(torch, short, None) is function:  # most functions
             return f"torch:{short}"
-        for home in _OTHER_HOMES:
-            if _leads_to(home, short, function):
-                return f"{home}:{short}"
+        for module in _TORCH_FUNCTION_MODULES:
+            if _resolves_to(module, short, function):
+                return f"{module}:{short}"
     return ""
 
 
-def _leads_to(module: str, name: str, function: Any) -> bool:
+def _resolves_to(module: str, name: str, function: Any) -> bool:
     found: Any = sys.modules.get(module)
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -66,25 +65,25 @@ _METHOD = "rref"
 
 
 def method_reference(rref_id: int, name: str) -> str:
-    """How a call names a method of a value that the callee owns."""
+    """Return the reference of a method of a value that the callee owns."""
     return f"{_METHOD}:{rref_id}:{name}"
 
 
 def method_of(reference: str) -> tuple[int, str] | None:
-    """Value and method that ``reference`` names, if it names one."""
+    """Return RRef id and method name if ``reference`` names a method of a value, else None."""
     if not reference.startswith(f"{_METHOD}:"):
         return None
     _, rref_id, name = reference.split(":", 2)
     if not rref_id.isdecimal():
-        raise ProtocolError(f"{reference!r} names no method of a value")
+        raise ProtocolError(f"malformed method reference {reference!r}")
     return int(rref_id), name
 
 
 def find_function(reference: str) -> Any:
-    """The function that ``reference`` names in this process.
+    """Resolve ``reference`` in this process.
 
     Raises:
-        FunctionNotFoundError: saying what is missing.
+        FunctionNotFoundError: if its module cannot be imported or lacks that name.
     """
     module_name, _, qualname = reference.partition(":")
     module = sys.modules.get(module_name)
@@ -103,4 +102,4 @@ def find_function(reference: str) -> Any:
 
 def in_main(obj: Any) -> bool:
     """Whether ``obj`` can be found by name in the main module."""
-    return getattr(obj, "__module__", None) in MAIN_NAMES and _leads_to("__main__", obj.__qualname__, obj)
+    return getattr(obj, "__module__", None) in MAIN_NAMES and _resolves_to("__main__", obj.__qualname__, obj)

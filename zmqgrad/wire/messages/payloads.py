@@ -1,7 +1,7 @@
-"""Payloads: a Python value as bytes, and the tensors beside it.
+"""Payloads: a pickled Python value, and the tensors beside it.
 
-The bytes of a value are blobs; small ones lie in the header, large ones in frames of their own. A tensor is a
-description of its blob, so that tensors which share a storage share a blob.
+Bytes are sent as blobs: small ones in the header, large ones in frames of their own. A tensor descriptor
+refers to a blob, so that tensors which share a storage share a blob.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class BlobLocation(enum.IntEnum):
 
 
 class Blob(WireStruct, frozen=True):
-    """Some bytes: inline in ``data``, or ``size`` bytes at ``offset`` of frame number ``index``."""
+    """``size`` bytes: inline in ``data``, or at ``offset`` of frame ``index``."""
 
     location: BlobLocation
     size: Size
@@ -35,11 +35,11 @@ class Blob(WireStruct, frozen=True):
 
 
 class Layout(enum.IntEnum):
-    """How the bytes of a tensor make a tensor."""
+    """How a tensor is built from its bytes."""
 
-    STRIDED = 0  # a window on its blob
+    STRIDED = 0  # a view of its blob
     COO = 1  # parts: indices, values
-    OPAQUE = 2  # the blob is what torch.save wrote
+    OPAQUE = 2  # the blob was written by torch.save
 
 
 class TensorDescriptor(WireStruct, frozen=True):
@@ -61,9 +61,9 @@ class TensorDescriptor(WireStruct, frozen=True):
 
 
 class TensorBatch(WireStruct, frozen=True):
-    """Contiguous tensors of one dtype whose bytes fill a blob, one behind the other.
+    """Contiguous tensors of one dtype, concatenated in one blob.
 
-    ``indices`` are their numbers among the tensors of the message; empty: they are all of them.
+    ``indices`` are their positions among the tensors of the message; empty if the batch contains all of them.
     """
 
     dtype: Name
@@ -74,9 +74,9 @@ class TensorBatch(WireStruct, frozen=True):
 
 
 class Tensors(WireStruct, frozen=True):
-    """Tensors beside a message, and the blobs that hold their bytes (tensors may share one).
+    """The tensors of a message and the blobs that hold their bytes; tensors may share a blob.
 
-    Those of ``tensors`` have, in order, the numbers that those in ``batches`` leave free.
+    ``tensors`` take, in order, the indices that are not in ``batches``.
     """
 
     tensors: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=MAX_TENSORS)] = ()
@@ -84,7 +84,7 @@ class Tensors(WireStruct, frozen=True):
     batches: Annotated[tuple[TensorBatch, ...], Meta(max_length=MAX_TENSORS)] = ()
 
     def requiring_grad(self) -> list[int]:
-        """The numbers of those that require grad."""
+        """Return the indices of the tensors that require grad."""
         if not self.batches:
             return [i for i, d in enumerate(self.tensors) if d.requires_grad]
         numbers: list[int] = []

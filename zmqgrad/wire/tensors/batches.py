@@ -17,7 +17,7 @@ from zmqgrad.wire.lazy_frame import Buffer, LazyFrame
 from zmqgrad.wire.messages import TensorBatch
 from zmqgrad.wire.tensors.blobs import Blobs, window
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
-from zmqgrad.wire.tensors.modes import unseen
+from zmqgrad.wire.tensors.modes import without_modes
 
 MIN_TENSORS = 8
 """A message with fewer tensors uses no batches."""
@@ -108,12 +108,12 @@ class _Joined(LazyFrame):
             return self._tensors
         return [t.view(-1) for t in self._tensors]
 
-    @unseen
+    @without_modes
     def write_to(self, buffer: memoryview) -> None:
         with torch.no_grad():
             torch.cat(self._flat(), out=_frombuffer(buffer, dtype=self._tensors[0].dtype))
 
-    @unseen
+    @without_modes
     def materialize(self) -> memoryview:
         with torch.no_grad():
             flat = torch.cat(self._flat())

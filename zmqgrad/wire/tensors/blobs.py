@@ -11,7 +11,7 @@ import torch
 from zmqgrad.errors import PayloadError
 from zmqgrad.wire.lazy_frame import Frame, LazyFrame
 from zmqgrad.wire.messages import MAX_TENSORS, Blob, BlobLocation, TensorBatch, TensorDescriptor, Tensors
-from zmqgrad.wire.tensors.modes import unseen
+from zmqgrad.wire.tensors.modes import without_modes
 
 MAX_INLINE_BYTES = 16 << 10
 """Larger blobs travel in a frame of their own instead of in the header."""
@@ -128,12 +128,12 @@ class _Packed(LazyFrame):
     def __len__(self) -> int:
         return self._size
 
-    @unseen
+    @without_modes
     def write_to(self, buffer: memoryview) -> None:
         t = self._tensor
         torch.frombuffer(buffer, dtype=torch.uint8).view(t.dtype).view(t.shape).copy_(t)
 
-    @unseen
+    @without_modes
     def materialize(self) -> memoryview:
         packed = self._tensor.contiguous()
         return window(packed, packed.data_ptr(), packed.nbytes)

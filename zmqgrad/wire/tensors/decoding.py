@@ -1,4 +1,4 @@
-"""Descriptors and frames of a peer back to tensors, each checked before a byte is read (P5)."""
+"""Decodes tensors from descriptors and frames of a peer, each checked before a byte is read (P5)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from zmqgrad.wire.messages import Blob, BlobLocation, Layout, TensorDescriptor, 
 from zmqgrad.wire.tensors.batches import decode_batch
 from zmqgrad.wire.tensors.devices import copy_to_device
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
-from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, hidden
+from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, modes_disabled
 
 _memmove = ctypes.memmove
 
@@ -24,30 +24,26 @@ _memmove = ctypes.memmove
 def decode_tensors(
     encoded: Tensors, frames: Sequence[Buffer], differentiable: bool = True
 ) -> list[torch.Tensor]:
-    """The tensors, in order. They are the receiver's own: writing into them is safe.
+    """Decode the tensors, in order. They belong to the receiver: writing to them is safe.
 
-    They require grad where those that were sent did, unless ``differentiable`` is false.
+    A tensor whose blob is a frame of its own is built on the frame without a copy.
 
-    A tensor that is alone in a frame is built on the frame without a copy.
+    Args:
+        differentiable: whether tensors require grad if those that were sent did.
 
     Raises:
         ProtocolError: if a descriptor does not fit its blob, or a blob its frame.
-        PayloadError: if a tensor is to lie on a device that this process does not have.
+        PayloadError: if this process does not have the device of a tensor.
     """
     try:
         if function_modes() or dispatch_modes():
-            with hidden():
+            with modes_disabled():
                 return _decode_all(encoded, frames, differentiable)
         return _decode_all(encoded, frames, differentiable)
     except PayloadError:
         raise
-    except (
-        RuntimeError,
-        ValueError,
-        TypeError,
-        OverflowError,
-    ) as e:  # torch's word on sizes, strides, dtypes
-        raise ProtocolError(f"a tensor that came does not hold together: {e}") from e
+    except (RuntimeError, ValueError, TypeError, OverflowError) as e:  # from torch, for sizes and strides
+        raise ProtocolError(f"malformed tensor descriptor: {e}") from e
 
 
 def _decode_all(encoded: Tensors, frames: Sequence[Buffer], differentiable: bool) -> list[torch.Tensor]:
@@ -83,13 +79,13 @@ def _decode_with_batches(
 ) -> list[torch.Tensor]:
     blobs, batches = encoded.blobs, encoded.batches
     if len({batch.blob for batch in batches}) < len(batches):
-        raise ProtocolError("two batches of tensors name one blob")
+        raise ProtocolError("two batches of tensors refer to one blob")
     out: list[torch.Tensor | None] = [None] * (
         len(encoded.tensors) + sum([len(batch.shapes) for batch in batches])
     )
     for batch in batches:
         if batch.blob >= len(blobs):
-            raise ProtocolError(f"a batch of tensors names blob {batch.blob} of {len(blobs)}")
+            raise ProtocolError(f"a batch of tensors refers to blob {batch.blob} of {len(blobs)}")
         decoded = decode_batch(batch, _data(blobs[batch.blob], frames))
         if batch.requires_grad and differentiable:
             decoded = [t.requires_grad_() for t in decoded]
@@ -107,11 +103,11 @@ def _decode_with_batches(
         raise ProtocolError("two tensors have the same index")
     for index, t in zip(free, others, strict=True):
         out[index] = t
-    return out  # type: ignore[return-value]  # none is None any more
+    return out  # type: ignore[return-value]  # all are set now
 
 
 def _data(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
-    """The bytes of ``blob``, checked."""
+    """Return the bytes of ``blob`` after checking its bounds."""
     data: Buffer
     if blob.location is BlobLocation.INLINE:
         data = blob.data
@@ -120,14 +116,14 @@ def _data(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
         if blob.offset or len(data) != blob.size:  # one of several in this frame
             data = memoryview(data)[blob.offset : blob.offset + blob.size]
     else:
-        raise ProtocolError(f"a blob names frame {blob.index} of a message with {len(frames)}")
+        raise ProtocolError(f"a blob refers to frame {blob.index} of {len(frames)}")
     if len(data) != blob.size:
         raise ProtocolError(f"a blob of {blob.size} bytes came with {len(data)}")
     return data
 
 
 def blob_bytes(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
-    """The bytes of a blob that is no tensor.
+    """Return the bytes of a blob that is not a tensor.
 
     Raises:
         ProtocolError: if it does not fit its frame.
@@ -144,14 +140,14 @@ def _dtype(d: TensorDescriptor) -> torch.dtype:
 
 def _blob_of(d: TensorDescriptor, blobs: Sequence[Blob]) -> Blob:
     if d.blob >= len(blobs):
-        raise ProtocolError(f"a tensor names blob {d.blob} of {len(blobs)}")
+        raise ProtocolError(f"a tensor refers to blob {d.blob} of {len(blobs)}")
     if d.strides and len(d.strides) != len(d.shape):
         raise ProtocolError(f"a tensor of shape {d.shape} came with strides {d.strides}")
     return blobs[d.blob]
 
 
 def _needed(d: TensorDescriptor, itemsize: int) -> int:
-    """Bytes of its blob that a strided tensor reaches, from the blob's start."""
+    """End of a strided tensor in its blob, in bytes."""
     if 0 in d.shape:
         return d.offset
     if not d.strides:
@@ -160,9 +156,9 @@ def _needed(d: TensorDescriptor, itemsize: int) -> int:
 
 
 def _decode_flat(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor | None:
-    """A contiguous tensor that fits its blob; None: it is none, or something is wrong with it.
+    """Decode a contiguous tensor that fits its blob; None for other tensors and malformed ones.
 
-    What :func:`_decode_alone` does, in a straight line: of such tensors there may be hundreds.
+    Does the same as :func:`_decode_alone`, faster: a message may have hundreds of such tensors.
     """
     dtype = DTYPES.get(d.dtype)
     if dtype is None or d.strides or d.offset or d.blob >= len(blobs):
@@ -198,7 +194,7 @@ def _decode_alone(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[B
             else torch.empty(d.shape, dtype=dtype)
         )
         if needed:
-            _memmove(t.data_ptr(), bytes(data), needed)  # bytes: free, as inline data is bytes already
+            _memmove(t.data_ptr(), bytes(data), needed)  # bytes() copies nothing, as inline data is bytes
         return t
     if 0 in d.shape:
         return torch.empty(d.shape, dtype=dtype)
@@ -241,12 +237,10 @@ def _decode_other(
 def _decode_opaque(d: TensorDescriptor, data: Buffer) -> torch.Tensor:
     try:
         loaded = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except Exception as e:  # whatever zipfile, pickle and torch make of bytes that are no saved tensor
+    except Exception as e:  # zipfile, pickle and torch raise all kinds for malformed bytes
         raise ProtocolError(f"an opaque tensor cannot be read: {type(e).__name__}: {e}") from e
     if type(loaded) is not torch.Tensor or (NAMES[loaded.dtype], loaded.shape) != (d.dtype, d.shape):
-        raise ProtocolError(
-            f"an opaque tensor turned out to be {type(loaded).__name__}, not {d.dtype} {d.shape}"
-        )
+        raise ProtocolError(f"an opaque tensor is {type(loaded).__name__}, not {d.dtype} {d.shape}")
     return _checked_compressed(loaded) if loaded.layout in _COMPRESSED else loaded
 
 
@@ -273,4 +267,4 @@ def _decode_coo(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buf
             indices, values, d.shape, check_invariants=True, is_coalesced=d.coalesced or None
         )
     except (RuntimeError, ValueError) as e:
-        raise ProtocolError(f"a sparse tensor of shape {d.shape} does not hold together: {e}") from e
+        raise ProtocolError(f"malformed sparse tensor of shape {d.shape}: {e}") from e

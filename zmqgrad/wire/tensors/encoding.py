@@ -1,4 +1,4 @@
-"""Tensors to descriptors, and blobs that hold their bytes."""
+"""Encodes tensors as descriptors and blobs."""
 
 from __future__ import annotations
 
@@ -15,65 +15,67 @@ from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
 from zmqgrad.wire.tensors.blobs import MANY_BYTES, Blobs, blob_of
 from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
 from zmqgrad.wire.tensors.dtypes import NAMES
-from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, hidden
+from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, modes_disabled
 from zmqgrad.wire.tensors.sharing import Sharing, extent
 
 MAX_GAPPED_BYTES = 8 << 10
-"""A view of up to so many bytes, gaps included, is sent as it lies, and so keeps its strides."""
+"""A view of at most this size, gaps included, is sent with its gaps and keeps its strides."""
 
 
 def encode_tensors(
     tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devices | None = None
 ) -> Tensors:
-    """The descriptors and blobs of ``tensors``; bytes too many for the header are appended to ``frames``.
+    """Encode ``tensors``; blobs that are too large for the header are appended to ``frames``.
 
-    A frame may be a window on the memory of its tensor, which it keeps alive. ``devices`` says on which
-    device tensors of each device arrive.
+    A frame may be a view of the memory of its tensor, which it keeps alive.
+
+    Args:
+        devices: device map from the devices of this worker to those of the peer.
 
     Raises:
-        PayloadError: for a tensor that cannot be sent (on a device without a way to the peer).
+        PayloadError: for a tensor that cannot be sent, for example on a device that is not mapped.
     """
     if not tensors:
         return NO_TENSORS
     try:
         if function_modes() or dispatch_modes():
-            with hidden():
+            with modes_disabled():
                 return _encode_for(devices, tensors, frames)
         return _encode_for(devices, tensors, frames) if devices else _encode_all(tensors, frames)
     except PayloadError:
         raise
     except NoDeviceMapping as e:
         raise PayloadError(no_mapping_text(e.device, devices)) from None
-    except RuntimeError as e:  # torch's word for tensors that have no memory to show (nested, fake, ...)
+    except RuntimeError as e:  # raised by torch for tensors without memory (nested, fake, ...)
         if any([t.is_nested for t in tensors]):
             raise PayloadError(
-                "cannot send a nested tensor of layout torch.strided: send what it is made of "
-                "(t.unbind()), or make it with layout=torch.jagged"
+                "cannot send a nested tensor of layout torch.strided: send its components "
+                "(t.unbind()), or create it with layout=torch.jagged"
             ) from e
         raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
 
 
 def _encode_for(devices: Devices | None, tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
-    if not devices or _stay(tensors, devices):
+    if not devices or _all_on_host(tensors, devices):
         return _encode_all(tensors, frames)
-    leaving, names = stage_to_host(tensors, devices)
-    there = _encode_all(leaving, frames, separate=True)
+    staged, names = stage_to_host(tensors, devices)
+    encoded = _encode_all(staged, frames, separate=True)
     return Tensors(
         tuple(
             msgspec.structs.replace(d, device=name, requires_grad=t.requires_grad)
-            for d, name, t in zip(there.tensors, names, tensors, strict=True)
+            for d, name, t in zip(encoded.tensors, names, tensors, strict=True)
         ),
-        there.blobs,
+        encoded.blobs,
     )
 
 
-def _stay(tensors: Sequence[torch.Tensor], devices: Devices) -> bool:
-    """Are all in main memory, here and there?"""
+def _all_on_host(tensors: Sequence[torch.Tensor], devices: Devices) -> bool:
+    """Whether all tensors are and stay in host memory."""
     return devices.get(CPU, CPU) == CPU and all([t.is_cpu for t in tensors])
 
 
 def _encode_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: bool = False) -> Tensors:
-    """``separate``: each has a descriptor of its own, as each may arrive on another device."""
+    """``separate``: a descriptor for each tensor, as each may have another target device."""
     if len(tensors) == 1 and _plain(t := tensors[0]):
         size = t.nbytes
         blob = blob_of(t, t.data_ptr(), size, frames)
@@ -100,7 +102,7 @@ def _encode_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: 
 
 
 def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
-    """Address and size in bytes of each of ``tensors``; None unless all are plain, and apart in memory."""
+    """Address and size in bytes of each tensor; None unless all are plain and do not overlap."""
     if not all([_plain(t) for t in tensors]):
         return None
     places = [(t.data_ptr(), t.nbytes) for t in tensors]
@@ -128,7 +130,7 @@ def _encode_plain(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
 
 
 def _encode_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
-    """Whatever is not a contiguous tensor in main memory."""
+    """Encode a tensor that is not a contiguous tensor in host memory."""
     if t.dim() > MAX_DIMENSIONS:
         raise PayloadError(f"a tensor of {t.dim()} dimensions cannot be sent (at most {MAX_DIMENSIONS})")
     if t.layout is torch.sparse_coo and t.is_cpu:
@@ -180,6 +182,6 @@ def _encode_opaque(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
 
 
 def _dense(t: torch.Tensor) -> bool:
-    """Would sending the window as it lies send hardly more than sending it packed? (transposed, expanded)"""
+    """Whether sending the memory with gaps costs little more than packing (transposed, expanded)."""
     reach = extent(t)
     return reach <= t.numel() or reach * t.itemsize <= MAX_GAPPED_BYTES
