@@ -91,6 +91,8 @@ class RpcPickler(CodePickler):
         if kind is torch.Tensor:
             self.tensors.append(obj)
             return tensor_at, (len(self.tensors) - 1,)
+        if obj is tensor_at or obj is adopt:  # by name; cloudpickle takes longer to find that out
+            return NotImplemented
         if self._context.parameters_as_tensors:
             if isinstance(obj, torch.nn.Module):
                 self._module_parameters.update(map(id, obj.parameters()))
