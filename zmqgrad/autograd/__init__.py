@@ -9,9 +9,9 @@ Guarantees: gradients equal those of the same program in one process (P7); each 
 once, on torch's own engine; when ``backward`` returns, nothing of the pass is in flight anywhere. Gradients
 go to the context, never to ``.grad``.
 
-Start with :mod:`~zmqgrad.autograd.functions` (what a message leaves in the graph), then
+Start with :mod:`~zmqgrad.autograd.send_recv` (what a message leaves in the graph), then
 :mod:`~zmqgrad.autograd.graph.plan` (which part of a local graph may run when);
-:mod:`~zmqgrad.autograd.passes` drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding`
+:mod:`~zmqgrad.autograd.backward` drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding`
 fills its doors.
 """
 
@@ -32,8 +32,8 @@ from zmqgrad.autograd.inspection import (
     get_debug_info,
     is_available,
 )
-from zmqgrad.autograd.picture import describe_context, draw_context
 from zmqgrad.autograd.replicas import allreduce_gradients
+from zmqgrad.autograd.visualize import describe_context, draw_context
 
 __all__ = [
     "DistAutogradContext",

@@ -8,9 +8,9 @@ from types import TracebackType
 
 import torch
 
-from zmqgrad.autograd.context import Context, Recording, refuse_nesting
+from zmqgrad.autograd.backward.participant import MODES
+from zmqgrad.autograd.context import ActiveContext, Context, check_not_nested
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.autograd.passes import MODES
 from zmqgrad.autograd.profiling import PASS_NAME, profiled
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.errors import AutogradError
@@ -36,12 +36,12 @@ class context:
 
     def __enter__(self) -> int:
         worker = current_worker()
-        refuse_nesting()
+        check_not_nested()
         if not self._entered.acquire(blocking=False):
             raise AutogradError("This context() has been entered already: make one for each 'with'")
         self._worker: Worker = worker
         self._context = autograd_of(worker).begin()
-        self._recording = Recording(self._context)
+        self._recording = ActiveContext(self._context)
         self._recording.__enter__()
         return self._context.id
 
@@ -90,7 +90,7 @@ def backward(
     autograd = autograd_of(current_worker())
     found = autograd.contexts.find(context_id)
     with profiled(PASS_NAME):
-        autograd.passes.run(found, check_roots(roots), bool(retain_graph), mode)
+        autograd.participant.run(found, check_roots(roots), bool(retain_graph), mode)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:

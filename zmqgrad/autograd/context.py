@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zmqgrad.autograd.functions import RecvNote, Send, attach_recv
-from zmqgrad.autograd.graph.single import added
+from zmqgrad.autograd.graph.node import added
+from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv
 from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id, split_id
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.passes.local_pass import LocalPass
+    from zmqgrad.autograd.backward.executor import LocalPass
 
 REMEMBERED = 10_000
 """How many released contexts are remembered, so that a late message does not bring one back."""
@@ -42,7 +42,7 @@ class Context:
         self._peers: set[int] = set()
         # By id of the leaf, with the leaf: the hash of a tensor is a Python function.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.know: Callable[[int], None] = self._peers.add
+        self.add_peer: Callable[[int], None] = self._peers.add
         """That worker takes part; it will be told of the end."""
         self._storages: set[int] = set()  # addresses of the gradients' memory
         self.pass_lock = threading.Lock()  # guards the three below
@@ -90,8 +90,8 @@ class Context:
     ) -> list[torch.Tensor]:
         """Tensors that came from the send ``autograd_id`` of ``peer``; those at ``wanted`` with history."""
         if wanted:
-            note = RecvNote(self.id, autograd_id, peer, len(wanted), in_reply)
-            outputs, self._recvs[autograd_id] = attach_recv(note, [tensors[i] for i in wanted])
+            metadata = RecvMetadata(self.id, autograd_id, peer, len(wanted), in_reply)
+            outputs, self._recvs[autograd_id] = attach_recv(metadata, [tensors[i] for i in wanted])
             for i, output in zip(wanted, outputs, strict=True):
                 tensors[i] = output
         return tensors
@@ -166,37 +166,37 @@ class Context:
         return f"<Context {show_id(self.id)}: {len(self._sends)} sends, {len(self._gradients)} gradients>"
 
 
-_recording: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
-_answer_wanted: ContextVar[bool] = ContextVar("zmqgrad_autograd_answer", default=True)
+_active_context: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
+_wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_answer", default=True)
 
 
-def recording() -> Context | None:
+def active_context() -> Context | None:
     """The context that the calling thread records for, if any and if it has not been released."""
-    context = _recording.get()
+    context = _active_context.get()
     return None if context is None or context.released else context
 
 
-def refuse_nesting() -> None:
+def check_not_nested() -> None:
     """Nothing, if the calling thread does not record.
 
     Raises:
         AutogradError: if it does.
     """
-    if recording() is not None:
+    if active_context() is not None:
         raise AutogradError("Already have an autograd context id for this thread: contexts do not nest")
 
 
-def record_for(context: Context | None) -> None:
+def set_active_context(context: Context | None) -> None:
     """From now on the calling thread records for ``context``, without a block that ends it."""
-    _recording.set(context)
+    _active_context.set(context)
 
 
-def answer_wanted() -> bool:
+def wants_result_grad() -> bool:
     """Does whoever called what the calling thread runs differentiate the answer?"""
-    return _answer_wanted.get()
+    return _wants_result_grad.get()
 
 
-class Recording:
+class ActiveContext:
     """Inside it the calling thread records for ``context``; ``answer``: for its answer as well."""
 
     __slots__ = ("_answer", "_answer_token", "_context", "_token")
@@ -206,12 +206,12 @@ class Recording:
         self._answer = answer
 
     def __enter__(self) -> None:
-        self._token = _recording.set(self._context)
-        self._answer_token = _answer_wanted.set(self._answer)
+        self._token = _active_context.set(self._context)
+        self._answer_token = _wants_result_grad.set(self._answer)
 
     def __exit__(self, *exc: object) -> None:
-        _answer_wanted.reset(self._answer_token)
-        _recording.reset(self._token)
+        _wants_result_grad.reset(self._answer_token)
+        _active_context.reset(self._token)
 
 
 class Contexts:
@@ -228,7 +228,7 @@ class Contexts:
             context = self._live[context_id] = Context(context_id)
             return context
 
-    def heard_of(self, context_id: int) -> Context | None:
+    def get_or_create(self, context_id: int) -> Context | None:
         """A context that a message speaks of; None if it has been released already."""
         with self._lock:
             if context_id in self._released:

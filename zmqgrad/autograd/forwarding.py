@@ -1,7 +1,7 @@
 """How autograd takes part in RPC: it fills the doors of one worker.
 
 Outgoing calls and answers of a recording thread are wrapped with the context; those that arrive are opened,
-served inside the context, and answered in it. Gradients (:mod:`~zmqgrad.autograd.passes`) and clean-up
+served inside the context, and answered in it. Gradients (:mod:`~zmqgrad.autograd.backward`) and clean-up
 (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 """
 
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 
 import torch
 
-from zmqgrad.autograd.context import Context, Contexts, Recording, answer_wanted, recording
-from zmqgrad.autograd.functions import record_send
-from zmqgrad.autograd.passes import Passes
+from zmqgrad.autograd.backward.participant import Participant
+from zmqgrad.autograd.context import ActiveContext, Context, Contexts, active_context, wants_result_grad
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
+from zmqgrad.autograd.send_recv import record_send
 from zmqgrad.rpc.calls import What, describe
 from zmqgrad.rpc.dispatch import Opened
 from zmqgrad.rpc.packing.unpacking import unpack_tensors
@@ -53,12 +53,12 @@ def install(worker: Worker) -> None:
     doors.debug["autograd"] = autograd.debug_info
     doors.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.on_forward
     doors.openers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
-    autograd.passes.install()
+    autograd.participant.install()
     autograd.releases.install()
 
 
 def _keeps_history() -> bool:
-    return recording() is not None and torch.is_grad_enabled()
+    return active_context() is not None and torch.is_grad_enabled()
 
 
 def autograd_of(worker: Worker) -> Autograd:
@@ -74,7 +74,7 @@ class Autograd:
         self._worker = worker
         self.contexts = Contexts()
         self.releases = Releases(worker, self.contexts)
-        self.passes = Passes(worker, self.contexts, self.releases.end_passes)
+        self.participant = Participant(worker, self.contexts, self.releases.end_passes)
 
     def begin(self) -> Context:
         """A new context that begins here."""
@@ -82,17 +82,17 @@ class Autograd:
 
     def outgoing(self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: What) -> Message:
         """``message``, wrapped if the calling thread records."""
-        context = recording()
+        context = active_context()
         if context is None or not isinstance(message, _WRAPPED):
             return message
-        context.know(peer)
+        context.add_peer(peer)
         if context.released:  # meanwhile: whoever told of its end may have missed this peer
             return message
         if isinstance(message, _ASKING):
             differentiates = torch.is_grad_enabled()
             autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
             return ForwardAutogradReq(context.id, autograd_id, message, differentiates)
-        autograd_id = self._record(context, peer, tensors, what) if answer_wanted() else 0
+        autograd_id = self._record(context, peer, tensors, what) if wants_result_grad() else 0
         return ForwardAutogradResp(context.id, autograd_id, message)
 
     def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: What) -> int:
@@ -106,7 +106,7 @@ class Autograd:
 
     def unsent(self, message: Message) -> None:
         """What was recorded for ``message`` did not go."""
-        context = recording()
+        context = active_context()
         if context is not None and isinstance(message, ForwardAutogradReq):
             context.remove_send(message.autograd_id)
 
@@ -114,16 +114,16 @@ class Autograd:
         """A call as part of a context: run it there."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradReq)
-        context = self.contexts.heard_of(message.context_id)
+        context = self.contexts.get_or_create(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
-        with Recording(context, message.answer_wanted):
+        with ActiveContext(context, message.answer_wanted):
             self._worker.callee.run(inbound, message.wrapped, tensors)
 
     def open_forward(self, inbound: Inbound) -> Opened:
         """An answer as part of a context, in the thread that waits for it."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradResp)
-        context = self.contexts.heard_of(message.context_id)
+        context = self.contexts.get_or_create(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
         if not message.autograd_id:  # asked for under no_grad: constants, whatever they are over there
             tensors = [t.detach() if t.requires_grad else t for t in tensors]
@@ -136,7 +136,7 @@ class Autograd:
         if context is None:
             return unpack_tensors(payload, inbound.frames)
         source = inbound.envelope.source
-        context.know(source)
+        context.add_peer(source)
         if not autograd_id:
             return unpack_tensors(payload, inbound.frames)
         wanted = payload.tensors.requiring_grad()
@@ -148,9 +148,9 @@ class Autograd:
         """How many contexts are known here, and how many passes that began here are under way."""
         return {
             "num_autograd_contexts": len(self.contexts.live()),
-            "num_current_backward_passes": self.passes.under_way(),
+            "num_current_backward_passes": self.participant.running(),
         }
 
     def backward_from(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """One backward pass from one tensor of this worker, for ``RRef.backward``."""
-        self.passes.run(self.contexts.find(context_id), check_roots([root]), retain_graph, "auto")
+        self.participant.run(self.contexts.find(context_id), check_roots([root]), retain_graph, "auto")

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from zmqgrad.autograd.context import Context, record_for, recording, refuse_nesting
+from zmqgrad.autograd.context import Context, active_context, check_not_nested, set_active_context
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.autograd.functions import RECV_NODE, Send, edge_of, note_of
 from zmqgrad.autograd.profiling import RECV_NAME, SEND_NAME
+from zmqgrad.autograd.send_recv import RECV_NODE, Send, edge_of, recv_metadata
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.wire.ids import MAX_COUNTER, join_id, show_id
@@ -41,7 +41,7 @@ class GraphNode:
         return tuple((node and GraphNode(node), i) for node, i in self._node.next_functions)
 
     def _is_recv(self) -> bool:
-        return type(self._node) is RECV_NODE and note_of(self._node) is not None
+        return type(self._node) is RECV_NODE and recv_metadata(self._node) is not None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
@@ -71,7 +71,7 @@ class SendFunction:
     @property
     def next_functions(self) -> tuple[tuple[GraphNode, int], ...]:
         """For each tensor that was sent, the node that made it, and which of its outputs it is."""
-        return tuple((GraphNode(edge[0]), edge[1]) for edge in map(edge_of, self._send.starts))
+        return tuple((GraphNode(edge[0]), edge[1]) for edge in map(edge_of, self._send.edges))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SendFunction) and self._send is other._send
@@ -140,9 +140,9 @@ def _new_context() -> DistAutogradContext:
     Raises:
         AutogradError: if the calling thread is inside a context already.
     """
-    refuse_nesting()
+    check_not_nested()
     made = autograd_of(current_worker()).begin()
-    record_for(made)
+    set_active_context(made)
     return DistAutogradContext(made)
 
 
@@ -163,7 +163,7 @@ def _current_context() -> DistAutogradContext:
     Raises:
         AutogradError: if there is none.
     """
-    current = recording()
+    current = active_context()
     if current is None:
         raise AutogradError(
             "Current thread doesn't have a valid autograd context. Please wrap your code using: "

@@ -138,7 +138,7 @@ class Releases:
         live = {context.id: context for context in self._contexts.live()}
         for context_id in contexts:
             if context_id in live:
-                live[context_id].know(asks)
+                live[context_id].add_peer(asks)
         return [context_id for context_id in contexts if context_id not in live]
 
     def close(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from zmqgrad.autograd import get_gradients
-from zmqgrad.autograd.graph.hooks import grads_lent
+from zmqgrad.autograd.graph.hooks import swapped_grads
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.optim.owners import by_owner, local_values, on_all, on_each, several
 from zmqgrad.rpc import RRef
@@ -33,7 +33,7 @@ class LocalOptimizer:
         """One step on the gradients of a context. ``.grad`` of the parameters is as before afterwards."""
         gradients = get_gradients(context_id)
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        with grads_lent(params, [gradients.get(p) for p in params]):
+        with swapped_grads(params, [gradients.get(p) for p in params]):
             self.optimizer.step()
 
     def state(self) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 Torch's engine runs the hooks of a tensor wherever it hands its gradient back, which at a border
 (:mod:`~zmqgrad.autograd.graph.plan`) is a part of a sum. It does not tell whether a node has any. So as
 soon as a hook has been registered anywhere in this process, groups with borders are run node by node
-(:mod:`~zmqgrad.autograd.graph.single`), and a leaf with hooks waits for all that reaches it.
+(:mod:`~zmqgrad.autograd.graph.node`), and a leaf with hooks waits for all that reaches it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _lock = threading.Lock()  # guards the number
 _ours = 0
 
 
-def any_registered() -> bool:
+def hooks_registered() -> bool:
     """Has anybody but us registered a hook in this process? Torch counts the handles that it gives out."""
     return getattr(RemovableHandle, "next_id", -1) != _ours
 
 
 @contextmanager
-def our_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> Iterator[None]:
+def internal_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> Iterator[None]:
     """Inside it, ``hook`` is registered, behind the hooks of others. It counts as none."""
     handle = _register(register, hook)
     try:
@@ -35,7 +35,7 @@ def our_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> Iterator[
         handle.remove()
 
 
-def our_hook_for_good(register: Callable[[Any], RemovableHandle], hook: Any) -> None:
+def permanent_internal_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> None:
     """From now on ``hook`` is registered, for as long as its node lives. It counts as none."""
     _register(register, hook)
 
@@ -100,13 +100,15 @@ _grad_lock = threading.RLock()
 """One borrower of ``.grad`` at a time in this process: passes, and optimizers, may share parameters."""
 
 
-def lending() -> threading.RLock:
+def grad_lock() -> threading.RLock:
     """To be held by who borrows ``.grad``, for longer than one loan lasts."""
     return _grad_lock
 
 
 @contextmanager
-def grads_lent(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
+def swapped_grads(
+    tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> Iterator[None]:
     """Inside it, ``.grad`` of ``tensors`` are ``gradients``; afterwards they are as before."""
     with _grad_lock:
         before = [t.grad for t in tensors]
@@ -121,7 +123,7 @@ def grads_lent(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
 
 def run_post_accumulate_hooks(leaf: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Show ``gradient`` as ``leaf.grad`` to the hooks; gives what they leave there."""
-    with grads_lent((leaf,), (gradient,)):
+    with swapped_grads((leaf,), (gradient,)):
         for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
             hook(leaf)
         return leaf.grad

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from zmqgrad.autograd.backward.discovery import Discovery
+from zmqgrad.autograd.backward.executor import LocalPass
+from zmqgrad.autograd.backward.step import BackwardStep
+from zmqgrad.autograd.backward.termination import ROOTS, TerminationDetector
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.passes.discovery import Discovery
-from zmqgrad.autograd.passes.engine import make_pass
-from zmqgrad.autograd.passes.local_pass import LocalPass
-from zmqgrad.autograd.passes.request import Request
-from zmqgrad.autograd.passes.tally import ROOTS, Tally
 from zmqgrad.errors import AutogradError, RpcTimeoutError
 from zmqgrad.rpc.calls import ChannelOutcome
 from zmqgrad.rpc.profiling import profiled_here
@@ -34,22 +33,24 @@ from zmqgrad.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.passes.part import Passes
+    from zmqgrad.autograd.backward.participant import Participant
 
 
-class Root:
-    """A pass that ``worker`` begins. :meth:`run` it once, then :meth:`leave`."""
+class Coordinator:
+    """A pass that ``worker`` begins. :meth:`run` it once, then :meth:`close`."""
 
-    def __init__(self, passes: Passes, worker: Worker, context: Context) -> None:
-        self._passes = passes
+    def __init__(self, participant: Participant, worker: Worker, context: Context) -> None:
+        self._participant = participant
         self._worker = worker
         self._context = context
         self.id = worker.ids.next()
         self.inbox: SimpleQueue[Inbound | None] | None = SimpleQueue() if profiled_here() else None
         """Where gradients come to, so that the profiler of the calling thread records what they set off."""
         channel = self._channel = None if self.inbox is not None else self._acquire_channel()
-        self.tally = (
-            Tally(worker.id) if channel is None else Tally(worker.id, lambda: ChannelOutcome(channel))
+        self.detector = (
+            TerminationDetector(worker.id)
+            if channel is None
+            else TerminationDetector(worker.id, lambda: ChannelOutcome(channel))
         )
         self._finished = False
 
@@ -61,28 +62,28 @@ class Root:
         """Start at ``roots``; returns when the pass has finished on all workers.
 
         Raises:
-            as :meth:`~zmqgrad.autograd.passes.part.Passes.run`.
+            as :meth:`~zmqgrad.autograd.backward.participant.Participant.run`.
         """
         context = self._context
         with context.pass_lock:
-            work = context.passes[self.id] = make_pass(context, self._worker.id, retain_graph, roots)
+            work = context.passes[self.id] = LocalPass(context, self._worker.id, retain_graph, roots)
         if mode == "smart":
             self._drop(self._discover({self._worker.id}, work), work)
         channel = 0 if self._channel is None else self._channel.number
-        request = Request(self._passes, work, self.id, self._worker.id, channel, (ROOTS,))
-        request.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], request))
+        step = BackwardStep(self._participant, work, self.id, self._worker.id, channel, (ROOTS,))
+        step.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], step))
         self._wait()
-        if self.tally.waiting():
-            discovery = self._discover(self.tally.waiting(), work)
+        if self.detector.waiting():
+            discovery = self._discover(self.detector.waiting(), work)
             if mode == "fast":
-                self._complain(discovery)
+                self._raise_unused(discovery)
             self._drop(discovery, work)
             self._wait()
-        if self.tally.waiting():
+        if self.detector.waiting():
             raise AutogradError(f"the backward pass stands still, though nothing is missing:\n{work}")
         self._finished = True
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """It is over, finished or not."""
         if self._channel is not None:
             self._channel.release()
@@ -91,27 +92,27 @@ class Root:
 
     def _wait(self) -> None:
         """Wait until nothing of the pass is under way, and raise what went wrong."""
-        tally, channel = self.tally, self._channel
+        detector, channel = self.detector, self._channel
         patience = self._worker.default_timeout or None
         while True:
-            steps = tally.steps
+            steps = detector.steps
             if self.inbox is not None:
                 over = self._wait_at_inbox(self.inbox, patience)
             else:
                 over = (
-                    tally.finished.wait_done(patience)
+                    detector.finished.wait_done(patience)
                     if channel is None
                     else self._wait_at(channel, patience)
                 )
             if over:
                 break
-            if tally.steps == steps:
-                names = ", ".join(sorted({self._name(worker) for worker in tally.under_way().values()}))
+            if detector.steps == steps:
+                names = ", ".join(sorted({self._name(worker) for worker in detector.under_way().values()}))
                 raise RpcTimeoutError(
                     f"nothing was heard of the backward pass for {patience} s; "
                     f"it waits for {names or 'reports'}"
                 )
-        error = tally.error()
+        error = detector.error()
         if error is not None:
             raise error
 
@@ -119,7 +120,7 @@ class Root:
         """Handle what comes to ``channel`` until the pass has finished, or ``patience`` seconds (False)."""
         clock = self._worker.clock
         until = math.inf if patience is None else clock.now() + patience
-        while not self.tally.finished.done():
+        while not self.detector.finished.done():
             left = None if patience is None else until - clock.now()
             if left is not None and left <= 0:
                 return False
@@ -129,7 +130,7 @@ class Root:
                 continue
             message = inbound.message
             if isinstance(message, BackwardAutogradReq) and message.pass_id == self.id:
-                self._worker.serve_here(self._passes.on_backward, inbound)
+                self._worker.serve_here(self._participant.on_backward, inbound)
             else:
                 self._worker.on_stray(inbound)
         return True
@@ -137,7 +138,7 @@ class Root:
     def _wait_at_inbox(self, inbox: SimpleQueue[Inbound | None], patience: float | None) -> bool:
         """Handle what other threads put there until the pass has finished, or for ``patience`` seconds."""
         until = Deadline.after(patience, self._worker.clock)
-        finished = self.tally.finished
+        finished = self.detector.finished
         finished.then(lambda _: inbox.put(None))
         while not finished.done():
             try:
@@ -146,7 +147,7 @@ class Root:
             except Empty:
                 return False
             if inbound is not None:
-                self._passes.take_in(inbound)
+                self._participant.receive(inbound)
         return True
 
     def _discover(self, workers: set[int], work: LocalPass) -> Discovery:
@@ -179,7 +180,7 @@ class Root:
             worker: tuple(number for number, _, _ in sends) for worker, sends in discovery.never().items()
         }
         requests = {worker: self._worker.ids.next() for worker in never}
-        self.tally.expect({number: worker for worker, number in requests.items()})
+        self.detector.expect({number: worker for worker, number in requests.items()})
         own = self._worker.id
         for worker, number in requests.items():
             if worker != own:
@@ -188,10 +189,10 @@ class Root:
                     DropAutogradReq(work.context.id, self.id, number, own, work.retain_graph, never[worker]),
                 )
         if own in requests:
-            request = Request(self._passes, work, self.id, own, 0, (requests[own],))
-            request.carry_out(lambda: work.drop(requests[own], never[own], request))
+            step = BackwardStep(self._participant, work, self.id, own, 0, (requests[own],))
+            step.carry_out(lambda: work.drop(requests[own], never[own], step))
 
-    def _complain(self, discovery: Discovery) -> None:
+    def _raise_unused(self, discovery: Discovery) -> None:
         lines = [
             f"  {what}: tensors sent by {self._name(worker)} to {self._name(peer)} ({show_id(number)})"
             for worker, sends in discovery.never().items()

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from zmqgrad.autograd.graph import hooks
-from zmqgrad.autograd.graph.border import runs_through
-from zmqgrad.autograd.graph.plan import Graph
-from zmqgrad.autograd.graph.single import let_go, outputs_of, run_node
+from zmqgrad.autograd.graph.node import evaluate_node, outputs_of, release_saved_tensors
 
 
 class Scale(torch.autograd.Function):
@@ -47,7 +45,7 @@ def test_it_gives_what_the_engine_gives(what: str) -> None:
     node, gradient = result.grad_fn, torch.rand_like(result)
     gradients = [None] * outputs_of(node)
     gradients[result.output_nr] = gradient
-    given = run_node(node, gradients)
+    given = evaluate_node(node, gradients)
     edges = [torch.autograd.graph.GradientEdge(n, i) for n, i in node.next_functions if n is not None]
     wanted = torch.autograd.grad(result, edges, gradient, allow_unused=True)
     present = [g for g, (n, _) in zip(given, node.next_functions, strict=True) if n is not None]
@@ -64,7 +62,7 @@ def test_hooks_of_the_tensor_run_once_and_may_change_the_gradient() -> None:
     seen = []
     y = leaf(2) * 2
     y.register_hook(lambda g: (seen.append(g.clone()), g * 10)[1])
-    (to_x, *_) = run_node(y.grad_fn, [torch.ones(2, dtype=torch.float64)])
+    (to_x, *_) = evaluate_node(y.grad_fn, [torch.ones(2, dtype=torch.float64)])
     assert to_x is not None
     assert to_x.tolist() == [20, 20]
     assert len(seen) == 1
@@ -74,30 +72,21 @@ def test_hooks_of_the_node_run_once_and_may_change_what_it_makes() -> None:
     y = leaf(2) * 2
     y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 3,))
     y.grad_fn.register_hook(lambda made, _: (made[0] + 1, made[1]))
-    assert run_node(y.grad_fn, [torch.ones(2, dtype=torch.float64)])[0].tolist() == [7, 7]
+    assert evaluate_node(y.grad_fn, [torch.ones(2, dtype=torch.float64)])[0].tolist() == [7, 7]
 
 
 def test_a_hook_of_ours_counts_as_none_and_goes() -> None:
     node = (leaf(2) * 2).grad_fn
-    before = hooks.any_registered()
+    before = hooks.hooks_registered()
     for _ in range(2):
-        run_node(node, [torch.ones(2, dtype=torch.float64)], retain_graph=True)
-    assert hooks.any_registered() is before
+        evaluate_node(node, [torch.ones(2, dtype=torch.float64)], retain_graph=True)
+    assert hooks.hooks_registered() is before
     leaf(2).register_hook(lambda g: g)
-    assert hooks.any_registered()
+    assert hooks.hooks_registered()
 
 
 def test_no_gradient_gives_none() -> None:
-    assert run_node((leaf(2) * 2).grad_fn, [None]) == [None, None]
-
-
-@pytest.mark.parametrize(
-    ("outgoing", "through"),
-    [([(1, 0), (2, 0)], False), ([(1, 0), (3, 0)], True), ([(3, 0)], False), ([(1, 0), (1, 1)], False)],
-)
-def test_a_target_behind_another_is_found(outgoing: list[tuple[int, int]], through: bool) -> None:
-    graph = Graph([[(1, 0), (2, 0)], [(3, 0)], [], []], frozenset({3}), frozenset())
-    assert runs_through(graph, outgoing) is through
+    assert evaluate_node((leaf(2) * 2).grad_fn, [None]) == [None, None]
 
 
 class Squares(torch.autograd.Function):
@@ -126,10 +115,10 @@ SAVERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def test_what_a_node_has_saved_can_be_let_go(name: str) -> None:
     x = torch.rand(2, 2, requires_grad=True)
     y = SAVERS[name](x)
-    let_go(y.grad_fn)
+    release_saved_tensors(y.grad_fn)
     with pytest.raises(RuntimeError, match="backward through the graph a second time"):
         y.sum().backward()
-    let_go(y.grad_fn)
+    release_saved_tensors(y.grad_fn)
 
 
 def test_the_memory_of_what_was_saved_is_given_back() -> None:
@@ -138,14 +127,14 @@ def test_the_memory_of_what_was_saved_is_given_back() -> None:
     del made
     users = torch._C._storage_Use_Count
     assert users(memory._cdata) == 2  # ours, and that of the node, which saves what it gave
-    let_go(node)
+    release_saved_tensors(node)
     assert users(memory._cdata) == 1
 
 
 def test_what_has_saved_nothing_or_packs_it_is_left_alone() -> None:
     x = torch.rand(2, 2, requires_grad=True)
-    let_go((x + x).grad_fn)
+    release_saved_tensors((x + x).grad_fn)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
         y = x * x
-    let_go(y.grad_fn)
+    release_saved_tensors(y.grad_fn)
     y.sum().backward()

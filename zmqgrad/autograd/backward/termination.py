@@ -21,7 +21,7 @@ ROOTS = 0
 """Stands for the roots where an autograd id is asked for."""
 
 
-class Tally:
+class TerminationDetector:
     """One pass, at its root. ``finished`` is set when nothing is under way."""
 
     def __init__(self, root: int, new_outcome: Callable[[], Outcome[None]] = Outcome) -> None:
@@ -85,7 +85,7 @@ class Tally:
         if over:
             self.finished.set(None)
 
-    def end(self, error: BaseException) -> None:
+    def abort(self, error: BaseException) -> None:
         """Nothing of it will be heard any more."""
         with self._lock:
             self._error = self._error or error

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 import torch
 
-from zmqgrad.autograd.functions import RecvNote
-from zmqgrad.autograd.graph.single import Gradient
+from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.autograd.graph.undefined import UNDEFINED
+from zmqgrad.autograd.send_recv import RecvMetadata
 from zmqgrad.transport.base import Frame
 from zmqgrad.wire.messages import NO_GRADIENT, NOT_REACHED, Tensors
 from zmqgrad.wire.tensors import Devices, describe, rebuild
@@ -42,7 +42,7 @@ class Batch:
         self._present: list[torch.Tensor] = []
         self._size = 0
 
-    def add(self, note: RecvNote, gradients: Sequence[Gradient]) -> None:
+    def add(self, recv: RecvMetadata, gradients: Sequence[Gradient]) -> None:
         """The gradients of one recv."""
         numbers: list[int] = []
         for gradient in gradients:
@@ -53,7 +53,7 @@ class Batch:
                 self._present.append(_packed(gradient))
                 self._size += gradient.numel() * gradient.itemsize
         self._size += EACH * len(numbers)
-        self.sends.append((note.autograd_id, tuple(numbers)))
+        self.sends.append((recv.autograd_id, tuple(numbers)))
 
     @property
     def is_full(self) -> bool:

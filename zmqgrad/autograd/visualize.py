@@ -8,37 +8,36 @@ Before the first backward pass this is what one would find; afterwards, how the 
 
 from __future__ import annotations
 
-from zmqgrad.autograd.context import Recording
+from zmqgrad.autograd.backward.executor import LocalPass, PassSnapshot
+from zmqgrad.autograd.context import ActiveContext
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.autograd.passes.engine import make_pass
-from zmqgrad.autograd.passes.local_pass import PassView
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc import rpc_sync
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.wire.ids import show_id
 
 
-def _look(context_id: int) -> tuple[PassView, set[int]]:
+def _look(context_id: int) -> tuple[PassSnapshot, set[int]]:
     """Runs on each worker: its part, and the workers that it exchanged messages with."""
     worker = current_worker()
     context = autograd_of(worker).contexts.find(context_id)
     with context.pass_lock:
         last = list(context.passes.values())[-1:]
-    work = last[0] if last else make_pass(context, worker.id, retain_graph=True)
-    return work.view(worker.name), context.peers()
+    work = last[0] if last else LocalPass(context, worker.id, retain_graph=True)
+    return work.snapshot(worker.name), context.peers()
 
 
-def look_at(context_id: int) -> list[PassView]:
+def look_at(context_id: int) -> list[PassSnapshot]:
     """The part of each worker, by its number; workers that have released the context are left out.
 
     Raises:
         AutogradError: if the context is not known here.
     """
-    found: dict[int, PassView] = {}
+    found: dict[int, PassSnapshot] = {}
     todo = [current_worker().id]
     asked: set[int] = set()
     own, _ = _look(context_id)
-    with Recording(None):  # looking leaves no trace
+    with ActiveContext(None):  # looking leaves no trace
         while todo:
             worker = todo.pop()
             if worker in asked:
@@ -69,24 +68,24 @@ def draw_context(context_id: int) -> str:
     for view in views:
         lines.append(f"  subgraph cluster_{view.worker} {{")
         lines.append(f"    label={_quote(view.name)};")
-        used = {entry for flow in view.flows for entry in flow.enter}
+        used = {entry for flow in view.groups for entry in flow.entries}
         if 0 in used and view.started:
             lines.append(f"    roots_{view.worker} [label=roots, shape=doublecircle];")
         for number, _, what in view.sends:
             style = "solid" if number in view.arrived else "dashed"
             label = _quote(f"send {show_id(number)}\n{what}")
             lines.append(f"    s{number} [shape=box, style={style}, label={label}];")
-        for i, flow in enumerate(view.flows):
+        for i, flow in enumerate(view.groups):
             style = "solid" if flow.ran else "dashed"
             lines.append(f'    g{view.worker}_{i} [shape=ellipse, style={style}, label="group {i}"];')
         lines.append("  }")
     for view in views:
-        for i, flow in enumerate(view.flows):
+        for i, flow in enumerate(view.groups):
             group = f"g{view.worker}_{i}"
-            for entry in flow.enter:
+            for entry in flow.entries:
                 if entry or view.started:
                     lines.append(f"  {f's{entry}' if entry else f'roots_{view.worker}'} -> {group};")
-            for number, _ in flow.leave:
+            for number, _ in flow.recvs:
                 lines.append(f"  {group} -> s{number} [style={'solid' if flow.ran else 'dashed'}];")
     return "\n".join([*lines, "}"]) + "\n"
 

@@ -32,7 +32,11 @@ def test_a_context_before_and_after_its_pass() -> None:
             f"worker{i}" for i in range(3)
         ]
         assert (
-            len(re.findall(r"entry send 0.* to worker 2 \(double, called in .*test_picture.py:\d+\)", before))
+            len(
+                re.findall(
+                    r"entry send 0.* to worker 2 \(double, called in .*test_visualize.py:\d+\)", before
+                )
+            )
             == 1
         )
 

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-Start = GradientEdge | torch.Tensor
+EdgeOrLeaf = GradientEdge | torch.Tensor
 """Where the gradient of a tensor enters the graph. A leaf stands for itself: finding its edge takes long."""
 
 
@@ -39,7 +39,7 @@ class Send(NamedTuple):
 
     autograd_id: int
     peer: int
-    starts: tuple[Start, ...]
+    edges: tuple[EdgeOrLeaf, ...]
     what: str
     file: str = ""
     line: int = 0
@@ -52,16 +52,16 @@ class Send(NamedTuple):
 
 def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str) -> Send:
     """The send of those ``tensors`` (all of which require grad), made by the line that the program is at."""
-    return Send(autograd_id, peer, tuple(map(start_of, tensors)), what, *_line_of_program())
+    return Send(autograd_id, peer, tuple(map(edge_or_leaf, tensors)), what, *_line_of_program())
 
 
-def start_of(tensor: torch.Tensor) -> Start:
+def edge_or_leaf(tensor: torch.Tensor) -> EdgeOrLeaf:
     """Where the gradient of ``tensor``, which requires grad, enters the graph."""
     node = tensor.grad_fn
     return tensor if node is None else GradientEdge(node, tensor.output_nr)
 
 
-def edge_of(start: Start) -> GradientEdge:
+def edge_of(start: EdgeOrLeaf) -> GradientEdge:
     """``start`` as an edge of the graph."""
     if isinstance(start, GradientEdge):
         return start
@@ -94,7 +94,7 @@ def _line_of_program() -> tuple[str, int]:
     return frame.f_code.co_filename, frame.f_lineno
 
 
-class RecvNote(NamedTuple):
+class RecvMetadata(NamedTuple):
     """Where the gradients of a recv go: to the send ``autograd_id`` of ``peer``.
 
     ``in_reply``: its tensors came in a reply, not in a call, which matters for device maps.
@@ -127,7 +127,7 @@ def _maker(outputs: int) -> Any:
     )
 
 
-def attach_recv(note: RecvNote, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+def attach_recv(note: RecvMetadata, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
     """``tensors``, which must not require grad, as outputs of a recv; and its node."""
     maker = _makers.get(len(tensors)) or _maker(len(tensors))
     # The anchor is the only one to require grad, so that the node keeps no tensor's memory.
@@ -141,9 +141,9 @@ RECV_NODE: Any = type(_maker(0)(_ANCHOR).grad_fn)
 """The class of the nodes that stand for recvs; those of ours have a note."""
 
 
-def note_of(node: Any) -> RecvNote | None:
+def recv_metadata(node: Any) -> RecvMetadata | None:
     """Where the gradients of a ``RECV_NODE`` go; None if it is not one of ours."""
-    note: RecvNote | None = node.metadata.get(_NOTE)
+    note: RecvMetadata | None = node.metadata.get(_NOTE)
     return note
 
 
