@@ -116,8 +116,8 @@ def test_entries_that_take_long_are_sent_on_one_by_one(c3: Cluster, monkeypatch:
 
 
 def test_many_bytes_are_sent_as_soon_as_they_are_there(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    each = 2 * 3 * 8 + batch.EACH
-    monkeypatch.setattr(batch, "LARGE", 2 * each)
+    each = 2 * 3 * 8 + batch.GRADIENT_OVERHEAD_BYTES
+    monkeypatch.setattr(batch, "FULL_BYTES", 2 * each)
     first = [message for source, _, message in check_pipeline(c3) if source == 0]
     assert [len(message.sends) for message in first] == [2] * (MICRO_BATCHES // 2)
 

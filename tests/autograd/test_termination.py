@@ -31,7 +31,7 @@ def test_any_order_of_reports_ends_with_the_last_one(
         if twice and i + 1 < len(order):
             detector.handled([request], [(0, [child]) for child in children[request]], QUIET)
     assert detector.finished.done()
-    assert detector.under_way() == {}
+    assert detector.outstanding() == {}
 
 
 def test_the_first_error_counts_and_does_not_end_the_pass() -> None:
@@ -40,7 +40,7 @@ def test_the_first_error_counts_and_does_not_end_the_pass() -> None:
     detector.handled([7], [], QUIET, first)
     detector.handled([ROOTS], [(1, [7]), (2, [8])], QUIET, ValueError("second"))
     assert detector.error() is first
-    assert detector.under_way() == {8: 2}
+    assert detector.outstanding() == {8: 2}
     detector.handled([8], [], QUIET)
     assert detector.finished.done()
 

@@ -1,8 +1,8 @@
-"""How autograd takes part in RPC: it fills the doors of one worker.
+"""The hooks of autograd in RPC.
 
-Outgoing calls and answers of a recording thread are wrapped with the context; those that arrive are opened,
-served inside the context, and answered in it. Gradients (:mod:`~zmqgrad.autograd.backward`) and clean-up
-(:mod:`~zmqgrad.autograd.releases`) have messages of their own.
+Calls and replies that a thread sends inside a context are wrapped with its id. The receiver unwraps them, and
+runs the call and sends its reply inside the same context. Gradients (:mod:`~zmqgrad.autograd.backward`) and
+releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from zmqgrad.wire.messages import (
     RRefValue,
 )
 
-_ASKING = (Call, RemoteCall, RRefFetch)
-_WRAPPED = (*_ASKING, Result, RemoteResult, RRefValue)
+_CALLS = (Call, RemoteCall, RRefFetch)
+_WRAPPED = (*_CALLS, Result, RemoteResult, RRefValue)
 
 
 def install(worker: Worker) -> None:
-    """Let ``worker`` record, and answer what other workers ask of a context."""
+    """Enable distributed autograd on ``worker``."""
     autograd = Autograd(worker)
     doors = worker.doors
     doors.extensions["autograd"] = autograd
@@ -62,13 +62,13 @@ def _keeps_history() -> bool:
 
 
 def autograd_of(worker: Worker) -> Autograd:
-    """The autograd floor of ``worker``."""
+    """Return the autograd layer of ``worker``."""
     found: Autograd = worker.doors.extensions["autograd"]
     return found
 
 
 class Autograd:
-    """The contexts of one worker, and what is recorded for them."""
+    """Distributed autograd on one worker: its contexts, and what RPCs record in them."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -77,18 +77,18 @@ class Autograd:
         self.participant = Participant(worker, self.contexts, self.releases.end_passes)
 
     def begin(self) -> Context:
-        """A new context that begins here."""
+        """Create a context."""
         return self.contexts.new(self._worker.ids.next())
 
     def outgoing(self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: What) -> Message:
-        """``message``, wrapped if the calling thread records."""
+        """Return ``message``, wrapped with the active context if there is one."""
         context = active_context()
         if context is None or not isinstance(message, _WRAPPED):
             return message
         context.add_peer(peer)
-        if context.released:  # meanwhile: whoever told of its end may have missed this peer
+        if context.released:  # meanwhile: this peer may not have been notified of the release
             return message
-        if isinstance(message, _ASKING):
+        if isinstance(message, _CALLS):
             differentiates = torch.is_grad_enabled()
             autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
             return ForwardAutogradReq(context.id, autograd_id, message, differentiates)
@@ -96,7 +96,7 @@ class Autograd:
         return ForwardAutogradResp(context.id, autograd_id, message)
 
     def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: What) -> int:
-        """The id of a send of ``tensors``; 0 if none of them requires grad."""
+        """Record a send of ``tensors``. Returns its id; 0 if none of them requires grad."""
         differentiable = [t for t in tensors if t.requires_grad]
         if not differentiable:
             return 0
@@ -105,13 +105,13 @@ class Autograd:
         return autograd_id
 
     def unsent(self, message: Message) -> None:
-        """What was recorded for ``message`` did not go."""
+        """Remove the send of ``message``, which could not be sent."""
         context = active_context()
         if context is not None and isinstance(message, ForwardAutogradReq):
             context.remove_send(message.autograd_id)
 
     def on_forward(self, inbound: Inbound) -> None:
-        """A call as part of a context: run it there."""
+        """Run a call inside its context."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradReq)
         context = self.contexts.get_or_create(message.context_id)
@@ -120,12 +120,12 @@ class Autograd:
             self._worker.callee.run(inbound, message.wrapped, tensors)
 
     def open_forward(self, inbound: Inbound) -> Opened:
-        """An answer as part of a context, in the thread that waits for it."""
+        """Unwrap a reply that belongs to a context. Runs in the thread that waits for it."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradResp)
         context = self.contexts.get_or_create(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
-        if not message.autograd_id:  # asked for under no_grad: constants, whatever they are over there
+        if not message.autograd_id:  # the call was made under no_grad: the results are constants
             tensors = [t.detach() if t.requires_grad else t for t in tensors]
         return Opened(message.wrapped, tensors)
 
@@ -145,12 +145,12 @@ class Autograd:
         return context.receive(autograd_id, source, tensors, wanted, in_reply)
 
     def debug_info(self) -> dict[str, int]:
-        """How many contexts are known here, and how many passes that began here are under way."""
+        """Return the number of contexts here, and of running passes that began here."""
         return {
             "num_autograd_contexts": len(self.contexts.live()),
             "num_current_backward_passes": self.participant.running(),
         }
 
     def backward_from(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """One backward pass from one tensor of this worker, for ``RRef.backward``."""
+        """Run a backward pass from one tensor of this worker, for ``RRef.backward``."""
         self.participant.run(self.contexts.find(context_id), check_roots([root]), retain_graph, "auto")

@@ -1,4 +1,4 @@
-"""What a message with differentiable tensors leaves in the graphs of its two ends: a send, and a recv.
+"""Send and recv: what a message with differentiable tensors adds to the graphs of its two ends.
 
     sender                                        receiver
 
@@ -6,11 +6,11 @@
                     |                       |
                    send  <--(gradients)-----+
 
-A *send* is only a note: where the gradients of the tensors that went enter the graph, in their order. When
-they come back the engine starts there. A *recv* is a node of the autograd graph, whose outputs are the
-tensors that came. The engine never runs it: it stops at its edges and sends on what arrived there. It is
-torch's own node for what must not be run, made in C++ (and shown as ``grad_fn=<Error>``): a
-``torch.autograd.Function`` takes four times as long to make.
+A *send* is a record of the edges at which the gradients of the sent tensors enter the graph; the engine
+starts there when they arrive. A *recv* is a node of the autograd graph whose outputs are the received
+tensors. The engine never runs it: it stops at its edges, and the gradients there are sent to the peer. It is
+torch's C++ node for what must not run (shown as ``grad_fn=<Error>``): a ``torch.autograd.Function`` takes
+four times as long to create.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 EdgeOrLeaf = GradientEdge | torch.Tensor
-"""Where the gradient of a tensor enters the graph. A leaf stands for itself: finding its edge takes long."""
+"""Where the gradient of a tensor enters the graph. A leaf is kept itself: finding its edge is slow."""
 
 
 class Send(NamedTuple):
-    """Tensors that went to ``peer`` in message ``autograd_id``.
+    """Tensors that were sent to ``peer`` in message ``autograd_id``.
 
-    For people: ``what`` names the call, ``file`` and ``line`` say where the program made it; answers have
-    no line.
+    For error messages, ``what`` names the call, and ``file`` and ``line`` are where the program made it;
+    replies have none.
     """
 
     autograd_id: int
@@ -45,36 +45,36 @@ class Send(NamedTuple):
     line: int = 0
 
     def describe(self) -> str:
-        """What was sent, and where."""
+        """Return a description of the call and its line."""
         where = f", called in {self.file}:{self.line}" if self.file else ""
         return f"{self.what or 'a call'}{where}"
 
 
 def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str) -> Send:
-    """The send of those ``tensors`` (all of which require grad), made by the line that the program is at."""
+    """Return the send of ``tensors``, all of which require grad, with the current line of the program."""
     return Send(autograd_id, peer, tuple(map(edge_or_leaf, tensors)), what, *_line_of_program())
 
 
 def edge_or_leaf(tensor: torch.Tensor) -> EdgeOrLeaf:
-    """Where the gradient of ``tensor``, which requires grad, enters the graph."""
+    """Return where the gradient of ``tensor``, which requires grad, enters the graph."""
     node = tensor.grad_fn
     return tensor if node is None else GradientEdge(node, tensor.output_nr)
 
 
-def edge_of(start: EdgeOrLeaf) -> GradientEdge:
-    """``start`` as an edge of the graph."""
-    if isinstance(start, GradientEdge):
-        return start
-    if not start.requires_grad:  # any more: what comes for it is dropped (Context.accumulate)
-        stand_in = start.detach().requires_grad_()
-        edge = edge_of(stand_in)
-        stand_in.requires_grad_(False)
+def edge_of(place: EdgeOrLeaf) -> GradientEdge:
+    """Return ``place`` as an edge of the graph."""
+    if isinstance(place, GradientEdge):
+        return place
+    if not place.requires_grad:  # not any more: Context.accumulate drops its gradient
+        substitute = place.detach().requires_grad_()
+        edge = edge_of(substitute)
+        substitute.requires_grad_(False)
         return edge
-    if start.layout is torch.strided:
-        return get_gradient_edge(start)
-    # Torch finds the node of a leaf behind a view of it; a sparse tensor has no views, but can be copied.
+    if place.layout is torch.strided:
+        return get_gradient_edge(place)
+    # Torch finds the node of a leaf through a view; a sparse tensor has no views, but can be copied.
     with torch.enable_grad():
-        copied = start.clone().grad_fn
+        copied = place.clone().grad_fn
     assert copied is not None
     leaf, number = copied.next_functions[0]
     assert leaf is not None
@@ -85,7 +85,7 @@ _PACKAGE = str(Path(__file__).parent.parent) + os.sep
 
 
 def _line_of_program() -> tuple[str, int]:
-    """File and line of the innermost frame outside this package; nothing if there is but the thread's own."""
+    """Return file and line of the innermost frame of the program; empty in a thread of this package."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         frame = frame.f_back
@@ -95,9 +95,9 @@ def _line_of_program() -> tuple[str, int]:
 
 
 class RecvMetadata(NamedTuple):
-    """Where the gradients of a recv go: to the send ``autograd_id`` of ``peer``.
+    """The send ``autograd_id`` of ``peer``, which the gradients of a recv go to.
 
-    ``in_reply``: its tensors came in a reply, not in a call, which matters for device maps.
+    ``in_reply``: the tensors came in a reply, not in a call, which matters for device maps.
     """
 
     context_id: int
@@ -108,12 +108,12 @@ class RecvMetadata(NamedTuple):
 
 
 _ANCHOR = torch.empty(0, requires_grad=True, device="cpu")
-"""What makes the outputs of a recv require grad. Nothing ever flows to it."""
+"""Makes the outputs of a recv require grad. It never receives a gradient."""
 
-_NOTE = "zmqgrad"
+_METADATA_KEY = "zmqgrad"
 
 _makers: dict[int, Any] = {}
-"""By the number of tensors, what makes recvs of them."""
+"""Factories of recv nodes, by the number of their tensors."""
 
 
 def _maker(outputs: int) -> Any:
@@ -127,25 +127,25 @@ def _maker(outputs: int) -> Any:
     )
 
 
-def attach_recv(note: RecvMetadata, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
-    """``tensors``, which must not require grad, as outputs of a recv; and its node."""
+def attach_recv(recv: RecvMetadata, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+    """Make ``tensors``, which must not require grad, outputs of a recv. Returns the outputs and the node."""
     maker = _makers.get(len(tensors)) or _maker(len(tensors))
-    # The anchor is the only one to require grad, so that the node keeps no tensor's memory.
+    # Only the anchor requires grad, so that the node does not keep the memory of the tensors.
     outputs: tuple[torch.Tensor, ...] = maker(*tensors, _ANCHOR)
     node: Any = outputs[0].grad_fn
-    node.metadata[_NOTE] = note
+    node.metadata[_METADATA_KEY] = recv
     return outputs[:-1], node
 
 
 RECV_NODE: Any = type(_maker(0)(_ANCHOR).grad_fn)
-"""The class of the nodes that stand for recvs; those of ours have a note."""
+"""The class of recv nodes; those that this package made have metadata."""
 
 
 def recv_metadata(node: Any) -> RecvMetadata | None:
-    """Where the gradients of a ``RECV_NODE`` go; None if it is not one of ours."""
-    note: RecvMetadata | None = node.metadata.get(_NOTE)
-    return note
+    """Return the metadata of a ``RECV_NODE``; None if this package did not make it."""
+    found: RecvMetadata | None = node.metadata.get(_METADATA_KEY)
+    return found
 
 
 LEAF_NODE: Any = type(_ANCHOR.view(0).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-"""The class of the nodes that stand for leaves (AccumulateGrad); they have a ``variable``."""
+"""The class of the nodes of leaves (AccumulateGrad), whose leaf is ``variable``."""

@@ -1,9 +1,9 @@
-"""A context as people see it: what was sent, what waits for what, on all workers that take part.
+"""Text and Graphviz views of a context: its sends and groups on all participating workers.
 
     print(describe_context(context_id))
     Path("context.dot").write_text(draw_context(context_id))     # dot -Tsvg context.dot
 
-Before the first backward pass this is what one would find; afterwards, how the last one stands.
+Before the first backward pass they show the pass to come; afterwards the state of the last one.
 """
 
 from __future__ import annotations
@@ -17,35 +17,37 @@ from zmqgrad.rpc.current import current_worker
 from zmqgrad.wire.ids import show_id
 
 
-def _look(context_id: int) -> tuple[PassSnapshot, set[int]]:
-    """Runs on each worker: its part, and the workers that it exchanged messages with."""
+def _snapshot(context_id: int) -> tuple[PassSnapshot, set[int]]:
+    """Return the snapshot of this worker and its peers in the context. Runs on each worker."""
     worker = current_worker()
     context = autograd_of(worker).contexts.find(context_id)
     with context.pass_lock:
         last = list(context.passes.values())[-1:]
-    work = last[0] if last else LocalPass(context, worker.id, retain_graph=True)
-    return work.snapshot(worker.name), context.peers()
+    local_pass = last[0] if last else LocalPass(context, worker.id, retain_graph=True)
+    return local_pass.snapshot(worker.name), context.peers()
 
 
-def look_at(context_id: int) -> list[PassSnapshot]:
-    """The part of each worker, by its number; workers that have released the context are left out.
+def snapshots(context_id: int) -> list[PassSnapshot]:
+    """Return a snapshot for each worker, ordered by worker id, except those that have released the context.
 
     Raises:
         AutogradError: if the context is not known here.
     """
     found: dict[int, PassSnapshot] = {}
     todo = [current_worker().id]
-    asked: set[int] = set()
-    own, _ = _look(context_id)
-    with ActiveContext(None):  # looking leaves no trace
+    visited: set[int] = set()
+    own, _ = _snapshot(context_id)
+    with ActiveContext(None):  # these calls are not part of the context
         while todo:
             worker = todo.pop()
-            if worker in asked:
+            if worker in visited:
                 continue
-            asked.add(worker)
+            visited.add(worker)
             try:
                 found[worker], peers = (
-                    _look(context_id) if worker == own.worker else rpc_sync(worker, _look, (context_id,))
+                    _snapshot(context_id)
+                    if worker == own.worker
+                    else rpc_sync(worker, _snapshot, (context_id,))
                 )
             except AutogradError:
                 continue
@@ -54,39 +56,55 @@ def look_at(context_id: int) -> list[PassSnapshot]:
 
 
 def describe_context(context_id: int) -> str:
-    """Entries and groups of each worker as text: what arrived, what ran, what waits for what."""
-    return "\n".join(f"{view.name}: " + view.text.replace("\n", "\n  ") for view in look_at(context_id))
+    """Return the state of a context on all its workers as text.
+
+    Lists the entries and groups of each worker: what has arrived or run, and what waits for what.
+
+    Args:
+        context_id: the id of a context that this worker knows.
+
+    Raises:
+        AutogradError: if the context is not known here.
+    """
+    return "\n".join(f"{view.name}: " + view.text.replace("\n", "\n  ") for view in snapshots(context_id))
 
 
 def draw_context(context_id: int) -> str:
-    """The context for Graphviz: a box a worker, in it its sends and groups; between boxes, gradients.
+    """Return a drawing of a context in the language of Graphviz.
 
-    Dashed: has not come, or has not run.
+    Each worker is a box with its sends and groups; arrows show the way of gradients. Dashed: a send whose
+    gradient has not arrived, or a group that has not run.
+
+    Args:
+        context_id: the id of a context that this worker knows.
+
+    Raises:
+        AutogradError: if the context is not known here.
     """
-    views = look_at(context_id)
+    views = snapshots(context_id)
     lines = ["digraph context {", "  rankdir=LR; node [fontsize=10];"]
     for view in views:
         lines.append(f"  subgraph cluster_{view.worker} {{")
         lines.append(f"    label={_quote(view.name)};")
-        used = {entry for flow in view.groups for entry in flow.entries}
+        used = {entry for group in view.groups for entry in group.entries}
         if 0 in used and view.started:
             lines.append(f"    roots_{view.worker} [label=roots, shape=doublecircle];")
         for number, _, what in view.sends:
             style = "solid" if number in view.arrived else "dashed"
             label = _quote(f"send {show_id(number)}\n{what}")
             lines.append(f"    s{number} [shape=box, style={style}, label={label}];")
-        for i, flow in enumerate(view.groups):
-            style = "solid" if flow.ran else "dashed"
+        for i, group in enumerate(view.groups):
+            style = "solid" if group.ran else "dashed"
             lines.append(f'    g{view.worker}_{i} [shape=ellipse, style={style}, label="group {i}"];')
         lines.append("  }")
     for view in views:
-        for i, flow in enumerate(view.groups):
-            group = f"g{view.worker}_{i}"
-            for entry in flow.entries:
+        for i, group in enumerate(view.groups):
+            node = f"g{view.worker}_{i}"
+            for entry in group.entries:
                 if entry or view.started:
-                    lines.append(f"  {f's{entry}' if entry else f'roots_{view.worker}'} -> {group};")
-            for number, _ in flow.recvs:
-                lines.append(f"  {group} -> s{number} [style={'solid' if flow.ran else 'dashed'}];")
+                    lines.append(f"  {f's{entry}' if entry else f'roots_{view.worker}'} -> {node};")
+            for number, _ in group.recvs:
+                lines.append(f"  {node} -> s{number} [style={'solid' if group.ran else 'dashed'}];")
     return "\n".join([*lines, "}"]) + "\n"
 
 

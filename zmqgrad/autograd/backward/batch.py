@@ -1,8 +1,8 @@
-"""Gradients for the sends of one worker, which travel in one message.
+"""A batch: the gradients that one message brings to a worker.
 
-A message costs as much as the engine takes for a small graph, on either side. So what one step of a pass
-makes for a worker goes together, unless it is large: then copying it takes longer than a message does, and
-the other side can begin with the first part.
+A message costs each side as much time as the engine needs for a small graph. So the gradients that one step
+of a pass produces for a worker travel together, unless they are large: then copying takes longer than a
+message, and the other worker can begin with the first part.
 """
 
 from __future__ import annotations
@@ -19,66 +19,66 @@ from zmqgrad.wire.messages import NO_GRADIENT, NOT_REACHED, Tensors
 from zmqgrad.wire.tensors import Devices, describe, rebuild
 from zmqgrad.wire.unwritten import Buffer
 
-LARGE = 1 << 20
-"""Bytes of gradients after which a message is full."""
+FULL_BYTES = 1 << 20
+"""Size of the gradients from which on a message is full."""
 
-EACH = 64
-"""Bytes that each gradient counts for besides its own: so a message has at most 16384 of them."""
+GRADIENT_OVERHEAD_BYTES = 64
+"""What each gradient adds to the size besides its data: so a message has at most 16384 gradients."""
 
-FEW = 1024
-"""Gradients of up to so many elements are sent contiguous, which takes less work; others as they are."""
+CONTIGUOUS_ELEMENTS = 1024
+"""Gradients of up to this many elements are made contiguous, which saves work later."""
 
 _ABSENT = {NOT_REACHED: None, NO_GRADIENT: UNDEFINED}
 
 
 class Batch:
-    """What waits to go to one worker."""
+    """Gradients for the sends of one worker."""
 
     __slots__ = ("_present", "_size", "sends")
 
     def __init__(self) -> None:
         self.sends: list[tuple[int, tuple[int, ...]]] = []
-        """Autograd ids, and of each the numbers of its gradients, as the message has them."""
+        """Autograd ids of sends, each with the indices of its gradients in the message."""
         self._present: list[torch.Tensor] = []
         self._size = 0
 
     def add(self, recv: RecvMetadata, gradients: Sequence[Gradient]) -> None:
-        """The gradients of one recv."""
-        numbers: list[int] = []
+        """Add the gradients of one recv."""
+        indices: list[int] = []
         for gradient in gradients:
             if gradient is None or gradient is UNDEFINED:
-                numbers.append(NOT_REACHED if gradient is None else NO_GRADIENT)
+                indices.append(NOT_REACHED if gradient is None else NO_GRADIENT)
             else:
-                numbers.append(len(self._present))
+                indices.append(len(self._present))
                 self._present.append(_packed(gradient))
                 self._size += gradient.numel() * gradient.itemsize
-        self._size += EACH * len(numbers)
-        self.sends.append((recv.autograd_id, tuple(numbers)))
+        self._size += GRADIENT_OVERHEAD_BYTES * len(indices)
+        self.sends.append((recv.autograd_id, tuple(indices)))
 
     @property
     def is_full(self) -> bool:
-        """Shall it go as it is?"""
-        return self._size >= LARGE
+        """Whether the batch should be sent before more is added."""
+        return self._size >= FULL_BYTES
 
     def requests(self) -> tuple[int, ...]:
-        """How the root knows them."""
+        """Return the requests of this batch: the autograd ids of its sends."""
         return tuple([send for send, _ in self.sends])
 
     def describe(self, frames: list[Frame], devices: Devices) -> Tensors:
-        """The tensors, as they travel; bytes too many for the header are appended to ``frames``."""
+        """Encode the tensors. Data that does not fit into the header is appended to ``frames``."""
         return describe(self._present, frames, devices)
 
 
 def unpack(
     sends: Sequence[tuple[int, Sequence[int]]], tensors: Tensors, frames: Sequence[Buffer]
 ) -> list[tuple[int, list[Gradient]]]:
-    """What came in a message: for each of its ``sends`` the gradients."""
-    there: list[Gradient] = list(rebuild(tensors, frames))
-    if len(sends) == 1 and sends[0][1] == tuple(range(len(there))):
-        return [(sends[0][0], there)]  # one, which is complete: so most are
-    return [(send, [there[i] if i >= 0 else _ABSENT[i] for i in numbers]) for send, numbers in sends]
+    """Decode a message: the gradients for each of its ``sends``."""
+    present: list[Gradient] = list(rebuild(tensors, frames))
+    if len(sends) == 1 and sends[0][1] == tuple(range(len(present))):
+        return [(sends[0][0], present)]  # the most frequent case
+    return [(send, [present[i] if i >= 0 else _ABSENT[i] for i in indices]) for send, indices in sends]
 
 
 def _packed(gradient: torch.Tensor) -> torch.Tensor:
     strided = gradient.layout is torch.strided
-    return gradient.contiguous() if strided and gradient.numel() <= FEW else gradient
+    return gradient.contiguous() if strided and gradient.numel() <= CONTIGUOUS_ELEMENTS else gradient

@@ -1,4 +1,4 @@
-"""One backward pass where it began: it starts at the roots, waits, and looks after what will never arrive."""
+"""The coordinator of one backward pass: starts it at the roots, waits for its end, and resolves stalls."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Coordinator:
-    """A pass that ``worker`` begins. :meth:`run` it once, then :meth:`close`."""
+    """One pass that begins on ``worker``. Call :meth:`run` once, then :meth:`close`."""
 
     def __init__(self, participant: Participant, worker: Worker, context: Context) -> None:
         self._participant = participant
@@ -45,7 +45,7 @@ class Coordinator:
         self._context = context
         self.id = worker.ids.next()
         self.inbox: SimpleQueue[Inbound | None] | None = SimpleQueue() if profiled_here() else None
-        """Where gradients come to, so that the profiler of the calling thread records what they set off."""
+        """Under a profiler: the queue by which the calling thread receives, and so records, all requests."""
         channel = self._channel = None if self.inbox is not None else self._acquire_channel()
         self.detector = (
             TerminationDetector(worker.id)
@@ -55,73 +55,73 @@ class Coordinator:
         self._finished = False
 
     def _acquire_channel(self) -> ReplyChannel | None:
-        """Where the root waits for what comes from workers of its host; None if it waits elsewhere."""
+        """Return a reply channel for messages of workers on this host, if a peer is on this host."""
         return next(filter(None, map(self._worker.mailbox.acquire_channel, self._context.peers())), None)
 
     def run(self, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
-        """Start at ``roots``; returns when the pass has finished on all workers.
+        """Run the pass from ``roots``. Returns when it has finished on all workers.
 
         Raises:
-            as :meth:`~zmqgrad.autograd.backward.participant.Participant.run`.
+            Exception: as :meth:`~zmqgrad.autograd.backward.participant.Participant.run`.
         """
         context = self._context
         with context.pass_lock:
-            work = context.passes[self.id] = LocalPass(context, self._worker.id, retain_graph, roots)
+            local_pass = context.passes[self.id] = LocalPass(context, self._worker.id, retain_graph, roots)
         if mode == "smart":
-            self._drop(self._discover({self._worker.id}, work), work)
+            self._drop(self._discover({self._worker.id}, local_pass), local_pass)
         channel = 0 if self._channel is None else self._channel.number
-        step = BackwardStep(self._participant, work, self.id, self._worker.id, channel, (ROOTS,))
-        step.carry_out(lambda: work.start([torch.ones_like(r) for r in roots], step))
+        step = BackwardStep(self._participant, local_pass, self.id, self._worker.id, channel, (ROOTS,))
+        step.carry_out(lambda: local_pass.start([torch.ones_like(r) for r in roots], step))
         self._wait()
         if self.detector.waiting():
-            discovery = self._discover(self.detector.waiting(), work)
+            discovery = self._discover(self.detector.waiting(), local_pass)
             if mode == "fast":
                 self._raise_unused(discovery)
-            self._drop(discovery, work)
+            self._drop(discovery, local_pass)
             self._wait()
         if self.detector.waiting():
-            raise AutogradError(f"the backward pass stands still, though nothing is missing:\n{work}")
+            raise AutogradError(f"the backward pass stands still, though nothing is missing:\n{local_pass}")
         self._finished = True
 
     def close(self) -> None:
-        """It is over, finished or not."""
+        """Release what the pass holds, whether or not it has finished."""
         if self._channel is not None:
             self._channel.release()
             if not self._finished:
                 self._worker.waiting.leave_early()
 
     def _wait(self) -> None:
-        """Wait until nothing of the pass is under way, and raise what went wrong."""
+        """Wait until no request of the pass is outstanding, and raise its error, if any."""
         detector, channel = self.detector, self._channel
-        patience = self._worker.default_timeout or None
+        timeout = self._worker.default_timeout or None
         while True:
             steps = detector.steps
             if self.inbox is not None:
-                over = self._wait_at_inbox(self.inbox, patience)
+                ended = self._wait_at_inbox(self.inbox, timeout)
             else:
-                over = (
-                    detector.finished.wait_done(patience)
+                ended = (
+                    detector.finished.wait_done(timeout)
                     if channel is None
-                    else self._wait_at(channel, patience)
+                    else self._wait_at(channel, timeout)
                 )
-            if over:
+            if ended:
                 break
             if detector.steps == steps:
-                names = ", ".join(sorted({self._name(worker) for worker in detector.under_way().values()}))
+                names = ", ".join(sorted({self._name(worker) for worker in detector.outstanding().values()}))
                 raise RpcTimeoutError(
-                    f"nothing was heard of the backward pass for {patience} s; "
+                    f"nothing was heard of the backward pass for {timeout} s; "
                     f"it waits for {names or 'reports'}"
                 )
         error = detector.error()
         if error is not None:
             raise error
 
-    def _wait_at(self, channel: ReplyChannel, patience: float | None) -> bool:
-        """Handle what comes to ``channel`` until the pass has finished, or ``patience`` seconds (False)."""
+    def _wait_at(self, channel: ReplyChannel, timeout: float | None) -> bool:
+        """Handle messages at ``channel`` until the pass has finished. Returns False on timeout (seconds)."""
         clock = self._worker.clock
-        until = math.inf if patience is None else clock.now() + patience
+        deadline = math.inf if timeout is None else clock.now() + timeout
         while not self.detector.finished.done():
-            left = None if patience is None else until - clock.now()
+            left = None if timeout is None else deadline - clock.now()
             if left is not None and left <= 0:
                 return False
             with about_to_block():
@@ -135,47 +135,47 @@ class Coordinator:
                 self._worker.on_stray(inbound)
         return True
 
-    def _wait_at_inbox(self, inbox: SimpleQueue[Inbound | None], patience: float | None) -> bool:
-        """Handle what other threads put there until the pass has finished, or for ``patience`` seconds."""
-        until = Deadline.after(patience, self._worker.clock)
+    def _wait_at_inbox(self, inbox: SimpleQueue[Inbound | None], timeout: float | None) -> bool:
+        """Handle messages in ``inbox`` until the pass has finished. Returns False on timeout (seconds)."""
+        deadline = Deadline.after(timeout, self._worker.clock)
         finished = self.detector.finished
         finished.then(lambda _: inbox.put(None))
         while not finished.done():
             try:
                 with about_to_block():
-                    inbound = inbox.get(timeout=until.left_or_none())
+                    inbound = inbox.get(timeout=deadline.left_or_none())
             except Empty:
                 return False
             if inbound is not None:
                 self._participant.receive(inbound)
         return True
 
-    def _discover(self, workers: set[int], work: LocalPass) -> Discovery:
-        """Find out what may still arrive, beginning with ``workers``."""
+    def _discover(self, workers: set[int], local_pass: LocalPass) -> Discovery:
+        """Find the gradients that will never arrive; ``workers`` report first."""
         discovery = Discovery(workers)
-        message = DiscoverAutogradReq(work.context.id, self.id, work.retain_graph)
+        message = DiscoverAutogradReq(local_pass.context.id, self.id, local_pass.retain_graph)
         seconds = self._worker.default_timeout
         while unknown := discovery.unknown():
-            asked = [
+            calls = [
                 self._worker.request(peer, message, seconds=seconds, what="the discovery of a backward pass")
                 for peer in unknown
                 if peer != self._worker.id
             ]
             if self._worker.id in unknown:
-                discovery.learn(work.reach(starts_here=True))
-            for call in asked:
+                discovery.learn(local_pass.reach(starts_here=True))
+            for call in calls:
                 discovery.learn(self._reach_of(self._worker.wait(call)))
         return discovery
 
-    def _reach_of(self, answer: Inbound) -> Reach:
-        message = answer.message
+    def _reach_of(self, reply: Inbound) -> Reach:
+        message = reply.message
         if isinstance(message, ExceptionReply):
             raise rebuild_exception(message)
         assert isinstance(message, DiscoverAutogradResp)
         return message.reach
 
-    def _drop(self, discovery: Discovery, work: LocalPass) -> None:
-        """Have all workers go on without what will never arrive."""
+    def _drop(self, discovery: Discovery, local_pass: LocalPass) -> None:
+        """Make all workers continue without the gradients that will never arrive."""
         never = {
             worker: tuple(number for number, _, _ in sends) for worker, sends in discovery.never().items()
         }
@@ -186,11 +186,13 @@ class Coordinator:
             if worker != own:
                 self._worker.post(
                     worker,
-                    DropAutogradReq(work.context.id, self.id, number, own, work.retain_graph, never[worker]),
+                    DropAutogradReq(
+                        local_pass.context.id, self.id, number, own, local_pass.retain_graph, never[worker]
+                    ),
                 )
         if own in requests:
-            step = BackwardStep(self._participant, work, self.id, own, 0, (requests[own],))
-            step.carry_out(lambda: work.drop(requests[own], never[own], step))
+            step = BackwardStep(self._participant, local_pass, self.id, own, 0, (requests[own],))
+            step.carry_out(lambda: local_pass.drop(requests[own], never[own], step))
 
     def _raise_unused(self, discovery: Discovery) -> None:
         lines = [

@@ -1,12 +1,12 @@
-"""What may still arrive in a backward pass that stands still, or has not begun. Pure: reports in, sets out.
+"""Discovery of the gradients that will never arrive in a stalled pass, or one not started. Pure.
 
-A send gets a gradient if the recv at its other end is reached. So from where the pass stands one walks to
-the recvs that can be reached, from there to the sends at their other ends, and on through the groups that
-those enter, until nothing new is found. What has not been found then will never arrive.
+A send gets a gradient if the recv at its other end is reached. So the discovery starts at the entries that
+have arrived, follows their groups to recvs, continues at the sends on the other ends, and so on. Sends that
+it does not find will never get a gradient.
 
-No graph travels for that. Each worker says once which of its entries lead to which recvs
-(:class:`~zmqgrad.wire.messages.Reach`), and the root of the pass walks over all of them by itself: one round
-of small messages, and one more where it leads to workers that had not been asked.
+No graphs are sent for that. Each worker reports once which of its entries lead to which recvs
+(:class:`~zmqgrad.wire.messages.Reach`), and the coordinator searches all reports: one round of small
+messages, and another one if that leads to workers that have not reported.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class _Group:
     reached: bool = False
 
 
-class _Known:
-    """A worker that has answered."""
+class _ReportedWorker:
+    """A worker that has reported."""
 
     def __init__(self, reach: Reach) -> None:
         self.sends = reach.sends
@@ -38,7 +38,7 @@ class _Known:
                 self.of_entry.setdefault(entry, []).append(group)
 
     def missing(self) -> int:
-        """Entries that hold up groups which are reached, and will never arrive."""
+        """Return the entries that will never arrive and that a reached group waits for."""
         held = 0
         for group in self.groups:
             if group.mask & self.live:
@@ -47,20 +47,20 @@ class _Known:
 
 
 class Discovery:
-    """One walk. Ask the workers of :meth:`unknown`, :meth:`learn` what they say, until there are none."""
+    """One search. Call :meth:`learn` with the reports of :meth:`unknown` workers until there are none."""
 
     def __init__(self, workers: set[int]) -> None:
         self._unknown = set(workers)
-        self._known: dict[int, _Known] = {}
-        self._early: dict[int, set[int]] = {}  # sends found on workers that have not answered
+        self._known: dict[int, _ReportedWorker] = {}
+        self._early: dict[int, set[int]] = {}  # sends found on workers that have not reported
 
     def unknown(self) -> set[int]:
-        """Workers that have to be asked."""
+        """Return the workers that have to report."""
         return set(self._unknown)
 
     def learn(self, reach: Reach) -> None:
-        """A worker has answered."""
-        known = self._known[reach.worker] = _Known(reach)
+        """Add the report of a worker."""
+        known = self._known[reach.worker] = _ReportedWorker(reach)
         self._unknown.discard(reach.worker)
         todo = [(send, reach.worker) for send in self._early.pop(reach.worker, ())]
         todo += self._enter(known, known.live)
@@ -72,15 +72,15 @@ class Discovery:
                 self._unknown.add(worker)
                 self._early.setdefault(worker, set()).add(send)
 
-    def _arrive(self, known: _Known, send: int) -> list[tuple[int, int]]:
+    def _arrive(self, known: _ReportedWorker, send: int) -> list[tuple[int, int]]:
         bit = known.bit_of.get(send, 0)
         if known.live & bit:
             return []
         known.live |= bit
         return self._enter(known, bit)
 
-    def _enter(self, known: _Known, entries: int) -> list[tuple[int, int]]:
-        """The recvs that ``entries`` lead to and nothing before them did."""
+    def _enter(self, known: _ReportedWorker, entries: int) -> list[tuple[int, int]]:
+        """Return the recvs that ``entries`` lead to and that were not found before."""
         found: list[tuple[int, int]] = []
         for entry in bits(entries):
             for group in known.of_entry.get(entry, ()):
@@ -90,7 +90,7 @@ class Discovery:
         return found
 
     def never(self) -> dict[int, list[tuple[int, int, str]]]:
-        """By worker, the sends that something waits for and that will never arrive, as it named them."""
+        """Return for each worker the sends that it waits for in vain, as it reported them."""
         found: dict[int, list[tuple[int, int, str]]] = {}
         for worker, known in self._known.items():
             missing = known.missing() >> 1

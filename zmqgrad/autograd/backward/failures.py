@@ -1,7 +1,7 @@
-"""What failed in a backward pass, as the caller of ``backward`` catches it: by its own type, or torch's.
+"""Errors of a backward pass, as the caller of ``backward`` catches them.
 
-Torch raises ``RuntimeError("Error on Node 2: ...")`` for whatever went wrong on any worker, and programs
-catch that. Here an error keeps its type; one that is no RuntimeError becomes one besides.
+Torch raises ``RuntimeError("Error on Node 2: ...")`` for any error on any worker, and programs catch that.
+Here an error keeps its type. If it is not a RuntimeError, its class also inherits from RuntimeError.
 """
 
 from __future__ import annotations
@@ -22,21 +22,25 @@ logger = logging.getLogger(__name__)
 def describe_failure(
     error: BaseException, worker: int, info: str, same_program: bool = False
 ) -> ExceptionReply:
-    """An error of this worker (``info``: how it is shown), for the root of the pass.
+    """Serialize an error of this worker for the coordinator of the pass.
 
-    ``same_program``: as :func:`~zmqgrad.rpc.remote_errors.describe_exception` has it.
+    Args:
+        error: the error.
+        worker: the id of this worker.
+        info: this worker, as the traceback shows it.
+        same_program: see :func:`~zmqgrad.rpc.remote_errors.describe_exception`.
     """
     reply = describe_exception(error, info, same_program)
     try:
-        said = str(error)
-    except Exception as e:  # user code; the reply shows what can be shown of it
+        text = str(error)
+    except Exception as e:  # user code
         logger.debug("an error of a backward pass has no text: %s", type(e).__name__)
-        said = reply.text
-    return msgspec.structs.replace(reply, text=shorten(f"Error on Node {worker}: {said}"))
+        text = reply.text
+    return msgspec.structs.replace(reply, text=shorten(f"Error on Node {worker}: {text}"))
 
 
 def rebuild_failure(reply: ExceptionReply) -> BaseException:
-    """The exception to raise at the root."""
+    """Return the exception that ``backward`` raises."""
     error = rebuild_exception(reply)
     if isinstance(error, RuntimeError):
         return error
@@ -46,7 +50,7 @@ def rebuild_failure(reply: ExceptionReply) -> BaseException:
         made: BaseException = both.__new__(both, *error.args)
         made.args = error.args
         made.__dict__.update(error.__dict__)
-    except Exception as e:  # a class with rules of its own
+    except Exception as e:  # the class may have any constructor
         logger.debug("%s cannot be a RuntimeError as well: %s", kind.__name__, e)
         made = AutogradError(str(error))
         made.__cause__ = error
@@ -57,7 +61,7 @@ def rebuild_failure(reply: ExceptionReply) -> BaseException:
 
 @functools.lru_cache(maxsize=256)
 def _also_runtime_error(kind: Any) -> Any:
-    """The class of those that are of ``kind`` and RuntimeErrors."""
+    """Return a class that inherits from ``kind`` and RuntimeError."""
     if issubclass(RuntimeError, kind):  # Exception
         return AutogradError
     body: dict[str, Any] = {
@@ -66,5 +70,5 @@ def _also_runtime_error(kind: Any) -> Any:
         "__doc__": kind.__doc__,
     }
     if issubclass(kind, KeyError):
-        body["__str__"] = Exception.__str__  # its own shows line ends as \n
+        body["__str__"] = Exception.__str__  # its own would escape line ends
     return type(kind.__name__, (kind, RuntimeError), body)

@@ -1,12 +1,13 @@
-"""What of a backward pass is under way anywhere, as its root knows it. Pure bookkeeping, with a lock.
+"""Termination detection for a backward pass, at its coordinator. Pure bookkeeping, with a lock.
 
-Every request of a pass is known by the autograd id of its send, which gets gradients once. Each worker
-tells the root, for each request that it has handled, which requests that set off. Reports may overtake
-one another, so the root keeps two sets: told of but not handled, and handled but not told of. When both are
-empty, everything that was set off has been handled, and nothing is in flight.
+A request is identified by the autograd id of its send, which receives gradients once. Each worker reports,
+with the requests that it has handled, the requests that these set off. Reports may overtake one another, so
+the detector keeps two sets: *outstanding* requests, announced but not handled; and requests *reported early*,
+handled but not announced. When both are empty, every request has been handled and no message is in flight.
+(Message counting, as in Mattern 1987, with ids in place of counts, so that repetitions do no harm.)
 
-(The alternative, each request answered when all that it set off has finished, makes the answers of a chain
-come back one after the other: ten hops cost ten more message times.)
+The alternative, to reply to a request when everything that it set off has finished (Dijkstra and Scholten
+1980), would send the replies of a chain one after the other: ten hops cost ten more message times.
 """
 
 from __future__ import annotations
@@ -18,21 +19,27 @@ from zmqgrad.runtime.future import Outcome
 from zmqgrad.wire.messages import Waiting
 
 ROOTS = 0
-"""Stands for the roots where an autograd id is asked for."""
+"""The autograd id that stands for the roots of a pass."""
 
 
 class TerminationDetector:
-    """One pass, at its root. ``finished`` is set when nothing is under way."""
+    """Detects the end of one pass; then it sets ``finished``.
+
+    Args:
+        root: the id of the coordinator's worker.
+        new_outcome: creates ``finished``.
+    """
 
     def __init__(self, root: int, new_outcome: Callable[[], Outcome[None]] = Outcome) -> None:
         self._lock = threading.Lock()  # guards all below
-        self._under_way: dict[int, int] = {ROOTS: root}  # and the worker that it was sent to
-        self._early: set[int] = set()
+        self._outstanding: dict[int, int] = {ROOTS: root}  # and the worker of each request
+        self._reported_early: set[int] = set()
         self._handled: set[int] = set()
         self._reports: dict[int, Waiting] = {}
         self._error: BaseException | None = None
         self._lost: dict[int, BaseException] = {}
         self.steps = 0
+        """How many reports have been counted."""
         self._new_outcome = new_outcome
         self.finished = new_outcome()
 
@@ -43,14 +50,21 @@ class TerminationDetector:
         waiting: Waiting,
         error: BaseException | None = None,
     ) -> None:
-        """Requests have been handled, and set off those in ``sent``. Of several errors the first counts."""
+        """Count a report; a repetition is ignored.
+
+        Args:
+            requests: the requests that a worker has handled.
+            sent: the requests that they set off, by worker.
+            waiting: whether groups on the reporting worker wait.
+            error: what went wrong; the pass fails with the first error.
+        """
         with self._lock:
             before = len(self._handled)
             for request in requests:
                 if request not in self._handled:
                     self._handled.add(request)
-                    if self._under_way.pop(request, None) is None:
-                        self._early.add(request)
+                    if self._outstanding.pop(request, None) is None:
+                        self._reported_early.add(request)
             if len(self._handled) == before:
                 return  # a repetition
             self.steps += 1
@@ -60,57 +74,59 @@ class TerminationDetector:
                 self._reports[waiting.worker] = waiting
             for worker, others in sent:
                 for request in others:
-                    if request in self._early:
-                        self._early.discard(request)
+                    if request in self._reported_early:
+                        self._reported_early.discard(request)
                     else:
-                        self._under_way[request] = worker
-            done = not (self._under_way or self._early) or (bool(self._lost) and self._waits_for_lost())
+                        self._outstanding[request] = worker
+            done = not (self._outstanding or self._reported_early) or (
+                bool(self._lost) and self._lost_outstanding()
+            )
         if done:
             self.finished.set(None)
 
     def expect(self, requests: dict[int, int]) -> None:
-        """More is about to be set off, by the root itself: these requests, of those workers."""
+        """Announce requests that the coordinator is about to send, each with its worker."""
         with self._lock:
             if self._error is not None:
                 return
-            self._under_way.update(requests)
+            self._outstanding.update(requests)
             if self.finished.done():
                 self.finished = self._new_outcome()
 
     def lose(self, worker: int, error: BaseException) -> None:
-        """``worker`` is gone. If anything is under way there, now or as others yet tell, that is the end."""
+        """Fail the pass if a request is or will be reported as outstanding at ``worker``, which is lost."""
         with self._lock:
             self._lost[worker] = error
-            over = self._waits_for_lost()
-        if over:
+            failed = self._lost_outstanding()
+        if failed:
             self.finished.set(None)
 
     def abort(self, error: BaseException) -> None:
-        """Nothing of it will be heard any more."""
+        """End the pass with ``error``."""
         with self._lock:
             self._error = self._error or error
             finished = self.finished
         finished.set(None)
 
-    def _waits_for_lost(self) -> bool:
-        """Is anything under way at a worker that is gone? Called with the lock held."""
-        for worker in self._under_way.values() if self._lost else ():
+    def _lost_outstanding(self) -> bool:
+        """Whether a request is outstanding at a lost worker. The caller holds the lock."""
+        for worker in self._outstanding.values() if self._lost else ():
             if worker in self._lost:
                 self._error = self._error or self._lost[worker]
                 return True
         return False
 
     def error(self) -> BaseException | None:
-        """The first error, if there was any."""
+        """Return the first error, if any."""
         with self._lock:
             return self._error
 
-    def under_way(self) -> dict[int, int]:
-        """Requests that have not been handled as far as is known, and the workers that they went to."""
+    def outstanding(self) -> dict[int, int]:
+        """Return the requests that were announced and not handled, each with its worker."""
         with self._lock:
-            return dict(self._under_way)
+            return dict(self._outstanding)
 
     def waiting(self) -> set[int]:
-        """Workers where something that was reached waits for a gradient, as they last said."""
+        """Return the workers where groups wait for a gradient, by their latest reports."""
         with self._lock:
             return {worker for worker, report in self._reports.items() if report.waits}
