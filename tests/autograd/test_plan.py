@@ -252,7 +252,7 @@ def test_a_leaf_that_is_an_entry_itself() -> None:
     plan = Plan(Graph({}, frozenset({0}), frozenset()), [[(0, 0)], [(0, 0)]])
     for entry in (1, 0):
         (group,) = plan.arrive(entry)
-        assert group.incoming == group.outgoing == [(0, 0)]
+        assert list(group.incoming) == list(group.outgoing) == [(0, 0)]
         plan.finished(group)
 
 
@@ -263,7 +263,7 @@ def test_ends_that_wait_together_are_of_one_group() -> None:
         Graph(following, frozenset(), frozenset({2, 3}), joint_sinks=frozenset({2, 3})), [[(0, 0)], [(1, 0)]]
     )
     (first,) = plan.arrive(0)
-    assert (first.entries, first.outgoing) == (0b01, [(2, 0)])
+    assert (first.entries, list(first.outgoing)) == (0b01, [(2, 0)])
     assert plan.finished(first) == []
     assert plan.waits()
     (second,) = plan.arrive(1)

@@ -56,8 +56,8 @@ def test_entries_wait_for_one_another_exactly_where_several_come(seed: int) -> N
     counts = {node: [i for i, nodes in enumerate(reach) if node in nodes] for node in inner}
     assert bool(walk.overlaps) == any(len(entries) > 1 for entries in counts.values())
     graph = condense(walk)
-    plan = Plan(graph, walk.entries())
-    kept = {*graph.following, *(node for edges in walk.entries() for node, _ in edges)}
+    plan = Plan(graph, walk.entries)
+    kept = {*graph.following, *(node for edges in walk.entries for node, _ in edges)}
     for node in kept:
         assert list(bits(plan.group_of(node).entries)) == counts[node]
     assert {node for node, by in counts.items() if len(by) > 1} <= kept

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -113,7 +113,7 @@ class LocalPass:
         gc.disable()
         try:
             walk = GraphWalk(roots, self._sends, mode)
-            self._plan = Plan(condense(walk), walk.entries())
+            self._plan = Plan(condense(walk), walk.entries)
         finally:
             if collects:
                 gc.enable()
@@ -257,7 +257,7 @@ class LocalPass:
             return self._node_by_node(groups[0], gradients)
         outgoing = groups[0].outgoing
         if len(groups) > 1:
-            outgoing = list(dict.fromkeys([edge for group in groups for edge in group.outgoing]))
+            outgoing = dict.fromkeys([edge for group in groups for edge in group.outgoing])
         undefined = [edge for edge, gradient in gradients.items() if gradient is UNDEFINED]
         if undefined:
             defined = {edge: g for edge, g in gradients.items() if g is not UNDEFINED}
@@ -265,13 +265,15 @@ class LocalPass:
                 results = self._call_engine({**placeholders, **defined}, outgoing)
         else:
             results = self._call_engine(gradients, outgoing)
-        missing = {edge for edge, gradient, _ in results if gradient is None}
+        missing = [edge for edge, gradient, _ in results if gradient is None]
         if missing and not all(self._is_leaf(node) for node, _ in missing):
             found = reached(gradients, outgoing)
             results += [(edge, UNDEFINED, False) for edge in missing if edge in found]
         return results
 
-    def _call_engine(self, gradients: Mapping[Edge, torch.Tensor], outgoing: Sequence[Edge]) -> list[Result]:
+    def _call_engine(
+        self, gradients: Mapping[Edge, torch.Tensor], outgoing: Collection[Edge]
+    ) -> list[Result]:
         if not gradients:
             return [(edge, None, False) for edge in outgoing]
         found = run_engine(gradients, gradients.values(), outgoing, self.retain_graph)
@@ -304,7 +306,7 @@ class LocalPass:
             for edge in complete:
                 del at[edge]
             if complete:  # the engine runs the hooks of the tensors
-                results += self._call_engine(complete, tuple(complete))
+                results += self._call_engine(complete, complete)
         return results + [(edge, gradient, False) for edge, gradient in at.items()]
 
     def _members(self, group: Group) -> Iterable[Any]:

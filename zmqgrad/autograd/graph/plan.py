@@ -14,16 +14,14 @@ when that group has run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 Node = Any
 """Any hashable object: a node of torch's graph; in tests, a number."""
 
 Edge = tuple[Node, int]
-
-T = TypeVar("T", bound=Hashable)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +35,7 @@ class Graph:
         joint_sinks: the sinks that wait for all entries that reach any of them.
     """
 
-    following: Mapping[Node, Sequence[Edge]]
+    following: Mapping[Node, Collection[Edge]]
     leaves: Collection[Node]
     sinks: Collection[Node]
     joint_sinks: Collection[Node] = ()
@@ -45,13 +43,16 @@ class Graph:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Nodes that the same entries reach. Bit *i* of ``entries`` stands for entry *i*."""
+    """Nodes that the same entries reach. Bit *i* of ``entries`` stands for entry *i*.
+
+    Dictionaries without values are ordered sets.
+    """
 
     entries: int
-    incoming: list[Edge] = field(default_factory=list)
-    outgoing: list[Edge] = field(default_factory=list)
+    incoming: dict[Edge, None] = field(default_factory=dict)
+    outgoing: dict[Edge, None] = field(default_factory=dict)
     sinks: list[Node] = field(default_factory=list)
-    dependents: list[Group] = field(default_factory=list)
+    dependents: dict[Group, None] = field(default_factory=dict)
     gradients: dict[Edge, Any] = field(default_factory=dict)
     """Sums of the gradients that have reached the incoming edges so far."""
     pending_groups: int = 0
@@ -64,7 +65,7 @@ class Group:
 
     def __repr__(self) -> str:
         entries = ",".join(map(str, bits(self.entries)))
-        return f"<Group {{{entries}}} in={self.incoming} out={self.outgoing}>"
+        return f"<Group {{{entries}}} in={list(self.incoming)} out={list(self.outgoing)}>"
 
 
 def bits(mask: int) -> Iterable[int]:
@@ -101,32 +102,32 @@ class Plan:
 
     def _build_groups(self) -> None:
         graph, masks, group = self._graph, self._masks, self._group
-        add = _UniqueAppender()
         for number, edges in enumerate(self._entries):
             for edge in edges:
                 home = group(masks.get(edge[0], 1 << number))
-                add(home.incoming, edge)
+                home.incoming[edge] = None
                 if edge[0] in graph.sinks or edge[0] in graph.leaves:
-                    add(home.outgoing, edge)
-        for node, edges in graph.following.items():
+                    home.outgoing[edge] = None
+        for node, leaving in graph.following.items():
             mask = masks.get(node)
             if not mask:
                 continue
             home = group(mask)
-            for edge in edges:
+            for edge in leaving:
                 target = edge[0]
                 target_mask = masks.get(target)  # leaves have none
                 if target_mask == mask and target not in graph.sinks:
                     continue  # within the group
-                add(home.outgoing, edge)
+                home.outgoing[edge] = None
                 if target_mask is None or target_mask == mask:
                     continue
                 next_group = group(target_mask)
-                add(next_group.incoming, edge)
-                if add(home.dependents, next_group):
+                next_group.incoming[edge] = None
+                if next_group not in home.dependents:
+                    home.dependents[next_group] = None
                     next_group.pending_groups += 1
                 if target in graph.sinks:
-                    add(next_group.outgoing, edge)
+                    next_group.outgoing[edge] = None
         for sink in graph.sinks:
             if sink in masks:
                 group(masks[sink]).sinks.append(sink)
@@ -248,21 +249,6 @@ class Plan:
             of = ", ".join(name(i) for i in bits(group.entries))
             lines.append(f"  group {{{of}}}: {state}; {len(group.incoming)} in, {len(group.outgoing)} out")
         return "\n".join(lines)
-
-
-class _UniqueAppender:
-    """Appends items to lists unless they are present. The lists may hold thousands of edges."""
-
-    def __init__(self) -> None:
-        self._known: set[tuple[int, Hashable]] = set()
-
-    def __call__(self, to: list[T], item: T) -> bool:
-        key = id(to), item
-        if key in self._known:
-            return False
-        self._known.add(key)
-        to.append(item)
-        return True
 
 
 def _reaching_entries(graph: Graph, entries: Sequence[Sequence[Edge]]) -> dict[Node, int]:

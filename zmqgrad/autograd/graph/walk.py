@@ -8,7 +8,7 @@ edges that leave them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -55,22 +55,22 @@ class GraphWalk:
         """For each entry, the edges to leaves and recvs out of its ``exclusive`` nodes."""
         self.starts: list[list[EdgeOrLeaf]] = []
         """For each entry, where its gradients enter: an edge, or a leaf that does not wait."""
+        self.entries: list[list[Edge]] = []
+        """For each entry, the edges among its ``starts``."""
         self._owner: dict[Any, int] = {}  # the first entry that reached a recv or a waiting leaf
         for number, starts in enumerate([list(map(edge_or_leaf, roots)), *(send.edges for send in sends)]):
             boundary: dict[Edge, None] = {}
-            self.starts.append([self._start(number, start, boundary) for start in starts])
+            enters = [self._start(number, start) for start in starts]
+            self.starts.append(enters)
+            self.entries.append([(s[0], s[1]) for s in enters if isinstance(s, GradientEdge)])
             self.boundary.append(boundary)
             self._walk(number, boundary)
-
-    def entries(self) -> list[list[Edge]]:
-        """Return for each entry the edges where it enters the graph, without leaves that do not wait."""
-        return [[(s[0], s[1]) for s in starts if isinstance(s, GradientEdge)] for starts in self.starts]
 
     def is_inner(self, node: Any) -> bool:
         """Whether torch's engine has to run ``node``: it is neither a leaf nor a recv."""
         return type(node) is not LEAF_NODE and node not in self.recvs
 
-    def _start(self, number: int, start: EdgeOrLeaf, boundary: dict[Edge, None]) -> EdgeOrLeaf:
+    def _start(self, number: int, start: EdgeOrLeaf) -> EdgeOrLeaf:
         if self.mode is AccumulateMode.IMMEDIATE and not isinstance(start, GradientEdge):
             return start
         edge = edge_of(start)
@@ -86,11 +86,7 @@ class GraphWalk:
         known, leaf_node, recv_node = self.edges, LEAF_NODE, RECV_NODE
         immediate = self.mode is AccumulateMode.IMMEDIATE
         own: dict[Any, Sequence[Any]] = {}
-        todo: list[Any] = [
-            start[0]
-            for start in self.starts[number]
-            if isinstance(start, GradientEdge) and self.is_inner(start[0])
-        ]
+        todo: list[Any] = [node for node, _ in self.entries[number] if self.is_inner(node)]
         while todo:
             node = todo.pop()
             while node not in own:  # this loop visits the whole graph: every look-up counts
@@ -144,13 +140,13 @@ class GraphWalk:
 
 def condense(walk: GraphWalk) -> Graph:
     """Return the graph of a walk without most exclusive nodes."""
-    shared = _shared_nodes(walk)
+    shared = _shared_nodes(walk) if walk.overlaps else set()
     boundary = _exits(walk, shared) if shared else walk.boundary
-    following: dict[Any, Sequence[Edge]] = {}
-    for edges, leaving in zip(walk.entries(), boundary, strict=True):
+    following: dict[Any, Collection[Edge]] = {}
+    for edges, leaving in zip(walk.entries, boundary, strict=True):
         for node, _ in edges:
             if node not in shared and walk.is_inner(node):
-                following[node] = list(leaving)  # one node stands for all exclusive nodes of its entry
+                following[node] = leaving  # one node stands for all exclusive nodes of its entry
                 break
     for node in shared:
         following[node] = [edge for edge in walk.edges.get(node, ()) if edge[0] is not None]
