@@ -5,19 +5,19 @@ from __future__ import annotations
 import signal
 
 from zmqgrad.cli.report import failure_report, last_traceback, signal_name
-from zmqgrad.cli.supervision import Outcome, WorkerExited
+from zmqgrad.cli.supervision import Promise, WorkerExited
 
 CAUSE = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "KeyError: 'x'"]
 CHAIN = ["", "The above exception was the direct cause of the following exception:", ""]
 EFFECT = ["Traceback (most recent call last):", '  File "a.py", line 2, in <module>', "ValueError: no"]
 
 
-def failed(code: int, *ended: int) -> Outcome:
-    return Outcome(exit_code=1, first_failure=WorkerExited(1, code), ended=ended)
+def failed(code: int, *ended: int) -> Promise:
+    return Promise(exit_code=1, first_failure=WorkerExited(1, code), ended=ended)
 
 
 def test_nothing_to_say_when_all_went_well() -> None:
-    assert failure_report(Outcome(exit_code=0), lambda rank: ["noise"]) == []
+    assert failure_report(Promise(exit_code=0), lambda rank: ["noise"]) == []
 
 
 def test_a_traceback() -> None:
@@ -48,7 +48,7 @@ def test_a_signal_without_a_name() -> None:
 
 
 def test_interrupted_and_given_up() -> None:
-    outcome = Outcome(exit_code=130, interrupted_by=signal.SIGINT, ended=(0, 1, 2), given_up=(0, 1, 2))
+    outcome = Promise(exit_code=130, interrupted_by=signal.SIGINT, ended=(0, 1, 2), given_up=(0, 1, 2))
     assert failure_report(outcome, lambda rank: []) == [
         "stopped by SIGINT",
         "workers 0, 1 and 2 were still there: SIGKILL did not move them in time",

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from zmqgrad.cli.supervision import (
     Event,
-    Outcome,
     Phase,
+    Promise,
     SignalReceived,
     SignalWorkers,
     Supervisor,
@@ -31,7 +31,7 @@ def test_rule_1_all_well(three: Supervisor) -> None:
     assert three.handle(WorkerExited(1, 0), now=5) == []
     assert three.handle(WorkerExited(0, 0), now=6) == []
     assert three.deadline == math.inf
-    assert three.handle(WorkerExited(2, 0), now=7) == [Outcome(exit_code=0)]
+    assert three.handle(WorkerExited(2, 0), now=7) == [Promise(exit_code=0)]
     assert three.phase is Phase.OVER
 
 
@@ -39,7 +39,7 @@ def test_rule_2_the_first_failure_decides(three: Supervisor) -> None:
     assert three.handle(WorkerExited(1, 7), now=5) == [SignalWorkers((0, 2), signal.SIGTERM)]
     assert three.handle(WorkerExited(2, 9), now=5.1) == []
     assert three.handle(WorkerExited(0, -signal.SIGTERM), now=5.2) == [
-        Outcome(exit_code=7, first_failure=WorkerExited(1, 7), ended=(0, 2))
+        Promise(exit_code=7, first_failure=WorkerExited(1, 7), ended=(0, 2))
     ]
 
 
@@ -47,13 +47,13 @@ def test_rule_2_a_worker_killed_by_a_signal(three: Supervisor) -> None:
     three.handle(WorkerExited(0, 0), now=1)
     three.handle(WorkerExited(2, -signal.SIGKILL), now=2)
     [outcome] = three.handle(WorkerExited(1, -signal.SIGTERM), now=2.1)
-    assert outcome == Outcome(exit_code=137, first_failure=WorkerExited(2, -signal.SIGKILL), ended=(1,))
+    assert outcome == Promise(exit_code=137, first_failure=WorkerExited(2, -signal.SIGKILL), ended=(1,))
 
 
 def test_rule_2_the_last_worker_may_be_the_one_that_fails(three: Supervisor) -> None:
     three.handle(WorkerExited(0, 0), now=1)
     three.handle(WorkerExited(1, 0), now=1)
-    assert three.handle(WorkerExited(2, 3), now=2) == [Outcome(exit_code=3, first_failure=WorkerExited(2, 3))]
+    assert three.handle(WorkerExited(2, 3), now=2) == [Promise(exit_code=3, first_failure=WorkerExited(2, 3))]
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_rule_3_a_signal_ends_all(three: Supervisor, received: int, sent: int, c
     assert three.handle(SignalReceived(received), now=2) == [SignalWorkers((0, 1), sent)]
     three.handle(WorkerExited(0, -sent), now=2.1)
     assert three.handle(WorkerExited(1, 1), now=2.2) == [
-        Outcome(exit_code=code, interrupted_by=received, ended=(0, 1))
+        Promise(exit_code=code, interrupted_by=received, ended=(0, 1))
     ]
 
 
@@ -83,7 +83,7 @@ def test_rule_4_asked_then_killed_then_given_up(three: Supervisor) -> None:
     assert three.deadline == 12
     three.handle(WorkerExited(2, -signal.SIGKILL), now=11.1)
     [outcome] = three.handle(TimePassed(), now=12)
-    assert outcome == Outcome(exit_code=143, interrupted_by=signal.SIGTERM, ended=(0, 1, 2), given_up=(1,))
+    assert outcome == Promise(exit_code=143, interrupted_by=signal.SIGTERM, ended=(0, 1, 2), given_up=(1,))
 
 
 def test_rule_5_a_second_signal_means_at_once(three: Supervisor) -> None:
@@ -97,7 +97,7 @@ def test_a_signal_after_a_failure_hurries_but_does_not_change_the_code(three: Su
     assert three.handle(SignalReceived(signal.SIGINT), now=5.1) == [SignalWorkers((0, 2), signal.SIGKILL)]
     three.handle(WorkerExited(0, -9), now=5.2)
     [outcome] = three.handle(WorkerExited(2, -9), now=5.2)
-    assert isinstance(outcome, Outcome)
+    assert isinstance(outcome, Promise)
     assert (outcome.exit_code, outcome.interrupted_by) == (7, None)
 
 
@@ -107,7 +107,7 @@ def test_whatever_happens_it_comes_to_an_end(data: st.DataObject, workers: int) 
     supervisor = Supervisor(range(workers), grace=1.0)
     running = set(range(workers))
     now, began = 0.0, math.inf
-    outcomes: list[Outcome] = []
+    outcomes: list[Promise] = []
     killed: set[int] = set()
     while not outcomes:
         choices: list[st.SearchStrategy[Event]] = [

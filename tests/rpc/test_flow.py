@@ -170,7 +170,7 @@ def stand_at(number: int) -> None:
 @contextmanager
 def held(both: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Worker 1 begins nothing of what worker 0 asks for: its only thread stands at a gate."""
-    monkeypatch.setattr("zmqgrad.runtime.engine_pool.STALL_SECONDS", 1000.0)  # nor does it get another
+    monkeypatch.setattr("zmqgrad.runtime.thread_pool.STALL_SECONDS", 1000.0)  # nor does it get another
     gate = _gates[0] = Gate()
     with acting(both[0]):
         held_there = rpc_async("w1", stand_at, args=(0,))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from zmqgrad.rpc.futures import Completer, RpcFuture
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.wire.tensors.streams import follow, note_arrival, watch_arrivals
 
 GPU = torch.device("cuda:0")
@@ -75,11 +75,11 @@ def arriving(tensor: Tensor) -> Tensor:
 
 def answered(value: Callable[[], Any], watches: bool = True) -> RpcFuture[Any]:
     """A future whose answer another thread has rebuilt."""
-    answer: Outcome[Any] = Outcome()
+    answer: Promise[Any] = Promise()
     future: RpcFuture[Any] = RpcFuture(
         answer, Completer(lambda task: task(), lambda *_: None, lambda _: value(), watches)
     )
-    answer.set(None)
+    answer.set_result(None)
     in_thread("engine", future.complete)
     return future
 

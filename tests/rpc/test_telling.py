@@ -10,10 +10,10 @@ import pytest
 from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError
 from zmqgrad.rpc.telling import MOST_PATIENCE, RETRY_SECONDS, Telling
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.wire.messages import Message, RRefUserDelete
 
-Settled = Callable[[Outcome[Any]], None]
+Settled = Callable[[Promise[Any]], None]
 
 PEER = 3
 NEWS = RRefUserDelete(((1, 2),))
@@ -36,7 +36,7 @@ class Wire:
         *,
         seconds: float,
         what: str,
-        settled: Callable[[Outcome[Any]], None],
+        settled: Callable[[Promise[Any]], None],
     ) -> None:
         """As the worker's."""
         if self.lost:
@@ -46,14 +46,14 @@ class Wire:
 
     def fail(self, error: Exception) -> None:
         """The last request ends so."""
-        outcome: Outcome[Any] = Outcome()
-        outcome.fail(error)
+        outcome: Promise[Any] = Promise()
+        outcome.set_exception(error)
         self.settled[-1](outcome)
 
     def answer(self) -> None:
         """The last request is answered."""
-        outcome: Outcome[Any] = Outcome()
-        outcome.set(None)
+        outcome: Promise[Any] = Promise()
+        outcome.set_result(None)
         self.settled[-1](outcome)
 
 

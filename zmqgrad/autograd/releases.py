@@ -18,7 +18,7 @@ from zmqgrad.errors import RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc import telling
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import split_id
 from zmqgrad.wire.messages import (
@@ -118,10 +118,10 @@ class Releases:
             self._ask(maker, contexts)
 
     def _ask(self, maker: int, contexts: list[int], patience: int = 1) -> None:
-        def answered(outcome: Outcome[Inbound]) -> None:
-            if isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
+        def answered(outcome: Promise[Inbound]) -> None:
+            if isinstance(outcome.exception(), RpcTimeoutError) and not self._closed:
                 self._ask(maker, contexts, telling.more(patience))
-            elif outcome.error() is None:
+            elif outcome.exception() is None:
                 for context_id in self._worker.open(outcome.result()):
                     self.release(context_id, maker)
 
@@ -131,7 +131,7 @@ class Releases:
         except (RpcError, TransportError) as e:
             logger.debug("cannot ask worker %d after %s: %s", maker, contexts, e)
         else:
-            call.outcome.then(answered)
+            call.outcome.add_done_callback(answered)
 
     def which_have_ended(self, contexts: list[int], asks: int) -> list[int]:
         """Those of ``contexts`` that are not known here; of the end of the others ``asks`` will be told."""

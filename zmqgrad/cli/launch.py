@@ -17,7 +17,7 @@ from zmqgrad.cli.output import Screen
 from zmqgrad.cli.signals import SignalInbox
 from zmqgrad.cli.supervision import (
     Event,
-    Outcome,
+    Promise,
     SignalReceived,
     SignalWorkers,
     Supervisor,
@@ -47,7 +47,7 @@ class Group:
     log_dir: Path | None = None
 
 
-def launch(group: Group, clock: Clock = MONOTONIC) -> tuple[Outcome, Callable[[int], list[str]]]:
+def launch(group: Group, clock: Clock = MONOTONIC) -> tuple[Promise, Callable[[int], list[str]]]:
     """Run all workers of ``group``: how it went, and a function that gives the end of a worker's stderr.
 
     Must be called on the main thread: signals to this process are taken in until it returns.
@@ -75,11 +75,11 @@ def launch(group: Group, clock: Clock = MONOTONIC) -> tuple[Outcome, Callable[[i
 
 def _supervise(
     workers: Sequence[WorkerProcess], listener: Listener, signals: SignalInbox, clock: Clock
-) -> Outcome:
+) -> Promise:
     supervisor = Supervisor(range(len(workers)))
     running = list(workers)
     while True:
-        listener.wait(Deadline(supervisor.deadline, clock).left_or_none())
+        listener.wait(Deadline(supervisor.deadline, clock).timeout())
         events: list[Event] = [SignalReceived(signum) for signum in signals.take()]
         if listener.reader_gone and supervisor.is_running:
             events.append(SignalReceived(signal.SIGPIPE))
@@ -93,7 +93,7 @@ def _supervise(
                     case SignalWorkers(ranks, signum):
                         for rank in ranks:
                             workers[rank].signal(signum)
-                    case Outcome():
+                    case Promise():
                         return effect
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from zmqgrad.cli.supervision import Outcome
+from zmqgrad.cli.supervision import Promise
 
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -22,7 +22,7 @@ _HINTS = {
 }
 
 
-def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
+def failure_report(outcome: Promise, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
     """What to print at the end, line by line, quotes indented; nothing if all went well.
 
     Args:

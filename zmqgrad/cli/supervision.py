@@ -55,7 +55,7 @@ class SignalWorkers:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Promise:
     """Effect, the last one: how it went. ``ended`` were still running when the end began."""
 
     exit_code: int
@@ -65,7 +65,7 @@ class Outcome:
     given_up: tuple[int, ...] = ()
 
 
-Effect = SignalWorkers | Outcome
+Effect = SignalWorkers | Promise
 
 
 class Phase(enum.Enum):
@@ -139,10 +139,10 @@ class Supervisor:
         self.deadline = now + self._grace
         return [SignalWorkers(tuple(sorted(self._running)), signal.SIGKILL)]
 
-    def _over(self) -> Outcome:
+    def _over(self) -> Promise:
         self.phase = Phase.OVER
         self.deadline = math.inf
-        return Outcome(
+        return Promise(
             exit_code=self._exit_code(),
             first_failure=self._first_failure,
             interrupted_by=self._interrupted_by,

@@ -33,7 +33,7 @@ from zmqgrad.rpc.options import (
 from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.rref import RRef, call_remote
 from zmqgrad.rpc.serving import is_serving
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
 
@@ -278,7 +278,7 @@ def wait_for_workers(names: Sequence[str], timeout: float = UNSET_RPC_TIMEOUT) -
         raise ArgumentTypeError(f"names must be a list of names, not the string {names!r}")
     worker = current_worker()
     deadline = Deadline.after(worker.seconds(timeout) or None)
-    with about_to_block():
+    with blocking_section():
         return [record.info for record in worker.membership.wait_for(names, deadline)]
 
 

@@ -18,7 +18,7 @@ from zmqgrad.rpc.packing.packing import pack
 from zmqgrad.rpc.packing.unpacking import unpack, unpack_call, unpack_tensors
 from zmqgrad.rpc.profiling import callee_range, serving_is_profiled
 from zmqgrad.rpc.remote_errors import describe_exception
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import (
     Call,
@@ -79,16 +79,16 @@ class Callee:
         try:
             value = self._invoke(inbound, call, tensors)
         except BaseException as e:
-            made.fail(e)
+            made.set_exception(e)
         else:
             if value.__class__ is Later:
                 self._await(inbound, value, lambda: self._made(inbound, call, value.into(made)))
                 return
-            made.set(value)
+            made.set_result(value)
         self._made(inbound, call, made)
 
-    def _made(self, inbound: Inbound, call: RemoteCall, made: Outcome[Any]) -> None:
-        error = made.error()
+    def _made(self, inbound: Inbound, call: RemoteCall, made: Promise[Any]) -> None:
+        error = made.exception()
         if error is not None:
             trace = describe_exception(error, self._worker.name).traceback
             self._worker.show_failure(inbound.envelope.source, trace)

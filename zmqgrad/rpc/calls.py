@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound, ReplyChannel
 from zmqgrad.wire.messages import MessageType
 
@@ -32,7 +32,7 @@ def describe(what: What) -> str:
     return what if isinstance(what, str) else getattr(what, "__qualname__", None) or repr(what)
 
 
-class ChannelOutcome(Outcome[T]):
+class ChannelOutcome(Promise[T]):
     """The outcome of what a thread waits for at a channel, where it must be told of what other threads set.
 
     Made by the thread that is going to wait.
@@ -67,7 +67,7 @@ class PendingCall:
     what: What
     keep: Any = None
     kind: int = 0
-    outcome: Outcome[Inbound] = field(default_factory=Outcome)
+    outcome: Promise[Inbound] = field(default_factory=Promise)
     channel: ReplyChannel | None = None
     future: RpcFuture[Any] | None = None
 

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 
 from zmqgrad.errors import OperatorError, RpcError
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 
 __all__ = ["async_execution"]
 
@@ -62,12 +62,12 @@ class Later:
         """
         return self.future.wait()
 
-    def into(self, outcome: Outcome[Any]) -> Outcome[Any]:
+    def into(self, outcome: Promise[Any]) -> Promise[Any]:
         """``outcome``, set to what the future, which must be done, holds."""
         try:
-            outcome.set(self.value())
+            outcome.set_result(self.value())
         except BaseException as e:
-            outcome.fail(e)
+            outcome.set_exception(e)
         return outcome
 
 

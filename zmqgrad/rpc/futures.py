@@ -20,8 +20,8 @@ import torch
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.calls import What, describe
 from zmqgrad.rpc.raising import anew, error_of_callback, raise_anew
-from zmqgrad.runtime.engine_pool import Task
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, watch_arrivals
 
@@ -42,7 +42,7 @@ class PythonFuture(torch.futures.Future[T]):
 
     _failed = False
     _arrived = NOTHING_ARRIVED  # on devices, in the thread that settled this
-    _alarms: tuple[Outcome[Any], ...] = ()  # of those who want to know at once; written under _alarms_lock
+    _alarms: tuple[Promise[Any], ...] = ()  # of those who want to know at once; written under _alarms_lock
 
     def wait(self) -> T:
         """The result; waits for it.
@@ -51,7 +51,7 @@ class PythonFuture(torch.futures.Future[T]):
             what was set instead of a result.
         """
         if not self.done():  # torch waits in C++, deaf to Ctrl-C (DESIGN 16.10)
-            settled: Outcome[None] = Outcome()
+            settled: Promise[None] = Promise()
             super().add_done_callback(_setter(settled))
             settled.wait_done()
         result: T = super().wait()
@@ -78,7 +78,7 @@ class PythonFuture(torch.futures.Future[T]):
         self.set_result(anew(result))
         self._failed = True
         for alarm in self._alarms:
-            alarm.set(self)
+            alarm.set_result(self)
 
     def then(self, callback: Callable[[Any], S]) -> PythonFuture[S]:
         """A future of what ``callback(self)`` returns, once this one is done.
@@ -145,7 +145,7 @@ _alarms_lock = threading.Lock()
 
 
 @contextmanager
-def alarmed(futures: Sequence[PythonFuture[Any]], outcome: Outcome[Any]) -> Iterator[None]:
+def alarmed(futures: Sequence[PythonFuture[Any]], outcome: Promise[Any]) -> Iterator[None]:
     """Meanwhile, ``outcome`` is set to the first of ``futures`` that fails, or has."""
     with _alarms_lock:
         for future in futures:
@@ -153,7 +153,7 @@ def alarmed(futures: Sequence[PythonFuture[Any]], outcome: Outcome[Any]) -> Iter
     try:
         for future in futures:
             if future._failed:
-                outcome.set(future)
+                outcome.set_result(future)
         yield
     finally:
         with _alarms_lock:
@@ -166,9 +166,9 @@ def _check_callable(callback: object) -> None:
         raise TypeError(f"incompatible function arguments. A callback must be callable, not {callback!r}")
 
 
-def _setter(outcome: Outcome[None]) -> Callable[[object], None]:
+def _setter(outcome: Promise[None]) -> Callable[[object], None]:
     def settle(_: object) -> None:
-        outcome.set(None)
+        outcome.set_result(None)
 
     return settle
 
@@ -183,10 +183,10 @@ class RpcFuture(PythonFuture[T]):
     what: What
     """Was asked of whom (-1: nobody): for people."""
     peer: int
-    _answer: Outcome[Inbound] | None = None  # in the dictionary, from which one thread can take it
+    _answer: Promise[Inbound] | None = None  # in the dictionary, from which one thread can take it
 
     def __init__(
-        self, answer: Outcome[Inbound], completer: Completer, what: What = "", peer: int = -1
+        self, answer: Promise[Inbound], completer: Completer, what: What = "", peer: int = -1
     ) -> None:
         torch._C.Future.__init__(self, [])  # all that torch's own does, which looks for devices first
         self._answer = answer
@@ -203,7 +203,7 @@ class RpcFuture(PythonFuture[T]):
     def complete(self) -> None:
         """Rebuild the answer, which must be there, and settle. Only the first call does anything."""
         # One step for all threads: so one of them gets it. Nothing of the call is kept afterwards.
-        answer: Outcome[Inbound] | None = self.__dict__.pop("_answer", None)
+        answer: Promise[Inbound] | None = self.__dict__.pop("_answer", None)
         if answer is None:
             return
         try:
@@ -271,7 +271,7 @@ class Completer:
         self,
         submit: Callable[[Task], None],
         call_later: Callable[[float, Callable[[], None]], object],
-        open: Callable[[Outcome[Inbound]], Any],
+        open: Callable[[Promise[Inbound]], Any],
         watches: bool = False,
     ) -> None:
         self.open = open

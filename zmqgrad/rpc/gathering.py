@@ -24,7 +24,7 @@ from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.packing.packing import pack_call
 from zmqgrad.rpc.packing.terms import Packed
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 
 logger = logging.getLogger(__name__)
 
@@ -47,10 +47,8 @@ def broadcast(
     worker = current_worker()
     deadline = Deadline.after(worker.seconds(timeout) or None)
     find = worker.membership.find
-    peers = (
-        worker.membership.all() if workers is None else [find(w, deadline.left_or_none()) for w in workers]
-    )
-    seconds = 0.0 if deadline.left_or_none() is None else max(1e-6, deadline.left())  # 0 would be no limit
+    peers = worker.membership.all() if workers is None else [find(w, deadline.timeout()) for w in workers]
+    seconds = 0.0 if deadline.timeout() is None else max(1e-6, deadline.left())  # 0 would be no limit
     prepared: dict[bool, tuple[str, Packed]] = {}
     futures: list[RpcFuture[Any]] = []
     for peer in peers:
@@ -88,16 +86,16 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
 
 
 @contextmanager
-def _first_failure(futures: list[Any]) -> Iterator[Outcome[Any]]:
+def _first_failure(futures: list[Any]) -> Iterator[Promise[Any]]:
     """Gives an outcome that is set to the first of ``futures`` to fail, or to None once all are done."""
     collected = _collect_in_torch(futures)  # raises where there is something else among them
-    outcome: Outcome[Any] = Outcome()
-    torch._C.Future.add_done_callback(collected, lambda _: outcome.set(None))
+    outcome: Promise[Any] = Promise()
+    torch._C.Future.add_done_callback(collected, lambda _: outcome.set_result(None))
     with alarmed([future for future in futures if isinstance(future, PythonFuture)], outcome):
         yield outcome
 
 
-def _results(futures: list[Any], outcome: Outcome[Any]) -> list[Any]:
+def _results(futures: list[Any], outcome: Promise[Any]) -> list[Any]:
     failed = outcome.result()
     if failed is not None:
         failed.wait()  # raises
@@ -136,7 +134,7 @@ def _collect_all_early(futures: list[Any]) -> torch.futures.Future[Any]:
         else:
             collected.set_result(list(futures))
 
-    outcome.then(settle)
+    outcome.add_done_callback(settle)
     return collected
 
 

@@ -22,7 +22,7 @@ from zmqgrad.rpc.profiling import caller_range, profiled_here
 from zmqgrad.rpc.references import proxies
 from zmqgrad.rpc.references.handle import Handle
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import split_id
 from zmqgrad.wire.messages import ExceptionReply, RemoteCall, RRefFetch
@@ -297,18 +297,18 @@ def call_remote(
     return rref
 
 
-def _forget_if_made(handle: Handle, answer: Outcome[Inbound]) -> None:
+def _forget_if_made(handle: Handle, answer: Promise[Inbound]) -> None:
     """Only a failure is worth keeping the answer."""
-    if answer.error() is None and not isinstance(answer.result().message, ExceptionReply):
+    if answer.exception() is None and not isinstance(answer.result().message, ExceptionReply):
         handle.creation = None
 
 
 _TIMED_OUT = f"{RpcTimeoutError.__module__}.{RpcTimeoutError.__qualname__}"
 
 
-def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
+def _created(handle: Handle, answer: Promise[Inbound]) -> None:
     """Quick, as the receiver's thread may call it."""
-    error = answer.error()
+    error = answer.exception()
     if isinstance(error, RpcTimeoutError):
         error = RpcTimeoutError(
             f"RRef creation via rpc.remote() timed out, so there may be no value: {error}"
@@ -320,8 +320,8 @@ def _created(handle: Handle, answer: Outcome[Inbound]) -> None:
         error = kind(f"RRef creation via rpc.remote() failed. {told}")
     _forget_if_made(handle, answer)
     if error is not None:
-        failed: Outcome[Any] = handle.outcome if handle.outcome is not None else Outcome()
-        failed.fail(error)
+        failed: Promise[Any] = handle.outcome if handle.outcome is not None else Promise()
+        failed.set_exception(error)
         handle.outcome = failed
     if handle.fork_id:
         # After a failure as well: the owner may know of it all the same, and has to hear of its end.

@@ -82,7 +82,7 @@ class ServingTable:
         self._awaited = True
         with self._ended:
             return self._ended.wait_for(
-                lambda: not any(self._calls.get(c.message_id) is c for c in calls), deadline.left_or_none()
+                lambda: not any(self._calls.get(c.message_id) is c for c in calls), deadline.timeout()
             )
 
     def cancel(self, source: int, message_id: int) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zmqgrad.errors import NotInitializedError, PeerLostError, RpcTimeoutError, TransportError
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import Message
 
@@ -47,11 +47,11 @@ class Telling:
         ``patience``: the answer is waited for so many times :data:`RETRY_SECONDS`.
         """
 
-        def settled(outcome: Outcome[Inbound]) -> None:
-            if outcome.error() is None:
+        def settled(outcome: Promise[Inbound]) -> None:
+            if outcome.exception() is None:
                 if acknowledged is not None:
                     acknowledged()
-            elif isinstance(outcome.error(), RpcTimeoutError) and not self._closed:
+            elif isinstance(outcome.exception(), RpcTimeoutError) and not self._closed:
                 logger.info("%s: worker %d did not answer %s, again", self._worker.name, peer, message)
                 self.tell(peer, message, acknowledged, more(patience))
 

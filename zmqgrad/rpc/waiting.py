@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from zmqgrad.errors import PeerLostError, RpcError, RpcTimeoutError, TransportError
 from zmqgrad.rpc.calls import PendingCall
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.transport.base import Inbound, ReplyChannel
 from zmqgrad.wire.messages import Cancel, MessageType
 
@@ -52,7 +52,7 @@ class Waiting:
         left = None if call.deadline == math.inf else max(0.0, call.deadline - self._clock.now())
         try:
             if not outcome.wait_done(left) and self._calls.take(call.message_id) is not None:
-                outcome.fail(self.over_time(call))
+                outcome.set_exception(self.over_time(call))
                 self._cancel(call)
             outcome.wait_done()  # at most the moment between its being taken and set by another thread
         except BaseException:  # Ctrl-C: the caller does not want it any more
@@ -66,11 +66,11 @@ class Waiting:
     def give_up(self, call: PendingCall) -> None:
         """Nobody waits for ``call`` any more: tell its callee; drop the answer if it is here already."""
         if self._calls.take(call.message_id) is not None:
-            call.outcome.fail(RpcError(f"{call.describe()} was given up by its caller"))
+            call.outcome.set_exception(RpcError(f"{call.describe()} was given up by its caller"))
             self._cancel(call)
             if call.channel is not None:
                 self.leave_early()
-        elif call.outcome.done() and call.outcome.error() is None:
+        elif call.outcome.done() and call.outcome.exception() is None:
             self._worker.drop_unread(call.outcome.result())
 
     def _cancel(self, call: PendingCall) -> None:
@@ -85,23 +85,23 @@ class Waiting:
     def _wait_at(self, channel: ReplyChannel, call: PendingCall) -> Inbound:
         """Read replies at ``channel`` until that of ``call`` is there, or its outcome is set elsewhere."""
         try:
-            with about_to_block():
+            with blocking_section():
                 while not call.outcome.done():
                     left = None if call.deadline == math.inf else call.deadline - self._clock.now()
                     inbound = channel.receive(None if left is None else max(0.0, left))
                     if inbound is None:
                         if left is not None and left <= 0 and self._calls.take(call.message_id) is not None:
-                            call.outcome.fail(self.over_time(call))
+                            call.outcome.set_exception(self.over_time(call))
                             self._cancel(call)
                             self.leave_early()
                     elif inbound.envelope.message_id != call.message_id:
                         self._worker.on_stray(inbound)  # for somebody who gave up; or of a stranger
                     elif self._calls.take(call.message_id) is not None:
-                        call.outcome.set(inbound)
+                        call.outcome.set_result(inbound)
                         return inbound
                     else:
                         call.outcome.wait_done()  # another thread has taken it and is about to settle it
-                if isinstance(call.outcome.error(), PeerLostError):
+                if isinstance(call.outcome.exception(), PeerLostError):
                     inbound = self._last_word(channel, call)
                     if inbound is not None:
                         return inbound
@@ -151,7 +151,7 @@ class Waiting:
     def _check_deadlines(self) -> None:
         now = self._clock.now()
         for call in self._calls.expire(now):
-            call.outcome.fail(self.over_time(call))
+            call.outcome.set_exception(self.over_time(call))
             self._cancel(call)
         with self._check_lock:
             if self._next_check > now:

@@ -18,7 +18,7 @@ from zmqgrad.errors import (
     TransportError,
 )
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import Task
+from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.store.addresses import connecting_address, why_unknown
 from zmqgrad.store.followers import CallbackNotice, Registered
 from zmqgrad.store.topics import Prefix, Target, topic_of
@@ -159,7 +159,7 @@ class Connection:
                 raise ClosedError(f"{self!r} is closed")
             if self._subscriber is None:
                 self._subscriber = Subscriber(
-                    self._client.name, self._noticed, self._on_broken, self.watches.attend
+                    self._client.name, self._noticed, self._on_broken, self.watches.serve_from
                 )
             subscriber = self._subscriber
         with self._moving:  # one thread at a time asks where it is

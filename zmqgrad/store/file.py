@@ -14,7 +14,7 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from zmqgrad.errors import ClosedError, ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.effects import Reply
@@ -152,7 +152,7 @@ class _Session:
         with self._lock:
             self.waiting += 1
         try:
-            with about_to_block():
+            with blocking_section():
                 return self._wait(query, at_once, deadline)
         finally:
             with self._lock:

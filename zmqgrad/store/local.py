@@ -8,7 +8,7 @@ from functools import partial
 
 from zmqgrad.errors import ClosedError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
 from zmqgrad.store.effects import Effect, Notice
 from zmqgrad.store.ending import Ending
@@ -41,14 +41,14 @@ class Table:
                 for book in self.books:
                     book.noticed(effect.message)
             else:
-                effect.asker.set(effect.message)
+                effect.asker.set_result(effect.message)
 
-    def leave(self, book: WatchBook, waiting: set[Outcome[Message]]) -> None:
+    def leave(self, book: WatchBook, waiting: set[Promise[Message]]) -> None:
         """The store of ``book`` closes: refuse those of it who wait."""
         with self.lock:
             self.books.discard(book)
             for outcome in waiting:
-                outcome.set(StoreRefused(Refusal.CLOSING, "the store is closing"))
+                outcome.set_result(StoreRefused(Refusal.CLOSING, "the store is closing"))
             if not self.books:
                 self.state.close()
 
@@ -64,18 +64,18 @@ class HashStore(QueryStore):
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, table: Table | None = None) -> None:
         super().__init__(timeout)
         self._table = Table() if table is None else table
-        self._waiting: set[Outcome[Message]] = set()  # guarded by the table's lock
+        self._waiting: set[Promise[Message]] = set()  # guarded by the table's lock
         self._watches = WatchBook("hash-store", partial(_register, weakref.ref(self)))
         with self._table.lock:
             self._table.books.add(self._watches)
         self._ending = Ending(self, partial(_close, self._table, self._watches, self._waiting))
 
     def _ask(self, query: Message, seconds: float) -> Message:
-        outcome: Outcome[Message] = Outcome()
+        outcome: Promise[Message] = Promise()
         table = self._table
         with table.lock:
             if self._watches not in table.books:
-                outcome.set(StoreRefused(Refusal.CLOSING, "the store is closed"))
+                outcome.set_result(StoreRefused(Refusal.CLOSING, "the store is closed"))
             else:
                 table.carry_out(table.state.apply(query, outcome, self._clock.now()))
                 if not outcome.done():
@@ -87,14 +87,14 @@ class HashStore(QueryStore):
             raise self._refused(answer, seconds)
         return answer
 
-    def _wait_for(self, outcome: Outcome[Message], deadline: Deadline) -> None:
+    def _wait_for(self, outcome: Promise[Message], deadline: Deadline) -> None:
         table = self._table
         try:
-            while not outcome.wait_done(deadline.left_or_none()):
+            while not outcome.wait_done(deadline.timeout()):
                 with table.lock:
                     table.carry_out(table.state.expire(self._clock.now()))
         except BaseException as e:  # a Ctrl-C; the reply will find nobody
-            outcome.fail(e)
+            outcome.set_exception(e)
             raise
         finally:
             with table.lock:
@@ -137,7 +137,7 @@ class HashStore(QueryStore):
         return f"<HashStore of {statistics['keys']} keys{closed}>"
 
 
-def _close(table: Table, book: WatchBook, waiting: set[Outcome[Message]]) -> None:
+def _close(table: Table, book: WatchBook, waiting: set[Promise[Message]]) -> None:
     table.leave(book, waiting)
     book.close()
 

@@ -138,7 +138,7 @@ class StoreServer:
             StoreError: if the thread does not end in time.
         """
         self._server.stop()
-        self._thread.join(Deadline.after(CLOSE_SECONDS).left_or_none())
+        self._thread.join(Deadline.after(CLOSE_SECONDS).timeout())
         if self._thread.is_alive():
             raise StoreError(f"the thread {self._thread.name} has not ended within {CLOSE_SECONDS} s")
 

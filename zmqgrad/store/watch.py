@@ -13,8 +13,8 @@ from functools import partial
 
 from zmqgrad.errors import ClosedError, StoreError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool, Source, Task
-from zmqgrad.runtime.timekeeper import Timekeeper
+from zmqgrad.runtime.thread_pool import Source, Task, ThreadPool
+from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.store.followers import (
     Backlog,
     CallbackNotice,
@@ -98,8 +98,8 @@ class WatchBook:
         self._lock = threading.Lock()  # guards all that is above and below, never held while calling out
         self._closed = False
         self._connection = 0  # how often it broke; a look says nothing about a later one
-        self._pool: EnginePool | None = None
-        self._timekeeper: Timekeeper | None = None
+        self._pool: ThreadPool | None = None
+        self._timekeeper: TimerThread | None = None
 
     def add(self, target: Target, taker: Taker, *, present: bool = False) -> None:
         """Let ``taker`` have each change of ``target`` from now on. Blocks until the watch is in place.
@@ -192,10 +192,10 @@ class WatchBook:
             each.taker.end()
         return last
 
-    def attend(self, source: Source) -> None:
+    def serve_from(self, source: Source) -> None:
         """Let the threads that call callbacks read ``source`` as well; something is watched."""
         assert self._pool is not None
-        self._pool.attend(source)
+        self._pool.serve_from(source)
 
     def noticed(self, notice: CallbackNotice, submit: Callable[[Task], object] | None = None) -> None:
         """Take in a notice; quick, for it runs in the thread that receives them.
@@ -279,9 +279,9 @@ class WatchBook:
 
     def _start(self) -> None:
         if self._pool is None:
-            self._timekeeper = Timekeeper(self._name)
+            self._timekeeper = TimerThread(self._name)
             self._timekeeper.start()
-            self._pool = EnginePool(self._name, CALLBACK_THREADS, self._timekeeper.call_later)
+            self._pool = ThreadPool(self._name, CALLBACK_THREADS, self._timekeeper.call_later)
             if self._renew is not None:
                 self._timekeeper.call_later(RENEW_SECONDS, self._renew_later)
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from zmqgrad.errors import StoreTimeoutError
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.followers import Backlog, WatchEvent
 from zmqgrad.store.topics import Target
@@ -66,8 +66,8 @@ class Inbox:
                 event = self._fetch()
                 if event is not None or deadline.passed():
                     return event
-                with about_to_block():
-                    self._condition.wait(deadline.left_or_none())
+                with blocking_section():
+                    self._condition.wait(deadline.timeout())
 
     async def sleep(self, deadline: Deadline) -> WatchEvent | None:
         """As :meth:`wait`, for a task: cancelled, it has taken no event."""
@@ -81,7 +81,7 @@ class Inbox:
                 loop = asyncio.get_running_loop()
                 future: asyncio.Future[None] = loop.create_future()
                 self._sleepers.append((loop, future))
-            await asyncio.wait([future], timeout=deadline.left_or_none())
+            await asyncio.wait([future], timeout=deadline.timeout())
 
 
 class Watch:

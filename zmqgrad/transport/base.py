@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool, Task
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.tap import Tap
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message
@@ -109,7 +109,7 @@ class ReplyChannel(Protocol):
 
 
 class Timer(Protocol):
-    """Who runs what has to wait (:class:`~zmqgrad.runtime.timekeeper.Timekeeper`)."""
+    """Who runs what has to wait (:class:`~zmqgrad.runtime.timer.TimerThread`)."""
 
     def call_later(self, seconds: float, job: Callable[[], None]) -> object:
         """Run ``job`` in ``seconds``. Safe inside finalizers."""
@@ -132,7 +132,7 @@ class Mailbox(Protocol):
         self,
         handler: Handler,
         resolve: Resolver,
-        pool: EnginePool | None = None,
+        pool: ThreadPool | None = None,
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,

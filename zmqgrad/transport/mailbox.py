@@ -28,8 +28,8 @@ import zmq
 
 from zmqgrad.errors import AddressInUseError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool, Task
-from zmqgrad.runtime.timekeeper import Timekeeper
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
+from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
@@ -126,7 +126,7 @@ class ZmqMailbox:
         self._sessions = Sessions(
             name, self.incarnation, ack, lambda peer: self._connections.acknowledge(peer)
         )
-        self._own_timer: Timekeeper | None = None
+        self._own_timer: TimerThread | None = None
         self._connections = ConnectionPool(
             name, self._context, keys, job, fast_path, self._sessions, self._feel
         )
@@ -185,7 +185,7 @@ class ZmqMailbox:
         self,
         handler: Handler,
         resolve: Resolver,
-        pool: EnginePool | None = None,
+        pool: ThreadPool | None = None,
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
@@ -196,7 +196,7 @@ class ZmqMailbox:
             self._lost = lost
             self._watch = Watch(self._name, self._listener, self._lose, suspected or _unheard, self._limits)
         if timer is None:
-            timer = self._own_timer = Timekeeper(self._name)
+            timer = self._own_timer = TimerThread(self._name)
             self._own_timer.start()
         self._plane.start(timer)
         self._sessions.start(timer, self._receiver)
@@ -329,13 +329,13 @@ class ZmqMailbox:
             return left
         if self._own_timer is not None and (left := self._own_timer.join(deadline)):
             return left
-        if not self._channels.join(deadline.left_or_none()):
+        if not self._channels.join(deadline.timeout()):
             return [f"{self._name}-channels"]
         self._connections.shut(0)  # a send that raced with close may have connected anew
         # term() waits for sockets that are still open, which should be none, and knows no deadline.
         ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
         ending.start()
-        ending.join(deadline.left_or_none())
+        ending.join(deadline.timeout())
         if ending.is_alive():
             return [ending.name]
         self._remove_directory()

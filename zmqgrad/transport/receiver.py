@@ -1,12 +1,11 @@
 """The receiving half of a mailbox: one thread at a time reads one ROUTER and one local listener.
 
 With an engine pool, that is a thread of the pool, and others stand by (:mod:`~zmqgrad.transport.gate`,
-:meth:`~zmqgrad.runtime.engine_pool.EnginePool.attend`); without one, it is a thread of the receiver's own.
-It reads, decodes and hands on; it never runs user code and never stops for what a stranger sends (P5).
-Small messages of this host come by the fast path (:mod:`~zmqgrad.transport.local`), all others by the
-ROUTER, whose file descriptor tells when to look (and says nothing more before all that is there has been
-read). Closing is a message to itself over ``inproc``, known by a token that nobody outside the process can
-have.
+:meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without one, it is a thread of the receiver's
+own. It reads, decodes and hands on; it never runs user code and never stops for what a stranger sends (P5).
+Small messages of this host come by the fast path (:mod:`~zmqgrad.transport.local`), all others by the ROUTER,
+whose file descriptor tells when to look (and says nothing more before all that is there has been read).
+Closing is a message to itself over ``inproc``, known by a token that nobody outside the process can have.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from typing import TYPE_CHECKING
 import zmq
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.runtime.engine_pool import EnginePool, Task
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull
 from zmqgrad.transport.gate import Gate, make_gate
 from zmqgrad.transport.local import LocalListener
@@ -85,7 +84,7 @@ class Receiver:
         self._lull: Lull = _nothing
         self._strangers: set[bytes] = set()
         self._started = False
-        self._ended: Outcome[None] = Outcome()
+        self._ended: Promise[None] = Promise()
         self._closed = False
         self._reader = 0  # the thread that reads just now
         self.messages = 0
@@ -110,13 +109,13 @@ class Receiver:
             logger.warning("%s has no fast path, all messages come by ZeroMQ: %s", self._name, e)
             return None
 
-    def start(self, handler: Handler, pool: EnginePool | None = None, lull: Lull | None = None) -> None:
+    def start(self, handler: Handler, pool: ThreadPool | None = None, lull: Lull | None = None) -> None:
         """Begin to read."""
         self._handler = handler
         self._lull = lull or self._lull
         self._started = True
         if pool is not None:
-            pool.attend(self)
+            pool.serve_from(self)
         else:
             threading.Thread(target=self._run, name=f"{self._name}-receiver", daemon=True).start()
 
@@ -125,15 +124,15 @@ class Receiver:
             self._reader = threading.get_ident()  # nobody reads meanwhile
             task()
 
-    def stand_by(self) -> bool:
+    def wait_for_lead(self) -> bool:
         """Wait until the calling thread is to read; False: it is over."""
         return self._gate.wait()
 
-    def take(self) -> bool:
+    def try_lead(self) -> bool:
         """The calling thread is to read, unless another does."""
         return self._gate.take()
 
-    def pass_on(self) -> None:
+    def promote(self) -> None:
         """One that stands by is to read."""
         self._gate.open(at_once=bool(self._arrived) or self._at_router)
 
@@ -226,7 +225,7 @@ class Receiver:
             self._local.close()
         self._gate.close()
         self._socket.close(linger=0)
-        self._ended.set(None)
+        self._ended.set_result(None)
 
     def _rest(self) -> list[Buffer]:
         """The frames after the first: ours, writable, and received without a copy."""
@@ -315,7 +314,7 @@ class Receiver:
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait until nobody reads any more; gives a name if that has not come by ``deadline``."""
-        if self._started and not self._ended.wait_done(deadline.left_or_none()):
+        if self._started and not self._ended.wait_done(deadline.timeout()):
             return [f"{self._name}-receiver"]
         return []
 

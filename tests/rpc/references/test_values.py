@@ -25,7 +25,7 @@ def test_who_asks_early_gets_what_the_call_will_set(values: OwnedValues) -> None
     early = values.find(VALUE)
     made = values.expect(MAKER, VALUE, FORK)
     assert made is early
-    made.set("it")
+    made.set_result("it")
     assert values.value(VALUE, timeout=0.0) == "it"
 
 
@@ -75,6 +75,6 @@ def test_what_the_lost_should_have_made_is_orphaned(values: OwnedValues) -> None
 def test_closing_settles_whoever_waits_and_makes_nothing_anew(values: OwnedValues) -> None:
     asked = values.find(VALUE)
     values.close()
-    assert isinstance(asked.error(), RRefError)
+    assert isinstance(asked.exception(), RRefError)
     with pytest.raises(RRefError, match="was shut down"):
         values.find(VALUE)

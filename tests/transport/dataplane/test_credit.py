@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import OverZmq, _TcpAlone
 from zmqgrad.errors import ClosedError, CongestionError
-from zmqgrad.runtime.engine_pool import Source, Task
+from zmqgrad.runtime.thread_pool import Source, Task
 from zmqgrad.transport.base import Inbound, Mailbox
 from zmqgrad.transport.dataplane import credit
 from zmqgrad.transport.dataplane.credit import Allowance, Intake
@@ -262,7 +262,7 @@ class Desk:
         self.tasks: SimpleQueue[Task] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def attend(self, source: Source) -> None:
+    def serve_from(self, source: Source) -> None:
         def work() -> None:
             while (task := source.read()) is not None:
                 self.tasks.put(task)

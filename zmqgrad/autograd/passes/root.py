@@ -20,7 +20,7 @@ from zmqgrad.rpc.calls import ChannelOutcome
 from zmqgrad.rpc.profiling import profiled_here
 from zmqgrad.rpc.remote_errors import rebuild_exception
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import Inbound, ReplyChannel
 from zmqgrad.wire.ids import show_id
@@ -123,7 +123,7 @@ class Root:
             left = None if patience is None else until - clock.now()
             if left is not None and left <= 0:
                 return False
-            with about_to_block():
+            with blocking_section():
                 inbound = channel.receive(left)
             if inbound is None:
                 continue
@@ -138,11 +138,11 @@ class Root:
         """Handle what other threads put there until the pass has finished, or for ``patience`` seconds."""
         until = Deadline.after(patience, self._worker.clock)
         finished = self.tally.finished
-        finished.then(lambda _: inbox.put(None))
+        finished.add_done_callback(lambda _: inbox.put(None))
         while not finished.done():
             try:
-                with about_to_block():
-                    inbound = inbox.get(timeout=until.left_or_none())
+                with blocking_section():
+                    inbound = inbox.get(timeout=until.timeout())
             except Empty:
                 return False
             if inbound is not None:

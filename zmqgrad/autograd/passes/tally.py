@@ -14,7 +14,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.wire.messages import Waiting
 
 ROOTS = 0
@@ -24,7 +24,7 @@ ROOTS = 0
 class Tally:
     """One pass, at its root. ``finished`` is set when nothing is under way."""
 
-    def __init__(self, root: int, new_outcome: Callable[[], Outcome[None]] = Outcome) -> None:
+    def __init__(self, root: int, new_outcome: Callable[[], Promise[None]] = Promise) -> None:
         self._lock = threading.Lock()  # guards all below
         self._under_way: dict[int, int] = {ROOTS: root}  # and the worker that it was sent to
         self._early: set[int] = set()
@@ -66,7 +66,7 @@ class Tally:
                         self._under_way[request] = worker
             done = not (self._under_way or self._early) or (bool(self._lost) and self._waits_for_lost())
         if done:
-            self.finished.set(None)
+            self.finished.set_result(None)
 
     def expect(self, requests: dict[int, int]) -> None:
         """More is about to be set off, by the root itself: these requests, of those workers."""
@@ -83,14 +83,14 @@ class Tally:
             self._lost[worker] = error
             over = self._waits_for_lost()
         if over:
-            self.finished.set(None)
+            self.finished.set_result(None)
 
     def end(self, error: BaseException) -> None:
         """Nothing of it will be heard any more."""
         with self._lock:
             self._error = self._error or error
             finished = self.finished
-        finished.set(None)
+        finished.set_result(None)
 
     def _waits_for_lost(self) -> bool:
         """Is anything under way at a worker that is gone? Called with the lock held."""

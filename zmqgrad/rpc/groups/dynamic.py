@@ -170,7 +170,7 @@ class DynamicGroup(Group):
             pending = worker.calls.pending()
             for call in pending:
                 call.outcome.wait_done(min(deadline.left(), SAY_EVERY))
-            done = worker.serving.wait_ended(served, deadline.sooner(SAY_EVERY))
+            done = worker.serving.wait_ended(served, deadline.capped(SAY_EVERY))
             still = [c for c in worker.calls.pending() if c in pending]
             if done and not still:
                 return

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from zmqgrad.errors import ClosedError
 from zmqgrad.rpc.groups.identity import WorkerInfo
-from zmqgrad.runtime.engine_pool import Task
+from zmqgrad.runtime.thread_pool import Task
 
 logger = logging.getLogger(__name__)
 

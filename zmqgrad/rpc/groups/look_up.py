@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 
 logger = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class LookUp:
         self._name = name
         self._look = look
         self._lock = threading.Lock()  # guards all below
-        self._next: Outcome[None] | None = None
+        self._next: Promise[None] | None = None
         self._thread: threading.Thread | None = None
 
     def wait(self, seconds: float | None) -> bool:
@@ -32,7 +32,7 @@ class LookUp:
         with self._lock:
             outcome = self._next
             if outcome is None:
-                outcome = self._next = Outcome()
+                outcome = self._next = Promise()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
@@ -50,7 +50,7 @@ class LookUp:
             except Exception:  # what others have written may be anything
                 logger.exception("%s failed", self._name)
             finally:
-                outcome.set(None)
+                outcome.set_result(None)
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the thread, whose look must be about to end; names it if it does not by ``deadline``."""
@@ -58,5 +58,5 @@ class LookUp:
             thread = self._thread
         if thread is None:
             return []
-        thread.join(deadline.left_or_none())
+        thread.join(deadline.timeout())
         return [self._name] if thread.is_alive() else []

@@ -41,7 +41,7 @@ def all_gather(
         raise UnknownWorkerError(f"{worker.name} is none of the workers that shall meet: {', '.join(names)}")
     deadline = Deadline.after(worker.seconds(timeout) or None)
     for name in names:
-        worker.membership.find(name, deadline.left_or_none())
+        worker.membership.find(name, deadline.timeout())
     number = _meetings(worker).number(names)
     call = worker.call(names[0], _bring, (names, number, worker.name, value), None, timeout)
     try:

@@ -66,7 +66,7 @@ class Membership:
             return [n for n in names if n not in self._by_name or self._by_name[n].id in self._former]
 
         with self._lock:
-            came = self._changed.wait_for(lambda: self._closed or not missing(), deadline.left_or_none())
+            came = self._changed.wait_for(lambda: self._closed or not missing(), deadline.timeout())
             if self._closed:
                 raise NotInitializedError(f"worker {self.own.name} was shut down while it waited for others")
             if not came:

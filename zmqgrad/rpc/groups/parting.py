@@ -178,7 +178,7 @@ class Parting:
             worker.references.sweep()
             worker.waiting.drain_channels()  # of a pass that failed, requests may come late
             pending = worker.calls.pending()
-            if not pending and worker.pool.wait_idle(deadline.sooner(SAY_EVERY)) and worker.quiet():
+            if not pending and worker.pool.wait_idle(deadline.capped(SAY_EVERY)) and worker.quiet():
                 return
             for call in pending:
                 call.outcome.wait_done(min(deadline.left(), SAY_EVERY))
@@ -203,11 +203,11 @@ class Parting:
                 if self._served is not None:
                     self._served.refuse_newcomers()
                 self._store.set("gone", "-")
-                self._see_off(deadline.sooner(FAREWELL_SECONDS))
+                self._see_off(deadline.capped(FAREWELL_SECONDS))
                 if self._served is None:  # a launcher's, which goes on
                     self._store.delete_key("worker/0")
             else:
-                self._wait_for_first(deadline.sooner(FAREWELL_SECONDS))
+                self._wait_for_first(deadline.capped(FAREWELL_SECONDS))
                 self._store.set_timeout(PART_SECONDS)
                 self._store.delete_key(f"worker/{self._worker.id}")
                 self._store.set(f"left/{self._worker.id}", "-")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.packing.terms import TravelsAsReference
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class Handle(TravelsAsReference):
         rref_id: int,
         fork_id: int,
         owner: int,
-        outcome: Outcome[Any] | None = None,
+        outcome: Promise[Any] | None = None,
         type_name: str = "",
     ) -> None:
         self.table = table
@@ -51,7 +51,7 @@ class Handle(TravelsAsReference):
         self.outcome = outcome  # on the owner: the value; on a user: None until creating it failed
         self.type_name = type_name
         self.value_type: PythonFuture[Any] | None = None  # once it was asked for
-        self.creation: Outcome[Inbound] | None = None  # the owner's answer, where this worker had it made
+        self.creation: Promise[Inbound] | None = None  # the owner's answer, where this worker had it made
 
     def __del__(self) -> None:
         if self.fork_id:

@@ -29,7 +29,7 @@ from zmqgrad.rpc.references.ledger import (
 )
 from zmqgrad.rpc.references.values import OwnedValues
 from zmqgrad.rpc.telling import Telling
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.ids import IdSource, show_id
 from zmqgrad.wire.messages import (
@@ -83,8 +83,8 @@ class ReferenceTable:
 
     def own(self, value: Any) -> Handle:
         """A handle on a value of this worker, not known to anybody else yet."""
-        outcome: Outcome[Any] = Outcome()
-        outcome.set(value)
+        outcome: Promise[Any] = Promise()
+        outcome.set_result(value)
         return Handle(self, self._ids.next(), 0, self._worker.id, outcome)
 
     def own_later(self) -> Handle:
@@ -261,7 +261,7 @@ class ReferenceTable:
             self._views.pop(peer, None)
             effects += self._user.lose(peer)
         for rref_id, outcome in orphans.items():
-            outcome.fail(self._worker.loss_of(peer, f"the call that makes value {show_id(rref_id)}"))
+            outcome.set_exception(self._worker.loss_of(peer, f"the call that makes value {show_id(rref_id)}"))
         self._carry_out(effects)
 
     # ---- effects ----------------------------------------------------------------------------------------
@@ -272,7 +272,7 @@ class ReferenceTable:
 
     def _carry_out(self, effects: list[Effect]) -> None:
         deletes: dict[int, list[tuple[int, int]]] = {}
-        dropped: list[Outcome[Any]] = []
+        dropped: list[Promise[Any]] = []
         tell = self._telling.tell
         for effect in effects:
             if isinstance(effect, SendDelete):

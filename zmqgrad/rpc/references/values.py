@@ -17,7 +17,7 @@ from typing import Any
 
 from zmqgrad.errors import RpcTimeoutError, RRefError
 from zmqgrad.rpc.references.ledger import Effect, OwnerLedger, Remembered
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.wire.ids import show_id, split_id
 
 REMEMBERED = 10_000
@@ -30,7 +30,7 @@ class OwnedValues:
     def __init__(self, owner: str) -> None:
         self._name = owner
         self._lock = threading.Lock()  # guards all below
-        self._values: dict[int, Outcome[Any]] = {}
+        self._values: dict[int, Promise[Any]] = {}
         self._dropped = Remembered(REMEMBERED)
         # Values that others told of before their maker's call has come: its fork is yet to be noted, so they
         # are not dropped when those others let go.
@@ -41,7 +41,7 @@ class OwnedValues:
 
     # ---- values -----------------------------------------------------------------------------------------
 
-    def find(self, rref_id: int) -> Outcome[Any]:
+    def find(self, rref_id: int) -> Promise[Any]:
         """The outcome of ``rref_id``; made if it is not here yet.
 
         Raises:
@@ -55,13 +55,13 @@ class OwnedValues:
                 raise self._never_made()
             return self._await(rref_id) if outcome is None else outcome
 
-    def _await(self, rref_id: int) -> Outcome[Any]:
+    def _await(self, rref_id: int) -> Promise[Any]:
         """An outcome for what will be made. Called with the lock held."""
         self._awaited.add(rref_id)
-        outcome = self._values[rref_id] = Outcome()
+        outcome = self._values[rref_id] = Promise()
         return outcome
 
-    def expect(self, holder: int, rref_id: int, fork_id: int) -> Outcome[Any]:
+    def expect(self, holder: int, rref_id: int, fork_id: int) -> Promise[Any]:
         """The outcome that will hold ``rref_id``, which is about to be made for ``holder``.
 
         Raises:
@@ -96,7 +96,7 @@ class OwnedValues:
 
     # ---- forks ------------------------------------------------------------------------------------------
 
-    def lend(self, rref_id: int, outcome: Outcome[Any], fork_id: int, holder: int) -> bool:
+    def lend(self, rref_id: int, outcome: Promise[Any], fork_id: int, holder: int) -> bool:
         """Fork ``fork_id`` goes to ``holder``. False if that is lost, and nobody would ever take it back."""
         with self._lock:
             if holder in self._lost:
@@ -123,7 +123,7 @@ class OwnedValues:
                 effects += self._ledger.delete(rref_id, fork_id)
         return effects
 
-    def drop(self, rref_id: int) -> Outcome[Any] | None:
+    def drop(self, rref_id: int) -> Promise[Any] | None:
         """Keep ``rref_id`` no longer, unless it is needed after all; gives what held the value."""
         with self._lock:
             if self._ledger.knows(rref_id) or rref_id in self._awaited:
@@ -133,7 +133,7 @@ class OwnedValues:
 
     # ---- ending -----------------------------------------------------------------------------------------
 
-    def lose(self, peer: int) -> tuple[list[Effect], dict[int, Outcome[Any]]]:
+    def lose(self, peer: int) -> tuple[list[Effect], dict[int, Promise[Any]]]:
         """``peer`` died with its forks: effects, and outcomes of what it will never have made, by rref id."""
         with self._lock:
             self._lost.add(peer)
@@ -153,7 +153,7 @@ class OwnedValues:
             self._awaited.clear()
             self._ledger = OwnerLedger()
         for outcome in values.values():
-            outcome.fail(self._never_made())
+            outcome.set_exception(self._never_made())
         values.clear()
 
     def _never_made(self) -> RRefError:

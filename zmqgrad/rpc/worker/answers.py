@@ -8,7 +8,7 @@ from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.futures import Completer, RpcFuture
 from zmqgrad.rpc.packing.unpacking import unpack, unpack_tensors
 from zmqgrad.rpc.remote_errors import rebuild_exception
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import ExceptionReply, Result, RRefValue
 
@@ -49,23 +49,23 @@ class Answers:
         references = self._references.of(inbound.envelope.source)
         return unpack(message.payload, inbound.frames, tensors, references)
 
-    def _open_outcome(self, outcome: Outcome[Inbound]) -> Any:
+    def _open_outcome(self, outcome: Promise[Inbound]) -> Any:
         return self.open(outcome.result())
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """The answer of ``call`` as a future."""
         future = call.future = RpcFuture(call.outcome, self.completer, call.what, call.peer)
-        call.outcome.then(future.answered)
+        call.outcome.add_done_callback(future.answered)
         return future
 
-    def future_of(self, answer: Outcome[Inbound]) -> RpcFuture[Any]:
+    def future_of(self, answer: Promise[Inbound]) -> RpcFuture[Any]:
         """An answer as a future."""
         future: RpcFuture[Any] = RpcFuture(answer, self.completer)
-        answer.then(future.answered)
+        answer.add_done_callback(future.answered)
         return future
 
     def failed(self, error: Exception) -> RpcFuture[Any]:
         """A future of a call that could not be sent."""
-        answer: Outcome[Inbound] = Outcome()
-        answer.fail(error)
+        answer: Promise[Inbound] = Promise()
+        answer.set_exception(error)
         return self.future_of(answer)

@@ -13,7 +13,7 @@ from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.packing.packing import pack_call
 from zmqgrad.rpc.packing.terms import PACKED_NOTHING, Packed
 from zmqgrad.rpc.serving import time_left
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.wire.messages import Call, Message
 
@@ -107,7 +107,7 @@ class Calling:
         seconds: float = 0.0,
         what: What = "",
         keep: Any = None,
-        settled: Callable[[Outcome[Inbound]], None] | None = None,
+        settled: Callable[[Promise[Inbound]], None] | None = None,
         waits: bool = False,
     ) -> PendingCall:
         """Send a request that will be answered within ``seconds`` (0: no limit).
@@ -133,7 +133,7 @@ class Calling:
                 self._next_id(), peer, deadline, seconds, what, keep, kind, ChannelOutcome(channel), channel
             )
         if settled is not None:
-            call.outcome.then(settled)
+            call.outcome.add_done_callback(settled)
         self._calls.add(call)
         try:
             if peer in self._lost:  # since we looked: whoever noted the loss may not have seen this call
@@ -155,7 +155,7 @@ class Calling:
             self._worker.drop_unsent(peer, packed)
             error = self._why_unsent(call, e)
             try:
-                call.outcome.fail(error)
+                call.outcome.set_exception(error)
                 if error is e:
                     raise
                 raise error from e

@@ -49,7 +49,7 @@ class Losing:
         self.silent.pop(peer, None)
         logger.info("%s: %s (worker %d) is gone: %s", worker.name, self._membership.name_of(peer), peer, why)
         for call in worker.calls.lose(peer):
-            call.outcome.fail(self.loss_of(peer, call.describe()))
+            call.outcome.set_exception(self.loss_of(peer, call.describe()))
         self._membership.depart(peer)
         worker.serving.lose(peer)
         worker.references.peer_lost(peer)

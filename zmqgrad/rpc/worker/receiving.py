@@ -12,7 +12,7 @@ import torch
 from zmqgrad.errors import ClosedError, PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.dispatch import Doors, RequestHandler
 from zmqgrad.rpc.serving import ServedCall, serve, serve_no_more
-from zmqgrad.runtime.engine_pool import Task
+from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import RESPONSE, Cancel, Goodbye, MessageType, RemoteCall
 from zmqgrad.wire.tensors.modes import function_modes
@@ -72,7 +72,7 @@ class Receiving:
                 return None
             if call.future is not None:
                 call.future.in_crowd = True
-            call.outcome.set(inbound)
+            call.outcome.set_result(inbound)
             return None
         self.served += 1
         self._completer.pass_on()  # what this thread does next may take long
@@ -130,7 +130,7 @@ class Receiving:
         self._worker.drop_unread(inbound)
         if isinstance(message, RemoteCall):
             references = self._worker.references
-            references.expect(inbound.envelope.source, message.rref_id, message.fork_id).fail(error)
+            references.expect(inbound.envelope.source, message.rref_id, message.fork_id).set_exception(error)
             references.made(message.rref_id)
         raise error
 

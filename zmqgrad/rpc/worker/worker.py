@@ -32,8 +32,8 @@ from zmqgrad.rpc.worker.receiving import Receiving
 from zmqgrad.rpc.worker.replying import Replying
 from zmqgrad.rpc.worker.terms import PeerTerms
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
-from zmqgrad.runtime.engine_pool import EnginePool
-from zmqgrad.runtime.timekeeper import Timekeeper
+from zmqgrad.runtime.thread_pool import ThreadPool
+from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
 from zmqgrad.wire.ids import IdSource
 from zmqgrad.wire.messages import Payload
@@ -67,8 +67,8 @@ class Worker:
         self._pid = os.getpid()
         _workers.add(self)
         self.ids = IdSource(own.id)
-        self.timekeeper = Timekeeper(own.name, clock)
-        self.pool = EnginePool(
+        self.timekeeper = TimerThread(own.name, clock)
+        self.pool = ThreadPool(
             own.name, options.num_worker_threads, self.timekeeper.call_later, self._prepare_thread
         )
         self.submit = self.pool.submit
@@ -154,7 +154,7 @@ class Worker:
     def fail_all(self, error: RpcError) -> None:
         """Settle every pending call with ``error`` (P3)."""
         for call in self.calls.drain():
-            call.outcome.fail(error)
+            call.outcome.set_exception(error)
 
     def close(self) -> None:
         """Stop at once: pending calls fail, threads are told to end. Idempotent."""

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 from zmqgrad.errors import ClosedError, CongestionError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.wire.messages import Credit, CreditWanted, Message
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ Say = Callable[[int, Message], None]
 
 class _Waiter(NamedTuple):
     size: int
-    granted: Outcome[None]
+    granted: Promise[None]
 
 
 class _Account:
@@ -120,7 +120,7 @@ class Allowance:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the mailbox of {self._name} is closed")
-            account, waiter = self._account(peer, answer), _Waiter(size, Outcome())
+            account, waiter = self._account(peer, answer), _Waiter(size, Promise())
             account.waiting.append(waiter)
             granted = account.grant()
             is_first = len(account.waiting) <= 1  # else another has asked, and will ask again
@@ -135,7 +135,7 @@ class Allowance:
 
     def _wait(self, peer: int, answer: bool, account: _Account, waiter: _Waiter, deadline: Deadline) -> None:
         granted, said = waiter.granted, False
-        while not granted.wait_done(deadline.sooner(SAY_SECONDS).left()):
+        while not granted.wait_done(deadline.capped(SAY_SECONDS).left()):
             what = f"{self._name}: {self._describe(peer, account)}"
             if deadline.passed():
                 raise CongestionError(what)
@@ -156,8 +156,8 @@ class Allowance:
         with self._lock:
             if waiter in account.waiting:
                 account.waiting.remove(waiter)
-                waiter.granted.fail(ClosedError("its sender waits no more"))
-            elif waiter.granted.error() is None:
+                waiter.granted.set_exception(ClosedError("its sender waits no more"))
+            elif waiter.granted.exception() is None:
                 account.sent = max(0, account.sent - waiter.size)
             granted = account.grant()
         self._go_on(peer, answer, account, granted)
@@ -183,7 +183,7 @@ class Allowance:
     def _go_on(self, peer: int, answer: bool, account: _Account, granted: list[_Waiter]) -> None:
         """Let those go who may, and tell ``peer`` what the next one waits for."""
         for waiter in granted:
-            waiter.granted.set(None)
+            waiter.granted.set_result(None)
         self._ask(peer, answer, account)
 
     def _ask(self, peer: int, answer: bool, account: _Account, again: bool = False) -> None:
@@ -199,7 +199,7 @@ class Allowance:
             waiting = _take_waiting(dropped)
         why = f"the way from {self._name} to worker {peer} was dropped while a message waited for it"
         for waiter in waiting:
-            waiter.granted.fail(ClosedError(why))
+            waiter.granted.set_exception(ClosedError(why))
 
     def close(self) -> None:
         """Nobody waits any more. Idempotent."""
@@ -208,7 +208,9 @@ class Allowance:
             waiting = _take_waiting(self._accounts.values())
             self._accounts.clear()
         for waiter in waiting:
-            waiter.granted.fail(ClosedError(f"the mailbox of {self._name} was closed while a message waited"))
+            waiter.granted.set_exception(
+                ClosedError(f"the mailbox of {self._name} was closed while a message waited")
+            )
 
     def statistics(self) -> dict[str, Any]:
         """The limit, bytes on their way by peer, messages and bytes that wait by peer, and waits so far."""

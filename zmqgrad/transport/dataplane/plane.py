@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from zmqgrad.errors import ZmqgradError
-from zmqgrad.runtime.engine_pool import Task
+from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.arena.exchange import Exchange, Load, Send
 from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer

@@ -10,7 +10,7 @@ from typing import Any
 
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool
+from zmqgrad.runtime.thread_pool import ThreadPool
 from zmqgrad.transport.base import (
     Frame,
     Handler,
@@ -52,7 +52,7 @@ class MemoryMailbox:
         )
         self._handler: Handler | None = None
         self._lull: Lull | None = None
-        self._pool: EnginePool | None = None
+        self._pool: ThreadPool | None = None
         self._resolve: Resolver = _knows_nobody
         self._thread = threading.Thread(target=self._run, name=f"{name}-receiver", daemon=True)
         self._endpoint = network.join(self)
@@ -66,7 +66,7 @@ class MemoryMailbox:
         self,
         handler: Handler,
         resolve: Resolver,
-        pool: EnginePool | None = None,
+        pool: ThreadPool | None = None,
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
@@ -195,7 +195,7 @@ class MemoryMailbox:
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the receiver; gives its name if it has not ended by ``deadline``."""
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(deadline.left_or_none())
+            self._thread.join(deadline.timeout())
         return [self._thread.name] if self._thread.is_alive() else []
 
     def statistics(self) -> dict[str, Any]:

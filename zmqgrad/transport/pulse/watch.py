@@ -112,7 +112,7 @@ class Watch:
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the thread; gives its name if it has not ended by ``deadline``."""
         if self._thread is not threading.current_thread():
-            self._thread.join(deadline.left_or_none())
+            self._thread.join(deadline.timeout())
         return [self._thread.name] if self._thread.is_alive() else []
 
     # ---- the thread -------------------------------------------------------------------------------------

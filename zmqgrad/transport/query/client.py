@@ -134,10 +134,10 @@ class QueryClient:
         except IndexError:
             channel = self._new_channel()
         try:
-            if not blocking.anybody or blocking.here.pool is None:
+            if not blocking.used_by_a_pool or blocking.thread_state.pool is None:
                 reply = channel.request(message, seconds)
             else:
-                with blocking.here.pool.blocked():
+                with blocking.thread_state.pool.blocked():
                     reply = channel.request(message, seconds)
         except BaseException:
             self._drop(channel)

@@ -17,7 +17,7 @@ import zmq
 
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import Source, Task
+from zmqgrad.runtime.thread_pool import Source, Task
 from zmqgrad.transport.context import acquire_context, release_context
 from zmqgrad.transport.gate import make_gate
 from zmqgrad.transport.monitor import CONNECTED, DISCONNECTED, SocketMonitor
@@ -43,7 +43,7 @@ class Subscriber:
         quick, and must not raise. Returns what is to be done about it, which may take its time, and in
         which nothing must be raised.
         on_broken: called when notifications may have been lost.
-        attend: has threads of others read this, and run the tasks (``EnginePool.attend``).
+        serve_from: has threads of others read this, and run the tasks (``ThreadPool.serve_from``).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Subscriber:
         name: str,
         on_message: Callable[[Message], Iterable[Task]],
         on_broken: Callable[[], None],
-        attend: Callable[[Source], None],
+        serve_from: Callable[[Source], None],
     ) -> None:
         self.name = name
         self.endpoint = ""
@@ -69,7 +69,7 @@ class Subscriber:
         self._wakeup = Wakeup()
         self._gate = make_gate()
         self._gate.register(self._wakeup.number, select.POLLIN)
-        attend(self)
+        serve_from(self)
 
     def connect(self, endpoint: str, keys: Keys | None) -> None:
         """Receive from ``endpoint`` from now on, and from nowhere else. Nothing is subscribed to there.
@@ -134,15 +134,15 @@ class Subscriber:
 
     # ---- a source of tasks ------------------------------------------------------------------------------
 
-    def stand_by(self) -> bool:
+    def wait_for_lead(self) -> bool:
         """As :class:`Source`."""
         return self._gate.wait()
 
-    def take(self) -> bool:
+    def try_lead(self) -> bool:
         """As :class:`Source`."""
         return self._gate.take()
 
-    def pass_on(self) -> None:
+    def promote(self) -> None:
         """As :class:`Source`."""
         self._gate.open(at_once=bool(self._tasks))
 
@@ -214,4 +214,4 @@ class Subscriber:
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait until nobody reads any more; returns a name if that has not come by ``deadline``."""
-        return [] if self._ended.wait(deadline.left_or_none()) else [f"{self.name}-subscriber"]
+        return [] if self._ended.wait(deadline.timeout()) else [f"{self.name}-subscriber"]

@@ -13,13 +13,13 @@ from queue import SimpleQueue
 import pytest
 
 from zmqgrad.errors import ClosedError
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline, cpu_seconds
-from zmqgrad.runtime.engine_pool import EnginePool
-from zmqgrad.runtime.future import Outcome
-from zmqgrad.runtime.timekeeper import Timekeeper
+from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.thread_pool import ThreadPool
+from zmqgrad.runtime.timer import TimerThread
 
-Make = Callable[..., EnginePool]
+Make = Callable[..., ThreadPool]
 
 
 class Looks:
@@ -38,10 +38,10 @@ class Looks:
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    pools: list[EnginePool] = []
+    pools: list[ThreadPool] = []
 
-    def make(size: int, call_later: Callable[..., object] | None = None) -> EnginePool:
-        pools.append(EnginePool("p", size, call_later))
+    def make(size: int, call_later: Callable[..., object] | None = None) -> ThreadPool:
+        pools.append(ThreadPool("p", size, call_later))
         return pools[-1]
 
     yield make
@@ -51,21 +51,21 @@ def make() -> Iterator[Make]:
         assert pool.statistics()["threads"] == 0
 
 
-def run(pool: EnginePool, function: Callable[[], object]) -> Outcome[object]:
+def run(pool: ThreadPool, function: Callable[[], object]) -> Promise[object]:
     """Submit ``function``; its result, or error, as an outcome."""
-    outcome: Outcome[object] = Outcome()
+    outcome: Promise[object] = Promise()
 
     def task() -> None:
         try:
-            outcome.set(function())
+            outcome.set_result(function())
         except Exception as e:
-            outcome.fail(e)
+            outcome.set_exception(e)
 
     pool.submit(task)
     return outcome
 
 
-def settled(pool: EnginePool, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
+def settled(pool: ThreadPool, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
     """Wait until the statistics are such (a task's thread is idle only just after its outcome is set)."""
     limit = Deadline.after(10)
     while not condition(pool.statistics()):
@@ -159,7 +159,7 @@ def test_a_task_that_waits_often_is_replaced_once(make: Make) -> None:
 
     def waits_often() -> None:
         for _ in range(20):
-            with about_to_block():
+            with blocking_section():
                 pass
 
     first = run(pool, lambda: (settled(pool, lambda s: s["queued"] == 9), waits_often()))
@@ -178,7 +178,7 @@ def test_excess_threads_retire_though_tasks_wait(make: Make) -> None:
     gate, halt = threading.Event(), threading.Event()
 
     def waits() -> None:
-        with about_to_block():
+        with blocking_section():
             gate.wait(10)
 
     first = [run(pool, waits) for _ in range(10)]
@@ -202,7 +202,7 @@ def test_no_task_is_left_to_a_thread_that_retires(make: Make) -> None:
         gates = [threading.Event() for _ in range(3)]
 
         def waits(gate: threading.Event) -> None:
-            with about_to_block():
+            with blocking_section():
                 gate.wait(10)
 
         first = [run(pool, lambda g=g: waits(g)) for g in gates]  # type: ignore[misc]
@@ -219,11 +219,11 @@ def test_a_wait_inside_a_wait_counts_once(make: Make) -> None:
     entered, go = threading.Event(), threading.Event()
 
     def task() -> None:
-        with about_to_block(), about_to_block():
+        with blocking_section(), blocking_section():
             entered.set()
             go.wait(10)
         assert pool.statistics()["blocked"] == 0
-        with about_to_block():
+        with blocking_section():
             assert pool.statistics()["blocked"] == 1
 
     outcome = run(pool, task)
@@ -237,7 +237,7 @@ def test_a_wait_that_fails_is_over(make: Make) -> None:
     pool = make(1)
 
     def task() -> None:
-        with pytest.raises(TimeoutError), about_to_block():
+        with pytest.raises(TimeoutError), blocking_section():
             raise TimeoutError
 
     run(pool, task).wait(10)
@@ -245,7 +245,7 @@ def test_a_wait_that_fails_is_over(make: Make) -> None:
 
 
 def test_a_thread_of_no_pool_may_say_that_it_waits() -> None:
-    with about_to_block():
+    with blocking_section():
         pass
 
 
@@ -340,7 +340,7 @@ def test_a_long_computation_gets_none(make: Make) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_nested_waits_out_of_sight_with_a_real_timekeeper(make: Make, size: int) -> None:
-    keeper = Timekeeper("t")
+    keeper = TimerThread("t")
     keeper.start()
     pool = make(size, keeper.call_later)
 
@@ -364,7 +364,7 @@ def test_nested_waits_out_of_sight_with_a_real_timekeeper(make: Make, size: int)
 
 
 def test_close_drops_what_is_queued_and_lets_run_what_runs() -> None:
-    pool = EnginePool("p", 1)
+    pool = ThreadPool("p", 1)
     entered, go = threading.Event(), threading.Event()
     ran: list[str] = []
 
@@ -389,12 +389,12 @@ def test_close_drops_what_is_queued_and_lets_run_what_runs() -> None:
 
 def test_close_while_tasks_are_blocked(make: Make) -> None:
     pool = make(1)
-    outcome: Outcome[int] = Outcome()
+    outcome: Promise[int] = Promise()
     waiting = [run(pool, lambda: outcome.wait(20)) for _ in range(5)]
     settled(pool, lambda s: s["blocked"] == 5)
     pool.close()
     assert len(pool.join(Deadline.after(0))) == 5
-    outcome.set(3)
+    outcome.set_result(3)
     assert [w.wait(10) for w in waiting] == [3] * 5
     assert pool.join(Deadline.after(10)) == []
 
@@ -408,11 +408,11 @@ def test_close_from_a_task(make: Make) -> None:
 def test_after_join_no_thread_is_alive() -> None:
     """Also those that had retired before and were at their last instruction."""
     for _ in range(50):
-        pool = EnginePool("p", 1)
+        pool = ThreadPool("p", 1)
         gate = threading.Event()
 
         def waits(gate: threading.Event = gate) -> None:
-            with about_to_block():
+            with blocking_section():
                 gate.wait(10)
 
         outcomes = [run(pool, waits) for _ in range(4)]
@@ -431,7 +431,7 @@ def test_close_races_with_submit(make: Make) -> None:
         start = threading.Barrier(3)
         refused: list[int] = []
 
-        def submit(p: EnginePool = pool, b: threading.Barrier = start, r: list[int] = refused) -> None:
+        def submit(p: ThreadPool = pool, b: threading.Barrier = start, r: list[int] = refused) -> None:
             b.wait(10)
             for _ in range(20):
                 try:
@@ -480,8 +480,8 @@ def test_a_system_out_of_threads(
 
 def test_a_pool_of_no_threads_is_refused() -> None:
     with pytest.raises(ValueError, match="not 0"):
-        EnginePool("p", 0)
+        ThreadPool("p", 0)
 
 
 def test_its_repr_tells_the_state(make: Make) -> None:
-    assert repr(make(2)) == "<EnginePool p: 0 threads, 0 idle, 0 blocked, 0 queued, 0 finished>"
+    assert repr(make(2)) == "<ThreadPool p: 0 threads, 0 idle, 0 blocked, 0 queued, 0 finished>"

@@ -27,7 +27,7 @@ from queue import SimpleQueue
 from typing import Protocol
 
 from zmqgrad.errors import ClosedError
-from zmqgrad.runtime.blocking import about_to_block, belong_to
+from zmqgrad.runtime.blocking import blocking_section, set_pool
 from zmqgrad.runtime.clock import Deadline, cpu_seconds
 from zmqgrad.runtime.overseer import Overseer
 
@@ -42,14 +42,14 @@ STUCK_SECONDS = 0.001
 """A thread that has used less of the processor between two looks is stuck."""
 
 
-ATTENDANTS = 4
+MAX_FOLLOWERS = 4
 """So many threads that have nothing else to do stand by at the source."""
 
 
 class Source(Protocol):
     """Where tasks come from. One thread at a time leads."""
 
-    def stand_by(self) -> bool:
+    def wait_for_lead(self) -> bool:
         """Wait until the calling thread is to lead; False: it is over."""
         ...
 
@@ -61,16 +61,16 @@ class Source(Protocol):
         """By the leader: is there another task already, or will there be one in no time?"""
         ...
 
-    def take(self) -> bool:
+    def try_lead(self) -> bool:
         """The calling thread, which has nothing else to do, leads from now on, unless another does."""
         ...
 
-    def pass_on(self) -> None:
+    def promote(self) -> None:
         """Whoever stands by leads next, as soon as there is something to read. Not while anybody reads."""
         ...
 
 
-class EnginePool:
+class ThreadPool:
     """Runs tasks on at most ``size`` working threads named ``<name>-engine-<n>``, started as needed.
 
     ``call_later`` is used to look after stuck tasks; ``prepare`` is the first thing that each thread calls.
@@ -136,7 +136,7 @@ class EnginePool:
         if watch:
             self._watch()
 
-    def attend(self, source: Source) -> None:
+    def serve_from(self, source: Source) -> None:
         """From now on threads of the pool read ``source``, one at a time, and run the tasks that it gives.
 
         A pool attends one source.
@@ -153,7 +153,7 @@ class EnginePool:
 
     def _yield_lead(self, source: Source) -> None:
         """Whoever stands by leads next. Called with the lock held."""
-        source.pass_on()
+        source.promote()
         if not self._attending:
             self._attending = 1
             if self._idle:
@@ -164,7 +164,7 @@ class EnginePool:
 
     def _attend(self, source: Source) -> None:
         """In an engine thread that counts as attending, until it does so no more."""
-        while source.stand_by():
+        while source.wait_for_lead():
             if not self._lead(source):
                 return
         with self._lock:
@@ -210,7 +210,7 @@ class EnginePool:
         """What the calling thread does after a task."""
         with self._lock:
             leads = vacancy is not None and self._vacancy is vacancy
-            if self._closed or self._backlog or (not leads and self._attending >= ATTENDANTS):
+            if self._closed or self._backlog or (not leads and self._attending >= MAX_FOLLOWERS):
                 if leads:
                     self._fill_vacancy()
                 return _Next.LEAVE
@@ -220,7 +220,7 @@ class EnginePool:
             self._attending += 1
             if self._awaited and self._live - self._attending == self._idle:
                 self._at_rest.notify_all()
-            return _Next.LEAD if leads or source.take() else _Next.STAND_BY
+            return _Next.LEAD if leads or source.try_lead() else _Next.STAND_BY
 
     def _fill_vacancy(self) -> None:
         """Pass on the lead if it is vacant. Called with the lock held."""
@@ -285,7 +285,7 @@ class EnginePool:
         self._threads.add(thread)
 
     def _work(self) -> None:
-        belong_to(self)
+        set_pool(self)
         if self._prepare is not None:
             self._prepare()
         tasks = self._tasks
@@ -369,9 +369,9 @@ class EnginePool:
         """Wait for the threads to end; gives the names of those that did not by ``deadline``."""
         with self._lock:
             threads = [t for t in (*self._threads, *self._leaving) if t is not threading.current_thread()]
-        with about_to_block():
+        with blocking_section():
             for thread in threads:
-                thread.join(deadline.left_or_none())
+                thread.join(deadline.timeout())
         left = [t.name for t in threads if t.is_alive()]
         return left if self._overseer is None else left + self._overseer.join(deadline)
 
@@ -398,14 +398,14 @@ class EnginePool:
             try:
                 return self._at_rest.wait_for(
                     lambda: not self._backlog and self._live - self._attending == self._idle,
-                    deadline.left_or_none(),
+                    deadline.timeout(),
                 )
             finally:
                 self._awaited -= 1
 
     def __repr__(self) -> str:
         said = ", ".join(f"{v} {k}" for k, v in self.statistics().items())
-        return f"<EnginePool {self._name}: {said}>"
+        return f"<ThreadPool {self._name}: {said}>"
 
 
 class _Next(enum.Enum):
@@ -430,13 +430,13 @@ class _Blocked:
 
     __slots__ = ("_pool",)
 
-    def __init__(self, pool: EnginePool) -> None:
+    def __init__(self, pool: ThreadPool) -> None:
         self._pool = pool
 
     def __enter__(self) -> None:
-        belong_to(None)
+        set_pool(None)
         self._pool._block()
 
     def __exit__(self, *exc: object) -> None:
         self._pool._unblock()
-        belong_to(self._pool)
+        set_pool(self._pool)
