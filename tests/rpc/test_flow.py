@@ -168,9 +168,8 @@ def stand_at(number: int) -> None:
 
 
 @contextmanager
-def held(both: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def held(both: list[Worker]) -> Iterator[None]:
     """Worker 1 begins nothing of what worker 0 asks for: its only thread stands at a gate."""
-    monkeypatch.setattr("zmqgrad.runtime.thread_pool.STALL_SECONDS", 1000.0)  # nor does it get another
     gate = _gates[0] = Gate()
     with acting(both[0]):
         held_there = rpc_async("w1", stand_at, args=(0,))
@@ -183,8 +182,8 @@ def held(both: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 held_there.wait()
 
 
-def test_a_call_that_could_not_even_be_sent_in_time_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with workers(2, threads=1) as both, held(both, monkeypatch):
+def test_a_call_that_could_not_even_be_sent_in_time_says_why() -> None:
+    with workers(2, threads=1) as both, held(both):
         x = torch.ones(N)
         sent = [rpc_async("w1", double, args=(x,)) for _ in range(2)]
         with pytest.raises(RpcTimeoutError, match=r"double on w1.*ZMQGRAD_INFLIGHT_BYTES"):
@@ -195,8 +194,8 @@ def test_a_call_that_could_not_even_be_sent_in_time_says_why(monkeypatch: pytest
         assert rpc_sync("w1", double, args=(x,)).eq(2).all()
 
 
-def test_what_waits_shows_in_debug_info_and_fails_with_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with workers(2, threads=1) as both, held(both, monkeypatch):
+def test_what_waits_shows_in_debug_info_and_fails_with_its_peer() -> None:
+    with workers(2, threads=1) as both, held(both):
         event = asked(both[0])
         outcome: list[object] = []
 

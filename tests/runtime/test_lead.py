@@ -25,7 +25,6 @@ class Source:
         self.leader: int | None = None
         self.faults: list[str] = []
         self.over = False
-        self.more = False
 
     def wait_for_lead(self) -> bool:
         self.turn.acquire()
@@ -52,9 +51,6 @@ class Source:
             self.over = True
             self.turn.release()
         return task
-
-    def has_more(self) -> bool:
-        return self.more
 
     def promote(self) -> None:
         self.leader = None
@@ -90,14 +86,12 @@ def result_of(source: Source, work: Callable[[], object]) -> Promise[object]:
     return outcome
 
 
-def test_with_more_at_hand_quick_tasks_are_run_by_the_one_thread_that_reads_them(
+def test_a_thread_that_waits_to_lead_counts_as_idle(
     source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
-    source.more = True
     pool = make_pool(4)
     idents = [result_of(source, threading.get_ident).wait(WAIT) for _ in range(20)]
-    assert len(set(idents)) == 1
-    assert pool.statistics()["threads"] == 1
+    assert threading.get_ident() not in idents
     assert pool.wait_idle(Deadline.after(WAIT))
     assert not pool.busy()
 
@@ -122,11 +116,9 @@ def test_another_stands_by_already_when_the_leader_goes_to_work(
     assert pool.statistics()["idle"] == threads - MAX_FOLLOWERS
 
 
-@pytest.mark.parametrize("more", [False, True])
 def test_a_task_that_blocks_in_our_waits_hands_on_the_lead(
-    source: Source, make_pool: Callable[[int], ThreadPool], more: bool
+    source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
-    source.more = more
     make_pool(1)
     inner: Promise[int] = Promise()
     outer = result_of(source, lambda: inner.wait(WAIT))
@@ -134,11 +126,9 @@ def test_a_task_that_blocks_in_our_waits_hands_on_the_lead(
     assert outer.wait(WAIT) == 3
 
 
-@pytest.mark.parametrize("more", [False, True])
-def test_a_task_that_blocks_elsewhere_is_noticed(
-    source: Source, make_pool: Callable[[int], ThreadPool], more: bool
+def test_a_task_that_blocks_elsewhere_keeps_nobody_from_reading(
+    source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
-    source.more = more
     make_pool(2)
     gate = threading.Event()
     outer = result_of(source, lambda: gate.wait(WAIT))
@@ -146,11 +136,9 @@ def test_a_task_that_blocks_elsewhere_is_noticed(
     assert outer.wait(WAIT) is True
 
 
-@pytest.mark.parametrize("more", [False, True])
 def test_with_no_room_tasks_queue_and_reading_goes_on(
-    source: Source, make_pool: Callable[[int], ThreadPool], more: bool
+    source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
-    source.more = more
     make_pool(1)
     gate = threading.Event()
     first = result_of(source, lambda: gate.wait(WAIT))
@@ -172,11 +160,7 @@ def test_a_failing_task_does_not_end_the_lead(
     assert "a task of led failed" in caplog.text
 
 
-@pytest.mark.parametrize("more", [False, True])
-def test_many_tasks_from_many_threads_all_run(
-    source: Source, make_pool: Callable[[int], ThreadPool], more: bool
-) -> None:
-    source.more = more
+def test_many_tasks_from_many_threads_all_run(source: Source, make_pool: Callable[[int], ThreadPool]) -> None:
     make_pool(3)
     outcomes = [[result_of(source, lambda i=i: i) for i in range(200)] for _ in range(4)]
     for batch in outcomes:

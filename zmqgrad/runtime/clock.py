@@ -60,13 +60,6 @@ class ManualClock:
 MONOTONIC: Clock = MonotonicClock()
 
 
-def cpu_seconds(thread: threading.Thread) -> float:
-    """Processor time that ``thread``, which must be alive, has used; 0.0 where the system does not tell."""
-    if thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
-        return 0.0
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-
-
 class Deadline:
     """A point in time that several waits share. ``at`` is infinite if there is no limit."""
 

@@ -281,7 +281,7 @@ class WatchBook:
         if self._pool is None:
             self._timekeeper = TimerThread(self._name)
             self._timekeeper.start()
-            self._pool = ThreadPool(self._name, CALLBACK_THREADS, self._timekeeper.call_later)
+            self._pool = ThreadPool(self._name, CALLBACK_THREADS)
             if self._renew is not None:
                 self._timekeeper.call_later(RENEW_SECONDS, self._renew_later)
 

@@ -99,7 +99,6 @@ class Receiver:
         self._arrived: deque[bytes] = deque()
         self._at_router = True  # perhaps there is something to be read
         self._in_a_row = 0  # messages of the ROUTER
-        self._in_crowds = False  # the last look found several packets
         self._over = False
 
     def _open_local(self, listen: Callable[[Gate], LocalListener] | None) -> LocalListener | None:
@@ -133,16 +132,10 @@ class Receiver:
         return self._gate.take()
 
     def promote(self) -> None:
-        """One that stands by is to read."""
-        self._gate.open(at_once=bool(self._arrived) or self._at_router)
-
-    def has_more(self) -> bool:
-        """Is there a message that was read already, or that libzmq has, or do they come in crowds?"""
-        if self._arrived or self._in_crowds:
-            return True
+        """One that stands by is to read: at once, if there is a message that was read or that libzmq has."""
         if self._at_router:
             self._at_router = bool(_number(self._socket, _EVENTS) & _POLLIN)
-        return self._at_router
+        self._gate.open(at_once=bool(self._arrived) or self._at_router)
 
     def reads_here(self) -> bool:
         """Does nobody read while the calling thread waits?"""
@@ -178,7 +171,6 @@ class Receiver:
     def _look(self, seconds: float | None) -> None:
         """See what has come, or wait for it."""
         arrived = self._arrived
-        before = len(arrived)
         for number, _ in self._gate.poll(seconds):
             if number == self._router_number:
                 self._at_router = True
@@ -186,7 +178,6 @@ class Receiver:
                 self._call(readable)
             elif self._local is not None:
                 arrived.extend(self._local.read(number))
-        self._in_crowds = len(arrived) - before > 1
 
     def watch(self, number: int, readable: Callable[[], None]) -> None:
         """Call ``readable``, in the thread that reads, when that descriptor is readable. From any thread."""

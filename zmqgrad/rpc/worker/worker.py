@@ -68,9 +68,7 @@ class Worker:
         _workers.add(self)
         self.ids = IdSource(own.id)
         self.timekeeper = TimerThread(own.name, clock)
-        self.pool = ThreadPool(
-            own.name, options.num_worker_threads, self.timekeeper.call_later, self._prepare_thread
-        )
+        self.pool = ThreadPool(own.name, options.num_worker_threads, self._prepare_thread)
         self.submit = self.pool.submit
         self.calls = CallTable()
         self.serving = ServingTable(clock)

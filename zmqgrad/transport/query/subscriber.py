@@ -146,10 +146,6 @@ class Subscriber:
         """As :class:`Source`."""
         self._gate.open(at_once=bool(self._tasks))
 
-    def has_more(self) -> bool:
-        """As :class:`Source`."""
-        return bool(self._tasks)
-
     def read(self) -> Task | None:
         """As :class:`Source`."""
         try:
