@@ -15,7 +15,7 @@ from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
 from zmqgrad.transport.dataplane.credit import INFLIGHT
-from zmqgrad.transport.liveness import Limits
+from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 from zmqgrad.transport.looking import SECONDS as LOOK_SECONDS
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
@@ -89,8 +89,8 @@ class RpcBackendOptions:
     look_us: int | None = None
     local_fast_path: bool | None = None
     liveness_timeout: float | None = None
-    frozen_timeout: float = Limits().frozen
-    refused_timeout: float = Limits().refused
+    frozen_timeout: float = LivenessTimeouts().frozen
+    refused_timeout: float = LivenessTimeouts().refused
 
     def __post_init__(self) -> None:
         self.limits.check()
@@ -204,11 +204,13 @@ class RpcBackendOptions:
         return self.local_fast_path
 
     @property
-    def limits(self) -> Limits:
+    def limits(self) -> LivenessTimeouts:
         """How long peers may be silent."""
         if self.liveness_timeout is None:
-            return Limits(frozen=self.frozen_timeout, refused=self.refused_timeout)
-        return Limits(self.liveness_timeout, self.liveness_timeout, self.frozen_timeout, self.refused_timeout)
+            return LivenessTimeouts(frozen=self.frozen_timeout, refused=self.refused_timeout)
+        return LivenessTimeouts(
+            self.liveness_timeout, self.liveness_timeout, self.frozen_timeout, self.refused_timeout
+        )
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):

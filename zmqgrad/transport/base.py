@@ -23,8 +23,8 @@ __all__ = [
     "Handler",
     "Inbound",
     "Lost",
-    "Lull",
     "Mailbox",
+    "OnIdle",
     "PeerAddress",
     "ReplyChannel",
     "Resolver",
@@ -63,7 +63,7 @@ Handler = Callable[[Inbound], Task | None]
 It may give a task, which does what takes longer, and is run in a thread of the pool.
 """
 
-Lull = Callable[[], Task | None]
+OnIdle = Callable[[], Task | None]
 """Called by the thread that reads when nothing more is at hand: is there something to be done before it
 waits? Like a handler's, the task runs in an engine thread."""
 
@@ -136,13 +136,13 @@ class Mailbox(Protocol):
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
-        lull: Lull | None = None,
+        on_idle: OnIdle | None = None,
     ) -> None:
         """Begin to receive; look peers up by ``resolve`` at the first message to them.
 
         Tasks of the handler run in ``pool``; without one, in the receiver's own thread. ``lost``
         hears of peers that were sent to and are gone, ``suspected`` of those that have fallen silent.
-        ``timer`` runs what the mailbox does now and then. ``lull`` lets what a handler has put off be done
+        ``timer`` runs what the mailbox does now and then. ``on_idle`` lets what a handler has put off be done
         for many messages at once.
         """
         ...
@@ -180,8 +180,8 @@ class Mailbox(Protocol):
         """
         ...
 
-    def follow(self, peer: int) -> None:
-        """Feel the pulse of ``peer``, though nothing was sent to it yet."""
+    def monitor(self, peer: int) -> None:
+        """Monitors ``peer`` by heartbeats, even if nothing was sent to it."""
         ...
 
     def forget(self, peer: int) -> None:

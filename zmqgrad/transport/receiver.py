@@ -23,7 +23,7 @@ import zmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull
+from zmqgrad.transport.base import Buffer, Handler, Inbound, OnIdle
 from zmqgrad.transport.gate import Gate, make_gate
 from zmqgrad.transport.local import LocalListener
 from zmqgrad.transport.looking import Eyes
@@ -81,7 +81,7 @@ class Receiver:
         self._stop_token = secrets.token_bytes(16)
         self._inproc = f"inproc://{name}-{self._stop_token.hex()}"
         self._handler: Handler | None = None
-        self._lull: Lull = _nothing
+        self._on_idle: OnIdle = _nothing
         self._strangers: set[bytes] = set()
         self._started = False
         self._ended: Promise[None] = Promise()
@@ -108,10 +108,10 @@ class Receiver:
             logger.warning("%s has no fast path, all messages come by ZeroMQ: %s", self._name, e)
             return None
 
-    def start(self, handler: Handler, pool: ThreadPool | None = None, lull: Lull | None = None) -> None:
+    def start(self, handler: Handler, pool: ThreadPool | None = None, on_idle: OnIdle | None = None) -> None:
         """Begin to read."""
         self._handler = handler
-        self._lull = lull or self._lull
+        self._on_idle = on_idle or self._on_idle
         self._started = True
         if pool is not None:
             pool.serve_from(self)
@@ -151,7 +151,7 @@ class Receiver:
                 elif self._at_router:
                     inbound = self._from_router()
                 else:
-                    task = self._lull()
+                    task = self._on_idle()
                     if task is None:
                         self._look(None)
                         continue

@@ -141,7 +141,7 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
     victim, witness = made[2].worker, made[1].worker
     monkeypatch.setattr(parting, "LOOK_SECONDS", 1000.0)
     monkeypatch.setattr(parting, "PART_SECONDS", 0.05)
-    monkeypatch.setattr(parting, "answers", lambda endpoint: endpoint not in victim.membership.own.endpoints)
+    monkeypatch.setattr(parting, "is_reachable", lambda endpoint: endpoint not in victim.membership.own.endpoints)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     meet = made[2]._parting._meet
 
@@ -187,7 +187,7 @@ def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
     monkeypatch.setattr(parting, "FAREWELL_SECONDS", 1000.0)
     monkeypatch.setattr(parting, "SAY_EVERY", 1000.0)
     monkeypatch.setattr(parting, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(parting, "answers", lambda endpoint: endpoint not in gone)
+    monkeypatch.setattr(parting, "is_reachable", lambda endpoint: endpoint not in gone)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     made.pop(who).close()  # and tells nobody
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(500)) for g in made]) == [None, None]

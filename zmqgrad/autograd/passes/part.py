@@ -261,7 +261,7 @@ class Passes:
     def _follow(self, worker: int) -> None:
         """In an engine thread, as it may have to ask where that is."""
         try:
-            self._worker.mailbox.follow(worker)
+            self._worker.mailbox.monitor(worker)
         except (RpcError, TransportError) as e:
             logger.debug("cannot watch worker %d, which has part in a backward pass: %s", worker, e)
             for tally in list(self._tallies.values()):

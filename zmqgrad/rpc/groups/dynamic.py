@@ -134,7 +134,7 @@ class DynamicGroup(Group):
         own = self.worker.id
         others = sorted(r.id for r in self.worker.membership.all() if r.id != own)
         if others:
-            self.worker.mailbox.follow(next((n for n in others if n > own), others[0]))
+            self.worker.mailbox.monitor(next((n for n in others if n > own), others[0]))
 
     def _strike_off_later(self, peer: int) -> None:
         """A peer was lost here, in a thread that must not wait."""

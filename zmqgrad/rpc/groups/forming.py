@@ -144,7 +144,7 @@ def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -
         number,
         tcp_host=listening_host(store),
         arena=options.arena(),
-        limits=options.limits,
+        timeouts=options.limits,
         inflight=options.inflight(),
         keys=keys_of(),
         io_threads=options.io_threads,

@@ -18,7 +18,7 @@ from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
-from zmqgrad.transport.liveness import answers, is_on_this_host
+from zmqgrad.transport.heartbeat.failure_detector import is_on_this_host, is_reachable
 
 logger = logging.getLogger(__name__)
 
@@ -165,11 +165,11 @@ class Parting:
         if rank in self._worker.lost:
             return True
         endpoints = self._worker.membership.find(rank).endpoints
-        if any(answers(endpoint) for endpoint in endpoints):
+        if any(is_reachable(endpoint) for endpoint in endpoints):
             return False
         if all(is_on_this_host(endpoint) for endpoint in endpoints):
             return True
-        self._worker.mailbox.follow(rank)  # between hosts only time tells: it will be among the lost
+        self._worker.mailbox.monitor(rank)  # between hosts only time tells: it will be among the lost
         return False
 
     def _wait_until_quiet(self, deadline: Deadline) -> None:

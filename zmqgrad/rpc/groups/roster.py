@@ -27,7 +27,7 @@ from zmqgrad.errors import (
 from zmqgrad.rpc.groups.identity import WorkerRecord
 from zmqgrad.rpc.groups.joining import read_all
 from zmqgrad.store import Store, WatchCallback
-from zmqgrad.transport.liveness import REFUSED_SECONDS, answers
+from zmqgrad.transport.heartbeat.failure_detector import REFUSED_SECONDS, is_reachable
 from zmqgrad.wire.ids import MAX_WORKER
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def _take_id(store: Store, number: int, name: str) -> bool:
 
 def lives(record: WorkerRecord) -> bool:
     """Does that worker live, or can that not be told?"""
-    return any(answers(endpoint, REFUSED_SECONDS) for endpoint in record.endpoints)
+    return any(is_reachable(endpoint, REFUSED_SECONDS) for endpoint in record.endpoints)
 
 
 class Roster:

@@ -16,7 +16,7 @@ from zmqgrad.transport.base import (
     Handler,
     Inbound,
     Lost,
-    Lull,
+    OnIdle,
     PeerAddress,
     Resolver,
     Suspected,
@@ -51,7 +51,7 @@ class MemoryMailbox:
             ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "malformed"), 0
         )
         self._handler: Handler | None = None
-        self._lull: Lull | None = None
+        self._on_idle: OnIdle | None = None
         self._pool: ThreadPool | None = None
         self._resolve: Resolver = _knows_nobody
         self._thread = threading.Thread(target=self._run, name=f"{name}-receiver", daemon=True)
@@ -70,11 +70,11 @@ class MemoryMailbox:
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
-        lull: Lull | None = None,
+        on_idle: OnIdle | None = None,
     ) -> None:
         """Begin to deliver; ``handler`` is called in the receiver's thread. Nobody is ever ``lost`` here."""
         del lost, timer, suspected
-        self._handler, self._resolve, self._pool, self._lull = handler, resolve, pool, lull
+        self._handler, self._resolve, self._pool, self._on_idle = handler, resolve, pool, on_idle
         self._thread.start()
 
     def acquire_channel(self, peer: int) -> None:
@@ -160,8 +160,8 @@ class MemoryMailbox:
             if self.tap is not None:
                 self.tap(Tapped(False, envelope.source, envelope, message, inbound.size))
             task = self._handler(inbound)
-            if task is None and self._lull is not None:
-                task = self._lull()
+            if task is None and self._on_idle is not None:
+                task = self._on_idle()
             if task is None:
                 return
             if self._pool is None:
@@ -177,7 +177,7 @@ class MemoryMailbox:
         """There are none."""
         return ()
 
-    def follow(self, peer: int) -> None:
+    def monitor(self, peer: int) -> None:
         """Nobody is ever lost here."""
 
     def forget(self, peer: int) -> None:

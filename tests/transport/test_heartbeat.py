@@ -15,22 +15,22 @@ import pytest
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import PeerAddress
-from zmqgrad.transport.liveness import (
+from zmqgrad.transport.heartbeat import SUFFIX, TOKEN_SIZE, HeartbeatListener, HeartbeatMonitor
+from zmqgrad.transport.heartbeat.failure_detector import (
     RETRY_SECONDS,
-    Judgement,
-    Limits,
+    FailureDetector,
+    LivenessChange,
+    LivenessTimeouts,
     Refusals,
-    Vital,
-    answers,
     is_on_this_host,
+    is_reachable,
 )
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.pulse import SUFFIX, TOKEN_SIZE, Listener, Watch
 from zmqgrad.wire.messages import Hello
 
 WAIT = 20.0
 
-QUICK = Limits(local=0.03, remote=0.06, frozen=0.0)
+QUICK = LivenessTimeouts(local=0.03, remote=0.06, frozen=0.0)
 
 
 class Heard:
@@ -60,9 +60,9 @@ class Heard:
 
 
 @contextmanager
-def watch(heard: Heard, limits: Limits = QUICK) -> Iterator[Watch]:
+def watch(heard: Heard, limits: LivenessTimeouts = QUICK) -> Iterator[HeartbeatMonitor]:
     """A worker that watches."""
-    made = Watch("w", a_listener(), heard.on_lost, heard.on_suspected, limits)
+    made = HeartbeatMonitor("w", a_listener(), heard.on_lost, heard.on_suspected, limits)
     try:
         yield made
     finally:
@@ -70,45 +70,50 @@ def watch(heard: Heard, limits: Limits = QUICK) -> Iterator[Watch]:
         assert made.join(Deadline.after(WAIT)) == []
 
 
-def a_listener() -> Listener:
+def a_listener() -> HeartbeatListener:
     """At an address of its own."""
-    return Listener(f"ipc://@zmqgrad-{secrets.token_hex(8)}", "127.0.0.1")
+    return HeartbeatListener(f"ipc://@zmqgrad-{secrets.token_hex(8)}", "127.0.0.1")
 
 
 # ---- judging ---------------------------------------------------------------------------------------------
 
 
 def test_silence_is_suspected_and_forgiven() -> None:
-    vital = Vital(3.0, 20.0, now=100.0)
-    assert vital.interval == 1.0
-    assert [vital.tick(100.0 + n) for n in range(1, 4)] == [
-        Judgement.NOTHING,
-        Judgement.NOTHING,
-        Judgement.SUSPECTED,
+    detector = FailureDetector(3.0, 20.0, now=100.0)
+    assert detector.interval == 1.0
+    assert [detector.tick(100.0 + n) for n in range(1, 4)] == [
+        LivenessChange.NOTHING,
+        LivenessChange.NOTHING,
+        LivenessChange.SUSPECTED,
     ]
-    assert vital.tick(104.0) is Judgement.NOTHING, "told once"
-    assert vital.heard(104.5) is Judgement.RECOVERED
-    assert vital.heard(104.6) is Judgement.NOTHING
-    told = [vital.tick(104.6 + n) for n in range(1, 22)]
-    assert told.index(Judgement.SUSPECTED) == 2
-    assert told.index(Judgement.FROZEN) == 19
+    assert detector.tick(104.0) is LivenessChange.NOTHING, "told once"
+    assert detector.heard(104.5) is LivenessChange.RECOVERED
+    assert detector.heard(104.6) is LivenessChange.NOTHING
+    told = [detector.tick(104.6 + n) for n in range(1, 22)]
+    assert told.index(LivenessChange.SUSPECTED) == 2
+    assert told.index(LivenessChange.FROZEN) == 19
 
 
 def test_without_a_limit_the_frozen_are_never_lost() -> None:
-    vital = Vital(3.0, 0.0, now=0.0)
-    assert {vital.tick(float(n)) for n in range(1, 1000)} == {Judgement.NOTHING, Judgement.SUSPECTED}
+    detector = FailureDetector(3.0, 0.0, now=0.0)
+    assert {detector.tick(float(n)) for n in range(1, 1000)} == {
+        LivenessChange.NOTHING,
+        LivenessChange.SUSPECTED,
+    }
 
 
 def test_a_watcher_that_was_stopped_itself_holds_it_against_nobody() -> None:
-    vital = Vital(3.0, 20.0, now=0.0)
-    vital.heard(1.0)
-    assert vital.tick(5000.0) is Judgement.NOTHING, "two intervals, whatever the clock says"
-    assert vital.tick(5001.0) is Judgement.SUSPECTED
-    assert vital.last_heard == 1.0
+    detector = FailureDetector(3.0, 20.0, now=0.0)
+    detector.heard(1.0)
+    assert detector.tick(5000.0) is LivenessChange.NOTHING, "two intervals, whatever the clock says"
+    assert detector.tick(5001.0) is LivenessChange.SUSPECTED
+    assert detector.last_heard == 1.0
 
 
-@pytest.mark.parametrize("limits", [Limits(local=0), Limits(remote=-1), Limits(frozen=-1)])
-def test_limits_that_cannot_be(limits: Limits) -> None:
+@pytest.mark.parametrize(
+    "limits", [LivenessTimeouts(local=0), LivenessTimeouts(remote=-1), LivenessTimeouts(frozen=-1)]
+)
+def test_limits_that_cannot_be(limits: LivenessTimeouts) -> None:
     with pytest.raises(ConfigurationError, match="liveness limit"):
         limits.check()
 
@@ -127,10 +132,10 @@ def test_refusals_count_only_while_the_watcher_runs() -> None:
     [
         ("ipc://@zmqgrad-1", True),
         ("tcp://127.0.0.1:5", True),
-        ("pulse://127.1.2.3:5/ab", True),
+        ("heartbeat://127.1.2.3:5/ab", True),
         ("tcp://[::1]:5", True),
         ("tcp://10.0.0.1:5", False),
-        ("pulse://[2001:db8::1]:5/ab", False),
+        ("heartbeat://[2001:db8::1]:5/ab", False),
     ],
 )
 def test_what_is_on_this_host(endpoint: str, local: bool) -> None:
@@ -145,7 +150,7 @@ def test_a_peer_that_ends_is_lost(kind: str) -> None:
     a, b = ZmqMailbox("a", 0), ZmqMailbox("b", 1)
     arrived = threading.Event()
     heard = Heard()
-    endpoints = [e for e in b.endpoints if e.startswith((kind, "pulse"))]
+    endpoints = [e for e in b.endpoints if e.startswith((kind, "heartbeat"))]
     try:
         a.start(lambda inbound: None, lambda peer: PeerAddress(endpoints, b.incarnation), None, heard.on_lost)
         b.start(
@@ -169,18 +174,18 @@ def test_a_peer_that_ends_is_lost(kind: str) -> None:
             assert mailbox.join(Deadline.after(WAIT)) == []
 
 
-@pytest.mark.parametrize("kind", ["ipc", "pulse"])
+@pytest.mark.parametrize("kind", ["ipc", "heartbeat"])
 def test_a_peer_that_is_silent_is_suspected_until_it_speaks(kind: str) -> None:
     """Its kernel takes the connection, as that of a stopped process does; then it goes on."""
     heard = Heard()
     other = a_listener()
-    address = other.endpoint if kind == "pulse" else name_of(other)
+    address = other.endpoint if kind == "heartbeat" else name_of(other)
     assert address is not None
     with watch(heard) as watching:
-        watching.follow(7, address)
+        watching.watch(7, address)
         heard.wait(lambda: (7, True) in heard.silent)
         assert not heard.lost
-        goes_on = Watch("o", other, heard.on_lost, heard.on_suspected, Limits())
+        goes_on = HeartbeatMonitor("o", other, heard.on_lost, heard.on_suspected, LivenessTimeouts())
         heard.wait(lambda: (7, False) in heard.silent)
         assert not heard.lost
         goes_on.close()
@@ -193,14 +198,14 @@ def test_a_peer_that_is_silent_for_too_long_is_lost() -> None:
     heard = Heard()
     other = a_listener()
     with watch(heard, QUICK._replace(frozen=0.1)) as watching:
-        watching.follow(7, name_of(other))
+        watching.watch(7, name_of(other))
         heard.wait(lambda: heard.lost)
         assert heard.silent == [(7, True)]
         assert "though it exists" in heard.lost[0][1]
     other.close()
 
 
-def name_of(listener: Listener) -> str:
+def name_of(listener: HeartbeatListener) -> str:
     """Where it listens on this host."""
     name = listener.sockets[0].getsockname()
     return f"ipc://@{name[1:].decode()}"
@@ -212,11 +217,11 @@ def test_another_process_at_the_same_port_is_another() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        watching.follow(7, f"pulse://127.0.0.1:{port}/{'ab' * TOKEN_SIZE}")
+        watching.watch(7, f"heartbeat://127.0.0.1:{port}/{'ab' * TOKEN_SIZE}")
         guest, _ = listening.accept()
         guest.send(bytes(TOKEN_SIZE))
         heard.wait(lambda: heard.lost)
-        assert heard.lost[0][1].startswith(f"another process listens at pulse://127.0.0.1:{port} now")
+        assert heard.lost[0][1].startswith(f"another process listens at heartbeat://127.0.0.1:{port} now")
         guest.close()
 
 
@@ -224,11 +229,11 @@ def test_a_crowd_of_strangers_keeps_no_peer_out() -> None:
     """The first of too many makes room; a peer of ours comes back, and is not thought dead."""
     heard, others = Heard(), Heard()
     with watch(others) as watched, watch(heard) as watching:
-        watched._guests._most = 3
-        listener = watched._guests._listener
+        watched._server._most = 3
+        listener = watched._server._listener
         address = listener.sockets[1].getsockname()
         assert listener.endpoint is not None
-        watching.follow(7, listener.endpoint)
+        watching.watch(7, listener.endpoint)
         until_token(watching, 7)
         crowd = [socket.create_connection(address, WAIT) for _ in range(9)]
         for stranger in crowd:
@@ -252,7 +257,7 @@ def test_a_host_that_takes_no_connection_is_out_of_reach() -> None:
         for other in others:
             other.setblocking(False)
             other.connect_ex(address)
-        watching.follow(7, f"pulse://127.0.0.1:{address[1]}/{'ab' * TOKEN_SIZE}")
+        watching.watch(7, f"heartbeat://127.0.0.1:{address[1]}/{'ab' * TOKEN_SIZE}")
         heard.wait(lambda: heard.lost)
         assert heard.lost[0][1].startswith("its host is out of reach")
         for other in others:
@@ -265,7 +270,7 @@ def test_a_connection_that_breaks_is_opened_again() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         listening.settimeout(WAIT)
-        watching.follow(7, f"pulse://127.0.0.1:{listening.getsockname()[1]}/{'ab' * TOKEN_SIZE}")
+        watching.watch(7, f"heartbeat://127.0.0.1:{listening.getsockname()[1]}/{'ab' * TOKEN_SIZE}")
         for _ in range(3):
             guest, _ = listening.accept()
             guest.send(b"\xab" * TOKEN_SIZE)
@@ -277,9 +282,9 @@ def test_a_peer_that_is_forgotten_may_end() -> None:
     heard = Heard()
     first, second = a_listener(), a_listener()
     with watch(heard) as watching:
-        watching.follow(1, name_of(first))
+        watching.watch(1, name_of(first))
         watching.forget(1)
-        watching.follow(2, name_of(second))
+        watching.watch(2, name_of(second))
         heard.wait(lambda: (2, True) in heard.silent)  # so the orders have been read
         first.close()
         second.close()
@@ -292,9 +297,9 @@ def test_a_fork_does_not_keep_its_parent_alive() -> None:
     """The kernel keeps a connection open while any process has it: also one that a fork has by accident."""
     heard, other = Heard(), Heard()
     listener = a_listener()
-    watched = Watch("o", listener, other.on_lost, other.on_suspected, Limits())
+    watched = HeartbeatMonitor("o", listener, other.on_lost, other.on_suspected, LivenessTimeouts())
     with watch(heard) as watching:
-        watching.follow(7, name_of(listener))
+        watching.watch(7, name_of(listener))
         until_token(watching, 7)
         reading, writing = os.pipe()
         child = os.fork()
@@ -312,11 +317,11 @@ def test_a_fork_does_not_keep_its_parent_alive() -> None:
             os.waitpid(child, 0)
 
 
-def until_token(watching: Watch, peer: int) -> None:
+def until_token(watching: HeartbeatMonitor, peer: int) -> None:
     """The connection to ``peer`` stands."""
     deadline = Deadline.after(WAIT)
     tick = threading.Event()
-    while peer not in watching._contacts or len(watching._contacts[peer].greeting) < TOKEN_SIZE:
+    while peer not in watching._peers or len(watching._peers[peer].greeting) < TOKEN_SIZE:
         assert not deadline.passed()
         tick.wait(0.002)  # nobody is told
 
@@ -326,9 +331,9 @@ def test_answers_tells_who_listens() -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         endpoint = f"tcp://127.0.0.1:{listening.getsockname()[1]}"
-        assert answers(endpoint)
-        assert answers(endpoint.replace("tcp", "pulse") + "/abcd")
-    assert not answers(endpoint)
-    assert not answers(endpoint.replace("tcp", "pulse") + "/abcd")
-    assert not answers(f"ipc://@zmqgrad-nobody-is-here{SUFFIX}")
-    assert answers("memory://3")  # cannot be told: not held against it
+        assert is_reachable(endpoint)
+        assert is_reachable(endpoint.replace("tcp", "heartbeat") + "/abcd")
+    assert not is_reachable(endpoint)
+    assert not is_reachable(endpoint.replace("tcp", "heartbeat") + "/abcd")
+    assert not is_reachable(f"ipc://@zmqgrad-nobody-is-here{SUFFIX}")
+    assert is_reachable("memory://3")  # cannot be told: not held against it
