@@ -35,7 +35,7 @@ ARENA_THRESHOLD = "ZMQGRAD_ARENA_THRESHOLD"
 INFLIGHT_BYTES = "ZMQGRAD_INFLIGHT_BYTES"
 """Bytes that may be on their way through sockets to each peer before a sender waits (256M; 0: no limit)."""
 
-LOOK_US = "ZMQGRAD_LOOK_US"
+SPIN_US = "ZMQGRAD_SPIN_US"
 """Microseconds that a thread looks for a message before it sleeps (1000; 0: it sleeps at once)."""
 
 LOCAL_FAST_PATH = "ZMQGRAD_LOCAL_FAST_PATH"
@@ -272,16 +272,16 @@ def inflight_bytes(environ: Mapping[str, str] = os.environ) -> int | None:
     return _bytes(environ, INFLIGHT_BYTES)
 
 
-def look_us(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What ZMQGRAD_LOOK_US says, in microseconds; None where nothing.
+def spin_us(environ: Mapping[str, str] = os.environ) -> int | None:
+    """Returns ZMQGRAD_SPIN_US, in microseconds; None if it is not set.
 
     Raises:
         ConfigurationError: if it is malformed.
     """
-    text = environ.get(LOOK_US, "").strip()
+    text = environ.get(SPIN_US, "").strip()
     if text and not (text.isascii() and text.isdigit()):
         raise ConfigurationError(
-            f"the environment variable {LOOK_US} is {text!r}; it must be a number of microseconds: 0, 1000"
+            f"the environment variable {SPIN_US} is {text!r}; it must be a number of microseconds: 0, 1000"
         )
     return int(text) if text else None
 

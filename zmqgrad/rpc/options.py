@@ -13,17 +13,17 @@ import torch
 from zmqgrad import environment
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
+from zmqgrad.runtime.spinning import SPIN_SECONDS
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
 from zmqgrad.transport.dataplane.credit import INFLIGHT
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
-from zmqgrad.transport.looking import SECONDS as LOOK_SECONDS
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 MAX_IO_THREADS = 64
-MAX_LOOK_US = 1_000_000
+MAX_SPIN_US = 1_000_000
 UNSET_RPC_TIMEOUT = -1.0
 """What a call is given for "the worker's default"."""
 
@@ -60,9 +60,9 @@ class RpcBackendOptions:
             0: no limit. None: ZMQGRAD_INFLIGHT_BYTES, or else 256 MB.
         io_threads: threads of libzmq that read and write its sockets: more than one where several hosts send
             much at a time to this worker. (What is small, and what goes by shared memory, passes them by.)
-        look_us: for so many microseconds a thread that waits for a message of this host looks whether it is
-            there, before it sleeps: quick answers come in half the time, at the price of a processor. 0: it
-            sleeps at once. None: ZMQGRAD_LOOK_US, or else 8000.
+        spin_us: how long (in microseconds) a thread that waits for a message of this host spins before it
+            blocks: quick replies arrive in half the time, at the cost of a core. 0 disables spinning. None:
+            ZMQGRAD_SPIN_US, or else 8000.
         local_fast_path: let small messages between workers of one host go by Unix sockets, past libzmq: calls
             take a fifth of the time. None: ZMQGRAD_LOCAL_FAST_PATH, or else True (on Linux; elsewhere it is
             not available).
@@ -86,7 +86,7 @@ class RpcBackendOptions:
     arena_threshold: int | None = None
     inflight_bytes: int | None = None
     io_threads: int = 1
-    look_us: int | None = None
+    spin_us: int | None = None
     local_fast_path: bool | None = None
     liveness_timeout: float | None = None
     frozen_timeout: float = LivenessTimeouts().frozen
@@ -109,7 +109,7 @@ class RpcBackendOptions:
             )
         self.arena()  # says what is wrong with it now, not later
         self.inflight()
-        self.look()
+        self.spin_seconds()
         if self.local_fast_path not in (None, True, False):
             raise ArgumentTypeError(f"local_fast_path must be a bool, not {self.local_fast_path!r}")
         self.uses_fast_path()
@@ -176,20 +176,20 @@ class RpcBackendOptions:
             given = environment.inflight_bytes()
         return INFLIGHT if given is None else _bytes(given, "inflight_bytes")
 
-    def look(self) -> float:
-        """Seconds for which a thread looks before it sleeps, with what the environment says.
+    def spin_seconds(self) -> float:
+        """Returns how many seconds a thread spins before it blocks, from the option or the environment.
 
         Raises:
-            ConfigurationError: if that cannot be right.
+            ConfigurationError: if the value is invalid.
         """
-        given = self.look_us
+        given = self.spin_us
         if given is None:
-            given = environment.look_us()
+            given = environment.spin_us()
         if given is None:
-            return LOOK_SECONDS
-        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_LOOK_US:
+            return SPIN_SECONDS
+        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_SPIN_US:
             raise ConfigurationError(
-                f"look_us must be a number of microseconds from 0 to {MAX_LOOK_US}, not {given!r}"
+                f"spin_us must be a number of microseconds from 0 to {MAX_SPIN_US}, not {given!r}"
             )
         return given / 1e6
 

@@ -7,5 +7,5 @@ cost a counter and a log line, never a thread (P5); ``close()`` tells, ``join()`
 
 Threads of a mailbox: one that feels the pulse of peers; one that helps to copy, once a tensor is large; one
 that checks who comes by tcp, if there is a secret; and libzmq's own. Messages are read by threads of the
-engine pool that it is given, one at a time (:mod:`~zmqgrad.transport.gate`).
+engine pool that it is given, one at a time (:mod:`~zmqgrad.transport.leader_poller`).
 """

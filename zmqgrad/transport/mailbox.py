@@ -28,6 +28,7 @@ import zmq
 
 from zmqgrad.errors import AddressInUseError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
@@ -43,7 +44,6 @@ from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 from zmqgrad.transport.local import LocalListener
 from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
 from zmqgrad.transport.local.listener import Registry
-from zmqgrad.transport.looking import SECONDS, Eyes
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.sessions import Sessions
@@ -97,7 +97,7 @@ class ZmqMailbox:
         inflight: int = INFLIGHT,
         keys: Keys | None = None,
         io_threads: int = 1,
-        look: float = SECONDS,
+        spin_seconds: float = SPIN_SECONDS,
         job: bytes = b"",
         fast_path: bool = True,
     ) -> None:
@@ -119,7 +119,7 @@ class ZmqMailbox:
             lambda: not self._receiver.reads_here(),
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
-        self._eyes = Eyes(look)
+        self._spin_budget = SpinBudget(spin_seconds)
         fast_path = fast_path and local.supported()
         self._job = job
         ack = bytes(encode(Ack(), worker_id, self.incarnation, 0))
@@ -141,9 +141,9 @@ class ZmqMailbox:
                 partial(self._listen, channel_endpoint(self._endpoints[0])) if fast_path else None,
                 self._plane.find_frames,
                 self._sessions.receive,
-                self._eyes,
+                self._spin_budget,
             )
-            self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._eyes)
+            self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._spin_budget)
             self._listener = HeartbeatListener(self._endpoints[0], tcp_host)
             if self._listener.endpoint is not None:
                 self._endpoints += (self._listener.endpoint,)
@@ -218,7 +218,7 @@ class ZmqMailbox:
             return None
         task = self._plane.take_in(inbound, self._handler) if inbound.by_socket else self._handler(inbound)
         if task is not None:
-            self._eyes.look_away()
+            self._spin_budget.yield_cpu()
         return task
 
     def _decode(self, first: bytes) -> Inbound | None:

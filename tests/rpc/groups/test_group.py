@@ -141,7 +141,9 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
     victim, witness = made[2].worker, made[1].worker
     monkeypatch.setattr(parting, "LOOK_SECONDS", 1000.0)
     monkeypatch.setattr(parting, "PART_SECONDS", 0.05)
-    monkeypatch.setattr(parting, "is_reachable", lambda endpoint: endpoint not in victim.membership.own.endpoints)
+    monkeypatch.setattr(
+        parting, "is_reachable", lambda endpoint: endpoint not in victim.membership.own.endpoints
+    )
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     meet = made[2]._parting._meet
 

@@ -148,7 +148,7 @@ def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -
         inflight=options.inflight(),
         keys=keys_of(),
         io_threads=options.io_threads,
-        look=options.look(),
+        spin_seconds=options.spin_seconds(),
         job=job,
         fast_path=options.uses_fast_path(),
     )

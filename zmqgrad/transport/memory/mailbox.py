@@ -181,7 +181,7 @@ class MemoryMailbox:
         """Nobody is ever lost here."""
 
     def forget(self, peer: int) -> None:
-        """Look ``peer`` up anew at the next message."""
+        """Spinner ``peer`` up anew at the next message."""
         self._ways.pop(peer, None)
 
     def close(self) -> None:

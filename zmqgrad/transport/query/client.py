@@ -27,10 +27,10 @@ import zmq
 from zmqgrad.errors import ClosedError, ProtocolError, SecretError, TransportError
 from zmqgrad.runtime import blocking
 from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
 from zmqgrad.transport.context import acquire_context, release_context
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
-from zmqgrad.transport.looking import Look
 from zmqgrad.transport.monitor import (
     CONNECTED,
     DISCONNECTED,
@@ -231,7 +231,7 @@ class _Channel:
         self._local_number = -1
         self._accepted = False  # the server has accepted it
         self._quick: LocalConnection | None = None  # the same, if it is accepted
-        self._spin = Look(spin_budget()).at
+        self._spin = Spinner(spin_budget()).spin
         self._poll = select.poll()
         self._poll_for = self._poll.poll
         self._poll.register(client.closing.number, select.POLLIN)

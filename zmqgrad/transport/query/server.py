@@ -22,11 +22,11 @@ import zmq
 
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
 from zmqgrad.transport.bind import bind_tcp
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
-from zmqgrad.transport.looking import Look
 from zmqgrad.transport.monitor import (
     ACCEPT_FAILED,
     ACCEPTED,
@@ -238,7 +238,7 @@ class QueryServer:
 
     def _loop(self, service: Service) -> None:
         poll, actions, now = self._poller.poll, self._actions, self._clock.now
-        spin = Look(spin_budget()).at
+        spin = Spinner(spin_budget()).spin
         connections = {} if self._local is None else self._local.connections
         read, read_otherwise = self._read_connection, self._read_local
         last, spins = -math.inf, False

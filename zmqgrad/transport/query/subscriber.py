@@ -19,7 +19,7 @@ from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Source, Task
 from zmqgrad.transport.context import acquire_context, release_context
-from zmqgrad.transport.gate import make_gate
+from zmqgrad.transport.leader_poller import make_leader_poller
 from zmqgrad.transport.monitor import CONNECTED, DISCONNECTED, SocketMonitor
 from zmqgrad.transport.query.client import set_up_caller
 from zmqgrad.transport.security import Keys
@@ -67,8 +67,8 @@ class Subscriber:
         self._ended = threading.Event()
         self._tasks: deque[Task] = deque()
         self._wakeup = Wakeup()
-        self._gate = make_gate()
-        self._gate.register(self._wakeup.number, select.POLLIN)
+        self._poller = make_leader_poller()
+        self._poller.register(self._wakeup.number, select.POLLIN)
         serve_from(self)
 
     def connect(self, endpoint: str, keys: Keys | None) -> None:
@@ -92,7 +92,7 @@ class Subscriber:
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED)
             self._numbers = (int(socket.getsockopt(zmq.FD)), self._monitor.number)
             for number in self._numbers:
-                self._gate.register(number, select.POLLIN)
+                self._poller.register(number, select.POLLIN)
             socket.connect(endpoint)
         self._wakeup.set()
 
@@ -123,7 +123,7 @@ class Subscriber:
         """Called with the lock held."""
         socket, self._socket, self.endpoint = self._socket, None, ""
         for number in self._numbers:
-            self._gate.unregister(number)
+            self._poller.unregister(number)
         self._numbers = ()
         if self._monitor is not None:
             self._monitor.close()
@@ -136,15 +136,15 @@ class Subscriber:
 
     def wait_for_lead(self) -> bool:
         """As :class:`Source`."""
-        return self._gate.wait()
+        return self._poller.wait_for_lead()
 
     def try_lead(self) -> bool:
         """As :class:`Source`."""
-        return self._gate.take()
+        return self._poller.try_lead()
 
     def promote(self) -> None:
         """As :class:`Source`."""
-        self._gate.open(at_once=bool(self._tasks))
+        self._poller.promote(at_once=bool(self._tasks))
 
     def read(self) -> Task | None:
         """As :class:`Source`."""
@@ -152,7 +152,7 @@ class Subscriber:
             while not self._closed:
                 if self._tasks:
                     return self._tasks.popleft()
-                for number, _ in self._gate.poll(None):
+                for number, _ in self._poller.poll(None):
                     if number == self._wakeup.number:
                         self._wakeup.clear()
                 self._read_socket()
@@ -199,7 +199,7 @@ class Subscriber:
         with self._lock:
             self._closed = True
             self._disconnect()
-        self._gate.close()
+        self._poller.close()
         self._wakeup.close()
         self._ended.set()
 
