@@ -15,7 +15,7 @@ from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.runtime.spinning import SPIN_SECONDS
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
-from zmqgrad.transport.dataplane.credit import INFLIGHT
+from zmqgrad.transport.flow_control import INFLIGHT
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0

@@ -166,7 +166,7 @@ class Mailbox(Protocol):
     ) -> None:
         """Queue ``message`` for ``peer``; ``frames`` have been copied or handed over when this returns.
 
-        Waits while too much is on its way to ``peer`` already (:mod:`zmqgrad.transport.dataplane.credit`).
+        Waits while too much is on its way to ``peer`` already (:mod:`zmqgrad.transport.flow_control`).
 
         Args:
             channel: of a request, the number of the channel at which its sender waits; of a reply, that of

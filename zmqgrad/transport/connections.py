@@ -22,7 +22,7 @@ from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.base import Buffer, PeerAddress, Resolver
-from zmqgrad.transport.dataplane.plane import frames_size
+from zmqgrad.transport.data_plane import frames_size
 from zmqgrad.transport.heartbeat import SCHEME
 from zmqgrad.transport.local.channels import MAX_CHANNELS, channel_endpoint
 from zmqgrad.transport.local.writer import BacklogWriter

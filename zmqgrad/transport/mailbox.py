@@ -8,7 +8,7 @@ On Linux the ipc address lies in the abstract namespace, so a killed process lea
 the kernel's word for the peer's user id is checked at connect. Elsewhere it is a socket in a private
 directory (0700).
 
-How frames travel is decided in :mod:`~zmqgrad.transport.dataplane`.
+How frames travel is decided in :mod:`~zmqgrad.transport.data_plane`.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from zmqgrad.transport import local
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, OnIdle, Resolver, Suspected, Timer
+from zmqgrad.transport.bulk import split
 from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up
-from zmqgrad.transport.dataplane.chunks import cut
-from zmqgrad.transport.dataplane.credit import INFLIGHT
-from zmqgrad.transport.dataplane.plane import OWN, DataPlane
+from zmqgrad.transport.data_plane import OWN, DataPlane
+from zmqgrad.transport.flow_control import INFLIGHT
 from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor, heartbeat_endpoint
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 from zmqgrad.transport.local import LocalListener
@@ -264,7 +264,7 @@ class ZmqMailbox:
         going, parts = load, NO_PARTS
         try:
             if load.frames:
-                going, chunks = cut(load)
+                going, chunks = split(load)
                 parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
             first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
             small = not load.frames and len(first) <= local.MAX_PACKET_BYTES
@@ -309,7 +309,7 @@ class ZmqMailbox:
         if not self._connections.close():
             return
         self._sessions.close()
-        self._plane.allowance.close()
+        self._plane.send_window.close()
         self._connections.shut(linger)
         self._channels.close()
         if self._heartbeats is not None:

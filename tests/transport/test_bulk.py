@@ -14,27 +14,27 @@ from hypothesis import strategies as st
 from tests.transport.contract import Office, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ProtocolError
+from zmqgrad.transport import bulk
 from zmqgrad.transport.arena.exchange import Load, _in_frames
-from zmqgrad.transport.dataplane import chunks
-from zmqgrad.transport.dataplane.chunks import Assembly, WarmBuffers, cut
-from zmqgrad.transport.dataplane.credit import INFLIGHT
+from zmqgrad.transport.bulk import BufferPool, Reassembler, split
+from zmqgrad.transport.flow_control import INFLIGHT
 from zmqgrad.transport.tap import Tapped
 from zmqgrad.wire.messages import Chunk, Hello, Manifest, MessageType, Piece, StoreSet, Window
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "CHUNK", 1000)
-    monkeypatch.setattr(chunks, "LEAST", 4000)
+    monkeypatch.setattr(bulk, "CHUNK", 1000)
+    monkeypatch.setattr(bulk, "LEAST", 4000)
 
 
 def some_bytes(size: int) -> bytes:
     return random.Random(size).randbytes(size)
 
 
-def carry(assembly: Assembly, load: Load) -> tuple[Manifest | None, list[Any]]:
+def carry(assembly: Reassembler, load: Load) -> tuple[Manifest | None, list[Any]]:
     """Send ``load`` in chunks; what the other side makes of it."""
-    rest, parts = cut(load)
+    rest, parts = split(load)
     for chunk, data in parts:
         assembly.add(1, chunk, [bytearray(data)])
     if not parts:
@@ -48,7 +48,7 @@ def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
     """Whether small ones are joined (many frames) or not."""
     frames = [some_bytes(n) for n in sizes]
     load = _in_frames(frames, sizes, (7,))
-    manifest, came = carry(Assembly(), load)
+    manifest, came = carry(Reassembler(), load)
     assert [bytes(f) for f in came] == [bytes(f) for f in load.frames]
     if any(n > 4000 for n in sizes):
         assert manifest is not None
@@ -60,11 +60,11 @@ def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
 
 def test_what_is_small_is_not_cut() -> None:
     load = Load(None, [bytes(4000)])
-    assert cut(load) == (load, [])
+    assert split(load) == (load, [])
 
 
 def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
-    assembly = Assembly()
+    assembly = Reassembler()
     _, (first,) = carry(assembly, Load(None, [some_bytes(8000)]))
     _, (second,) = carry(assembly, Load(None, [some_bytes(8001)]))
     assert bytes(first) == some_bytes(8000)
@@ -93,7 +93,7 @@ def test_memory_that_is_not_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> N
         def call_later(self, seconds: float, job: Any) -> None:
             jobs.append(job)
 
-    buffers = WarmBuffers()
+    buffers = BufferPool()
     buffers.start(Later())
     for _ in range(2):
         buffers.take(100)
@@ -104,7 +104,7 @@ def test_memory_that_is_not_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert buffers.kept() == 100
     jobs.pop()()
     assert (buffers.kept(), jobs) == (0, [])
-    monkeypatch.setattr(chunks, "KEPT", 150)
+    monkeypatch.setattr(bulk, "KEPT", 150)
     taken = [buffers.take(100) for _ in range(3)]
     taken.clear()
     gc.collect()
@@ -124,7 +124,7 @@ def test_memory_that_is_not_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> N
     ],
 )
 def test_a_chunk_that_cannot_be_right_is_refused(chunk: Chunk, frames: list[bytearray]) -> None:
-    assembly = Assembly()
+    assembly = Reassembler()
     with pytest.raises(ProtocolError, match="of worker 3"):
         assembly.add(3, chunk, frames)
     assert not assembly._streams
@@ -132,7 +132,7 @@ def test_a_chunk_that_cannot_be_right_is_refused(chunk: Chunk, frames: list[byte
 
 @pytest.mark.parametrize("following", [Chunk(1, 0, 10), Chunk(1, 4, 10), Chunk(1, 5, 11), Chunk(1, 6, 10)])
 def test_a_chunk_that_does_not_follow_ends_its_frame(following: Chunk) -> None:
-    assembly = Assembly()
+    assembly = Reassembler()
     assembly.add(3, Chunk(1, 0, 10), [bytearray(5)])
     with pytest.raises(ProtocolError, match="where 5 of 10 were there"):
         assembly.add(3, following, [bytearray(5)])
@@ -141,7 +141,7 @@ def test_a_chunk_that_does_not_follow_ends_its_frame(following: Chunk) -> None:
 
 
 def test_a_message_whose_chunks_are_not_all_there_is_refused() -> None:
-    assembly = Assembly()
+    assembly = Reassembler()
     manifest = Manifest((Piece(0, 1, 0, 10),), (Window(0, 0, 10),))
     assembly.add(3, Chunk(1, 0, 10), [bytearray(9)])
     for peer in (4, 3, 3):  # of another; in part; and then no more at all
@@ -153,8 +153,8 @@ def test_a_message_whose_chunks_are_not_all_there_is_refused() -> None:
 
 
 def test_a_peer_cannot_begin_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "MAX_STREAMS", 3)
-    assembly = Assembly()
+    monkeypatch.setattr(bulk, "MAX_STREAMS", 3)
+    assembly = Reassembler()
     for n in range(3):
         assembly.add(3, Chunk(n, 0, 10), [bytearray(5)])
     assembly.add(4, Chunk(9, 0, 10), [bytearray(5)])

@@ -16,9 +16,9 @@ from tests.transport.contract import Box, Office, office_of
 from tests.transport.test_contract import OverZmq, _TcpAlone
 from zmqgrad.errors import ClosedError, CongestionError
 from zmqgrad.runtime.thread_pool import Source, Task
+from zmqgrad.transport import flow_control
 from zmqgrad.transport.base import Inbound, Mailbox
-from zmqgrad.transport.dataplane import credit
-from zmqgrad.transport.dataplane.credit import Allowance, Intake
+from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.tap import Tapped
 from zmqgrad.wire.messages import Credit, CreditWanted, Message, RRefAck, StoreSet
@@ -30,24 +30,24 @@ PART = 400 << 10
 
 
 class Waits:
-    """Threads that wait at an allowance. ``said`` gets what it tells its peers."""
+    """Threads that wait at an send_window. ``said`` gets what it tells its peers."""
 
     def __init__(self, limit: int = 100) -> None:
         self.said: SimpleQueue[Message] = SimpleQueue()
-        self.allowance = Allowance("w", limit, lambda _, message: self.said.put(message))
+        self.send_window = SendWindow("w", limit, lambda _, message: self.said.put(message))
         self.went: SimpleQueue[Any] = SimpleQueue()
         self._threads: list[threading.Thread] = []
 
     def send(self, size: int, answer: bool = False, seconds: float = 0.0) -> None:
         """In a thread of its own; returns once it waits, or has gone."""
-        if self.allowance.take(1, answer, size):
+        if self.send_window.take(1, answer, size):
             self.went.put(size)
             return
         before = self.waiting()
 
         def wait() -> None:
             try:
-                self.allowance.wait(1, answer, size, seconds)
+                self.send_window.wait(1, answer, size, seconds)
                 self.went.put(size)
             except Exception as e:
                 self.went.put(e)
@@ -58,13 +58,13 @@ class Waits:
             self._threads[-1].join(0.001)
 
     def waiting(self) -> int:
-        return sum(w["messages"] for w in self.allowance.statistics()["waiting"].values())
+        return sum(w["messages"] for w in self.send_window.statistics()["waiting"].values())
 
     def next(self) -> Any:
         return self.went.get(timeout=20)
 
     def end(self) -> None:
-        self.allowance.close()
+        self.send_window.close()
         for thread in self._threads:
             thread.join(20)
             assert not thread.is_alive()
@@ -78,11 +78,11 @@ def waits() -> Iterator[Waits]:
 
 
 def test_what_is_within_the_limit_goes_at_once(waits: Waits) -> None:
-    assert all(waits.allowance.take(1, False, 25) for _ in range(4))
-    assert not waits.allowance.take(1, False, 1)
-    assert waits.allowance.take(2, False, 100)  # another peer
-    assert waits.allowance.take(1, True, 100)  # answers pass while requests wait
-    assert waits.allowance.statistics() == {
+    assert all(waits.send_window.take(1, False, 25) for _ in range(4))
+    assert not waits.send_window.take(1, False, 1)
+    assert waits.send_window.take(2, False, 100)  # another peer
+    assert waits.send_window.take(1, True, 100)  # answers pass while requests wait
+    assert waits.send_window.statistics() == {
         "limit": 100,
         "bytes": {1: 200, 2: 100},
         "waiting": {},
@@ -91,41 +91,41 @@ def test_what_is_within_the_limit_goes_at_once(waits: Waits) -> None:
 
 
 def test_without_a_limit_nobody_waits() -> None:
-    allowance = Allowance("w", 0, lambda *_: None)
-    assert all(allowance.take(1, False, 1 << 40) for _ in range(3))
+    send_window = SendWindow("w", 0, lambda *_: None)
+    assert all(send_window.take(1, False, 1 << 40) for _ in range(3))
 
 
 def test_a_message_larger_than_the_limit_passes_alone(waits: Waits) -> None:
-    assert waits.allowance.take(1, False, 1000)
+    assert waits.send_window.take(1, False, 1000)
     waits.send(1)
     assert waits.waiting() == 1
-    waits.allowance.give_back(1, False, 1000)
+    waits.send_window.give_back(1, False, 1000)
     assert waits.next() == 1
     waits.send(1000)
     assert waits.said.get(timeout=20) == CreditWanted(901, 0)  # of the 1
     assert waits.said.get(timeout=20) == CreditWanted(1, 0)
-    waits.allowance.give_back(1, False, 1)
+    waits.send_window.give_back(1, False, 1)
     assert waits.next() == 1000
 
 
 def test_those_who_wait_go_in_turn_and_nobody_overtakes_them(waits: Waits) -> None:
-    assert waits.allowance.take(1, False, 90)
+    assert waits.send_window.take(1, False, 90)
     waits.send(80)
     waits.send(5)  # would fit, but is second
     assert waits.waiting() == 2
-    assert waits.allowance.statistics()["waiting"] == {1: {"messages": 2, "bytes": 85}}
+    assert waits.send_window.statistics()["waiting"] == {1: {"messages": 2, "bytes": 85}}
     assert waits.said.get(timeout=20) == CreditWanted(70, 0)
-    waits.allowance.heard(1, Credit(60, 0))
+    waits.send_window.on_credit(1, Credit(60, 0))
     assert waits.said.get(timeout=20) == CreditWanted(10, 0)  # not enough yet
-    waits.allowance.heard(1, Credit(10, 0))
+    waits.send_window.on_credit(1, Credit(10, 0))
     assert waits.next() == 80
-    waits.allowance.heard(1, Credit(20, 0))
+    waits.send_window.on_credit(1, Credit(20, 0))
     assert waits.next() == 5
-    assert waits.allowance.statistics()["bytes"] == {1: 85}
+    assert waits.send_window.statistics()["bytes"] == {1: 85}
 
 
 def test_who_gives_up_lets_the_next_one_go(waits: Waits) -> None:
-    assert waits.allowance.take(1, False, 90)
+    assert waits.send_window.take(1, False, 90)
     waits.send(80, seconds=0.05)
     waits.send(5)
     error = waits.next()
@@ -137,68 +137,68 @@ def test_who_gives_up_lets_the_next_one_go(waits: Waits) -> None:
 
 
 def test_a_peer_that_is_forgotten_frees_its_credit_and_those_who_wait(waits: Waits) -> None:
-    assert waits.allowance.take(1, False, 90)
-    assert waits.allowance.take(1, True, 90)
+    assert waits.send_window.take(1, False, 90)
+    assert waits.send_window.take(1, True, 90)
     waits.send(80)
     waits.send(80, answer=True)
-    waits.allowance.forget(1)
+    waits.send_window.forget(1)
     assert [type(waits.next()) for _ in range(2)] == [ClosedError, ClosedError]
-    waits.allowance.heard(1, Credit(90, 90))  # late
-    assert waits.allowance.take(1, False, 100)
-    assert not waits.allowance.take(1, False, 1)
+    waits.send_window.on_credit(1, Credit(90, 90))  # late
+    assert waits.send_window.take(1, False, 100)
+    assert not waits.send_window.take(1, False, 1)
 
 
 def test_closing_ends_every_wait(waits: Waits) -> None:
-    assert waits.allowance.take(1, False, 100)
+    assert waits.send_window.take(1, False, 100)
     waits.send(1)
-    waits.allowance.close()
+    waits.send_window.close()
     assert isinstance(waits.next(), ClosedError)
     with pytest.raises(ClosedError):
-        waits.allowance.wait(1, False, 1, 0.0)
+        waits.send_window.wait(1, False, 1, 0.0)
 
 
 def test_credit_that_was_never_given_makes_no_debt(waits: Waits) -> None:
-    assert waits.allowance.take(1, False, 10)
-    waits.allowance.heard(1, Credit(1 << 62, 0))
-    assert waits.allowance.take(1, False, 100)
-    assert not waits.allowance.take(1, False, 1)
+    assert waits.send_window.take(1, False, 10)
+    waits.send_window.on_credit(1, Credit(1 << 62, 0))
+    assert waits.send_window.take(1, False, 100)
+    assert not waits.send_window.take(1, False, 1)
 
 
 def test_what_was_taken_in_is_told_in_batches_or_when_somebody_waits() -> None:
     said: list[Message] = []
-    intake = Intake(100, lambda _, message: said.append(message))
-    intake.took(1, False, 20)
+    receive_window = ReceiveWindow(100, lambda _, message: said.append(message))
+    receive_window.consumed(1, False, 20)
     assert said == []
-    intake.took(1, False, 5)
+    receive_window.consumed(1, False, 5)
     assert said == [Credit(25, 0)]
-    intake.took(1, True, 10)
-    intake.wanted(1, CreditWanted(3, 12))
+    receive_window.consumed(1, True, 10)
+    receive_window.credit_requested(1, CreditWanted(3, 12))
     assert said == [Credit(25, 0)]
-    intake.took(1, False, 3)
-    intake.took(1, True, 2)
+    receive_window.consumed(1, False, 3)
+    receive_window.consumed(1, True, 2)
     assert said == [Credit(25, 0), Credit(3, 0), Credit(0, 12)]
-    intake.took(1, False, 3)  # back to batches
-    intake.forget(1)
-    intake.wanted(1, CreditWanted(1, 0))
+    receive_window.consumed(1, False, 3)  # back to batches
+    receive_window.forget(1)
+    receive_window.credit_requested(1, CreditWanted(1, 0))
     assert len(said) == 3
 
 
 def test_what_was_lost_on_its_way_counts_as_taken_in_when_asked_again() -> None:
     said: list[Message] = []
-    intake = Intake(100, lambda _, message: said.append(message))
-    intake.came(1, False, 30)
-    intake.wanted(1, CreditWanted(50, 0))
+    receive_window = ReceiveWindow(100, lambda _, message: said.append(message))
+    receive_window.received(1, False, 30)
+    receive_window.credit_requested(1, CreditWanted(50, 0))
     assert said == []  # more may come
-    intake.wanted(1, CreditWanted(50, 0, again=True))
+    receive_window.credit_requested(1, CreditWanted(50, 0, again=True))
     assert said == []  # what is here still has to be taken in
-    intake.took(1, False, 30)
+    receive_window.consumed(1, False, 30)
     assert said == [Credit(50, 0)]  # 20 were lost
-    intake.wanted(1, CreditWanted(0, 7, again=True))
+    receive_window.credit_requested(1, CreditWanted(0, 7, again=True))
     assert said[1:] == [Credit(0, 7)]
-    intake.came(1, False, 60)
-    intake.wanted(1, CreditWanted(50, 0, again=True))
+    receive_window.received(1, False, 60)
+    receive_window.credit_requested(1, CreditWanted(50, 0, again=True))
     assert len(said) == 2
-    intake.took(1, False, 60)
+    receive_window.consumed(1, False, 60)
     assert said[2:] == [Credit(60, 0)]
 
 
@@ -210,15 +210,15 @@ def test_what_was_lost_on_its_way_counts_as_taken_in_when_asked_again() -> None:
 def test_everything_arrives_whatever_the_limits_at_both_ends(
     limits: tuple[int, int], sizes: list[int], slowness: int
 ) -> None:
-    """Two threads send by one allowance; never is more than the limit away, but for a message alone."""
+    """Two threads send by one send_window; never is more than the limit away, but for a message alone."""
     arrived: SimpleQueue[int] = SimpleQueue()
-    allowance = Allowance("w", limits[0], lambda _, message: intake.wanted(0, message))  # type: ignore[arg-type]
-    intake = Intake(limits[1], lambda _, message: allowance.heard(0, message))  # type: ignore[arg-type]
+    send_window = SendWindow("w", limits[0], lambda _, message: receive_window.credit_requested(0, message))  # type: ignore[arg-type]
+    receive_window = ReceiveWindow(limits[1], lambda _, message: send_window.on_credit(0, message))  # type: ignore[arg-type]
 
     def send(mine: list[int]) -> None:
         for size in mine:
-            if not allowance.take(0, False, size):
-                allowance.wait(0, False, size, 0.0)
+            if not send_window.take(0, False, size):
+                send_window.wait(0, False, size, 0.0)
             arrived.put(size)
 
     senders = [threading.Thread(target=send, args=(sizes[i::2],), daemon=True) for i in range(2)]
@@ -231,7 +231,7 @@ def test_everything_arrives_whatever_the_limits_at_both_ends(
         while len(here) < slowness and not arrived.empty():
             here.append(arrived.get())
         assert sum(here) <= max(limits[0], *here)
-        intake.took(0, False, here.popleft())
+        receive_window.consumed(0, False, here.popleft())
     for sender in senders:
         sender.join(20)
         assert not sender.is_alive()
@@ -426,8 +426,8 @@ def test_what_a_broken_connection_lost_holds_nobody_up_for_ever(
 ) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, desk = office.open(0), slow_box(office, 1, got)
-    monkeypatch.setattr(credit, "SAY_SECONDS", 0.05)
-    a.mailbox._plane.allowance.take(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
+    monkeypatch.setattr(flow_control, "LOG_INTERVAL_SECONDS", 0.05)
+    a.mailbox._plane.send_window.take(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
     sender = Sender(a, 4)
     for _ in range(4):
         desk.begin_next()

@@ -48,7 +48,7 @@ TRIM_SECONDS = 30.0
 _numbers = itertools.count(1)
 
 
-def cut(load: Load) -> tuple[Load, list[tuple[Chunk, memoryview]]]:
+def split(load: Load) -> tuple[Load, list[tuple[Chunk, memoryview]]]:
     """``load`` without its large frames, and those in chunks, to be sent before it."""
     if all(len(frame) <= LEAST for frame in load.frames):
         return load, []
@@ -71,7 +71,7 @@ def cut(load: Load) -> tuple[Load, list[tuple[Chunk, memoryview]]]:
     return Load(replace(manifest, pieces=tuple(pieces), windows=windows), rest), chunks
 
 
-class _Stream:
+class _PartialFrame:
     """A frame on its way."""
 
     __slots__ = ("array", "came", "size")
@@ -93,12 +93,12 @@ class _Stream:
         self.came += size
 
 
-class Assembly:
+class Reassembler:
     """Frames of peers that come in chunks. Used by the thread that reads; forgets from any."""
 
     def __init__(self) -> None:
-        self.buffers = WarmBuffers()
-        self._streams: dict[tuple[int, int], _Stream] = {}  # by peer and number
+        self.buffers = BufferPool()
+        self._streams: dict[tuple[int, int], _PartialFrame] = {}  # by peer and number
 
     def add(self, peer: int, chunk: Chunk, frames: Sequence[Buffer]) -> None:
         """Take in a chunk, which came with ``frames``.
@@ -116,7 +116,7 @@ class Assembly:
                     raise ProtocolError(f"more than {MAX_STREAMS} frames of worker {peer} came in part")
                 if chunk.offset:
                     raise ProtocolError(f"the beginning of a frame of worker {peer} is missing")
-                stream = self._streams[key] = _Stream(self.buffers.take(chunk.total), chunk.total)
+                stream = self._streams[key] = _PartialFrame(self.buffers.take(chunk.total), chunk.total)
             stream.add(chunk, frames[0])
         except (ProtocolError, OSError, OverflowError, ValueError) as e:  # no memory; or what is no size
             self._streams.pop(key, None)
@@ -166,7 +166,7 @@ def _new_memory(size: int) -> mmap.mmap:
     return memory
 
 
-class WarmBuffers:
+class BufferPool:
     """Memory for large frames that is used again when nothing refers to it any more."""
 
     def __init__(self) -> None:

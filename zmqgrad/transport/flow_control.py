@@ -1,19 +1,19 @@
-"""Credit: how much may be on its way to a peer. Who has more to say waits, and can say for what (P10).
+"""Credit-based flow control: bounds the bytes in flight to each peer (P10).
 
-Frames that go through a socket take memory on both sides until the peer has got to them, and libzmq would
-queue them without end. So each worker counts, peer by peer, what it has sent and the peer has not *taken in*
-yet: a request is taken in when it begins to be run, an answer when it is read. Beyond the limit, the sending
-thread waits, in turn; a message that is larger than the limit passes when nothing else is on its way.
+Frames that go through a socket take memory on both sides until the peer consumes them, and libzmq would queue
+them without limit. So each worker counts, per peer, the bytes that it has sent and the peer has not consumed.
+A request is consumed when its execution begins, a response when it is read. Beyond the limit the sending
+threads wait, in order. A message larger than the limit is sent alone.
 
-Requests and answers are counted apart, so that answers pass while requests wait: reading never waits for
-user code, so answers are always taken in. A thread of the engine pool that waits here counts as blocked, so
-others take its place and begin what the peer has sent; hence two workers that flood each other go on.
-The thread that reads, which must not wait, sends at once. Messages without frames (control messages and
-small ones) and what goes by shared memory, which has a limit of its own, are not counted.
+Requests and responses are counted separately, so responses pass while requests wait: reading never waits for
+user code, so responses are always consumed. A thread of the pool that waits here counts as blocked, so other
+threads start the requests of the peer; hence two workers that flood each other make progress. The thread that
+reads must not wait, and sends at once. Messages without frames (control messages and small ones) and shared
+memory, which has its own limit, are not counted.
 
-What was taken in is told in batches, or as soon as the peer says that it waits for it. Who has waited for
-long asks again, behind all that it sent: what has not come by then was lost with a connection, and is counted
-as taken in.
+The receiver returns credit in batches, or as soon as the peer reports that it waits. A sender that waits for
+long reports again, behind all that it sent: what has not arrived by then was lost with a connection, and
+counts as consumed.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from zmqgrad.wire.messages import Credit, CreditWanted, Message
 logger = logging.getLogger(__name__)
 
 INFLIGHT = 256 << 20
-"""Bytes that may be on their way to each peer, unless told otherwise."""
+"""Default limit of the bytes in flight to each peer."""
 
 BATCHES = 4
-"""What was taken in is told when it comes to one part in so many of the limit."""
+"""The receiver returns credit after this fraction (1 / BATCHES) of the limit."""
 
-SAY_SECONDS = 5.0
-"""A sender that waits for longer says so in the log, and asks again, so often."""
+LOG_INTERVAL_SECONDS = 5.0
+"""How often a sender that waits reports that to its peer. The first time, it logs a warning."""
 
 Say = Callable[[int, Message], None]
-"""Queue a small message for a peer; must not raise because of that peer."""
+"""Queues a small message for a peer. Must not raise because of that peer."""
 
 
 class _Waiter(NamedTuple):
@@ -49,8 +49,8 @@ class _Waiter(NamedTuple):
     granted: Promise[None]
 
 
-class _Account:
-    """What is on its way to one peer: requests, or answers. Its owner's lock guards it."""
+class _CreditAccount:
+    """The bytes in flight to one peer, of requests or of responses. Guarded by the lock of the window."""
 
     __slots__ = ("limit", "sent", "waiting")
 
@@ -63,7 +63,7 @@ class _Account:
         return not self.sent or self.sent + size <= self.limit
 
     def grant(self) -> list[_Waiter]:
-        """Those whose turn has come, in order."""
+        """Takes the waiters that may send now, in order."""
         granted = []
         while self.waiting and self.has_room(self.waiting[0].size):
             granted.append(self.waiting.popleft())
@@ -71,17 +71,17 @@ class _Account:
         return granted
 
     def needed(self) -> int:
-        """So many bytes more must be taken in before the first that waits can go; 0 if none waits."""
+        """Returns how many bytes must be consumed before the first waiter may send; 0 if there is none."""
         return min(self.sent, self.sent + self.waiting[0].size - self.limit) if self.waiting else 0
 
 
-class Allowance:
-    """What this worker may send.
+class SendWindow:
+    """Limits what this worker sends.
 
     Args:
         name: of the worker, for the log.
-        limit: bytes on their way to a peer; 0: no limit.
-        say: how peers are told that something waits for them.
+        limit: bytes in flight to each peer; 0 means no limit.
+        say: notifies a peer that a message waits for it.
     """
 
     def __init__(self, name: str, limit: int, say: Say) -> None:
@@ -90,11 +90,12 @@ class Allowance:
         self._name = name
         self._say = say
         self._lock = threading.Lock()  # guards all but the constants
-        self._accounts: dict[tuple[int, bool], _Account] = {}  # by peer, and whether for answers
+        self._accounts: dict[tuple[int, bool], _CreditAccount] = {}  # by peer, and whether for answers
         self._closed = False
 
     def take(self, peer: int, answer: bool, size: int, *, wait: bool = True) -> bool:
-        """Count ``size`` bytes for ``peer`` as on their way. False: they have to :meth:`wait`."""
+        """Counts ``size`` bytes as in flight to ``peer``. Returns False if the caller must :meth:`wait`
+        instead."""
         if not self.limit:
             return True
         with self._lock:
@@ -104,18 +105,19 @@ class Allowance:
             account.sent += size
             return True
 
-    def _account(self, peer: int, answer: bool) -> _Account:
+    def _account(self, peer: int, answer: bool) -> _CreditAccount:
         account = self._accounts.get((peer, answer))
         if account is None:
-            account = self._accounts[peer, answer] = _Account(self.limit)
+            account = self._accounts[peer, answer] = _CreditAccount(self.limit)
         return account
 
     def wait(self, peer: int, answer: bool, size: int, seconds: float) -> None:
-        """Wait until ``size`` bytes may go to ``peer``, at most ``seconds`` (0: no limit), and count them.
+        """Waits up to ``seconds`` (0: no limit) until ``size`` bytes may be sent to ``peer``, and counts
+        them.
 
         Raises:
-            CongestionError: if the time is over, saying what was waited for.
-            ClosedError: if the mailbox is closed meanwhile, or its way to ``peer`` dropped.
+            CongestionError: if the time is over.
+            ClosedError: if the mailbox is closed or the connection to ``peer`` dropped meanwhile.
         """
         with self._lock:
             if self._closed:
@@ -123,7 +125,7 @@ class Allowance:
             account, waiter = self._account(peer, answer), _Waiter(size, Promise())
             account.waiting.append(waiter)
             granted = account.grant()
-            is_first = len(account.waiting) <= 1  # else another has asked, and will ask again
+            is_first = len(account.waiting) <= 1  # else the first waiter reports to the peer
             self.waits += 1
         if is_first:
             self._go_on(peer, answer, account, granted)
@@ -133,9 +135,11 @@ class Allowance:
             self._withdraw(peer, answer, account, waiter)
             raise
 
-    def _wait(self, peer: int, answer: bool, account: _Account, waiter: _Waiter, deadline: Deadline) -> None:
+    def _wait(
+        self, peer: int, answer: bool, account: _CreditAccount, waiter: _Waiter, deadline: Deadline
+    ) -> None:
         granted, said = waiter.granted, False
-        while not granted.wait_done(deadline.capped(SAY_SECONDS).left()):
+        while not granted.wait_done(deadline.capped(LOG_INTERVAL_SECONDS).left()):
             what = f"{self._name}: {self._describe(peer, account)}"
             if deadline.passed():
                 raise CongestionError(what)
@@ -145,55 +149,55 @@ class Allowance:
             self._ask(peer, answer, account, again=True)
         granted.result()
 
-    def _describe(self, peer: int, account: _Account) -> str:
+    def _describe(self, peer: int, account: _CreditAccount) -> str:
         return (
             f"{len(account.waiting)} messages for worker {peer} wait until it has taken in more of the "
             f"{account.sent} bytes that it was sent (ZMQGRAD_INFLIGHT_BYTES is {self.limit})"
         )
 
-    def _withdraw(self, peer: int, answer: bool, account: _Account, waiter: _Waiter) -> None:
-        """``waiter`` waits no more; it may have been granted its bytes at the last moment."""
+    def _withdraw(self, peer: int, answer: bool, account: _CreditAccount, waiter: _Waiter) -> None:
+        """Removes ``waiter``, which may have been granted its bytes at the last moment."""
         with self._lock:
             if waiter in account.waiting:
                 account.waiting.remove(waiter)
-                waiter.granted.set_exception(ClosedError("its sender waits no more"))
+                waiter.granted.set_exception(ClosedError("the sender stopped waiting"))
             elif waiter.granted.exception() is None:
                 account.sent = max(0, account.sent - waiter.size)
             granted = account.grant()
         self._go_on(peer, answer, account, granted)
 
     def give_back(self, peer: int, answer: bool, size: int) -> None:
-        """``size`` bytes were taken in by ``peer``, or were not sent after all."""
+        """Returns credit: ``peer`` has consumed ``size`` bytes, or they were not sent after all."""
         with self._lock:
             account = self._accounts.get((peer, answer))
-            if account is None:  # forgotten, or somebody's mistake
+            if account is None:  # forgotten, or an error of the peer
                 return
             account.sent = max(0, account.sent - size)
             granted = account.grant()
         if granted or account.waiting:
             self._go_on(peer, answer, account, granted)
 
-    def heard(self, peer: int, credit: Credit) -> None:
-        """``peer`` says what it has taken in."""
+    def on_credit(self, peer: int, credit: Credit) -> None:
+        """Handles a message in which ``peer`` returns credit."""
         if credit.requests:
             self.give_back(peer, False, credit.requests)
         if credit.answers:
             self.give_back(peer, True, credit.answers)
 
-    def _go_on(self, peer: int, answer: bool, account: _Account, granted: list[_Waiter]) -> None:
-        """Let those go who may, and tell ``peer`` what the next one waits for."""
+    def _go_on(self, peer: int, answer: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
+        """Wakes the granted waiters, and tells ``peer`` what the next one waits for."""
         for waiter in granted:
             waiter.granted.set_result(None)
         self._ask(peer, answer, account)
 
-    def _ask(self, peer: int, answer: bool, account: _Account, again: bool = False) -> None:
+    def _ask(self, peer: int, answer: bool, account: _CreditAccount, again: bool = False) -> None:
         with self._lock:
             needed = account.needed()
         if needed:
             self._say(peer, CreditWanted(0, needed, again) if answer else CreditWanted(needed, 0, again))
 
     def forget(self, peer: int) -> None:
-        """What was on its way to ``peer`` is lost, and so is what waits."""
+        """Drops the account of ``peer``; messages that wait for it fail."""
         with self._lock:
             dropped = [a for a in (self._accounts.pop((peer, answer), None) for answer in (False, True)) if a]
             waiting = _take_waiting(dropped)
@@ -202,7 +206,7 @@ class Allowance:
             waiter.granted.set_exception(ClosedError(why))
 
     def close(self) -> None:
-        """Nobody waits any more. Idempotent."""
+        """Makes all waiting senders fail. Idempotent."""
         with self._lock:
             self._closed = True
             waiting = _take_waiting(self._accounts.values())
@@ -213,7 +217,7 @@ class Allowance:
             )
 
     def statistics(self) -> dict[str, Any]:
-        """The limit, bytes on their way by peer, messages and bytes that wait by peer, and waits so far."""
+        """Returns the limit, bytes in flight by peer, messages and bytes waiting by peer, and past waits."""
         with self._lock:
             sent: dict[int, int] = {}
             waiting: dict[int, dict[str, int]] = {}
@@ -227,15 +231,15 @@ class Allowance:
             return {"limit": self.limit, "bytes": sent, "waiting": waiting, "waits": self.waits}
 
 
-def _take_waiting(accounts: Collection[_Account]) -> list[_Waiter]:
+def _take_waiting(accounts: Collection[_CreditAccount]) -> list[_Waiter]:
     waiting = [waiter for account in accounts for waiter in account.waiting]
     for account in accounts:
         account.waiting.clear()
     return waiting
 
 
-class _Debt:
-    """What came of one peer: not taken in yet, and taken in but not told yet."""
+class _Unacked:
+    """Bytes of one peer that are not consumed, and bytes consumed whose credit was not returned."""
 
     __slots__ = ("due", "held", "taken")
 
@@ -245,57 +249,57 @@ class _Debt:
         self.due = due
 
 
-class Intake:
-    """What this worker has taken in, and owes its peers the word of.
+class ReceiveWindow:
+    """Counts what this worker consumes, and returns credit to its peers.
 
     Args:
-        limit: that of this worker; peers may have another.
-        say: how peers are told.
+        limit: of this worker; peers may have another one.
+        say: sends credit to a peer.
     """
 
     def __init__(self, limit: int, say: Say) -> None:
         self._batch = max(1, limit // BATCHES)
         self._say = say
-        self._lock = threading.Lock()  # guards _debts
-        self._debts: dict[tuple[int, bool], _Debt] = {}
+        self._lock = threading.Lock()  # guards _peers
+        self._peers: dict[tuple[int, bool], _Unacked] = {}
 
-    def came(self, peer: int, answer: bool, size: int) -> None:
-        """``size`` bytes of frames of ``peer`` are here; they will be taken in."""
+    def received(self, peer: int, answer: bool, size: int) -> None:
+        """Counts ``size`` bytes of frames that arrived from ``peer``."""
         with self._lock:
-            self._debt(peer, answer).held += size
+            self._unacked(peer, answer).held += size
 
-    def took(self, peer: int, answer: bool, size: int) -> None:
-        """They have been."""
+    def consumed(self, peer: int, answer: bool, size: int) -> None:
+        """Counts ``size`` bytes as consumed, and returns credit if it is due."""
         with self._lock:
-            debt = self._debt(peer, answer)
-            debt.held = max(0, debt.held - size)  # it may have been forgotten since they came
-            debt.taken += size
-            told = self._due(debt)
+            unacked = self._unacked(peer, answer)
+            unacked.held = max(0, unacked.held - size)  # the peer may have been forgotten since
+            unacked.taken += size
+            told = self._due(unacked)
         self._tell(peer, answer, told)
 
-    def wanted(self, peer: int, message: CreditWanted) -> None:
-        """``peer`` waits for so much to be taken in."""
+    def credit_requested(self, peer: int, message: CreditWanted) -> None:
+        """Handles a message in which ``peer`` asks for credit."""
         for answer, needed in ((False, message.requests), (True, message.answers)):
             if needed:
                 with self._lock:
-                    debt = self._debt(peer, answer)
-                    debt.due = min(debt.due, needed)
-                    if message.again and debt.held + debt.taken < needed:
-                        debt.taken = needed - debt.held  # the rest was lost on its way
-                    told = self._due(debt)
+                    unacked = self._unacked(peer, answer)
+                    unacked.due = min(unacked.due, needed)
+                    if message.again and unacked.held + unacked.taken < needed:
+                        unacked.taken = needed - unacked.held  # the rest was lost with a connection
+                    told = self._due(unacked)
                 self._tell(peer, answer, told)
 
-    def _debt(self, peer: int, answer: bool) -> _Debt:
-        debt = self._debts.get((peer, answer))
-        if debt is None:
-            debt = self._debts[peer, answer] = _Debt(self._batch)
-        return debt
+    def _unacked(self, peer: int, answer: bool) -> _Unacked:
+        unacked = self._peers.get((peer, answer))
+        if unacked is None:
+            unacked = self._peers[peer, answer] = _Unacked(self._batch)
+        return unacked
 
-    def _due(self, debt: _Debt) -> int:
-        """What has to be told now. Called with the lock held."""
-        told = debt.taken if debt.taken >= debt.due else 0
+    def _due(self, unacked: _Unacked) -> int:
+        """Takes the credit to return now. Called with the lock held."""
+        told = unacked.taken if unacked.taken >= unacked.due else 0
         if told:
-            debt.taken, debt.due = 0, self._batch
+            unacked.taken, unacked.due = 0, self._batch
         return told
 
     def _tell(self, peer: int, answer: bool, told: int) -> None:
@@ -303,7 +307,7 @@ class Intake:
             self._say(peer, Credit(0, told) if answer else Credit(told, 0))
 
     def forget(self, peer: int) -> None:
-        """Nothing is owed to ``peer``."""
+        """Drops the counts of ``peer``."""
         with self._lock:
             for answer in (False, True):
-                self._debts.pop((peer, answer), None)
+                self._peers.pop((peer, answer), None)

@@ -1,8 +1,9 @@
-"""How the frames of messages travel: by shared memory, or by the socket, within credit and in chunks.
+"""How the frames of a message travel: through shared memory, or through a socket, within credit and in
+chunks.
 
-One for each mailbox, which carries what this decides on. Three mechanisms meet here, and know nothing of
-one another: the arena (:mod:`~zmqgrad.transport.arena.exchange`), credit
-(:mod:`~zmqgrad.transport.dataplane.credit`) and chunks (:mod:`~zmqgrad.transport.dataplane.chunks`).
+Each mailbox has one. It combines three mechanisms that are independent of one another: the arena
+(:mod:`~zmqgrad.transport.arena.exchange`), credit (:mod:`~zmqgrad.transport.flow_control`) and chunks
+(:mod:`~zmqgrad.transport.bulk`).
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.arena.exchange import Exchange, Load, Send
 from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer
-from zmqgrad.transport.dataplane.chunks import Assembly
-from zmqgrad.transport.dataplane.credit import Allowance, Intake
+from zmqgrad.transport.bulk import Reassembler
+from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
 from zmqgrad.wire.messages import (
     RESPONSE,
     Chunk,
@@ -69,10 +70,10 @@ class DataPlane:
         self.exchange = Exchange(name, arena, send, may_wait)
         self.owes = self.exchange.owes
         """Is there memory to give back to that peer?"""
-        self.allowance = Allowance(name, inflight, self._say)
+        self.send_window = SendWindow(name, inflight, self._say)
         self._name = name
-        self._intake = Intake(inflight, self._say)
-        self._assembly = Assembly()
+        self._receive_window = ReceiveWindow(inflight, self._say)
+        self._reassembler = Reassembler()
         self._send = send
         self._send_behind = send_behind
         self._may_wait = may_wait
@@ -80,7 +81,7 @@ class DataPlane:
     def start(self, timer: Timer | None) -> None:
         """``timer`` runs what is done now and then."""
         self.exchange.start(timer)
-        self._assembly.buffers.start(timer)
+        self._reassembler.buffers.start(timer)
 
     def _say(self, peer: int, message: Message, message_id: int = 0) -> None:
         try:
@@ -102,34 +103,34 @@ class DataPlane:
         is on its way there.
 
         Raises:
-            CongestionError, ClosedError: as :meth:`Allowance.wait`.
+            CongestionError, ClosedError: as :meth:`SendWindow.wait`.
         """
         load = self.exchange.load(peer, local, frames)
         if not load.frames:
             return load
         answer, size = bool(message.TYPE & RESPONSE), frames_size(load.frames)
-        if self.allowance.take(peer, answer, size, wait=self._may_wait()):
+        if self.send_window.take(peer, answer, size, wait=self._may_wait()):
             return load
         self.exchange.unload(peer, load)  # what goes back by this message must not wait with it
-        self.allowance.wait(peer, answer, size, patience)
+        self.send_window.wait(peer, answer, size, patience)
         try:
             load = self.exchange.load(peer, local, frames)
         except BaseException:
-            self.allowance.give_back(peer, answer, size)
+            self.send_window.give_back(peer, answer, size)
             raise
         if not load.frames:  # by now there is shared memory for them
-            self.allowance.give_back(peer, answer, size)
+            self.send_window.give_back(peer, answer, size)
         return load
 
     def copies(self, frames: Sequence[Frame]) -> list[Frame]:
         """``frames``, which stay as they are though the tensors that they show are changed."""
-        return [f if isinstance(f, (bytes, Unwritten)) else self._assembly.buffers.copy(f) for f in frames]
+        return [f if isinstance(f, (bytes, Unwritten)) else self._reassembler.buffers.copy(f) for f in frames]
 
     def unload(self, peer: int, message: Message, load: Load) -> None:
         """``load`` could not be sent after all."""
         self.exchange.unload(peer, load)
         if load.frames:
-            self.allowance.give_back(peer, bool(message.TYPE & RESPONSE), frames_size(load.frames))
+            self.send_window.give_back(peer, bool(message.TYPE & RESPONSE), frames_size(load.frames))
 
     # ---- coming -----------------------------------------------------------------------------------------
 
@@ -140,7 +141,7 @@ class DataPlane:
             ProtocolError: if they do not fit each other, or what came before.
         """
         if any([piece.block and not piece.segment for piece in manifest.pieces]):
-            manifest, frames = self._assembly.complete(peer, manifest, frames)
+            manifest, frames = self._reassembler.complete(peer, manifest, frames)
         return self.exchange.open(peer, manifest, frames)
 
     def heard(self, inbound: Inbound) -> None:
@@ -151,11 +152,11 @@ class DataPlane:
         """
         source, message = inbound.envelope.source, inbound.message
         if isinstance(message, Credit):
-            self.allowance.heard(source, message)
+            self.send_window.on_credit(source, message)
         elif isinstance(message, CreditWanted):
-            self._intake.wanted(source, message)
+            self._receive_window.credit_requested(source, message)
         elif isinstance(message, Chunk):
-            self._assembly.add(source, message, inbound.frames)
+            self._reassembler.add(source, message, inbound.frames)
         elif inbound.envelope.type != MessageType.ACK:  # its envelope has said all
             self.exchange.heard(source, message, inbound.envelope.message_id)
 
@@ -166,17 +167,17 @@ class DataPlane:
         """
         source, answer = inbound.envelope.source, bool(inbound.envelope.type & RESPONSE)
         size, task = inbound.by_socket, None
-        self._intake.came(source, answer, size)
+        self._receive_window.received(source, answer, size)
         try:
             task = handler(inbound)
         finally:
             if task is None:
-                self._intake.took(source, answer, size)
+                self._receive_window.consumed(source, answer, size)
         if task is None:
             return None
 
         def begin() -> None:
-            self._intake.took(source, answer, size)
+            self._receive_window.consumed(source, answer, size)
             task()
 
         return begin
@@ -186,22 +187,22 @@ class DataPlane:
     def forget(self, peer: int) -> None:
         """The way to ``peer`` was dropped: nothing that was on it will arrive, either way."""
         self.exchange.forget(peer)
-        self._assembly.forget(peer)
-        self._intake.forget(peer)
-        self.allowance.forget(peer)  # last: those who wait for it now fail
+        self._reassembler.forget(peer)
+        self._receive_window.forget(peer)
+        self.send_window.forget(peer)  # last: those who wait for it now fail
 
     def close(self) -> None:
         """Lend, wait and keep nothing any more. Tensors that were received stay valid. Idempotent."""
-        self.allowance.close()
+        self.send_window.close()
         self.exchange.close()
-        self._assembly.close()
+        self._reassembler.close()
 
     def statistics(self) -> dict[str, Any]:
         """Of the arena, of what is on its way, and of memory that is kept warm."""
         return {
             "arena": self.exchange.statistics(),
-            "inflight": self.allowance.statistics(),
-            "kept_warm": self._assembly.buffers.kept(),
+            "inflight": self.send_window.statistics(),
+            "kept_warm": self._reassembler.buffers.kept(),
         }
 
 
