@@ -84,11 +84,12 @@ def test_only_the_upper_floors_know_torch() -> None:
     assert within(importers("torch"), *upper)
 
 
-def test_only_packing_pickles() -> None:
+def test_only_serialization_pickles() -> None:
     """P4: one door by which bytes become objects."""
     assert importers("pickle") | importers("cloudpickle") <= {
-        "zmqgrad.rpc.packing.pickling",
-        "zmqgrad.rpc.packing.unpacking",
+        "zmqgrad.rpc.serialization.pickler",
+        "zmqgrad.rpc.serialization.serializer",
+        "zmqgrad.rpc.serialization.deserializer",
         "zmqgrad.rpc.remote_errors",
     }
 

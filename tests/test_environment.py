@@ -157,10 +157,10 @@ def test_a_size_that_is_none(text: str) -> None:
 
 @pytest.mark.parametrize(("text", "means"), [("", None), (" ", None), ("0", 0), (" 250 ", 250)])
 def test_how_long_to_look(text: str, means: int | None) -> None:
-    assert environment.look_us({"ZMQGRAD_LOOK_US": text}) == means
+    assert environment.spin_us({"ZMQGRAD_SPIN_US": text}) == means
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "1K", "off", "\u0663"])
 def test_how_long_to_look_is_a_number(text: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"ZMQGRAD_LOOK_US is .* a number of microseconds"):
-        environment.look_us({"ZMQGRAD_LOOK_US": text})
+    with pytest.raises(ConfigurationError, match=r"ZMQGRAD_SPIN_US is .* a number of microseconds"):
+        environment.spin_us({"ZMQGRAD_SPIN_US": text})

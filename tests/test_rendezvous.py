@@ -17,12 +17,12 @@ from tests.support.processes import free_port, run_processes
 from zmqgrad import rendezvous as module
 from zmqgrad.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
 from zmqgrad.rendezvous import (
-    meeting_place,
+    has_world_size,
+    open_store,
     register_rendezvous_handler,
     rendezvous,
-    says_world_size,
 )
-from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, beside
+from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, sidecar
 
 PATIENCE = 20.0
 
@@ -172,8 +172,8 @@ def test_beside_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         met.append((host, port))
         return agent
 
-    monkeypatch.setattr(beside, "_connect", connect)
-    monkeypatch.setattr(beside, "_opened", iter([0, 0, 1]))
+    monkeypatch.setattr(sidecar, "_connect", connect)
+    monkeypatch.setattr(sidecar, "_opened", iter([0, 0, 1]))
     set_up(
         monkeypatch,
         MASTER_ADDR="localhost",
@@ -200,14 +200,14 @@ def test_beside_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_to_speak_to_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run"}
     set_up(monkeypatch, **COMPLETE, **torchrun)
-    monkeypatch.setattr(beside, "_connect", None)
+    monkeypatch.setattr(sidecar, "_connect", None)
     with pytest.raises(ConfigurationError, match=r"agent of torchrun.*import\s+zmqgrad\.interop"):
         next(iter(rendezvous("env://", timeout=PATIENCE)))
 
     def refuse(*args: object) -> Agent:
         raise RuntimeError("nobody there")
 
-    monkeypatch.setattr(beside, "_connect", refuse)
+    monkeypatch.setattr(sidecar, "_connect", refuse)
     assert "the agent of torchrun at 127.0.0.1:1 did not tell where rank 0 is: nobody" in failure("env://")
 
 
@@ -368,27 +368,27 @@ def test_who_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for url in ("env://", "tcp://127.0.0.1:1", "zmq://127.0.0.1:1?rank=3", "file:///tmp/x"):
-        assert not says_world_size(url), url
-        assert says_world_size(url + ("&" if "?" in url else "?") + "world_size=3"), url
-    assert says_world_size("etcd://of-somebody-else"), "its handler will say"
+        assert not has_world_size(url), url
+        assert has_world_size(url + ("&" if "?" in url else "?") + "world_size=3"), url
+    assert has_world_size("etcd://of-somebody-else"), "its handler will say"
     monkeypatch.setenv("WORLD_SIZE", "2")
-    assert says_world_size("env://")
-    assert not says_world_size("tcp://127.0.0.1:1")
+    assert has_world_size("env://")
+    assert not has_world_size("tcp://127.0.0.1:1")
 
 
-def test_a_meeting_place_is_served_by_rank_0_if_anybody() -> None:
+def test_the_store_of_a_dynamic_group_is_served_by_rank_0() -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    store, rank = meeting_place(url, 0, 5.0)
-    other, free = meeting_place(url, None, 5.0)
+    store, rank = open_store(url, 0, 5.0)
+    other, free = open_store(url, None, 5.0)
     with store, other:
         assert (rank, free) == (0, None)
         other.set("key", "value")
         assert store.get("key") == b"value"
     with pytest.raises(RendezvousTimeoutError, match="no store answered"):
-        meeting_place(url + "?rank=3", timeout=0.05)
+        open_store(url + "?rank=3", timeout=0.05)
 
 
-def test_a_meeting_place_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dynamic_group_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch, whose texts these are, unless one says that any will do."""
     set_up(monkeypatch, MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     for url, text in (
@@ -397,13 +397,13 @@ def test_a_meeting_place_needs_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
         ("file:///nowhere/at/all", "rank parameter missing"),
     ):
         with pytest.raises(ValueError, match=text):
-            meeting_place(url, timeout=0.05)
+            open_store(url, timeout=0.05)
 
 
 @pytest.mark.parametrize("url", ["tcp://127.0.0.1", "tcp://:1", "file://", "file://host/path"])
-def test_meeting_places_that_cannot_be(url: str) -> None:
+def test_invalid_urls_of_a_dynamic_group(url: str) -> None:
     with pytest.raises(RendezvousError, match=re.escape(url)):
-        meeting_place(url, 1, timeout=0.05)
+        open_store(url, 1, timeout=0.05)
 
 
 UNDER_TORCHRUN = """

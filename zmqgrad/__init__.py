@@ -5,11 +5,11 @@
     from zmqgrad.optim import DistributedOptimizer  # was torch.distributed.optim
     from zmqgrad.nn import RemoteModule             # was torch.distributed.nn
 
-This module imports nothing of the package by itself: whoever wants only ``zmqgrad.store`` must not load
-torch for it (DESIGN 16.2). Its submodules are there at first use (``zmqgrad.rpc``, ``zmqgrad.store``, ...).
+This module imports no submodule, so that programs that only use ``zmqgrad.store`` do not load torch
+(DESIGN 16.2). Submodules are imported on first access (``zmqgrad.rpc``, ``zmqgrad.store``, ...).
 
-If torch is loaded already, its ``init_process_group`` meets by ``zmq://host:port`` from now on; see
-:mod:`zmqgrad.interop`, which is to be imported if torch is loaded later.
+If torch is loaded already, this registers ``zmq://host:port`` URLs for its ``init_process_group``. If torch
+is loaded later, import :mod:`zmqgrad.interop` to register them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_ROOMS = ("autograd", "errors", "interop", "nn", "optim", "rendezvous", "rpc", "store", "testing")
+_SUBMODULES = ("autograd", "errors", "interop", "nn", "optim", "rendezvous", "rpc", "store", "testing")
 
-__all__ = ["__version__", *_ROOMS]
+__all__ = ["__version__", *_SUBMODULES]
 
 
 def __getattr__(name: str) -> ModuleType:
-    if name in _ROOMS:
+    if name in _SUBMODULES:
         return importlib.import_module(f"zmqgrad.{name}")
     raise AttributeError(f"module 'zmqgrad' has no attribute {name!r}")
 
@@ -37,20 +37,20 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def _offer_to_torch() -> None:
-    """Let torch, if it is there, meet by ``zmq://``; what serves it is loaded when it is asked for."""
+def _register_with_torch() -> None:
+    """Register ``zmq://`` URLs with torch, if it is loaded. The handler is imported on first use."""
     rendezvous = sys.modules.get("torch.distributed.rendezvous")
     if rendezvous is None:
         return
     try:
-        rendezvous.register_rendezvous_handler("zmq", _meet)
+        rendezvous.register_rendezvous_handler("zmq", _rendezvous)
     except RuntimeError:
-        pass  # registered before, and this module loaded anew
+        pass  # registered before this module was reloaded
 
 
-def _meet(url: str, **options: Any) -> Iterator[Any]:
-    meetings: Iterator[Any] = importlib.import_module("zmqgrad.interop").meet(url, **options)
-    return meetings
+def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
+    results: Iterator[Any] = importlib.import_module("zmqgrad.interop").meet(url, **options)
+    return results
 
 
-_offer_to_torch()
+_register_with_torch()

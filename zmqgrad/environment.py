@@ -1,6 +1,6 @@
 """The only module that reads ``os.environ``.
 
-A setting that is missing or malformed names itself, says where it was looked for, and what to do.
+Errors about a missing or malformed variable name it, the places that were searched, and the remedy.
 """
 
 from __future__ import annotations
@@ -8,38 +8,101 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 from zmqgrad.errors import ConfigurationError, RendezvousError
 
-ALLOW_INSECURE = "ZMQGRAD_ALLOW_INSECURE"
-"""Set to 1 to listen beyond this host without encryption."""
+_T = TypeVar("_T")
 
+
+@dataclass(frozen=True)
+class Setting(Generic[_T]):
+    """An environment variable that sets an option, and its parser. Call it to read the variable.
+
+    Args:
+        variable: the environment variable.
+        parse: called with the name and the text of the variable; raises ``ConfigurationError``.
+        default: the value while the variable is unset or blank. None: the user of the setting decides.
+    """
+
+    variable: str
+    parse: Callable[[str, str], _T]
+    default: _T
+
+    def __call__(self, environ: Mapping[str, str] = os.environ) -> _T:
+        """The value of the variable, or the default.
+
+        Raises:
+            ConfigurationError: if the variable is malformed.
+        """
+        text = environ.get(self.variable, "").strip()
+        return self.parse(self.variable, text) if text else self.default
+
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _parse_bytes(variable: str, text: str) -> int:
+    text = text.upper()
+    digits = text.rstrip("KMG")
+    unit = _UNITS.get(text[len(digits) :])
+    if unit is None or not (digits.isascii() and digits.isdigit()):
+        raise ConfigurationError(
+            f"the environment variable {variable} is {text!r}; it must be a number of bytes: 65536, 64K, 2G"
+        )
+    return int(digits) * unit
+
+
+def _parse_microseconds(variable: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ConfigurationError(
+            f"the environment variable {variable} is {text!r}; it must be a number of microseconds: 0, 1000"
+        )
+    return int(text)
+
+
+def _parse_switch(variable: str, text: str) -> bool:
+    text = text.lower()
+    if text in ("1", "true", "yes", "on"):
+        return True
+    if text in ("0", "false", "no", "off"):
+        return False
+    raise ConfigurationError(f"the environment variable {variable} is {text!r}; it must be 1 or 0")
+
+
+ALLOW_INSECURE = "ZMQGRAD_ALLOW_INSECURE"
 ALLOW_NETWORK_FILE_SYSTEM = "ZMQGRAD_ALLOW_NETWORK_FILE_SYSTEM"
-"""Set to 1 to keep store files on network file systems, whose locks must then be trusted."""
 
 SECRET = "ZMQGRAD_SECRET"
 """The job's secret."""
 
 SECRET_FILE = "ZMQGRAD_SECRET_FILE"
-"""Where it stands, for those who do not want it in the environment."""
+"""The file that holds the secret."""
 
-ARENA_LIMIT = "ZMQGRAD_ARENA_LIMIT"
-"""Bytes of shared memory that a worker may lend to others of its host at a time (512M, 4G; 0: off)."""
+allows_insecure = Setting(ALLOW_INSECURE, _parse_switch, False)
+"""Whether sockets may listen beyond this host without encryption."""
 
-ARENA_THRESHOLD = "ZMQGRAD_ARENA_THRESHOLD"
-"""Bytes of tensors in a message from which on they go through shared memory."""
+allows_network_file_system = Setting(ALLOW_NETWORK_FILE_SYSTEM, _parse_switch, False)
+"""Whether store files may lie on network file systems, whose locks must then be trusted."""
 
-INFLIGHT_BYTES = "ZMQGRAD_INFLIGHT_BYTES"
-"""Bytes that may be on their way through sockets to each peer before a sender waits (256M; 0: no limit)."""
+arena_limit = Setting[int | None]("ZMQGRAD_ARENA_LIMIT", _parse_bytes, None)
+"""Bytes of shared memory that a worker may lease to others of its host (512M, 4G; 0: off)."""
 
-LOOK_US = "ZMQGRAD_LOOK_US"
-"""Microseconds that a thread looks for a message before it sleeps (1000; 0: it sleeps at once)."""
+arena_threshold = Setting[int | None]("ZMQGRAD_ARENA_THRESHOLD", _parse_bytes, None)
+"""Messages with at least this many bytes of tensors use shared memory."""
 
-LOCAL_FAST_PATH = "ZMQGRAD_LOCAL_FAST_PATH"
-"""Set to 0 to send everything through ZeroMQ, also between processes of one host."""
+inflight_bytes = Setting[int | None]("ZMQGRAD_INFLIGHT_BYTES", _parse_bytes, None)
+"""Bytes in flight to each peer through sockets before a sender waits (256M; 0: no limit)."""
+
+spin_us = Setting[int | None]("ZMQGRAD_SPIN_US", _parse_microseconds, None)
+"""How long (in microseconds) a thread spins for a message before it blocks (1000; 0: it does not spin)."""
+
+local_fast_path = Setting("ZMQGRAD_LOCAL_FAST_PATH", _parse_switch, True)
+"""Whether small messages between processes of one host bypass libzmq."""
+
+_agent_serves_store = Setting("TORCHELASTIC_USE_AGENT_STORE", _parse_switch, False)
 
 MAX_PORT = 65535
 
@@ -55,7 +118,7 @@ _MEANINGS = {
 
 @dataclass(frozen=True)
 class Launch:
-    """What a launcher (torchrun, ``zmqgrad run``, a shell script) said of this worker; None where nothing."""
+    """Variables of this worker, set by a launcher (torchrun, ``zmqgrad run``, a script); None where unset."""
 
     master_addr: str | None = None
     master_port: int | None = None
@@ -67,7 +130,7 @@ class Launch:
 
 
 class _Launcher(NamedTuple):
-    """A launcher that has variables of its own; it has started us if ``present`` is set."""
+    """A launcher with variables of its own. It started this process if the variable ``present`` is set."""
 
     name: str
     present: str
@@ -83,27 +146,27 @@ _OPEN_MPI = _Launcher(
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
 )
-# A batch script has most of Slurm's variables, too; only what srun starts has a step.
+# A batch script has most of Slurm's variables too; only processes started by srun have a step.
 _SLURM = _Launcher("Slurm", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 
-# mpirun inside a Slurm job leaves Slurm's variables of its own daemons to what it starts.
+# Processes started by mpirun inside a Slurm job inherit the Slurm variables of mpirun's daemons.
 _LAUNCHERS = (_OPEN_MPI, _SLURM)
 
 _PORTS = (20000, 30000)
-"""From where to (exclusive) where ports are made up from the number of a job."""
+"""Range (end exclusive) of the ports derived from job numbers."""
 
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     """The launcher's variables.
 
-    RANK, WORLD_SIZE and LOCAL_RANK, as torchrun and ``zmqgrad run`` set them, count if one of the first two
-    is there; otherwise those of Open MPI's ``mpirun``, or of Slurm's ``srun``. MASTER_ADDR and MASTER_PORT
-    always count. Where they are missing, they follow from the launcher: under Slurm, the first host of the
-    step, and a port made of the numbers of job and step; under Open MPI, if all workers are on one host,
-    this one, and a port made of the name of the job.
+    RANK, WORLD_SIZE and LOCAL_RANK, as set by torchrun and ``zmqgrad run``, are used if RANK or WORLD_SIZE is
+    set; otherwise those of Open MPI's ``mpirun``, or of Slurm's ``srun``. MASTER_ADDR and MASTER_PORT take
+    precedence. While unset, they are derived: under Slurm, the first host of the step, and a port from the
+    numbers of job and step; under Open MPI with all workers on one host, that host, and a port from the name
+    of the job.
 
     Raises:
-        RendezvousError: if one is there and malformed.
+        RendezvousError: if a variable is malformed.
     """
     plain = _Launcher("", "", "RANK", "WORLD_SIZE", "LOCAL_RANK")
     launcher = plain
@@ -126,7 +189,7 @@ def _text(environ: Mapping[str, str], name: str) -> str | None:
 
 
 def _master_of(environ: Mapping[str, str], launcher: _Launcher) -> str | None:
-    """Where rank 0 runs, if ``launcher`` lets us know."""
+    """The host of rank 0, if ``launcher`` tells it."""
     if launcher is _SLURM:
         nodes = _text(environ, "SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
         return nodes and first_node(nodes)
@@ -134,7 +197,7 @@ def _master_of(environ: Mapping[str, str], launcher: _Launcher) -> str | None:
 
 
 def _port_of(environ: Mapping[str, str], launcher: _Launcher) -> int | None:
-    """A port that all workers of this job, and of few others, come to."""
+    """A port derived from the job, the same for all its workers."""
     job = None
     if launcher is _SLURM:
         job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
@@ -149,22 +212,22 @@ def _on_one_host(environ: Mapping[str, str], launcher: _Launcher) -> bool:
 
 
 def first_node(nodes: str) -> str:
-    """The first host of a list as Slurm writes it: ``gpu[03-05,9],login`` begins with ``gpu03``."""
+    """The first host of a Slurm host list: ``gpu03`` in ``gpu[03-05,9],login``."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", first.group() if first else nodes).strip()
 
 
 def agent_serves_store(environ: Mapping[str, str] = os.environ) -> bool:
-    """Does the launcher serve the store itself (TORCHELASTIC_USE_AGENT_STORE), so that no worker must?
+    """Whether the launcher serves the store itself (TORCHELASTIC_USE_AGENT_STORE), instead of a worker.
 
     Raises:
         ConfigurationError: if the variable is malformed.
     """
-    return _switch(environ, "TORCHELASTIC_USE_AGENT_STORE")
+    return _agent_serves_store(environ)
 
 
 def torchrun_attempt(environ: Mapping[str, str] = os.environ) -> int | None:
-    """How often torchrun has restarted the workers, if its agent serves a store (one of torch's); else None.
+    """Number of restarts by torchrun, if its agent serves a store (one of torch's); otherwise None.
 
     Raises:
         RendezvousError: if a variable is malformed.
@@ -199,7 +262,7 @@ def _meaning(name: str) -> str:
 
 
 def missing(name: str, also: str | None = None) -> RendezvousError:
-    """The error to raise where variable ``name`` is needed and not set; ``also``: where else it may stand."""
+    """The error for a required variable ``name`` that is unset. ``also``: another place that may set it."""
     places = f"the environment{f' and {also}' if also else ''}"
     others = [
         f"{getattr(launcher, name.lower())} ({launcher.name})"
@@ -212,114 +275,21 @@ def missing(name: str, also: str | None = None) -> RendezvousError:
     return RendezvousError(f"{said} was not found in {places}{nor}; {ways}")
 
 
-def allows_insecure(environ: Mapping[str, str] = os.environ) -> bool:
-    """May sockets be opened to the network without encryption?
-
-    Raises:
-        ConfigurationError: if the variable is malformed.
-    """
-    return _switch(environ, ALLOW_INSECURE)
-
-
-def allows_network_file_system(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether store files may lie on network file systems.
-
-    Raises:
-        ConfigurationError: if the variable is malformed.
-    """
-    return _switch(environ, ALLOW_NETWORK_FILE_SYSTEM)
-
-
 def has_secret(environ: Mapping[str, str] = os.environ) -> bool:
-    """Was this job given a secret?"""
+    """Whether this job has a secret."""
     return secret(environ) is not None or secret_file(environ) is not None
 
 
 def secret(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The job's secret; None if it was not given one so."""
+    """The job's secret from the environment, or None."""
     return environ.get(SECRET) or None
 
 
 def secret_file(environ: Mapping[str, str] = os.environ) -> str | None:
-    """The file that it stands in; None if none was named."""
+    """The file that holds the job's secret, or None."""
     return environ.get(SECRET_FILE) or None
 
 
-def arena_limit(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What ZMQGRAD_ARENA_LIMIT says, in bytes; None where nothing.
-
-    Raises:
-        ConfigurationError: if it is malformed.
-    """
-    return _bytes(environ, ARENA_LIMIT)
-
-
-def arena_threshold(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What ZMQGRAD_ARENA_THRESHOLD says, in bytes; None where nothing.
-
-    Raises:
-        ConfigurationError: if it is malformed.
-    """
-    return _bytes(environ, ARENA_THRESHOLD)
-
-
-def inflight_bytes(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What ZMQGRAD_INFLIGHT_BYTES says, in bytes; None where nothing.
-
-    Raises:
-        ConfigurationError: if it is malformed.
-    """
-    return _bytes(environ, INFLIGHT_BYTES)
-
-
-def look_us(environ: Mapping[str, str] = os.environ) -> int | None:
-    """What ZMQGRAD_LOOK_US says, in microseconds; None where nothing.
-
-    Raises:
-        ConfigurationError: if it is malformed.
-    """
-    text = environ.get(LOOK_US, "").strip()
-    if text and not (text.isascii() and text.isdigit()):
-        raise ConfigurationError(
-            f"the environment variable {LOOK_US} is {text!r}; it must be a number of microseconds: 0, 1000"
-        )
-    return int(text) if text else None
-
-
-def local_fast_path(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether small messages between processes of one host go past libzmq; true unless switched off.
-
-    Raises:
-        ConfigurationError: if the variable is malformed.
-    """
-    return not environ.get(LOCAL_FAST_PATH, "").strip() or _switch(environ, LOCAL_FAST_PATH)
-
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-def _bytes(environ: Mapping[str, str], name: str) -> int | None:
-    text = environ.get(name, "").strip().upper()
-    if not text:
-        return None
-    digits = text.rstrip("KMG")
-    unit = _UNITS.get(text[len(digits) :])
-    if unit is None or not (digits.isascii() and digits.isdigit()):
-        raise ConfigurationError(
-            f"the environment variable {name} is {text!r}; it must be a number of bytes: 65536, 64K, 2G"
-        )
-    return int(digits) * unit
-
-
-def _switch(environ: Mapping[str, str], name: str) -> bool:
-    text = environ.get(name, "").strip().lower()
-    if text in ("1", "true", "yes", "on"):
-        return True
-    if text in ("", "0", "false", "no", "off"):
-        return False
-    raise ConfigurationError(f"the environment variable {name} is {text!r}; it must be 1 or 0")
-
-
 def inherited() -> dict[str, str]:
-    """A copy of the whole environment, for those who hand one on to the processes they start."""
+    """A copy of the whole environment, for child processes."""
     return dict(os.environ)

@@ -1,56 +1,56 @@
-"""The one exception tree. A class answers "whose fault is it, and what can I do?".
+"""The exception hierarchy. Each class tells who is at fault, and what can be done.
 
     ZmqgradError
-    |-- ConfigurationError (ValueError)        what you passed in, or the environment, cannot be right
-    |   |-- ArgumentTypeError (TypeError)      an argument is of a class that it cannot be of
-    |   |-- WorkerNameError (RuntimeError)     no worker can be called so
+    |-- ConfigurationError (ValueError)        invalid arguments or environment
+    |   |-- ArgumentTypeError (TypeError)      an argument has the wrong type
+    |   |-- WorkerNameError (RuntimeError)     an invalid worker name
     |   `-- RendezvousError (RuntimeError)     the workers could not find each other
     |       |-- RendezvousTimeoutError (TimeoutError)
-    |       `-- DuplicateWorkerError           a worker of that name or rank is already there
-    |-- ProtocolError                          bytes from a peer that are not a message of ours
+    |       `-- DuplicateWorkerError           a worker of that name or rank already exists
+    |-- ProtocolError                          malformed bytes from a peer
     |   `-- SecretError                        the two ends do not have the same secret
-    |-- TransportError (RuntimeError)          sockets: closed, address in use, nobody there
+    |-- TransportError (RuntimeError)          sockets: closed, address in use, unknown peer
     |   |-- AddressInUseError
     |   |-- ClosedError
-    |   |-- CongestionError (TimeoutError)     a peer does not take in what it is sent
+    |   |-- CongestionError (TimeoutError)     a peer does not receive fast enough
     |   `-- UnknownPeerError
     |-- StoreError (RuntimeError)
-    |   |-- StoreTimeoutError (TimeoutError)   a key did not come, or the server did not answer
-    |   |-- QueueEmptyError                    a pop that would not wait found nothing
-    |   `-- JournalError                       the file that makes a store durable cannot be read or opened
+    |   |-- StoreTimeoutError (TimeoutError)   a key is missing, or the server did not reply
+    |   |-- QueueEmptyError                    a non-blocking pop of an empty queue
+    |   `-- JournalError                       the journal of a store cannot be read or opened
     |-- RpcError (RuntimeError)
     |   |-- NotInitializedError                call init_rpc first
     |   |-- UnknownWorkerError (ValueError)    no worker of that name
     |   |-- RpcTimeoutError (TimeoutError)     the deadline of a call passed
-    |   |-- PeerLostError (ConnectionError)    the other process is gone
-    |   |-- PayloadError (TypeError)           something cannot be sent, or not be rebuilt here
+    |   |-- PeerLostError (ConnectionError)    the other process has died
+    |   |-- PayloadError (TypeError)           a value cannot be serialized or deserialized
     |   |-- FunctionNotFoundError (AttributeError)  the callee cannot import the function
     |   |-- OperatorError (TypeError)          a torch operator does not take these arguments
-    |   |-- RRefError                          a reference used where it cannot be
-    |   `-- RemoteError                        user code failed there; its exception cannot be rebuilt here
+    |   |-- RRefError                          an RRef used where it is not supported
+    |   `-- RemoteError                        user code failed remotely; its exception type is not available
     `-- AutogradError (RuntimeError)           contexts and backward passes
 
-The second base, in parentheses, is what the same mistake raises in ``torch.distributed``, or what
-Python programs catch for it, so that an ``except`` written for torch goes on working.
+The second base class, in parentheses, is the exception that ``torch.distributed`` or Python raises for the
+same mistake, so that an ``except`` written for torch still works.
 """
 
 from __future__ import annotations
 
 
 class ZmqgradError(Exception):
-    """Whatever this library raises on its own account."""
+    """Base class of all exceptions of this library."""
 
 
 class ConfigurationError(ZmqgradError, ValueError):
-    """An argument or an environment variable cannot be right; nothing was started."""
+    """An argument or an environment variable is invalid; nothing was started."""
 
 
 class ArgumentTypeError(ConfigurationError, TypeError):
-    """An argument is of a class that it cannot be of."""
+    """An argument has the wrong type."""
 
 
 class WorkerNameError(ConfigurationError, RuntimeError):
-    """A name that no worker can have."""
+    """An invalid worker name."""
 
 
 class RendezvousError(ConfigurationError, RuntimeError):
@@ -58,7 +58,7 @@ class RendezvousError(ConfigurationError, RuntimeError):
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """A worker did not come within the timeout; the message names it."""
+    """A worker did not arrive within the timeout; the message names it."""
 
 
 class DuplicateWorkerError(RendezvousError):
@@ -66,11 +66,11 @@ class DuplicateWorkerError(RendezvousError):
 
 
 class ProtocolError(ZmqgradError):
-    """Bytes that are not a message of ours: wrong magic, version, type, size or field."""
+    """A malformed message: wrong magic, version, type, size or field."""
 
 
 class SecretError(ProtocolError):
-    """The two ends of a connection do not have the same secret, or only one of them has any."""
+    """The two ends of a connection have different secrets, or only one of them has a secret."""
 
 
 class TransportError(ZmqgradError, RuntimeError):
@@ -86,11 +86,11 @@ class ClosedError(TransportError):
 
 
 class CongestionError(TransportError, TimeoutError):
-    """A peer did not take in what was sent before, so that nothing more could be sent to it in time."""
+    """A peer did not receive earlier messages, so the next one could not be sent in time."""
 
 
 class UnknownPeerError(TransportError):
-    """Nobody told the transport where this peer is."""
+    """The transport has no address for this peer."""
 
 
 class StoreError(ZmqgradError, RuntimeError):
@@ -98,39 +98,39 @@ class StoreError(ZmqgradError, RuntimeError):
 
 
 class StoreTimeoutError(StoreError, TimeoutError):
-    """A key did not come, or the server did not answer, within the timeout."""
+    """A key was missing, or the server did not reply, within the timeout."""
 
 
 class QueueEmptyError(StoreError):
-    """A queue was empty, and ``queue_pop`` was told not to wait."""
+    """A queue was empty, and ``queue_pop`` was called with ``block=False``."""
 
 
 class JournalError(StoreError):
-    """A store's journal is damaged, in use, or cannot be opened; the message says where and what to do."""
+    """A store's journal is damaged, in use, or cannot be opened; the message names file and remedy."""
 
 
 class RpcError(ZmqgradError, RuntimeError):
-    """A remote call could not be made or did not come back."""
+    """A remote call failed."""
 
 
 class NotInitializedError(RpcError):
-    """There is no RPC worker in this process: call ``init_rpc`` first."""
+    """This process has no RPC worker: call ``init_rpc`` first."""
 
 
 class UnknownWorkerError(RpcError, ValueError):
-    """No worker of this name or rank takes part."""
+    """No worker has this name or rank."""
 
 
 class RpcTimeoutError(RpcError, TimeoutError):
-    """The deadline of a call passed before its result came."""
+    """The deadline of a call passed before its result arrived."""
 
 
 class PeerLostError(RpcError, ConnectionError):
-    """The process at the other end is gone."""
+    """The process of the peer has died, or was declared lost."""
 
 
 class PayloadError(RpcError, TypeError):
-    """A value cannot be sent, or cannot be rebuilt at this end."""
+    """A value cannot be serialized, or cannot be deserialized here."""
 
 
 class FunctionNotFoundError(RpcError, AttributeError):
@@ -138,16 +138,16 @@ class FunctionNotFoundError(RpcError, AttributeError):
 
 
 class OperatorError(RpcError, TypeError):
-    """A torch operator was called by RPC with arguments that it does not take."""
+    """A torch operator was called by RPC with invalid arguments."""
 
 
 class RRefError(RpcError):
-    """A remote reference was used where, or when, it cannot be."""
+    """A remote reference was used where, or when, this is not supported."""
 
 
 class RemoteError(RpcError):
-    """User code failed on another worker with an exception that cannot be rebuilt here."""
+    """User code failed on another worker with an exception whose type is not available here."""
 
 
 class AutogradError(ZmqgradError, RuntimeError):
-    """A distributed autograd context or backward pass was used in a way that cannot work."""
+    """Invalid use of a distributed autograd context or backward pass."""

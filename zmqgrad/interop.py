@@ -6,12 +6,12 @@
     dist.init_process_group("gloo", init_method="zmq://10.0.0.1:29500", rank=rank, world_size=4)
     dist.init_process_group("gloo", store=zmqgrad.interop.as_torch_store(store), rank=rank, world_size=4)
 
-Loading this registers ``zmq://`` with torch; ``import zmqgrad`` after torch does as much, and so does
-``import zmqgrad.rpc``. It is a module of its own because it loads torch, which no store needs.
+Importing this registers ``zmq://`` with torch; so do ``import zmqgrad.rpc``, and ``import zmqgrad`` after
+torch. It is a module of its own because it imports torch, which no store needs.
 
-torch keeps a store of ours by its C++ half alone: a Python half that nobody else holds would die, and with it
-all the calls. So :func:`as_torch_store` keeps what it makes, until it is closed. What ``zmq://`` makes
-ends with the process group that was made of it.
+torch refers only to the C++ part of a store. If its Python part were collected, all calls would fail, so
+:func:`as_torch_store` keeps the stores that it makes until they are closed. A store made by ``zmq://`` ends
+with the process group that was made with it.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
 from torch.distributed.rendezvous import register_rendezvous_handler
 
-from zmqgrad import rendezvous as meeting
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.rendezvous import DEFAULT_TIMEOUT, rendezvous
 from zmqgrad.store import Store
-from zmqgrad.store.beside import speak_to_agents
+from zmqgrad.store.sidecar import set_agent_connector
 
 SCHEME = "zmq"
 
-# The stubs of torch do not tell all of its stores.
+# The stubs of torch lack some of its stores.
 CStore: Any = distributed_c10d.Store
 CTCPStore: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]
 register: Any = register_rendezvous_handler
@@ -41,10 +41,10 @@ _kept: set[TorchStore] = set()
 
 
 class TorchStore(CStore):  # type: ignore[misc]
-    """``store`` as one of torch's. Made by :func:`as_torch_store`, which you should call.
+    """A store of ours that torch can use. Call :func:`as_torch_store` to make one.
 
-    The methods are those that torch's C++ looks for, by the names by which it does, and those of torch's
-    stores that it answers without looking.
+    The methods are those that torch's C++ code looks up, under the names that it uses, and those that it
+    would otherwise handle itself.
     """
 
     def __init__(self, store: Store) -> None:
@@ -56,11 +56,11 @@ class TorchStore(CStore):  # type: ignore[misc]
 
     @property
     def underlying(self) -> Store:
-        """The store that does the work."""
+        """The store that this wraps."""
         return self._store
 
     def _timed(self) -> Store:
-        """The store, with the timeout that torch has set, perhaps in its C++ half."""
+        """The store, with the timeout that torch has set, possibly in the C++ part."""
         timeout: timedelta = self.timeout
         if timeout != self._timeout:
             self._store.set_timeout(timeout)
@@ -127,11 +127,11 @@ class TorchStore(CStore):  # type: ignore[misc]
 
     def clone(self) -> TorchStore:
         clone = TorchStore(self._timed().clone())
-        self._clones.append(clone)  # see the module: it lives as long as this
+        self._clones.append(clone)  # keeps its Python part alive; see the module
         return clone
 
     def close(self) -> None:
-        """Close the store beneath and the clones of this; torch must use them no more. Idempotent."""
+        """Close the wrapped store and all clones; torch must not use them any more. Idempotent."""
         _kept.discard(self)
         for clone in self._clones:
             clone.close()
@@ -142,9 +142,12 @@ class TorchStore(CStore):  # type: ignore[misc]
 
 
 def as_torch_store(store: Store) -> TorchStore:
-    """``store`` for ``torch.distributed.init_process_group(store=..)`` and whatever else takes torch's.
+    """Wrap ``store`` for ``torch.distributed.init_process_group(store=..)`` and the like.
 
-    You should close it, or ``store``, when torch uses it no more: after ``destroy_process_group``.
+    You should close it, or ``store``, when torch no longer uses it: after ``destroy_process_group``.
+
+    Raises:
+        TypeError: if ``store`` is not a store of :mod:`zmqgrad.store`.
     """
     if isinstance(store, TorchStore):
         return store
@@ -155,22 +158,26 @@ def as_torch_store(store: Store) -> TorchStore:
     return made
 
 
-def meet(url: str, timeout: timedelta = meeting.DEFAULT_TIMEOUT, **options: Any) -> Iterator[Any]:
+def meet(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options: Any) -> Iterator[Any]:
     """torch's handler of ``zmq://host:port?rank=..&world_size=..``: yields ``(store, rank, world_size)``.
 
-    Rank 0 serves the store. It is closed when the process group is destroyed for which it was made; if it
-    was made for something else, close it yourself. As with torch's ``tcp://``: who wants to meet again at
-    the same address must see to it that rank 0 has destroyed its group before.
+    Rank 0 serves the store. It is closed when the process group made with it is destroyed; if it was made for
+    something else, close it yourself. As with torch's ``tcp://``, a rendezvous at the same address works only
+    after rank 0 has destroyed its previous group.
+
+    Raises:
+        ConfigurationError: for options other than ``timeout``.
+        RendezvousError, RendezvousTimeoutError: as :func:`zmqgrad.rendezvous.rendezvous`.
     """
     if options:
         raise ConfigurationError(f"{SCHEME}:// does not take {', '.join(sorted(options))}")
-    found, rank, world_size = next(iter(meeting.rendezvous(url, timeout=timeout)))
+    found, rank, world_size = next(rendezvous(url, timeout=timeout))
     store = as_torch_store(found)
     before = _default_group()
     try:
         yield store, rank, world_size
     finally:
-        # init_process_group has returned and dropped this generator: with a new group, or in vain.
+        # init_process_group has returned and dropped this generator: with a new group, or after a failure.
         group = _default_group()
         if group is not None and group is not before:
             weakref.finalize(group, _kept.discard, store)
@@ -181,17 +188,17 @@ def _default_group() -> Any:
 
 
 def register_with_torch() -> None:
-    """Let torch meet by ``zmq://``. Harmless if it does already."""
+    """Register ``zmq://`` with torch, unless that was done before."""
     try:
         register(SCHEME, meet)
     except RuntimeError:
-        pass  # by zmqgrad/__init__, which sends them here
+        pass  # zmqgrad/__init__ has registered a handler that forwards to meet()
 
 
 def connect_to_agent(host: str, port: int, timeout: timedelta) -> Any:
-    """torch's store at ``host:port``, that torchrun's agent serves."""
+    """Connect to the store of torch that the agent of torchrun serves at ``host:port``."""
     return CTCPStore(host, port, None, False, timeout)
 
 
 register_with_torch()
-speak_to_agents(connect_to_agent)
+set_agent_connector(connect_to_agent)

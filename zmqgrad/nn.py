@@ -1,11 +1,11 @@
-"""RemoteModule: a module that lives on another worker, as in ``torch.distributed.nn`` (DESIGN section 11).
+"""RemoteModule: a module on another worker, as in ``torch.distributed.nn`` (DESIGN section 11).
 
     layer = RemoteModule("worker1/cpu", nn.Linear, args=(20, 30))
     y = layer(x)                    # or layer.forward_async(x).wait()
     params = layer.remote_parameters()   # for DistributedOptimizer
 
-Only a reference to the module is held here, and travels where a RemoteModule is sent; parameters never do.
-Inside a distributed autograd context, gradients reach the module where it lives.
+A RemoteModule holds a reference to the module. Sending it to another worker sends that reference, never the
+parameters. Inside a distributed autograd context, gradients accumulate on the worker of the module.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from torch import nn
 
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError, NotInitializedError
 from zmqgrad.rpc import RRef, rpc_async, rpc_sync
-from zmqgrad.rpc import remote as make_there
+from zmqgrad.rpc import remote as create_remotely
 from zmqgrad.rpc.current import current_worker, current_worker_or_none
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.packing.terms import TravelsInCalls
+from zmqgrad.rpc.serialization.context import RpcSerializable
 
 __all__ = ["RemoteModule"]
 
 logger = logging.getLogger(__name__)
 
-_TRAVELS = ("on", "device", "is_device_map_set", "is_scriptable", "generated_methods", "module_rref")
-"""The attributes that travel: what torch's RemoteModule has, by the same names."""
+_SERIALIZED = ("on", "device", "is_device_map_set", "is_scriptable", "generated_methods", "module_rref")
+"""The attributes that are serialized, named as in torch's RemoteModule."""
 
-_STAYS = frozenset(vars(nn.Module())) | {"forward_async", "forward"}
-"""The attributes that do not travel, and need not."""
+_NOT_SERIALIZED = frozenset(vars(nn.Module())) | {"forward_async", "forward"}
+"""The attributes that need not be serialized."""
 
 # fmt: off
 _UNSUPPORTED = (
@@ -44,21 +44,23 @@ _UNSUPPORTED = (
     "zero_grad", "share_memory", "extra_repr",
 )
 # fmt: on
-"""Methods of ``nn.Module`` that make no sense from afar, as in torch."""
+"""Methods of ``nn.Module`` that are not supported remotely, as in torch."""
 
 
-class RemoteModule(nn.Module, TravelsInCalls):
-    """A module on another worker, which behaves like one here: ``forward`` runs there.
+class RemoteModule(nn.Module, RpcSerializable):
+    """A module on another worker. It is used like a local one; ``forward`` runs on that worker.
 
     Args:
-        remote_device: "<worker>/<device>" or "rank:<rank>/<device>"; without a device, "cpu"; without a
-            worker, this one.
-        module_cls: makes the module there, which must be an ``nn.Module``.
+        remote_device: "<worker>/<device>" or "rank:<rank>/<device>". The default device is "cpu", the default
+            worker this one.
+        module_cls: creates the module, which must be an ``nn.Module``, on that worker. What it raises is
+            raised by the first use of the module.
         args, kwargs: for ``module_cls``.
 
     Raises:
-        NotInitializedError: before ``init_rpc``. ConfigurationError: if ``remote_device`` cannot be right.
-        UnknownWorkerError: if there is no such worker. That making the module fails is told by its first use.
+        NotInitializedError: before ``init_rpc``.
+        ConfigurationError: if ``remote_device`` is malformed.
+        UnknownWorkerError: if the worker does not exist.
     """
 
     on: str | int
@@ -78,9 +80,9 @@ class RemoteModule(nn.Module, TravelsInCalls):
     ) -> None:
         super().__init__()
         _refuse_interface(_module_interface_cls)
-        on, device = _place(remote_device)
+        on, device = _parse_remote_device(remote_device)
         content = (module_cls, tuple(args or ()), dict(kwargs or {}), device)
-        self._take(on, device, make_there(on, _create_module, content))
+        self._initialize(on, device, create_remotely(on, _create_module, content))
         signature = _signature_of(module_cls)
         self.forward_async.__signature__ = self.forward.__signature__ = signature
 
@@ -88,67 +90,69 @@ class RemoteModule(nn.Module, TravelsInCalls):
     def init_from_module_rref(
         remote_device: str | torch.device, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """A RemoteModule for a module that exists already, and perhaps has others."""
+        """Make a RemoteModule for a module that exists already. A module can have several."""
         _refuse_interface(_module_interface_cls)
         module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(module)
-        module._take(*_place(remote_device), module_rref)
+        module._initialize(*_parse_remote_device(remote_device), module_rref)
         return module
 
-    def _take(self, on: str | int, device: str, module_rref: RRef[nn.Module]) -> None:
+    def _initialize(self, on: str | int, device: str, module_rref: RRef[nn.Module]) -> None:
         self.on = on
         self.device = device
         self.is_device_map_set = False
         self.is_scriptable = False
         self.generated_methods = ("forward_async", "forward")
         self.module_rref = module_rref
-        self._generate()
+        self._add_forward_methods()
 
-    def _generate(self) -> None:
-        # Made of the reference, not of self: in a cycle it would outlive the last use of this module.
-        vars(self)["forward_async"] = _Forward(self.module_rref, self.device, waits=False)
-        vars(self)["forward"] = _Forward(self.module_rref, self.device, waits=True)
+    def _add_forward_methods(self) -> None:
+        # They refer to the RRef, not to self: a reference cycle would outlive the last use of this module.
+        vars(self)["forward_async"] = _Forward(self.module_rref, self.device, is_sync=False)
+        vars(self)["forward"] = _Forward(self.module_rref, self.device, is_sync=True)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as ``forward``: hooks are those of the module over there."""
+        """Call ``forward``. Hooks of the module run on its worker."""
         return self.forward(*args, **kwargs)
 
     def with_timeout(self, seconds: float) -> RemoteModule:
-        """The same module, whose ``forward`` and ``forward_async`` may take ``seconds`` (0: no limit)."""
-        module = RemoteModule.init_from_module_rref(f"{_on(self.on)}/{self.device}", self.module_rref)
+        """The same module with a timeout for ``forward`` and ``forward_async`` (0: no limit)."""
+        module = RemoteModule.init_from_module_rref(
+            f"{_worker_text(self.on)}/{self.device}", self.module_rref
+        )
         for mine, theirs in ((self.forward, module.forward), (self.forward_async, module.forward_async)):
             theirs.__signature__ = mine.__signature__
             theirs.timeout = seconds
         return module
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the module's parameters; with ``recurse=False`` only to its direct ones."""
+        """References to the parameters of the module; with ``recurse=False`` without those of submodules."""
         return cast("list[RRef[nn.Parameter]]", rpc_sync(self.on, _parameters, (self.module_rref, recurse)))
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """The reference to the module."""
+        """Return the reference to the module."""
         return self.module_rref
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Put the module over there into training mode, or out of it."""
+        """Set the training mode of the module on its worker."""
         rpc_sync(self.module_rref.owner(), _train, (self.module_rref, mode))
         self.training = mode
         return self
 
     def eval(self) -> RemoteModule:
-        """Put the module over there into evaluation mode."""
+        """Set the module to evaluation mode on its worker."""
         return self.train(False)
 
-    def reduce_for_call(self) -> tuple[Any, ...]:
-        """What travels in a call."""
-        for name in vars(self).keys() - _STAYS - set(_TRAVELS):
-            logger.warning("attribute %s of a RemoteModule is not part of what travels: it is left out", name)
-        return _arrive, tuple(getattr(self, name) for name in _TRAVELS)
+    def reduce_for_rpc(self) -> tuple[Any, ...]:
+        """Serialize for a call: a function that rebuilds the module, and its arguments."""
+        for name in vars(self).keys() - _NOT_SERIALIZED - set(_SERIALIZED):
+            logger.warning("attribute %s of a RemoteModule is not serialized", name)
+        return _deserialize, tuple(getattr(self, name) for name in _SERIALIZED)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by ``torch.jit.script``."""
         raise ConfigurationError(
-            "TorchScript cannot compile a RemoteModule; module_cls may make a compiled module over there"
+            "TorchScript cannot compile a RemoteModule; module_cls may create a compiled module on its worker"
         )
 
     def __getstate__(self) -> NoReturn:
@@ -163,31 +167,31 @@ class RemoteModule(nn.Module, TravelsInCalls):
         )
 
     def __repr__(self) -> str:
-        return f"RemoteModule({_on(self.on)}/{self.device}, {self.module_rref!r})"
+        return f"RemoteModule({_worker_text(self.on)}/{self.device}, {self.module_rref!r})"
 
 
 class _Forward:
-    """The method ``forward`` of a module elsewhere, with its signature where that is known."""
+    """The method ``forward`` of a remote module, with its signature if that is known."""
 
-    def __init__(self, module_rref: RRef[nn.Module], device: str, waits: bool) -> None:
+    def __init__(self, module_rref: RRef[nn.Module], device: str, is_sync: bool) -> None:
         self._rref = module_rref
         self._device = device
-        self._waits = waits
+        self._is_sync = is_sync
         self.timeout = UNSET_RPC_TIMEOUT
         self.__signature__: inspect.Signature | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         rref = self._rref
         if torch.device(self._device).type != "cpu":
-            call = rpc_sync if self._waits else rpc_async
+            call = rpc_sync if self._is_sync else rpc_async
             return call(
                 rref.owner(), _forward_on_device, (rref, self._device, args, kwargs), timeout=self.timeout
             )
-        proxy = rref.rpc_sync(self.timeout) if self._waits else rref.rpc_async(self.timeout)
+        proxy = rref.rpc_sync(self.timeout) if self._is_sync else rref.rpc_async(self.timeout)
         return proxy.forward(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _Forward, (self._rref, self._device, self._waits)
+        return _Forward, (self._rref, self._device, self._is_sync)
 
 
 def _unsupported(name: str, hint: str = "") -> Callable[..., NoReturn]:
@@ -195,7 +199,7 @@ def _unsupported(name: str, hint: str = "") -> Callable[..., NoReturn]:
         raise ValueError(f"Method ``{name}`` not supported for RemoteModule{hint}")
 
     method.__name__, method.__qualname__ = name, f"RemoteModule.{name}"
-    method.__doc__ = f"Not supported{hint or ': the module is elsewhere; call a function there'}."
+    method.__doc__ = f"Not supported{hint or ': call a function on the worker of the module instead'}."
     return method
 
 
@@ -209,11 +213,13 @@ RemoteModule.parameters = _unsupported(  # type: ignore[method-assign]
 # ---- on the caller --------------------------------------------------------------------------------------
 
 
-def _place(remote_device: str | torch.device) -> tuple[str | int, str]:
-    """Worker and device that ``remote_device`` names.
+def _parse_remote_device(remote_device: str | torch.device) -> tuple[str | int, str]:
+    """Parse ``remote_device`` into worker and device.
 
     Raises:
-        NotInitializedError: before ``init_rpc``. ConfigurationError: if it cannot be right.
+        NotInitializedError: before ``init_rpc``.
+        ArgumentTypeError: if it is neither a string nor a device.
+        ConfigurationError: if it is malformed.
     """
     if current_worker_or_none() is None:
         raise NotInitializedError("RemoteModule only works in RPC: call init_rpc first")
@@ -222,14 +228,14 @@ def _place(remote_device: str | torch.device) -> tuple[str | int, str]:
     worker, slash, device = str(remote_device).rpartition("/")
     if not slash:
         worker, device = ("", device) if _is_device(device) else (device, "cpu")
-    number = worker.removeprefix("rank:")
+    rank = worker.removeprefix("rank:")
     if "/" in worker or not remote_device or (slash and not worker) or not _is_device(device):
         raise ConfigurationError(
             f"Could not parse remote_device: {remote_device}. The valid format is '<workername>/<device>' or "
             f"'rank:<rank>/<device>' or '<device>'"
         )
-    if number != worker and number.isdecimal():
-        return int(number), device
+    if rank != worker and rank.isdecimal():
+        return int(rank), device
     return worker or current_worker().name, device
 
 
@@ -241,7 +247,7 @@ def _is_device(text: str) -> bool:
     return True
 
 
-def _on(on: str | int) -> str:
+def _worker_text(on: str | int) -> str:
     return f"rank:{on}" if isinstance(on, int) else on
 
 
@@ -251,14 +257,14 @@ def _refuse_interface(interface: Any) -> None:
 
 
 def _signature_of(module_cls: Callable[..., nn.Module]) -> inspect.Signature | None:
-    """That of its ``forward``, without ``self``; None if it cannot be known here."""
+    """The signature of its ``forward`` without ``self``; None if ``module_cls`` is not a module class."""
     if not isinstance(module_cls, type) or not issubclass(module_cls, nn.Module):
         return None
     whole = inspect.signature(module_cls.forward)
     return whole.replace(parameters=list(whole.parameters.values())[1:])
 
 
-# ---- where the module lives, or where a RemoteModule arrives ---------------------------------------------
+# ---- on the worker of the module, or of a deserialized RemoteModule --------------------------------------
 
 
 def _create_module(module_cls: Callable[..., Any], args: Any, kwargs: Any, device: str) -> nn.Module:
@@ -280,21 +286,21 @@ def _train(module_rref: RRef[nn.Module], mode: bool) -> None:
 
 
 def _forward_on_device(module_rref: RRef[nn.Module], device: str, args: Any, kwargs: Any) -> Any:
-    """``forward`` of a module that is not on the CPU, with tensors that are, and travel so."""
+    """Run ``forward`` of a module on a device. Arguments and results are sent as tensors of the CPU."""
     result = module_rref.local_value().forward(
-        *(_moved(a, device) for a in args), **{name: _moved(a, device) for name, a in kwargs.items()}
+        *(_to_device(a, device) for a in args), **{name: _to_device(a, device) for name, a in kwargs.items()}
     )
     if isinstance(result, tuple):
-        return tuple(_moved(r, "cpu") for r in result)
-    return _moved(result, "cpu")
+        return tuple(_to_device(r, "cpu") for r in result)
+    return _to_device(result, "cpu")
 
 
-def _moved(value: Any, device: str) -> Any:
+def _to_device(value: Any, device: str) -> Any:
     return value.to(device) if isinstance(value, torch.Tensor) else value
 
 
-def _arrive(*values: Any) -> RemoteModule:
+def _deserialize(*values: Any) -> RemoteModule:
     module = RemoteModule.__new__(RemoteModule)
-    vars(module).update(zip(_TRAVELS, values, strict=True))
-    module._generate()
+    vars(module).update(zip(_SERIALIZED, values, strict=True))
+    module._add_forward_methods()
     return module

@@ -1,17 +1,17 @@
-"""How workers find each other: a URL says how, and out come a store, a rank and a world size.
+"""Rendezvous: a URL tells how workers find each other; the result is a store, a rank and a world size.
 
-``rendezvous(url)`` is a generator, as torch's is: the first item is what one wants, and asking for a second
-fails, for no handler here can meet again. Handlers are registered by scheme:
+``rendezvous(url)`` is a generator, as torch's is. Only its first item is of use: asking for a second raises,
+because no handler here supports re-rendezvous. Handlers are registered by scheme:
 
 - ``env://``: MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from the environment, or what Slurm or Open MPI
   set (:func:`zmqgrad.environment.read_launch`); ``?rank=..&world_size=..`` and the arguments of
-  :func:`rendezvous` win over it.
-- ``tcp://host:port?rank=..&world_size=..``, and the same as ``zmq://``: from the URL and the arguments.
-- ``file:///path?rank=..&world_size=..``: likewise, by a file that all can reach; it must not be there yet,
-  and goes with the last worker that closes its store.
+  :func:`rendezvous` override it.
+- ``tcp://host:port?rank=..&world_size=..``, also as ``zmq://``: from the URL and the arguments.
+- ``file:///path?rank=..&world_size=..``: likewise, through a file on a file system that all workers share. It
+  must not exist yet, and is deleted with the last store that is closed.
 
-By ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The
-agent of ``torchrun`` serves one of torch's: rank 0 then serves ours :mod:`beside <zmqgrad.store.beside>` it.
+With ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The
+agent of ``torchrun`` serves one of torch's: rank 0 then serves ours :mod:`beside <zmqgrad.store.sidecar>` it.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from numbers import Integral
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from zmqgrad.environment import MAX_PORT, Launch, agent_serves_store, missing, read_launch, torchrun_attempt
+from zmqgrad.environment import MAX_PORT, agent_serves_store, missing, read_launch, torchrun_attempt
 from zmqgrad.errors import (
     RendezvousError,
     RendezvousTimeoutError,
@@ -32,19 +32,19 @@ from zmqgrad.errors import (
     TransportError,
 )
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
-from zmqgrad.store.beside import open_beside
+from zmqgrad.store.sidecar import open_sidecar
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
-Met = tuple[Store, int, int]
+RendezvousResult = tuple[Store, int, int]
 """Store, rank, world size."""
 
-Handler = Callable[..., Iterator[Met]]
-"""Called with the URL, and ``timeout`` by name; yields what was met."""
+Handler = Callable[..., Iterator[RendezvousResult]]
+"""Called with the URL, and ``timeout`` by name; yields one result."""
 
 
 class Request(NamedTuple):
-    """A URL taken apart. Rank and world size are None where nobody has said."""
+    """A parsed URL. Rank and world size are None if the URL does not contain them."""
 
     url: str
     scheme: str
@@ -60,7 +60,7 @@ _handlers_lock = threading.Lock()
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
-    """Let ``handler`` serve URLs of ``scheme``. Rank and world size reach it in the URL's query.
+    """Register ``handler`` for URLs of ``scheme``. It finds rank and world size in the query of the URL.
 
     Raises:
         RendezvousError: if the scheme is taken.
@@ -73,18 +73,18 @@ def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
 
 def rendezvous(
     url: str, rank: int = -1, world_size: int = -1, timeout: timedelta | float = DEFAULT_TIMEOUT
-) -> Iterator[Met]:
-    """Meet the others; yields ``(store, rank, world_size)``. Close the store when done.
+) -> Iterator[RendezvousResult]:
+    """Find the other workers; yields ``(store, rank, world_size)``. Close the store when done.
 
     Args:
         url: see the module.
-        rank, world_size: win over what the URL or the environment says; -1: not given here.
-        timeout: how long to wait for the store to answer, and the store's own timeout.
+        rank, world_size: override the URL and the environment; -1: not given.
+        timeout: how long to wait for the store to reply, and the store's own timeout.
 
     Raises:
-        RendezvousError: if a setting is missing or cannot be right, or the port is in use.
-        RendezvousTimeoutError: if no store answers within ``timeout``.
-        ConfigurationError: if the store would be open to others without protection.
+        RendezvousError: if a setting is missing or invalid, or the port is in use.
+        RendezvousTimeoutError: if no store replies within ``timeout``.
+        ConfigurationError: if the store would be reachable from other hosts without a secret.
     """
     if not isinstance(url, str):
         raise TypeError(f"the URL of a rendezvous must be a str, not {type(url).__name__}")
@@ -101,66 +101,61 @@ def rendezvous(
 
 
 def check_integer(name: str, value: object) -> None:
-    """Can ``value`` be a rank or a world size at all?
+    """Check that ``value`` is an integer of Python or numpy.
 
     Raises:
-        RendezvousError: if it is none of Python's or numpy's integers.
+        RendezvousError: if it is not.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
-        raise RendezvousError(f"`{name}` must be an integer. {value!r} is none")
+        raise RendezvousError(f"`{name}` must be an integer. {value!r}")
 
 
-def says_world_size(url: str) -> bool:
-    """Does ``url``, or what it leads to, say how many workers there are? (Of schemes not known here: yes.)
+def has_world_size(url: str) -> bool:
+    """Whether ``url`` or the environment gives a world size. True for schemes of other handlers.
 
     Raises:
-        RendezvousError: if it cannot be read.
+        RendezvousError: if the URL cannot be parsed.
     """
     if not isinstance(url, str) or url.partition("://")[0] not in ("env", "tcp", "zmq", "file"):
         return True
     request = parse(url)
-    said = request.world_size
-    return (read_launch().world_size if said is None and request.scheme == "env" else said) is not None
+    if request.world_size is None and request.scheme == "env":
+        return read_launch().world_size is not None
+    return request.world_size is not None
 
 
-def meeting_place(
+def open_store(
     url: str, rank: int | None = -1, timeout: timedelta | float = DEFAULT_TIMEOUT
 ) -> tuple[Store, int | None]:
-    """The store of a group that any number of workers join and leave, and the rank; None if that was given.
+    """Open the store of a dynamic group, which has no world size.
 
     Args:
-        url: as for :func:`rendezvous`. By ``env`` and ``tcp``, rank 0 serves the store, if anybody has it;
-            otherwise it must be served already.
-        rank: wins over the URL and the environment; -1: not given here. None: whichever will be free.
-        timeout: how long to wait for the store to answer, and the store's own timeout.
+        url: as for :func:`rendezvous`. With ``env`` and ``tcp``, rank 0 serves the store if any worker has
+            that rank; otherwise it must be served already.
+        rank: overrides the URL and the environment; -1: not given. None: the next free one.
+        timeout: how long to wait for the store to reply, and the store's own timeout.
 
-    Raises: as :func:`rendezvous`.
+    Returns:
+        the store, and the rank; None if ``rank`` was None.
+
+    Raises:
+        RendezvousError, RendezvousTimeoutError, ConfigurationError: as :func:`rendezvous`.
     """
     request = parse(url)
     if rank is not None:
         check_integer("rank", rank)
     given = _rank_of(request) if rank == -1 else rank
     if request.scheme == "file":
-        if request.host is not None or not request.path.strip("/"):
-            raise RendezvousError(f"{url!r} names no file; write file:///path")
-        return FileStore(request.path, timeout=timeout), given
-    host, port, where = request.host, request.port, repr(url)
-    if request.scheme == "env":
-        launch = read_launch()
-        host, port, where = launch.master_addr, launch.master_port, "the environment"
-    if host is None:
-        raise missing("MASTER_ADDR") if request.scheme == "env" else RendezvousError(f"{url!r} lacks a host")
-    if port is None:
-        raise missing("MASTER_PORT") if request.scheme == "env" else RendezvousError(f"{url!r} lacks a port")
-    return _open(host, port, -1 if given is None else given, None, timeout, where), given
+        return FileStore(_path_of(request), timeout=timeout), given
+    return _serve_or_connect(request, -1 if given is None else given, None, timeout), given
 
 
 def _rank_of(request: Request) -> int:
-    """The rank that the URL says, or the environment where the workers meet by that."""
+    """The rank from the URL, or for ``env`` from the environment."""
     if request.rank is not None:
         return request.rank
     if request.scheme != "env":
-        raise _lacking("rank", request)
+        raise _missing_parameter("rank", request)
     rank = read_launch().rank
     if rank is None:
         raise missing("RANK", "the argument rank")
@@ -168,10 +163,10 @@ def _rank_of(request: Request) -> int:
 
 
 def parse(url: str) -> Request:
-    """Take ``url`` apart; of settings given twice, the last counts.
+    """Parse ``url``. Of settings given twice, the last counts.
 
     Raises:
-        RendezvousError: naming what cannot be right.
+        RendezvousError: naming what is invalid.
     """
     try:
         parts = urlsplit(url)
@@ -194,10 +189,10 @@ def _number(url: str, query: dict[str, str], name: str) -> int | None:
 
 
 def check_rank(rank: int, world_size: int, where: str) -> None:
-    """Can there be a worker ``rank`` of ``world_size``?
+    """Check that ``rank`` and ``world_size`` are valid.
 
     Raises:
-        RendezvousError: if not, naming ``where`` the two came from.
+        RendezvousError: if they are not, naming ``where`` the two came from.
     """
     if world_size < 1:
         raise RendezvousError(f"the world size is {world_size} ({where}); it must be at least 1")
@@ -208,85 +203,93 @@ def check_rank(rank: int, world_size: int, where: str) -> None:
         )
 
 
-def _tcp(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[Met]:
-    request = parse(url)
-    if request.host is None or request.port is None:
-        scheme = request.scheme
+def _once(find: Callable[[Request, timedelta | float], RendezvousResult]) -> Handler:
+    """A handler that yields one result of ``find``."""
+
+    def handler(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[RendezvousResult]:
+        yield find(parse(url), timeout)
         raise RendezvousError(
-            f"{url!r} lacks a host or a port; write {scheme}://host:port?rank=..&world_size=.."
+            f"{url!r} cannot meet a second time: call rendezvous() anew, or restart the workers"
         )
-    rank, world_size = _place(request)
-    store = _open(request.host, request.port, rank, world_size, timeout, repr(url))
-    yield store, rank, world_size
-    _meet_again(url)
+
+    return handler
 
 
-def _file(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[Met]:
-    request = parse(url)
-    if request.host is not None or not request.path.strip("/"):
-        raise RendezvousError(f"{url!r} names no file; write file:///path?rank=..&world_size=..")
-    rank, world_size = _place(request)
+def _tcp(request: Request, timeout: timedelta | float) -> RendezvousResult:
+    if request.host is None or request.port is None:
+        raise RendezvousError(
+            f"{request.url!r} lacks a host or a port; write {request.scheme}://host:port?rank=..&world_size=.."
+        )
+    rank, world_size = _rank_and_world_size(request)
+    return _serve_or_connect(request, rank, world_size, timeout), rank, world_size
+
+
+def _file(request: Request, timeout: timedelta | float) -> RendezvousResult:
+    path = _path_of(request)
+    rank, world_size = _rank_and_world_size(request)
     try:
-        store = FileStore(request.path, world_size, timeout)
+        return FileStore(path, world_size, timeout), rank, world_size
     except StoreError as e:
-        raise RendezvousError(f"rendezvous by {url!r}: {e}") from e
-    yield store, rank, world_size
-    _meet_again(url)
+        raise RendezvousError(f"rendezvous by {request.url!r}: {e}") from e
 
 
-def _place(request: Request) -> tuple[int, int]:
-    """Rank and world size, where the URL and the arguments must say both."""
+def _env(request: Request, timeout: timedelta | float) -> RendezvousResult:
+    launch = read_launch()
+    rank = _rank_of(request)
+    world_size = launch.world_size if request.world_size is None else request.world_size
+    if world_size is None:
+        raise missing("WORLD_SIZE", "the argument world_size")
+    rank_from = launch.rank_from if request.rank is None else "an argument"
+    size_from = launch.world_size_from if request.world_size is None else "an argument"
+    check_rank(rank, world_size, f"the rank from {rank_from}, the world size from {size_from}")
+    return _serve_or_connect(request, rank, world_size, timeout), rank, world_size
+
+
+def _rank_and_world_size(request: Request) -> tuple[int, int]:
+    """Rank and world size from the URL and the arguments."""
     if request.rank is None or request.world_size is None:
-        raise _lacking("rank" if request.rank is None else "world_size", request)
+        raise _missing_parameter("rank" if request.rank is None else "world_size", request)
     check_rank(request.rank, request.world_size, f"from {request.url!r}")
     return request.rank, request.world_size
 
 
-def _lacking(name: str, request: Request) -> RendezvousError:
+def _path_of(request: Request) -> str:
+    if request.host is not None or not request.path.strip("/"):
+        raise RendezvousError(f"{request.url!r} names no file; write file:///path?rank=..&world_size=..")
+    return request.path
+
+
+def _missing_parameter(name: str, request: Request) -> RendezvousError:
     return RendezvousError(
         f"{name} parameter missing: {name} is neither an argument nor in {request.url!r}; give {name}=, or "
         f"append {'&' if '?' in request.url else '?'}{name}=.."
     )
 
 
-def _env(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[Met]:
-    request, launch = parse(url), read_launch()
-    rank = _rank_of(request)
-    world_size = launch.world_size if request.world_size is None else request.world_size
-    if world_size is None:
-        raise missing("WORLD_SIZE", "the argument world_size")
-    host, port = launch.master_addr, launch.master_port
-    if host is None:
-        raise missing("MASTER_ADDR")
-    if port is None:
-        raise missing("MASTER_PORT")
-    check_rank(rank, world_size, _said_by(request, launch))
-    where = f"the environment, which says {host}:{port}"
-    store = _open(host, port, rank, world_size, timeout, where)
-    yield store, rank, world_size
-    _meet_again(url)
-
-
-def _said_by(request: Request, launch: Launch) -> str:
-    rank = launch.rank_from if request.rank is None else "an argument"
-    size = launch.world_size_from if request.world_size is None else "an argument"
-    return f"the rank from {rank}, the world size from {size}"
-
-
-def _open(
-    host: str, port: int, rank: int, world_size: int | None, timeout: timedelta | float, where: str
+def _serve_or_connect(
+    request: Request, rank: int, world_size: int | None, timeout: timedelta | float
 ) -> Store:
-    """The store of the group; rank 0 serves it, unless the launcher's agent does."""
+    """Open the store of the group. Rank 0 serves it, unless the launcher's agent does."""
+    launch = read_launch()
+    if request.scheme == "env":
+        host, port = launch.master_addr, launch.master_port
+        if host is None or port is None:
+            raise missing("MASTER_ADDR" if host is None else "MASTER_PORT")
+        where = f"the environment, which says {host}:{port}"
+    else:
+        if request.host is None or request.port is None:
+            raise RendezvousError(f"{request.url!r} lacks a {'host' if request.host is None else 'port'}")
+        host, port, where = request.host, request.port, repr(request.url)
     if not 0 < port <= MAX_PORT:
         raise RendezvousError(
             f"the port is {port} ({where}); all workers must know it, so it must be from 1 to {MAX_PORT}"
         )
-    by_agent, attempt, launch = agent_serves_store(), torchrun_attempt(), read_launch()
+    by_agent, attempt = agent_serves_store(), torchrun_attempt()
     try:
         if attempt is not None:
             by_agent = False
             if (host, port) == (launch.master_addr, launch.master_port):
-                return open_beside(host, port, rank, world_size, timeout, attempt)
+                return open_sidecar(host, port, rank, world_size, timeout, attempt)
         store = TCPStore(
             host,
             port,
@@ -302,17 +305,11 @@ def _open(
         raise RendezvousError(f"rendezvous by {where}: {e}") from e
     except TransportError as e:
         raise RendezvousError(f"rank 0 cannot serve the store at {host}:{port} ({where}): {e}") from e
-    # The agent keeps keys of its own in the same store.
+    # The agent has keys of its own in the same store.
     return PrefixStore("/worker", store, owned=True) if by_agent else store
 
 
-def _meet_again(url: str) -> NoReturn:
-    raise RendezvousError(
-        f"{url!r} cannot meet a second time: call rendezvous() anew, or restart the workers"
-    )
-
-
-register_rendezvous_handler("tcp", _tcp)
-register_rendezvous_handler("zmq", _tcp)
-register_rendezvous_handler("file", _file)
-register_rendezvous_handler("env", _env)
+register_rendezvous_handler("tcp", _once(_tcp))
+register_rendezvous_handler("zmq", _once(_tcp))
+register_rendezvous_handler("file", _once(_file))
+register_rendezvous_handler("env", _once(_env))

@@ -1,4 +1,4 @@
-"""Whole clusters in one process, over the memory transport: for tests, ours and users'.
+"""Clusters of workers in one process, over the in-memory transport, for tests.
 
     with cluster(3) as c:
         with c.acting(0):
@@ -6,9 +6,9 @@
         with c.network.drop(MessageType.RREF_ACK, times=2):
             ...
 
-Messages are encoded and decoded as over sockets, so workers share no object by accident; what they do share
-is the process: module globals, and the number of threads. Faults by message type are those of
-:class:`~zmqgrad.transport.memory.MemoryNetwork`.
+Messages are encoded and decoded as over sockets, so workers share no objects by accident. They do share the
+process: module globals, and the number of threads. :class:`~zmqgrad.transport.memory.MemoryNetwork` injects
+faults by message type.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from zmqgrad.rpc.current import act_again, act_for
-from zmqgrad.rpc.groups.group import JOIN_SECONDS, make_worker
+from zmqgrad.rpc.current import reset_current_worker, set_current_worker
+from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
@@ -27,7 +27,7 @@ __all__ = ["Cluster", "cluster"]
 
 
 class Cluster:
-    """``workers`` named ``worker0``, ``worker1``, ... on one ``network``, whose time ``clock`` tells."""
+    """``workers`` named ``worker0``, ``worker1``, ... on one ``network``, timed by ``clock``."""
 
     def __init__(self, size: int, options: RpcBackendOptions | None = None, clock: Clock = MONOTONIC) -> None:
         if size < 1:
@@ -45,22 +45,22 @@ class Cluster:
 
     @contextmanager
     def acting(self, rank: int) -> Iterator[Worker]:
-        """Inside it, the calling thread acts for worker ``rank``: ``rpc_sync`` and the like are its calls."""
-        token = act_for(self.workers[rank])
+        """Context manager that makes worker ``rank`` the current worker of the calling thread."""
+        token = set_current_worker(self.workers[rank])
         try:
             yield self.workers[rank]
         finally:
-            act_again(token)
+            reset_current_worker(token)
 
     def close(self) -> None:
-        """End all workers at once.
+        """Close all workers.
 
         Raises:
-            TimeoutError: if threads are left after a while, naming them.
+            TimeoutError: if threads do not end in time; the message names them.
         """
         for worker in self.workers:
             worker.close()
-        deadline = Deadline.after(JOIN_SECONDS)
+        deadline = Deadline.after(JOIN_TIMEOUT_SECONDS)
         left = [name for worker in self.workers for name in worker.join(deadline)]
         if left:
             raise TimeoutError(f"these threads have not ended: {', '.join(left)}")
@@ -70,9 +70,9 @@ class Cluster:
 def cluster(
     size: int, options: RpcBackendOptions | None = None, clock: Clock = MONOTONIC
 ) -> Iterator[Cluster]:
-    """``size`` workers, for the time of a ``with`` block; worker 0 is the one that the block acts for.
+    """Context manager of a cluster of ``size`` workers; worker 0 is the current worker of the block.
 
-    With a ``ManualClock``, calls run over time when the test says so.
+    With a ``ManualClock``, the test controls when calls time out.
     """
     made = Cluster(size, options, clock)
     try:

@@ -11,4 +11,4 @@ from zmqgrad.autograd.graph import hooks
 @pytest.fixture(autouse=True)
 def no_hooks_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every test begins as a process in which nobody has registered a hook."""
-    monkeypatch.setattr(hooks, "_ours", RemovableHandle.next_id)
+    monkeypatch.setattr(hooks, "_internal_hooks", RemovableHandle.next_id)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.autograd.passes import batch, desk, request
+from zmqgrad.autograd.backward import batch, step
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.tap import Tapped
@@ -25,10 +25,7 @@ EVER, NEVER = 1e9, 0.0
 @pytest.fixture(autouse=True)
 def time_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """However slow this machine is, all that is there is handled in one go."""
-    monkeypatch.setattr(request, "SHARE", EVER)
-    monkeypatch.setattr(request, "LATE", EVER)
-    monkeypatch.setattr(desk, "CLEAR", EVER)
-    monkeypatch.setattr(desk, "LONG", EVER)
+    monkeypatch.setattr(step, "FLUSH_SECONDS", EVER)
 
 
 @pytest.fixture
@@ -112,24 +109,15 @@ def test_micro_batches_take_one_message_from_worker_to_worker(c3: Cluster) -> No
 
 
 def test_entries_that_take_long_are_sent_on_one_by_one(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(request, "SHARE", NEVER)
+    monkeypatch.setattr(step, "FLUSH_SECONDS", NEVER)
     sent = check_pipeline(c3)
     for way in ((1, 2), (2, 1), (1, 0)):
         assert [len(m.sends) for *ends, m in sent if tuple(ends) == way] == [1] * MICRO_BATCHES
 
 
-def test_entries_that_take_long_are_handled_by_several_threads(
-    c3: Cluster, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module, name, value in ((request, "SHARE", NEVER), (desk, "LONG", NEVER), (desk, "THREADS", 4)):
-        monkeypatch.setattr(module, name, value)
-    for _ in range(20):
-        check_pipeline(c3)
-
-
 def test_many_bytes_are_sent_as_soon_as_they_are_there(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
-    each = 2 * 3 * 8 + batch.EACH
-    monkeypatch.setattr(batch, "LARGE", 2 * each)
+    each = 2 * 3 * 8 + batch.GRADIENT_OVERHEAD_BYTES
+    monkeypatch.setattr(batch, "FULL_BYTES", 2 * each)
     first = [message for source, _, message in check_pipeline(c3) if source == 0]
     assert [len(message.sends) for message in first] == [2] * (MICRO_BATCHES // 2)
 
@@ -160,7 +148,7 @@ def double_or_fail(fail: bool, x: Tensor) -> Tensor:
 def test_one_entry_that_fails_fails_the_pass(
     c3: Cluster, monkeypatch: pytest.MonkeyPatch, share: float
 ) -> None:
-    monkeypatch.setattr(request, "SHARE", share)
+    monkeypatch.setattr(step, "FLUSH_SECONDS", share)
     x = leaf(2)
     for failing in range(3):
         with context() as ctx:

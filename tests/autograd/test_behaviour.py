@@ -14,8 +14,8 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
+from zmqgrad.autograd.backward import executor
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.autograd.passes import engine
 from zmqgrad.errors import AutogradError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
@@ -538,20 +538,18 @@ def refuse_first(x: Tensor, y: Tensor, unused: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("zeros", [False, True])
-@pytest.mark.parametrize("how", ["routes", "groups", "node by node"])
+@pytest.mark.parametrize("how", ["separate", "meeting", "node by node"])
 def test_a_function_behind_one_that_gives_no_gradient_is_called_as_in_one_process(
     c: Cluster, monkeypatch: pytest.MonkeyPatch, how: str, zeros: bool
 ) -> None:
     """A gradient that was asked for and does not exist is not the same as one that nobody asked for."""
-    monkeypatch.setattr(engine, "any_registered", lambda: how == "node by node")
-    if how != "routes":
-        monkeypatch.setattr(engine, "find_routes", lambda *_: None)
+    monkeypatch.setattr(executor, "hooks_registered", lambda: how == "node by node")
 
     def run(to: Callable[..., Tensor], ws: list[Tensor]) -> Tensor:
         a, b, unused, d, e = (Counts.apply(w, zeros).sin() for w in ws)
         y = to(refuse_first, a, b, unused) + to(relay_refused, d)
         z = e * 1
-        return (y + to(refuse, z) + (refuse(z) if how != "routes" else 0)).sum()
+        return (y + to(refuse, z) + (refuse(z) if how != "separate" else 0)).sum()
 
     ws, alone = ([leaf(i + 1) for i in range(5)] for _ in range(2))
     run(lambda f, *args: f(*args) if f is not relay_refused else refuse(args[0] * 1), alone).backward()
@@ -796,7 +794,7 @@ def test_hooks_run_once_on_the_sum(c: Cluster, how: str, at: str, mode: str) -> 
     torch.testing.assert_close(gradient, expected)
 
 
-@pytest.mark.parametrize("how", ["routes", "groups", "node by node"])
+@pytest.mark.parametrize("how", ["separate", "meeting", "node by node"])
 def test_hooks_of_a_leafs_node_run_around_its_accumulation(c: Cluster, how: str) -> None:
     """In the order of torch: the tensor's, before the node, after the accumulation, after the node."""
 

@@ -7,14 +7,14 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.autograd.passes.discovery import Discovery
-from zmqgrad.wire.messages import Reach
+from zmqgrad.autograd.backward.discovery import Discovery
+from zmqgrad.wire.messages import ReachabilityReport
 
 WORKERS = 3
 
 
 @st.composite
-def reaches(draw: st.DrawFn) -> list[Reach]:
+def reaches(draw: st.DrawFn) -> list[ReachabilityReport]:
     """Up to eight sends, anywhere; groups of a worker are entered by some of its sends, and lead to some."""
     homes = draw(st.lists(st.integers(0, WORKERS - 1), min_size=1, max_size=8))
     found = []
@@ -24,17 +24,17 @@ def reaches(draw: st.DrawFn) -> list[Reach]:
         arrived = draw(mask) if draw(st.booleans()) else bytes(2)
         recvs = st.lists(st.sampled_from([(100 + i, home) for i, home in enumerate(homes)]), max_size=3)
         groups = draw(st.lists(st.tuples(mask, recvs.map(tuple)), max_size=4))
-        found.append(Reach(worker, mine, arrived, tuple(groups)))
+        found.append(ReachabilityReport(worker, mine, arrived, tuple(groups)))
     return found
 
 
-def entries(mask: bytes, reach: Reach) -> set[int]:
+def entries(mask: bytes, reach: ReachabilityReport) -> set[int]:
     """The sends of a mask; 0 stands for the roots."""
     bits = int.from_bytes(mask, "little")
     return {number for i, number in enumerate([0, *(s[0] for s in reach.sends)]) if bits >> i & 1}
 
 
-def expected(all_reaches: list[Reach], asked: set[int]) -> dict[int, set[int]]:
+def expected(all_reaches: list[ReachabilityReport], asked: set[int]) -> dict[int, set[int]]:
     """By definition: repeat over everything until nothing changes."""
     live = {(r.worker, n) for r in all_reaches if r.worker in asked for n in entries(r.arrived, r)}
     known = set(asked)
@@ -63,7 +63,7 @@ def expected(all_reaches: list[Reach], asked: set[int]) -> dict[int, set[int]]:
 
 @given(reaches(), st.sets(st.integers(0, WORKERS - 1), min_size=1), st.randoms(use_true_random=False))
 def test_it_finds_what_repeated_search_finds(
-    all_reaches: list[Reach], asked: set[int], shuffle: random.Random
+    all_reaches: list[ReachabilityReport], asked: set[int], shuffle: random.Random
 ) -> None:
     discovery = Discovery(asked)
     while unknown := discovery.unknown():
@@ -75,8 +75,8 @@ def test_it_finds_what_repeated_search_finds(
 def test_it_names_what_will_never_arrive() -> None:
     discovery = Discovery({0})
     sends = ((7, 1, "used"), (8, 1, "unused"))
-    discovery.learn(Reach(0, sends, b"\x01", ((b"\x01", ((70, 1),)), (b"\x07", ()))))
+    discovery.learn(ReachabilityReport(0, sends, b"\x01", ((b"\x01", ((70, 1),)), (b"\x07", ()))))
     assert discovery.unknown() == {1}
-    discovery.learn(Reach(1, ((70, 0, "answer"),), b"\x00", ((b"\x02", ((7, 0),)),)))
+    discovery.learn(ReachabilityReport(1, ((70, 0, "answer"),), b"\x00", ((b"\x02", ((7, 0),)),)))
     assert discovery.unknown() == set()
     assert discovery.never() == {0: [(8, 1, "unused")]}

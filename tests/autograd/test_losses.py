@@ -17,7 +17,7 @@ from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.autograd.context import ENDED_PASSES
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError, PeerLostError, RpcError
-from zmqgrad.rpc import telling
+from zmqgrad.rpc import reliable
 from zmqgrad.rpc.calls import PendingCall
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.runtime.clock import Deadline
@@ -244,13 +244,13 @@ def test_who_asks_after_a_context_that_has_ended_forgets_it(c3: Cluster) -> None
 
 def test_the_end_of_a_context_is_told_until_it_is_heard(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less and less often: who cannot keep up must not be told the more."""
-    monkeypatch.setattr(telling, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(reliable, "RETRY_SECONDS", 0.05)
     patience: list[float] = []
     request = c3.workers[0].request
 
     def note(peer: int, message: Message, *packed: Any, **how: Any) -> PendingCall:
         if message.TYPE == MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ:
-            patience.append(how["seconds"] / telling.RETRY_SECONDS)
+            patience.append(how["seconds"] / reliable.RETRY_SECONDS)
         return request(peer, message, *packed, **how)
 
     monkeypatch.setattr(c3.workers[0], "request", note)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -38,7 +39,7 @@ def cases(draw: st.DrawFn) -> Case:
         edges = st.lists(st.tuples(later, st.integers(0, 1)), max_size=4 if node + 1 < size else 0)
         following.append(draw(edges) if kind == "n" else [])
     names = draw(st.permutations(range(size)))
-    renamed: list[list[Edge]] = [[] for _ in range(size)]
+    renamed: dict[Any, list[Edge]] = {node: [] for node in range(size)}
     for node, edges in enumerate(following):
         renamed[names[node]] = [(names[target], number) for target, number in edges]
     graph = Graph(
@@ -55,7 +56,7 @@ def reached(graph: Graph, start: int) -> set[int]:
     """Nodes on a way from ``start``, itself included."""
     found, todo = {start}, [start]
     while todo:
-        for target, _ in graph.following[todo.pop()]:
+        for target, _ in graph.following.get(todo.pop(), ()):
             if target not in found:
                 found.add(target)
                 todo.append(target)
@@ -79,8 +80,8 @@ def paths(case: Case, live: set[int]) -> Counter[Edge]:
     while todo:
         (node, number), value = todo.pop()
         sums[node, number] += value
-        todo += [(edge, value) for edge in graph.following[node]]
-    return Counter({e: v for e, v in sums.items() if e[0] in graph.leaves | graph.ends})
+        todo += [(edge, value) for edge in graph.following.get(node, ())]
+    return Counter({e: v for e, v in sums.items() if e[0] in {*graph.leaves, *graph.sinks}})
 
 
 class Executor:
@@ -123,25 +124,25 @@ class Executor:
         for node in sorted(mine, key=lambda n: -len(reached(self.graph, n))):
             self.ran.append(node)
             total = sum(v for (n, _), v in arriving.items() if n == node)
-            for edge in self.graph.following[node]:
+            for edge in self.graph.following.get(node, ()):
                 arriving[edge] += total
         for edge, value in arriving.items():
             node = edge[0]
-            if node in mine and node not in self.graph.ends:
+            if node in mine and node not in self.graph.sinks:
                 continue
             assert edge in group.outgoing, "a gradient would be lost at the border"
-            if node in self.graph.leaves or node in group.ends:
+            if node in self.graph.leaves or node in group.sinks:
                 self.results[edge] += value
             else:
                 self.waiting[edge] += value
-        assert set(group.ends) == mine & self.graph.ends
+        assert set(group.sinks) == mine & set(self.graph.sinks)
 
     def check_order(self) -> None:
         """Each node ran after all nodes before it that are ever to run."""
         at = {node: i for i, node in enumerate(self.ran)}
         assert len(at) == len(self.ran), "a node ran twice"
         for node, i in at.items():
-            for target, _ in self.graph.following[node]:
+            for target, _ in self.graph.following.get(node, ()):
                 assert target in self.graph.leaves or target not in at or i < at[target]
 
 
@@ -153,7 +154,20 @@ def test_groups_hold_every_reached_node_once_and_by_definition(case: Case) -> No
     for group in plan.groups.values():
         assert len(set(group.incoming)) == len(group.incoming)
         assert len(set(group.outgoing)) == len(group.outgoing)
-        assert sorted(group.ends) == sorted(r for r in case.graph.ends if inner.get(r) == group.entries)
+        assert sorted(group.sinks) == sorted(r for r in case.graph.sinks if inner.get(r) == group.entries)
+
+
+@given(cases())
+def test_an_outgoing_edge_behind_another_is_found(case: Case) -> None:
+    plan = Plan(case.graph, case.entries)
+    for group in plan.groups.values():
+        targets = {node for node, _ in group.outgoing}
+        behind = [
+            reached(case.graph, following)
+            for t in targets
+            for following, _ in case.graph.following.get(t, ())
+        ]
+        assert plan.reenters(group) == any(nodes & targets for nodes in behind)
 
 
 @given(cases())
@@ -217,7 +231,7 @@ def test_dropping_what_stalls_finishes_the_pass(case: Case, count: int) -> None:
 def chain(*lengths: int) -> Graph:
     """Node 0 leads to 1, and so on; the last is a leaf."""
     size = sum(lengths)
-    return Graph([[(n + 1, 0)] for n in range(size - 1)] + [[]], frozenset({size - 1}), frozenset())
+    return Graph({n: [(n + 1, 0)] for n in range(size - 1)}, {size - 1}, frozenset())
 
 
 def test_an_entry_that_arrives_twice_is_an_error() -> None:
@@ -235,26 +249,26 @@ def test_an_entry_that_arrives_though_it_was_dropped_is_an_error() -> None:
 
 
 def test_a_leaf_that_is_an_entry_itself() -> None:
-    plan = Plan(Graph([[]], frozenset({0}), frozenset()), [[(0, 0)], [(0, 0)]])
+    plan = Plan(Graph({}, frozenset({0}), frozenset()), [[(0, 0)], [(0, 0)]])
     for entry in (1, 0):
         (group,) = plan.arrive(entry)
-        assert group.incoming == group.outgoing == [(0, 0)]
+        assert list(group.incoming) == list(group.outgoing) == [(0, 0)]
         plan.finished(group)
 
 
 def test_ends_that_wait_together_are_of_one_group() -> None:
     """Node 0 leads to end 2 and node 1 to end 3; each of them is entered on its own."""
-    following = [[(2, 0)], [(3, 0)], [], []]
+    following = {0: [(2, 0)], 1: [(3, 0)]}
     plan = Plan(
-        Graph(following, frozenset(), frozenset({2, 3}), together=frozenset({2, 3})), [[(0, 0)], [(1, 0)]]
+        Graph(following, frozenset(), frozenset({2, 3}), joint_sinks=frozenset({2, 3})), [[(0, 0)], [(1, 0)]]
     )
     (first,) = plan.arrive(0)
-    assert (first.entries, first.outgoing) == (0b01, [(2, 0)])
+    assert (first.entries, list(first.outgoing)) == (0b01, [(2, 0)])
     assert plan.finished(first) == []
     assert plan.waits()
     (second,) = plan.arrive(1)
     (last,) = plan.finished(second)
-    assert (last.entries, sorted(last.ends), sorted(last.incoming)) == (0b11, [2, 3], [(2, 0), (3, 0)])
+    assert (last.entries, sorted(last.sinks), sorted(last.incoming)) == (0b11, [2, 3], [(2, 0), (3, 0)])
 
 
 def test_describe_tells_who_waits_for_what() -> None:

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
+from zmqgrad.autograd.backward import executor
+from zmqgrad.autograd.backward.participant import MODES
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.autograd.graph import leaves
-from zmqgrad.autograd.passes import MODES, engine, local_pass
+from zmqgrad.autograd.graph import accumulate
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
@@ -113,8 +114,8 @@ def test_hooks_run_once_on_whole_gradients() -> None:
 def test_several_passes_and_contexts_at_a_time(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     """Also: regions without grad, sparse gradients, hooks of leaves; and in a process group, all of it."""
     if how == "together":
-        for module in (leaves, local_pass):
-            monkeypatch.setattr(module, "replicas_feared", lambda: True)
+        for module in (accumulate, executor):
+            monkeypatch.setattr(module, "may_have_replicas", lambda: True)
     with cluster(3, OPTIONS) as c:
 
         @settings(max_examples=settings().max_examples // 2)
@@ -126,13 +127,9 @@ def test_several_passes_and_contexts_at_a_time(monkeypatch: pytest.MonkeyPatch, 
         wait_until_released(c)
 
 
-@pytest.mark.parametrize("hooks_feared", [False, True])
-def test_slower_ways_through_a_graph_give_the_same(
-    monkeypatch: pytest.MonkeyPatch, hooks_feared: bool
-) -> None:
-    """Graphs in which no entries meet are planned too; and run node by node at borders without any hook."""
-    monkeypatch.setattr(engine, "find_routes", lambda *_: None)
-    monkeypatch.setattr(engine, "any_registered", lambda: hooks_feared)
+def test_groups_run_node_by_node_give_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups with cut edges run node by node, as if a hook had been registered."""
+    monkeypatch.setattr(executor, "hooks_registered", lambda: True)
     with cluster(3, OPTIONS) as c:
 
         @settings(max_examples=settings().max_examples // 2)

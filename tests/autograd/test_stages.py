@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.autograd.passes import engine
+from zmqgrad.autograd.backward import executor
 from zmqgrad.testing import Cluster, cluster
 
 Stage = Callable[[Tensor, Tensor], Any]
@@ -323,8 +323,7 @@ def test_stages_have_the_gradients_of_one_process(
     c: Cluster, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     if way == "node by node":
-        monkeypatch.setattr(engine, "any_registered", lambda: True)
-        monkeypatch.setattr(engine, "find_routes", lambda *_: None)
+        monkeypatch.setattr(executor, "hooks_registered", lambda: True)
     beside = way in ("beside", "node by node")
     wrong = []
     for name, function in STAGES.items():

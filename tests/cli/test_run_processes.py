@@ -74,8 +74,8 @@ signal.pause()
 FAIL_BESIDE_RPC = """
 import os, sys, threading
 import zmqgrad.rpc as rpc
-import zmqgrad.rpc.groups.group as group
-group.LAST_SECONDS = 30.0
+import zmqgrad.rpc.membership.group as group
+group.EXIT_GRACE_SECONDS = 30.0
 begun = threading.Event()
 def begin():
     begun.set()

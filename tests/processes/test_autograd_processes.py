@@ -19,7 +19,7 @@ from zmqgrad import rpc
 from zmqgrad.autograd import _get_debug_info, allreduce_gradients, backward, context, get_gradients
 from zmqgrad.errors import PeerLostError
 from zmqgrad.optim import DistributedOptimizer
-from zmqgrad.rpc import waiting
+from zmqgrad.rpc import reply_port
 from zmqgrad.rpc.current import current_worker
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -231,13 +231,13 @@ def leave_after_an_interrupted_pass(rank: int) -> None:
     """Worker 1's gradient comes to worker 0 when nobody waits for it any more."""
     rpc.init_rpc(f"worker{rank}")
     if rank == 0:
-        waiting.DRAIN_SECONDS = 0.0
+        reply_port.DRAIN_SECONDS = 0.0
         with context() as context_id:
             root = rpc.rpc_sync(1, held, (torch.ones(3, requires_grad=True),)).sum()
             with pytest.raises(KeyboardInterrupt):
                 backward(context_id, [root])
         worker = current_worker()
-        worker.calling.sent += 1  # as if the interrupt had come in the middle of sending
+        worker.client.sent += 1  # as if the interrupt had come in the middle of sending
         drained = threading.Event()
         worker.timekeeper.call_later(0.01, drained.set)
         assert drained.wait(10)

@@ -21,7 +21,7 @@ from zmqgrad.errors import (
     RendezvousTimeoutError,
     RpcTimeoutError,
 )
-from zmqgrad.rpc.groups.parting import PART_SECONDS, Parting
+from zmqgrad.rpc.membership.shutdown import LEAVE_POLL_SECONDS, ShutdownBarrier
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import FileStore, TCPStore
 
@@ -65,7 +65,7 @@ def ten_rounds(rank: int, rounds: int) -> tuple[list[float], list[tuple[list[str
 
 def test_rounds_at_one_port_are_quick_and_leave_nothing() -> None:
     for taken, open_after in run_processes(ten_rounds, 3, args=(10,)):
-        assert sorted(taken)[3] < PART_SECONDS, "a round in which workers wait in vain takes longer"
+        assert sorted(taken)[3] < LEAVE_POLL_SECONDS, "a round in which workers wait in vain takes longer"
         assert [threads for threads, _ in open_after] == [[]] * 10
         assert open_after[-1][1] <= open_after[0][1] + 2, [number for _, number in open_after]
 
@@ -320,14 +320,14 @@ def killed_while_leaving(rank: int, step: str) -> tuple[float, list[str]]:
         rpc.rpc_sync(to, int)
     rpc.barrier()
     if rank == 2:
-        wait_for = Parting._wait_for
+        wait_for = ShutdownBarrier._wait_for
 
-        def die(parting: Parting, *args: Any) -> None:
-            if parting._step == step:
+        def die(barrier: ShutdownBarrier, *args: Any) -> None:
+            if barrier._step == step:
                 os.kill(os.getpid(), signal.SIGKILL)
-            wait_for(parting, *args)
+            wait_for(barrier, *args)
 
-        Parting._wait_for = die  # type: ignore[method-assign]
+        ShutdownBarrier._wait_for = die  # type: ignore[method-assign]
     began = MONOTONIC.now()
     rpc.shutdown()
     return MONOTONIC.now() - began, what_is_open()[0]

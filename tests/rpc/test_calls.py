@@ -90,7 +90,7 @@ def test_arguments(pair: Cluster) -> None:
     assert torch.equal(rpc.rpc_sync(1, torch.add, args=(torch.ones(2), 1)), torch.full((2,), 2.0))
     one, two = rpc.rpc_sync(1, lambda *a: a, args=(torch.ones(1), torch.zeros(1)))
     assert (one.item(), two.item()) == (1, 0)
-    with pytest.raises(PayloadError, match="its part"):
+    with pytest.raises(PayloadError, match=r"args\[0\] \(list\): TypeError: cannot pickle"):
         rpc.rpc_sync(1, len, args=([threading.Lock()],))
 
 
@@ -269,7 +269,7 @@ def test_a_key_pressed_while_an_answer_is_read_leaves_no_future_open(pair: Clust
     future = rpc.rpc_async(1, Bomb, args=(KeyboardInterrupt(),))
     with pytest.raises((KeyboardInterrupt, RuntimeError)):  # as this thread reads it, or another
         future.wait()
-    with pytest.raises(RuntimeError, match="KeyboardInterrupt came while the answer"):
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt came while the reply"):
         future.wait()
 
 
@@ -395,7 +395,7 @@ def test_a_lost_answer_is_a_timeout_and_a_late_one_is_nothing(pair: Cluster) -> 
     with pair.network.duplicate(MessageType.RESULT):
         assert [rpc.rpc_sync(1, abs, args=(-n,)) for n in range(5)] == [0, 1, 2, 3, 4]
     pair.network.wait_quiet()
-    assert pair.workers[0].quiet()
+    assert pair.workers[0].is_idle()
 
 
 # ---- nested ----------------------------------------------------------------------------------------------

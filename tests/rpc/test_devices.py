@@ -15,13 +15,13 @@ from zmqgrad.rpc.api import rpc_sync
 from zmqgrad.rpc.devices import (
     check_group,
     check_present,
-    for_answers,
     for_calls,
     for_gradients,
+    for_replies,
     to_device_map,
 )
 from zmqgrad.rpc.gathering import broadcast
-from zmqgrad.rpc.groups.identity import WorkerRecord
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.options import RpcBackendOptions, TensorPipeRpcBackendOptions
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.tensors import devices as staging
@@ -120,11 +120,11 @@ def test_maps_are_checked_against_the_group() -> None:
 def test_answers_go_back_as_calls_came() -> None:
     a, b = record("a", {"b": {"cuda:0": "cuda:1"}}), record("b", {"a": {"cuda:0": "cpu"}})
     assert for_calls(a, b) == {GPU: SECOND}
-    assert for_answers(b, a) == {SECOND: GPU}
+    assert for_replies(b, a) == {SECOND: GPU}
     assert for_calls(b, a) == {GPU: CPU}
     assert "Request" in for_calls(b, a).missing
-    assert "Response device mapping is not available for destination a" in for_answers(b, a).missing
-    assert for_answers(a, b) == {CPU: GPU}
+    assert "Response device mapping is not available for destination a" in for_replies(b, a).missing
+    assert for_replies(a, b) == {CPU: GPU}
 
 
 def test_gradients_take_the_reverse_of_the_way_of_their_tensors() -> None:
@@ -132,7 +132,7 @@ def test_gradients_take_the_reverse_of_the_way_of_their_tensors() -> None:
     a = record("a", {"b": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}})
     b = record("b", {"a": {"cuda:0": "cuda:0", "cuda:1": "cuda:1"}})
     for sender, receiver in ((a, b), (b, a)):
-        call, reply = for_calls(sender, receiver), for_answers(sender, receiver)
+        call, reply = for_calls(sender, receiver), for_replies(sender, receiver)
         assert for_gradients(receiver, sender, in_reply=False) == {v: k for k, v in call.items()}
         assert for_gradients(receiver, sender, in_reply=True) == {v: k for k, v in reply.items()}
     assert for_gradients(b, a, in_reply=False) != for_gradients(b, a, in_reply=True)
@@ -155,7 +155,7 @@ def test_every_tensor_of_a_device_goes_where_its_map_says(monkeypatch: pytest.Mo
     """What arrives, by name; the devices are left out. Others than the map's owner send as ever."""
     arrived: list[tuple[str, tuple[int, ...]]] = []
     monkeypatch.setattr(
-        "zmqgrad.wire.tensors.rebuilding.arrive", lambda t, name: arrived.append((name, t.shape)) or t
+        "zmqgrad.wire.tensors.decoding.copy_to_device", lambda t, name: arrived.append((name, t.shape)) or t
     )
     tensors = [torch.rand(3), torch.rand(50_000, requires_grad=True), torch.rand(4, 6)[:, ::2], torch.eye(2)]
     tensors.append(torch.eye(2).to_sparse())
@@ -177,7 +177,9 @@ def test_every_tensor_of_a_device_goes_where_its_map_says(monkeypatch: pytest.Mo
 def test_gradients_arrive_where_their_tensors_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only worker 0 has a map. What arrives, by name; devices themselves are left out."""
     arrived: list[str] = []
-    monkeypatch.setattr("zmqgrad.wire.tensors.rebuilding.arrive", lambda t, name: arrived.append(name) or t)
+    monkeypatch.setattr(
+        "zmqgrad.wire.tensors.decoding.copy_to_device", lambda t, name: arrived.append(name) or t
+    )
     w = torch.ones(3, requires_grad=True)
     with mapped({"cpu": "cuda:5"}) as made:
         with made.acting(1), autograd.context() as context_id:
@@ -191,7 +193,7 @@ def test_gradients_arrive_where_their_tensors_came_from(monkeypatch: pytest.Monk
 def test_a_strange_device_of_a_peer_is_refused() -> None:
     for name in ("cuda", "xpu:0", "cuda:99999", "cpu:0"):
         with pytest.raises(Exception, match="device"):
-            staging.arrive(torch.ones(1), name)
+            staging.copy_to_device(torch.ones(1), name)
 
 
 # ---- with a GPU ------------------------------------------------------------------------------------------

@@ -13,9 +13,9 @@ from tests.transport.test_contract import _TcpAlone
 from zmqgrad import autograd
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.api import rpc_async, rpc_sync
-from zmqgrad.rpc.current import act_again, act_for
+from zmqgrad.rpc.current import reset_current_worker, set_current_worker
 from zmqgrad.rpc.debug import debug_info
-from zmqgrad.rpc.groups.group import make_worker
+from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
@@ -51,11 +51,11 @@ def workers(count: int, threads: int = 2) -> Iterator[list[Worker]]:
 
 @contextmanager
 def acting(worker: Worker) -> Iterator[None]:
-    token = act_for(worker)
+    token = set_current_worker(worker)
     try:
         yield
     finally:
-        act_again(token)
+        reset_current_worker(token)
 
 
 def asked(worker: Worker) -> threading.Event:
@@ -168,9 +168,8 @@ def stand_at(number: int) -> None:
 
 
 @contextmanager
-def held(both: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def held(both: list[Worker]) -> Iterator[None]:
     """Worker 1 begins nothing of what worker 0 asks for: its only thread stands at a gate."""
-    monkeypatch.setattr("zmqgrad.runtime.engine_pool.STALL_SECONDS", 1000.0)  # nor does it get another
     gate = _gates[0] = Gate()
     with acting(both[0]):
         held_there = rpc_async("w1", stand_at, args=(0,))
@@ -183,8 +182,8 @@ def held(both: list[Worker], monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
                 held_there.wait()
 
 
-def test_a_call_that_could_not_even_be_sent_in_time_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    with workers(2, threads=1) as both, held(both, monkeypatch):
+def test_a_call_that_could_not_even_be_sent_in_time_says_why() -> None:
+    with workers(2, threads=1) as both, held(both):
         x = torch.ones(N)
         sent = [rpc_async("w1", double, args=(x,)) for _ in range(2)]
         with pytest.raises(RpcTimeoutError, match=r"double on w1.*ZMQGRAD_INFLIGHT_BYTES"):
@@ -195,8 +194,8 @@ def test_a_call_that_could_not_even_be_sent_in_time_says_why(monkeypatch: pytest
         assert rpc_sync("w1", double, args=(x,)).eq(2).all()
 
 
-def test_what_waits_shows_in_debug_info_and_fails_with_its_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    with workers(2, threads=1) as both, held(both, monkeypatch):
+def test_what_waits_shows_in_debug_info_and_fails_with_its_peer() -> None:
+    with workers(2, threads=1) as both, held(both):
         event = asked(both[0])
         outcome: list[object] = []
 

@@ -368,7 +368,7 @@ def test_wait_all(trio: Cluster, gate: int, monkeypatch: pytest.MonkeyPatch) -> 
         rpc.wait_all([first, endless], timeout=0.05)
     with pytest.raises(ConfigurationError, match="timeout"):
         rpc.wait_all([endless], timeout=-3)
-    monkeypatch.setattr(gathering, "SAY_EVERY", 0.01)
+    monkeypatch.setattr(gathering, "LOG_INTERVAL_SECONDS", 0.01)
     opener = threading.Thread(target=lambda: (told.wait(10), GATES[gate].set()))
     told = threading.Event()
     monkeypatch.setattr(gathering.logger, "warning", lambda *a: told.set())
@@ -383,7 +383,7 @@ def test_collect_all_stops_at_the_first_error(trio: Cluster, gate: int) -> None:
     with pytest.raises(KeyError, match="early"):
         torch.futures.collect_all([endless, rpc.rpc_async(2, fail, args=("early",))]).wait()
     assert not endless.done()
-    assert not endless._alarms, "what it held for that is gone"
+    assert not endless._failure_outcomes, "what it held for that is gone"
     GATES[gate].set()
     plain: torch.futures.Future[int] = torch.futures.Future()
     both = torch.futures.collect_all([endless, plain]).then(lambda f: [g.wait() for g in f.value()])

@@ -11,12 +11,12 @@ import pytest
 
 from zmqgrad import rpc
 from zmqgrad.errors import RpcTimeoutError
-from zmqgrad.rpc import waiting
-from zmqgrad.rpc.current import act_again, act_for, current_worker
-from zmqgrad.rpc.groups.group import make_worker
+from zmqgrad.rpc import reply_port, server
+from zmqgrad.rpc.current import current_worker, reset_current_worker, set_current_worker
+from zmqgrad.rpc.membership.group import make_worker
 from zmqgrad.rpc.options import RpcBackendOptions
-from zmqgrad.rpc.references import table
-from zmqgrad.rpc.worker import Worker, replying
+from zmqgrad.rpc.rref import table
+from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.mailbox import ZmqMailbox
 
@@ -28,18 +28,18 @@ OPTIONS = RpcBackendOptions(rpc_timeout=WAIT, num_worker_threads=2)
 @pytest.fixture
 def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Worker]]:
     """Two workers of this process, over sockets; the test acts for the first."""
-    monkeypatch.setattr(waiting, "DRAIN_SECONDS", 0.02)
-    monkeypatch.setattr(table, "SWEEP_SECONDS", 0.001)
+    monkeypatch.setattr(reply_port, "DRAIN_SECONDS", 0.02)
+    monkeypatch.setattr(table, "FLUSH_SECONDS", 0.001)
     workers = [make_worker(f"worker{n}", n, 2, ZmqMailbox(f"worker{n}", n), OPTIONS) for n in range(2)]
     for worker in workers:
         for other in workers:
             worker.membership.learn(other.membership.own)
         worker.start()
-    token = act_for(workers[0])
+    token = set_current_worker(workers[0])
     try:
         yield workers
     finally:
-        act_again(token)
+        reset_current_worker(token)
         for worker in workers:
             worker.close()
         for worker in workers:
@@ -66,7 +66,7 @@ def give_rref(wait: bool) -> rpc.RRef[Any]:
 def what_is_kept(worker: Worker) -> dict[str, int]:
     """For others, and of theirs."""
     gc.collect()
-    worker.references.sweep()
+    worker.references.flush_releases()
     return worker.references.statistics()
 
 
@@ -94,15 +94,15 @@ def test_an_answer_that_was_on_its_way_to_the_channel(
     """The callee is in time by its own clock, and hears too late that the caller has given up."""
     gate.opened.clear()
     assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]
-    monkeypatch.setattr(replying, "cancelled", lambda: False)  # on both sides; the caller waits for less
+    monkeypatch.setattr(server, "cancelled", lambda: False)  # on both sides; the caller waits for less
     worker = current_worker()
     call = worker.call(1, give_rref, (True,), timeout=0.02, waits=True)
-    assert call.channel is not None
+    assert call.port.number != 0
     with pytest.raises(RpcTimeoutError):
         worker.wait(call)
     gate.opened.set()
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
-    worker.waiting.drain_channels()
+    worker.ports.drain()
     wait_until_empty(pair)
 
 
@@ -121,8 +121,8 @@ def test_an_answer_that_came_before_its_sender_was_lost(pair: list[Worker]) -> N
     has_run.clear()
     worker = current_worker()
     call = worker.call(1, run_and_tell, waits=True)
-    assert call.channel is not None
+    assert call.port.number != 0
     assert has_run.wait(WAIT)
     assert pair[1].pool.wait_idle(Deadline.after(WAIT))
     worker.lose(1, "its process has ended")
-    assert worker.open(worker.wait(call)) == 4
+    assert worker.decode(worker.wait(call)) == 4

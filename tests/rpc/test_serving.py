@@ -146,11 +146,11 @@ def test_a_value_that_was_not_made_in_time_is_a_timeout_whoever_notices_first(pa
     worker = current_worker()
     with pair.network.hold(MessageType.REMOTE_CALL):
         made = rpc.remote(1, count, timeout=0)
-        (call,) = worker.calls.pending()
-        assert worker.calls.take(call.message_id) is call
+        (call,) = worker.client.pending.all()
+        assert worker.client.pending.take(call.message_id) is call
         refusal = describe_exception(RpcTimeoutError("too late"), "worker1")
         envelope = Envelope(refusal.TYPE, 1, 0, call.message_id)
-        call.outcome.set(Inbound(envelope, refusal, ()))
+        call.outcome.set_result(Inbound(envelope, refusal, ()))
         with pytest.raises(RpcTimeoutError, match="too late"):
             made.to_here()
 
@@ -162,21 +162,21 @@ def test_a_caller_that_gives_up_tells_the_callee(pair: Cluster) -> None:
     queued = worker.call(1, count, timeout=0)
     pair.network.wait_quiet()
     for given_up in (queued, call):
-        worker.waiting.give_up(given_up)
+        worker.client.cancel(given_up)
     pair.network.wait_carried(MessageType.CANCEL, 2)
     pair.network.wait_quiet()
     stage.go_on.set()
     assert rpc.rpc_sync(1, left_here) == 20.0, "the one thread is free again"
     assert stage.seen[0] == (True, 0.0)
     assert "ran" not in stage.seen
-    assert len(pair.workers[1].serving) == 0
+    assert len(pair.workers[1].server.in_flight) == 0
 
 
 def test_nobody_else_can_cancel_a_call() -> None:
     with cluster(3, ONE_THREAD) as c:
         call = c.workers[0].call(1, stop_and_look)
         assert stage.running.wait(WAIT)
-        c.workers[2].waiting._cancel(call)
+        c.workers[2].client._send_cancel(call)
         c.network.wait_carried(MessageType.CANCEL)
         c.network.wait_quiet()
         stage.go_on.set()

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from zmqgrad.rpc.futures import Completer, RpcFuture
-from zmqgrad.runtime.future import Outcome
-from zmqgrad.wire.tensors.streams import follow, note_arrival, watch_arrivals
+from zmqgrad.rpc.futures import CompletionQueue, RpcFuture
+from zmqgrad.runtime.future import Promise
+from zmqgrad.wire.tensors.streams import record_copies, record_copy, wait_for_default_streams
 
 GPU = torch.device("cuda:0")
 
@@ -69,17 +69,17 @@ def _stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def arriving(tensor: Tensor) -> Tensor:
-    note_arrival(tensor)  # type: ignore[arg-type]
+    record_copy(tensor)  # type: ignore[arg-type]
     return tensor
 
 
 def answered(value: Callable[[], Any], watches: bool = True) -> RpcFuture[Any]:
     """A future whose answer another thread has rebuilt."""
-    answer: Outcome[Any] = Outcome()
+    answer: Promise[Any] = Promise()
     future: RpcFuture[Any] = RpcFuture(
-        answer, Completer(lambda task: task(), lambda *_: None, lambda _: value(), watches)
+        answer, CompletionQueue(lambda task: task(), lambda *_: None, lambda _: value(), watches)
     )
-    answer.set(None)
+    answer.set_result(None)
     in_thread("engine", future.complete)
     return future
 
@@ -150,13 +150,13 @@ def test_watches_within_watches() -> None:
 
     def rebuild() -> Any:
         arriving(outer_tensor)
-        return watch_arrivals(lambda: arriving(inner_tensor))[1]
+        return record_copies(lambda: arriving(inner_tensor))[1]
 
-    inner, outer = watch_arrivals(rebuild)
+    inner, outer = record_copies(rebuild)
     assert list(inner.events) == [inner_tensor.device]
     assert set(outer.events) == {outer_tensor.device, inner_tensor.device}
-    note_arrival(Tensor())  # type: ignore[arg-type]  # nobody watches, and nothing is kept
-    assert watch_arrivals(lambda: 1) == (1, ([], {}))
+    record_copy(Tensor())  # type: ignore[arg-type]  # nobody watches, and nothing is kept
+    assert record_copies(lambda: 1) == (1, ([], {}))
 
 
 class SomeStream(NamedTuple):
@@ -184,9 +184,9 @@ def test_what_engine_threads_have_made_is_followed_once_a_device(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: current)
     monkeypatch.setattr(torch.cuda, "default_stream", lambda device: default)
     tensors = [torch.ones(2).as_subclass(OnGpu) for _ in range(3)]
-    follow([*tensors, torch.ones(1), "no tensor", None])
+    wait_for_default_streams([*tensors, torch.ones(1), "no tensor", None])
     assert current.waits == [default]
     assert used == [current] * 3
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: default)
-    follow(tensors)
+    wait_for_default_streams(tensors)
     assert default.waits == []

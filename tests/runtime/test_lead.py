@@ -9,8 +9,8 @@ from queue import SimpleQueue
 import pytest
 
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import ATTENDANTS, EnginePool, Task
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.thread_pool import MAX_FOLLOWERS, Task, ThreadPool
 
 WAIT = 10.0
 
@@ -25,16 +25,15 @@ class Source:
         self.leader: int | None = None
         self.faults: list[str] = []
         self.over = False
-        self.more = False
 
-    def stand_by(self) -> bool:
+    def wait_for_lead(self) -> bool:
         self.turn.acquire()
         if self.over:
             self.turn.release()
             return False
         return True
 
-    def take(self) -> bool:
+    def try_lead(self) -> bool:
         if not self.turn.acquire(blocking=False):
             return False
         if self.over:
@@ -53,10 +52,7 @@ class Source:
             self.turn.release()
         return task
 
-    def has_more(self) -> bool:
-        return self.more
-
-    def pass_on(self) -> None:
+    def promote(self) -> None:
         self.leader = None
         self.turn.release()
 
@@ -67,13 +63,13 @@ def source() -> Source:
 
 
 @pytest.fixture
-def make_pool(source: Source) -> Iterator[Callable[[int], EnginePool]]:
-    made: list[EnginePool] = []
+def make_pool(source: Source) -> Iterator[Callable[[int], ThreadPool]]:
+    made: list[ThreadPool] = []
 
-    def make(size: int) -> EnginePool:
-        pool = EnginePool("led", size)
+    def make(size: int) -> ThreadPool:
+        pool = ThreadPool("led", size)
         made.append(pool)
-        pool.attend(source)
+        pool.serve_from(source)
         return pool
 
     yield make
@@ -84,26 +80,24 @@ def make_pool(source: Source) -> Iterator[Callable[[int], EnginePool]]:
     assert source.faults == []
 
 
-def result_of(source: Source, work: Callable[[], object]) -> Outcome[object]:
-    outcome: Outcome[object] = Outcome()
-    source.tasks.put(lambda: outcome.set(work()) and None)
+def result_of(source: Source, work: Callable[[], object]) -> Promise[object]:
+    outcome: Promise[object] = Promise()
+    source.tasks.put(lambda: outcome.set_result(work()) and None)
     return outcome
 
 
-def test_with_more_at_hand_quick_tasks_are_run_by_the_one_thread_that_reads_them(
-    source: Source, make_pool: Callable[[int], EnginePool]
+def test_a_thread_that_waits_to_lead_counts_as_idle(
+    source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
-    source.more = True
     pool = make_pool(4)
     idents = [result_of(source, threading.get_ident).wait(WAIT) for _ in range(20)]
-    assert len(set(idents)) == 1
-    assert pool.statistics()["threads"] == 1
+    assert threading.get_ident() not in idents
     assert pool.wait_idle(Deadline.after(WAIT))
     assert not pool.busy()
 
 
 def test_another_stands_by_already_when_the_leader_goes_to_work(
-    source: Source, make_pool: Callable[[int], EnginePool]
+    source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
     pool = make_pool(4)
     gates = [threading.Event() for _ in range(4)]
@@ -119,26 +113,22 @@ def test_another_stands_by_already_when_the_leader_goes_to_work(
         assert result_of(source, lambda: "run").wait(WAIT) == "run"
     assert pool.wait_idle(Deadline.after(WAIT))
     assert pool.statistics()["threads"] == threads
-    assert pool.statistics()["idle"] == threads - ATTENDANTS
+    assert pool.statistics()["idle"] == threads - MAX_FOLLOWERS
 
 
-@pytest.mark.parametrize("more", [False, True])
 def test_a_task_that_blocks_in_our_waits_hands_on_the_lead(
-    source: Source, make_pool: Callable[[int], EnginePool], more: bool
+    source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
-    source.more = more
     make_pool(1)
-    inner: Outcome[int] = Outcome()
+    inner: Promise[int] = Promise()
     outer = result_of(source, lambda: inner.wait(WAIT))
-    assert result_of(source, lambda: inner.set(3)).wait(WAIT) is True
+    assert result_of(source, lambda: inner.set_result(3)).wait(WAIT) is True
     assert outer.wait(WAIT) == 3
 
 
-@pytest.mark.parametrize("more", [False, True])
-def test_a_task_that_blocks_elsewhere_is_noticed(
-    source: Source, make_pool: Callable[[int], EnginePool], more: bool
+def test_a_task_that_blocks_elsewhere_keeps_nobody_from_reading(
+    source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
-    source.more = more
     make_pool(2)
     gate = threading.Event()
     outer = result_of(source, lambda: gate.wait(WAIT))
@@ -146,11 +136,9 @@ def test_a_task_that_blocks_elsewhere_is_noticed(
     assert outer.wait(WAIT) is True
 
 
-@pytest.mark.parametrize("more", [False, True])
 def test_with_no_room_tasks_queue_and_reading_goes_on(
-    source: Source, make_pool: Callable[[int], EnginePool], more: bool
+    source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
-    source.more = more
     make_pool(1)
     gate = threading.Event()
     first = result_of(source, lambda: gate.wait(WAIT))
@@ -164,7 +152,7 @@ def test_with_no_room_tasks_queue_and_reading_goes_on(
 
 
 def test_a_failing_task_does_not_end_the_lead(
-    source: Source, make_pool: Callable[[int], EnginePool], caplog: pytest.LogCaptureFixture
+    source: Source, make_pool: Callable[[int], ThreadPool], caplog: pytest.LogCaptureFixture
 ) -> None:
     make_pool(1)
     source.tasks.put(lambda: 1 / 0)  # type: ignore[arg-type, return-value]
@@ -172,11 +160,7 @@ def test_a_failing_task_does_not_end_the_lead(
     assert "a task of led failed" in caplog.text
 
 
-@pytest.mark.parametrize("more", [False, True])
-def test_many_tasks_from_many_threads_all_run(
-    source: Source, make_pool: Callable[[int], EnginePool], more: bool
-) -> None:
-    source.more = more
+def test_many_tasks_from_many_threads_all_run(source: Source, make_pool: Callable[[int], ThreadPool]) -> None:
     make_pool(3)
     outcomes = [[result_of(source, lambda i=i: i) for i in range(200)] for _ in range(4)]
     for batch in outcomes:

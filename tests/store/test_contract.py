@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqgrad.errors import ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, connection
 from zmqgrad.wire.messages import MAX_KEY, MAX_VALUE
 
@@ -65,18 +65,18 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
 
 
 @pytest.fixture
-def in_thread() -> Iterator[Callable[..., Outcome[Any]]]:
+def in_thread() -> Iterator[Callable[..., Promise[Any]]]:
     """Runs something in a thread; the threads are waited for."""
     threads = []
 
-    def run(call: Callable[..., Any], *args: Any) -> Outcome[Any]:
-        outcome: Outcome[Any] = Outcome()
+    def run(call: Callable[..., Any], *args: Any) -> Promise[Any]:
+        outcome: Promise[Any] = Promise()
 
         def work() -> None:
             try:
-                outcome.set(call(*args))
+                outcome.set_result(call(*args))
             except BaseException as e:
-                outcome.fail(e)
+                outcome.set_exception(e)
 
         threads.append(threading.Thread(target=work, daemon=True))
         threads[-1].start()
@@ -97,7 +97,7 @@ def until_parked(store: Store, count: int) -> None:
         if store.statistics()["parked"] == count:
             return
         pause.wait(0.001)
-    pytest.fail(f"{store.statistics()['parked']} queries wait, not {count}")
+    pytest.fail(f"{store.statistics()['blocked']} queries wait, not {count}")
 
 
 # ---- values -----------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_queues(store: Store) -> None:
 
 
 def test_a_queue_exists_for_check_and_wait_while_it_holds_something(
-    store: Store, in_thread: Callable[..., Outcome[Any]]
+    store: Store, in_thread: Callable[..., Promise[Any]]
 ) -> None:
     assert not store.check(["q"])
     wait = in_thread(store.wait, ["q", "k"])
@@ -204,7 +204,7 @@ def test_a_queue_exists_for_check_and_wait_while_it_holds_something(
 
 
 def test_a_barrier_lets_nobody_through_before_the_last(
-    store: Store, in_thread: Callable[..., Outcome[Any]]
+    store: Store, in_thread: Callable[..., Promise[Any]]
 ) -> None:
     for _ in range(3):
         waits = [in_thread(store.barrier, "b", 3) for _ in range(2)]
@@ -291,7 +291,7 @@ def test_all_stores_do_the_same(shared: dict[str, Store], commands: list[tuple[s
 # ---- waiting ----------------------------------------------------------------------------------------------
 
 
-def test_waits_end_when_the_keys_are_there(store: Store, in_thread: Callable[..., Outcome[Any]]) -> None:
+def test_waits_end_when_the_keys_are_there(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:
     store.set("a", "1")
     waits = [
         in_thread(store.wait, ["a", "b"]),
@@ -306,7 +306,7 @@ def test_waits_end_when_the_keys_are_there(store: Store, in_thread: Callable[...
     assert [wait.wait(PATIENCE) for wait in waits] == [None, b"2", [b"2", b"1"], b"3"]
 
 
-def test_a_wait_in_one_thread_is_in_nobodys_way(store: Store, in_thread: Callable[..., Outcome[Any]]) -> None:
+def test_a_wait_in_one_thread_is_in_nobodys_way(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:
     wait = in_thread(store.wait, ["never"])
     until_parked(store, 1)
     for n in range(100):
@@ -341,7 +341,7 @@ def test_timeout_zero_looks_once(store: Store) -> None:
         store.wait(["nope"], 0)
 
 
-def test_adds_of_many_threads_add_up(store: Store, in_thread: Callable[..., Outcome[Any]]) -> None:
+def test_adds_of_many_threads_add_up(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:
     def add_many() -> list[int]:
         return [store.add("n", 1) for _ in range(50)]
 
@@ -392,7 +392,7 @@ def test_a_value_over_the_limit() -> None:
         store.set("k", Huge())
 
 
-def test_a_closed_store_says_so(store: Store, in_thread: Callable[..., Outcome[Any]]) -> None:
+def test_a_closed_store_says_so(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:
     beneath = store
     while isinstance(beneath, PrefixStore):
         beneath = beneath.underlying_store

@@ -303,7 +303,7 @@ def test_a_transaction_that_is_interrupted_leaves_nothing_behind(
             raise KeyboardInterrupt
 
     values = iter(["2", Value(b"3")])
-    monkeypatch.setattr("zmqgrad.store.queries.as_value", lambda value: next(values))
+    monkeypatch.setattr("zmqgrad.store.base.as_value", lambda value: next(values))
     with pytest.raises((KeyboardInterrupt, sqlite3.Error, StoreError)):
         store.multi_set(["a", "b"], ["2", "3"])
     monkeypatch.undo()

@@ -42,7 +42,7 @@ def load(path: Path) -> tuple[Contents, ReplyCache]:
 
 def held(contents: Contents) -> tuple[object, ...]:
     """All that a journal keeps of ``contents``."""
-    return contents.values, contents.queues, contents.revision, contents.last_item, contents.shown
+    return contents.values, contents.queues, contents.revision, contents.last_item, contents.num_keys
 
 
 KEYS = st.sampled_from(["a", "b", "ü", "\0hidden"])
@@ -70,7 +70,7 @@ def test_what_was_committed_comes_back_and_nothing_else(
     state = State(contents)
     for number, (query, client, then) in enumerate(drawn, 1):
         before = contents.changes
-        *_, reply = state.apply(query, "asker", 0.0)
+        *_, reply = state.apply(query, "requester", 0.0)
         if contents.changes != before:
             replies.remember(client, number, reply.message)
             journal.remember(client, number, reply.message)
@@ -79,7 +79,7 @@ def test_what_was_committed_comes_back_and_nothing_else(
         if then == "restarts":
             journal.commit()
             expected = copy.deepcopy(held(contents)), dict(replies.last)
-            state.apply(StoreSet("a", b"not committed"), "asker", 0.0)
+            state.apply(StoreSet("a", b"not committed"), "requester", 0.0)
             journal.close()
             journal, contents, replies = Journal(path), Contents(), ReplyCache()
             journal.load(contents, replies)

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.store.contents import MAX_NOTICE_VALUE
-from zmqgrad.store.effects import Notice, Reply
+from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
+from zmqgrad.store.effects import Notification, Reply
 from zmqgrad.store.state import State
-from zmqgrad.store.topics import HIDDEN
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX
 from zmqgrad.wire.messages import (
     Call,
     KeyCallbackRegistered,
@@ -108,7 +108,7 @@ class Model:
     def exist(self, keys: tuple[str, ...]) -> bool:
         return self.values.keys() | {key for key, queue in self.queues.items() if queue} >= set(keys)
 
-    def apply(self, asker: int, query: Any, now: float) -> Counter[Any]:
+    def apply(self, requester: int, query: Any, now: float) -> Counter[Any]:
         said: Counter[Any] = Counter()
         for other, _, deadline in list(self.waiting):
             if deadline <= now:
@@ -117,11 +117,11 @@ class Model:
         answer = self.answer(query)
         if answer is None and query.timeout <= 0:
             # It waits until the next look at the clock, which is now.
-            said[asker, repr(Refusal.TIMEOUT)] += 1
+            said[requester, repr(Refusal.TIMEOUT)] += 1
         elif answer is None:
-            self.waiting.append((asker, query, now + query.timeout))
+            self.waiting.append((requester, query, now + query.timeout))
         else:
-            said[asker, repr(answer)] += 1
+            said[requester, repr(answer)] += 1
         # Pops first: what is pushed while one waits is never in the queue.
         for entry in sorted(self.waiting, key=lambda w: not isinstance(w[1], StoreQueuePop)):
             answer = self.answer(entry[1])
@@ -180,43 +180,43 @@ def test_it_does_what_a_dict_does(commands: list[tuple[Message, float]]) -> None
     """(S1), (S2), (S3): the same replies, to the same askers, at the same step."""
     state, model, now = State(), Model(), 0.0
     askers = {}
-    for asker, (query, pause) in enumerate(commands):
+    for requester, (query, pause) in enumerate(commands):
         now += pause
-        askers[asker] = query
-        effects = state.expire(now) + state.apply(query, asker, now) + state.expire(now)
-        said = Counter((e.asker, repr(plain(e.message))) for e in effects if isinstance(e, Reply))
-        assert said == model.apply(asker, query, now)
+        askers[requester] = query
+        effects = state.expire(now) + state.apply(query, requester, now) + state.expire(now)
+        said = Counter((e.requester, repr(plain(e.message))) for e in effects if isinstance(e, Reply))
+        assert said == model.apply(requester, query, now)
         assert state.statistics()["parked"] == len(model.waiting)
         if model.waiting:
             assert state.next_deadline() <= min(deadline for _, _, deadline in model.waiting)
-    left = Counter(e.asker for e in state.close())
-    assert left == Counter(asker for asker, _, _ in model.waiting)
+    left = Counter(e.requester for e in state.close())
+    assert left == Counter(requester for requester, _, _ in model.waiting)
     assert state.statistics()["parked"] == 0
     assert state.next_deadline() == math.inf
 
 
 @given(st.lists(QUERIES, max_size=60))
 def test_notices_tell_every_change_and_name_the_one_before(queries: list[Message]) -> None:
-    """(S4): replaying the notices of a key gives its value, and their revisions form a chain."""
+    """(S4): replaying the notifications of a key gives its value, and their revisions form a chain."""
     state, seen, last = State(), {}, {"a": 0, "b": 0}
     for key in last:
         state.apply(StoreWatchKey(key, "n"), "watcher", 0.0)
-    for asker, query in enumerate(queries):
+    for requester, query in enumerate(queries):
         before = state.revision
-        effects = state.apply(query, asker, 0.0)
-        notices = [e.message for e in effects if isinstance(e, Notice)]
-        assert len(notices) <= state.revision - before
-        for notice in notices:
-            assert notice.previous == last[notice.key] < notice.revision <= state.revision
-            last[notice.key] = notice.revision
-            if not isinstance(notice, KeyCreated):
-                assert notice.old == seen[notice.key]
+        effects = state.apply(query, requester, 0.0)
+        notifications = [e.message for e in effects if isinstance(e, Notification)]
+        assert len(notifications) <= state.revision - before
+        for notification in notifications:
+            assert notification.previous == last[notification.key] < notification.revision <= state.revision
+            last[notification.key] = notification.revision
+            if not isinstance(notification, KeyCreated):
+                assert notification.old == seen[notification.key]
             else:
-                assert notice.key not in seen
-            if isinstance(notice, KeyDeleted):
-                del seen[notice.key]
+                assert notification.key not in seen
+            if isinstance(notification, KeyDeleted):
+                del seen[notification.key]
             else:
-                seen[notice.key] = notice.new
+                seen[notification.key] = notification.new
         for key in last:
             (reply,) = state.apply(StoreWatchKey(key, "n"), "watcher", 0.0)
             assert reply.message == KeyCallbackRegistered(key, state.revision, seen.get(key))
@@ -226,7 +226,7 @@ def test_notices_tell_every_change_and_name_the_one_before(queries: list[Message
 
 
 def replies(effects: list[Any]) -> list[tuple[Any, Any]]:
-    return [(e.asker, plain(e.message)) for e in effects if isinstance(e, Reply)]
+    return [(e.requester, plain(e.message)) for e in effects if isinstance(e, Reply)]
 
 
 def test_a_wait_needs_all_keys_at_one_moment() -> None:
@@ -255,7 +255,7 @@ def test_a_refusal_names_what_is_missing() -> None:
     state.apply(StoreSet("there", b""), "x", 0.0)
     state.apply(StoreWait(("there", *(f"k{i}" for i in range(8))), 1.0), "w", 0.0)
     state.apply(StoreQueuePop("line", True, 1.0), "p", 0.0)
-    texts = {e.asker: e.message.text for e in state.expire(1.0)}
+    texts = {e.requester: e.message.text for e in state.expire(1.0)}
     assert texts["w"] == "missing: 'k0', 'k1', 'k2', 'k3', 'k4' and 3 more"
     assert "'line'" in texts["p"]
 
@@ -275,8 +275,8 @@ def test_an_answered_wait_leaves_nothing_behind() -> None:
         state.apply(StoreGet(f"k{i}", 1e6), i, 0.0)
         state.apply(StoreSet(f"k{i}", b""), "x", 0.0)
         state.apply(StoreDeleteKey(f"k{i}"), "x", 0.0)
-    assert len(state.parking._deadlines) < 200
-    assert state.parking.places == {}
+    assert len(state.wait_queue._deadlines) < 200
+    assert state.wait_queue.by_condition == {}
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"1_0", b" 1", b"+1", b"--1", b"1.0", b"9" * 30, b"\xd9\xa1"])
@@ -298,21 +298,21 @@ def test_add_ends_at_64_bits() -> None:
 
 def test_hidden_keys_are_neither_counted_nor_listed() -> None:
     state = State()
-    state.apply(StoreSet(f"{HIDDEN}own", b"1"), "x", 0.0)
+    state.apply(StoreSet(f"{INTERNAL_PREFIX}own", b"1"), "x", 0.0)
     state.apply(StoreSet("k", b"1"), "x", 0.0)
     assert replies(state.apply(StoreGetNumKeys(), "x", 0.0)) == [("x", 1)]
     assert replies(state.apply(StoreListKeys(""), "x", 0.0)) == [("x", ["k"])]
-    state.apply(StoreDeleteKey(f"{HIDDEN}own"), "x", 0.0)
+    state.apply(StoreDeleteKey(f"{INTERNAL_PREFIX}own"), "x", 0.0)
     assert replies(state.apply(StoreGetNumKeys(), "x", 0.0)) == [("x", 1)]
 
 
 def test_large_values_are_left_out_of_notices() -> None:
-    state, large = State(), b"v" * (MAX_NOTICE_VALUE + 1)
+    state, large = State(), b"v" * (MAX_NOTIFICATION_VALUE_BYTES + 1)
     state.apply(StoreWatchKey("k", "n"), "w", 0.0)
-    (notice, _) = state.apply(StoreSet("k", large), "x", 0.0)
-    assert notice == Notice("k", KeyCreated("k", 1, 0, None))
-    (notice, _) = state.apply(StoreSet("k", b"small"), "x", 0.0)
-    assert notice == Notice("k", KeyUpdated("k", 2, 1, None, b"small"))
+    (notification, _) = state.apply(StoreSet("k", large), "x", 0.0)
+    assert notification == Notification("k", KeyCreated("k", 1, 0, None))
+    (notification, _) = state.apply(StoreSet("k", b"small"), "x", 0.0)
+    assert notification == Notification("k", KeyUpdated("k", 2, 1, None, b"small"))
 
 
 def test_keys_that_nobody_watches_make_no_notices() -> None:
@@ -325,8 +325,8 @@ def test_keys_that_nobody_watches_make_no_notices() -> None:
 
 
 def test_what_is_no_store_query_is_refused() -> None:
-    ((asker, reason),) = replies(State().apply(Call("f", StoreDone()), "x", 0.0))  # type: ignore[arg-type]
-    assert (asker, reason) == ("x", Refusal.INVALID)
+    ((requester, reason),) = replies(State().apply(Call("f", StoreDone()), "x", 0.0))  # type: ignore[arg-type]
+    assert (requester, reason) == ("x", Refusal.INVALID)
 
 
 def test_multi_set_with_unequal_lengths_changes_nothing() -> None:

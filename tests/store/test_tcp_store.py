@@ -16,7 +16,7 @@ from tests.support.interpreter import run_python
 from tests.support.processes import free_port, run_processes
 from zmqgrad.errors import AddressInUseError, ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
-from zmqgrad.store import HashStore, TCPStore, connection, ending
+from zmqgrad.store import HashStore, TCPStore, connection, finalizer
 from zmqgrad.store.addresses import connecting_address, listening_address
 
 PATIENCE = 20.0
@@ -300,9 +300,9 @@ def test_a_store_that_became_garbage_is_closed() -> None:
         gc.collect()
         deadline = Deadline.after(PATIENCE)
         pause = threading.Event()
-        while ending._open and not deadline.passed():
+        while finalizer._open and not deadline.passed():
             pause.wait(0.001)
-        assert not ending._open
+        assert not finalizer._open
     TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE).close()
 
 
@@ -320,7 +320,7 @@ def test_a_local_store_that_became_garbage_is_closed() -> None:
 def test_ctrl_c_ends_a_wait() -> None:
     code = """
 import os, signal, threading
-from zmqgrad.store import HashStore, TCPStore, ending
+from zmqgrad.store import HashStore, TCPStore, finalizer
 with TCPStore("127.0.0.1", 0, is_master=True, timeout=60) as s:
     server = s._server
     done = threading.Event()

@@ -1,4 +1,4 @@
-"""Following keys: the follower alone against a faulty channel, then real watches over real stores."""
+"""Following keys: the cache alone against a faulty channel, then real watches over real stores."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from tests.support.processes import free_port
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
-from zmqgrad.store.contents import MAX_NOTICE_VALUE
-from zmqgrad.store.effects import Notice
-from zmqgrad.store.followers import MAX_PENDING, KeyFollower, WatchEvent
+from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
+from zmqgrad.store.effects import Notification
+from zmqgrad.store.events import MAX_PENDING_EVENTS, KeyCallbackAdapter, WatchEvent
 from zmqgrad.store.state import State
-from zmqgrad.store.takers import OldNew
-from zmqgrad.store.watch import WatchBook
+from zmqgrad.store.watch import WatchRegistry
+from zmqgrad.store.watch_cache import KeyWatchCache
 from zmqgrad.wire.messages import (
     KeyCallbackRegistered,
     KeyUpdated,
@@ -34,7 +34,7 @@ Change = tuple[bytes | None, bytes | None]
 
 PATIENCE = 20.0
 
-# ---- the follower, on a channel that loses what it likes --------------------------------------------------
+# ---- the cache, on a channel that loses what it likes --------------------------------------------------
 
 ACTIONS = st.lists(
     st.tuples(
@@ -54,66 +54,67 @@ def look(state: State, key: str = "k") -> KeyCallbackRegistered:
 @given(ACTIONS, st.booleans())
 def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]], looks_late: bool) -> None:
     """(P8): changes form one chain, and once the channel is whole again its end is the store's value."""
-    state, follower = State(), KeyFollower("k")
+    state, cache = State(), KeyWatchCache("k")
     changes: list[WatchEvent] = []
     late: list[Any] = []
-    changes += follower.registered(look(state))
+    changes += cache.on_registered(look(state))
     for n, (action, fate) in enumerate(actions):
         query = {
             "set": StoreSet("k", b"%d" % n),
-            "large": StoreSet("k", b"%d" % n * MAX_NOTICE_VALUE),
+            "large": StoreSet("k", b"%d" % n * MAX_NOTIFICATION_VALUE_BYTES),
             "delete": StoreDeleteKey("k"),
             "other": StoreSet("other", b""),
         }[action]
-        late += [e.message for e in state.apply(query, "x", 0.0) if isinstance(e, Notice)]
+        late += [e.message for e in state.apply(query, "x", 0.0) if isinstance(e, Notification)]
         if fate == "is late":
             continue
         if fate == "the connection breaks":
             late.clear()
-            follower.lost()
+            cache.invalidate()
         elif fate == "is lost":
             late.clear()
-        for notice in late:
-            changes += follower.noticed(notice)
+        for notification in late:
+            changes += cache.on_notification(notification)
         late.clear()
-        if not follower.live and not looks_late:
-            changes += follower.registered(look(state))
-    follower.lost()  # the last word of a broken channel: it is made anew
-    changes += follower.registered(look(state))
+        if not cache.live and not looks_late:
+            changes += cache.on_registered(look(state))
+    cache.invalidate()  # the last word of a broken channel: it is made anew
+    changes += cache.on_registered(look(state))
     for before, after in itertools.pairwise(changes):
         assert before.new == after.old
-    assert follower.live
+    assert cache.live
     held = look(state).value
-    assert follower.value == held
+    assert cache.value == held
     assert (changes[-1].new if changes else None) == held
 
 
 def test_a_lost_notice_shows_at_the_next_one() -> None:
-    state, follower = State(), KeyFollower("k")
-    follower.registered(look(state))
+    state, cache = State(), KeyWatchCache("k")
+    cache.on_registered(look(state))
     for value in (b"1", b"2"):
-        (notice, _) = state.apply(StoreSet("k", value), "x", 0.0)
-    assert follower.noticed(notice.message) == []  # type: ignore[arg-type]
-    assert not follower.live
-    assert follower.registered(look(state)) == [WatchEvent("k", None, b"2", 2)]
+        (notification, _) = state.apply(StoreSet("k", value), "x", 0.0)
+    assert cache.on_notification(notification.message) == []  # type: ignore[arg-type]
+    assert not cache.live
+    assert cache.on_registered(look(state)) == [WatchEvent("k", None, b"2", 2)]
 
 
 def test_notices_that_come_before_the_registration_are_kept() -> None:
-    state, follower = State(), KeyFollower("k")
+    state, cache = State(), KeyWatchCache("k")
     found = look(state)
-    (notice, _) = state.apply(StoreSet("k", b"1"), "x", 0.0)
-    assert follower.noticed(notice.message) == []  # type: ignore[arg-type]
-    assert follower.registered(found) == [WatchEvent("k", None, b"1", 1)]
-    assert follower.registered(found) == [], "a look from before that tells nothing new"
-    assert follower.value == b"1"
+    (notification, _) = state.apply(StoreSet("k", b"1"), "x", 0.0)
+    assert cache.on_notification(notification.message) == []  # type: ignore[arg-type]
+    assert cache.on_registered(found) == [WatchEvent("k", None, b"1", 1)]
+    assert cache.on_registered(found) == [], "a look from before that tells nothing new"
+    assert cache.value == b"1"
 
 
-# ---- the book: callbacks ----------------------------------------------------------------------------------
+# ---- the registry: callbacks
+# ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
-def book() -> Iterator[WatchBook]:
-    made = WatchBook("test", lambda key: KeyCallbackRegistered(key, 0, None))
+def registry() -> Iterator[WatchRegistry]:
+    made = WatchRegistry("test", lambda key: KeyCallbackRegistered(key, 0, None))
     yield made
     made.close()
 
@@ -123,20 +124,20 @@ def update(n: int, key: str = "k") -> KeyUpdated:
 
 
 @pytest.mark.slow
-def test_a_slow_callback_of_one_key_does_not_hold_up_another(book: WatchBook) -> None:
+def test_a_slow_callback_of_one_key_does_not_hold_up_another(registry: WatchRegistry) -> None:
     go, seen = threading.Event(), queue.Queue[bytes | None]()
     for i in range(8):  # more than there are threads at first
-        book.add(f"slow{i}", OldNew(lambda old, new: go.wait(PATIENCE) and None))
-        book.noticed(update(1, f"slow{i}"))
-    book.add("quick", OldNew(lambda old, new: seen.put(new)))
-    book.noticed(update(1, "quick"))
+        registry.add(f"slow{i}", KeyCallbackAdapter(lambda old, new: go.wait(PATIENCE) and None))
+        registry.on_notification(update(1, f"slow{i}"))
+    registry.add("quick", KeyCallbackAdapter(lambda old, new: seen.put(new)))
+    registry.on_notification(update(1, "quick"))
     try:
         assert seen.get(timeout=PATIENCE) == b"1"
     finally:
         go.set()
 
 
-def test_callbacks_of_a_key_run_one_at_a_time_in_order(book: WatchBook) -> None:
+def test_callbacks_of_a_key_run_one_at_a_time_in_order(registry: WatchRegistry) -> None:
     seen, inside, done = [], threading.Lock(), threading.Event()
 
     def callback(old: bytes | None, new: bytes | None) -> None:
@@ -147,16 +148,16 @@ def test_callbacks_of_a_key_run_one_at_a_time_in_order(book: WatchBook) -> None:
         if new == b"500":
             done.set()
 
-    book.add("k", OldNew(callback))
+    registry.add("k", KeyCallbackAdapter(callback))
     for n in range(1, 501):
-        book.noticed(update(n))
+        registry.on_notification(update(n))
     assert done.wait(PATIENCE)
     assert seen == [(None if n == 1 else b"%d" % (n - 1), b"%d" % n) for n in range(1, 501)]
 
 
-def test_a_callback_far_behind_misses_some_but_not_the_last(book: WatchBook) -> None:
+def test_a_callback_far_behind_misses_some_but_not_the_last(registry: WatchRegistry) -> None:
     go, entered, done, seen = threading.Event(), threading.Event(), threading.Event(), []
-    last = 3 * MAX_PENDING
+    last = 3 * MAX_PENDING_EVENTS
 
     def callback(old: bytes | None, new: bytes | None) -> None:
         entered.set()
@@ -165,25 +166,25 @@ def test_a_callback_far_behind_misses_some_but_not_the_last(book: WatchBook) -> 
         if new == b"%d" % last:
             done.set()
 
-    book.add("k", OldNew(callback))
-    book.noticed(update(1))
+    registry.add("k", KeyCallbackAdapter(callback))
+    registry.on_notification(update(1))
     assert entered.wait(PATIENCE)
     for n in range(2, last + 1):
-        book.noticed(update(n))
+        registry.on_notification(update(n))
     go.set()
     assert done.wait(PATIENCE)
-    assert len(seen) == MAX_PENDING + 1
+    assert len(seen) == MAX_PENDING_EVENTS + 1
     assert all(before[1] == after[0] for before, after in itertools.pairwise(seen))
 
 
 @pytest.mark.slow
-def test_a_slow_callback_does_not_hold_up_others_of_its_key(book: WatchBook) -> None:
+def test_a_slow_callback_does_not_hold_up_others_of_its_key(registry: WatchRegistry) -> None:
     go, seen, slow = threading.Event(), queue.Queue[bytes | None](), queue.Queue[bytes | None]()
     for _ in range(4):  # more than there are threads at first
-        book.add("k", OldNew(lambda old, new: slow.put(go.wait(PATIENCE) and new)))
-    book.add("k", OldNew(lambda old, new: seen.put(new)))
+        registry.add("k", KeyCallbackAdapter(lambda old, new: slow.put(go.wait(PATIENCE) and new)))
+    registry.add("k", KeyCallbackAdapter(lambda old, new: seen.put(new)))
     for n in range(1, 4):
-        book.noticed(update(n))
+        registry.on_notification(update(n))
     try:
         assert [seen.get(timeout=PATIENCE) for _ in range(3)] == [b"1", b"2", b"3"]
     finally:
@@ -192,24 +193,24 @@ def test_a_slow_callback_does_not_hold_up_others_of_its_key(book: WatchBook) -> 
     assert late == sorted([b"1", b"2", b"3"] * 4), "they miss nothing either"
 
 
-def test_who_comes_later_hears_of_what_comes_later(book: WatchBook) -> None:
+def test_who_comes_later_hears_of_what_comes_later(registry: WatchRegistry) -> None:
     """Not of events that still waited for someone slow when it came."""
     go, entered, seen = threading.Event(), threading.Event(), queue.Queue[tuple[bytes | None, bytes | None]]()
-    book.add("k", OldNew(lambda old, new: entered.set() or (go.wait(PATIENCE) and None)))
-    book.noticed(update(1))
-    book.noticed(update(2))
+    registry.add("k", KeyCallbackAdapter(lambda old, new: entered.set() or (go.wait(PATIENCE) and None)))
+    registry.on_notification(update(1))
+    registry.on_notification(update(2))
     assert entered.wait(PATIENCE)
-    book.add("k", OldNew(lambda old, new: seen.put((old, new))))
+    registry.add("k", KeyCallbackAdapter(lambda old, new: seen.put((old, new))))
     go.set()
-    book.noticed(update(3))
+    registry.on_notification(update(3))
     assert seen.get(timeout=PATIENCE) == (b"2", b"3")
-    book.remove("k", None)
-    book.noticed(update(4))
+    registry.remove("k", None)
+    registry.on_notification(update(4))
     assert seen.empty()
 
 
 def test_a_failing_callback_is_logged_and_stops_nothing(
-    book: WatchBook, caplog: pytest.LogCaptureFixture
+    registry: WatchRegistry, caplog: pytest.LogCaptureFixture
 ) -> None:
     seen = queue.Queue[bytes | None]()
 
@@ -219,13 +220,13 @@ def test_a_failing_callback_is_logged_and_stops_nothing(
         failing.put(new)
         raise LookupError("what the user did wrong")
 
-    book.add("k", OldNew(fails))
-    book.add("k", OldNew(lambda old, new: seen.put(new)))
+    registry.add("k", KeyCallbackAdapter(fails))
+    registry.add("k", KeyCallbackAdapter(lambda old, new: seen.put(new)))
     with caplog.at_level(logging.ERROR, "zmqgrad.store.watch"):
         for n in (1, 2):
-            book.noticed(update(n))
+            registry.on_notification(update(n))
             assert seen.get(timeout=PATIENCE) == failing.get(timeout=PATIENCE) == b"%d" % n
-        book.close()  # which waits for callbacks that run
+        registry.close()  # which waits for callbacks that run
     assert caplog.text.count("LookupError: what the user did wrong") == 2
     assert "'k'" in caplog.text
 
@@ -234,11 +235,11 @@ def test_a_watch_that_cannot_be_registered_is_none() -> None:
     def look(key: str) -> KeyCallbackRegistered:
         raise StoreTimeoutError("nobody there")
 
-    book = WatchBook("test", look)
+    registry = WatchRegistry("test", look)
     with pytest.raises(StoreTimeoutError):
-        book.add("k", OldNew(print))
-    assert not book.watches("k")
-    book.close()
+        registry.add("k", KeyCallbackAdapter(print))
+    assert not registry.is_watched("k")
+    registry.close()
 
 
 def test_a_look_that_began_before_a_break_is_not_trusted() -> None:
@@ -254,16 +255,16 @@ def test_a_look_that_began_before_a_break_is_not_trusted() -> None:
             action()
         return found
 
-    book = WatchBook("test", look)
+    registry = WatchRegistry("test", look)
     try:
-        book.add("k", OldNew(lambda old, new: change.put((old, new))))
-        during_look.append(lambda: (during_look.clear(), book.broken()))
-        book.broken()
+        registry.add("k", KeyCallbackAdapter(lambda old, new: change.put((old, new))))
+        during_look.append(lambda: (during_look.clear(), registry.on_disconnect()))
+        registry.on_disconnect()
         assert change.get(timeout=PATIENCE) == (None, b"old")
         assert change.get(timeout=PATIENCE) == (b"old", b"new")
         assert looks.qsize() == 3
     finally:
-        book.close()
+        registry.close()
 
 
 # ---- whole stores -----------------------------------------------------------------------------------------
@@ -303,7 +304,7 @@ def test_an_empty_value_is_not_a_missing_key(store: Store) -> None:
 
 
 def test_large_values_come_whole(store: Store) -> None:
-    seen, large = queue.Queue[Change](), b"v" * (3 * MAX_NOTICE_VALUE)
+    seen, large = queue.Queue[Change](), b"v" * (3 * MAX_NOTIFICATION_VALUE_BYTES)
     store.watch_key("k", lambda old, new: seen.put((old, new)))
     store.set("k", large)
     assert seen.get(timeout=PATIENCE) == (None, large)
@@ -348,7 +349,7 @@ def test_a_callback_may_use_its_store(store: Store) -> None:
 
 @pytest.mark.slow
 def test_whoever_is_slow_keeps_no_notice_from_being_read(store: Store) -> None:
-    """Though the thread that has read a notice calls the callback: others read on."""
+    """Though the thread that has read a notification calls the callback: others read on."""
     go, seen = threading.Event(), queue.Queue[bytes | None]()
     store.set("cached", "0")
     assert store.get_cached("cached") == b"0"
@@ -366,7 +367,7 @@ def test_whoever_is_slow_keeps_no_notice_from_being_read(store: Store) -> None:
 
 
 def test_a_callback_may_close_its_store() -> None:
-    """With more notices at hand, and while others come."""
+    """With more notifications at hand, and while others come."""
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
         client = TCPStore("127.0.0.1", master.port, timeout=PATIENCE)
         closed = threading.Event()

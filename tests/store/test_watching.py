@@ -17,16 +17,17 @@ from tests.support.processes import free_port
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, WatchEvent
-from zmqgrad.store.contents import MAX_NOTICE_VALUE
-from zmqgrad.store.effects import Notice
-from zmqgrad.store.followers import Backlog, PrefixFollower
+from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
+from zmqgrad.store.effects import Notification
+from zmqgrad.store.events import EventBacklog
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.state import State
+from zmqgrad.store.watch_cache import PrefixWatchCache
 from zmqgrad.wire.messages import PrefixCallbackRegistered, StoreDeleteKey, StoreSet, StoreWatchPrefix
 
 PATIENCE = 20.0
 
-# ---- the follower of a prefix, on a channel that loses what it likes --------------------------------------
+# ---- the cache of a prefix, on a channel that loses what it likes --------------------------------------
 
 ACTIONS = st.lists(
     st.tuples(
@@ -49,26 +50,26 @@ def test_whatever_is_lost_it_ends_with_the_truth(
     actions: list[tuple[str, str, str]], looks_late: bool
 ) -> None:
     """(P8), key by key: events form a chain, and its end is what the store holds."""
-    state, follower = State(), PrefixFollower()
-    events = follower.registered(look(state))
+    state, cache = State(), PrefixWatchCache()
+    events = cache.on_registered(look(state))
     late: list[Any] = []
     for n, (action, key, fate) in enumerate(actions):
-        value = b"%d" % n * (MAX_NOTICE_VALUE if action == "large" else 1)
+        value = b"%d" % n * (MAX_NOTIFICATION_VALUE_BYTES if action == "large" else 1)
         query = StoreDeleteKey(key) if action == "delete" else StoreSet(key, value)
-        late += [e.message for e in state.apply(query, "x", 0.0) if isinstance(e, Notice)]
+        late += [e.message for e in state.apply(query, "x", 0.0) if isinstance(e, Notification)]
         if fate == "is late":
             continue
         if fate == "the connection breaks":
-            follower.lost()
+            cache.invalidate()
         if fate != "arrives":
             late.clear()
-        for notice in late:
-            events += follower.noticed(notice)
+        for notification in late:
+            events += cache.on_notification(notification)
         late.clear()
-        if not follower.live and not looks_late:
-            events += follower.registered(look(state))
-    follower.lost()
-    events += follower.registered(look(state))
+        if not cache.live and not looks_late:
+            events += cache.on_registered(look(state))
+    cache.invalidate()
+    events += cache.on_registered(look(state))
     seen: dict[str, bytes | None] = {}
     for event in events:
         assert event.old == seen.get(event.key)
@@ -76,12 +77,12 @@ def test_whatever_is_lost_it_ends_with_the_truth(
     found = look(state)
     there = dict(zip(found.keys, found.values, strict=True))
     assert {key: value for key, value in seen.items() if value is not None} == there
-    assert [(e.key, e.new) for e in follower.present()] == sorted(there.items())
+    assert [(e.key, e.new) for e in cache.initial_events()] == sorted(there.items())
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_a_backlog_is_bounded_and_ends_with_the_last(steps: list[tuple[str, bool]]) -> None:
-    backlog, told, seen = Backlog(limit=4), {}, {}  # type: ignore[var-annotated]
+    backlog, told, seen = EventBacklog(limit=4), {}, {}  # type: ignore[var-annotated]
 
     def take() -> None:
         event = backlog.pop()
@@ -158,7 +159,9 @@ def test_a_prefix(store: Store) -> None:
             lambda: store.set("w/1", "a"),
             lambda: store.multi_set(["x", "w/2"], ["", "b"]),
             lambda: store.delete_key("w/1"),
-            lambda: store.set("w/0", "after" * MAX_NOTICE_VALUE),  # too large for a notice: it is read
+            lambda: store.set(
+                "w/0", "after" * MAX_NOTIFICATION_VALUE_BYTES
+            ),  # too large for a notification: it is read
             lambda: store.set("w/end", ""),
         ):
             change()
@@ -169,7 +172,7 @@ def test_a_prefix(store: Store) -> None:
             ("w/1", None, b"a"),
             ("w/2", None, b"b"),
             ("w/1", b"a", None),
-            ("w/0", b"before", b"after" * MAX_NOTICE_VALUE),
+            ("w/0", b"before", b"after" * MAX_NOTIFICATION_VALUE_BYTES),
             ("w/end", None, b""),
         ]
     assert fetched[0] == ("w/0", None, b"before")

@@ -20,7 +20,7 @@ import zmq
 from zmq.utils.garbage import GarbageCollectorThread
 from zmq.utils.garbage import gc as pyzmq_gc
 
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 
 PATIENCE = 15.0
 """Seconds that something which is ending may take."""
@@ -137,34 +137,34 @@ def _wait_until_empty(look: Callable[[], list[str]]) -> list[str]:
 
 
 class Bomb:
-    """Inside its ``with``, notes each ``Outcome`` that is made, and where, until it is set."""
+    """Inside its ``with``, notes each ``Promise`` that is made, and where, until it is set."""
 
     def __init__(self) -> None:
         self._open: dict[int, str] = {}
         self._abandoned: list[str] = []
 
     def __enter__(self) -> Bomb:
-        born, settle = Outcome.__init__, Outcome._settle
+        born, settle = Promise.__init__, Promise._settle
         self._originals = born, settle
         made, abandoned = self._open, self._abandoned
 
-        def init(self: Outcome[Any]) -> None:
+        def init(self: Promise[Any]) -> None:
             born(self)
             caller = sys._getframe(1)
             if id(self) in made:  # its namesake died without ever being set
                 abandoned.append(made[id(self)])
             made[id(self)] = f"{Path(caller.f_code.co_filename).name}:{caller.f_lineno}"
 
-        def settled(self: Outcome[Any], value: Any, error: BaseException | None) -> bool:
+        def settled(self: Promise[Any], value: Any, error: BaseException | None) -> bool:
             made.pop(id(self), None)
             return settle(self, value, error)
 
-        Outcome.__init__ = init  # type: ignore[method-assign]
-        Outcome._settle = settled  # type: ignore[method-assign]
+        Promise.__init__ = init  # type: ignore[method-assign]
+        Promise._settle = settled  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *exc: object) -> None:
-        Outcome.__init__, Outcome._settle = self._originals  # type: ignore[method-assign]
+        Promise.__init__, Promise._settle = self._originals  # type: ignore[method-assign]
 
     def open_outcomes(self) -> list[str]:
         """Where those were made that have not been set within ``PATIENCE`` seconds."""

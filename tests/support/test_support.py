@@ -17,7 +17,7 @@ from tests.support import leaks
 from tests.support.interpreter import run_python
 from tests.support.leaks import Bomb, Watcher
 from tests.support.processes import ProcessFailure, run_processes
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 
 
 @pytest.fixture
@@ -83,11 +83,11 @@ def test_what_is_ending_is_waited_for() -> None:
 @pytest.mark.open_outcomes
 def test_an_outcome_never_set_is_seen_even_when_it_has_died() -> None:
     with Bomb() as bomb:
-        done: Outcome[int] = Outcome()
-        done.set(1)
+        done: Promise[int] = Promise()
+        done.set_result(1)
         assert bomb.open_outcomes() == []
         for _ in range(3):
-            Outcome()
+            Promise()
         (place,) = bomb.open_outcomes()
         assert place.startswith("test_support.py:")
         assert place.endswith("(3 times)")

@@ -10,9 +10,8 @@ import pytest
 
 from tests.support.relay import Relay, at_random
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport import session
+from zmqgrad.transport import bulk, session
 from zmqgrad.transport.base import Inbound, PeerAddress
-from zmqgrad.transport.dataplane import chunks
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.security import Keys, keys_of
 from zmqgrad.wire.messages import Call, Hello, Payload, Result
@@ -120,8 +119,8 @@ def test_a_large_frame_arrives_though_its_connection_breaks_in_the_middle(
     pair: Pair, kind: Result | Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks. A reply's memory may be written to as soon as it was sent; it arrives as it was."""
-    monkeypatch.setattr(chunks, "LEAST", 2 << 20)
-    monkeypatch.setattr(chunks, "CHUNK", 1 << 20)
+    monkeypatch.setattr(bulk, "LEAST", 2 << 20)
+    monkeypatch.setattr(bulk, "CHUNK", 1 << 20)
     size = 24 << 20
     left = [7]
 

@@ -36,7 +36,7 @@ def test_ipc_where_somebody_listens(listener: socket.socket) -> None:
         best_endpoint([ipc(listener)])
     listener.listen()
     assert best_endpoint([ipc(listener), TCP]) == ipc(listener)
-    assert best_endpoint(["pulse://127.0.0.1:9/00", TCP]) == TCP
+    assert best_endpoint(["heartbeat://127.0.0.1:9/00", TCP]) == TCP
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")

@@ -162,7 +162,7 @@ def test_nobody_without_the_secret_is_heard() -> None:
 def test_both_addresses_are_published_the_quicker_first() -> None:
     mailbox = ZmqMailbox("w", 1)
     try:
-        assert [e.partition("://")[0] for e in mailbox.endpoints] == ["ipc", "tcp", "pulse"]
+        assert [e.partition("://")[0] for e in mailbox.endpoints] == ["ipc", "tcp", "heartbeat"]
     finally:
         mailbox.close()
         assert mailbox.join(Deadline.after(10)) == []

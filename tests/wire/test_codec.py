@@ -43,7 +43,7 @@ def test_every_message_survives_the_way(
 def test_a_manifest_travels_before_the_header(message: Message, manifest: m.Manifest, channel: int) -> None:
     frame = encode(message, 1, 2, 3, channel, manifest)
     assert decode_all(frame) == (Envelope(message.TYPE, 1, 2, 3, channel), manifest, message)
-    with pytest.raises(ProtocolError, match="manifest where nobody takes"):
+    with pytest.raises(ProtocolError, match="manifest to a reader without shared memory"):
         decode(frame)
     assert decode_all(encode(message, 1, 2, 3)) == (Envelope(message.TYPE, 1, 2, 3), None, message)
 

@@ -12,10 +12,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from zmqgrad.wire.tensors import describe, rebuild
-from zmqgrad.wire.tensors.blobs import INLINE
-from zmqgrad.wire.tensors.rows import LEAST
-from zmqgrad.wire.unwritten import Frame, Unwritten, written
+from zmqgrad.wire.lazy_frame import Frame, LazyFrame, materialize
+from zmqgrad.wire.tensors import decode_tensors, encode_tensors
+from zmqgrad.wire.tensors.batches import MIN_TENSORS
+from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES
 
 
 class Refuses(TorchDispatchMode):
@@ -39,15 +39,15 @@ MODES: list[Callable[[], AbstractContextManager[Any]]] = [
     Counts,
 ]
 
-LARGE = INLINE
+LARGE = MAX_INLINE_BYTES
 
 TENSORS = {
     "small": [torch.arange(6.0).view(2, 3)],
     "empty": [torch.ones(0, 3)],
     "large": [torch.arange(LARGE)],
     "with gaps": [torch.arange(2.0 * LARGE)[::2], torch.arange(12.0).view(3, 4).t()],
-    "many": [torch.full((n,), n) for n in range(1, 3 * LEAST)],
-    "large and many": [torch.arange(LARGE), *(torch.full((n,), n) for n in range(1, 3 * LEAST))],
+    "many": [torch.full((n,), n) for n in range(1, 3 * MIN_TENSORS)],
+    "large and many": [torch.arange(LARGE), *(torch.full((n,), n) for n in range(1, 3 * MIN_TENSORS))],
     "sharing": [base := torch.arange(10.0), base[2:5]],
     "sparse": [torch.eye(3).to_sparse()],
     "requires grad": [torch.ones(3, requires_grad=True)],
@@ -63,15 +63,15 @@ def test_tensors_under_modes(
     frames: list[Frame] = []
 
     def arrived(frame: Frame) -> Any:
-        if not (in_place and isinstance(frame, Unwritten)):
-            return bytearray(written(frame))
+        if not (in_place and isinstance(frame, LazyFrame)):
+            return bytearray(materialize(frame))
         room = bytearray(len(frame))
         frame.write_to(memoryview(room))
         return room
 
     with mode():
-        described = describe(tensors, frames)
-        rebuilt = rebuild(described, [arrived(f) for f in frames])
+        described = encode_tensors(tensors, frames)
+        rebuilt = decode_tensors(described, [arrived(f) for f in frames])
     assert [t.device.type for t in rebuilt] == ["cpu"] * len(tensors)
     for t, r in zip(tensors, rebuilt, strict=True):
         assert type(r) is torch.Tensor

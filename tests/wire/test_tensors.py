@@ -21,10 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.messages import messages_of
 from zmqgrad.errors import PayloadError, ProtocolError
-from zmqgrad.wire.messages import Blob, Layout, Place, TensorDescriptor, Tensors
-from zmqgrad.wire.tensors import describe, rebuild, rows
-from zmqgrad.wire.tensors.blobs import INLINE
-from zmqgrad.wire.unwritten import Frame, written
+from zmqgrad.wire.lazy_frame import Frame, materialize
+from zmqgrad.wire.messages import Blob, BlobLocation, Layout, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors import batches, decode_tensors, encode_tensors
+from zmqgrad.wire.tensors.blobs import MAX_INLINE_BYTES
 
 # torch is not sure of half-precision complex numbers, of CSR and of quantized tensors; we only carry them.
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -41,14 +41,14 @@ DTYPES = [
 def send(*tensors: torch.Tensor) -> tuple[Tensors, list[bytearray]]:
     """Descriptors and frames as they are on the other side: through bytes, in memory of its own."""
     frames: list[Any] = []
-    described = describe(tensors, frames)
+    described = encode_tensors(tensors, frames)
     there = msgspec.msgpack.decode(msgspec.msgpack.encode(described), type=Tensors)
-    return there, [bytearray(written(f)) for f in frames]
+    return there, [bytearray(materialize(f)) for f in frames]
 
 
 def travel(*tensors: torch.Tensor) -> list[torch.Tensor]:
     """What arrives."""
-    return rebuild(*send(*tensors))
+    return decode_tensors(*send(*tensors))
 
 
 def sent_bytes(*tensors: torch.Tensor) -> int:
@@ -139,7 +139,7 @@ def test_several_tensors(sent: list[torch.Tensor]) -> None:
         assert_same(s, g)
 
 
-@pytest.mark.parametrize("n", [7, INLINE], ids=["inline", "frame"])
+@pytest.mark.parametrize("n", [7, MAX_INLINE_BYTES], ids=["inline", "frame"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_inline_and_in_a_frame(dtype: torch.dtype, n: int) -> None:
     raw = torch.randint(0, 2, (n * dtype.itemsize,), dtype=torch.uint8)
@@ -226,11 +226,11 @@ def test_tensors_that_require_grad_do_not_share() -> None:
     assert not two.requires_grad
 
 
-@pytest.mark.parametrize("n", [10, INLINE])
+@pytest.mark.parametrize("n", [10, MAX_INLINE_BYTES])
 def test_results_are_the_receivers_own(n: int) -> None:
     t = torch.zeros(n)
     described, frames = send(t, torch.ones(n))
-    one, two = rebuild(described, frames)
+    one, two = decode_tensors(described, frames)
     one.fill_(5)
     assert t.sum() == 0
     assert two.sum() == n
@@ -253,23 +253,26 @@ def test_results_are_the_receivers_own(n: int) -> None:
 def test_what_must_be_packed_is_packed_where_it_is_to_lie(tensors: list[torch.Tensor]) -> None:
     """Written to the room of another, the frames are what they are by themselves."""
     frames: list[Any] = []
-    described = describe(tensors, frames)
+    described = encode_tensors(tensors, frames)
     rooms = [bytearray(len(f)) for f in frames]
     for frame, room in zip(frames, rooms, strict=True):
         assert not isinstance(frame, memoryview), "it would be copied once more"
         frame.write_to(memoryview(room))
-    assert rooms == [bytearray(written(f)) for f in frames]
-    assert list(map(bits, rebuild(described, rooms))) == list(map(bits, tensors))
+    assert rooms == [bytearray(materialize(f)) for f in frames]
+    assert list(map(bits, decode_tensors(described, rooms))) == list(map(bits, tensors))
     rooms[0].append(0)  # not possible while anything refers to it
 
 
 def test_a_frame_keeps_the_memory_of_its_tensor() -> None:
-    t = torch.full((INLINE,), 3.0)
+    t = torch.full((MAX_INLINE_BYTES,), 3.0)
     frames: list[Any] = []
-    described = describe([t], frames)
+    described = encode_tensors([t], frames)
     gone = weakref.ref(t)
     del t
-    assert rebuild(described, [bytearray(written(f)) for f in frames])[0].sum() == 3 * INLINE
+    assert (
+        decode_tensors(described, [bytearray(materialize(f)) for f in frames])[0].sum()
+        == 3 * MAX_INLINE_BYTES
+    )
     frames.clear()
     gc.collect()
     assert gone() is None
@@ -349,18 +352,18 @@ def test_meta() -> None:
 def test_nested_tensors_are_refused_where_they_are_sent(beside: list[torch.Tensor]) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)])
     with pytest.raises(PayloadError, match=r"t\.unbind\(\).*torch\.jagged"):
-        describe([*beside, nested], [])
+        encode_tensors([*beside, nested], [])
 
 
 def test_too_many_dimensions_are_refused_where_they_are_sent() -> None:
     with pytest.raises(PayloadError, match="65 dimensions"):
-        describe([torch.ones((1,) * 65)], [])
+        encode_tensors([torch.ones((1,) * 65)], [])
     with pytest.raises(PayloadError, match="65 dimensions"):
-        describe([torch.ones(2, 3).t()[(None,) * 63]], [])
+        encode_tensors([torch.ones(2, 3).t()[(None,) * 63]], [])
     assert travel(torch.ones((1,) * 64))[0].dim() == 64
 
 
-# ---- rows ------------------------------------------------------------------------------------------------
+# ---- batches -------------------------------------------------------------------------------------------
 
 
 def many(n: int, size: int = 100, **options: Any) -> list[torch.Tensor]:
@@ -383,13 +386,13 @@ def test_any_many_tensors(sent: list[torch.Tensor]) -> None:
 def test_many_small_tensors_are_rows_and_each_is_its_own(size: int) -> None:
     sent = [torch.full((size,), float(i)) for i in range(20)]
     sent[3] = sent[3].requires_grad_()
-    sent[6], sent[7], sent[8] = torch.rand(INLINE), torch.tensor(7), torch.rand(0, 3)
+    sent[6], sent[7], sent[8] = torch.rand(MAX_INLINE_BYTES), torch.tensor(7), torch.rand(0, 3)
     sent[9] = torch.rand(size, 1)
     described, frames = send(*sent)
-    assert len(described.rows) == 3
+    assert len(described.batches) == 3
     assert len(described.tensors) == 2
     assert described.requiring_grad() == [3]
-    got = rebuild(described, frames)
+    got = decode_tensors(described, frames)
     for s, g in zip(sent, got, strict=True):
         assert_same(s, g)
     versions = [g._version for g in got]
@@ -412,12 +415,12 @@ def test_a_tensor_with_gaps_among_many() -> None:
 def test_a_row_ends_so_that_no_tensor_keeps_much_more_than_itself() -> None:
     sent = many(1000, 1024)
     described, frames = send(*sent)
-    assert len(described.rows) == 4
-    assert max(map(len, frames)) < rows.LONGEST + rows.LARGEST
-    assert all(map(torch.equal, rebuild(described, frames), sent))
+    assert len(described.batches) == 4
+    assert max(map(len, frames)) < batches.MAX_BATCH_BYTES + batches.MAX_MEMBER_BYTES
+    assert all(map(torch.equal, decode_tensors(described, frames), sent))
 
 
-ROW_DAMAGE: dict[str, list[Any]] = {
+BATCH_DAMAGE: dict[str, list[Any]] = {
     "dtype": ["float64", "uint8", "quint8", "no such", ""],
     "blob": [1, 7, (1 << 63) - 1],
     "shapes": [
@@ -431,33 +434,33 @@ ROW_DAMAGE: dict[str, list[Any]] = {
         ((1 << 62, 1 << 62),) * 10,
         ((),) * 1000,
     ],
-    "places": [(0,), (0,) * 10, tuple(range(1, 11)), (1 << 62,) * 10, tuple(range(9, -1, -1))],
+    "indices": [(0,), (0,) * 10, tuple(range(1, 11)), (1 << 62,) * 10, tuple(range(9, -1, -1))],
     "requires_grad": [True],
 }
 
 
-@pytest.mark.parametrize("field", ROW_DAMAGE)
+@pytest.mark.parametrize("field", BATCH_DAMAGE)
 @pytest.mark.parametrize("size", [100, 2000])
-def test_each_field_of_a_row_damaged(field: str, size: int) -> None:
+def test_each_field_of_a_batch_damaged(field: str, size: int) -> None:
     described, frames = send(*many(10, size))
-    (row,) = described.rows
+    (batch,) = described.batches
     single = TensorDescriptor("float32", (1,), (), 0, 0)
-    for value in ROW_DAMAGE[field]:
-        damaged = msgspec.structs.replace(row, **{field: value})
+    for value in BATCH_DAMAGE[field]:
+        damaged = msgspec.structs.replace(batch, **{field: value})
         for tensors in ((), (single,)):
             try_rebuild(Tensors(tensors, described.blobs, (damaged,)), frames)
-            try_rebuild(Tensors(tensors, described.blobs, (row, damaged)), frames)
+            try_rebuild(Tensors(tensors, described.blobs, (batch, damaged)), frames)
             try_rebuild(Tensors(tensors, described.blobs, (damaged,)), [f[:-1] for f in frames])
         damaged_tensors = Tensors((single,), described.blobs, (damaged,))
         assert isinstance(damaged_tensors.requiring_grad(), list)
-    for wrong in ({"places": tuple(range(9))}, {"shapes": ((100,),) * 9}, {"dtype": "float64"}, {"blob": 1}):
+    for wrong in ({"indices": tuple(range(9))}, {"shapes": ((100,),) * 9}, {"dtype": "float64"}, {"blob": 1}):
         with pytest.raises(ProtocolError):
-            rebuild(Tensors((), described.blobs, (msgspec.structs.replace(row, **wrong),)), frames)
+            decode_tensors(Tensors((), described.blobs, (msgspec.structs.replace(batch, **wrong),)), frames)
     with pytest.raises(ProtocolError, match="one blob"):
-        rebuild(Tensors((), described.blobs, (row, row)), frames)
-    twice = msgspec.structs.replace(row, places=(0,) * 10)
+        decode_tensors(Tensors((), described.blobs, (batch, batch)), frames)
+    twice = msgspec.structs.replace(batch, indices=(0,) * 10)
     with pytest.raises(ProtocolError, match="two tensors"):
-        rebuild(Tensors((), described.blobs, (twice,)), frames)
+        decode_tensors(Tensors((), described.blobs, (twice,)), frames)
 
 
 # ---- damage ----------------------------------------------------------------------------------------------
@@ -466,7 +469,7 @@ def test_each_field_of_a_row_damaged(field: str, size: int) -> None:
 def try_rebuild(described: Tensors, frames: Sequence[Any]) -> None:
     """Damaged or not: tensors that can be looked at, or an error of ours."""
     try:
-        got = rebuild(described, frames)
+        got = decode_tensors(described, frames)
     except (ProtocolError, PayloadError):  # the latter: for a device that is not here
         return
     for t in got:
@@ -487,7 +490,7 @@ def _quantized() -> torch.Tensor:
 
 SAMPLES = {
     "plain": [torch.ones(3, 4)],
-    "frame": [torch.ones(INLINE)],
+    "frame": [torch.ones(MAX_INLINE_BYTES)],
     "strided": [torch.ones(3, 4).t(), torch.ones(4, requires_grad=True)],
     "strided frame": [torch.ones(200, 200).t()],
     "shared": [x := torch.arange(100.0), x[10:20], x.view(10, 10).t()],
@@ -539,9 +542,9 @@ def test_each_blob_damaged(sample: str) -> None:
     described, frames = send(*SAMPLES[sample])
     for n, original in enumerate(described.blobs):
         for change in (
-            {"place": Place.FRAME, "index": 0},
-            {"place": Place.FRAME, "index": 99},
-            {"place": Place.INLINE},
+            {"location": BlobLocation.FRAME, "index": 0},
+            {"location": BlobLocation.FRAME, "index": 99},
+            {"location": BlobLocation.INLINE},
             {"size": original.size + 1},
             {"size": 0},
             {"data": original.data[:-1]},
@@ -562,7 +565,7 @@ def test_each_blob_damaged(sample: str) -> None:
 
 @given(messages_of(Tensors), st.lists(st.binary(max_size=64), max_size=3))
 def test_whatever_comes(described: Tensors, frames: list[bytes]) -> None:
-    try_rebuild(described, [bytearray(written(f)) for f in frames])
+    try_rebuild(described, [bytearray(materialize(f)) for f in frames])
 
 
 @given(st.data())
@@ -579,7 +582,7 @@ def test_descriptors_that_nearly_fit(data: st.DataObject) -> None:
     )
     twin = TensorDescriptor("uint8", (1,), (), 0, 0)
     inline = data.draw(st.booleans())
-    blob = Blob(Place.INLINE, size, bytes(size)) if inline else Blob(Place.FRAME, size, b"", 0)
+    blob = Blob(BlobLocation.INLINE, size, bytes(size)) if inline else Blob(BlobLocation.FRAME, size, b"", 0)
     frames = [] if inline else [bytearray(size)]
     try_rebuild(Tensors((d,), (blob,)), frames)
     try_rebuild(Tensors((d, twin), (blob,)), frames)
@@ -589,8 +592,8 @@ def test_sparse_indices_out_of_range_are_refused() -> None:
     described, frames = send(torch.eye(3).to_sparse())
     (d,) = described.tensors
     small = msgspec.structs.replace(d, shape=(2, 2))
-    with pytest.raises(ProtocolError, match="hold together"):
-        rebuild(Tensors((small,), described.blobs), frames)
+    with pytest.raises(ProtocolError, match="malformed sparse tensor"):
+        decode_tensors(Tensors((small,), described.blobs), frames)
 
 
 def test_compressed_indices_out_of_range_are_refused() -> None:
@@ -599,7 +602,7 @@ def test_compressed_indices_out_of_range_are_refused() -> None:
     )
     described, frames = send(bad)
     with pytest.raises(ProtocolError):
-        rebuild(described, frames)
+        decode_tensors(described, frames)
 
 
 def test_an_opaque_blob_that_is_something_else() -> None:
@@ -612,22 +615,22 @@ def test_an_opaque_blob_that_is_something_else() -> None:
     for data in (file.getvalue(), b"", b"garbage", pickle.dumps(Evil())):
         d = TensorDescriptor("float32", (1,), layout=Layout.OPAQUE)
         with pytest.raises(ProtocolError):
-            rebuild(Tensors((d,), (Blob(Place.INLINE, len(data), data),)), [])
+            decode_tensors(Tensors((d,), (Blob(BlobLocation.INLINE, len(data), data),)), [])
 
 
 # ---- what goes to devices ---------------------------------------------------------------------------------
 
 
 def test_many_small_tensors_beside_a_device_map() -> None:
-    """A peer has a map for its device; what lies in main memory goes as ever, rows and all."""
+    """A peer has a map for its device; what lies in main memory goes as ever, batches and all."""
     gpu, cpu = torch.device("cuda:0"), torch.device("cpu")
     sent = [torch.rand(3) for _ in range(12)]
     for devices in ({gpu: gpu}, {gpu: gpu, cpu: cpu}):
         frames: list[Frame] = []
-        described = describe(sent, frames, devices)
-        assert described.rows
-        assert all(map(torch.equal, rebuild(described, frames), sent))
-    described = describe(sent, [], {cpu: gpu})
+        described = encode_tensors(sent, frames, devices)
+        assert described.batches
+        assert all(map(torch.equal, decode_tensors(described, frames), sent))
+    described = encode_tensors(sent, [], {cpu: gpu})
     assert [d.device for d in described.tensors] == ["cuda:0"] * 12
 
 
@@ -636,9 +639,9 @@ def test_more_tensors_than_a_message_holds_are_refused_by_who_sends_them(
 ) -> None:
     monkeypatch.setattr("zmqgrad.wire.tensors.blobs.MAX_TENSORS", 5)
     with pytest.raises(PayloadError, match="6 tensors cannot be sent at once"):
-        describe([torch.rand(2, 3).t() for _ in range(6)], [])
-    assert len(describe([torch.rand(2, 3).t() for _ in range(5)], []).tensors) == 5
-    assert describe([torch.rand(2) for _ in range(99)], []).rows  # of which each holds many
+        encode_tensors([torch.rand(2, 3).t() for _ in range(6)], [])
+    assert len(encode_tensors([torch.rand(2, 3).t() for _ in range(5)], []).tensors) == 5
+    assert encode_tensors([torch.rand(2) for _ in range(99)], []).batches  # of which each holds many
 
 
 @pytest.mark.slow
@@ -649,4 +652,4 @@ def test_a_tensor_on_a_device_without_a_map_is_refused() -> None:
         tensor = torch.empty(100, 100, device=here)
     for devices in (None, {}, {there: here}):
         with pytest.raises(PayloadError, match=r"a tensor on cuda:0 cannot be sent.*`set_device_map`"):
-            describe([tensor], [], devices)
+            encode_tensors([tensor], [], devices)

@@ -89,7 +89,7 @@ def wait_until_empty(seconds: float = 20.0) -> dict[str, int]:
     references = current_worker().references
     limit = time.monotonic() + seconds
     while any((left := references.statistics()).values()) and time.monotonic() < limit:
-        references.sweep()
+        references.flush_releases()
         time.sleep(0.01)
     return left
 

@@ -24,7 +24,7 @@ from tools.bench.workloads import FAN_OUT, OTHER, product, same
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context
 from zmqgrad.autograd.api import get_context
-from zmqgrad.autograd.passes.engine import make_pass
+from zmqgrad.autograd.backward.executor import LocalPass
 
 NODES = 10_000
 SIDE = 32
@@ -112,7 +112,7 @@ def _share(loss: Loss, budget: Budget) -> float:
         with context() as context_id:
             root = loss()
             here = get_context(context_id)
-            return seconds_of(lambda: make_pass(here, rpc.get_worker_info().id, True, [root]))
+            return seconds_of(lambda: LocalPass(here, rpc.get_worker_info().id, True, [root]))
 
     found = budget.medians({"plan": planned, "pass": _in_mode(loss, "auto")})
     return found["plan"] / found["pass"]

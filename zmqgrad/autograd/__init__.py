@@ -6,13 +6,13 @@
         grads = get_gradients(context_id)
 
 Guarantees: gradients equal those of the same program in one process (P7); each node of a local graph runs
-once, on torch's own engine; when ``backward`` returns, nothing of the pass is in flight anywhere. Gradients
-go to the context, never to ``.grad``.
+once, on torch's own engine; when ``backward`` returns, no message of the pass is in flight. Gradients are
+accumulated in the context, never in ``.grad``.
 
-Start with :mod:`~zmqgrad.autograd.functions` (what a message leaves in the graph), then
-:mod:`~zmqgrad.autograd.graph.plan` (which part of a local graph may run when);
-:mod:`~zmqgrad.autograd.passes` drives torch. RPC knows none of this: :mod:`~zmqgrad.autograd.forwarding`
-fills its doors.
+Start reading with :mod:`~zmqgrad.autograd.send_recv` (what a message adds to the graph), then
+:mod:`~zmqgrad.autograd.graph.plan` (which nodes of a local graph may run when);
+:mod:`~zmqgrad.autograd.backward` runs passes. RPC does not know autograd: :mod:`~zmqgrad.autograd.forwarding`
+registers its hooks with the worker.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from zmqgrad.autograd.inspection import (
     get_debug_info,
     is_available,
 )
-from zmqgrad.autograd.picture import describe_context, draw_context
 from zmqgrad.autograd.replicas import allreduce_gradients
+from zmqgrad.autograd.visualize import describe_context, draw_context
 
 __all__ = [
     "DistAutogradContext",

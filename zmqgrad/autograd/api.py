@@ -1,4 +1,4 @@
-"""What a program calls: ``torch.distributed.autograd``'s names, arguments and defaults."""
+"""The public API: names, arguments and defaults of ``torch.distributed.autograd``."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from types import TracebackType
 
 import torch
 
-from zmqgrad.autograd.context import Context, Recording, refuse_nesting
+from zmqgrad.autograd.backward.participant import MODES
+from zmqgrad.autograd.context import ActiveContext, Context, check_not_nested
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.autograd.passes import MODES
 from zmqgrad.autograd.profiling import PASS_NAME, profiled
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.worker import Worker
-from zmqgrad.wire.tensors.streams import follow
+from zmqgrad.wire.tensors.streams import wait_for_default_streams
 
 
 class context:
-    """Records the calls inside it for one or more backward passes; gives the context's id.
+    """Context manager that records RPCs for backward passes. Yields the id of the context.
 
-    Leaving it releases the context, with its gradients, on all workers. One object can be entered again
-    after it has been left, and makes a new context then.
+    Leaving it releases the context, with its gradients, on all workers. The object may be entered again after
+    that, which creates a new context.
 
     Raises:
-        AutogradError: if the calling thread is inside a context already, or this object has been entered
-            and not been left.
+        AutogradError: if the calling thread is inside a context already, or this object has been entered and
+            not left.
         NotInitializedError: if RPC is not initialized.
     """
 
@@ -36,13 +36,13 @@ class context:
 
     def __enter__(self) -> int:
         worker = current_worker()
-        refuse_nesting()
+        check_not_nested()
         if not self._entered.acquire(blocking=False):
             raise AutogradError("This context() has been entered already: make one for each 'with'")
         self._worker: Worker = worker
         self._context = autograd_of(worker).begin()
-        self._recording = Recording(self._context)
-        self._recording.__enter__()
+        self._activation = ActiveContext(self._context)
+        self._activation.__enter__()
         return self._context.id
 
     def __exit__(
@@ -51,8 +51,8 @@ class context:
         if not self._entered.locked():
             raise AutogradError("This context() is left without having been entered, or for the second time")
         try:
-            self._recording.__exit__()
-        finally:  # a token of another thread cannot be given back, but the context ends all the same
+            self._activation.__exit__()
+        finally:  # a token of another thread cannot be reset, but the context ends all the same
             autograd_of(self._worker).releases.release(self._context.id)
             self._entered.release()
 
@@ -60,25 +60,25 @@ class context:
 def backward(
     context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool = False, mode: str = "auto"
 ) -> None:
-    """Run one backward pass from ``roots`` over all workers that the context went to.
+    """Run one backward pass from ``roots`` on all workers of the context.
 
-    Gradients of leaves are added up in the context, each on its own worker; see :func:`get_gradients`. After
-    an error some have been added and some have not: leave the context.
+    Gradients of leaves are accumulated in the context, on the worker of each leaf; see
+    :func:`get_gradients`. After an error some have been accumulated and some have not: leave the context.
 
     Args:
-        context_id: from :class:`context`.
+        context_id: the id that :class:`context` yielded.
         roots: local scalars (one element, any shape) that require grad.
-        retain_graph: keep the graphs for another pass.
-        mode: "fast" expects a gradient for everything that was sent, as torch does, and raises an error
-            that names the call where none comes. "smart" finds out first what will never get a gradient,
-            by a round of small messages. "auto" begins as fast, and turns smart only if parts of the
-            graph still wait when nothing is under way; it costs nothing where everything is used.
+        retain_graph: whether to keep the graphs for another pass.
+        mode: "fast" expects a gradient for everything that was sent, as torch does, and raises an error that
+            names the calls without one. "smart" first finds out what will never get a gradient, by a round of
+            small messages. "auto" starts like fast and continues like smart only if parts of the graph still
+            wait when no message is in flight; it costs nothing if everything is used.
 
     Raises:
-        AutogradError: if the context is not known here, the roots cannot be right, or, in fast mode, a part
-            of the graph waits for a gradient that cannot come.
-        Anything else: what failed in a backward function, on any worker, with its own type; it is a
-            RuntimeError as well, and names the worker.
+        AutogradError: if the context is not known here, a root is invalid, or, in fast mode, a part of the
+            graph waits for a gradient that will never arrive.
+        Exception: any error of a backward function on any worker, with its own type; it is a RuntimeError as
+            well, and names the worker.
     """
     if not isinstance(context_id, int) or isinstance(context_id, bool):
         raise TypeError(
@@ -90,22 +90,28 @@ def backward(
     autograd = autograd_of(current_worker())
     found = autograd.contexts.find(context_id)
     with profiled(PASS_NAME):
-        autograd.passes.run(found, check_roots(roots), bool(retain_graph), mode)
+        autograd.participant.run(found, check_roots(roots), bool(retain_graph), mode)
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    """Leaf tensor to gradient, of all backward passes of the context so far, on this worker.
+    """Return the gradients that all backward passes of a context have accumulated on this worker.
+
+    Args:
+        context_id: the id that :class:`context` yielded.
+
+    Returns:
+        A dictionary from leaf tensors to gradients.
 
     Raises:
         AutogradError: if the context is not known here.
     """
     gradients = get_context(context_id).gradients()
-    follow(gradients.values())
+    wait_for_default_streams(gradients.values())
     return gradients
 
 
 def get_context(context_id: int) -> Context:
-    """The context as this worker knows it.
+    """Return the state of a context on this worker.
 
     Raises:
         AutogradError: if it is not known here.

@@ -1,7 +1,8 @@
-"""A distributed autograd pass as one worker knows it: its sends, its gradients, who else takes part.
+"""A distributed autograd context on one worker: its sends, its gradients, its peers.
 
-A context is created where it is first heard of, and forgotten everywhere when its maker leaves the ``with``.
-Which context the calling thread records for is a context variable; engine threads set it around each call.
+A worker creates its part of a context at the first message of it. When the ``with`` block is left, all
+workers release theirs. The active context of a thread is a context variable; engine threads set it around
+each call.
 """
 
 from __future__ import annotations
@@ -14,19 +15,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from zmqgrad.autograd.functions import RecvNote, Send, attach_recv
-from zmqgrad.autograd.graph.single import added
+from zmqgrad.autograd.graph.node import added
+from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv
 from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id, split_id
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.passes.local_pass import LocalPass
+    from zmqgrad.autograd.backward.executor import LocalPass
 
-REMEMBERED = 10_000
-"""How many released contexts are remembered, so that a late message does not bring one back."""
+MAX_RELEASED_IDS = 10_000
+"""How many ids of released contexts are kept, so that a late message does not create a context again."""
 
 ENDED_PASSES = 16
-"""When so many passes have ended in one context, their workers are told to forget all but the last."""
+"""After this many passes in one context, its workers are notified to forget all but the last."""
 
 
 class Context:
@@ -35,48 +36,48 @@ class Context:
     def __init__(self, context_id: int) -> None:
         self.id = context_id
         self.released = False
-        """Has it ended? What is still under way for it is not recorded any more."""
+        """Whether the context has ended. Messages still in flight are not recorded any more."""
         self._lock = threading.Lock()  # guards the five below
         self._sends: dict[int, Send] = {}
         self._recvs: dict[int, Any] = {}  # nodes
         self._peers: set[int] = set()
-        # By id of the leaf, with the leaf: the hash of a tensor is a Python function.
+        # By id of the leaf, with the leaf: the hash of a tensor is a slow Python function.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.know: Callable[[int], None] = self._peers.add
-        """That worker takes part; it will be told of the end."""
+        self.add_peer: Callable[[int], None] = self._peers.add
+        """Add a worker that takes part, and will be notified of the release."""
         self._storages: set[int] = set()  # addresses of the gradients' memory
         self.pass_lock = threading.Lock()  # guards the three below
         self.passes: dict[int, LocalPass] = {}
-        self._ended: list[int] = []  # passes that began here and are still remembered, anywhere
+        self._ended: list[int] = []  # passes that began here and that workers may still hold
         self._forgotten: set[int] = set()
 
     def end(self) -> None:
-        """It has been released: what it holds goes as soon as nobody else holds it."""
+        """Mark the context as released, and drop its passes."""
         self.released = True  # before its peers are read: see Autograd.outgoing
         with self.pass_lock:
-            self.passes.clear()  # they know the context, and a cycle would keep graphs and gradients
+            self.passes.clear()  # they refer to the context: the cycle would keep graphs and gradients alive
 
     def peers(self) -> set[int]:
-        """The workers that this one exchanged messages of the context with."""
+        """Return the workers that this one has exchanged messages of the context with."""
         return set(self._peers)
 
     def add_send(self, send: Send) -> None:
-        """Tensors are about to go out."""
+        """Add a send whose message is about to be sent."""
         with self._lock:
             self._sends[send.autograd_id] = send
 
     def remove_send(self, autograd_id: int) -> None:
-        """They did not go after all."""
+        """Remove a send whose message could not be sent."""
         with self._lock:
             self._sends.pop(autograd_id, None)
 
     def sends(self) -> list[Send]:
-        """All sends so far."""
+        """Return all sends so far."""
         with self._lock:
             return list(self._sends.values())
 
     def recvs(self) -> dict[int, Any]:
-        """The nodes behind what came in messages, by their autograd ids, in the order in which it came."""
+        """Return the recv nodes by autograd id, in the order in which their messages arrived."""
         with self._lock:
             return dict(self._recvs)
 
@@ -88,26 +89,37 @@ class Context:
         wanted: Sequence[int],
         in_reply: bool = False,
     ) -> list[torch.Tensor]:
-        """Tensors that came from the send ``autograd_id`` of ``peer``; those at ``wanted`` with history."""
+        """Attach a recv to received tensors.
+
+        Args:
+            autograd_id: the id of the send.
+            peer: the worker that sent them.
+            tensors: all tensors of the message.
+            wanted: the indices of those that require grad.
+            in_reply: whether they came in a reply.
+
+        Returns:
+            ``tensors``, in which those at ``wanted`` are outputs of the recv.
+        """
         if wanted:
-            note = RecvNote(self.id, autograd_id, peer, len(wanted), in_reply)
-            outputs, self._recvs[autograd_id] = attach_recv(note, [tensors[i] for i in wanted])
+            metadata = RecvMetadata(self.id, autograd_id, peer, len(wanted), in_reply)
+            outputs, self._recvs[autograd_id] = attach_recv(metadata, [tensors[i] for i in wanted])
             for i, output in zip(wanted, outputs, strict=True):
                 tensors[i] = output
         return tensors
 
     def end_pass(self, number: int) -> list[int]:
-        """A pass that began here has ended. Gives, once they are many, those to forget: all but the last."""
+        """Record the end of a pass that began here. Returns the passes that all workers may forget now."""
         with self.pass_lock:
             self._ended.append(number)
             if len(self._ended) < ENDED_PASSES:
                 return []
-            *over, last = self._ended
+            *old, last = self._ended
             self._ended = [last]
-            return over
+            return old
 
     def forget_passes(self, numbers: Sequence[int]) -> list[int]:
-        """These passes have ended. Gives those that this worker had not heard it of before."""
+        """Forget passes. Returns those that had not been forgotten before."""
         with self.pass_lock:
             fresh = [number for number in numbers if number not in self._forgotten]
             self._forgotten.update(fresh)
@@ -116,13 +128,19 @@ class Context:
             return fresh
 
     def is_forgotten(self, number: int) -> bool:
-        """Has this pass ended long ago? To be called with the lock of passes held."""
+        """Whether this pass was forgotten. The caller holds ``pass_lock``."""
         return number in self._forgotten
 
     def accumulate(self, leaf: torch.Tensor, gradient: torch.Tensor, shared: bool = False) -> torch.Tensor:
-        """Add to the gradient of ``leaf``; gives the sum. ``shared``: others hold ``gradient`` as well.
+        """Add ``gradient`` to the gradient of ``leaf``, unless the leaf no longer requires grad.
 
-        A leaf that requires grad no more gets none, as in one process.
+        Args:
+            leaf: the leaf.
+            gradient: what to add.
+            shared: whether anything else holds ``gradient``.
+
+        Returns:
+            The sum.
         """
         if not leaf.requires_grad:
             return gradient
@@ -133,7 +151,7 @@ class Context:
             return total
 
     def replace(self, leaf: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """The gradient of ``leaf`` is another, or none."""
+        """Set the gradient of ``leaf``, or remove it."""
         with self._lock:
             if gradient is None:
                 self._gradients.pop(id(leaf), None)
@@ -141,7 +159,7 @@ class Context:
                 self._gradients[id(leaf)] = leaf, gradient
 
     def _own(self, gradient: torch.Tensor, shared: bool) -> torch.Tensor:
-        """``gradient`` in memory of its own, so that users may write to it. Called with the lock held."""
+        """Return ``gradient`` in memory that nothing else uses. The caller holds the lock."""
         if gradient.layout is not torch.strided:
             return gradient.clone() if shared else gradient
         address = gradient.untyped_storage().data_ptr()
@@ -152,13 +170,13 @@ class Context:
         return gradient
 
     def gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
-        """What has been added up for ``leaf`` so far."""
+        """Return the gradient of ``leaf`` so far."""
         with self._lock:
             present = self._gradients.get(id(leaf))
             return None if present is None else present[1]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
-        """Leaf to gradient, of all backward passes of this context so far."""
+        """Return the gradients of all leaves so far."""
         with self._lock:
             return dict(self._gradients.values())
 
@@ -166,52 +184,57 @@ class Context:
         return f"<Context {show_id(self.id)}: {len(self._sends)} sends, {len(self._gradients)} gradients>"
 
 
-_recording: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
-_answer_wanted: ContextVar[bool] = ContextVar("zmqgrad_autograd_answer", default=True)
+_active_context: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
+_wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_answer", default=True)
 
 
-def recording() -> Context | None:
-    """The context that the calling thread records for, if any and if it has not been released."""
-    context = _recording.get()
+def active_context() -> Context | None:
+    """Return the context that the calling thread records for, unless it has been released."""
+    context = _active_context.get()
     return None if context is None or context.released else context
 
 
-def refuse_nesting() -> None:
-    """Nothing, if the calling thread does not record.
+def check_not_nested() -> None:
+    """Check that the calling thread has no active context.
 
     Raises:
-        AutogradError: if it does.
+        AutogradError: if it has one.
     """
-    if recording() is not None:
+    if active_context() is not None:
         raise AutogradError("Already have an autograd context id for this thread: contexts do not nest")
 
 
-def record_for(context: Context | None) -> None:
-    """From now on the calling thread records for ``context``, without a block that ends it."""
-    _recording.set(context)
+def set_active_context(context: Context | None) -> None:
+    """Set the active context of the calling thread permanently."""
+    _active_context.set(context)
 
 
-def answer_wanted() -> bool:
-    """Does whoever called what the calling thread runs differentiate the answer?"""
-    return _answer_wanted.get()
+def wants_result_grad() -> bool:
+    """Whether the caller of what this thread runs will differentiate its result."""
+    return _wants_result_grad.get()
 
 
-class Recording:
-    """Inside it the calling thread records for ``context``; ``answer``: for its answer as well."""
+class ActiveContext:
+    """Context manager that sets the active context of the calling thread.
 
-    __slots__ = ("_answer", "_answer_token", "_context", "_token")
+    Args:
+        context: the context; None to record nothing.
+        result: whether to record the reply of the call that runs inside, too.
+    """
 
-    def __init__(self, context: Context | None, answer: bool = True) -> None:
+    __slots__ = ("_context", "_result", "_result_token", "_token")
+
+    def __init__(self, context: Context | None, result: bool = True) -> None:
         self._context = context
-        self._answer = answer
+        self._result = result
 
     def __enter__(self) -> None:
-        self._token = _recording.set(self._context)
-        self._answer_token = _answer_wanted.set(self._answer)
+        self._token = _active_context.set(self._context)
+        self._result_token = _wants_result_grad.set(self._result)
 
     def __exit__(self, *exc: object) -> None:
-        _answer_wanted.reset(self._answer_token)
-        _recording.reset(self._token)
+        _wants_result_grad.reset(self._result_token)
+        _active_context.reset(self._token)
 
 
 class Contexts:
@@ -223,13 +246,13 @@ class Contexts:
         self._released: OrderedDict[int, None] = OrderedDict()
 
     def new(self, context_id: int) -> Context:
-        """A context that begins here."""
+        """Create a context that begins here."""
         with self._lock:
             context = self._live[context_id] = Context(context_id)
             return context
 
-    def heard_of(self, context_id: int) -> Context | None:
-        """A context that a message speaks of; None if it has been released already."""
+    def get_or_create(self, context_id: int) -> Context | None:
+        """Return the context of a message, created if need be; None if it was released before."""
         with self._lock:
             if context_id in self._released:
                 return None
@@ -238,33 +261,33 @@ class Contexts:
                 context = self._live[context_id] = Context(context_id)
             return context
 
-    def known(self, context_id: int) -> Context | None:
-        """A context, if it is here."""
+    def get(self, context_id: int) -> Context | None:
+        """Return a context, or None if it is not known."""
         with self._lock:
             return self._live.get(context_id)
 
     def find(self, context_id: int) -> Context:
-        """A context that must be here.
+        """Return a context.
 
         Raises:
-            AutogradError: saying whether it is unknown or gone.
+            AutogradError: if it is not known; says whether it has been released.
         """
         with self._lock:
             context = self._live.get(context_id)
             if context is not None:
                 return context
-            gone = context_id in self._released
+            released = context_id in self._released
         maker, _ = split_id(context_id)
         why = f"no context() here made it, and no call of one that worker {maker} made came here"
-        if gone:
+        if released:
             why = "it has been released: its 'with' block was left, or the worker that made it is gone"
         raise AutogradError(f"Could not find autograd context with id: {context_id}; {why}")
 
     def release(self, context_id: int) -> Context | None:
-        """Forget a context; gives it if it was known."""
+        """Forget a context. Returns it if it was known."""
         with self._lock:
             self._released[context_id] = None
-            if len(self._released) > REMEMBERED:
+            if len(self._released) > MAX_RELEASED_IDS:
                 self._released.popitem(last=False)
             context = self._live.pop(context_id, None)
             if context is not None:
@@ -272,6 +295,6 @@ class Contexts:
             return context
 
     def live(self) -> list[Context]:
-        """All contexts here."""
+        """Return all contexts."""
         with self._lock:
             return list(self._live.values())

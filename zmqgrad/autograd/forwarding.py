@@ -1,8 +1,8 @@
-"""How autograd takes part in RPC: it fills the doors of one worker.
+"""The hooks of autograd in RPC.
 
-Outgoing calls and answers of a recording thread are wrapped with the context; those that arrive are opened,
-served inside the context, and answered in it. Gradients (:mod:`~zmqgrad.autograd.passes`) and clean-up
-(:mod:`~zmqgrad.autograd.releases`) have messages of their own.
+Calls and replies that a thread sends inside a context are wrapped with its id. The receiver unwraps them, and
+runs the call and sends its reply inside the same context. Gradients (:mod:`~zmqgrad.autograd.backward`) and
+releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from collections.abc import Sequence
 
 import torch
 
-from zmqgrad.autograd.context import Context, Contexts, Recording, answer_wanted, recording
-from zmqgrad.autograd.functions import record_send
-from zmqgrad.autograd.passes import Passes
+from zmqgrad.autograd.backward.participant import Participant
+from zmqgrad.autograd.context import ActiveContext, Context, Contexts, active_context, wants_result_grad
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
-from zmqgrad.rpc.calls import What, describe
-from zmqgrad.rpc.dispatch import Opened
-from zmqgrad.rpc.packing.unpacking import unpack_tensors
+from zmqgrad.autograd.send_recv import record_send
+from zmqgrad.rpc.calls import Description, describe
+from zmqgrad.rpc.hooks import Unwrapped
+from zmqgrad.rpc.serialization.deserializer import deserialize_tensors
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import (
-    NOTHING,
+    NONE_PAYLOAD,
     RESPONSE,
     Call,
     ForwardAutogradReq,
@@ -37,66 +37,68 @@ from zmqgrad.wire.messages import (
     RRefValue,
 )
 
-_ASKING = (Call, RemoteCall, RRefFetch)
-_WRAPPED = (*_ASKING, Result, RemoteResult, RRefValue)
+_CALLS = (Call, RemoteCall, RRefFetch)
+_WRAPPED = (*_CALLS, Result, RemoteResult, RRefValue)
 
 
 def install(worker: Worker) -> None:
-    """Let ``worker`` record, and answer what other workers ask of a context."""
+    """Enable distributed autograd on ``worker``."""
     autograd = Autograd(worker)
-    doors = worker.doors
-    doors.extensions["autograd"] = autograd
-    doors.outgoing = autograd.outgoing
-    doors.unsent = autograd.unsent
-    doors.with_history = _keeps_history
-    doors.backward = autograd.backward_from
-    doors.debug["autograd"] = autograd.debug_info
-    doors.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.on_forward
-    doors.openers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
-    autograd.passes.install()
+    hooks = worker.hooks
+    hooks.extensions["autograd"] = autograd
+    hooks.request_interceptor = autograd.outgoing
+    hooks.on_send_failed = autograd.unsent
+    hooks.with_history = _keeps_history
+    hooks.backward = autograd.backward_from
+    hooks.debug["autograd"] = autograd.debug_info
+    hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.on_forward
+    hooks.response_unwrappers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
+    autograd.participant.install()
     autograd.releases.install()
 
 
 def _keeps_history() -> bool:
-    return recording() is not None and torch.is_grad_enabled()
+    return active_context() is not None and torch.is_grad_enabled()
 
 
 def autograd_of(worker: Worker) -> Autograd:
-    """The autograd floor of ``worker``."""
-    found: Autograd = worker.doors.extensions["autograd"]
+    """Return the autograd layer of ``worker``."""
+    found: Autograd = worker.hooks.extensions["autograd"]
     return found
 
 
 class Autograd:
-    """The contexts of one worker, and what is recorded for them."""
+    """Distributed autograd on one worker: its contexts, and what RPCs record in them."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self.contexts = Contexts()
         self.releases = Releases(worker, self.contexts)
-        self.passes = Passes(worker, self.contexts, self.releases.end_passes)
+        self.participant = Participant(worker, self.contexts, self.releases.end_passes)
 
     def begin(self) -> Context:
-        """A new context that begins here."""
+        """Create a context."""
         return self.contexts.new(self._worker.ids.next())
 
-    def outgoing(self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: What) -> Message:
-        """``message``, wrapped if the calling thread records."""
-        context = recording()
+    def outgoing(
+        self, peer: int, message: Message, tensors: Sequence[torch.Tensor], what: Description
+    ) -> Message:
+        """Return ``message``, wrapped with the active context if there is one."""
+        context = active_context()
         if context is None or not isinstance(message, _WRAPPED):
             return message
-        context.know(peer)
-        if context.released:  # meanwhile: whoever told of its end may have missed this peer
+        context.add_peer(peer)
+        if context.released:  # meanwhile: this peer may not have been notified of the release
             return message
-        if isinstance(message, _ASKING):
+        if isinstance(message, _CALLS):
             differentiates = torch.is_grad_enabled()
             autograd_id = self._record(context, peer, tensors, what) if differentiates else 0
             return ForwardAutogradReq(context.id, autograd_id, message, differentiates)
-        autograd_id = self._record(context, peer, tensors, what) if answer_wanted() else 0
+        autograd_id = self._record(context, peer, tensors, what) if wants_result_grad() else 0
         return ForwardAutogradResp(context.id, autograd_id, message)
 
-    def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: What) -> int:
-        """The id of a send of ``tensors``; 0 if none of them requires grad."""
+    def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: Description) -> int:
+        """Record a send of ``tensors``. Returns its id; 0 if none of them requires grad."""
         differentiable = [t for t in tensors if t.requires_grad]
         if not differentiable:
             return 0
@@ -105,52 +107,52 @@ class Autograd:
         return autograd_id
 
     def unsent(self, message: Message) -> None:
-        """What was recorded for ``message`` did not go."""
-        context = recording()
+        """Remove the send of ``message``, which could not be sent."""
+        context = active_context()
         if context is not None and isinstance(message, ForwardAutogradReq):
             context.remove_send(message.autograd_id)
 
     def on_forward(self, inbound: Inbound) -> None:
-        """A call as part of a context: run it there."""
+        """Run a call inside its context."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradReq)
-        context = self.contexts.heard_of(message.context_id)
+        context = self.contexts.get_or_create(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
-        with Recording(context, message.answer_wanted):
+        with ActiveContext(context, message.answer_wanted):
             self._worker.callee.run(inbound, message.wrapped, tensors)
 
-    def open_forward(self, inbound: Inbound) -> Opened:
-        """An answer as part of a context, in the thread that waits for it."""
+    def open_forward(self, inbound: Inbound) -> Unwrapped:
+        """Unwrap a reply that belongs to a context. Runs in the thread that waits for it."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradResp)
-        context = self.contexts.heard_of(message.context_id)
+        context = self.contexts.get_or_create(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
-        if not message.autograd_id:  # asked for under no_grad: constants, whatever they are over there
+        if not message.autograd_id:  # the call was made under no_grad: the results are constants
             tensors = [t.detach() if t.requires_grad else t for t in tensors]
-        return Opened(message.wrapped, tensors)
+        return Unwrapped(message.wrapped, tensors)
 
     def _received(
         self, context: Context | None, autograd_id: int, wrapped: Message, inbound: Inbound
     ) -> list[torch.Tensor]:
-        payload: Payload = getattr(wrapped, "payload", NOTHING)
+        payload: Payload = getattr(wrapped, "payload", NONE_PAYLOAD)
         if context is None:
-            return unpack_tensors(payload, inbound.frames)
+            return deserialize_tensors(payload, inbound.frames)
         source = inbound.envelope.source
-        context.know(source)
+        context.add_peer(source)
         if not autograd_id:
-            return unpack_tensors(payload, inbound.frames)
+            return deserialize_tensors(payload, inbound.frames)
         wanted = payload.tensors.requiring_grad()
-        tensors = unpack_tensors(payload, inbound.frames, differentiable=False)
+        tensors = deserialize_tensors(payload, inbound.frames, differentiable=False)
         in_reply = inbound.envelope.type & RESPONSE != 0
         return context.receive(autograd_id, source, tensors, wanted, in_reply)
 
     def debug_info(self) -> dict[str, int]:
-        """How many contexts are known here, and how many passes that began here are under way."""
+        """Return the number of contexts here, and of running passes that began here."""
         return {
             "num_autograd_contexts": len(self.contexts.live()),
-            "num_current_backward_passes": self.passes.under_way(),
+            "num_current_backward_passes": self.participant.running(),
         }
 
     def backward_from(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
-        """One backward pass from one tensor of this worker, for ``RRef.backward``."""
-        self.passes.run(self.contexts.find(context_id), check_roots([root]), retain_graph, "auto")
+        """Run a backward pass from one tensor of this worker, for ``RRef.backward``."""
+        self.participant.run(self.contexts.find(context_id), check_roots([root]), retain_graph, "auto")

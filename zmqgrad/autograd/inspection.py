@@ -1,28 +1,28 @@
-"""A context from the inside, under torch's names: for programs and tests that look at the graph.
+"""Access to the internals of a context under torch's names, for programs and tests that inspect the graph.
 
     context = _current_context()
     for autograd_id, send in context._send_functions().items():
         print(show_id(autograd_id), [node.name() for node, _ in send.next_functions])
 
-Torch keeps these names private and yet people use them, so they are kept here, with their meaning. New
-programs have :func:`~zmqgrad.autograd.describe_context`, which shows all workers at once.
+These names are private in torch but programs use them, so they exist here with the same meaning. New programs
+should use :func:`~zmqgrad.autograd.describe_context`, which covers all workers.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from zmqgrad.autograd.context import Context, record_for, recording, refuse_nesting
+from zmqgrad.autograd.context import Context, active_context, check_not_nested, set_active_context
 from zmqgrad.autograd.forwarding import autograd_of
-from zmqgrad.autograd.functions import RECV_NODE, Send, edge_of, note_of
 from zmqgrad.autograd.profiling import RECV_NAME, SEND_NAME
+from zmqgrad.autograd.send_recv import RECV_NODE, Send, edge_of, recv_metadata
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.wire.ids import MAX_COUNTER, join_id, show_id
 
 
 class GraphNode:
-    """A node of torch's graph that is called as torch would call it. Equal to that node, and used like it."""
+    """A node of torch's graph under the name that torch gives it. Compares equal to that node."""
 
     __slots__ = ("_node",)
 
@@ -30,18 +30,18 @@ class GraphNode:
         self._node = node
 
     def name(self) -> str:
-        """What kind of node it is."""
+        """Return the type name of the node."""
         return RECV_NAME if self._is_recv() else str(self._node.name())
 
     @property
     def next_functions(self) -> tuple[tuple[GraphNode | None, int], ...]:
-        """For each input, the node that made it, and which of its outputs it is."""
+        """For each input, the node that produced it and the index of its output."""
         if self._is_recv():
             return ()
         return tuple((node and GraphNode(node), i) for node, i in self._node.next_functions)
 
     def _is_recv(self) -> bool:
-        return type(self._node) is RECV_NODE and note_of(self._node) is not None
+        return type(self._node) is RECV_NODE and recv_metadata(self._node) is not None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._node, name)
@@ -57,7 +57,7 @@ class GraphNode:
 
 
 class SendFunction:
-    """The tensors of one message as a function of the graph: its inputs are their gradients, to come."""
+    """The tensors of one message as a function of the graph, like torch's ``SendRpcBackward``."""
 
     __slots__ = ("_send",)
 
@@ -65,13 +65,13 @@ class SendFunction:
         self._send = send
 
     def name(self) -> str:
-        """As torch's function of that kind is called."""
+        """Return the name of torch's function."""
         return SEND_NAME
 
     @property
     def next_functions(self) -> tuple[tuple[GraphNode, int], ...]:
-        """For each tensor that was sent, the node that made it, and which of its outputs it is."""
-        return tuple((GraphNode(edge[0]), edge[1]) for edge in map(edge_of, self._send.starts))
+        """For each tensor that was sent, the node that produced it and the index of its output."""
+        return tuple((GraphNode(edge[0]), edge[1]) for edge in map(edge_of, self._send.edges))
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, SendFunction) and self._send is other._send
@@ -85,7 +85,7 @@ class SendFunction:
 
 
 class DistAutogradContext:
-    """One context as one worker knows it. Two of the same context are equal."""
+    """One context on one worker. Objects of the same context are equal."""
 
     __slots__ = ("_context",)
 
@@ -93,19 +93,19 @@ class DistAutogradContext:
         self._context = context
 
     def _context_id(self) -> int:
-        """The number that ``context()`` gives; 16 bits for the worker that made it, 48 counted up."""
+        """Return the id that ``context()`` yields: 16 bits for the creating worker, 48 for a counter."""
         return self._context.id
 
     def _send_functions(self) -> dict[int, SendFunction]:
-        """What was sent from here, by autograd id, in the order in which it was."""
+        """Return the sends of this worker by autograd id, in the order of sending."""
         return {send.autograd_id: SendFunction(send) for send in self._context.sends()}
 
     def _recv_functions(self) -> dict[int, GraphNode]:
-        """The nodes of the graph behind what came here, by autograd id, in the order in which it did."""
+        """Return the recv nodes of this worker by autograd id, in the order of arrival."""
         return {autograd_id: GraphNode(node) for autograd_id, node in self._context.recvs().items()}
 
     def _known_worker_ids(self) -> set[int]:
-        """The workers that this one exchanged messages of the context with."""
+        """Return the workers that this one has exchanged messages of the context with."""
         return self._context.peers()
 
     def __eq__(self, other: object) -> bool:
@@ -119,15 +119,16 @@ class DistAutogradContext:
 
 
 def is_available() -> bool:
-    """It is."""
+    """Return True: distributed autograd is always available."""
     return True
 
 
 def _init(worker_id: int) -> None:
-    """There is nothing left to do: ``init_rpc`` has set distributed autograd up for its worker.
+    """Do nothing: ``init_rpc`` has enabled distributed autograd for its worker.
 
     Raises:
-        AutogradError: if the calling process is another worker. NotInitializedError: if it is none yet.
+        AutogradError: if ``worker_id`` is not the id of this worker.
+        NotInitializedError: if RPC is not initialized.
     """
     own = current_worker().id
     if worker_id != own:
@@ -135,19 +136,19 @@ def _init(worker_id: int) -> None:
 
 
 def _new_context() -> DistAutogradContext:
-    """A context that the calling thread records for until :func:`_release_context`. Prefer ``context()``.
+    """Create a context and make it active until :func:`_release_context`. Prefer ``context()``.
 
     Raises:
         AutogradError: if the calling thread is inside a context already.
     """
-    refuse_nesting()
+    check_not_nested()
     made = autograd_of(current_worker()).begin()
-    record_for(made)
+    set_active_context(made)
     return DistAutogradContext(made)
 
 
 def _release_context(context_id: int) -> None:
-    """Forget a context here, and soon wherever it went; as leaving ``context()`` does.
+    """Release a context on all workers, as leaving ``context()`` does.
 
     Raises:
         AutogradError: if it is not known here.
@@ -158,12 +159,12 @@ def _release_context(context_id: int) -> None:
 
 
 def _current_context() -> DistAutogradContext:
-    """The context that the calling thread records for.
+    """Return the context that the calling thread records for.
 
     Raises:
         AutogradError: if there is none.
     """
-    current = recording()
+    current = active_context()
     if current is None:
         raise AutogradError(
             "Current thread doesn't have a valid autograd context. Please wrap your code using: "
@@ -173,32 +174,32 @@ def _current_context() -> DistAutogradContext:
 
 
 def _retrieve_context(context_id: int) -> DistAutogradContext:
-    """The context of that number as this worker knows it.
+    """Return a context by its id.
 
     Raises:
-        AutogradError: if it is not known here, saying why.
+        AutogradError: if it is not known here; says why.
     """
     return DistAutogradContext(autograd_of(current_worker()).contexts.find(context_id))
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Nothing, if the context of that number is known here.
+    """Check that a context is known here.
 
     Raises:
-        AutogradError: if it is not, saying why.
+        AutogradError: if it is not; says why.
     """
     autograd_of(current_worker()).contexts.find(context_id)
 
 
 def _get_max_id() -> int:
-    """The largest number that a context, or a message with tensors, of this worker may get."""
+    """Return the largest id that a context, or a message with tensors, of this worker may get."""
     return join_id(current_worker().id, MAX_COUNTER)
 
 
 def get_debug_info() -> dict[str, int]:
-    """How many contexts are known here, and how many passes that began here are under way.
+    """Return the number of contexts here, and of running passes that began here.
 
-    ``zmqgrad.rpc.get_debug_info()`` has them among what it tells of the worker.
+    ``zmqgrad.rpc.get_debug_info()`` includes them.
 
     Raises:
         NotInitializedError: if RPC is not initialized.
@@ -207,5 +208,5 @@ def get_debug_info() -> dict[str, int]:
 
 
 def _get_debug_info() -> dict[str, str]:
-    """As :func:`get_debug_info`, but as text, which is how torch gives it under this name."""
+    """Return :func:`get_debug_info` with its values as text, as torch does under this name."""
     return {name: str(value) for name, value in get_debug_info().items()}

@@ -1,7 +1,8 @@
-"""Backward passes in ``torch.profiler``, under the names that torch gives their parts.
+"""Profiler ranges of backward passes, under the names that torch uses.
 
-Ranges are recorded in the threads that a profiler was told to record (see :mod:`zmqgrad.rpc.profiling`): the
-whole pass where it begins; what gradients set off that come for a send; and the sending of those of a recv.
+Ranges are recorded in the threads that a profiler records (see :mod:`zmqgrad.rpc.profiling`): the whole pass
+on the worker where it begins; the run that the gradients of a send cause; and the sending of a recv's
+gradients.
 """
 
 from __future__ import annotations
@@ -21,5 +22,5 @@ _NOT_PROFILED: AbstractContextManager[Any] = nullcontext()
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """A range of that name, if a profiler is active."""
+    """Return a profiler range, or a null context if no profiler is active."""
     return profiler.record_function(name) if profiled_anywhere() else _NOT_PROFILED

@@ -1,8 +1,8 @@
-"""Replicas of a stage, each on a worker of its own, average their gradients: data parallel beside RPC.
+"""Data parallelism beside RPC: replicas of a stage, each on its own worker, average their gradients.
 
-The replicas are a process group of ``torch.distributed`` (gloo, nccl). Each runs its share of the batch in a
-context, its own or one for all, and calls :func:`allreduce_gradients` after ``backward`` and before the
-optimizer's step; then all of them make the same step.
+The replicas form a process group of ``torch.distributed`` (gloo, nccl). Each runs its share of the batch in a
+context, its own or a common one, and calls :func:`allreduce_gradients` after ``backward`` and before the
+optimizer's step. Then all of them take the same step.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ def allreduce_gradients(
 ) -> None:
     """Replace the gradients of ``params`` in the context by their mean over the process group.
 
-    A replica without a gradient for a parameter counts with zeros; one that no replica has a gradient for
-    stays without. One message for each type of numbers and device.
+    A replica without a gradient for a parameter contributes zeros. A parameter without a gradient on any
+    replica keeps none. Uses one all-reduce per dtype and device.
 
     Args:
-        context_id: the context of this replica.
-        params: its parameters, in the same order on all replicas.
-        group: of ``torch.distributed``; None for all processes.
-        average: divide by the number of replicas; False leaves the sum.
+        context_id: the id of the context of this replica.
+        params: the parameters, in the same order on all replicas.
+        group: the process group; None for the default group.
+        average: whether to divide the sums by the number of replicas.
 
     Raises:
         AutogradError: if the context is not known here, or a gradient is sparse.
-        Anything else: as ``torch.distributed.all_reduce`` raises.
+        Exception: any error of ``torch.distributed.all_reduce``.
     """
     context = get_context(context_id)
     gradients = context.gradients()

@@ -1,4 +1,4 @@
-"""Where a backward pass can start."""
+"""Validation of the roots of a backward pass."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from zmqgrad.errors import AutogradError
 
 
 def check_roots(roots: object) -> list[torch.Tensor]:
-    """``roots`` as a list, if a backward pass can start there.
+    """Check that a backward pass can start at ``roots``, and return them as a list.
 
     Raises:
-        AutogradError: otherwise, naming the root.
+        AutogradError: if a root is not a scalar with a gradient function.
+        TypeError: if ``roots`` is not a list or tuple of tensors.
     """
     if not isinstance(roots, (list, tuple)):
         raise TypeError(

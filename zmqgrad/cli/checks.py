@@ -1,4 +1,4 @@
-"""What ``zmqgrad doctor`` looks at. Each check looks at one thing and says what it found."""
+"""The checks of ``zmqgrad doctor``. Each checks one thing and reports its result."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from zmqgrad.transport.exposure import check_exposure, facing_address
 from zmqgrad.transport.security import keys_of
 
 SELF_TEST_SECONDS = 120.0
-"""How long the two workers of the self-test may take, with loading torch."""
+"""Time limit of the two workers of the self-test, including importing torch."""
 
 FEW_FILES = 1024
-"""With fewer open files allowed, a group of some dozen workers may not fit."""
+"""With a lower limit on open files, a group of a few dozen workers may fail."""
 
 
 class State(enum.Enum):
-    """How a check came out. A NOTE is of no weight; a BAD one keeps workers from running."""
+    """Status of a check. A NOTE is informational; BAD means that workers cannot run."""
 
     OK = enum.auto()
     NOTE = enum.auto()
@@ -37,7 +37,7 @@ class State(enum.Enum):
 
 
 class Check(NamedTuple):
-    """What was looked at, how it came out, what was found, and what to do about it."""
+    """Result of a check: its subject, status, findings, and the remedy."""
 
     name: str
     state: State
@@ -46,7 +46,7 @@ class Check(NamedTuple):
 
 
 def all_checks(self_test: bool = True) -> list[Check]:
-    """All of them, in the order to be read."""
+    """All checks, in the order of the report."""
     checks = [look() for look in _LOOKS]
     if self_test:
         checks.append(_self_test())
@@ -105,7 +105,7 @@ def _interfaces() -> Check:
 
 
 def _address() -> Check:
-    """Where workers of other hosts would reach this one."""
+    """The address at which workers of other hosts would reach this one."""
     try:
         launch = environment.read_launch()
     except ConfigurationError as e:

@@ -1,4 +1,4 @@
-"""``zmqgrad doctor``: is this host fit to run workers, what would be chosen, and why.
+"""``zmqgrad doctor``: checks whether this host can run workers, and which options apply.
 
 Shows a table and ends with 0 if workers can run here, or with 1, naming what is in the way.
 """
@@ -17,14 +17,14 @@ _MARKS = {State.OK: "ok", State.NOTE: "--", State.WARNING: "WARN", State.BAD: "B
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what ``zmqgrad doctor`` takes."""
+    """Declare the arguments of ``zmqgrad doctor``."""
     parser.add_argument(
         "--no-self-test", action="store_true", help="start no workers (the test takes some seconds)"
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Look, show, and return the exit code for the shell."""
+    """Run the checks, print the report, and return the exit code."""
     checks = all_checks(self_test=not arguments.no_self_test)
     sys.stdout.write(table(checks))
     bad = [check.name for check in checks if check.state is State.BAD]
@@ -36,7 +36,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def table(checks: Sequence[Check]) -> str:
-    """One line for each check: how it came out, its name, what was found; beneath it, what to do."""
+    """One line for each check: status, name, findings; below it, the remedy."""
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:

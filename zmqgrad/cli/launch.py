@@ -1,4 +1,4 @@
-"""Runs a group of workers to its end: one thread, one loop over outputs, exits, signals and time.
+"""Runs a group of workers to completion: one thread with one loop over output, exits, signals and time.
 
 Carries out what :mod:`zmqgrad.cli.supervision` decides. When :func:`launch` returns or raises, no
 worker is left, nor anything that a worker has started in its session.
@@ -33,7 +33,7 @@ _REMNANT_LOOK = 0.01
 
 @dataclass(frozen=True)
 class Group:
-    """What to launch: one command, and an environment for each worker.
+    """The group to launch: one command, and an environment for each worker.
 
     ``label`` gives the bytes that begin each line of a worker on a descriptor. ``terminals``: those of the
     descriptors 1 and 2 that are terminals, and their sizes; worker 0 may draw there. ``log_dir`` gets a
@@ -48,7 +48,7 @@ class Group:
 
 
 def launch(group: Group, clock: Clock = MONOTONIC) -> tuple[Outcome, Callable[[int], list[str]]]:
-    """Run all workers of ``group``: how it went, and a function that gives the end of a worker's stderr.
+    """Run all workers of ``group``. Returns the result, and a function for the last stderr lines of a worker.
 
     Must be called on the main thread: signals to this process are taken in until it returns.
 
@@ -68,7 +68,7 @@ def launch(group: Group, clock: Clock = MONOTONIC) -> tuple[Outcome, Callable[[i
             workers.append(worker)
             listener.add(worker)
         outcome = _supervise(workers, listener, signals, clock)
-        _end_remnants(workers, listener, clock)
+        _end_orphans(workers, listener, clock)
         listener.drain()
         return outcome, lambda rank: list(workers[rank].tail)
 
@@ -79,7 +79,7 @@ def _supervise(
     supervisor = Supervisor(range(len(workers)))
     running = list(workers)
     while True:
-        listener.wait(Deadline(supervisor.deadline, clock).left_or_none())
+        listener.wait(Deadline(supervisor.deadline, clock).timeout())
         events: list[Event] = [SignalReceived(signum) for signum in signals.take()]
         if listener.reader_gone and supervisor.is_running:
             events.append(SignalReceived(signal.SIGPIPE))
@@ -97,11 +97,11 @@ def _supervise(
                         return effect
 
 
-def _end_remnants(workers: Sequence[WorkerProcess], listener: Listener, clock: Clock) -> None:
-    """End what workers have started and left behind: asked first, as some of it tidies up (shared memory)."""
-    remnants = [worker for worker in workers if worker.signal(signal.SIGTERM)]
+def _end_orphans(workers: Sequence[WorkerProcess], listener: Listener, clock: Clock) -> None:
+    """End orphan processes of workers: SIGTERM first, as some of them clean up (shared memory)."""
+    orphans = [worker for worker in workers if worker.signal(signal.SIGTERM)]
     deadline = Deadline.after(_REMNANT_GRACE, clock)
-    while remnants and not deadline.passed():
+    while orphans and not deadline.passed():
         # The kernel tells nobody when a group has become empty: this one wait has to look.
         listener.wait(_REMNANT_LOOK)
-        remnants = [worker for worker in remnants if worker.signal(0)]
+        orphans = [worker for worker in orphans if worker.signal(0)]

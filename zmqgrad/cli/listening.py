@@ -1,4 +1,4 @@
-"""Waits for what workers print, and shows it; the waiting of the launcher's one thread is all here."""
+"""Waits for the output of workers, and shows it. All waiting of the launcher's thread happens here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Source(NamedTuple):
 
 
 class Listener:
-    """Shows the streams of all workers on ``screen``. ``reader_gone``: nobody reads what we write."""
+    """Shows the streams of all workers on ``screen``. ``reader_gone``: the reader of our output is gone."""
 
     def __init__(self, screen: Screen, signals: SignalInbox) -> None:
         self.reader_gone = False
@@ -28,12 +28,12 @@ class Listener:
         self._selector.register(signals, selectors.EVENT_READ)
 
     def add(self, worker: WorkerProcess) -> None:
-        """Listen to a worker's streams from now on."""
+        """Start listening to the streams of a worker."""
         for stream in worker.streams:
             self._selector.register(stream, selectors.EVENT_READ, _Source(worker, stream))
 
     def wait(self, seconds: float | None) -> None:
-        """Wait for anything: output, which is shown, a signal, a child's end; no longer than ``seconds``."""
+        """Wait for output (and show it), a signal or the exit of a child, at most ``seconds``."""
         for key, _ in self._selector.select(seconds):
             source: _Source | None = key.data
             if source is None:
@@ -45,7 +45,7 @@ class Listener:
                 self._show(source, chunk)
 
     def drain(self) -> None:
-        """Show what is there to be read, and then lines without an end, of workers that are gone."""
+        """Show pending output of workers that have exited, including unterminated lines."""
         for key in list(self._selector.get_map().values()):
             source: _Source | None = key.data
             if source is None:
@@ -55,7 +55,7 @@ class Listener:
             self._finish(source)
 
     def close(self) -> None:
-        """Stop listening and tidy the terminal up."""
+        """Stop listening and restore the terminal."""
         self._selector.close()
         self._guarded(self._screen.close)
 
@@ -86,7 +86,7 @@ class Listener:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of ``data`` to ``fd``, waiting where somebody has made it non-blocking."""
+    """Write all of ``data`` to ``fd``; waits if the descriptor is non-blocking."""
     view = memoryview(data)
     while view:
         try:

@@ -1,4 +1,4 @@
-r"""What the workers print, on its way to the reader: split into lines, labelled, one terminal for all.
+r"""Output of the workers: split into lines, labelled, and merged into one terminal.
 
 Whole lines simply get a label. A driver that draws a progress bar is different: it writes ``\r`` and
 escape sequences and no newline for minutes. Its bytes pass through (:meth:`Screen.live`), with the label
@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Collection, Sequence
 
 _MAX_LINE = 64 * 1024
-"""Bytes after which a line without an end is taken for one."""
+"""An unterminated line of this length is printed as a line."""
 
 _TOKEN = re.compile(rb"\n|\r|\x1b\[[0-?]*[ -/]*[@-~]|\x1b[^\[]|[^\n\r\x1b]+")
 _UNFINISHED_ESCAPE = re.compile(rb"\x1b(\[[0-?]*[ -/]*)?\Z")
@@ -22,7 +22,8 @@ _SHOW_CURSOR = b"\x1b[0m\x1b[?25h"
 
 
 class LineSplitter:
-    r"""Bytes in, whole lines out, without their end. A line redrawn with ``\r`` counts in its last state."""
+    r"""Splits bytes into lines without terminators. Of a line redrawn with ``\r`` only the last state
+    counts."""
 
     def __init__(self) -> None:
         self._rest = b""
@@ -38,7 +39,7 @@ class LineSplitter:
         return [_as_shown(line) for line in lines]
 
     def finish(self) -> list[bytes]:
-        """What was left without an end: no line or one."""
+        """The unterminated rest: one line or none."""
         rest, self._rest = _as_shown(self._rest), b""
         return [rest] if rest else []
 
@@ -48,7 +49,7 @@ def _as_shown(line: bytes) -> bytes:
 
 
 def without_escapes(line: bytes) -> bytes:
-    """``line`` as it would stand in a file: no colours, no cursor movements."""
+    """``line`` without colours and cursor movements."""
     return _ESCAPE.sub(b"", line)
 
 
@@ -70,7 +71,7 @@ class Screen:
         self._was_live = False
 
     def lines(self, fd: int, label: bytes, lines: Sequence[bytes]) -> None:
-        """Write whole lines."""
+        """Write complete lines."""
         if not lines:
             return
         text = b"".join(label + line + b"\n" for line in lines)
@@ -81,7 +82,7 @@ class Screen:
             self._write(fd, text)
 
     def live(self, fd: int, label: bytes, chunk: bytes) -> None:
-        """Pass on what a program writes that believes to own the terminal."""
+        """Pass on output of a program that controls the terminal."""
         self._was_live = True
         chunk = self._held.pop(fd, b"") + chunk
         if cut := _UNFINISHED_ESCAPE.search(chunk):
@@ -101,7 +102,7 @@ class Screen:
         self._write(fd, bytes(out))
 
     def close(self) -> None:
-        """Leave the terminal as one would like to find it, whatever a killed program had done to it."""
+        """Restore the terminal, whose modes a killed program may have left changed."""
         if self._was_live:
             end = b"\n" if self._unfinished else b""
             self._write(self._owner, end + _SHOW_CURSOR)
@@ -109,5 +110,5 @@ class Screen:
 
 
 def _moves(token: bytes) -> bool:
-    """Does this escape sequence move or erase (and not colour), so that a label has to come after it?"""
+    """Whether this escape sequence moves the cursor or erases, so that the label must follow it."""
     return token.startswith(b"\x1b") and not token.endswith(b"m")

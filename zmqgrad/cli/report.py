@@ -1,4 +1,4 @@
-"""How the launcher tells what went wrong: text only, no process and no terminal. Pure."""
+"""The launcher's failure report, as text. Pure."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _HINTS = {
 
 
 def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
-    """What to print at the end, line by line, quotes indented; nothing if all went well.
+    """The lines of the final report, quotations indented; none on success.
 
     Args:
         outcome: what the supervisor says.
@@ -43,7 +43,7 @@ def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]
 
 
 def signal_name(signum: int) -> str:
-    """SIGTERM for 15; a number where the system has no name for it."""
+    """The name of a signal (SIGTERM for 15), or its number if it has none."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -51,7 +51,7 @@ def signal_name(signum: int) -> str:
 
 
 def last_traceback(lines: Sequence[str]) -> list[str]:
-    """The last traceback in ``lines``, with those it was caused by, to the end; empty if there is none."""
+    """The last traceback in ``lines``, with its causes, up to the end; empty if there is none."""
     starts = [index for index, line in enumerate(lines) if line.startswith(_TRACEBACK)]
     if not starts:
         return []

@@ -27,7 +27,7 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument(
         "--nproc-per-node", type=_at_least_one, default=1, metavar="N", help="how many workers (default: 1)"
     )
@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Launch, and return the exit code for the shell.
+    """Launch the workers, and return the exit code.
 
     Raises:
         ConfigurationError: the script, the address, the port or the log directory cannot be used.
@@ -65,23 +65,23 @@ def execute(arguments: argparse.Namespace) -> int:
     terminals = {fd: window_of(fd) for fd in (STDOUT, STDERR) if os.isatty(fd)}
     coloured = frozenset(terminals) if wants_colour(inherited) else frozenset()
     if arguments.verbose:
-        _tell(f"{arguments.nproc_per_node} workers meet at {arguments.master_addr}:{port}")
+        _print_error(f"{arguments.nproc_per_node} workers meet at {arguments.master_addr}:{port}")
         if "OMP_NUM_THREADS" not in inherited and arguments.nproc_per_node > 1:
-            _tell("OMP_NUM_THREADS=1 for each, as it was not set and they share the cores")
+            _print_error("OMP_NUM_THREADS=1 for each, as it was not set and they share the cores")
     group = Group(command, environments, labels(coloured), terminals, _log_dir(arguments.log_dir))
     try:
         outcome, stderr_tail = launch(group)
     except OSError as error:
-        _tell(f"cannot start the workers: {error}")
+        _print_error(f"cannot start the workers: {error}")
         return EXIT_CANNOT_START
-    _tell(*failure_report(outcome, stderr_tail))
+    _print_error(*failure_report(outcome, stderr_tail))
     return outcome.exit_code
 
 
 def worker_environments(
     inherited: Mapping[str, str], workers: int, master_addr: str, master_port: int
 ) -> list[dict[str, str]]:
-    """The environment of each worker, by rank: ``inherited``, and what tells it its place."""
+    """The environment of each worker, by rank: ``inherited``, plus rank and world size."""
     common = dict(inherited)
     if workers > 1:
         # Each worker would otherwise start a thread for every core, and they would fight for them.
@@ -99,7 +99,7 @@ def worker_environments(
 
 
 def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
-    """What begins each line of a worker on a descriptor, in a colour of its own on those ``coloured``."""
+    """The label of each worker's lines on a descriptor; coloured by worker on those in ``coloured``."""
 
     def label(rank: int, fd: int) -> bytes:
         text = f"[worker {rank}]"
@@ -111,7 +111,7 @@ def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
 
 
 def wants_colour(environ: Mapping[str, str]) -> bool:
-    """Does the user want colours, given a terminal? See no-color.org."""
+    """Whether to use colours on a terminal (see no-color.org)."""
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
@@ -165,8 +165,8 @@ def _port(text: str) -> int:
     return number
 
 
-def _tell(*lines: str) -> None:
-    """Write to stderr; lines that are indented belong to the one before them."""
+def _print_error(*lines: str) -> None:
+    """Write to stderr; indented lines continue the previous one."""
     text = "".join(f"{line}\n" if line.startswith(" ") else f"zmqgrad run: {line}\n" for line in lines)
     try:
         write_all(STDERR, text.encode())

@@ -1,4 +1,4 @@
-"""Signals as something to wait for and read, instead of something that interrupts."""
+"""Signals as events to wait for, instead of interrupts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class SignalInbox:
-    """While entered, SIGINT, SIGTERM and SIGHUP are kept here, and the end of a child wakes a select.
+    """While entered, queues SIGINT, SIGTERM and SIGHUP; the exit of a child wakes a select.
 
     Must be entered on the main thread.
     """
@@ -40,11 +40,11 @@ class SignalInbox:
         self._writer.close()
 
     def fileno(self) -> int:
-        """What to wait on."""
+        """The descriptor to select on."""
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """The stopping signals that came since the last time."""
+        """Stopping signals received since the last call."""
         try:
             return [signum for signum in self._reader.recv(4096) if signum in _STOPPING]
         except BlockingIOError:
@@ -52,4 +52,4 @@ class SignalInbox:
 
 
 def _only_wake(signum: int, frame: FrameType | None) -> None:
-    """Python writes to the wakeup descriptor only for signals that have a handler."""
+    """A handler that does nothing: Python writes to the wakeup descriptor only for handled signals."""

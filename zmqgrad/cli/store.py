@@ -1,15 +1,15 @@
-"""``zmqgrad store``: serves a key-value store, and looks into one that runs."""
+"""``zmqgrad store``: serves a key-value store, or accesses a running one."""
 
 from __future__ import annotations
 
 import argparse
 from typing import Protocol
 
-from zmqgrad.cli import store_ask, store_serve
+from zmqgrad.cli import store_client, store_serve
 
 
 class Subcommand(Protocol):
-    """What a module ``store_<name>``, or a question of :mod:`store_ask`, has to offer."""
+    """Interface of a module ``store_<name>``, or of a subcommand in :mod:`store_client`."""
 
     @property
     def HELP(self) -> str: ...
@@ -21,12 +21,12 @@ class Subcommand(Protocol):
 
 _SUBCOMMANDS: dict[str, Subcommand] = {
     "serve": store_serve,
-    **store_ask.QUESTIONS,
+    **store_client.SUBCOMMANDS,
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the subcommands and what they take."""
+    """Declare the subcommands and their arguments."""
     commands = parser.add_subparsers(dest="store_command", required=True, title="commands", metavar="COMMAND")
     for name, module in _SUBCOMMANDS.items():
         module.add_arguments(
@@ -35,5 +35,5 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Run the subcommand, and return the exit code for the shell."""
+    """Run the subcommand, and return the exit code."""
     return _SUBCOMMANDS[arguments.store_command].execute(arguments)

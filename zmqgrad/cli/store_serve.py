@@ -1,4 +1,4 @@
-"""``zmqgrad store serve``: a store's server as a process of its own, which outlives the workers."""
+"""``zmqgrad store serve``: runs a store's server as a separate process, which outlives the workers."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ DEFAULT_PORT = 29500
 EXIT_FAILED = 1
 
 LOOK_SECONDS = 1.0
-"""How often it is looked whether the server still serves; signals are seen at once."""
+"""Interval of the checks that the server still runs; signals are handled at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument(
         "--host",
         default="127.0.0.1",
@@ -68,7 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    """Serve, and return the exit code for the shell.
+    """Serve until a signal, and return the exit code.
 
     Raises:
         ConfigurationError: the address or the secret cannot be right.
@@ -105,6 +105,6 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _allow_many_clients() -> None:
-    """Let this process open as many files, of which a client needs one or three, as the system lets it."""
+    """Raise the limit on open files to the maximum; each client needs one or three."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

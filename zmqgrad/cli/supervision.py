@@ -1,4 +1,4 @@
-"""What the launcher decides: when the group ends, whom it signals, and with which code it leaves.
+"""Decisions of the launcher: when the group ends, which workers to signal, and the exit code.
 
 Pure. An event and the time go in, a list of effects comes out; processes and signals are the business
 of :mod:`zmqgrad.cli.launch`. The rules:
@@ -20,12 +20,12 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 GRACE = 1.0
-"""Seconds between asking a worker to end and killing it, and again until it is given up."""
+"""Seconds between SIGTERM and SIGKILL, and between SIGKILL and giving up on a worker."""
 
 
 @dataclass(frozen=True)
 class WorkerExited:
-    """Event: a worker is gone. ``code`` as ``subprocess`` has it: minus the signal that killed it."""
+    """Event: a worker has exited. ``code`` as ``subprocess`` has it: minus the signal that killed it."""
 
     rank: int
     code: int
@@ -40,7 +40,7 @@ class SignalReceived:
 
 @dataclass(frozen=True)
 class TimePassed:
-    """Event: nothing but that it is later now."""
+    """Event: time has passed."""
 
 
 Event = WorkerExited | SignalReceived | TimePassed
@@ -48,7 +48,7 @@ Event = WorkerExited | SignalReceived | TimePassed
 
 @dataclass(frozen=True)
 class SignalWorkers:
-    """Effect: send ``signum`` to these workers and whatever they have started."""
+    """Effect: send ``signum`` to these workers and their child processes."""
 
     ranks: tuple[int, ...]
     signum: int
@@ -56,7 +56,7 @@ class SignalWorkers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Effect, the last one: how it went. ``ended`` were still running when the end began."""
+    """The last effect: the result. ``ended`` were still running when the end began."""
 
     exit_code: int
     first_failure: WorkerExited | None = None
@@ -69,7 +69,7 @@ Effect = SignalWorkers | Outcome
 
 
 class Phase(enum.Enum):
-    """The group goes through these in order, and may skip some."""
+    """Phases of a group, in order; some may be skipped."""
 
     RUNNING = "running"
     ENDING = "ending"
@@ -83,7 +83,7 @@ class Supervisor:
     def __init__(self, ranks: Collection[int], grace: float = GRACE) -> None:
         self.phase = Phase.RUNNING
         self.deadline = math.inf
-        """When to come back with TimePassed at the latest; infinite for no need."""
+        """When to send TimePassed at the latest; infinite if not needed."""
         self._running = set(ranks)
         self._grace = grace
         self._first_failure: WorkerExited | None = None
@@ -92,11 +92,11 @@ class Supervisor:
 
     @property
     def is_running(self) -> bool:
-        """Has nothing brought the end yet?"""
+        """Whether the end has not begun yet."""
         return self.phase is Phase.RUNNING
 
     def handle(self, event: Event, now: float) -> list[Effect]:
-        """Take in ``event`` at ``now`` (monotonic seconds) and say what is to be done."""
+        """Process ``event`` at ``now`` (monotonic seconds) and return the effects."""
         if self.phase is Phase.OVER:
             return []
         match event:

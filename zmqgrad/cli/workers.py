@@ -1,4 +1,4 @@
-"""One worker process as the launcher sees it: started, listened to, signalled, gone.
+"""One worker process of the launcher: start, output, signals, exit.
 
 Each worker leads a session of its own, so that a signal reaches whatever it has started as well, and a
 Ctrl-C in the terminal reaches the launcher alone. On Linux the kernel kills it when the launcher dies.
@@ -40,8 +40,8 @@ class Window:
     rows: int
     columns: int
 
-    def beside(self, label: bytes) -> Window:
-        """What is left of it beside a label."""
+    def remaining(self, label: bytes) -> Window:
+        """The window without the columns of a label."""
         return Window(self.rows, max(20, self.columns - len(without_escapes(label))))
 
 
@@ -62,11 +62,11 @@ class Stream:
         self.live = window is not None
         self.lines = LineSplitter()
         self._log = log
-        self._ours, self._theirs = _open_terminal(window.beside(label)) if window else os.pipe()
+        self._ours, self._theirs = _open_terminal(window.remaining(label)) if window else os.pipe()
         os.set_blocking(self._ours, False)
 
     def fileno(self) -> int:
-        """What to wait on."""
+        """The descriptor to select on."""
         return self._ours
 
     def hand_over(self) -> int:
@@ -74,11 +74,11 @@ class Stream:
         return self._theirs
 
     def started(self) -> None:
-        """Let go of the worker's end, so that its death shows as the end of the stream."""
+        """Close the worker's end here, so that its exit ends the stream."""
         os.close(self._theirs)
 
     def read(self) -> bytes | None:
-        """What has come, empty if nothing did; None at the end."""
+        """The bytes that have arrived, perhaps none; None at the end of the stream."""
         try:
             chunk = os.read(self._ours, _CHUNK)
         except BlockingIOError:
@@ -90,14 +90,14 @@ class Stream:
         return chunk or None
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Close all descriptors."""
         os.close(self._ours)
         if self._log is not None:
             self._log.close()
 
 
 class WorkerProcess:
-    """A worker that runs from birth on. ``tail`` holds the last lines of its stderr.
+    """A worker process, started on construction. ``tail`` holds the last lines of its stderr.
 
     Raises:
         OSError: the program or a log file cannot be opened.
@@ -137,11 +137,11 @@ class WorkerProcess:
 
     @property
     def pid(self) -> int:
-        """The process id, which is its session's and group's too."""
+        """The process id, also that of its session and process group."""
         return self._process.pid
 
     def poll(self) -> int | None:
-        """The exit code once it has left, minus the signal that killed it; None while it runs."""
+        """The exit code, or minus the signal that killed it; None while it runs."""
         return self._process.poll()
 
     def remember(self, lines: Sequence[bytes]) -> None:
@@ -160,7 +160,7 @@ class WorkerProcess:
         return True
 
     def close(self) -> None:
-        """Kill what is left of it and reap it."""
+        """Kill the remaining processes and reap the worker."""
         self.signal(signal.SIGKILL)
         try:
             self._process.wait(_REAP_TIMEOUT)
@@ -199,7 +199,7 @@ def _open_log(log_dir: Path | None, rank: int, fd: int) -> IO[bytes] | None:
 
 
 def _dies_with_parent() -> Callable[[], None] | None:
-    """What a child runs before it becomes the worker: ask the kernel to kill it when its parent dies."""
+    """The child's setup before exec: has the kernel kill it when its parent dies."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None, use_errno=True)

@@ -1,4 +1,4 @@
-"""Optimizers over workers: each parameter is optimized where it lives (DESIGN section 11).
+"""Distributed optimizers: each parameter is optimized by its owner (DESIGN section 11).
 
     optimizer = DistributedOptimizer(torch.optim.Adam, params_rref, lr=1e-3)
     schedule = DistributedLRScheduler(optimizer, torch.optim.lr_scheduler.StepLR, step_size=10)
@@ -8,8 +8,8 @@
         optimizer.step(context_id)
     schedule.step()
 
-Each step uses the gradients of one distributed autograd context, not those in ``.grad``. Steps on one worker
-are serialised, so that optimizers which share parameters do not mix.
+Each step uses the gradients of one distributed autograd context, not those in ``.grad``. Concurrent steps on
+one worker are serialised, so that optimizers can share parameters.
 """
 
 from __future__ import annotations

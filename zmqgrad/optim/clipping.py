@@ -1,4 +1,4 @@
-"""clip_grad_norm: one norm over the gradients of all owners, as if they were in one process."""
+"""clip_grad_norm: clips by the norm over the gradients of all owners, as if they were in one process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from zmqgrad.autograd import get_gradients
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.optim.owners import by_owner, local_values, on_all
+from zmqgrad.optim.owners import call_owners, group_by_owner, local_values
 from zmqgrad.rpc import RRef
 
 EPSILON = 1e-6
@@ -24,7 +24,7 @@ def _gradients(context_id: int, params: Sequence[RRef[Any]]) -> list[torch.Tenso
 
 
 def _norm(context_id: int, params: Sequence[RRef[Any]], norm_type: float) -> float:
-    """On an owner: the norm of its gradients."""
+    """The norm of the gradients of this owner."""
     norms = []
     for gradient in _gradients(context_id, params):
         dense = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -33,7 +33,7 @@ def _norm(context_id: int, params: Sequence[RRef[Any]], norm_type: float) -> flo
 
 
 def _scale(context_id: int, params: Sequence[RRef[Any]], by: float) -> None:
-    """On an owner: scale its gradients in the context."""
+    """Scale the gradients of this owner in the context."""
     for gradient in _gradients(context_id, params):
         gradient.mul_(by)
 
@@ -47,21 +47,29 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients of a context so that their norm, over all owners together, is at most ``max_norm``.
 
-    What ``torch.nn.utils.clip_grad_norm_`` does for the parameters of one process. Call it between
-    ``backward`` and ``step``.
+    Does what ``torch.nn.utils.clip_grad_norm_`` does in one process. Call it between ``backward`` and
+    ``step``.
+
+    Args:
+        context_id: of the distributed autograd context.
+        params_rref: references to the parameters.
+        max_norm: upper limit of the norm.
+        norm_type: order of the norm; ``inf`` for the maximum norm.
+        error_if_nonfinite: raise if the norm is nan or infinite.
 
     Returns:
-        the norm before, a tensor of one float64.
+        the norm before clipping, a scalar tensor of dtype float64.
 
     Raises:
-        ConfigurationError: if there are no references. RuntimeError: for a norm that is not finite, if
-        ``error_if_nonfinite``. Others: as what failed on an owner.
+        ConfigurationError: if there are no references.
+        RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
+        Exception: what failed on an owner.
     """
-    norm_type = float(norm_type)  # "inf", as torch takes it
-    owners = by_owner(params_rref)
+    norm_type = float(norm_type)  # torch accepts "inf"
+    owners = group_by_owner(params_rref)
     if not owners:
         raise ConfigurationError("clip_grad_norm got an empty parameter list")
-    norms = on_all(_norm, {owner: (context_id, params, norm_type) for owner, params in owners.items()})
+    norms = call_owners(_norm, {owner: (context_id, params, norm_type) for owner, params in owners.items()})
     every = torch.tensor(list(norms.values()), dtype=torch.float64)
     total: torch.Tensor = torch.linalg.vector_norm(every, norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
@@ -70,6 +78,6 @@ def clip_grad_norm(
             + ", ".join(f"{owner} has {norm}" for owner, norm in norms.items())
         )
     by = float(max_norm) / (total.item() + EPSILON)
-    if not by >= 1.0:  # so nan goes on, as torch's does
-        on_all(_scale, {owner: (context_id, params, by) for owner, params in owners.items()})
+    if not by >= 1.0:  # false for nan, which then spreads to the gradients as in torch
+        call_owners(_scale, {owner: (context_id, params, by) for owner, params in owners.items()})
     return total

@@ -10,34 +10,34 @@ from typing import Any
 import torch
 
 from zmqgrad.autograd import get_gradients
-from zmqgrad.autograd.graph.hooks import grads_lent
+from zmqgrad.autograd.graph.hooks import swapped_grads
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.optim.owners import by_owner, local_values, on_all, on_each, several
+from zmqgrad.optim.owners import as_list, call_method, call_owners, group_by_owner, local_values
 from zmqgrad.rpc import RRef
 
 Group = dict[str, Any]
-"""``params``, and options for them."""
+"""A parameter group: ``params``, and options for them."""
 
 
 class LocalOptimizer:
-    """Lives on the owner of its parameters."""
+    """The optimizer of one owner."""
 
     def __init__(self, optimizer_class: type, groups: Sequence[Group], args: Any, kwargs: Any) -> None:
         params: list[Any] = [{**group, "params": local_values(group["params"])} for group in groups]
         if len(params) == 1 and len(params[0]) == 1:
-            params = params[0]["params"]  # some optimizers take no groups
+            params = params[0]["params"]  # some optimizers accept no groups
         self.optimizer: torch.optim.Optimizer = optimizer_class(params, *args, **kwargs)
         _refuse_closures(self.optimizer)
 
     def step(self, context_id: int) -> None:
-        """One step on the gradients of a context. ``.grad`` of the parameters is as before afterwards."""
+        """Take one step with the gradients of a context. ``.grad`` of the parameters stays unchanged."""
         gradients = get_gradients(context_id)
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        with grads_lent(params, [gradients.get(p) for p in params]):
+        with swapped_grads(params, [gradients.get(p) for p in params]):
             self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """Its state dictionary, as if it had travelled."""
+        """A copy of the state dictionary: a local caller must not share its tensors either."""
         return copy.deepcopy(self.optimizer.state_dict())
 
 
@@ -59,18 +59,18 @@ def _load(local: RRef[LocalOptimizer], state: dict[str, Any]) -> None:
 
 
 class DistributedOptimizer:
-    """Optimizes parameters wherever they live.
+    """Optimizes parameters on the workers that own them.
 
     Args:
-        optimizer_class: a class of ``torch.optim``, or like one, whose ``step`` needs no closure.
-        params_rref: references to the parameters; or groups of them, as dictionaries with ``params`` and
-            options of their own, as torch's optimizers take them.
+        optimizer_class: a class of ``torch.optim``, or a similar one, whose ``step`` needs no closure.
+        params_rref: references to the parameters; or parameter groups as for torch's optimizers, dictionaries
+            with ``params`` and options.
         args, kwargs: for the optimizer on each owner.
 
     Raises:
-        ConfigurationError: if there are no parameters, what is given are no references, or ``step`` needs a
+        ConfigurationError: if there are no parameters, an item is not a reference, or ``step`` needs a
             closure.
-        Anything else: what making an optimizer raised, on any owner.
+        Exception: what the constructor of an optimizer raised on any owner.
     """
 
     def __init__(
@@ -81,57 +81,62 @@ class DistributedOptimizer:
         **kwargs: Any,
     ) -> None:
         groups = _groups_by_owner(params_rref)
-        made = on_all(_make, {owner: (optimizer_class, mine, args, kwargs) for owner, mine in groups.items()})
+        made = call_owners(
+            _make, {owner: (optimizer_class, mine, args, kwargs) for owner, mine in groups.items()}
+        )
         self._locals: dict[str, RRef[LocalOptimizer]] = made
 
     @property
     def local_optimizers(self) -> dict[str, RRef[LocalOptimizer]]:
-        """The optimizer of each owner, by its name."""
+        """References to the optimizers, by the names of their owners."""
         return dict(self._locals)
 
     def step(self, context_id: int) -> None:
-        """One step on all owners, in parallel, on the gradients of context ``context_id``.
+        """Take one step on all owners in parallel, with the gradients of context ``context_id``.
 
         Raises:
-            what a step raised on any owner, naming it; the steps of the others are done all the same. If
-            several failed, the error's cause tells of the others.
+            Exception: what a step raised on any owner, naming it. The other owners complete their steps. If
+                several failed, the cause of the exception lists the others.
         """
-        on_each(self._locals, "step", context_id)
+        call_method(self._locals, "step", context_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the optimizers of all owners, by their names; copies, brought here."""
-        return on_each(self._locals, "state")
+        """Copies of the states of all optimizers, by the names of their owners."""
+        return call_method(self._locals, "state")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave; of an optimizer with the same parameters on each owner.
+        """Restore a state from :meth:`state_dict` of an optimizer with the same parameters on each owner.
 
         Raises:
-            ConfigurationError: if the owners are others. Others: as torch's, on any owner.
+            ConfigurationError: if the owners differ.
+            Exception: what torch's ``load_state_dict`` raised on any owner.
         """
         if set(state) != set(self._locals):
             raise ConfigurationError(
                 f"the state is of optimizers on {', '.join(sorted(state)) or 'no worker'}, but the "
                 f"parameters are owned by {', '.join(sorted(self._locals))}"
             )
-        on_all(_load, {owner: (local, state[owner]) for owner, local in self._locals.items()})
+        call_owners(_load, {owner: (local, state[owner]) for owner, local in self._locals.items()})
 
     def __repr__(self) -> str:
         return f"<DistributedOptimizer on {', '.join(self._locals)}>"
 
 
 def _groups_by_owner(params_rref: Any) -> dict[str, list[Group]]:
-    """For each owner its groups; every owner has all of them, some empty, so that they can be counted."""
-    given = several(params_rref)
+    """The groups of each owner. Each owner has all groups, some empty, so that their indices agree."""
+    given = as_list(params_rref)
     if not given:
         raise ConfigurationError("optimizer got an empty parameter list")
     if not isinstance(given[0], Mapping):
-        return {owner: [{"params": params}] for owner, params in by_owner(given).items()}
+        return {owner: [{"params": params}] for owner, params in group_by_owner(given).items()}
     split: list[tuple[dict[str, list[RRef[Any]]], Group]] = []
     for i, group in enumerate(given):
         if not isinstance(group, Mapping) or "params" not in group:
             raise ConfigurationError(f"params_rref[{i}] must be a dictionary with 'params', not {group!r}")
         params = group["params"]
-        found = by_owner([params] if isinstance(params, RRef) else params, f"params_rref[{i}]['params']")
+        found = group_by_owner(
+            [params] if isinstance(params, RRef) else params, f"params_rref[{i}]['params']"
+        )
         split.append((found, {k: v for k, v in group.items() if k != "params"}))
     owners = list(dict.fromkeys(owner for found, _ in split for owner in found))
     if not owners:

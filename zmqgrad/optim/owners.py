@@ -1,4 +1,4 @@
-"""The same thing on every worker that owns some parameters, in parallel; and what went wrong anywhere."""
+"""Calls to all workers that own some of the parameters, in parallel."""
 
 from __future__ import annotations
 
@@ -12,38 +12,42 @@ from zmqgrad.errors import ConfigurationError, RpcError
 from zmqgrad.rpc import RRef, get_worker_info, rpc_async
 
 
-def several(params_rref: Iterable[Any], name: str = "params_rref") -> list[Any]:
-    """References, or groups of them, as a list.
+def as_list(params_rref: Iterable[Any], name: str = "params_rref") -> list[Any]:
+    """Return references, or groups of them, as a list.
 
     Raises:
-        ConfigurationError: if it is one reference by itself.
+        ConfigurationError: if ``params_rref`` is a single reference.
     """
     if isinstance(params_rref, RRef):
         raise ConfigurationError(f"{name} must be a list of RRefs, not an RRef: put it into a list")
     return list(params_rref)
 
 
-def by_owner(params_rref: Iterable[RRef[Any]], name: str = "params_rref") -> dict[str, list[RRef[Any]]]:
-    """The references by the name of the worker that owns what they refer to.
+def group_by_owner(params_rref: Iterable[RRef[Any]], name: str = "params_rref") -> dict[str, list[RRef[Any]]]:
+    """Group references by the names of their owners.
 
     Raises:
-        ConfigurationError: if what is given are no references.
+        ConfigurationError: if an item is not an ``RRef``.
     """
     found: dict[str, list[RRef[Any]]] = {}
-    for i, param in enumerate(several(params_rref, name)):
+    for i, param in enumerate(as_list(params_rref, name)):
         if not isinstance(param, RRef):
             raise ConfigurationError(f"{name}[{i}] must be an RRef, not {type(param).__name__}")
         found.setdefault(param.owner_name(), []).append(param)
     return found
 
 
-def on_all(function: Callable[..., Any], args: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """``function(*args[owner])`` on each owner, and what they give. Waits for all, even if one fails.
+def call_owners(function: Callable[..., Any], args: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    """Run ``function(*args[owner])`` on each owner. Waits for all, even if one fails.
 
-    What this worker owns it sees to itself, while the others are at work.
+    If this worker is an owner, it runs the function here while the others run it there.
+
+    Returns:
+        the results, by owner.
 
     Raises:
-        what it raised on the first owner that failed; its cause tells of the others, if there are more.
+        Exception: what the function raised on the first owner that failed. If it failed on others, too, the
+            cause of the exception lists them.
     """
     own = get_worker_info().name
     return _at_once(
@@ -57,10 +61,10 @@ def on_all(function: Callable[..., Any], args: Mapping[str, Sequence[Any]]) -> d
     )
 
 
-def on_each(values: Mapping[str, RRef[Any]], method: str, *args: Any) -> dict[str, Any]:
-    """``value.method(*args)`` for each of ``values``, by the names of their owners; otherwise as `on_all`.
+def call_method(values: Mapping[str, RRef[Any]], method: str, *args: Any) -> dict[str, Any]:
+    """Run ``value.method(*args)`` for each of ``values``, by owner; otherwise as :func:`call_owners`.
 
-    The reference need not travel, which takes less than calling a function with it.
+    This is cheaper than calling a function with the reference as an argument.
     """
     own = get_worker_info().name
     return _at_once(
@@ -81,7 +85,7 @@ def _call_there(value: RRef[Any], method: str, *args: Any) -> Any:
 
 
 def _at_once(begin: Mapping[str, Callable[[], Any]], own: str) -> dict[str, Any]:
-    """What ``begin`` gives, by owner: futures to wait for, but for ``own``, which is begun last."""
+    """Call all functions of ``begin``: they return futures, except that of ``own``, which is called last."""
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
     begun: dict[str, Callable[[], Any]] = {}
@@ -91,7 +95,7 @@ def _at_once(begin: Mapping[str, Callable[[], Any]], own: str) -> dict[str, Any]
                 results[owner] = begin[owner]()
             else:
                 begun[owner] = begin[owner]().wait
-        except Exception as e:  # of those that are gone it may be known before anything is sent
+        except Exception as e:  # an owner may be known to be dead before anything is sent
             errors[owner] = e
     for owner, wait in begun.items():
         try:
@@ -112,5 +116,5 @@ def _raise(errors: dict[str, Exception]) -> None:
 
 
 def local_values(params: Iterable[RRef[Any]]) -> list[torch.Tensor]:
-    """On the owner: the parameters themselves."""
+    """The parameters of references that this worker owns."""
     return [param.local_value() for param in params]

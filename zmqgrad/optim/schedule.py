@@ -1,4 +1,4 @@
-"""DistributedLRScheduler: one of torch's learning-rate schedules, for every owner of an optimizer."""
+"""DistributedLRScheduler: a learning-rate scheduler of torch on each owner of an optimizer."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from zmqgrad.optim.optimizer import DistributedOptimizer, LocalOptimizer
-from zmqgrad.optim.owners import on_all
+from zmqgrad.optim.owners import call_owners
 from zmqgrad.rpc import RRef
 
 
@@ -33,40 +33,41 @@ def _load(schedule: RRef[Any], state: dict[str, Any]) -> None:
 
 
 class DistributedLRScheduler:
-    """A schedule on each owner of the parameters of ``optimizer``.
+    """A scheduler on each owner of the parameters of ``optimizer``.
 
     Args:
-        optimizer: whose learning rates it sets.
-        make: a class of ``torch.optim.lr_scheduler``, or any function of a local optimizer that gives a
-            schedule (for chained ones).
+        optimizer: the optimizer whose learning rates are scheduled.
+        make: a class of ``torch.optim.lr_scheduler``, or a function that takes a local optimizer and returns
+            a scheduler (for chained ones).
         args, kwargs: for ``make``, after the optimizer.
 
     Raises:
-        what making a schedule raised, on any owner.
+        Exception: what ``make`` raised on any owner.
     """
 
     def __init__(
         self, optimizer: DistributedOptimizer, make: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> None:
         locals_ = optimizer.local_optimizers
-        made = on_all(_make, {owner: (local, make, args, kwargs) for owner, local in locals_.items()})
+        made = call_owners(_make, {owner: (local, make, args, kwargs) for owner, local in locals_.items()})
         self._schedules: dict[str, RRef[Any]] = made
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """The next step of the schedule on all owners; call it after the optimizer's.
+        """Step the schedulers on all owners. Call it after the step of the optimizer.
 
-        Arguments are the schedule's, such as the metric of ``ReduceLROnPlateau``.
+        Args:
+            args, kwargs: those of the scheduler, such as the metric of ``ReduceLROnPlateau``.
         """
-        on_all(_step, {owner: (schedule, args, kwargs) for owner, schedule in self._schedules.items()})
+        call_owners(_step, {owner: (schedule, args, kwargs) for owner, schedule in self._schedules.items()})
 
     def get_last_lr(self) -> dict[str, list[float]]:
-        """Owner to the learning rates of its groups."""
-        return on_all(_last_lr, {owner: (schedule,) for owner, schedule in self._schedules.items()})
+        """The learning rates of the parameter groups, by owner."""
+        return call_owners(_last_lr, {owner: (schedule,) for owner, schedule in self._schedules.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """Owner to the state of its schedule."""
-        return on_all(_state, {owner: (schedule,) for owner, schedule in self._schedules.items()})
+        """The states of the schedulers, by owner."""
+        return call_owners(_state, {owner: (schedule,) for owner, schedule in self._schedules.items()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what :meth:`state_dict` gave."""
-        on_all(_load, {owner: (schedule, state[owner]) for owner, schedule in self._schedules.items()})
+        """Restore a state from :meth:`state_dict`."""
+        call_owners(_load, {owner: (schedule, state[owner]) for owner, schedule in self._schedules.items()})

@@ -1,21 +1,23 @@
 """Calls and references: ``torch.distributed.rpc``'s public names, over any mailbox.
 
-Guarantees: a call's function runs at most once, and exactly once while both processes live; every future is
-resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the engine pool; R1
-to R3 of :mod:`~zmqgrad.rpc.references.ledger`.
+Guarantees: the function of a call runs at most once, and exactly once while both processes live; every future
+is resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the engine pool;
+R1 to R3 of :mod:`~zmqgrad.rpc.rref.protocol`.
 
-Start with :mod:`~zmqgrad.rpc.worker` (what happens to a call), then :mod:`~zmqgrad.rpc.references.ledger`.
-Who takes part is in :mod:`~zmqgrad.rpc.groups`. Upper floors take part through
-:mod:`~zmqgrad.rpc.dispatch`; :mod:`~zmqgrad.rpc.packing` has the only pickle.
+Modules: :mod:`~zmqgrad.rpc.worker` assembles :mod:`~zmqgrad.rpc.client` (outgoing requests) and
+:mod:`~zmqgrad.rpc.server` (incoming requests, run by :mod:`~zmqgrad.rpc.callee`);
+:mod:`~zmqgrad.rpc.rref.protocol` decides how long RRef values live; :mod:`~zmqgrad.rpc.membership` knows who
+takes part; upper layers plug into :mod:`~zmqgrad.rpc.hooks`; :mod:`~zmqgrad.rpc.serialization` serializes
+values.
 
-Threads of a worker: the engine's, which read messages, run functions and carry on backward passes (at most
-``num_worker_threads`` of them at work, and four more that stand by at the mailbox); a timekeeper; and those
-of its mailbox and of its store. Who calls reads the answer itself.
+Threads of a worker: engine threads, which read messages, run functions and backward passes (at most
+``num_worker_threads`` at work, and four more that wait at the mailbox); a timer; and those of its mailbox and
+store. A thread that waits for a call reads the reply itself where it can.
 """
 
 from __future__ import annotations
 
-import zmqgrad.interop  # noqa: F401  process groups of torch meet by zmq:// from now on
+import zmqgrad.interop  # noqa: F401  registers zmq:// with torch.distributed
 from zmqgrad.rpc import backend_registry, constants, functions
 from zmqgrad.rpc.api import (
     _get_debug_info,
@@ -47,12 +49,12 @@ from zmqgrad.rpc.backend_registry import (
 )
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import broadcast, wait_all
-from zmqgrad.rpc.groups.identity import WorkerInfo
-from zmqgrad.rpc.groups.meeting import all_gather, barrier
+from zmqgrad.rpc.in_flight import cancelled, time_left
+from zmqgrad.rpc.membership.collectives import all_gather, barrier
+from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
-from zmqgrad.rpc.rref import RRef
+from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.server_process_global_profiler import _server_process_global_profile
-from zmqgrad.rpc.serving import cancelled, time_left
 
 PyRRef = RRef
 

@@ -1,4 +1,4 @@
-"""What a program calls: ``torch.distributed.rpc``'s functions, with its names, arguments and defaults."""
+"""The public functions: those of ``torch.distributed.rpc``, with its names, arguments and defaults."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
-from zmqgrad.rendezvous import meeting_place, rendezvous, says_world_size
+from zmqgrad.rendezvous import has_world_size, open_store, rendezvous
 from zmqgrad.rpc.backend_registry import construct_rpc_backend_options, init_backend, is_own
 from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
 from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
@@ -18,11 +18,12 @@ from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.gathering import _thread_local_var as _thread_local_var
 from zmqgrad.rpc.gathering import _wait_all as _wait_all
 from zmqgrad.rpc.gathering import note_future
-from zmqgrad.rpc.groups.events import JoinCallback, LossCallback
-from zmqgrad.rpc.groups.forming import join_group
-from zmqgrad.rpc.groups.group import Group, close_quietly
-from zmqgrad.rpc.groups.identity import WorkerInfo, check_name
-from zmqgrad.rpc.groups.meeting import all_gather, barrier
+from zmqgrad.rpc.in_flight import is_serving
+from zmqgrad.rpc.membership.bootstrap import join_group
+from zmqgrad.rpc.membership.collectives import all_gather, barrier
+from zmqgrad.rpc.membership.events import JoinCallback, LossCallback
+from zmqgrad.rpc.membership.group import Group, close_quietly
+from zmqgrad.rpc.membership.worker_info import WorkerInfo, check_name
 from zmqgrad.rpc.options import (
     DEFAULT_SHUTDOWN_TIMEOUT,
     UNSET_RPC_TIMEOUT,
@@ -31,9 +32,8 @@ from zmqgrad.rpc.options import (
     check_timeout,
 )
 from zmqgrad.rpc.profiling import caller_range, profiled_here
-from zmqgrad.rpc.rref import RRef, call_remote
-from zmqgrad.rpc.serving import is_serving
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.rpc.rref.api import RRef, call_remote
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
 
@@ -50,23 +50,23 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: RpcBackendOptions | None = None,
 ) -> None:
-    """Join the group; returns when all workers are there.
+    """Join the group; returns when all workers have joined.
 
     Args:
-        name: of this worker, unique in the group.
-        backend: there is one, and those that the program has registered
+        name: the name of this worker, unique in the group.
+        backend: None for the built-in backend, or one that the program has registered
             (:mod:`zmqgrad.rpc.backend_registry`).
         rank: 0 to ``world_size`` - 1, unique in the group; -1: from the environment or the URL. Without a
-            world size, None: the next that is free.
-        world_size: how many workers there are; None: from the environment or the URL. If nobody says, any
-            number of workers may join, leave and come back; the store is served by rank 0, or by others.
-        rpc_backend_options: where to meet, default timeout (which also bounds joining), threads.
+            world size, None: the next free one.
+        world_size: the number of workers; None: from the environment or the URL. If none of these has it,
+            any number of workers may join, leave and come back; rank 0 or another process serves the store.
+        rpc_backend_options: init method, default timeout (which also bounds joining), threads.
 
     Raises:
-        ConfigurationError: if an argument, or the environment, cannot be right.
-        RendezvousError: if the workers cannot meet: setting missing, port in use, name or rank taken
-            (``DuplicateWorkerError``), workers that do not come (``RendezvousTimeoutError``, naming them).
-        RpcError: if this process has joined already.
+        ConfigurationError: if an argument or an environment variable is invalid.
+        RendezvousError: if the rendezvous fails: setting missing, port in use, name or rank taken
+            (``DuplicateWorkerError``), missing workers (``RendezvousTimeoutError``, with their names).
+        RpcError: if this process has joined a group already.
     """
     global _group
     check_name(name)
@@ -94,13 +94,13 @@ def init_rpc(
 def _meet(
     rank: int | None, world_size: int | None, options: RpcBackendOptions
 ) -> tuple[Store, int | None, int | None]:
-    """Store, rank and world size (None: the group has no fixed one)."""
-    patience = options.rpc_timeout or 1e8
-    if world_size is None and not says_world_size(options.init_method):
-        store, rank = meeting_place(options.init_method, rank, patience)
+    """Run the rendezvous. Returns store, rank and world size (None: not fixed)."""
+    timeout = options.rpc_timeout or 1e8
+    if world_size is None and not has_world_size(options.init_method):
+        store, rank = open_store(options.init_method, rank, timeout)
         return store, rank, None
     size = -1 if world_size is None else world_size
-    return next(rendezvous(options.init_method, -1 if rank is None else rank, size, timeout=patience))
+    return next(rendezvous(options.init_method, -1 if rank is None else rank, size, timeout=timeout))
 
 
 def _join_by(
@@ -123,7 +123,7 @@ def _check_options(backend: Any, own: bool, options: object) -> None:
             f"Argument rpc_backend_options must be an instance of RpcBackendOptions, not {options!r}"
         )
     if not own or type(options) is RpcBackendOptions or isinstance(options, TensorPipeRpcBackendOptions):
-        options.__post_init__()  # they may have been changed since
+        options.__post_init__()  # the attributes may have been changed since
         return
     if backend is None:
         raise ArgumentTypeError(f"Could not infer backend for options {options!r}")
@@ -134,13 +134,14 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     """Leave the group. ``init_rpc`` works again afterwards.
 
     Args:
-        graceful: wait until all workers have called this and nothing is under way anywhere.
-        timeout: seconds that this may take; 0 for no limit.
+        graceful: wait until all workers have called this and no call is pending anywhere.
+        timeout: seconds; 0 for no limit.
 
     Raises:
-        NotInitializedError: if this process is in no group.
-        RpcError: inside a call that is served here, which would wait for itself.
-        RpcTimeoutError: if others did not come in time, naming them. This worker has left all the same.
+        NotInitializedError: if this process has not joined a group.
+        RpcError: if called inside a remote call, which would wait for itself.
+        RpcTimeoutError: if other workers did not call it in time, with their names. This worker has left all
+            the same.
     """
     global _group
     seconds = check_timeout(timeout)
@@ -162,17 +163,17 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 @atexit.register
 def _leave_at_exit() -> None:
-    """A program that ends without shutdown: stop the threads before the interpreter takes itself apart."""
+    """Stop the threads before the interpreter finalizes, if the program ends without shutdown."""
     if _group is not None:
         close_quietly(_group)
-        _group.let_the_lost_end_first()
+        _group.wait_for_lost_processes()
 
 
 def _forget_in_fork() -> None:
-    """A fork has the memory of its parent's group, but none of its threads: it is in no group."""
+    """A forked child has the memory of its parent's group but not its threads, so it has not joined one."""
     global _group, _lock
     if _group is not None:
-        _inherited.append(_group)  # nothing of it may be finalised here
+        _inherited.append(_group)  # finalizers of the parent's objects must not run here
     _group, _lock = None, threading.Lock()
 
 
@@ -188,23 +189,29 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """Run ``func(*args, **kwargs)`` on worker ``to``; gives its result.
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and return its result.
 
     Args:
         to: a name, a rank or a WorkerInfo.
-        func: importable on both sides, or else sent by value.
+        func: any callable; it is sent by name if both sides can import it, and by value otherwise.
+        args: positional arguments.
+        kwargs: keyword arguments.
         timeout: seconds for connecting, queueing and running; 0 for no limit; default: the worker's.
 
+    Returns:
+        The result, whose tensors are copies.
+
     Raises:
-        RpcTimeoutError: if the result does not come in time. PeerLostError: if ``to`` died.
+        RpcTimeoutError: if the result does not arrive in time.
+        PeerLostError: if ``to`` died.
         UnknownWorkerError, PayloadError, FunctionNotFoundError: if the call cannot be made.
-        Anything else: what ``func`` raised there, with the traceback in its text.
+        Exception: what ``func`` raised, with the remote traceback in its text.
     """
     worker = current_worker()
     if profiled_here():
         with caller_range("sync", worker, to, func):
-            return worker.open(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
-    return worker.open(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
+            return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
+    return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
 
 
 def rpc_async(
@@ -214,11 +221,16 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RpcFuture[Any]:
-    """As :func:`rpc_sync`, but gives a ``torch.futures.Future`` at once.
+    """As :func:`rpc_sync`, but returns a ``torch.futures.Future`` at once.
 
     You must not change tensors in ``args`` before it is done: where they are sent without a copy (between
     hosts, for example), they are read until then.
-    That ``to`` has died is told by the future, too.
+
+    Returns:
+        A future of the result. It has the errors of :func:`rpc_sync`, a lost ``to`` included.
+
+    Raises:
+        UnknownWorkerError, PayloadError: if the call cannot be made.
     """
     worker = current_worker()
     try:
@@ -228,7 +240,7 @@ def rpc_async(
         else:
             future = worker.future(worker.call(to, func, args, kwargs, timeout))
     except PeerLostError as e:
-        future = worker.failed(e)
+        future = worker.replies.failed_future(e)
     return note_future(future)
 
 
@@ -239,9 +251,14 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result; gives a reference at once.
+    """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result.
 
-    If the function fails or does not end within ``timeout``, using the reference raises that.
+    Returns:
+        A reference to the result, at once. If the function fails or does not end within ``timeout``, using
+        the reference raises the error.
+
+    Raises:
+        UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be made.
     """
     worker = current_worker()
     if profiled_here():
@@ -254,105 +271,117 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and id of a worker; of this one by default.
 
     Raises:
-        UnknownWorkerError: if there is none of that name.
+        UnknownWorkerError: if there is no worker of that name.
     """
     membership = current_worker().membership
     return membership.own.info if worker_name is None else membership.find(worker_name).info
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers that take part, this one included, as far as known; by id."""
+    """All known members of the group, this worker included, sorted by id."""
     return sorted((record.info for record in current_worker().membership.all()), key=lambda info: info.id)
 
 
 def wait_for_workers(names: Sequence[str], timeout: float = UNSET_RPC_TIMEOUT) -> list[WorkerInfo]:
-    """Wait until workers of these ``names`` take part; gives their infos.
+    """Wait until the workers of these ``names`` have joined.
 
     Args:
+        names: the names of the workers.
         timeout: seconds; 0 for no limit; default: that of calls.
 
+    Returns:
+        Their infos, in the order of ``names``.
+
     Raises:
-        RpcTimeoutError: naming those that did not come.
+        RpcTimeoutError: if some have not joined in time, with their names.
     """
     if isinstance(names, str):
         raise ArgumentTypeError(f"names must be a list of names, not the string {names!r}")
     worker = current_worker()
-    deadline = Deadline.after(worker.seconds(timeout) or None)
-    with about_to_block():
+    deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
+    with blocking_section():
         return [record.info for record in worker.membership.wait_for(names, deadline)]
 
 
 def on_join(callback: JoinCallback) -> None:
-    """Call ``callback(info)`` with every worker that joins from now on, in an engine thread.
+    """Call ``callback(info)`` for every worker that joins from now on, in an engine thread.
 
-    An exception that it raises is logged.
+    Exceptions of the callback are logged.
     """
     current_worker().events.on_join(callback)
 
 
 def on_loss(callback: LossCallback) -> None:
-    """Call ``callback(info, why)`` with every worker that leaves or dies from now on, in an engine thread."""
+    """Call ``callback(info, reason)`` for every worker that leaves or dies from now on, in an engine thread.
+
+    Exceptions of the callback are logged.
+    """
     current_worker().events.on_loss(callback)
 
 
 def get_stats() -> dict[str, Any]:
-    """What this worker has sent and received so far, by path, and how its shared memory is used.
+    """Statistics of this worker: bytes sent and received by path, shared memory, and flow control.
 
-    ``sent_by_path`` and ``received_by_path`` give bytes: ``inline`` (small things, beside the header),
-    ``frames`` (of a socket) and ``arena`` (shared memory). ``arena`` gives its ``limit``, the ``memory`` it
-    takes, ``bytes_lent`` to peers, ``blocks_in_use`` here of those that peers lent, how many messages went
-    by frames all the same (``fallbacks``, by reason), and which workers cannot map it and why
-    (``refused_by``). ``inflight`` gives the ``limit`` of what may be on its way to a peer through sockets,
-    and by worker id the ``bytes`` that are, and what is ``waiting`` for it to take them in. ``kept_warm``:
-    bytes of free memory that wait for the next large tensor from another host.
+    Returns:
+        ``sent_by_path`` and ``received_by_path``: bytes sent ``inline`` (small values, beside the header), in
+        ``frames`` (of a socket) and in the ``arena`` (shared memory). ``arena``: its ``limit``, the
+        ``memory`` it takes, ``bytes_lent`` to peers, ``blocks_in_use`` here of those lent by peers, the
+        number of messages sent in frames instead (``fallbacks``, by reason), and the workers that cannot map
+        it, with the reason (``refused_by``). ``inflight``: the ``limit`` of bytes in flight to a peer through
+        sockets, and by worker id the ``bytes`` in flight and what is ``waiting`` for credit. ``kept_warm``:
+        bytes of free memory kept for the next large tensor from another host.
     """
     return current_worker().mailbox.statistics()
 
 
 def get_debug_info() -> dict[str, Any]:
-    """What this worker is doing just now; see :func:`zmqgrad.rpc.debug.debug_info`."""
+    """What this worker is doing; see :func:`zmqgrad.rpc.debug.debug_info`."""
     return debug_info(current_worker())
 
 
 def _get_debug_info() -> dict[str, str]:
-    """The same in short, as torch's of that name: of references, threads and contexts."""
+    """The entries of torch's function of that name: references, threads and contexts."""
     return flat_debug_info(current_worker())
 
 
 def _rref_context_get_debug_info() -> dict[str, str]:
-    """What of it concerns references, as torch's of that name."""
+    """The entries of torch's function of that name: references."""
     return rref_debug_info(current_worker())
 
 
 def is_available() -> bool:
-    """Can RPC be used in this process? (It can, wherever this can be imported.)"""
+    """Whether RPC can be used in this process: always True."""
     return True
 
 
 def _is_current_rpc_agent_set() -> bool:
-    """Has this process joined a group?"""
+    """Whether this process has joined a group."""
     return current_worker_or_none() is not None
 
 
 def get_rpc_timeout() -> float:
-    """Seconds that a call may take by default; 0: no limit."""
+    """The default timeout of calls in seconds; 0: no limit."""
     return current_worker().default_timeout
 
 
 def set_rpc_timeout(seconds: float) -> None:
-    """Change the default timeout of this worker's calls."""
+    """Set the default timeout of this worker's calls, in seconds; 0: no limit.
+
+    Raises:
+        ConfigurationError: if it is negative.
+    """
     current_worker().default_timeout = check_timeout(seconds)
 
 
 _set_rpc_timeout = set_rpc_timeout
 
 
-# ---- by torch's names, which are not public but used ----------------------------------------------------
+# ---- torch's private names that programs use -------------------------------------------------------------
 
 _all_gather = all_gather
 _barrier = barrier
 
 
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Returns when all workers have called this."""
+    """Wait until all workers have called this."""
     barrier(None, timeout)

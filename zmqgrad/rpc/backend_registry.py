@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from zmqgrad.errors import ArgumentTypeError, RpcError
 from zmqgrad.rpc import options
-from zmqgrad.rpc.groups.forming import join_group
-from zmqgrad.rpc.groups.group import Group
+from zmqgrad.rpc.membership.bootstrap import join_group
+from zmqgrad.rpc.membership.group import Group
 from zmqgrad.rpc.options import (
     DEFAULT_INIT_METHOD,
     DEFAULT_RPC_TIMEOUT_SEC,

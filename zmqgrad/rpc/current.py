@@ -1,7 +1,7 @@
-"""Which worker the calling thread acts for.
+"""The current worker of the calling thread.
 
-Engine threads carry theirs in a context variable, so that several workers can live in one process; every
-other thread acts for the worker that ``init_rpc`` made.
+Engine threads have theirs in a context variable, so that several workers can live in one process; the current
+worker of every other thread is the one that ``init_rpc`` made.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from zmqgrad.errors import NotInitializedError
 if TYPE_CHECKING:
     from zmqgrad.rpc.worker import Worker
 
-_acting: ContextVar[Worker | None] = ContextVar("zmqgrad_worker", default=None)
+_current: ContextVar[Worker | None] = ContextVar("zmqgrad_worker", default=None)
 _default: Worker | None = None
 
 
 def current_worker() -> Worker:
-    """The worker that the calling thread acts for.
+    """The current worker of the calling thread.
 
     Raises:
-        NotInitializedError: if there is none.
+        NotInitializedError: if RPC has not been initialized.
     """
-    worker = _acting.get() or _default
+    worker = _current.get() or _default
     if worker is None:
         raise NotInitializedError("RPC has not been initialized. Call zmqgrad.rpc.init_rpc first.")
     return worker
 
 
 def current_worker_or_none() -> Worker | None:
-    """The worker that the calling thread acts for, if there is one."""
-    return _acting.get() or _default
+    """The current worker of the calling thread, or None."""
+    return _current.get() or _default
 
 
-# The variable's own methods: every call that is served needs them.
+# Bound methods of the variable, not functions: each served call uses them.
 
-act_for: Callable[[Worker | None], Token[Worker | None]] = _acting.set
-"""The calling thread acts for that worker until :func:`act_again` is given the token."""
+set_current_worker: Callable[[Worker | None], Token[Worker | None]] = _current.set
+"""Sets the current worker of the calling thread, until :func:`reset_current_worker` gets the token."""
 
-act_again: Callable[[Token[Worker | None]], None] = _acting.reset
-"""Back to whom the thread acted for before."""
+reset_current_worker: Callable[[Token[Worker | None]], None] = _current.reset
+"""Restores the previous current worker of the calling thread."""
 
 
 def set_default_worker(worker: Worker | None) -> None:
-    """The worker of this process (``init_rpc`` and ``shutdown`` call this)."""
+    """Set the worker of this process; called by ``init_rpc`` and ``shutdown``."""
     global _default
     _default = worker

@@ -1,6 +1,6 @@
-"""What a worker is doing just now, for people: ``rpc.get_debug_info()``.
+"""The state of a worker for debugging: ``rpc.get_debug_info()``.
 
-Nothing here waits or asks another worker; what is shown may be out of date as soon as it is read.
+Nothing here waits or queries another worker; the snapshot may be out of date when it is read.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ if TYPE_CHECKING:
 
 
 def debug_info(worker: Worker) -> dict[str, Any]:
-    """All of it: plain dictionaries, lists, strings and numbers.
+    """The whole state, as plain dictionaries, lists, strings and numbers.
 
-    ``worker``: name, id, requests sent and served. ``pending_calls``: what this worker waits for, with the
-    seconds left. ``peers``: who takes part, in which state, and what waits here until it has taken in what it
-    was sent (``waiting``; ``on_the_way`` gives the bytes). ``threads``: of the engine pool, by state.
-    ``references``: values kept for others, forks that others hold, references held here. Upper floors add
-    entries of their own (``autograd``: contexts).
+    Returns:
+        ``worker``: name, id, requests sent and served. ``pending_calls``: the calls without a reply, with the
+        seconds left. ``peers``: the members of the group, their state, the bytes in flight to them
+        (``on_the_way``) and what is ``waiting`` for credit. ``threads``: of the engine pool, by state.
+        ``references``: values kept for other workers, forks that these hold, references held here. Upper
+        layers add entries of their own (``autograd``: contexts).
     """
     sent, served = worker.counts()
     return {
@@ -35,7 +36,7 @@ def debug_info(worker: Worker) -> dict[str, Any]:
         "peers": _peers(worker),
         "threads": worker.pool.statistics(),
         "references": worker.references.statistics(),
-        **{name: tell() for name, tell in worker.doors.debug.items()},
+        **{name: collect() for name, collect in worker.hooks.debug.items()},
     }
 
 
@@ -47,7 +48,7 @@ def _pending(worker: Worker) -> list[dict[str, Any]]:
             "to": worker.membership.name_of(call.peer),
             "seconds_left": None if call.deadline == math.inf else round(call.deadline - now, 3),
         }
-        for call in worker.calls.pending()
+        for call in worker.client.pending.all()
     ]
 
 
@@ -62,7 +63,7 @@ def _peers(worker: Worker) -> list[dict[str, Any]]:
             "on_the_way": inflight["bytes"].get(record.id, 0),
             "waiting": inflight["waiting"].get(record.id, {}),
         }
-        for record in sorted(worker.membership.everybody(), key=lambda r: r.id)
+        for record in sorted(worker.membership.all_known(), key=lambda r: r.id)
     ]
 
 
@@ -76,7 +77,7 @@ def _state(worker: Worker, peer: int) -> str:
     return "up"
 
 
-# ---- as torch has it -------------------------------------------------------------------------------------
+# ---- entries of torch -------------------------------------------------------------------------------------
 
 
 def rref_debug_info(worker: Worker) -> dict[str, str]:
@@ -86,25 +87,25 @@ def rref_debug_info(worker: Worker) -> dict[str, str]:
         "num_owner_rrefs": str(counts["owner_rrefs"]),
         "num_forks": str(counts["forks"]),
         "num_pending_users": str(counts["unconfirmed"]),
-        "num_pending_futures": str(sum(1 for call in worker.calls.pending() if call.makes_value)),
+        "num_pending_futures": str(sum(1 for call in worker.client.pending.all() if call.makes_value)),
     }
 
 
 def agent_debug_info(worker: Worker) -> dict[str, str]:
-    """Those of a torch agent's ``get_debug_info``."""
+    """The entries of a torch agent's ``get_debug_info``."""
     threads = worker.pool.statistics()
     return {
-        "agent.num_pending_requests": str(len(worker.calls)),
+        "agent.num_pending_requests": str(len(worker.client.pending)),
         "agent.thread_pool_size": str(worker.options.num_worker_threads),
         "agent.num_idle_threads": str(threads["idle"]),
-        "agent.client_active_calls": str(len(worker.calls)),
+        "agent.client_active_calls": str(len(worker.client.pending)),
         "agent.server_active_calls": str(threads["threads"] - threads["idle"] + threads["queued"]),
     }
 
 
 def flat_debug_info(worker: Worker) -> dict[str, str]:
-    """Those of torch's ``_get_debug_info``: of references, agent and autograd."""
+    """The entries of torch's ``_get_debug_info``: references, agent and autograd."""
     info = {**rref_debug_info(worker), **agent_debug_info(worker)}
-    for tell in worker.doors.debug.values():
-        info.update({name: str(value) for name, value in tell().items() if isinstance(value, int)})
+    for collect in worker.hooks.debug.values():
+        info.update({name: str(value) for name, value in collect().items() if isinstance(value, int)})
     return info

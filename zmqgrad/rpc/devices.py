@@ -1,7 +1,7 @@
-"""Device maps: on which device of another worker the tensors of each device of this one arrive.
+"""Device maps: from each device of this worker to the device of another worker where its tensors arrive.
 
-What a call carries goes by the caller's map for its callee; the answer goes the other way by the same map, so
-a tensor comes back to where it came from.
+The tensors of a call follow the caller's map for its callee. The reply follows the inverse of the same map,
+so a tensor returns to the device that it came from.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from zmqgrad.errors import ConfigurationError
 from zmqgrad.wire.tensors.devices import Route
 
 if TYPE_CHECKING:
-    from zmqgrad.rpc.groups.identity import WorkerRecord
+    from zmqgrad.rpc.membership.worker_info import WorkerRecord
 
 DeviceMap = dict[torch.device, torch.device]
 Names = dict[str, str]
@@ -26,10 +26,10 @@ _ONE_TO_ONE = "`set_device_map` only supports 1-to-1 mapping"
 
 
 def to_device(device: Any) -> torch.device:
-    """What ``device`` (a number, a name or a ``torch.device``) means.
+    """Convert ``device`` (a number, a name or a ``torch.device``).
 
     Raises:
-        ConfigurationError: if it means neither a CUDA device with its number nor the main memory.
+        ConfigurationError: if it is neither a CUDA device with an index nor the CPU.
     """
     try:
         meant = torch.device("cuda", device) if type(device) is int else torch.device(device)
@@ -43,10 +43,10 @@ def to_device(device: Any) -> torch.device:
 
 
 def to_device_map(device_map: Mapping[Any, Any], before: Mapping[Any, Any] | None = None) -> DeviceMap:
-    """``before`` and ``device_map`` as one.
+    """Validate ``device_map`` and merge it into ``before``.
 
     Raises:
-        ConfigurationError: if one of them is no device, or if not each has one place to go, of its own.
+        ConfigurationError: if a key or value is not a device, or if the map is not one-to-one.
     """
     full: DeviceMap = {}
     for part in (before or {}, device_map):
@@ -65,10 +65,10 @@ def to_device_map(device_map: Mapping[Any, Any], before: Mapping[Any, Any] | Non
 
 
 def to_devices(devices: Sequence[Any]) -> list[torch.device]:
-    """``devices`` as a list of CUDA devices.
+    """Convert ``devices`` to a list of CUDA devices.
 
     Raises:
-        ConfigurationError: if one of them is none, or is there twice.
+        ConfigurationError: if one of them is not a CUDA device, or is a duplicate.
     """
     meant = [to_device(device) for device in devices]
     for device in meant:
@@ -82,10 +82,10 @@ def to_devices(devices: Sequence[Any]) -> list[torch.device]:
 
 
 def check_present(devices: Iterable[torch.device], count: int, where: str, what: str) -> None:
-    """See that those of ``devices`` that are CUDA devices exist ``where`` there are ``count``.
+    """Check that the CUDA devices among ``devices`` exist ``where`` there are ``count``.
 
     Raises:
-        ConfigurationError: naming the first that does not.
+        ConfigurationError: naming the first that does not exist.
     """
     for device in devices:
         if device.type == "cuda" and device.index >= count:
@@ -93,10 +93,10 @@ def check_present(devices: Iterable[torch.device], count: int, where: str, what:
 
 
 def check_group(records: Iterable[WorkerRecord]) -> None:
-    """See that the maps of all workers lead to workers, and to devices that those have, as far as is known.
+    """Check that the device maps of all workers lead to known workers and existing devices.
 
     Raises:
-        ConfigurationError: in all of them alike.
+        ConfigurationError: the same on all workers.
     """
     by_name = {record.name: record for record in records}
     for record in by_name.values():
@@ -116,28 +116,28 @@ def check_group(records: Iterable[WorkerRecord]) -> None:
 
 
 def published(maps: Mapping[str, DeviceMap]) -> dict[str, Names]:
-    """``maps`` for the record of a worker."""
+    """``maps`` by names of devices, as published in the record of a worker."""
     return {to: {str(k): str(v) for k, v in each.items()} for to, each in maps.items()}
 
 
 def for_calls(own: WorkerRecord, peer: WorkerRecord) -> Route:
-    """How tensors of calls of ``own`` go to ``peer``."""
+    """The device route of tensors in calls of ``own`` to ``peer``."""
     names = own.device_maps.get(peer.name, {})
     route = Route({torch.device(k): torch.device(v) for k, v in names.items()})
     route.missing = f"Request device mapping is not available for destination {peer.name}"
     return route
 
 
-def for_answers(own: WorkerRecord, peer: WorkerRecord) -> Route:
-    """How tensors of answers of ``own`` go back to ``peer``."""
+def for_replies(own: WorkerRecord, peer: WorkerRecord) -> Route:
+    """The device route of tensors in replies of ``own`` to ``peer``."""
     route = Route({v: k for k, v in for_calls(peer, own).items()})
     route.missing = f"Response device mapping is not available for destination {peer.name}"
     return route
 
 
 def for_gradients(own: WorkerRecord, peer: WorkerRecord, in_reply: bool) -> Route:
-    """How gradients of ``own`` go to ``peer``, for tensors of its calls or (``in_reply``) replies.
+    """The device route of gradients for ``peer``, of tensors in its calls or (``in_reply``) replies.
 
-    That is the reverse of the way that the tensors took: each gradient arrives where its tensor came from.
+    It is the inverse of the route of the tensors: each gradient arrives on the device of its tensor.
     """
-    return for_calls(own, peer) if in_reply else for_answers(own, peer)
+    return for_calls(own, peer) if in_reply else for_replies(own, peer)

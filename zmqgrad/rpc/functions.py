@@ -1,11 +1,11 @@
-"""Functions whose value comes later: ``@async_execution``, as in ``torch.distributed.rpc.functions``.
+"""Functions that return a future: ``@async_execution``, as in ``torch.distributed.rpc.functions``.
 
     @rpc.functions.async_execution
     def add_there(to, x, y):
         return rpc.rpc_async(to, torch.add, args=(x, y)).then(lambda f: f.wait() + 1)
 
-The callee runs such a function like any other, but it must return a ``torch.futures.Future``; the caller is
-answered when that is set, and no engine thread waits for it. Futures themselves never travel.
+The callee runs such a function like any other, but it must return a ``torch.futures.Future``; the reply
+is sent when that is set, and no engine thread waits for it. Futures themselves are never sent.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ from typing import Any, TypeVar
 import torch
 
 from zmqgrad.errors import OperatorError, RpcError
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 
 __all__ = ["async_execution"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 MARK = "_wrapped_async_rpc_function"
-"""Torch's own decorator leaves the same mark, so functions that it has decorated work here as well."""
+"""The attribute that torch's own decorator sets, so functions decorated by torch work here as well."""
 
 
 def async_execution(fn: F) -> F:
     """Let ``fn``, which returns a future, run asynchronously where it is called remotely.
 
     With ``staticmethod`` or ``classmethod`` this must be the inner decorator.
+
+    Args:
+        fn: a function that returns a ``torch.futures.Future``.
+
+    Returns:
+        The decorated function; called locally, it behaves like ``fn``.
     """
 
     @functools.wraps(fn)
@@ -41,8 +47,8 @@ def async_execution(fn: F) -> F:
     return wrapper  # type: ignore[return-value]
 
 
-class Later:
-    """What a call gave that is not there yet."""
+class DeferredResult:
+    """The result of an asynchronous function, which may not be done yet."""
 
     __slots__ = ("future",)
 
@@ -50,33 +56,36 @@ class Later:
         self.future = future
 
     def when_done(self, callback: Callable[[], None]) -> None:
-        """Call it as soon as the future is done, in the thread that makes it so."""
-        # The method of torch's own class: what torch makes itself (``collect_all``) lacks that of Python's.
+        """Call ``callback`` when the future is done, in the thread that sets it."""
+        # The method of the C++ class: futures made in C++ (``collect_all``) lack that of the Python class.
         torch._C.Future.add_done_callback(self.future, lambda _: callback())
 
     def value(self) -> Any:
         """The value of the future, which must be done.
 
         Raises:
-            what was set instead.
+            Exception: the error that was set.
         """
         return self.future.wait()
 
-    def into(self, outcome: Outcome[Any]) -> Outcome[Any]:
-        """``outcome``, set to what the future, which must be done, holds."""
+    def resolve(self, outcome: Promise[Any]) -> Promise[Any]:
+        """Set ``outcome`` to the result of the future, which must be done, and return it."""
         try:
-            outcome.set(self.value())
+            outcome.set_result(self.value())
         except BaseException as e:
-            outcome.fail(e)
+            outcome.set_exception(e)
         return outcome
 
 
 def run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """``function(*args, **kwargs)``; a :class:`Later` if the function is asynchronous.
+    """Call ``function(*args, **kwargs)``.
+
+    Returns:
+        The result; a :class:`DeferredResult` if the function is asynchronous.
 
     Raises:
-        RpcError: if an asynchronous function returns something else than a future.
-        OperatorError: if a torch operator does not take the arguments.
+        RpcError: if an asynchronous function returns something other than a future.
+        OperatorError: if a torch operator does not accept the arguments.
     """
     try:
         value = function(*args, **kwargs)
@@ -93,4 +102,4 @@ def run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but {getattr(function, '__qualname__', function)} returned {type(value)}"
         )
-    return Later(value)
+    return DeferredResult(value)

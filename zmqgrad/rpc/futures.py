@@ -1,6 +1,6 @@
 """The future of a remote call: a ``torch.futures.Future`` that Ctrl-C can interrupt and asyncio can await.
 
-The answer is rebuilt by whoever gets there first: a thread that waits for it, or an engine thread, so that
+The reply is decoded by the first thread that can: one that waits for it, or an engine thread, so that
 callbacks (user code) never run in the receiver's thread.
 """
 
@@ -18,72 +18,72 @@ from typing import Any, TypeVar
 import torch
 
 from zmqgrad.errors import RpcError
-from zmqgrad.rpc.calls import What, describe
-from zmqgrad.rpc.raising import anew, error_of_callback, raise_anew
-from zmqgrad.runtime.engine_pool import Task
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.rpc.calls import Description, describe
+from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
+from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
-from zmqgrad.wire.tensors.streams import NOTHING_ARRIVED, watch_arrivals
+from zmqgrad.wire.tensors.streams import NO_COPIES, record_copies
 
 logger = logging.getLogger(__name__)
 
 STUCK_SECONDS = 0.02
-"""Answers wait behind a callback for so long before another thread completes their futures."""
+"""How long replies wait behind a callback before another thread completes their futures."""
 
 T = TypeVar("T")
 S = TypeVar("S")
 
 
 class PythonFuture(torch.futures.Future[T]):
-    """A ``torch.futures.Future`` whose wait can be interrupted, and which ``await`` understands.
+    """A ``torch.futures.Future`` whose wait can be interrupted, and which can be awaited.
 
-    Safe to use from any thread; ``await`` it in any running event loop.
+    Thread-safe; ``await`` works in any running event loop.
     """
 
     _failed = False
-    _arrived = NOTHING_ARRIVED  # on devices, in the thread that settled this
-    _alarms: tuple[Outcome[Any], ...] = ()  # of those who want to know at once; written under _alarms_lock
+    _arrived = NO_COPIES  # tensors on devices, in the thread that set the result
+    _failure_outcomes: tuple[Promise[Any], ...] = ()  # set if this fails; written under _failures_lock
 
     def wait(self) -> T:
-        """The result; waits for it.
+        """Wait for the result.
 
         Raises:
-            what was set instead of a result.
+            Exception: a copy of the error that was set.
         """
-        if not self.done():  # torch waits in C++, deaf to Ctrl-C (DESIGN 16.10)
-            settled: Outcome[None] = Outcome()
-            super().add_done_callback(_setter(settled))
-            settled.wait_done()
+        if not self.done():  # torch waits in C++, where Ctrl-C cannot interrupt it (DESIGN 16.10)
+            done: Promise[None] = Promise()
+            super().add_done_callback(_setter(done))
+            done.wait_done()
         result: T = super().wait()
-        if self._arrived is not NOTHING_ARRIVED:
-            self._arrived.hand_over()
+        if self._arrived is not NO_COPIES:
+            self._arrived.wait_on_current_stream()
         return result
 
     def value(self) -> T:
-        """The result, which must be there, as in a callback."""
+        """The result of a future that is done, as in a callback."""
         result: T = super().value()
-        if self._arrived is not NOTHING_ARRIVED:
-            self._arrived.hand_over()
+        if self._arrived is not NO_COPIES:
+            self._arrived.wait_on_current_stream()
         return result
 
     def set_exception(self, result: Exception) -> None:  # type: ignore[override]  # torch's stub asks for T
-        """Settle with an error, of which each ``wait`` raises a copy: see Note [Errors of futures].
+        """Set an error, of which each ``wait`` raises a copy: see Note [Errors of futures].
 
         Raises:
-            AssertionError: if it is no exception, as with torch.
+            AssertionError: if ``result`` is not an exception, as with torch.
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
-        self._set_unwrap_func(raise_anew)
-        self.set_result(anew(result))
+        self._set_unwrap_func(raise_copy)
+        self.set_result(copy_exception(result))
         self._failed = True
-        for alarm in self._alarms:
-            alarm.set(self)
+        for outcome in self._failure_outcomes:
+            outcome.set_result(self)
 
     def then(self, callback: Callable[[Any], S]) -> PythonFuture[S]:
-        """A future of what ``callback(self)`` returns, once this one is done.
+        """A future of the result of ``callback(self)``, which runs once this one is done.
 
-        What ``callback`` raises is a RuntimeError of that future, as with torch; the cause is the original.
+        What ``callback`` raises becomes a RuntimeError of that future, as with torch, with the cause.
         """
         _check_callable(callback)
         child: PythonFuture[S] = PythonFuture()
@@ -94,14 +94,14 @@ class PythonFuture(torch.futures.Future[T]):
             except Exception as e:
                 child.set_exception(error_of_callback(e))
             else:
-                child._arrived = self._arrived.and_what_follows()
+                child._arrived = self._arrived.extend_events()
                 child.set_result(value)
 
         self.add_done_callback(call)
         return child
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(self)`` when this is done, at once if it is; what it raises is logged."""
+        """Call ``callback(self)`` when this is done, or at once if it is. What it raises is logged."""
         _check_callable(callback)
 
         def call(_: object) -> None:
@@ -116,49 +116,49 @@ class PythonFuture(torch.futures.Future[T]):
         loop = asyncio.get_running_loop()
         awaited: asyncio.Future[T] = loop.create_future()
 
-        def settle() -> None:
+        def set_awaited() -> None:
             if awaited.cancelled():
                 return
             try:
                 awaited.set_result(self.wait())
             except StopIteration as e:  # asyncio refuses it: it would end a generator somewhere
-                told = RuntimeError(f"what was awaited raised StopIteration: {e}")
-                told.__cause__ = e
-                awaited.set_exception(told)
+                error = RuntimeError(f"what was awaited raised StopIteration: {e}")
+                error.__cause__ = e
+                awaited.set_exception(error)
             except Exception as e:
                 awaited.set_exception(e)
 
-        def tell(_: object) -> None:
+        def on_done(_: object) -> None:
             try:
-                loop.call_soon_threadsafe(settle)
-            except RuntimeError as e:  # the loop was closed: nobody awaits any more
+                loop.call_soon_threadsafe(set_awaited)
+            except RuntimeError as e:  # the loop was closed
                 logger.debug("the event loop that awaited %r is gone: %s", self, e)
 
-        super().add_done_callback(tell)
+        super().add_done_callback(on_done)
         return awaited.__await__()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {'done' if self.done() else 'pending'}>"
 
 
-_alarms_lock = threading.Lock()
+_failures_lock = threading.Lock()
 
 
 @contextmanager
-def alarmed(futures: Sequence[PythonFuture[Any]], outcome: Outcome[Any]) -> Iterator[None]:
-    """Meanwhile, ``outcome`` is set to the first of ``futures`` that fails, or has."""
-    with _alarms_lock:
+def watch_failures(futures: Sequence[PythonFuture[Any]], outcome: Promise[Any]) -> Iterator[None]:
+    """Inside the context, ``outcome`` is set to the first of ``futures`` that fails or has failed."""
+    with _failures_lock:
         for future in futures:
-            future._alarms += (outcome,)
+            future._failure_outcomes += (outcome,)
     try:
         for future in futures:
             if future._failed:
-                outcome.set(future)
+                outcome.set_result(future)
         yield
     finally:
-        with _alarms_lock:
+        with _failures_lock:
             for future in futures:
-                future._alarms = tuple(o for o in future._alarms if o is not outcome)
+                future._failure_outcomes = tuple(o for o in future._failure_outcomes if o is not outcome)
 
 
 def _check_callable(callback: object) -> None:
@@ -166,160 +166,162 @@ def _check_callable(callback: object) -> None:
         raise TypeError(f"incompatible function arguments. A callback must be callable, not {callback!r}")
 
 
-def _setter(outcome: Outcome[None]) -> Callable[[object], None]:
-    def settle(_: object) -> None:
-        outcome.set(None)
+def _setter(outcome: Promise[None]) -> Callable[[object], None]:
+    def set_outcome(_: object) -> None:
+        outcome.set_result(None)
 
-    return settle
+    return set_outcome
 
 
 class RpcFuture(PythonFuture[T]):
-    """What ``rpc_async`` gives."""
+    """The future that ``rpc_async`` returns."""
 
-    # With places of their own, as a dictionary for so many takes as long to make as torch's future.
-    __slots__ = ("_completer", "called_back", "in_crowd", "peer", "waiting", "what")
-    in_crowd: bool
-    """Whoever brings the answer looks for more, and asks :meth:`Completer.due` then."""
-    what: What
-    """Was asked of whom (-1: nobody): for people."""
+    # Slots, because a dictionary for all of them takes as long to create as torch's future.
+    __slots__ = ("_queue", "batched", "called_back", "description", "peer", "waiting")
+    batched: bool
+    """Whether the thread that reads the reply reads more, and calls :meth:`CompletionQueue.drain` then."""
+    description: Description
+    """What was requested of ``peer`` (-1: unknown), for logs."""
     peer: int
-    _answer: Outcome[Inbound] | None = None  # in the dictionary, from which one thread can take it
+    _reply: Promise[Inbound] | None = None  # in the dictionary, from which only one thread can pop it
 
     def __init__(
-        self, answer: Outcome[Inbound], completer: Completer, what: What = "", peer: int = -1
+        self, reply: Promise[Inbound], queue: CompletionQueue, description: Description = "", peer: int = -1
     ) -> None:
-        torch._C.Future.__init__(self, [])  # all that torch's own does, which looks for devices first
-        self._answer = answer
-        self._completer = completer
-        self.what = what
+        torch._C.Future.__init__(self, [])  # what torch's own __init__ does after checking the devices
+        self._reply = reply
+        self._queue = queue
+        self.description = description
         self.peer = peer
-        self.waiting = self.called_back = self.in_crowd = False
+        self.waiting = self.called_back = self.batched = False
 
-    def answered(self, _: object) -> None:
-        """The answer is there; in the thread that brings it."""
-        if not self.waiting:  # else the thread that waits wakes and completes it
-            self._completer.answered(self)
+    def on_reply(self, _: object) -> None:
+        """Called when the reply has arrived, in the thread that read it."""
+        if not self.waiting:  # otherwise the waiting thread completes it
+            self._queue.add(self)
 
     def complete(self) -> None:
-        """Rebuild the answer, which must be there, and settle. Only the first call does anything."""
-        # One step for all threads: so one of them gets it. Nothing of the call is kept afterwards.
-        answer: Outcome[Inbound] | None = self.__dict__.pop("_answer", None)
-        if answer is None:
+        """Decode the reply, which must have arrived, and set the result. Only the first call acts."""
+        # An atomic pop, so only one thread gets it; and the reply is not kept afterwards.
+        reply: Promise[Inbound] | None = self.__dict__.pop("_reply", None)
+        if reply is None:
             return
         try:
-            if self._completer.watches:
-                value, self._arrived = watch_arrivals(partial(self._completer.open, answer))
+            if self._queue.tracks_streams:
+                value, self._arrived = record_copies(partial(self._queue.decode, reply))
             else:
-                value = self._completer.open(answer)
+                value = self._queue.decode(reply)
         except Exception as e:
             self.set_exception(e)
-        except BaseException as e:  # Ctrl-C: nobody else can read the answer any more
+        except BaseException as e:  # Ctrl-C: the reply cannot be decoded a second time
             self.set_exception(
-                RpcError(f"{type(e).__name__} came while the answer of {self!r} was being read")
+                RpcError(f"{type(e).__name__} came while the reply of {self!r} was being decoded")
             )
             raise
         else:
             self.set_result(value)
 
     def wait(self) -> T:
-        """The result; waits for it.
+        """Wait for the result.
 
         Raises:
-            what the remote function raised, with its own type; ``RpcTimeoutError``, ``PeerLostError``.
+            RpcTimeoutError: if the call timed out.
+            PeerLostError: if the callee is lost.
+            Exception: what the remote function raised, with its own type.
         """
         # done() is torch's: true already for callbacks, which run while the future is being completed.
-        answer = None if self.done() else self._answer
-        if answer is not None:
+        reply = None if self.done() else self._reply
+        if reply is not None:
             self.waiting = True
             try:
-                answer.wait_done()  # has a deadline: every pending call does, or the user said 0
+                reply.wait_done()  # has the deadline of the call
             finally:
                 self.waiting = False
-                if answer.done():
+                if reply.done():
                     self.complete()
-        # Done but for a moment, if another thread is just rebuilding the answer.
+        # Done soon: at most, another thread is just decoding the reply.
         result: T = torch.futures.Future.wait(self)
-        if self._arrived is not NOTHING_ARRIVED:
-            self._arrived.hand_over()
+        if self._arrived is not NO_COPIES:
+            self._arrived.wait_on_current_stream()
         return result
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
-        """Call ``callback(self)`` when this is done, at once if it is; what it raises is logged."""
+        """Call ``callback(self)`` when this is done, or at once if it is. What it raises is logged."""
         self.called_back = True
         super().add_done_callback(callback)
 
     def __repr__(self) -> str:
-        asked = f" of {describe(self.what)} on worker {self.peer}" if self.peer >= 0 else ""
-        return f"<RpcFuture{asked}: {'done' if self.done() else 'pending'}>"
+        request = f" of {describe(self.description)} on worker {self.peer}" if self.peer >= 0 else ""
+        return f"<RpcFuture{request}: {'done' if self.done() else 'pending'}>"
 
 
-class Completer:
-    """Completes futures whose answers arrive while nobody waits, many to one task of an engine thread.
+class CompletionQueue:
+    """Completes futures whose replies arrive while no thread waits for them, many in one task.
 
-    A future with callbacks has a task of its own, as callbacks may take long, or wait for other futures.
-    That of others can call back, too (``torch.futures.collect_all`` does so unseen): where a task is stuck
-    in one of them, another takes its place.
+    A future with callbacks gets a task of its own, because callbacks may take long or wait for other futures.
+    Other futures can run callbacks, too (``torch.futures.collect_all`` adds some in C++): if the task is
+    stuck in one of them, another takes its place.
 
     Args:
-        submit: has an engine thread run a task.
-        call_later: of the timekeeper.
-        open: gives the value of an answer.
-        watches: may there be tensors on devices in it? Then their streams are handed to whoever waits.
+        submit: runs a task in an engine thread.
+        call_later: schedules a function with the timer.
+        decode: returns the value of a reply.
+        tracks_streams: whether replies may have tensors on devices, whose streams the waiting thread must
+            synchronize with.
     """
 
     def __init__(
         self,
         submit: Callable[[Task], None],
         call_later: Callable[[float, Callable[[], None]], object],
-        open: Callable[[Outcome[Inbound]], Any],
-        watches: bool = False,
+        decode: Callable[[Promise[Inbound]], Any],
+        tracks_streams: bool = False,
     ) -> None:
-        self.open = open
-        self.watches = watches
+        self.decode = decode
+        self.tracks_streams = tracks_streams
         self._submit = submit
         self._call_later = call_later
         self._ready: deque[RpcFuture[Any]] = deque()
-        self._running: threading.Lock = threading.Lock()  # one for each task that should be the only one
-        self._watched = False
+        self._running: threading.Lock = threading.Lock()  # held by the one task that is running
+        self._check_scheduled = False
         self._closed = False
-        self._apart: set[RpcFuture[Any]] = set()  # those with a task of their own that has not begun
+        self._own_tasks: set[RpcFuture[Any]] = set()  # futures whose own task has not started
 
-    def answered(self, future: RpcFuture[Any]) -> None:
-        """The answer of ``future``, for which nobody waits, is there; in the thread that brings it."""
+    def add(self, future: RpcFuture[Any]) -> None:
+        """Add a future whose reply has arrived, in the thread that read it."""
         if future.called_back and not self._closed:
-            self._apart.add(future)
-            self._submit(partial(self._complete_apart, future))
+            self._own_tasks.add(future)
+            self._submit(partial(self._complete_in_own_task, future))
             return
         self._ready.append(future)
-        if self._closed:  # finish() may have looked already
+        if self._closed:  # finish() may have run already
             self.finish()
-        elif not future.in_crowd:
-            self._have_run()
+        elif not future.batched:
+            self._submit_run()
 
-    def _complete_apart(self, future: RpcFuture[Any]) -> None:
-        self._apart.discard(future)
+    def _complete_in_own_task(self, future: RpcFuture[Any]) -> None:
+        self._own_tasks.discard(future)
         future.complete()
 
-    def due(self) -> Task | None:
-        """For the engine thread that brings answers and has no more at hand: what it should do itself."""
+    def drain(self) -> Task | None:
+        """The task for an engine thread that has read all replies at hand, if there is one."""
         if not self._ready:
             return None
         running = self._running
         if not running.acquire(blocking=False):
-            self._have_watched()
+            self._schedule_check()
             return None
         return partial(self._run, running)
 
     def pass_on(self) -> None:
-        """In the thread that brings answers, which will not ask what is :meth:`due` for now."""
+        """Submit what is ready, in a reading thread that will not call :meth:`drain` soon."""
         if self._ready:
-            self._have_run()
+            self._submit_run()
 
-    def _have_run(self) -> None:
-        """Have an engine thread complete what is ready."""
+    def _submit_run(self) -> None:
         running = self._running
         if not running.acquire(blocking=False):
-            self._have_watched()
+            self._schedule_check()
             return
         try:
             self._submit(partial(self._run, running))
@@ -327,18 +329,18 @@ class Completer:
             running.release()
             raise
 
-    def _have_watched(self) -> None:
-        """There is a task already: look whether it is stuck."""
-        if not self._watched:
-            self._watched = True
+    def _schedule_check(self) -> None:
+        """Check later whether the task that is running is stuck."""
+        if not self._check_scheduled:
+            self._check_scheduled = True
             self._call_later(STUCK_SECONDS, self._check)
 
     def _check(self) -> None:
-        """Somebody found a task running: is there still something to do? Then it may be stuck."""
-        self._watched = False
+        """Replace the running task if futures are still ready: it may be stuck in a callback."""
+        self._check_scheduled = False
         if self._ready and self._running.locked():
-            self._running = threading.Lock()  # the old task ends with the future that it has
-            self._have_run()
+            self._running = threading.Lock()  # the old task ends after its current future
+            self._submit_run()
 
     def _run(self, running: threading.Lock) -> None:
         while True:
@@ -349,20 +351,20 @@ class Completer:
                 pass
             finally:
                 running.release()
-            # One may have been added between the last look and the release.
+            # A future may have been added between the last check and the release.
             if not self._ready or running is not self._running or not running.acquire(blocking=False):
                 return
 
     def close(self) -> None:
-        """There will be no engine threads: the thread that brings an answer completes the future."""
+        """The engine threads are ending: from now on, the thread that reads a reply completes its future."""
         self._closed = True
-        self._submit = _do
+        self._submit = _run_task
 
     def finish(self) -> None:
-        """The engine threads have dropped their tasks: complete in the calling thread what those left."""
-        for future in [*self._apart, *self._ready]:
+        """Complete the futures of tasks that the engine threads dropped, in the calling thread."""
+        for future in [*self._own_tasks, *self._ready]:
             future.complete()
 
 
-def _do(task: Task) -> None:
+def _run_task(task: Task) -> None:
     task()

@@ -1,9 +1,10 @@
-"""The same call to many workers, and the wait for many answers.
+"""Broadcasting a call to many workers, and waiting for many futures.
 
 rpc.wait_all(rpc.broadcast(["worker1", "worker2"], load, args=(weights,)))
 
-Once this module was imported, ``torch.futures.wait_all`` and ``collect_all`` stop at the first of our futures
-to fail, too, and Ctrl-C interrupts what waits for them.
+Importing this module replaces ``torch.futures.wait_all`` and ``collect_all``: in C++, torch does not see that
+one of our futures has failed, and would wait for the others first. The replacements return at the first
+failure, as torch documents it, and Ctrl-C interrupts them. Calls without our futures go to torch unchanged.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import torch
 
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.futures import PythonFuture, RpcFuture, alarmed
+from zmqgrad.rpc.futures import PythonFuture, RpcFuture, watch_failures
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
-from zmqgrad.rpc.packing.packing import pack_call
-from zmqgrad.rpc.packing.terms import Packed
+from zmqgrad.rpc.serialization.context import SerializedPayload
+from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 
 logger = logging.getLogger(__name__)
 
-SAY_EVERY = 5.0
-"""Seconds of waiting after which a log line tells how many answers have come, again and again."""
+LOG_INTERVAL_SECONDS = 5.0
+"""How often :func:`wait_all` logs its progress."""
 
 
 def broadcast(
@@ -39,73 +40,85 @@ def broadcast(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> list[RpcFuture[Any]]:
-    """Run ``func(*args, **kwargs)`` on each of ``workers`` (None: on all, this one too); gives their futures.
+    """Run ``func(*args, **kwargs)`` on each of ``workers``.
 
-    What is sent is prepared once, not for each, unless it holds RRefs. Arguments and errors are those of
-    ``rpc_async``; if one cannot be called because nobody has that name, none is.
+    The call is serialized once for all of them, unless it has RRefs.
+
+    Args:
+        workers: names, ranks or WorkerInfos; None: all workers, this one included.
+        func, args, kwargs, timeout: as for ``rpc_async``.
+
+    Returns:
+        One future for each worker, in the same order.
+
+    Raises:
+        UnknownWorkerError: if one of them does not exist; then no call is sent.
     """
     worker = current_worker()
-    deadline = Deadline.after(worker.seconds(timeout) or None)
+    deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     find = worker.membership.find
-    peers = (
-        worker.membership.all() if workers is None else [find(w, deadline.left_or_none()) for w in workers]
-    )
-    seconds = 0.0 if deadline.left_or_none() is None else max(1e-6, deadline.left())  # 0 would be no limit
-    prepared: dict[bool, tuple[str, Packed]] = {}
+    peers = worker.membership.all() if workers is None else [find(w, deadline.timeout()) for w in workers]
+    seconds = 0.0 if deadline.timeout() is None else max(1e-6, deadline.left())  # 0 would be no limit
+    prepared: dict[bool, tuple[str, SerializedPayload]] = {}
     futures: list[RpcFuture[Any]] = []
     for peer in peers:
-        terms = worker.terms(peer)
+        terms = worker.contexts.for_calls(peer)
         ready = None if terms.devices else prepared.get(terms.main_by_reference)
         if ready is None:
-            ready = pack_call(func, args, kwargs, terms)
+            ready = serialize_call(func, args, kwargs, terms)
             if not (ready[1].payload.forks or terms.devices):  # those are for one worker alone
                 prepared[terms.main_by_reference] = ready
         try:
             futures.append(worker.future(worker.request_call(peer.id, *ready, seconds, func)))
         except PeerLostError as e:
-            futures.append(worker.failed(e))
+            futures.append(worker.replies.failed_future(e))
     return futures
 
 
 def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
-    """The results of all ``futures``, in order; while it waits, a log line tells how far they are.
+    """Wait for all ``futures``, logging the progress from time to time.
 
-    Like ``torch.futures.wait_all``, it does not wait for the others once one has failed; unlike that, it can
-    be given ``timeout`` seconds (0: no limit).
+    Like ``torch.futures.wait_all``, it returns as soon as one of them fails.
+
+    Args:
+        futures: any ``torch.futures.Future``.
+        timeout: seconds; 0 for no limit.
+
+    Returns:
+        Their results, in order.
 
     Raises:
-        what the first of them to fail raised. RpcTimeoutError: if they are not there in time.
+        RpcTimeoutError: if they are not done in time.
+        Exception: what the first future to fail raised.
     """
     futures = list(futures)
     deadline = Deadline.after(check_timeout(timeout) or None)
     with _first_failure(futures) as outcome:
-        while not outcome.wait_done(min(SAY_EVERY, deadline.left())):
-            said = f"{sum(future.done() for future in futures)} of {len(futures)} calls are done"
+        while not outcome.wait_done(min(LOG_INTERVAL_SECONDS, deadline.left())):
+            progress = f"{sum(future.done() for future in futures)} of {len(futures)} calls are done"
             if deadline.passed():
-                raise RpcTimeoutError(f"{said} after {timeout} s")
-            logger.warning("%s", said)
+                raise RpcTimeoutError(f"{progress} after {timeout} s")
+            logger.warning("%s", progress)
         return _results(futures, outcome)
 
 
 @contextmanager
-def _first_failure(futures: list[Any]) -> Iterator[Outcome[Any]]:
-    """Gives an outcome that is set to the first of ``futures`` to fail, or to None once all are done."""
-    collected = _collect_in_torch(futures)  # raises where there is something else among them
-    outcome: Outcome[Any] = Outcome()
-    torch._C.Future.add_done_callback(collected, lambda _: outcome.set(None))
-    with alarmed([future for future in futures if isinstance(future, PythonFuture)], outcome):
+def _first_failure(futures: list[Any]) -> Iterator[Promise[Any]]:
+    """An outcome that is set to the first of ``futures`` that fails, or to None once all are done."""
+    collected = _collect_in_torch(futures)  # raises if one of them is not a future
+    outcome: Promise[Any] = Promise()
+    torch._C.Future.add_done_callback(collected, lambda _: outcome.set_result(None))
+    with watch_failures([future for future in futures if isinstance(future, PythonFuture)], outcome):
         yield outcome
 
 
-def _results(futures: list[Any], outcome: Outcome[Any]) -> list[Any]:
+def _results(futures: list[Any], outcome: Promise[Any]) -> list[Any]:
     failed = outcome.result()
     if failed is not None:
         failed.wait()  # raises
     return [future.wait() for future in futures]
 
 
-# Torch waits in C++, deaf to Ctrl-C, and no future that is made in Python counts as failed there, so its own
-# functions would wait for the others first. What holds none of ours goes to them.
 _wait_in_torch = torch.futures.wait_all
 _collect_in_torch = torch.futures.collect_all
 
@@ -136,7 +149,7 @@ def _collect_all_early(futures: list[Any]) -> torch.futures.Future[Any]:
         else:
             collected.set_result(list(futures))
 
-    outcome.then(settle)
+    outcome.add_done_callback(settle)
     return collected
 
 
@@ -149,7 +162,7 @@ _thread_local_var = threading.local()
 
 @contextmanager
 def _wait_all() -> Iterator[None]:
-    """At its end, what ``rpc_async`` gave inside it is waited for (torch has it, by this name)."""
+    """Waits, at its end, for the futures that ``rpc_async`` returned inside it (torch's private name)."""
     futures = _thread_local_var.future_list = []
     try:
         yield
@@ -161,8 +174,8 @@ def _wait_all() -> Iterator[None]:
 
 
 def note_future(future: RpcFuture[Any]) -> RpcFuture[Any]:
-    """``future``, which ``rpc_async`` is about to give."""
-    noted = getattr(_thread_local_var, "future_list", None)
-    if noted is not None:
-        noted.append(future)
+    """Record a future of ``rpc_async`` for :func:`_wait_all`, and return it."""
+    futures = getattr(_thread_local_var, "future_list", None)
+    if futures is not None:
+        futures.append(future)
     return future

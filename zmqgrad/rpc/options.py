@@ -1,4 +1,4 @@
-"""Settings of a worker, validated at birth. Names and defaults are those of ``torch.distributed.rpc``."""
+"""Settings of a worker, validated on creation. Names and defaults are those of ``torch.distributed.rpc``."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ import torch
 from zmqgrad import environment
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
+from zmqgrad.runtime.spinning import SPIN_SECONDS
 from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
-from zmqgrad.transport.dataplane.credit import INFLIGHT
-from zmqgrad.transport.liveness import Limits
-from zmqgrad.transport.looking import SECONDS as LOOK_SECONDS
+from zmqgrad.transport.flow_control import INFLIGHT
+from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
 DEFAULT_NUM_WORKER_THREADS = 16
 DEFAULT_SHUTDOWN_TIMEOUT = 0.0
 MAX_IO_THREADS = 64
-MAX_LOOK_US = 1_000_000
+MAX_SPIN_US = 1_000_000
 UNSET_RPC_TIMEOUT = -1.0
-"""What a call is given for "the worker's default"."""
+"""The ``timeout`` argument that means the worker's default."""
 
 
 class BackendType(enum.Enum):
-    """Transports by name. There is one; torch's name for its own is understood and means the same."""
+    """Backends by name. There is one; torch's name for its own is accepted and means the same."""
 
     ZMQ = "ZMQ"
     TENSORPIPE = "TENSORPIPE"
@@ -40,41 +40,41 @@ class BackendType(enum.Enum):
 
 @dataclass
 class RpcBackendOptions:
-    """How one worker behaves.
+    """Settings of one worker.
 
     Args:
-        rpc_timeout: seconds (or a timedelta) that a call may take by default; 0 for no limit.
+        rpc_timeout: default timeout of calls in seconds (or a timedelta); 0 for no limit.
         init_method: URL where the workers meet (see :mod:`zmqgrad.rendezvous`).
-        num_worker_threads: engine threads that may work at a time.
-        device_maps: for each worker that is called, on which device there the tensors of each device of this
-            one arrive; see :meth:`set_device_map`. Answers come back the same way.
-        devices: CUDA devices of this worker that take part; none: those of the maps.
-        arena_limit: bytes of shared memory that this worker may lend to others of its host at a time;
-            beyond it, tensors go through sockets, which is slower. 0: none at all. None: the environment
+        num_worker_threads: the maximum number of engine threads that run at a time.
+        device_maps: for each callee, the map from devices of this worker to devices of the callee where its
+            tensors arrive; see :meth:`set_device_map`. Replies use the inverse map.
+        devices: CUDA devices of this worker that RPC uses; if empty, those of the maps.
+        arena_limit: bytes of shared memory that this worker may lease to peers of its host at a time; beyond
+            it, tensors go through sockets, which is slower. 0 disables shared memory. None: the environment
             variable ZMQGRAD_ARENA_LIMIT, or else a quarter of the machine's (or container's) memory.
-            Memory is taken as it is used, and given back when it was not used for a while.
-        arena_threshold: a message whose tensors have at least so many bytes goes by shared memory. None:
-            ZMQGRAD_ARENA_THRESHOLD, or else what was measured to be best.
-        inflight_bytes: how many bytes of frames (large parts of messages that go through sockets) may be on
-            their way to each peer; whoever has more for it to do waits until it has begun with what was sent.
-            0: no limit. None: ZMQGRAD_INFLIGHT_BYTES, or else 256 MB.
-        io_threads: threads of libzmq that read and write its sockets: more than one where several hosts send
-            much at a time to this worker. (What is small, and what goes by shared memory, passes them by.)
-        look_us: for so many microseconds a thread that waits for a message of this host looks whether it is
-            there, before it sleeps: quick answers come in half the time, at the price of a processor. 0: it
-            sleeps at once. None: ZMQGRAD_LOOK_US, or else 8000.
-        local_fast_path: let small messages between workers of one host go by Unix sockets, past libzmq: calls
-            take a fifth of the time. None: ZMQGRAD_LOCAL_FAST_PATH, or else True (on Linux; elsewhere it is
-            not available).
+            Memory is allocated on use, and freed when it has not been used for a while.
+        arena_threshold: the size in bytes from which tensors of a message go through shared memory. None:
+            ZMQGRAD_ARENA_THRESHOLD, or else the default, which was measured to be best.
+        inflight_bytes: how many bytes of frames (large parts of messages that go through sockets) may be in
+            flight to each peer; senders wait for credit beyond it. 0: no limit. None:
+            ZMQGRAD_INFLIGHT_BYTES, or else 256 MB.
+        io_threads: libzmq threads that read and write its sockets: more than one if several hosts send large
+            data to this worker at a time. (Same-host messages mostly do not use them.)
+        look_us: how long (µs) a thread that waits for a message of this host spins before it blocks: quick
+            replies take half the time, at the cost of a core. 0 disables spinning. None: ZMQGRAD_LOOK_US, or
+            else 8000.
+        local_fast_path: send small messages between workers of one host through Unix sockets instead of
+            libzmq: calls take a fifth of the time. None: ZMQGRAD_LOCAL_FAST_PATH, or else True
+            (on Linux; elsewhere it is not available).
         liveness_timeout: seconds after which a silent peer of this host is suspected, and one of another host
             that is out of reach is lost; None: 3 and 10.
-        refused_timeout: seconds after which a peer on another host is lost whose connections are refused: its
+        refused_timeout: seconds after which a peer of another host is lost that refuses connections: its
             process may have ended, or a firewall may have reset them.
-        frozen_timeout: seconds after which a peer is lost that exists, but says nothing; 0: never. Not less
-            than a process may be kept waiting on a loaded machine.
+        frozen_timeout: seconds after which a peer is lost whose process exists but is silent; 0: never. Use
+            at least the time that a process may be stalled on a loaded machine.
 
     Raises:
-        ConfigurationError: if a value cannot be right.
+        ConfigurationError: if a value is invalid.
     """
 
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC
@@ -86,11 +86,11 @@ class RpcBackendOptions:
     arena_threshold: int | None = None
     inflight_bytes: int | None = None
     io_threads: int = 1
-    look_us: int | None = None
+    spin_us: int | None = None
     local_fast_path: bool | None = None
     liveness_timeout: float | None = None
-    frozen_timeout: float = Limits().frozen
-    refused_timeout: float = Limits().refused
+    frozen_timeout: float = LivenessTimeouts().frozen
+    refused_timeout: float = LivenessTimeouts().refused
 
     def __post_init__(self) -> None:
         self.limits.check()
@@ -107,38 +107,41 @@ class RpcBackendOptions:
             raise ConfigurationError(
                 f"io_threads must be a number from 1 to {MAX_IO_THREADS}, not {self.io_threads!r}"
             )
-        self.arena()  # says what is wrong with it now, not later
+        self.arena()  # raises now, not later
         self.inflight()
-        self.look()
+        self.spin_seconds()
         if self.local_fast_path not in (None, True, False):
             raise ArgumentTypeError(f"local_fast_path must be a bool, not {self.local_fast_path!r}")
         self.uses_fast_path()
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
-        """Add to the map for worker ``to``: tensors of each of our devices arrive on that device there.
+        """Add to the device map for worker ``to``.
 
-        Devices are ``cpu``, or CUDA devices, as numbers, names or ``torch.device``.
+        Args:
+            to: the name of the callee.
+            device_map: from devices of this worker to devices of the callee: ``cpu``, or CUDA devices as
+                numbers, names or ``torch.device``.
 
         Raises:
-            ConfigurationError: if one of them is no device, or two would go to one, or one to two.
+            ConfigurationError: if a key or value is not a device, or if the map is not one-to-one.
         """
         maps = dict(self.device_maps)
         maps[to] = to_device_map(device_map, maps.get(to))
         self.device_maps = maps
 
     def set_devices(self, devices: Sequence[Any]) -> None:
-        """Say which CUDA devices of this worker take part; those of the maps do without.
+        """Set the CUDA devices of this worker that RPC uses.
 
         Raises:
-            ConfigurationError: if one of them is none.
+            ConfigurationError: if one of them is not a CUDA device, or is a duplicate.
         """
         self.devices = to_devices(devices)
 
     def check_devices(self) -> None:
-        """See that this process has the devices that are named.
+        """Check that this process has the configured devices.
 
         Raises:
-            ConfigurationError: otherwise.
+            ConfigurationError: if it does not.
         """
         named = [(f"the device map for {to}", each.keys()) for to, each in self.device_maps.items()]
         if not named and not self.devices:
@@ -151,10 +154,10 @@ class RpcBackendOptions:
                 raise ConfigurationError(f"{what} names devices that are not among `devices`")
 
     def arena(self) -> ArenaSettings:
-        """The settings of this worker's arena, with what the environment says.
+        """The settings of this worker's arena, with the defaults of the environment.
 
         Raises:
-            ConfigurationError: if they cannot be right.
+            ConfigurationError: if they are invalid.
         """
         limit, threshold = self.arena_limit, self.arena_threshold
         if limit is None:
@@ -166,35 +169,35 @@ class RpcBackendOptions:
         )
 
     def inflight(self) -> int:
-        """Bytes that may be on their way to each peer, with what the environment says; 0: no limit.
+        """Bytes that may be in flight to each peer, with the default of the environment; 0: no limit.
 
         Raises:
-            ConfigurationError: if that cannot be right.
+            ConfigurationError: if the value is invalid.
         """
         given = self.inflight_bytes
         if given is None:
             given = environment.inflight_bytes()
         return INFLIGHT if given is None else _bytes(given, "inflight_bytes")
 
-    def look(self) -> float:
-        """Seconds for which a thread looks before it sleeps, with what the environment says.
+    def spin_seconds(self) -> float:
+        """Seconds for which a thread spins before it blocks, with the default of the environment.
 
         Raises:
-            ConfigurationError: if that cannot be right.
+            ConfigurationError: if the value is invalid.
         """
-        given = self.look_us
+        given = self.spin_us
         if given is None:
-            given = environment.look_us()
+            given = environment.spin_us()
         if given is None:
-            return LOOK_SECONDS
-        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_LOOK_US:
+            return SPIN_SECONDS
+        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_SPIN_US:
             raise ConfigurationError(
-                f"look_us must be a number of microseconds from 0 to {MAX_LOOK_US}, not {given!r}"
+                f"spin_us must be a number of microseconds from 0 to {MAX_SPIN_US}, not {given!r}"
             )
         return given / 1e6
 
     def uses_fast_path(self) -> bool:
-        """Whether small messages within a host go past libzmq, with what the environment says.
+        """Whether to use the local fast path, with the default of the environment.
 
         Raises:
             ConfigurationError: if the environment variable is malformed.
@@ -204,11 +207,13 @@ class RpcBackendOptions:
         return self.local_fast_path
 
     @property
-    def limits(self) -> Limits:
-        """How long peers may be silent."""
+    def limits(self) -> LivenessTimeouts:
+        """The timeouts of the failure detector."""
         if self.liveness_timeout is None:
-            return Limits(frozen=self.frozen_timeout, refused=self.refused_timeout)
-        return Limits(self.liveness_timeout, self.liveness_timeout, self.frozen_timeout, self.refused_timeout)
+            return LivenessTimeouts(frozen=self.frozen_timeout, refused=self.refused_timeout)
+        return LivenessTimeouts(
+            self.liveness_timeout, self.liveness_timeout, self.frozen_timeout, self.refused_timeout
+        )
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
@@ -222,9 +227,9 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         init_method: str = DEFAULT_INIT_METHOD,
         device_maps: Mapping[str, Any] | None = None,
         devices: Sequence[Any] | None = None,
-        _transports: Any = None,  # of no meaning here, as is the next
+        _transports: Any = None,  # ignored, as is the next
         _channels: Any = None,
-        **others: Any,  # those that torch does not have
+        **others: Any,  # options that torch does not have
     ) -> None:
         if not hasattr(type(rpc_timeout), "__float__"):  # the base takes a timedelta as well
             raise ArgumentTypeError(

@@ -5,7 +5,7 @@ and ``remote`` the sending. On the callee ``rpc_serve#...`` spans the function. 
 that started it; engine threads show where it was told to record all
 (``experimental_config=_ExperimentalConfig(profile_all_threads=True)``).
 
-While no profiler is active, a call pays for two looks at a flag, and one whether what is served is profiled
+While no profiler is active, a call costs two checks of a flag, and one whether served calls are profiled
 (:mod:`zmqgrad.rpc.server_process_global_profiler`).
 """
 
@@ -21,41 +21,41 @@ from torch.autograd import profiler
 from zmqgrad.rpc.calls import describe
 
 if TYPE_CHECKING:
-    from zmqgrad.rpc.worker import Worker
+    from zmqgrad.rpc.core import WorkerCore
 
 _profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 served_by: list[Any] = []
-"""Profiles of what this process runs for others, while they are active."""
+"""The active profiles of served calls."""
 
 record_served: Callable[[], Any] = nullcontext
-"""Gives a range that records for these; set by whoever adds the first of them."""
+"""Returns a range that records for these profiles; set together with the first of them."""
 
 
 def profiled_here() -> bool:
-    """May a profiler record the calling thread? (The one that records all sets no flag of the thread.)"""
+    """Whether a profiler may record the calling thread. (One for all threads sets no flag of the thread.)"""
     return profiler._is_profiler_enabled or _profiler_enabled()
 
 
 def profiled_anywhere() -> bool:
-    """Does a profiler record any thread of this process?"""
+    """Whether a profiler records any thread of this process."""
     return profiler._is_profiler_enabled
 
 
 def serving_is_profiled() -> bool:
-    """Does anybody record what this process runs for others?"""
+    """Whether served calls are recorded."""
     return profiler._is_profiler_enabled or bool(served_by)
 
 
-def caller_range(how: str, worker: Worker, to: object, what: Any) -> Any:
+def caller_range(how: str, worker: WorkerCore, to: object, what: Any) -> Any:
     """A range for a call that ``worker`` makes; ``how`` is sync, async or remote."""
     callee = worker.membership.find(to).name
     return profiler.record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
 
 
-def callee_range(worker: Worker, source: int, what: Any) -> Any:
-    """A range for a function that ``worker`` runs for another."""
+def callee_range(worker: WorkerCore, source: int, what: Any) -> Any:
+    """A range for a function that ``worker`` runs for worker ``source``."""
     if served_by and not profiler._is_profiler_enabled:
         return record_served()
     caller = worker.membership.name_of(source)

@@ -1,8 +1,9 @@
-"""Errors that futures hold, to be raised as often as somebody waits.
+"""Copies of exceptions: for futures that raise them more than once, and for pickling.
 
-Note [Errors of futures]: what a future holds is out of the garbage collector's sight, in C++. An exception
-that was raised refers to the frames that it went through, and these to the future that it came from: held
-there, the two would live for ever. So a future holds a copy that was never raised; ``wait`` raises another.
+Note [Errors of futures]: the garbage collector cannot see what a future holds in C++. A raised exception
+refers to the frames that it passed through, and these refer to the future: stored in the future, the
+exception would form a cycle that is never freed. So a future holds a copy that was never raised, and each
+``wait`` raises another copy.
 """
 
 from __future__ import annotations
@@ -15,15 +16,15 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 
-CAUSES = 8
-"""How many causes behind each other are kept: of some, there is no end."""
+MAX_CAUSES = 8
+"""Length of the chain of causes that is copied: some chains are endless."""
 
 
-class Unmade:
-    """An exception as its class, what it shows, and what it holds: to be made again without its ``__init__``.
+class PickledException:
+    """Pickles an exception as class, ``args`` and attributes, to be rebuilt without calling ``__init__``.
 
-    Pickle and ``copy`` call the class with the ``args`` of the exception. Those are what ``__init__`` gave to
-    that of its base: one text, often, where the class itself wants two things, or one by name.
+    Pickle and ``copy`` call the class with ``args``. That fails where ``__init__`` passes other arguments to
+    its base class than it takes itself.
     """
 
     def __init__(self, error: BaseException) -> None:
@@ -31,65 +32,65 @@ class Unmade:
 
     @staticmethod
     def fits(error: BaseException) -> bool:
-        """Is all of ``error`` in these? Not where its class has a manner of its own (OSError, ...)."""
+        """Whether this reproduces ``error``: not if its class has a ``__reduce__`` of its own (OSError)."""
         return type(error).__reduce__ is BaseException.__reduce__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _make, (self._kind, self._args, self._state)
+        return _rebuild, (self._kind, self._args, self._state)
 
 
-class Emptied(Unmade):
-    """An exception without what it holds, which is too large to travel."""
+class StrippedException(PickledException):
+    """Pickles an exception without its arguments and attributes, which are too large to send."""
 
     def __init__(self, error: BaseException) -> None:
         self._kind, self._args, self._state = type(error), ("",), {}
 
 
-def _make(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
+def _rebuild(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
     error = kind.__new__(kind, *args)
     error.args = args
     vars(error).update(state)
     return error
 
 
-def _remade(error: BaseException) -> BaseException:
-    return _make(type(error), error.args, vars(error)) if Unmade.fits(error) else error
+def _copy_without_init(error: BaseException) -> BaseException:
+    return _rebuild(type(error), error.args, vars(error)) if PickledException.fits(error) else error
 
 
-def anew(error: BaseException, causes: int = CAUSES) -> Any:
-    """A copy of ``error``, and of its causes, that was never raised; itself if it cannot be copied."""
-    again = _copy(error)
-    if type(again) is not type(error):
+def copy_exception(error: BaseException, causes: int = MAX_CAUSES) -> Any:
+    """Return a never-raised copy of ``error`` and its causes, or ``error`` itself if copying fails."""
+    copied = _copy(error)
+    if type(copied) is not type(error):
         return error
-    again.args = error.args  # where the class makes a text of its argument, that has been done
+    copied.args = error.args  # __init__ may have built a text from its argument, now for the second time
     cause = error.__cause__
-    again.__cause__ = None if cause is None or not causes else anew(cause, causes - 1)
-    again.__suppress_context__ = error.__suppress_context__
-    return again
+    copied.__cause__ = None if cause is None or not causes else copy_exception(cause, causes - 1)
+    copied.__suppress_context__ = error.__suppress_context__
+    return copied
 
 
 def _copy(error: BaseException) -> BaseException:
-    """A copy; itself, if its class (user code) lets nobody make one."""
-    for copied in (copy.copy, _remade):
+    """Return a copy, or ``error`` itself if its class (user code) prevents copying."""
+    for copier in (copy.copy, _copy_without_init):
         try:
-            return copied(error)
+            return copier(error)
         except Exception as e:
             logger.debug("%s cannot be copied: %s", type(error).__qualname__, e)
     return error
 
 
-def raise_anew(error: Exception) -> None:
-    """Called by torch for what a failed future holds."""
-    raise anew(error)
+def raise_copy(error: Exception) -> None:
+    """Raise a copy of ``error``. Torch calls this for the error of a failed future."""
+    raise copy_exception(error)
 
 
 def error_of_callback(error: Exception) -> RuntimeError:
-    """What a callback raised as torch tells it; where, is told by a note, as the traceback goes."""
-    told = error
-    if not isinstance(told, RuntimeError):
-        said = "Got the following error when running the callback"
-        told = RuntimeError(f"{said}: {type(error).__name__}: {error}")
-        told.__cause__ = error
-    where = "".join(traceback.format_tb(error.__traceback__)[1:])
-    vars(told)["__notes__"] = [*getattr(told, "__notes__", ()), f"Raised in a callback:\n{where}"]
-    return told
+    """Convert an error raised in a callback to torch's form; a note keeps the traceback, which gets lost."""
+    converted = error
+    if not isinstance(converted, RuntimeError):
+        prefix = "Got the following error when running the callback"
+        converted = RuntimeError(f"{prefix}: {type(error).__name__}: {error}")
+        converted.__cause__ = error
+    trace = "".join(traceback.format_tb(error.__traceback__)[1:])
+    vars(converted)["__notes__"] = [*getattr(converted, "__notes__", ()), f"Raised in a callback:\n{trace}"]
+    return converted

@@ -1,8 +1,7 @@
-"""Exceptions across workers: described where they happen, rebuilt where they are waited for.
+"""Exceptions across workers: serialized where they are raised, rebuilt at the caller.
 
-What the caller catches has the type that was raised and tells, in its text, on which worker, and the
-traceback there. Where the type cannot be rebuilt the caller gets a :class:`~zmqgrad.errors.RemoteError`
-with the same text.
+The caller catches an exception of the original type, whose text names the worker and contains the remote
+traceback. If the type cannot be rebuilt, it is a :class:`~zmqgrad.errors.RemoteError` with that text.
 """
 
 from __future__ import annotations
@@ -13,46 +12,47 @@ import pickle
 import traceback
 import types
 from pathlib import Path
-from typing import Any
 
-import cloudpickle
 import torch
 
 from zmqgrad.errors import RemoteError
-from zmqgrad.rpc.raising import Emptied, Unmade
+from zmqgrad.rpc.raising import PickledException, StrippedException
+from zmqgrad.rpc.serialization.pickler import dumps
 from zmqgrad.wire.messages import MAX_TEXT, ExceptionReply
 
 logger = logging.getLogger(__name__)
 
-_LONGEST = MAX_TEXT // 4
+_MAX_TEXT_CHARS = MAX_TEXT // 4
 
-_OURS = str(Path(__file__).parents[1]) + os.sep
+_PACKAGE_PATH = str(Path(__file__).parents[1]) + os.sep
 
 
 class ScriptError(RemoteError, torch.jit.Error):
-    """TorchScript failed over there: what torch raises for it, which with torch's RPC is a RuntimeError."""
+    """A remote TorchScript error. A RuntimeError as with torch's RPC, and a ``torch.jit.Error``."""
 
 
-LARGEST = 1 << 20
-"""An exception whose pickle has more bytes (it holds a large tensor) travels as its type and text alone."""
+MAX_PICKLE_BYTES = 1 << 20
+"""An exception with a larger pickle (it holds a large tensor) is sent without its attributes."""
 
 
 def describe_exception(error: BaseException, worker: str, same_program: bool = False) -> ExceptionReply:
-    """What to send instead of an answer. ``worker`` is shown as where it happened. Never fails.
+    """Serialize an exception as the reply to a request. Never fails.
 
-    ``same_program``: its reader runs the same ``__main__``, so that a class of that is the reader's own.
+    Args:
+        worker: where the exception was raised, for its text.
+        same_program: the requester runs the same ``__main__``, so its classes are sent by name.
     """
     trace = "".join(traceback.format_exception(type(error), error, _from_user_code(error)))
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     return ExceptionReply(
-        worker, shorten(kind), shorten(_show(error)), shorten(trace), _pickled(error, same_program)
+        worker, shorten(kind), shorten(_show(error)), shorten(trace), _pickle(error, same_program)
     )
 
 
 def _from_user_code(error: BaseException) -> types.TracebackType | None:
-    """Its traceback, from the first line that is none of ours; all of it if there is none."""
+    """The traceback from the first frame outside of this package; all of it if there is no such frame."""
     shown = error.__traceback__
-    while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_OURS):
+    while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_PACKAGE_PATH):
         shown = shown.tb_next
     return shown or error.__traceback__
 
@@ -60,40 +60,34 @@ def _from_user_code(error: BaseException) -> types.TracebackType | None:
 def _show(error: BaseException) -> str:
     try:
         text = str(error)
-        # What spans lines is shown as lines, not as repr would escape them.
+        # repr would escape the line breaks.
         return f"{type(error).__qualname__}({text})" if "\n" in text else repr(error)
     except Exception as e:  # user code
         return f"{type(error).__qualname__} (whose repr fails: {type(e).__name__})"
 
 
-def _pickled(error: BaseException, same_program: bool) -> bytes:
-    forms: list[Any] = [error]
-    if Unmade.fits(error):
-        forms.append(Unmade(error))
-    # Cloudpickle sends what __main__ has by value: a class of the same name that no ``except`` there knows.
-    ways = (pickle.dumps, cloudpickle.dumps) if same_program else (cloudpickle.dumps,)
-    for dumps, form in ((dumps, form) for dumps in ways for form in forms):
+def _pickle(error: BaseException, same_program: bool) -> bytes:
+    """Pickle ``error`` in the first form that can be read back; empty if there is none."""
+    reproducible = PickledException.fits(error)
+    for form in (error, PickledException(error)) if reproducible else (error,):
         try:
-            data: bytes = dumps(form, protocol=5)
-            pickle.loads(data)  # an exception with required arguments pickles well and fails here
+            data = dumps(form, same_program)
+            pickle.loads(data)  # fails for an exception with required arguments, which pickles well
         except Exception as e:
             logger.debug("cannot send %s as %r: %s", type(error).__qualname__, form, e)
-        else:
-            if len(data) <= LARGEST:
-                return data
-            if not Unmade.fits(error):
-                return b""
-            emptied: bytes = dumps(Emptied(error), protocol=5)
-            return emptied
+            continue
+        if len(data) <= MAX_PICKLE_BYTES:
+            return data
+        return dumps(StrippedException(error), same_program) if reproducible else b""
     return b""
 
 
 def rebuild_exception(reply: ExceptionReply) -> BaseException:
-    """The exception to raise at the caller."""
+    """Rebuild the exception that the caller raises."""
     text = f"On {reply.worker}:\n{reply.text}\n{reply.traceback}"
     error = _unpickled(reply)
     if error is None or not isinstance(error, Exception):
-        # SystemExit or KeyboardInterrupt over there must not end this process
+        # a remote SystemExit or KeyboardInterrupt must not end this process
         return RemoteError(
             f"Failed to create original exception type: {reply.kind} cannot be rebuilt here. "
             f"Original exception on remote side was:\n{text}"
@@ -101,9 +95,9 @@ def rebuild_exception(reply: ExceptionReply) -> BaseException:
     if type(error) is torch.jit.Error:
         return ScriptError(text)
     has_text = all(isinstance(a, str) for a in error.args) and len(error.args) <= 1
-    if has_text and not isinstance(error, KeyError):  # which has a key, and shows its repr
+    if has_text and not isinstance(error, KeyError):  # its argument is a key, shown by repr
         error.args = (text,)
-    # For exceptions that make their text from other things than one string.
+    # For exceptions whose text is not their only argument.
     error.__cause__ = None if text in _text_of(error) else RemoteError(text)
     return error
 
@@ -127,7 +121,10 @@ def _unpickled(reply: ExceptionReply) -> BaseException | None:
 
 
 def shorten(text: str) -> str:
-    """``text`` as it can travel: the middle of a very long one is left out."""
-    # Half a surrogate pair (a file's name that is no text) cannot be written as UTF-8.
+    """Make ``text`` fit a message: cut the middle of a long text, escape lone surrogates."""
+    # Lone surrogates (from file names that are not UTF-8) cannot be encoded.
     text = text.encode(errors="backslashreplace").decode()
-    return text if len(text) <= _LONGEST else text[: _LONGEST // 2] + "\n...\n" + text[-_LONGEST // 2 :]
+    if len(text) <= _MAX_TEXT_CHARS:
+        return text
+    half = _MAX_TEXT_CHARS // 2
+    return f"{text[:half]}\n...\n{text[-half:]}"

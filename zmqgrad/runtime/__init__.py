@@ -1,5 +1,5 @@
-"""Time and threads: clocks and deadlines, one-shot outcomes, the engine pool, the timekeeper.
+"""Time and threads: clocks and deadlines, promises, the thread pool, the timer thread.
 
-Knows no message, socket or tensor. Guarantees: every wait has a deadline; a task that blocks on one of
-our waits does not take a thread from the others; a callback runs with no lock of ours held.
+This package knows no message, socket or tensor. Guarantees: every wait has a deadline; a task that blocks in
+one of our waits does not keep a thread from other tasks; callbacks run with none of our locks held.
 """

@@ -1,4 +1,4 @@
-"""Pauses between looks at what cannot tell that it has changed: a file of others, a lock of theirs."""
+"""Exponential backoff, to poll what cannot notify: a file, or a lock held by another process."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ FACTOR = 1.5
 
 
 class Backoff:
-    """Pauses that begin at ``least`` seconds and grow to ``most``, and begin anew after news.
+    """Pauses that grow from ``least`` to ``most`` seconds, and start again after :meth:`reset`.
 
-    So news that come soon are seen soon, and who waits long costs little.
+    Frequent changes are seen early, and long waits cost little.
     """
 
     def __init__(self, least: float, most: float) -> None:
@@ -17,10 +17,10 @@ class Backoff:
         self._next = least
 
     def pause(self, at_most: float) -> float:
-        """How long to wait now, in seconds, where only ``at_most`` are left."""
+        """Returns how many seconds to wait now, limited to ``at_most``."""
         pause, self._next = self._next, min(FACTOR * self._next, self._most)
         return min(pause, at_most)
 
     def reset(self) -> None:
-        """There was news: look again soon."""
+        """Starts again with the shortest pause, after a change was seen."""
         self._next = self._least

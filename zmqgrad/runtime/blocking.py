@@ -1,8 +1,8 @@
-"""The word by which a thread says that it is about to wait.
+"""Managed blocking: a thread tells its pool before it waits.
 
-A thread of an :class:`~zmqgrad.runtime.engine_pool.EnginePool` that waits for another call does not
-count as working; the pool may put another in its place. So nested calls of any depth cannot eat all
-threads. Every wait of ours goes through :func:`about_to_block`.
+A thread of a :class:`~zmqgrad.runtime.thread_pool.ThreadPool` that waits for another call does not count as
+working, so the pool may start another thread in its place. Nested calls of any depth therefore cannot exhaust
+the pool. Every wait of this library goes through :func:`blocking_section`.
 """
 
 from __future__ import annotations
@@ -11,38 +11,39 @@ import threading
 from typing import Any, Protocol
 
 
-class Blockable(Protocol):
-    """A pool that wants to hear of waits in its threads."""
+class ManagedPool(Protocol):
+    """A thread pool that is notified when one of its threads blocks."""
 
     def blocked(self) -> Any:
-        """A context manager around the wait."""
+        """Returns a context manager for the wait."""
         ...
 
 
-class _Here(threading.local):
-    pool: Blockable | None = None
-    """Whom the calling thread works for."""
+class _ThreadState(threading.local):
+    pool: ManagedPool | None = None
+    """The pool that the calling thread belongs to."""
 
     def __init__(self) -> None:
-        self.pause = threading.RLock()
-        """A context manager that does nothing, as no other thread has it; quicker than one in Python."""
+        self.no_pool = threading.RLock()
+        """A context manager without effect, as no other thread has it. Faster than one written in Python."""
 
 
-here = _Here()
-"""For who waits so briefly that :func:`about_to_block` would show."""
+thread_state = _ThreadState()
+"""For waits so short that the cost of :func:`blocking_section` would be noticeable."""
 
-anybody = False
-"""Has any thread of this process ever worked for a pool? Costs a third of a look at ``here``."""
-
-
-def belong_to(pool: Blockable | None) -> None:
-    """The calling thread now works for ``pool``."""
-    global anybody
-    anybody = True
-    here.pool = pool
+used_by_a_pool = False
+"""Whether any thread of this process ever belonged to a pool. A third of the cost of reading
+``thread_state``."""
 
 
-def about_to_block() -> Any:
-    """A context manager for a wait in the calling thread."""
-    pool = here.pool
-    return here.pause if pool is None else pool.blocked()
+def set_pool(pool: ManagedPool | None) -> None:
+    """Sets the pool that the calling thread belongs to."""
+    global used_by_a_pool
+    used_by_a_pool = True
+    thread_state.pool = pool
+
+
+def blocking_section() -> Any:
+    """Returns a context manager for a wait in the calling thread."""
+    pool = thread_state.pool
+    return thread_state.no_pool if pool is None else pool.blocked()

@@ -1,7 +1,7 @@
-"""Time. Everything that waits is handed a clock; nothing else in the package calls :mod:`time`.
+"""Clocks and deadlines. Everything that waits is passed a clock; no other module calls :mod:`time`.
 
-Wall clocks differ between hosts, so deadlines travel as durations and each side counts on its own
-monotonic clock (DESIGN 16.9).
+Wall clocks differ between hosts, so deadlines are sent as durations and each side uses its own monotonic
+clock (DESIGN 16.9).
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """Something that tells monotonic seconds."""
+    """A monotonic clock."""
 
     def now(self) -> float:
-        """Seconds since some fixed moment; never goes back."""
+        """Returns seconds since some fixed moment. Never decreases."""
         ...
 
 
 class MonotonicClock:
-    """The real one."""
+    """The clock of the system."""
 
     now = staticmethod(time.monotonic)
 
 
 class ManualClock:
-    """For tests: stands still until told to advance."""
+    """A clock for tests, which only changes by :meth:`advance`."""
 
     def __init__(self, start: float = 0.0) -> None:
         self._now = start
@@ -36,11 +36,15 @@ class ManualClock:
         self._listeners: list[Callable[[], None]] = []
 
     def now(self) -> float:
-        """Seconds since ``start``, as far as told."""
+        """Returns the current time in seconds."""
         return self._now
 
     def advance(self, seconds: float) -> None:
-        """Let ``seconds`` pass."""
+        """Moves the clock by ``seconds`` and calls the listeners.
+
+        Raises:
+            ValueError: if ``seconds`` is negative.
+        """
         if seconds < 0:
             raise ValueError(f"time does not go back (asked to advance by {seconds})")
         with self._lock:
@@ -49,22 +53,15 @@ class ManualClock:
             listener()
 
     def on_advance(self, listener: Callable[[], None]) -> None:
-        """Call ``listener`` after each advance, in the thread that advances."""
+        """Registers ``listener``, which is called after each advance, in the thread that advances."""
         self._listeners.append(listener)
 
 
 MONOTONIC: Clock = MonotonicClock()
 
 
-def cpu_seconds(thread: threading.Thread) -> float:
-    """Processor time that ``thread``, which must be alive, has used; 0.0 where the system does not tell."""
-    if thread.ident is None or not hasattr(time, "pthread_getcpuclockid"):
-        return 0.0
-    return time.clock_gettime(time.pthread_getcpuclockid(thread.ident))
-
-
 class Deadline:
-    """One moment that several waits share. ``at`` is infinite where there is no limit."""
+    """A point in time that several waits share. ``at`` is infinite if there is no limit."""
 
     __slots__ = ("_clock", "at")
 
@@ -74,23 +71,23 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | None, clock: Clock = MONOTONIC) -> Deadline:
-        """The moment ``seconds`` from now; None for never."""
+        """Returns the deadline ``seconds`` from now; None means no limit."""
         return cls(math.inf if seconds is None else clock.now() + seconds, clock)
 
     def left(self) -> float:
-        """Seconds left: 0 once it has passed, infinite if there is no limit."""
+        """Returns the seconds left: 0 after the deadline, infinite if there is no limit."""
         return max(0.0, self.at - self._clock.now())
 
-    def left_or_none(self) -> float | None:
-        """Seconds left, as ``threading`` takes them: None if there is no limit."""
+    def timeout(self) -> float | None:
+        """Returns the seconds left as ``threading`` expects them: None if there is no limit."""
         return None if self.at == math.inf else min(self.left(), threading.TIMEOUT_MAX)
 
     def passed(self) -> bool:
-        """Is it over?"""
+        """Whether the deadline has passed."""
         return self._clock.now() >= self.at
 
-    def sooner(self, seconds: float | None) -> Deadline:
-        """This deadline or ``seconds`` from now, whichever comes first."""
+    def capped(self, seconds: float | None) -> Deadline:
+        """Returns the earlier of this deadline and ``seconds`` from now (None: this deadline)."""
         if seconds is None:
             return self
         return Deadline(min(self.at, self._clock.now() + seconds), self._clock)

@@ -1,8 +1,8 @@
-"""A one-shot outcome that one thread sets and others wait for.
+"""A one-shot result that one thread sets and other threads wait for.
 
-Lighter than :class:`concurrent.futures.Future` (no lock but those of threads that wait), interruptible by
-Ctrl-C where ``torch.futures.Future.wait`` is not (DESIGN 16.10), and it tells the engine pool when a task
-blocks.
+Lighter than :class:`concurrent.futures.Future` (its only locks are those of waiting threads), interruptible
+by Ctrl-C where ``torch.futures.Future.wait`` is not (DESIGN 16.10), and its waits are managed
+(:mod:`~zmqgrad.runtime.blocking`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar, cast
 
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.runtime.blocking import blocking_section
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 _UNSET: Any = object()
-_OPEN: Any = object()
+_PENDING: Any = object()
 
 
-class _Gate:
-    """Where one thread waits for an outcome."""
+class _Waiter:
+    """Blocks one thread until a promise is done."""
 
     __slots__ = ("_lock",)
 
@@ -32,17 +32,17 @@ class _Gate:
         self._lock = _thread.allocate_lock()
         self._lock.acquire()
 
-    def open(self, _: object) -> None:
-        """It is there."""
+    def wake(self, _: object) -> None:
+        """The callback of the promise."""
         self._lock.release()
 
     def wait(self, seconds: float) -> None:
-        """Wait for that; -1: for ever."""
+        """Waits for :meth:`wake`; -1 means no limit."""
         self._lock.acquire(timeout=seconds)
 
 
-class Outcome(Generic[T]):
-    """Set once, to a value or an error; waited for by any number of threads."""
+class Promise(Generic[T]):
+    """Set once, to a value or an exception. Any number of threads may wait for it."""
 
     __slots__ = ("_callbacks", "_done", "_error", "_value")
 
@@ -50,25 +50,25 @@ class Outcome(Generic[T]):
         self._value: T = _UNSET
         self._error: BaseException | None = None
         self._done = False
-        # Every step on this list is one that no other thread can interrupt. Whoever takes _OPEN out settles.
-        self._callbacks: list[Any] = [_OPEN]
+        # Every operation on this list is atomic. The thread that removes _PENDING sets the result.
+        self._callbacks: list[Any] = [_PENDING]
 
     def done(self) -> bool:
-        """Is it set?"""
+        """Whether a result or an exception was set."""
         return self._done
 
-    def set(self, value: T) -> bool:
-        """Set the value. False if it was set before (the first one counts)."""
+    def set_result(self, value: T) -> bool:
+        """Sets the value. Returns False, without effect, if the promise was done."""
         return self._settle(value, None)
 
-    def fail(self, error: BaseException) -> bool:
-        """Set an error. False if it was set before (the first one counts)."""
+    def set_exception(self, error: BaseException) -> bool:
+        """Sets an exception. Returns False, without effect, if the promise was done."""
         return self._settle(_UNSET, error)
 
     def _settle(self, value: T, error: BaseException | None) -> bool:
         callbacks = self._callbacks
         try:
-            callbacks.remove(_OPEN)
+            callbacks.remove(_PENDING)
         except ValueError:
             return False
         self._value, self._error = value, error
@@ -76,35 +76,35 @@ class Outcome(Generic[T]):
         while callbacks:
             try:
                 callback = callbacks.pop(0)
-            except IndexError:  # by whom it came from, who has seen that this is done
+            except IndexError:  # taken by the thread that added it, which has seen that this is done
                 break
-            self._tell(callback)
+            self._call(callback)
         return True
 
-    def _tell(self, callback: Callable[[Outcome[T]], None]) -> None:
-        # One bad callback must cost neither the others nor the thread that brought the news.
+    def _call(self, callback: Callable[[Promise[T]], None]) -> None:
+        # A failing callback must affect neither the other callbacks nor the thread that sets the result.
         try:
             callback(self)
         except Exception:
             logger.exception("a callback of %r failed", self)
 
     def wait_done(self, timeout: float | None = None) -> bool:
-        """Wait up to ``timeout`` seconds (None: for ever). True if the outcome is there."""
+        """Waits up to ``timeout`` seconds (None: no limit). Returns whether the promise is done."""
         if self._done:
             return True
         seconds = -1 if timeout is None else min(max(0.0, timeout), threading.TIMEOUT_MAX)
-        gate = _Gate()
-        self.then(gate.open)
+        waiter = _Waiter()
+        self.add_done_callback(waiter.wake)
         try:
-            with about_to_block():
-                gate.wait(seconds)
+            with blocking_section():
+                waiter.wait(seconds)
         finally:
             if not self._done:
-                self._take_back(gate.open)
+                self._remove_callback(waiter.wake)
         return self._done
 
-    def _take_back(self, callback: Callable[[Outcome[T]], None]) -> bool:
-        """``callback`` need not be told. False: it has been, or is about to be."""
+    def _remove_callback(self, callback: Callable[[Promise[T]], None]) -> bool:
+        """Removes ``callback``. Returns False if it was called or is about to be."""
         try:
             self._callbacks.remove(callback)
         except ValueError:
@@ -112,51 +112,51 @@ class Outcome(Generic[T]):
         return True
 
     def result(self) -> T:
-        """The value.
+        """Returns the value of a promise that is done.
 
         Raises:
-            the error, if one was set; ``RuntimeError`` if the outcome is not there yet.
+            RuntimeError: if the promise is not done. Otherwise the exception that was set.
         """
         if not self._done:
-            raise RuntimeError("the outcome is not there yet; wait for it first")
+            raise RuntimeError("the result is not set yet; wait for it first")
         if self._error is not None:
             try:
                 raise self._error
             finally:
-                del self  # the error's traceback now holds this frame: make no cycle of it
+                del self  # the traceback refers to this frame: avoid a reference cycle
         return self._value
 
     def wait(self, timeout: float | None = None) -> T:
-        """Wait up to ``timeout`` seconds and give the value.
+        """Waits up to ``timeout`` seconds (None: no limit) and returns the value.
 
         Raises:
-            TimeoutError: if it did not come in time; otherwise the error that was set.
+            TimeoutError: if the promise is not done in time. Otherwise the exception that was set.
         """
         if not self.wait_done(timeout):
-            raise TimeoutError(f"no outcome within {timeout} s")
+            raise TimeoutError(f"no result within {timeout} s")
         try:
             return self.result()
         finally:
             del self  # as in result()
 
-    def error(self) -> BaseException | None:
-        """The error, if the outcome is there and is one."""
+    def exception(self) -> BaseException | None:
+        """Returns the exception, or None if the promise has a value or is not done."""
         return self._error
 
-    def then(self, callback: Callable[[Outcome[T]], None]) -> None:
-        """Call ``callback(self)`` when the outcome is there (at once if it is), in the setting thread.
+    def add_done_callback(self, callback: Callable[[Promise[T]], None]) -> None:
+        """Calls ``callback(self)`` in the thread that sets the result, or at once if the promise is done.
 
-        An exception that it raises is logged; it reaches nobody else.
+        An exception that the callback raises is logged.
         """
         if not self._done:
             self._callbacks.append(callback)
-            # Set meanwhile, perhaps after whoever did it had looked for the last time.
-            if not self.done() or not self._take_back(callback):
+            # The promise may have been set since, and its thread may have emptied the list before the append.
+            if not self.done() or not self._remove_callback(callback):
                 return
-        self._tell(callback)
+        self._call(callback)
 
     def __repr__(self) -> str:
         if not self.done():
             return f"<{type(self).__name__} pending>"
-        said = repr(self._error) if self._error is not None else type(cast("Any", self._value)).__name__
-        return f"<{type(self).__name__} {said}>"
+        text = repr(self._error) if self._error is not None else type(cast("Any", self._value)).__name__
+        return f"<{type(self).__name__} {text}>"

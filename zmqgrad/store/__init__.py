@@ -13,7 +13,7 @@ value (P8).
 
 Start with :mod:`~zmqgrad.store.state`, the pure machine. :mod:`~zmqgrad.store.service` and
 :mod:`~zmqgrad.store.local` drive it; :mod:`~zmqgrad.store.watch` follows keys at the client's end.
-Threads: the server's one; with watches, those that receive notices and run callbacks, by turns.
+Threads: the server's one; with watches, those that receive notifications and run callbacks, by turns.
 """
 
 from __future__ import annotations
@@ -21,13 +21,12 @@ from __future__ import annotations
 from zmqgrad.errors import QueueEmptyError, StoreError, TransportError, ZmqgradError
 from zmqgrad.store.base import Store
 from zmqgrad.store.client import TCPStore
+from zmqgrad.store.events import PrefixCallback, WatchCallback, WatchEvent
 from zmqgrad.store.file import FileStore
-from zmqgrad.store.followers import WatchEvent
 from zmqgrad.store.local import HashStore
+from zmqgrad.store.prefix import PrefixStore
 from zmqgrad.store.server import StoreServer
-from zmqgrad.store.takers import PrefixCallback, WatchCallback
-from zmqgrad.store.views import PrefixStore
-from zmqgrad.store.watching import Watch
+from zmqgrad.store.watch_iterator import Watch
 
 # torch's names for the errors of a store, so that its "except" goes on working with the import swapped.
 DistError = ZmqgradError

@@ -1,137 +1,255 @@
-"""What a store is: the calls of ``torch.distributed.Store``, and ``watch_key``.
+"""The store interface: the calls of ``torch.distributed.Store``, and watches.
 
-:class:`Store` is the contract, checked by one suite over all stores.
+:class:`Store` is the contract, checked by one test suite over all stores. It turns each call into a query
+message; a subclass carries the query to its state machine.
 
 Keys are ``str`` (or ``bytes``, see :mod:`~zmqgrad.store.arguments`), values ``bytes`` (``str`` is encoded as
-UTF-8); what comes back is ``bytes``. Timeouts are ``timedelta`` or seconds.
+UTF-8); results are ``bytes``. Timeouts are ``timedelta`` or seconds.
 """
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from zmqgrad.errors import ConfigurationError, StoreTimeoutError
-from zmqgrad.store.arguments import Timeout, as_key, seconds_of
-from zmqgrad.store.takers import KeyOldNew, OldNew, PrefixCallback, Taker, WatchCallback
-from zmqgrad.store.topics import Prefix, Target
-from zmqgrad.store.watching import Inbox, Watch
+from zmqgrad.errors import ClosedError, ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
+from zmqgrad.store.effects import MAX_BATCH_BYTES
+from zmqgrad.store.events import (
+    NULL_HANDLER,
+    EventHandler,
+    KeyCallbackAdapter,
+    PrefixCallback,
+    PrefixCallbackAdapter,
+    WatchCallback,
+)
+from zmqgrad.store.watch import WatchRegistry
+from zmqgrad.store.watch_iterator import EventQueue, Watch
+from zmqgrad.store.watch_targets import Prefix, Target
+from zmqgrad.wire.messages import (
+    Message,
+    Refusal,
+    StoreAdd,
+    StoreAppend,
+    StoreCheck,
+    StoreCompareSet,
+    StoreDeleteKey,
+    StoreGet,
+    StoreGetNumKeys,
+    StoreItem,
+    StoreKeys,
+    StoreListKeys,
+    StoreMultiGet,
+    StoreMultiSet,
+    StoreNumber,
+    StoreQueueAck,
+    StoreQueueLen,
+    StoreQueuePop,
+    StoreQueuePush,
+    StoreRefused,
+    StoreSet,
+    StoreValue,
+    StoreValues,
+    StoreWait,
+)
 
 
 class Store(ABC):
-    """A key-value store that several processes, or threads, share.
+    """A key-value store shared by several processes, or threads.
 
     Every call may raise ``StoreError`` (the store cannot be reached, or refused), ``StoreTimeoutError``
-    (it did not answer in time), ``TypeError`` and ``ConfigurationError`` (the arguments cannot be right).
+    (no reply in time), ``TypeError`` and ``ConfigurationError`` (invalid arguments).
     """
 
-    @abstractmethod
+    _request: Callable[[Message, float], Message]
+    """``_request(query, seconds)`` returns the reply. Raises refusals and timeouts as errors."""
+
+    def __init__(self, timeout: Timeout, clock: Clock = MONOTONIC) -> None:
+        self._clock = clock
+        self._timeout = seconds_of(timeout)
+
+    # ---- keys and queues --------------------------------------------------------------------------------
+
     def set(self, key: str, value: str | bytes) -> None:
         """Set ``key`` to ``value``."""
+        self._request(StoreSet(as_key(key), as_value(value)), self._timeout)
 
-    @abstractmethod
     def get(self, key: str) -> bytes:
         """The value of ``key``; waits until it exists.
 
         Raises:
             StoreTimeoutError: if it does not within the store's timeout.
         """
+        reply = self._request(StoreGet(as_key(key), self._timeout), self._timeout)
+        if type(reply) is not StoreValue:
+            raise self._unexpected(StoreValue, reply)
+        return reply.value
 
-    @abstractmethod
     def add(self, key: str, amount: int) -> int:
-        """Add to the decimal number at ``key`` (0 if missing) and give the sum."""
+        """Add ``amount`` to the decimal number at ``key`` (0 if missing). Returns the sum."""
+        if type(amount) is not int:
+            try:
+                amount = int(operator.index(amount))  # a bool or a numpy integer becomes an int
+            except TypeError:
+                raise TypeError(f"add: the amount must be an int, not {type(amount).__name__}") from None
+        if not -(1 << 63) <= amount < 1 << 63:
+            raise ConfigurationError(f"add: the amount {amount} does not fit 64 bits")
+        reply = self._request(StoreAdd(as_key(key), amount), self._timeout)
+        if type(reply) is not StoreNumber:
+            raise self._unexpected(StoreNumber, reply)
+        return reply.number
 
-    @abstractmethod
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Set ``key`` to ``desired_value`` if it holds ``expected_value``, or is missing and that is empty.
 
-        Gives the value that ``key`` has now; ``expected_value`` if it is missing still.
+        Returns:
+            The value of ``key`` afterwards; ``expected_value`` if the key is still missing.
         """
+        query = StoreCompareSet(as_key(key), as_value(expected_value), as_value(desired_value))
+        reply = self._request(query, self._timeout)
+        if type(reply) is not StoreValue:
+            raise self._unexpected(StoreValue, reply)
+        return reply.value
 
-    @abstractmethod
     def check(self, keys: Sequence[str]) -> bool:
-        """Do all ``keys`` exist? A queue that is not empty counts as one, here and in :meth:`wait`."""
+        """Whether all ``keys`` exist. A queue that is not empty counts as a key, here and in :meth:`wait`."""
+        return bool(self._number(StoreCheck(as_keys(keys))))
 
-    @abstractmethod
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Wait until all ``keys`` exist (at one moment), in one round trip.
 
         Raises:
             StoreTimeoutError: if they do not within ``timeout``, or the store's own where that is None.
         """
+        seconds = self._timeout if timeout is None else seconds_of(timeout)
+        self._request(StoreWait(as_keys(keys), seconds), seconds)
 
-    @abstractmethod
     def delete_key(self, key: str) -> bool:
-        """Delete ``key``. Did it exist?"""
+        """Delete ``key``. Returns whether it existed."""
+        return bool(self._number(StoreDeleteKey(as_key(key))))
 
-    @abstractmethod
     def num_keys(self) -> int:
-        """How many keys there are; queues do not count."""
+        """Number of keys; queues do not count."""
+        return self._number(StoreGetNumKeys())
 
-    @abstractmethod
     def append(self, key: str, value: str | bytes) -> None:
         """Append to the value of ``key``, which is created if missing."""
+        self._request(StoreAppend(as_key(key), as_value(value)), self._timeout)
 
-    @abstractmethod
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """The values of all ``keys`` in their order, in one round trip; waits as :meth:`wait` does."""
+        reply = self._request(StoreMultiGet(as_keys(keys), self._timeout), self._timeout)
+        if type(reply) is not StoreValues:
+            raise self._unexpected(StoreValues, reply)
+        return list(reply.values)
 
-    @abstractmethod
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Set each of ``keys`` to its value, in one round trip and at one moment."""
+        if isinstance(values, (str, bytes)):
+            raise TypeError(f"multi_set: expected a list of values, not the {type(values).__name__}")
+        names, checked = as_keys(keys), tuple([as_value(value) for value in values])
+        if len(names) != len(checked):
+            raise ConfigurationError(f"multi_set: {len(names)} keys, but {len(checked)} values")
+        size = sum(map(len, checked))
+        if size > MAX_BATCH_BYTES:
+            raise ConfigurationError(
+                f"multi_set: {size} bytes of values in one query (at most {MAX_BATCH_BYTES})"
+            )
+        self._request(StoreMultiSet(names, checked), self._timeout)
 
-    @abstractmethod
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Push ``value`` to the end of the queue ``key``; a key of that name is another thing."""
+        """Append ``value`` to the queue ``key``. Queues and keys have separate namespaces."""
+        self._request(StoreQueuePush(as_key(key), as_value(value)), self._timeout)
 
-    @abstractmethod
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first value of the queue ``key``; with ``block``, wait until there is one.
+        """Remove and return the first value of the queue ``key``; with ``block``, wait for one.
 
         Raises:
             QueueEmptyError: if the queue is empty, and not ``block``.
             StoreTimeoutError: if it stays empty for the store's timeout.
         """
+        query = StoreQueuePop(as_key(key), bool(block), self._timeout)
+        deadline = Deadline.after(self._timeout)
+        while True:
+            reply = self._request(query, deadline.left())
+            if type(reply) is StoreValue:
+                return reply.value
+            if type(reply) is not StoreItem:
+                raise self._unexpected(StoreItem, reply)
+            if self._number(StoreQueueAck(reply.item)):
+                return reply.value
+            # The acknowledgement was too late, and the item has returned to the queue.
 
-    @abstractmethod
     def queue_len(self, key: str) -> int:
-        """How many values are in the queue ``key``."""
+        """Number of values in the queue ``key``."""
+        return self._number(StoreQueueLen(as_key(key)))
 
-    @abstractmethod
     def list_keys(self, prefix: str = "") -> list[str]:
         """The keys that begin with ``prefix``, sorted."""
+        reply = self._request(StoreListKeys(as_key(prefix)), self._timeout)
+        if type(reply) is not StoreKeys:
+            raise self._unexpected(StoreKeys, reply)
+        return list(reply.keys)
+
+    def _number(self, query: Message) -> int:
+        reply = self._request(query, self._timeout)
+        if type(reply) is not StoreNumber:
+            raise self._unexpected(StoreNumber, reply)
+        return reply.number
+
+    def _unexpected(self, kind: type[Message], reply: Message) -> StoreError:
+        return StoreError(f"{self!r} replied with {type(reply).__name__} instead of {kind.__name__}")
+
+    def _refused(self, refusal: StoreRefused, seconds: float) -> StoreError:
+        """The error for ``refusal``, of a query that was allowed ``seconds``."""
+        if refusal.reason is Refusal.TIMEOUT:
+            return StoreTimeoutError(f"{self!r} after {seconds:g} s: {refusal.text}")
+        kind = QueueEmptyError if refusal.reason is Refusal.MISSING else StoreError
+        return kind(f"{self!r}: {refusal.text}")
+
+    # ---- watches ----------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def _registry(self) -> WatchRegistry:
+        """The watches of this store."""
+
+    def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
+        """Call ``handler`` for each change of ``target``; with ``present``, for existing keys first."""
+        try:
+            self._registry.add(target, handler, present=present)
+        except ClosedError as e:
+            raise StoreError(f"cannot watch {target!r}: {e}") from e
 
     @abstractmethod
-    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
-        """Let ``taker`` have the changes of ``target`` from now on; with ``present``, what is there first."""
-
-    @abstractmethod
-    def _unwatch(self, target: Target, taker: Taker | None) -> None:
-        """Let ``taker`` (None: any) have them no more."""
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        """Remove ``handler`` (None: all) from ``target``."""
 
     def watch_key(self, key: str, callback: WatchCallback) -> None:
         """Call ``callback(old, new)`` at each change of ``key`` made after this returns.
 
-        Callbacks run in threads of the store's own, each with one event at a time and in order. One may miss
-        values that were soon replaced, never the last one. An exception in one is logged.
+        Callbacks run in the store's own threads, each with one event at a time and in order. A callback may
+        miss values that were soon replaced, never the last one. Exceptions in it are logged.
         """
-        self._watch(as_key(key), OldNew(callback))
+        self._watch(as_key(key), KeyCallbackAdapter(callback))
 
     def unwatch_key(self, key: str, callback: WatchCallback | None = None) -> None:
-        """Call ``callback`` (None: any) no more for ``key``; one that runs now may still be running after."""
-        self._unwatch(as_key(key), None if callback is None else OldNew(callback))
+        """Stop calling ``callback`` (None: all) for ``key``. A call that has begun may end later."""
+        self._unwatch(as_key(key), None if callback is None else KeyCallbackAdapter(callback))
 
     def watch_prefix(self, prefix: str, callback: PrefixCallback) -> None:
         """Call ``callback(key, old, new)`` at each change of a key that begins with ``prefix``.
 
-        As :meth:`watch_key` otherwise, in order over all those keys.
+        Otherwise as :meth:`watch_key`; events are in order over all these keys.
         """
-        self._watch(Prefix(as_key(prefix)), KeyOldNew(callback))
+        self._watch(Prefix(as_key(prefix)), PrefixCallbackAdapter(callback))
 
     def unwatch_prefix(self, prefix: str, callback: PrefixCallback | None = None) -> None:
-        """Call ``callback`` (None: any) no more for ``prefix``."""
-        self._unwatch(Prefix(as_key(prefix)), None if callback is None else KeyOldNew(callback))
+        """Stop calling ``callback`` (None: all) for ``prefix``."""
+        self._unwatch(Prefix(as_key(prefix)), None if callback is None else PrefixCallbackAdapter(callback))
 
     def watch(
         self,
@@ -141,14 +259,14 @@ class Store(ABC):
         timeout: Timeout | None = None,
         present: bool = False,
     ) -> Watch:
-        """The changes of ``key``, or of all keys that begin with ``prefix``, to loop over.
+        """Iterate over the changes of ``key``, or of all keys that begin with ``prefix``.
 
             for event in store.watch(prefix="workers/"):
                 print(event.key, event.old, event.new, event.revision)
 
         Args:
-            timeout: how long the next event may take to come; None: for ever.
-            present: begin with what is there already, as if it had just come to be.
+            timeout: how long to wait for the next event; None: no limit.
+            present: begin with the existing keys, as if they had just been created.
 
         Raises:
             StoreTimeoutError: in the loop, if the next event takes longer than ``timeout``.
@@ -156,48 +274,60 @@ class Store(ABC):
         if (key is None) == (prefix is None):
             raise ConfigurationError("watch: say which key, or which prefix")
         target: Target = as_key(key) if key is not None else Prefix(as_key(prefix or ""))
-        inbox = Inbox()
-        self._watch(target, inbox, present)
+        queue = EventQueue()
+        self._watch(target, queue, present)
         seconds = None if timeout is None else seconds_of(timeout)
-        return Watch(target, seconds, inbox, lambda: self._unwatch(target, inbox))
+        return Watch(target, seconds, queue, lambda: self._unwatch(target, queue))
 
-    @abstractmethod
     def get_cached(self, key: str) -> bytes:
-        """The value of ``key`` as it was a moment ago, at the cost of a look into a dict.
+        """The value of ``key`` as it was a moment ago, at the cost of a dict lookup.
 
-        The first call watches the key (:meth:`unwatch_key` ends that). What others, and other calls of this
-        store, have just written may not show yet; what showed once is never followed by something older.
-        It waits for a key that does not exist, as :meth:`get` does.
+        The first call watches the key (:meth:`unwatch_key` ends that). Recent writes, also by this store, may
+        not be visible yet, but a value is never followed by an older one. Waits for a missing key, as
+        :meth:`get`.
         """
+        registry, key = self._registry, as_key(key)
+        value = registry.cached_value(key)
+        if value is None and not registry.is_watched(key):
+            self._watch(key, NULL_HANDLER)
+            value = registry.cached_value(key)
+        while value is None:
+            # The result of get() could be newer than the next cached value, so wait for the cache itself.
+            self.wait([key])
+            registry.refresh(key)
+            value = registry.cached_value(key)
+        return value
+
+    # ---- the store itself -------------------------------------------------------------------------------
 
     @abstractmethod
     def clone(self) -> Store:
-        """Another store over the same keys, to be used in another thread and closed by itself.
+        """Another store over the same keys, to be used in another thread and closed on its own.
 
-        Its timeout is this one's, to begin with. Watches and the serving of a master stay here.
+        It starts with this store's timeout. Watches, and the server of a master, stay with this store.
         """
 
     @property
-    @abstractmethod
     def timeout(self) -> timedelta:
-        """How long calls wait that are given no timeout of their own."""
+        """How long calls without a timeout of their own wait."""
+        return timedelta(seconds=min(self._timeout, timedelta.max.total_seconds() - 1))
 
-    @abstractmethod
     def set_timeout(self, timeout: Timeout) -> None:
         """Set :attr:`timeout`."""
+        self._timeout = seconds_of(timeout)
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of threads and sockets. Idempotent."""
+        """Release threads and sockets. Idempotent."""
 
     def has_extended_api(self) -> bool:
-        """Are ``append``, ``multi_get`` and ``multi_set`` there? Always, here."""
+        """Whether ``append``, ``multi_get`` and ``multi_set`` are supported; always true."""
         return True
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Wait until this was called ``world_size`` times with ``key``; it can be used again and again.
+        """Wait until this was called ``world_size`` times with ``key``. Reusable.
 
-        After one that timed out use another key: those who came are counted already.
+        After a timeout use another key, because the calls so far remain counted.
 
         Raises:
             StoreTimeoutError: if not all came within ``timeout``, or the store's own where that is None.
@@ -206,17 +336,17 @@ class Store(ABC):
             raise ConfigurationError(f"barrier: the world size is {world_size!r}; it must be at least 1")
         name = as_key(key)
         seconds = self.timeout.total_seconds() if timeout is None else seconds_of(timeout)
-        come = self.add(f"{name}/num_members", 1)
-        complete = f"{name}/last_member/{(come - 1) // world_size}"  # each time of use has its own
-        if come % world_size == 0:
+        arrived = self.add(f"{name}/num_members", 1)
+        complete = f"{name}/last_member/{(arrived - 1) // world_size}"  # one for each use
+        if arrived % world_size == 0:
             self.set(complete, "")
             return
         try:
             self.wait([complete], seconds)
         except StoreTimeoutError as e:
-            there = (self.add(f"{name}/num_members", 0) - 1) % world_size + 1
+            present = (self.add(f"{name}/num_members", 0) - 1) % world_size + 1
             raise StoreTimeoutError(
-                f"barrier({name!r}): {there} of {world_size} came within {seconds:g} s"
+                f"barrier({name!r}): {present} of {world_size} came within {seconds:g} s"
             ) from e
 
     def __enter__(self) -> Store:

@@ -1,4 +1,4 @@
-"""``TCPStore``: the client, and on the master the server beside it."""
+"""``TCPStore``: a client, which on the master also starts the server."""
 
 from __future__ import annotations
 
@@ -9,38 +9,37 @@ from zmqgrad.errors import ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import check_port, connecting_address, listening_address
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
+from zmqgrad.store.base import Store
 from zmqgrad.store.connection import Connection
-from zmqgrad.store.ending import Ending
-from zmqgrad.store.queries import QueryStore
-from zmqgrad.store.server import StoreServer
-from zmqgrad.store.servers import servers
-from zmqgrad.store.takers import Taker
-from zmqgrad.store.topics import HIDDEN, Target
-from zmqgrad.store.watch import WatchBook
+from zmqgrad.store.events import EventHandler
+from zmqgrad.store.finalizer import Finalizer
+from zmqgrad.store.server import StoreServer, servers
+from zmqgrad.store.watch import WatchRegistry
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 from zmqgrad.transport.security import keys_of
 from zmqgrad.wire.messages import StoreAdd, StoreNumber, StoreSet, StoreWait
 
-_JOINED = f"{HIDDEN}workers/joined"
-_COMPLETE = f"{HIDDEN}workers/complete"
+_JOINED = f"{INTERNAL_PREFIX}workers/joined"
+_COMPLETE = f"{INTERNAL_PREFIX}workers/complete"
 
 
-class TCPStore(QueryStore):
-    """A store that one process, the master, serves over TCP. Arguments as ``torch.distributed.TCPStore``'s.
+class TCPStore(Store):
+    """A store served by one process, the master, over TCP. Arguments as in ``torch.distributed.TCPStore``.
 
     Args:
         host_name: where the master runs. The master listens there, or on all interfaces for a name.
         port: where it listens; 0 on the master lets the system pick (see :attr:`port`).
-        world_size: how many clients there will be, the master's own included; None: nobody knows.
-        is_master: serve the store, too.
+        world_size: number of clients, including the master's own; None: unknown.
+        is_master: serve the store.
         timeout: how long connecting and the calls wait.
-        wait_for_workers: on the master: wait until ``world_size`` clients have connected.
+        wait_for_workers: on the master, wait until ``world_size`` clients have connected.
         multi_tenant: on the master: share the server with another master of this process at that port.
         master_listen_fd: on the master: the file descriptor of a socket that is bound to ``port`` already, so
             that nobody else can take it meanwhile. The store's from then on.
-        use_libuv: torch's; without effect, as there is one kind of server.
+        use_libuv: for compatibility with torch; has no effect.
         journal: on the master: a file that keeps what was written, for the next master that is given it.
-        secret: who has not the same one is not answered; all is encrypted. None: that of the environment
-            (ZMQGRAD_SECRET, or the file ZMQGRAD_SECRET_FILE), if there is one.
+        secret: clients without the same secret are refused, and traffic is encrypted. None: from the
+            environment (ZMQGRAD_SECRET, or the file ZMQGRAD_SECRET_FILE), if there is one.
         watch_port: on the master: the tcp port of the watch channel, so that a firewall can let it through;
             0: the system picks one when the first client wants to watch a key.
         fast_path: within a host, go past ZeroMQ with small queries (see :mod:`~zmqgrad.transport.local`);
@@ -80,7 +79,7 @@ class TCPStore(QueryStore):
         self._host = host_name
         self._secret = secret
         self._server = (
-            servers.lend(
+            servers.acquire(
                 listening_address(host_name, port, keyed),
                 multi_tenant,
                 journal=journal,
@@ -95,8 +94,8 @@ class TCPStore(QueryStore):
         self._port = port if self._server is None else self._server.port
         self._fast_path = fast_path
         self._connection = Connection(host_name, self._port, self._timeout, secret, fast_path)
-        self._ask = self._connection.ask
-        self._ending = Ending(self, _Closing(self._connection, self._server))
+        self._request = self._connection.request
+        self._finalizer = Finalizer(self, _Closing(self._connection, self._server))
         try:
             self._connection.ping()
             if world_size is not None and world_size > 0:
@@ -117,7 +116,7 @@ class TCPStore(QueryStore):
 
     @property
     def is_master(self) -> bool:
-        """Was this store opened as the one that serves?"""
+        """Whether this store serves the others."""
         return self._server is not None
 
     def statistics(self) -> dict[str, int]:
@@ -125,9 +124,9 @@ class TCPStore(QueryStore):
         return {} if self._server is None else self._server.statistics()
 
     def refuse_newcomers(self) -> None:
-        """On the master: answer no client that is not connected yet, for this store is about to close.
+        """On the master: ignore clients that are not connected yet, because this store is about to close.
 
-        So a client that looks for the next store at this address waits for that one.
+        Clients that look for the next store at this address then wait for that one.
         """
         if self._server is not None:
             self._server.refuse_newcomers()
@@ -136,14 +135,14 @@ class TCPStore(QueryStore):
         """Count this client, and as the master wait until there are ``world_size``."""
         deadline = Deadline.after(self._timeout)
         if self._number(StoreAdd(_JOINED, 1)) == world_size:
-            self._ask(StoreSet(_COMPLETE, b""), deadline.left())
+            self._request(StoreSet(_COMPLETE, b""), deadline.left())
         if not wait:
             return
         try:
             left = deadline.left()
-            self._ask(StoreWait((_COMPLETE,), left), left)
+            self._request(StoreWait((_COMPLETE,), left), left)
         except StoreTimeoutError as e:
-            joined = self._ask(StoreAdd(_JOINED, 0), self._timeout)
+            joined = self._request(StoreAdd(_JOINED, 0), self._timeout)
             there = joined.number if type(joined) is StoreNumber else "?"
             raise StoreTimeoutError(
                 f"{there} of {world_size} workers have connected to {self._host}:{self._port} within "
@@ -151,17 +150,17 @@ class TCPStore(QueryStore):
             ) from e
 
     @property
-    def _book(self) -> WatchBook:
+    def _registry(self) -> WatchRegistry:
         return self._connection.watches
 
-    def _watch(self, target: Target, taker: Taker, present: bool = False) -> None:
+    def _watch(self, target: Target, handler: EventHandler, present: bool = False) -> None:
         try:
-            super()._watch(target, taker, present)
+            super()._watch(target, handler, present)
         finally:
             self._connection.unwatch_if_unwatched(target)
 
-    def _unwatch(self, target: Target, taker: Taker | None) -> None:
-        if self._book.remove(target, taker):
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        if self._registry.remove(target, handler):
             self._connection.unwatch_if_unwatched(target)
 
     def clone(self) -> TCPStore:
@@ -175,14 +174,14 @@ class TCPStore(QueryStore):
 
     def close(self) -> None:
         """Disconnect; on the master, stop serving. Idempotent. Calls under way end with ``StoreError``."""
-        self._ending.now()
+        self._finalizer.close()
 
     def __repr__(self) -> str:
         return f"<TCPStore at {self._host}:{self._port}{', master' if self._server is not None else ''}>"
 
 
 class _Closing:
-    """Closes what a store is made of, once; does not know the store (see :mod:`~zmqgrad.store.ending`)."""
+    """Closes what a store is made of, once; does not know the store (see :mod:`~zmqgrad.store.finalizer`)."""
 
     def __init__(self, connection: Connection, server: StoreServer | None) -> None:
         self._connection = connection
@@ -194,4 +193,4 @@ class _Closing:
         with self._lock:
             server, self._server = self._server, None
         if server is not None:
-            servers.give_back(server)
+            servers.release(server)

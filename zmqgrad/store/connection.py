@@ -1,4 +1,4 @@
-"""One client's connection to a store's server: asking, being told, and saying what went wrong in words."""
+"""A client's connection to a store's server: queries, notifications, and readable errors."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from zmqgrad.errors import (
     TransportError,
 )
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import Task
+from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.store.addresses import connecting_address, why_unknown
-from zmqgrad.store.followers import CallbackNotice, Registered
-from zmqgrad.store.topics import Prefix, Target, topic_of
-from zmqgrad.store.watch import RENEW_SECONDS, WatchBook, as_registered, unwatch_query, watch_query
+from zmqgrad.store.watch import RENEW_SECONDS, WatchRegistry, as_registration, unwatch_query, watch_query
+from zmqgrad.store.watch_cache import ChangeNotification, Registration
+from zmqgrad.store.watch_targets import Prefix, Target, topic_of
 from zmqgrad.transport import local
 from zmqgrad.transport.query.client import QueryClient
 from zmqgrad.transport.query.publisher import NONCE
@@ -47,12 +47,12 @@ from zmqgrad.wire.messages import (
 logger = logging.getLogger(__name__)
 
 LATE_SECONDS = 0.25
-"""How much longer than its timeout a client waits, so that the server's own refusal can arrive."""
+"""How much longer than its timeout a client waits, to receive the server's own refusal."""
 
 JOIN_SECONDS = 5.0
 
 UNWATCH_SECONDS = 1.0
-"""How long it is tried to tell the server that something is watched no more."""
+"""Time limit for ending a watch at the server."""
 
 
 class NotSubscribedError(StoreError):
@@ -63,9 +63,9 @@ _KINDS = {Refusal.MISSING: QueueEmptyError, Refusal.UNSUBSCRIBED: NotSubscribedE
 
 
 class Connection:
-    """To the server at ``host:port``; ``timeout``, in seconds, is for what has none of its own.
+    """Connection to the server at ``host:port``; ``timeout`` (seconds) applies where none is given.
 
-    ``secret`` and ``fast_path``: None for what the environment says.
+    ``secret`` and ``fast_path``: None for the value of the environment.
 
     Safe to use from any thread. You must close it.
     """
@@ -93,29 +93,29 @@ class Connection:
         self._subscriber: Subscriber | None = None
         self._closed = False
         self._lock = threading.Lock()  # guards _subscriber and _closed
-        self._moving = threading.Lock()  # guards where the subscriber is connected to
-        self._may_have_moved = True  # the publisher
-        self.watches = WatchBook(self._client.name, self._register, self._renew_watches)
+        self._moving = threading.Lock()  # guards the connection of the subscriber
+        self._may_have_moved = True  # i.e. the publisher
+        self.watches = WatchRegistry(self._client.name, self._register, self._renew_watches)
 
-    def ask(self, query: Message, seconds: float) -> Message:
-        """The answer to ``query``, which may take so long.
+    def request(self, query: Message, seconds: float) -> Message:
+        """The reply to ``query`` within ``seconds``.
 
         Raises:
-            StoreTimeoutError: if the server says that it took longer, or says nothing.
+            StoreTimeoutError: if the server refuses for lack of time, or does not reply.
             StoreError: if the server refuses, or this is closed.
         """
         try:
-            answer = self._client.request(query, seconds + LATE_SECONDS)
+            reply = self._client.request(query, seconds + LATE_SECONDS)
         except (TimeoutError, TransportError, ProtocolError) as e:
-            raise self._explained(e, query, seconds) from e
-        if type(answer) is StoreRefused:
-            raise self._refused(query, seconds, answer)
-        return answer
+            raise self._translated(e, query, seconds) from e
+        if type(reply) is StoreRefused:
+            raise self._refused(query, seconds, reply)
+        return reply
 
-    def _explained(self, error: Exception, query: Message, seconds: float) -> StoreError:
-        """An error of the transport, in words about ``query``."""
+    def _translated(self, error: Exception, query: Message, seconds: float) -> StoreError:
+        """An error of the transport as one about ``query``."""
         if isinstance(error, TimeoutError):
-            return self._silence(query, seconds, error)
+            return self._no_reply(query, seconds, error)
         if isinstance(error, SecretError):
             return StoreError(
                 f"{_name(query)}: cannot talk to {self._host}:{self._port}: {error}. Give all processes the "
@@ -125,22 +125,22 @@ class Connection:
             return StoreError(f"{_name(query)}: not understood by, or from, {self._address}: {error}")
         return StoreError(f"{_name(query)}: {error}")
 
-    def _silence(self, query: Message, seconds: float, error: Exception) -> StoreTimeoutError:
+    def _no_reply(self, query: Message, seconds: float, error: Exception) -> StoreTimeoutError:
         return StoreTimeoutError(
             f"{_name(query)}: no store answered at {self._host}:{self._port} within {seconds:g} s: is the "
             f"master running, and is this its address?{why_unknown(self._host)} [{error}]"
         )
 
-    def _refused(self, query: Message, seconds: float, answer: StoreRefused) -> StoreError:
+    def _refused(self, query: Message, seconds: float, reply: StoreRefused) -> StoreError:
         where = f"the store at {self._host}:{self._port}"
-        if answer.reason is Refusal.TIMEOUT:
-            return StoreTimeoutError(f"{_name(query)}: after {seconds:g} s at {where}: {answer.text}")
-        kind = _KINDS.get(answer.reason, StoreError)
-        return kind(f"{_name(query)}: {where} refused: {answer.text}")
+        if reply.reason is Refusal.TIMEOUT:
+            return StoreTimeoutError(f"{_name(query)}: after {seconds:g} s at {where}: {reply.text}")
+        kind = _KINDS.get(reply.reason, StoreError)
+        return kind(f"{_name(query)}: {where} refused: {reply.text}")
 
     def ping(self) -> None:
-        """Is there a store?"""
-        pong = self.ask(StorePing(secrets.token_hex(8)), self.timeout)
+        """Check that a store replies."""
+        pong = self.request(StorePing(secrets.token_hex(8)), self.timeout)
         if type(pong) is not StorePong:
             raise StoreError(f"{self._address} answered a ping with {type(pong).__name__}")
 
@@ -148,8 +148,8 @@ class Connection:
 
     def _noticed(self, message: Message) -> list[Task]:
         to_do: list[Task] = []
-        if isinstance(message, CallbackNotice):
-            self.watches.noticed(message, to_do.append)
+        if isinstance(message, ChangeNotification):
+            self.watches.on_notification(message, to_do.append)
         return to_do
 
     def _subscribe(self, *topics: bytes, deadline: Deadline) -> Subscriber:
@@ -159,10 +159,10 @@ class Connection:
                 raise ClosedError(f"{self!r} is closed")
             if self._subscriber is None:
                 self._subscriber = Subscriber(
-                    self._client.name, self._noticed, self._on_broken, self.watches.attend
+                    self._client.name, self._noticed, self._on_broken, self.watches.serve_from
                 )
             subscriber = self._subscriber
-        with self._moving:  # one thread at a time asks where it is
+        with self._moving:  # one thread at a time looks it up
             if self._may_have_moved:
                 self._may_have_moved = False
                 try:
@@ -177,7 +177,7 @@ class Connection:
 
     def _find_publisher(self, deadline: Deadline) -> str:
         """The best endpoint of the server's publisher."""
-        channel = self.ask(StoreWatchChannel(), deadline.left())
+        channel = self.request(StoreWatchChannel(), deadline.left())
         if type(channel) is not StoreChannel:
             raise StoreError(f"{self._address} told no watch channel, but {type(channel).__name__}")
         if channel.endpoint and local.supported() and local.accepts_us(channel.endpoint):
@@ -185,12 +185,12 @@ class Connection:
         return connecting_address(self._host, channel.port)
 
     def _on_broken(self) -> None:
-        """The connection for notifications is: the server may have been started again elsewhere."""
+        """The connection for notifications broke; a restarted server may have another address."""
         self._may_have_moved = True
-        self.watches.broken()
+        self.watches.on_disconnect()
 
-    def _register(self, target: Target) -> Registered:
-        """Watch ``target``: each change after what this returns will be notified."""
+    def _register(self, target: Target) -> Registration:
+        """Watch ``target``. Each change after the returned state will be notified."""
         deadline = Deadline.after(self.timeout)
         topic = topic_of(target)
         while True:
@@ -198,7 +198,9 @@ class Connection:
             proof = NONCE + nonce.encode()
             subscriber = self._subscribe(topic, proof, deadline=deadline)
             try:
-                return as_registered(self.ask(watch_query(target, nonce, self._watcher), deadline.left()))
+                return as_registration(
+                    self.request(watch_query(target, nonce, self._watcher), deadline.left())
+                )
             except NotSubscribedError:
                 # The subscription takes too long: another publisher, or a connection that leads nowhere.
                 with self._moving:
@@ -208,26 +210,26 @@ class Connection:
                 subscriber.unsubscribe(proof)
 
     def unwatch_if_unwatched(self, target: Target) -> None:
-        """After a watch of ``target`` ended or failed."""
+        """Call this after a watch of ``target`` has ended or failed."""
         subscriber = self._subscriber
-        if subscriber is None or self.watches.watches(target):
+        if subscriber is None or self.watches.is_watched(target):
             return
         subscriber.unsubscribe(topic_of(target))
         try:
-            self.ask(unwatch_query(target, self._watcher), min(self.timeout, UNWATCH_SECONDS))
-            if self.watches.watches(target):  # since a moment ago: that is undone, too
+            self.request(unwatch_query(target, self._watcher), min(self.timeout, UNWATCH_SECONDS))
+            if self.watches.is_watched(target):  # a watch began meanwhile, and this has ended it too
                 self.watches.refresh(target)
         except (StoreError, ClosedError) as e:
             logger.debug("%r: the server will forget the watch of %r later: %s", self, target, e)
 
     def _renew_watches(self) -> None:
-        """Tell the server what is still watched; read again what was missed. Called every few seconds."""
+        """Renew watches at the server, and read missed changes again. Called every few seconds."""
         targets = self.watches.live_targets()
         keys = tuple(target for target in targets if isinstance(target, str))
         prefixes = tuple(target.text for target in targets if isinstance(target, Prefix))
         query = StoreRenewWatches(self._watcher, keys, prefixes)
         try:
-            reply = self.ask(query, RENEW_SECONDS)
+            reply = self.request(query, RENEW_SECONDS)
         except (StoreError, ClosedError) as e:
             logger.debug("%r: watches were not renewed: %s", self, e)
             return
@@ -251,7 +253,7 @@ class Connection:
 
 
 def _name(query: Message) -> str:
-    """``query`` as its caller wrote it: ``get('key')``."""
+    """``query`` in the notation of a call: ``get('key')``."""
     if isinstance(query, StorePing):
         return "connecting to the store"
     words = re.findall("[A-Z][a-z]+", type(query).__name__.removeprefix("Store"))

@@ -1,7 +1,8 @@
-"""What a store holds: keys, queues, and what is watched of them. Pure.
+"""Keys and queues of a store, and the notifications of their changes. Pure.
 
-Each change of a key raises the revision by one, and each change of a watched key, or of one beneath a watched
-prefix, makes one notice, which names the revision of the notice before it: so a lost one shows.
+Each change of a key increments the revision. Each change of a watched key, or of a key under a watched
+prefix, makes one notification. A notification carries the revision of the one before it, so that a lost one
+is detected.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from collections import deque
 from collections.abc import Container, Mapping, Sized
 from typing import Any, NamedTuple, Protocol
 
-from zmqgrad.store.effects import Notice
-from zmqgrad.store.topics import HIDDEN, Prefix, Target, is_beneath
+from zmqgrad.store.effects import Notification
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Prefix, Target, prefix_matches
 from zmqgrad.wire.messages import KeyCreated, KeyDeleted, KeyUpdated, PrefixChanged
 
-MAX_NOTICE_VALUE = 64 << 10
-"""Larger values are left out of notices (None): whoever wants them reads them."""
+MAX_NOTIFICATION_VALUE_BYTES = 64 << 10
+"""Larger values are left out of notifications (None), and clients read them."""
 
 
 class Item(NamedTuple):
-    """One value in a queue. Ids grow in the order of the pushes, over all queues, and are used once."""
+    """One value in a queue. Ids increase with every push to any queue and are never reused."""
 
     id: int
     value: bytes
@@ -30,12 +31,12 @@ class Queues(Container[str], Sized, Protocol):
     """The queues that are not empty, by name."""
 
     def get(self, name: str, default: Sized, /) -> Sized:
-        """The items of queue ``name``, of which the length counts, or ``default``."""
+        """The items of queue ``name``, or ``default``; only the length is meaningful."""
         ...
 
 
 class Recorder(Protocol):
-    """Hears of each change of :class:`Contents` as it is made, to write it down."""
+    """Records each change of :class:`Contents` persistently."""
 
     def put(self, key: str, value: bytes) -> None:
         """``key`` was set."""
@@ -55,7 +56,7 @@ class Recorder(Protocol):
 
 
 class Storage(Protocol):
-    """Where a state machine keeps keys and queues: :class:`Contents`, or a file."""
+    """Storage of keys and queues for the state machine: :class:`Contents`, or a file."""
 
     revision: int
     changes: int
@@ -65,12 +66,12 @@ class Storage(Protocol):
     @property
     def queues(self) -> Queues: ...
     @property
-    def shown(self) -> int: ...
+    def num_keys(self) -> int: ...
     @property
     def watched(self) -> int: ...
     def keys(self, prefix: str) -> list[str]: ...
-    def put(self, key: str, value: bytes, notices: list[Any]) -> None: ...
-    def delete(self, key: str, notices: list[Any]) -> bool: ...
+    def put(self, key: str, value: bytes, notifications: list[Any]) -> None: ...
+    def delete(self, key: str, notifications: list[Any]) -> bool: ...
     def push(self, name: str, value: bytes) -> None: ...
     def pop(self, name: str) -> Item: ...
     def delivered(self, item: Item) -> None: ...
@@ -79,92 +80,94 @@ class Storage(Protocol):
 
 
 class Contents:
-    """Keys and queues in memory. Notices of what changes are appended to the list that is given.
+    """Keys and queues in memory. Methods append notifications to the list that they are given.
 
     Args:
-        recorder: hears of each change; None: nobody does.
+        recorder: records each change; None: nothing does.
     """
 
     def __init__(self, recorder: Recorder | None = None) -> None:
         self.revision = 0
         self.changes = 0
-        """How often a key or a queue was changed."""
+        """Number of changes of keys and queues."""
         self.values: dict[str, bytes] = {}
-        self.queues: dict[str, deque[Item]] = {}  # those that are not empty
+        self.queues: dict[str, deque[Item]] = {}  # only non-empty ones
         self.recorder = recorder
         self.last_item = 0
-        self._hidden = 0
-        self._watched: dict[Target, int] = {}  # and the revision of its last notice
-        self._prefixes: list[Prefix] = []  # those of them that are some
+        self._num_internal = 0
+        self._watched: dict[Target, int] = {}  # with the revision of the last notification
+        self._prefixes: list[Prefix] = []  # the prefixes in _watched
 
     @property
-    def shown(self) -> int:
-        """How many keys there are that users have set."""
-        return len(self.values) - self._hidden
+    def num_keys(self) -> int:
+        """Number of keys, without the library's own."""
+        return len(self.values) - self._num_internal
 
     @property
     def watched(self) -> int:
-        """How many keys and prefixes are watched."""
+        """Number of watched keys and prefixes."""
         return len(self._watched)
 
     # ---- keys -------------------------------------------------------------------------------------------
 
-    def put(self, key: str, value: bytes, notices: list[Any]) -> None:
+    def put(self, key: str, value: bytes, notifications: list[Any]) -> None:
         """Set ``key``."""
         values = self.values
         old = values.get(key)
         values[key] = value
         self.changes += 1
         self.revision += 1
-        if old is None and key.startswith(HIDDEN):
-            self._hidden += 1
+        if old is None and key.startswith(INTERNAL_PREFIX):
+            self._num_internal += 1
         if self.recorder is not None:
             self.recorder.put(key, value)
         if self._watched:
-            self._tell(key, old, value, notices)
+            self._notify(key, old, value, notifications)
 
-    def _tell(self, key: str, old: bytes | None, value: bytes, notices: list[Any]) -> None:
-        """``key`` was set, and something is watched: note it for those to whom it matters."""
+    def _notify(self, key: str, old: bytes | None, value: bytes, notifications: list[Any]) -> None:
+        """Append the notifications that setting ``key`` causes."""
         if key in self._watched:
             previous, self._watched[key] = self._watched[key], self.revision
             new = _short(value)
             if old is None:
-                notices.append(Notice(key, KeyCreated(key, self.revision, previous, new)))
+                notifications.append(Notification(key, KeyCreated(key, self.revision, previous, new)))
             else:
-                notices.append(Notice(key, KeyUpdated(key, self.revision, previous, _short(old), new)))
+                notifications.append(
+                    Notification(key, KeyUpdated(key, self.revision, previous, _short(old), new))
+                )
         if self._prefixes:
-            self._tell_prefixes(key, value, notices)
+            self._notify_prefixes(key, value, notifications)
 
-    def delete(self, key: str, notices: list[Any]) -> bool:
-        """Delete ``key``. Did it exist?"""
+    def delete(self, key: str, notifications: list[Any]) -> bool:
+        """Delete ``key``. Returns whether it existed."""
         old = self.values.pop(key, None)
         if old is None:
             return False
-        self._hidden -= key.startswith(HIDDEN)
+        self._num_internal -= key.startswith(INTERNAL_PREFIX)
         self.changes += 1
         self.revision += 1
         if self.recorder is not None:
             self.recorder.delete(key)
         if key in self._watched:
             previous, self._watched[key] = self._watched[key], self.revision
-            notices.append(Notice(key, KeyDeleted(key, self.revision, previous, _short(old))))
+            notifications.append(Notification(key, KeyDeleted(key, self.revision, previous, _short(old))))
         if self._prefixes:
-            self._tell_prefixes(key, None, notices)
+            self._notify_prefixes(key, None, notifications)
         return True
 
-    def _tell_prefixes(self, key: str, value: bytes | None, notices: list[Any]) -> None:
-        """``key`` holds ``value`` now: note it for those who watch keys that begin so."""
+    def _notify_prefixes(self, key: str, value: bytes | None, notifications: list[Any]) -> None:
+        """Append a notification for each watched prefix of ``key``, which now holds ``value``."""
         for prefix in self._prefixes:
-            if is_beneath(prefix.text, key):
+            if prefix_matches(prefix.text, key):
                 previous, self._watched[prefix] = self._watched[prefix], self.revision
                 new = None if value is None else _short(value)
                 left_out = new is None and value is not None
-                notice = PrefixChanged(prefix.text, self.revision, previous, key, new, left_out)
-                notices.append(Notice(prefix, notice))
+                notification = PrefixChanged(prefix.text, self.revision, previous, key, new, left_out)
+                notifications.append(Notification(prefix, notification))
 
     def keys(self, prefix: str) -> list[str]:
-        """The keys that begin with ``prefix``, sorted, those of the library's own if ``prefix`` is one."""
-        return sorted(key for key in self.values if is_beneath(prefix, key))
+        """The sorted keys that begin with ``prefix``; internal keys only if ``prefix`` is internal."""
+        return sorted(key for key in self.values if prefix_matches(prefix, key))
 
     # ---- queues -----------------------------------------------------------------------------------------
 
@@ -178,7 +181,7 @@ class Contents:
             self.recorder.push(name, item)
 
     def pop(self, name: str) -> Item:
-        """Take the first item of ``name``, which is not empty, to be :meth:`delivered` or restored."""
+        """Remove the first item of the non-empty queue ``name``; then call ``delivered`` or ``restore``."""
         self.changes += 1
         queue = self.queues[name]
         item = queue.popleft()
@@ -187,12 +190,12 @@ class Contents:
         return item
 
     def delivered(self, item: Item) -> None:
-        """``item``, which was popped, has reached who popped it."""
+        """Confirm that the requester has received the popped ``item``."""
         if self.recorder is not None:
             self.recorder.delivered(item)
 
     def restore(self, name: str, item: Item) -> None:
-        """``item``, which was popped, has reached nobody: it returns to its place, at or near the head."""
+        """Return the popped ``item``, which was not received, to its position at or near the head."""
         queue = self.queues.setdefault(name, deque())
         if not queue or item.id < queue[0].id:
             queue.appendleft(item)
@@ -202,21 +205,21 @@ class Contents:
     # ---- watches ----------------------------------------------------------------------------------------
 
     def watch(self, target: Target) -> None:
-        """Make notices of ``target``."""
+        """Make notifications of ``target``."""
         if target not in self._watched:
             self._watched[target] = 0
             if isinstance(target, Prefix):
                 self._prefixes.append(target)
 
-    def last_notice(self, target: Target) -> int:
-        """The revision of the last notice of ``target``; 0 if there was none since it is watched."""
+    def last_notification(self, target: Target) -> int:
+        """The revision of the last notification of ``target``; 0 if there was none since the watch began."""
         return self._watched.get(target, 0)
 
     def unwatch(self, target: Target) -> None:
-        """Make no more notices of ``target``."""
+        """Make no more notifications of ``target``."""
         if self._watched.pop(target, None) is not None and isinstance(target, Prefix):
             self._prefixes.remove(target)
 
 
 def _short(value: bytes) -> bytes | None:
-    return value if len(value) <= MAX_NOTICE_VALUE else None
+    return value if len(value) <= MAX_NOTIFICATION_VALUE_BYTES else None

@@ -1,10 +1,10 @@
-"""What the state machine has its shell do: reply to who asked, and give notice to those who watch. Pure."""
+"""Effects of the state machine, carried out by its driver: replies and notifications. Pure."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from zmqgrad.store.topics import Target
+from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.frames import MAX_HEADER
 from zmqgrad.wire.messages import (
     KeyCreated,
@@ -17,30 +17,30 @@ from zmqgrad.wire.messages import (
     StoreRefused,
 )
 
-MAX_TOGETHER = MAX_HEADER - (64 << 20)
-"""Bytes of values in one message; the rest is room for their heads."""
+MAX_BATCH_BYTES = MAX_HEADER - (64 << 20)
+"""Limit of the values in one message; the rest of the frame is left for keys and headers."""
 
 DONE = StoreDone()
-"""The answer to what has no other."""
+"""The reply to a query without a result."""
 
 
 class Reply(NamedTuple):
-    """Send ``message`` to ``asker``."""
+    """Send ``message`` to ``requester``."""
 
-    asker: Any
+    requester: Any
     message: Message
 
 
-class Notice(NamedTuple):
-    """Tell whoever watches ``target``."""
+class Notification(NamedTuple):
+    """Publish ``message`` to the watchers of ``target``."""
 
     target: Target
     message: KeyCreated | KeyUpdated | KeyDeleted | PrefixChanged
 
 
-Effect = Reply | Notice
+Effect = Reply | Notification
 
 
-def refuse(asker: Any, reason: Refusal, text: str) -> Reply:
-    """Tell ``asker`` that it is not done, and why."""
-    return Reply(asker, StoreRefused(reason, text))
+def refuse(requester: Any, reason: Refusal, text: str) -> Reply:
+    """A reply that refuses the query of ``requester``."""
+    return Reply(requester, StoreRefused(reason, text))

@@ -7,52 +7,49 @@ import logging
 import operator
 import os
 import threading
-import weakref
-from functools import partial
 from pathlib import Path
 
 from msgspec.structs import replace
 
-from zmqgrad.errors import ClosedError, ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.blocking import about_to_block
+from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
+from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
+from zmqgrad.store.base import Store
 from zmqgrad.store.effects import Reply
-from zmqgrad.store.ending import Ending
-from zmqgrad.store.followers import Registered
-from zmqgrad.store.queries import QueryStore
+from zmqgrad.store.events import EventHandler
+from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.shared_file import SharedFile, files
 from zmqgrad.store.sqlite import check_file_system
 from zmqgrad.store.state import State
-from zmqgrad.store.takers import Taker
-from zmqgrad.store.topics import Target
-from zmqgrad.store.watch import WatchBook, as_registered, watch_query
+from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
+from zmqgrad.store.watch_cache import Registration
+from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import Message, Refusal, StoreQueuePop, StoreRefused
 
 logger = logging.getLogger(__name__)
 
 OPEN_SECONDS = 10.0
 CLOSE_SECONDS = 5.0
-"""How long opening and closing try for the lock on the file."""
+"""Time limits of opening and closing, which wait for the lock on the file."""
 
 WATCH_SECONDS = 30.0
-"""How long one look of the watching thread tries for the lock before it warns."""
+"""How long the watching thread waits for the lock before it logs a warning."""
 
 _numbers = itertools.count()
 
 
-class FileStore(QueryStore):
+class FileStore(Store):
     """A store in the SQLite file ``file_name``, created if missing, which all processes must see.
 
-    Each call is one transaction: what it wrote survives SIGKILL, of this process and any other. Waiting
-    clients poll every 0.5-50 ms. Blocked pops are served in no particular order. A watch compares what is
-    there with what was there before, so it may miss values that were soon replaced.
+    Each call is one transaction, whose writes survive SIGKILL of any process. Waiting clients poll every
+    0.5-50 ms. Blocked pops are served in no particular order. A watch compares snapshots, so it may miss
+    values that were soon replaced.
 
     Args:
-        file_name: the path. A file that an earlier job left holds that job's keys: give each job its own
-            path.
-        world_size: the file is removed once this many stores on it were closed; -1: nobody removes it.
-        timeout: how long ``get`` and its like wait, and calls wait for the lock on the file.
+        file_name: the path. Give each job its own path, because a leftover file holds the keys of its job.
+        world_size: the file is removed once this many stores on it were closed; -1: never.
+        timeout: how long blocking calls wait for keys, and all calls for the lock on the file.
         allow_network_file_system: accept a path on NFS, SMB or the like, if its locks can be trusted.
 
     Raises:
@@ -74,41 +71,38 @@ class FileStore(QueryStore):
         check_file_system(Path(self._path), allow_network_file_system)
         self._allow_network = allow_network_file_system
         self._session = _Session(f"file-store-{next(_numbers)}", self._path, self._world_size)
-        self._watches = WatchBook(self._session.name, partial(_register, weakref.ref(self)))
-        self._session.book = self._watches
-        self._ending = Ending(self, self._session.close)
+        self._watches = WatchRegistry(self._session.name, weak(self._register))
+        self._session.registry = self._watches
+        self._finalizer = Finalizer(self, self._session.close)
 
     @property
     def path(self) -> str:
         """The file, as given."""
         return self._path
 
-    def _ask(self, query: Message, seconds: float) -> Message:
+    def _request(self, query: Message, seconds: float) -> Message:
         try:
-            answer = self._session.ask(query, Deadline.after(seconds, self._clock))
+            reply = self._session.ask(query, Deadline.after(seconds, self._clock))
         except StoreTimeoutError as e:
             raise StoreTimeoutError(f"{self!r} after {seconds:g} s: {e}") from e
-        if type(answer) is not StoreRefused:
-            return answer
-        if answer.reason is Refusal.TIMEOUT:
-            raise StoreTimeoutError(f"{self!r} after {seconds:g} s: {answer.text}")
-        kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
-        raise kind(f"{self!r}: {answer.text}")
+        if type(reply) is StoreRefused:
+            raise self._refused(reply, seconds)
+        return reply
 
-    def _register(self, target: Target) -> Registered:
-        found = as_registered(self._ask(watch_query(target), self._timeout))
+    def _register(self, target: Target) -> Registration:
+        found = as_registration(self._request(watch_query(target), self._timeout))
         self._session.keep_watching()
         return found
 
     @property
-    def _book(self) -> WatchBook:
+    def _registry(self) -> WatchRegistry:
         return self._watches
 
-    def _unwatch(self, target: Target, taker: Taker | None) -> None:
-        self._watches.remove(target, taker)
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        self._watches.remove(target, handler)
 
     def statistics(self) -> dict[str, int]:
-        """How many calls of this store wait (``parked``)."""
+        """Number of blocked calls of this store (``parked``)."""
         return {"parked": self._session.waiting}
 
     def clone(self) -> FileStore:
@@ -116,16 +110,16 @@ class FileStore(QueryStore):
 
     def close(self) -> None:
         """Close the file, and remove it if this is the last of ``world_size`` stores. Idempotent."""
-        self._ending.now()
+        self._finalizer.close()
 
     def __repr__(self) -> str:
         return f"<FileStore {self._path!r}>"
 
 
 class _Session:
-    """What a store has open: its share of the file, and the thread that watches. Does not know the store."""
+    """Resources of a store: the file, and the watching thread. Holds no reference to the store."""
 
-    book: WatchBook
+    registry: WatchRegistry
 
     def __init__(self, name: str, path: str, world_size: int) -> None:
         self.name = name
@@ -138,7 +132,7 @@ class _Session:
         self._watcher: threading.Thread | None = None
 
     def ask(self, query: Message, deadline: Deadline) -> Message:
-        """The reply to ``query``, perhaps a refusal; waits as the query asks, until ``deadline``.
+        """The reply to ``query``, perhaps a refusal. Blocks as the query asks, until ``deadline``.
 
         Raises:
             StoreError: if the file cannot be used (any more).
@@ -152,7 +146,7 @@ class _Session:
         with self._lock:
             self.waiting += 1
         try:
-            with about_to_block():
+            with blocking_section():
                 return self._wait(query, at_once, deadline)
         finally:
             with self._lock:
@@ -160,7 +154,7 @@ class _Session:
 
     def _wait(self, query: Message, at_once: Message, deadline: Deadline) -> Message:
         while True:
-            seen = self._file.version()  # before the look, so that no change falls between
+            seen = self._file.version()  # read before the query, so that no change is missed
             reply = self._apply(at_once, deadline)
             if reply is not None and not _is_empty(reply):
                 return reply
@@ -169,7 +163,7 @@ class _Session:
             self._file.wait_changed(seen, deadline)
 
     def _apply(self, query: Message, deadline: Deadline) -> Message | None:
-        """Put ``query`` to the state machine, in one transaction; None if it would have to wait."""
+        """Apply ``query`` in one transaction; None if it would block."""
         if self._closing and not self._closed:
             return StoreRefused(Refusal.CLOSING, "the store is closing")
         if self._closed:
@@ -188,7 +182,7 @@ class _Session:
     # ---- watching ---------------------------------------------------------------------------------------
 
     def keep_watching(self) -> None:
-        """From now on, let a thread look at the file and tell the book of changes."""
+        """Start the thread that watches the file for changes, unless it runs."""
         with self._lock:
             if self._watcher is None and not self._closing:
                 self._watcher = threading.Thread(target=self._watch, name=f"{self.name}-watch", daemon=True)
@@ -202,7 +196,7 @@ class _Session:
                 now = self._file.version()
                 if now != seen:
                     seen = now
-                    self.book.broken()  # look at all that is watched again
+                    self.registry.on_disconnect()  # registers all watches again
             except StoreTimeoutError as e:
                 logger.warning("%s: watches wait: %s", self.name, e)
             except StoreError as e:
@@ -213,7 +207,7 @@ class _Session:
     # ---- the end ----------------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Refuse all who wait, and leave the file. Idempotent."""
+        """Refuse blocked calls, and release the file. Idempotent."""
         with self._lock:
             if self._closing:
                 return
@@ -226,7 +220,7 @@ class _Session:
         finally:
             self._closed = True
             self._file.wake()
-            self.book.close()
+            self.registry.close()
             if self._watcher is not None:
                 self._watcher.join(CLOSE_SECONDS)
             files.release(self._file)
@@ -244,11 +238,3 @@ def _as_path(name: str | os.PathLike[str]) -> str:
     if not path or "\0" in path:
         raise ConfigurationError(f"{path!r} is no name of a file")
     return path
-
-
-def _register(store: weakref.ref[FileStore], target: Target) -> Registered:
-    """Without keeping the store alive: callbacks run in threads that do."""
-    alive = store()
-    if alive is None:
-        raise ClosedError("the store is gone")
-    return alive._register(target)

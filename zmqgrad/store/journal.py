@@ -1,7 +1,7 @@
-"""The journal of a store's server: an SQLite file with what the store holds, written before it is answered.
+"""The journal of a store's server: an SQLite file with the state of the store, written ahead of replies.
 
-A change that was answered survives the death of the process (P9): WAL mode, and one commit for all changes
-that came together. ``sync`` flushes each commit to the disk, to survive a power failure as well.
+An acknowledged change survives the death of the process (P9). It uses WAL mode, and one commit for each batch
+of changes. ``sync`` flushes each commit to the disk, to survive a power failure as well.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
 
 KIND, VERSION = "journal", 1001
-"""The version tells journals from the files of FileStores, which have small ones."""
+"""Distinguishes journals from files of FileStores, whose versions are small."""
 
 SCHEMA = """
 CREATE TABLE keys (key BLOB PRIMARY KEY, value BLOB NOT NULL);
@@ -34,15 +34,15 @@ INSERT INTO counters VALUES (0, 0)
 
 
 class Journal:
-    """The journal at ``path``, created if missing; one process has it at a time.
+    """The journal at ``path``, created if missing; one process uses it at a time.
 
-    It is a :class:`~zmqgrad.store.contents.Recorder`: what it hears of is written at :meth:`commit`.
+    It is a :class:`~zmqgrad.store.contents.Recorder`: changes are written at :meth:`commit`.
 
     Args:
         sync: flush the disk at each commit.
 
     Raises:
-        JournalError: if it cannot be opened, is another kind of file, or another process has it.
+        JournalError: if it cannot be opened, is another kind of file, or another process uses it.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, sync: bool = False) -> None:
@@ -69,7 +69,7 @@ class Journal:
         self._failure: sqlite3.Error | None = None
 
     def load(self, contents: Contents, replies: ReplyCache) -> None:
-        """Fill ``contents`` and ``replies``, which are new, with what is written here.
+        """Load the file into the new ``contents`` and ``replies``.
 
         Raises:
             JournalError: if the file is damaged.
@@ -100,11 +100,11 @@ class Journal:
             f"whole, as statements that make a new file"
         )
 
-    # ---- what is written down ---------------------------------------------------------------------------
+    # ---- recording changes ------------------------------------------------------------------------------
 
     def _write(self, statement: str, *values: object) -> None:
         if self._failure is not None:
-            return  # commit() will say so
+            return  # commit() raises it
         try:
             if not self._db.in_transaction:
                 self._db.execute("BEGIN")
@@ -129,19 +129,19 @@ class Journal:
         self._write("DELETE FROM items WHERE id = ?", item.id)
 
     def remember(self, client: int, request: int, reply: Message) -> None:
-        """``reply`` answered the last change of ``client``, for the case that it is repeated."""
+        """Record ``reply`` to the last change of ``client``, in case the query is repeated."""
         encoded = bytes(encode(reply, 0, 0, 0))
         self._write("INSERT OR REPLACE INTO replies VALUES (?, ?, ?)", client, request, encoded)
 
     def forget(self, client: int) -> None:
-        """The last change of ``client`` will not be repeated."""
+        """Drop the recorded reply of ``client``."""
         self._write("DELETE FROM replies WHERE client = ?", client)
 
     def commit(self) -> None:
-        """Write what was noted since the last time. Only then may it be answered.
+        """Write the changes since the last commit. Replies to them may be sent afterwards.
 
         Raises:
-            OSError: if it cannot be written; nothing may be answered any more.
+            OSError: if writing fails; no reply may be sent any more.
         """
         if not self._db.in_transaction and self._failure is None:
             return
@@ -160,7 +160,7 @@ class Journal:
             raise OSError(errno.ENOSPC if full else errno.EIO, said) from e
 
     def close(self) -> None:
-        """Close the file; what was not committed is dropped. Idempotent."""
+        """Close the file, and drop uncommitted changes. Idempotent."""
         if not self._closed:
             self._closed = True
             if self._db.in_transaction:

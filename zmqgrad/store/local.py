@@ -1,23 +1,21 @@
-"""``HashStore``: the same state machine in this process, shared by its threads."""
+"""``HashStore``: a store in this process, shared by its threads."""
 
 from __future__ import annotations
 
 import threading
-import weakref
 from functools import partial
 
-from zmqgrad.errors import ClosedError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.store.arguments import DEFAULT_TIMEOUT, Timeout
-from zmqgrad.store.effects import Effect, Notice
-from zmqgrad.store.ending import Ending
-from zmqgrad.store.followers import Registered
-from zmqgrad.store.queries import QueryStore
+from zmqgrad.store.base import Store
+from zmqgrad.store.effects import Effect, Notification
+from zmqgrad.store.events import EventHandler
+from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.state import State
-from zmqgrad.store.takers import Taker
-from zmqgrad.store.topics import Target
-from zmqgrad.store.watch import WatchBook, as_registered, watch_query
+from zmqgrad.store.watch import WatchRegistry, as_registration, watch_query, weak
+from zmqgrad.store.watch_cache import Registration
+from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
@@ -26,56 +24,56 @@ from zmqgrad.wire.messages import (
 
 
 class Table:
-    """A state machine, and the stores (clones of each other) that share it."""
+    """A state machine, shared by stores that are clones of each other."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()  # guards all of this
         self.state = State()
-        self.books: set[WatchBook] = set()
-        """Those of the stores that are open; the machine stops with the last."""
+        self.registries: set[WatchRegistry] = set()
+        """Watch registries of the open stores; the machine closes with the last."""
 
     def carry_out(self, effects: list[Effect]) -> None:
-        """Reply and give notice. Called with the lock held."""
+        """Deliver replies and notifications. Called with the lock held."""
         for effect in effects:
-            if isinstance(effect, Notice):
-                for book in self.books:
-                    book.noticed(effect.message)
+            if isinstance(effect, Notification):
+                for registry in self.registries:
+                    registry.on_notification(effect.message)
             else:
-                effect.asker.set(effect.message)
+                effect.requester.set_result(effect.message)
 
-    def leave(self, book: WatchBook, waiting: set[Outcome[Message]]) -> None:
-        """The store of ``book`` closes: refuse those of it who wait."""
+    def leave(self, registry: WatchRegistry, waiting: set[Promise[Message]]) -> None:
+        """The store of ``registry`` closes: refuse its blocked calls."""
         with self.lock:
-            self.books.discard(book)
+            self.registries.discard(registry)
             for outcome in waiting:
-                outcome.set(StoreRefused(Refusal.CLOSING, "the store is closing"))
-            if not self.books:
+                outcome.set_result(StoreRefused(Refusal.CLOSING, "the store is closing"))
+            if not self.registries:
                 self.state.close()
 
 
-class HashStore(QueryStore):
+class HashStore(Store):
     """A store for the threads of one process.
 
     Args:
-        timeout: how long ``get`` and its like wait.
-        table: what it shares with the store that it is a clone of; None: a new one.
+        timeout: how long blocking calls wait.
+        table: the table of the store that this one is a clone of; None: a new one.
     """
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT, *, table: Table | None = None) -> None:
         super().__init__(timeout)
         self._table = Table() if table is None else table
-        self._waiting: set[Outcome[Message]] = set()  # guarded by the table's lock
-        self._watches = WatchBook("hash-store", partial(_register, weakref.ref(self)))
+        self._waiting: set[Promise[Message]] = set()  # guarded by the table's lock
+        self._watches = WatchRegistry("hash-store", weak(self._register))
         with self._table.lock:
-            self._table.books.add(self._watches)
-        self._ending = Ending(self, partial(_close, self._table, self._watches, self._waiting))
+            self._table.registries.add(self._watches)
+        self._finalizer = Finalizer(self, partial(_close, self._table, self._watches, self._waiting))
 
-    def _ask(self, query: Message, seconds: float) -> Message:
-        outcome: Outcome[Message] = Outcome()
+    def _request(self, query: Message, seconds: float) -> Message:
+        outcome: Promise[Message] = Promise()
         table = self._table
         with table.lock:
-            if self._watches not in table.books:
-                outcome.set(StoreRefused(Refusal.CLOSING, "the store is closed"))
+            if self._watches not in table.registries:
+                outcome.set_result(StoreRefused(Refusal.CLOSING, "the store is closed"))
             else:
                 table.carry_out(table.state.apply(query, outcome, self._clock.now()))
                 if not outcome.done():
@@ -87,40 +85,34 @@ class HashStore(QueryStore):
             raise self._refused(answer, seconds)
         return answer
 
-    def _wait_for(self, outcome: Outcome[Message], deadline: Deadline) -> None:
+    def _wait_for(self, outcome: Promise[Message], deadline: Deadline) -> None:
         table = self._table
         try:
-            while not outcome.wait_done(deadline.left_or_none()):
+            while not outcome.wait_done(deadline.timeout()):
                 with table.lock:
                     table.carry_out(table.state.expire(self._clock.now()))
         except BaseException as e:  # a Ctrl-C; the reply will find nobody
-            outcome.fail(e)
+            outcome.set_exception(e)
             raise
         finally:
             with table.lock:
                 self._waiting.discard(outcome)
 
-    def _refused(self, answer: StoreRefused, seconds: float) -> StoreError:
-        if answer.reason is Refusal.TIMEOUT:
-            return StoreTimeoutError(f"{self!r} after {seconds:g} s: {answer.text}")
-        kind = QueueEmptyError if answer.reason is Refusal.MISSING else StoreError
-        return kind(f"{self!r}: {answer.text}")
-
-    def _register(self, target: Target) -> Registered:
-        return as_registered(self._ask(watch_query(target), self._timeout))
+    def _register(self, target: Target) -> Registration:
+        return as_registration(self._request(watch_query(target), self._timeout))
 
     @property
-    def _book(self) -> WatchBook:
+    def _registry(self) -> WatchRegistry:
         return self._watches
 
-    def _unwatch(self, target: Target, taker: Taker | None) -> None:
-        if self._watches.remove(target, taker):
+    def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
+        if self._watches.remove(target, handler):
             with self._table.lock:
-                if not any(book.watches(target) for book in self._table.books):
+                if not any(registry.is_watched(target) for registry in self._table.registries):
                     self._table.state.unwatch(target)
 
     def statistics(self) -> dict[str, int]:
-        """How many keys, queues, waiting calls (``parked``) and watched keys there are, and the revision."""
+        """Number of keys, queues, blocked calls (``parked``) and watched keys, and the revision."""
         with self._table.lock:
             return self._table.state.statistics()
 
@@ -128,23 +120,15 @@ class HashStore(QueryStore):
         return HashStore(self._timeout, table=self._table)
 
     def close(self) -> None:
-        """Refuse all who wait, and all who come; clones go on. Idempotent."""
-        self._ending.now()
+        """Refuse blocked and later calls; clones stay open. Idempotent."""
+        self._finalizer.close()
 
     def __repr__(self) -> str:
         statistics = self._table.state.statistics()
-        closed = "" if self._watches in self._table.books else ", closed"
+        closed = "" if self._watches in self._table.registries else ", closed"
         return f"<HashStore of {statistics['keys']} keys{closed}>"
 
 
-def _close(table: Table, book: WatchBook, waiting: set[Outcome[Message]]) -> None:
-    table.leave(book, waiting)
-    book.close()
-
-
-def _register(store: weakref.ref[HashStore], target: Target) -> Registered:
-    """Without keeping the store alive: callbacks run in threads that do."""
-    alive = store()
-    if alive is None:
-        raise ClosedError("the store is gone")
-    return alive._register(target)
+def _close(table: Table, registry: WatchRegistry, waiting: set[Promise[Message]]) -> None:
+    table.leave(registry, waiting)
+    registry.close()

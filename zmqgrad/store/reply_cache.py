@@ -1,8 +1,8 @@
-"""The reply to each client's last change, so that a query that is repeated does not change anything twice.
+"""Cache of the reply to each client's last change, so that a repeated query is applied once.
 
-A client cannot know whether a query arrived whose connection broke, and repeats it with the same number. It
-has one query at a time, so one reply for each client suffices: the next query proves that the reply to the
-one before has arrived. Pure.
+After a broken connection a client cannot know whether its query arrived, and repeats it with the same number.
+It has one query at a time, so one reply for each client suffices: the next query proves that the previous
+reply has arrived. Pure.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ from collections.abc import Callable
 from zmqgrad.wire.messages import Message, StoreValue
 
 MAX_CLIENTS = 1 << 16
-"""How many clients are remembered: then the one that changed something longest ago is forgotten."""
+"""Limit of clients; beyond it, the client with the oldest change is evicted."""
 
 MAX_BYTES = 256 << 20
-"""How many bytes of values the replies may hold; likewise."""
+"""Limit of the values in cached replies, in bytes; eviction as above."""
 
 
 class ReplyCache:
     """The replies to the last changes, by client.
 
     Args:
-        on_forgotten: called with each client that is forgotten.
+        on_forgotten: called with each evicted client.
     """
 
     def __init__(
@@ -32,8 +32,9 @@ class ReplyCache:
         on_forgotten: Callable[[int], None] | None = None,
     ) -> None:
         self.last: dict[int, tuple[int, Message]] = {}
-        """Number and reply of each client's last query that changed something, the latest last; to be looked
-        at only. If the number is higher than that of a query that comes, nobody waits for that one any more.
+        """Number and reply of each client's last change, in the order of changes. Read-only for others.
+
+        An incoming query with a lower number is stale: its client no longer waits for the reply.
         """
         self.on_forgotten = on_forgotten
         self._max_clients = max_clients
@@ -45,15 +46,15 @@ class ReplyCache:
         return len(self.last)
 
     def remember(self, client: int, number: int, reply: Message) -> None:
-        """``reply`` is that to query ``number`` of ``client``, which has changed something."""
+        """Cache ``reply`` to query ``number`` of ``client``, which has changed the store."""
         last = self.last
         if last.pop(client, None) is None and len(last) >= self._max_clients:
             self._forget(next(iter(last)))
         last[client] = number, reply
         if type(reply) is StoreValue or client in self._sizes:
-            self._weigh(client, reply)
+            self._count_bytes(client, reply)
 
-    def _weigh(self, client: int, reply: Message) -> None:
+    def _count_bytes(self, client: int, reply: Message) -> None:
         self._bytes -= self._sizes.pop(client, 0)
         if type(reply) is StoreValue:
             self._sizes[client] = len(reply.value)

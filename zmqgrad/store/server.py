@@ -1,6 +1,6 @@
-"""The store's server: a port, perhaps a journal, and the one thread in which queries are answered.
+"""The store's server: a port, an optional journal, and the thread that handles queries.
 
-What is done with them stands in :mod:`~zmqgrad.store.service`.
+:mod:`~zmqgrad.store.service` handles them.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
+from typing import Any
 
 from zmqgrad import environment
 from zmqgrad.errors import StoreError
@@ -26,23 +28,23 @@ from zmqgrad.transport.security import keys_of
 logger = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 10.0
-"""How long closing may take; it is a matter of milliseconds, too."""
+"""Time limit of closing, which normally takes milliseconds."""
 
 
 class StoreServer:
     """Serves a store at ``address`` (see :func:`~zmqgrad.store.addresses.listening_address`).
 
     Args:
-        journal: the file that makes the store durable (see :mod:`~zmqgrad.store.journal`); it is read first.
+        journal: file that makes the store durable (see :mod:`~zmqgrad.store.journal`); it is loaded first.
         sync: flush each change of it to the disk.
-        secret: only who has it is answered; None: as the environment says (ZMQGRAD_SECRET).
+        secret: required of clients; None: from the environment (ZMQGRAD_SECRET).
         listen_fd: a socket that was bound to the port of ``address`` already; the server's from then on.
         watch_port: the tcp port of the watch channel, so that a firewall can let it through; 0: the system
             picks one when the first client wants to watch a key.
-        max_clients: how many clients are served; a store that several threads use is one for each of them.
-        max_waiting: how many queries may wait at a time, of all clients together.
-        fast_path: let clients of this host use it (see :mod:`~zmqgrad.transport.local`); None: as the
-            environment says (ZMQGRAD_LOCAL_FAST_PATH).
+        max_clients: limit of clients; a store counts once for each thread that uses it.
+        max_waiting: limit of blocked queries, over all clients.
+        fast_path: offer the same-host fast path (see :mod:`~zmqgrad.transport.local`); None: from the
+            environment (ZMQGRAD_LOCAL_FAST_PATH).
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if it cannot listen there.
@@ -100,12 +102,12 @@ class StoreServer:
 
     @property
     def endpoint(self) -> str:
-        """Where it listens, as ZeroMQ writes it."""
+        """The ZeroMQ endpoint of the server."""
         return self._server.endpoint
 
     @property
     def port(self) -> int:
-        """The tcp port at which it listens."""
+        """The tcp port of the server."""
         return self._server.port
 
     def _make_publisher(self, on_nonce: Callable[[str], None]) -> Publisher:
@@ -124,26 +126,26 @@ class StoreServer:
 
     @property
     def serves(self) -> bool:
-        """Does it still? It ends when it is closed, and should it fail."""
+        """Whether the server runs. It ends when it is closed, or fails."""
         return self._thread.is_alive()
 
     def refuse_newcomers(self) -> None:
-        """Answer no pings from now on: a client's first question, and a new watch's."""
+        """Stop replying to pings, the first query of new clients, and to requests for new watches."""
         self._server.refuses_newcomers = True
 
     def close(self) -> None:
-        """Stop serving; who waits is refused. Idempotent; waits for the thread and the sockets.
+        """Stop serving, and refuse blocked queries. Waits for the thread and the sockets. Idempotent.
 
         Raises:
             StoreError: if the thread does not end in time.
         """
         self._server.stop()
-        self._thread.join(Deadline.after(CLOSE_SECONDS).left_or_none())
+        self._thread.join(Deadline.after(CLOSE_SECONDS).timeout())
         if self._thread.is_alive():
             raise StoreError(f"the thread {self._thread.name} has not ended within {CLOSE_SECONDS} s")
 
     def statistics(self) -> dict[str, int]:
-        """Counters and sizes, read without a lock: each is right, all together perhaps not of one moment."""
+        """Counters and sizes. Read without a lock, so they may belong to slightly different moments."""
         server = self._server
         return {
             **self._service.state.statistics(),
@@ -157,3 +159,41 @@ class StoreServer:
 
     def __repr__(self) -> str:
         return f"<StoreServer at {self.endpoint}: {self._service.state.statistics()}>"
+
+
+class SharedServers:
+    """The shared servers of this process by address (``multi_tenant``), with reference counts."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _shared
+        self._shared: dict[str, tuple[StoreServer, int]] = {}  # server and number of users
+
+    def acquire(self, address: str, shared: bool, **options: Any) -> StoreServer:
+        """A server at ``address``; with ``shared`` the existing shared one, if any.
+
+        Args:
+            options: arguments of :class:`StoreServer` for a new one.
+        """
+        make = partial(StoreServer, address, **options)
+        if not shared or address.endswith(":*"):
+            return make()
+        with self._lock:
+            existing = self._shared.get(address)
+            server, users = existing or (make(), 0)
+            self._shared[address] = (server, users + 1)
+            return server
+
+    def release(self, server: StoreServer) -> None:
+        """Close ``server``, unless others still use it."""
+        with self._lock:
+            for address, (shared, users) in self._shared.items():
+                if shared is server and users > 1:
+                    self._shared[address] = (server, users - 1)
+                    return
+                if shared is server:
+                    del self._shared[address]
+                    break
+            server.close()
+
+
+servers = SharedServers()

@@ -1,8 +1,8 @@
-"""What a store's server does with queries: drives the state machine, replies, publishes notifications.
+"""Request handling of a store's server: drives the state machine, replies, publishes notifications.
 
-A change that is repeated, as its client cannot know whether it arrived, is not made again; with a journal,
-no reply to a change leaves before the change is written down. A popped item counts as delivered when the
-client has acknowledged it. Called in the server's thread alone.
+A repeated change is not applied again. With a journal, the reply to a change leaves after the change has been
+committed. A popped item counts as delivered once the client has acknowledged it. Only the server's thread
+calls this.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from zmqgrad.errors import TransportError
 from zmqgrad.runtime.clock import Clock
 from zmqgrad.store.actions import ACTIONS, CHANGING
 from zmqgrad.store.contents import Contents, Item
-from zmqgrad.store.effects import DONE, Effect, Notice, Reply
+from zmqgrad.store.effects import DONE, Effect, Notification, Reply
 from zmqgrad.store.journal import Journal
 from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.store.requesters import Delivery, Requester, Requesters
 from zmqgrad.store.state import State
-from zmqgrad.store.topics import Prefix, Target, topic_of
-from zmqgrad.store.watch_registry import WatchRegistry
+from zmqgrad.store.watch_leases import WatchLeases
+from zmqgrad.store.watch_targets import Prefix, Target, topic_of
 from zmqgrad.transport.query.publisher import Publisher
 from zmqgrad.transport.query.server import QueryServer, Route
 from zmqgrad.wire.messages import (
@@ -43,21 +43,21 @@ from zmqgrad.wire.messages import (
 )
 
 SWEEP_SECONDS = 1.0
-"""How often it is looked for clients that are gone, while there are any to be looked at."""
+"""Interval of the checks for expired clients."""
 
 SUBSCRIBE_SECONDS = 2.0
-"""How long a watch waits for its subscription. It is under way; if it is not, the client connects anew."""
+"""How long a watch waits for its subscription to arrive. After that, the client reconnects."""
 
 
 class StoreService:
     """Serves ``contents`` to the clients of ``server``.
 
     Args:
-        replies: those to the last changes.
-        journal: where changes are written down; None: nowhere.
-        max_waiting: how many queries may wait at a time, of all clients together.
-        make_publisher: makes the publisher of notifications, which calls what it is given with each nonce. It
-            is called when the first client wants to watch something.
+        replies: the reply cache.
+        journal: records changes; None: nothing does.
+        max_waiting: limit of blocked queries, over all clients.
+        make_publisher: makes the publisher of notifications, given the callback for the nonces of
+            subscriptions. Called at the first watch.
     """
 
     def __init__(
@@ -73,25 +73,27 @@ class StoreService:
     ) -> None:
         self._server = server
         self.reply = server.reply
-        """As the server has it: a method of this would cost each reply another call."""
-        self.state = State(contents, self._hand_over)
+        """The server's method itself: a wrapper would cost one more call for each reply."""
+        self.state = State(contents, self._deliver_item)
         self._contents = contents
         self._replies = replies
         self._last = replies.last
         self._journal = journal
         self._now = clock.now
-        self._held: list[Effect] = []  # until the journal has what they tell of
+        self._held: list[Effect] = []  # until the journal has committed the changes
         self._requesters = Requesters(max_waiting)
         self._open = self._requesters.open
-        self._watches = WatchRegistry()
+        self._watches = WatchLeases()
         self._make_publisher = make_publisher
         self._publisher: Publisher | None = None
-        self._unsubscribed: dict[str, tuple[Requester, float]] = {}  # by nonce: watches that wait for it
+        self._unsubscribed: dict[
+            str, tuple[Requester, float]
+        ] = {}  # by nonce: watches that wait for their subscription
         self._sweep_at = math.inf
 
     @property
     def published(self) -> int:
-        """How many notifications were published."""
+        """Number of published notifications."""
         return 0 if self._publisher is None else self._publisher.published
 
     # ---- queries ----------------------------------------------------------------------------------------
@@ -101,15 +103,15 @@ class StoreService:
         entry = self._open.get(client)
         if entry is not None and self._is_repeated(entry, route, number, query):
             return
-        _HANDLERS.get(type(query), StoreService._misplaced)(self, route, client, number, query)
+        _HANDLERS.get(type(query), StoreService._handle_unknown)(self, route, client, number, query)
 
     def _is_repeated(self, entry: Requester | Delivery, route: Route, number: int, query: Message) -> bool:
-        """``client`` has an open query. True if this is that one again, or an earlier one."""
+        """Whether ``query`` is the open query of ``client`` again, or an earlier one."""
         if type(entry) is Delivery:
             requester = entry.requester
             if number == requester.number:
                 requester.route = route
-                self._carry_out([Reply(requester, self._hand_over(requester, entry.queue, entry.item))])
+                self._carry_out([Reply(requester, self._deliver_item(requester, entry.queue, entry.item))])
                 return True
             if type(query) is StoreQueueAck and query.item == entry.item.id:
                 return False
@@ -124,7 +126,7 @@ class StoreService:
         return number < requester.number
 
     def _give_up(self, entry: Requester | Delivery) -> None:
-        """The client does not wait any more, or has not acknowledged its item, which returns to its queue."""
+        """Cancel a blocked query, or return an unacknowledged item to its queue."""
         if type(entry) is Requester:
             self._requesters.release(entry.client)
             self.state.cancel(entry)
@@ -132,32 +134,32 @@ class StoreService:
             self._requesters.release(entry.requester.client)
             others: list[Effect] = []
             self._contents.restore(entry.queue, entry.item)
-            self.state.queue_grew(entry.queue, others)
+            self.state.after_push(entry.queue, others)
             self._release(others)
             self._carry_out(others)
 
     def _read(self, route: Route, client: int, number: int, query: Message) -> None:
-        """``query`` changes nothing; it may have to wait."""
+        """Handle a query that changes nothing, but may block."""
         requester = Requester(route, client, number, query)
         reply = ACTIONS[type(query)](self.state, query, requester, self._now(), [])
         if reply is None:
-            self._park(requester)
+            self._block(requester)
         elif self._journal is None:
             self.reply(route, number, reply)
         else:
             self._held.append(Reply(requester, reply))
 
     def _is_stale(self, route: Route, client: int, number: int, query: Message) -> bool:
-        """Whether ``query``, which may change something, was carried out before. Repeats the reply, if so."""
+        """Whether ``query`` was applied before. Repeats the reply if so."""
         last = self._last.get(client)
         if last is None or number > last[0]:
             return False
-        if number == last[0]:  # otherwise nobody waits for it any more
+        if number == last[0]:  # otherwise the client no longer waits for it
             self._carry_out([Reply(Requester(route, client, number, query), last[1])])
         return True
 
     def _change(self, route: Route, client: int, number: int, query: Message) -> None:
-        """``query`` may change something, at once; what it has changed already is not changed again."""
+        """Handle a query that may change the store and never blocks. Applies it at most once."""
         if client in self._last and self._is_stale(route, client, number, query):
             return
         others: list[Effect] = []
@@ -165,10 +167,10 @@ class StoreService:
         before = contents.changes
         reply = ACTIONS[type(query)](self.state, query, None, 0.0, others)
         assert reply is not None
-        if contents.changes != before:
-            self._replies.remember(client, number, reply)
-            if self._journal is not None:
-                self._journal.remember(client, number, reply)
+        # Also if nothing changed: a late repetition might change something by then.
+        self._replies.remember(client, number, reply)
+        if self._journal is not None and contents.changes != before:
+            self._journal.remember(client, number, reply)
         if others or self._journal is not None:
             self._release(others)
             self._carry_out([*others, Reply(Requester(route, client, number, query), reply)])
@@ -176,24 +178,24 @@ class StoreService:
             self.reply(route, number, reply)
 
     def _pop(self, route: Route, client: int, number: int, query: StoreQueuePop) -> None:
-        """As :meth:`_change`, but it may have to wait, and is not done before the item is acknowledged."""
+        """As :meth:`_change`, but it may block, and completes when the item is acknowledged."""
         if self._is_stale(route, client, number, query):
             return
         requester = Requester(route, client, number, query)
-        reply = self.state.answer(query, requester, self._now(), [])
+        reply = self.state.execute(query, requester, self._now(), [])
         if reply is None:
-            self._park(requester)
+            self._block(requester)
         else:
             self._carry_out([Reply(requester, reply)])
 
-    def _hand_over(self, requester: Requester, queue: str, item: Item) -> Message:
-        """``requester`` gets ``item``, for now."""
+    def _deliver_item(self, requester: Requester, queue: str, item: Item) -> Message:
+        """Deliver ``item`` to ``requester``, pending acknowledgement."""
         self._requesters.deliver(requester, queue, item, self._now())
         self._sweep_later()
         return StoreItem(item.id, item.value)
 
     def _acknowledge(self, route: Route, client: int, number: int, query: StoreQueueAck) -> None:
-        """The client has its item."""
+        """Handle the acknowledgement of an item."""
         if self._is_stale(route, client, number, query):
             return
         entry = self._open.get(client)
@@ -207,34 +209,34 @@ class StoreService:
                 self._journal.remember(client, number, reply)
         self._carry_out([Reply(Requester(route, client, number, query), reply)])
 
-    def _park(self, requester: Requester) -> None:
-        """The query of ``requester`` waits, as the state knows."""
+    def _block(self, requester: Requester) -> None:
+        """Record the query of ``requester``, which the state machine has blocked."""
         if self._requesters.is_full():
             self.state.cancel(requester)
             said = f"{self._requesters.max_waiting} queries wait there already, which is its limit"
             self._carry_out([Reply(requester, StoreRefused(Refusal.LIMIT, said))])
             return
-        self._requesters.park(requester, self._now())
+        self._requesters.block(requester, self._now())
         self._server.wake_by(self.state.next_deadline())
         self._sweep_later()
 
     def _release(self, effects: list[Effect]) -> None:
-        """Requesters to whom something is replied do not wait any more."""
+        """Drop the entries of requesters that get a reply."""
         for effect in effects:
             if type(effect) is Reply:
-                requester: Requester = effect.asker
+                requester: Requester = effect.requester
                 if self._open.get(requester.client) is requester:
                     self._requesters.release(requester.client)
 
-    def _misplaced(self, route: Route, client: int, number: int, query: Message) -> None:
-        """``query`` is none."""
+    def _handle_unknown(self, route: Route, client: int, number: int, query: Message) -> None:
+        """Refuse a message that is no query."""
         requester = Requester(route, client, number, query)
         self._carry_out(self.state.apply(query, requester, self._now()))
 
     # ---- watches ----------------------------------------------------------------------------------------
 
-    def _tell_channel(self, route: Route, client: int, number: int, query: StoreWatchChannel) -> None:
-        """A client is about to watch something."""
+    def _describe_channel(self, route: Route, client: int, number: int, query: StoreWatchChannel) -> None:
+        """Tell a client where notifications are published."""
         if self._server.refuses_newcomers:
             return
         reply: Message
@@ -246,7 +248,7 @@ class StoreService:
         self.reply(route, number, reply)
 
     def open_publisher(self) -> Publisher:
-        """The publisher of notifications, made if there is none yet.
+        """The publisher of notifications, created at the first call.
 
         Raises:
             AddressInUseError, ConfigurationError, TransportError: if it cannot be bound.
@@ -257,17 +259,17 @@ class StoreService:
         return self._publisher
 
     def _watch(self, route: Route, client: int, number: int, query: StoreWatchKey | StoreWatchPrefix) -> None:
-        """Watch, once the client's subscription is in place."""
+        """Begin a watch once the client's subscription is in place."""
         requester = Requester(route, client, number, query)
         if self._publisher is not None and self._publisher.has_seen(query.nonce):
             self._begin_watch(requester, query)
             return
-        self._park(requester)
+        self._block(requester)
         if self._open.get(client) is requester:
             self._unsubscribed[query.nonce] = requester, self._now() + SUBSCRIBE_SECONDS
 
     def _note_subscription(self, nonce: str) -> None:
-        """A client has subscribed to ``nonce``, and so before to what it wants to watch."""
+        """A client has subscribed to ``nonce``, and therefore, before it, to its watch target."""
         found = self._unsubscribed.pop(nonce, None)
         if found is None:
             return
@@ -296,13 +298,15 @@ class StoreService:
         targets: list[Target] = [*query.keys, *map(Prefix, query.prefixes)]
         now = self._now()
         revisions = tuple(
-            self._contents.last_notice(target)
+            self._contents.last_notification(target)
             if self._watches.renew(target, query.watcher, now)
             else UNKNOWN_WATCH
             for target in targets
         )
         requester = Requester(route, client, number, query)
-        self._carry_out([Reply(requester, StoreRevisions(revisions))])  # not before what it tells of
+        self._carry_out(
+            [Reply(requester, StoreRevisions(revisions))]
+        )  # not before the changes that it reports
 
     # ---- out --------------------------------------------------------------------------------------------
 
@@ -315,20 +319,20 @@ class StoreService:
     def _deliver(self, effects: list[Effect]) -> None:
         for effect in effects:
             if type(effect) is Reply:
-                requester: Requester = effect.asker
+                requester: Requester = effect.requester
                 if not self.reply(requester.route, requester.number, effect.message):
-                    self._take_back(requester)
-            elif type(effect) is Notice and self._publisher is not None:
+                    self._on_undeliverable(requester)
+            elif type(effect) is Notification and self._publisher is not None:
                 self._publisher.publish(topic_of(effect.target), effect.message)
 
-    def _take_back(self, requester: Requester) -> None:
-        """A reply did not reach ``requester``: if it was an item, that returns to its queue."""
+    def _on_undeliverable(self, requester: Requester) -> None:
+        """Return an item to its queue, because the reply could not be sent to ``requester``."""
         entry = self._open.get(requester.client)
         if type(entry) is Delivery and entry.requester is requester:
             self._give_up(entry)
 
     def settle(self) -> None:
-        """Write down what has changed, all that came together at once, and only then reply."""
+        """Commit all changes of this batch together, then send the replies."""
         if self._publisher is not None:
             self._publisher.read_if_unread()
         if self._journal is None or not self._held:
@@ -339,14 +343,14 @@ class StoreService:
         except OSError as e:
             said = f"it ends, as its journal {self._journal.path} cannot be written: {e.strerror}"
             refusal = StoreRefused(Refusal.CLOSING, said)
-            self._deliver([Reply(effect.asker, refusal) for effect in held if type(effect) is Reply])
+            self._deliver([Reply(effect.requester, refusal) for effect in held if type(effect) is Reply])
             raise
         self._deliver(held)
 
     # ---- time -------------------------------------------------------------------------------------------
 
     def do_due(self, now: float) -> float:
-        """Refuse queries whose time is up; forget clients that are gone."""
+        """Refuse queries whose deadline has passed; drop expired clients."""
         self._refuse(self.state.expire(now))
         if now >= self._sweep_at:
             self._sweep_at = math.inf
@@ -378,19 +382,19 @@ class StoreService:
         self._carry_out(refusals)
 
     def stopping(self) -> None:
-        """Refuse all who wait; if there is a journal, they had better wait for the store's next life."""
+        """Refuse blocked queries. With a journal they are kept waiting for the restarted server instead."""
         if self._journal is None:
             self._refuse(self.state.close())
             self._refuse_unsubscribed(list(self._unsubscribed), Refusal.CLOSING, "the store is closing")
 
     def stopped(self) -> None:
-        """Serving has ended, however that came."""
+        """Called once serving has ended, for any reason."""
         if self._publisher is not None:
             self._publisher.close()
 
 
 def _target_of(query: StoreWatchKey | StoreWatchPrefix | StoreUnwatchKey | StoreUnwatchPrefix) -> Target:
-    """What ``query`` is about."""
+    """The watch target of ``query``."""
     return Prefix(query.prefix) if isinstance(query, StoreWatchPrefix | StoreUnwatchPrefix) else query.key
 
 
@@ -399,11 +403,11 @@ _HANDLERS: dict[type[Message], Callable[..., None]] = {
     **dict.fromkeys(CHANGING, StoreService._change),
     StoreQueuePop: StoreService._pop,
     StoreQueueAck: StoreService._acknowledge,
-    StoreWatchChannel: StoreService._tell_channel,
+    StoreWatchChannel: StoreService._describe_channel,
     StoreWatchKey: StoreService._watch,
     StoreWatchPrefix: StoreService._watch,
     StoreUnwatchKey: StoreService._unwatch,
     StoreUnwatchPrefix: StoreService._unwatch,
     StoreRenewWatches: StoreService._renew,
 }
-"""What is done about queries, by their kind."""
+"""Handlers by type of query."""

@@ -22,7 +22,7 @@ from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.contents import Item
 from zmqgrad.store.sqlite import connect, is_busy
-from zmqgrad.store.topics import HIDDEN, Target
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 
 KIND, VERSION = "FileStore", 1
 
@@ -35,9 +35,9 @@ CREATE INDEX items_by_name ON items (name, id)
 """
 
 POLL_SECONDS = (0.0005, 0.05)
-"""Least and longest pause between two looks of a waiting client at the file. SQLite cannot wake anybody."""
+"""Shortest and longest poll interval of a waiting client. SQLite has no way to wake it."""
 
-_FIRST_SHOWN, _HIDDEN_END = HIDDEN.encode(), b"\x01"  # between these lie the library's own keys
+_FIRST_SHOWN, _HIDDEN_END = INTERNAL_PREFIX.encode(), b"\x01"  # between these lie the library's own keys
 
 
 class _Values(Mapping[str, bytes]):
@@ -82,7 +82,7 @@ class _Queues:
         return row is not None
 
     def get(self, name: str, default: object = ()) -> range:
-        """As many numbers as there are items in the queue ``name``."""
+        """A range as long as the queue ``name``."""
         row = self._db.execute("SELECT count(*) FROM items WHERE name = ?", (name.encode(),)).fetchone()
         return range(row[0])
 
@@ -90,7 +90,7 @@ class _Queues:
 class FileContents:
     """Keys and queues in an SQLite file (:class:`~zmqgrad.store.contents.Storage`), inside a transaction.
 
-    It makes no notices: who watches compares what is there with what was.
+    It makes no notifications: watches compare snapshots.
     """
 
     def __init__(self, db: sqlite3.Connection) -> None:
@@ -111,30 +111,34 @@ class FileContents:
         self._db.execute("UPDATE meta SET revision = ?", (revision,))
 
     @property
-    def shown(self) -> int:
-        """How many keys users have set."""
+    def num_keys(self) -> int:
+        """Number of keys, without the library's own."""
         hidden = self._db.execute(
             "SELECT count(*) FROM keys WHERE key >= ? AND key < ?", (_FIRST_SHOWN, _HIDDEN_END)
         ).fetchone()[0]
         return len(self.values) - int(hidden)
 
     def keys(self, prefix: str) -> list[str]:
-        """The keys that begin with ``prefix``, sorted, those of the library's own if ``prefix`` is one."""
+        """The sorted keys that begin with ``prefix``; internal keys only if ``prefix`` is internal."""
         start = prefix.encode()
         rows = self._db.execute(
             "SELECT key FROM keys WHERE key >= ? AND substr(key, 1, ?) = ? ORDER BY key",
             (start, len(start), start),
         )
         keys = [row[0].decode() for row in rows.fetchall()]
-        return keys if prefix.startswith(HIDDEN) else [key for key in keys if not key.startswith(HIDDEN)]
+        return (
+            keys
+            if prefix.startswith(INTERNAL_PREFIX)
+            else [key for key in keys if not key.startswith(INTERNAL_PREFIX)]
+        )
 
-    def put(self, key: str, value: bytes, notices: list[Any]) -> None:
+    def put(self, key: str, value: bytes, notifications: list[Any]) -> None:
         """Set ``key``."""
         self._db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key.encode(), value))
         self._db.execute("UPDATE meta SET revision = revision + 1")
 
-    def delete(self, key: str, notices: list[Any]) -> bool:
-        """Delete ``key``. Did it exist?"""
+    def delete(self, key: str, notifications: list[Any]) -> bool:
+        """Delete ``key``. Returns whether it existed."""
         existed = self._db.execute("DELETE FROM keys WHERE key = ?", (key.encode(),)).rowcount > 0
         if existed:
             self._db.execute("UPDATE meta SET revision = revision + 1")
@@ -145,7 +149,7 @@ class FileContents:
         self._db.execute("INSERT INTO items (name, value) VALUES (?, ?)", (name.encode(), value))
 
     def pop(self, name: str) -> Item:
-        """Take the first item of the queue ``name``, which is not empty."""
+        """Remove and return the first item of the non-empty queue ``name``."""
         row = self._db.execute(
             "SELECT id, value FROM items WHERE name = ? ORDER BY id LIMIT 1", (name.encode(),)
         ).fetchone()
@@ -153,13 +157,13 @@ class FileContents:
         return Item(*row)
 
     def delivered(self, item: Item) -> None:
-        """Nothing to note: it left the file when it was popped."""
+        """Does nothing: the item left the file when it was popped."""
 
     def watch(self, target: Target) -> None:
-        """Nothing to note: there are no notices."""
+        """Does nothing: there are no notifications."""
 
     def unwatch(self, target: Target) -> None:
-        """Nothing to note: there are no notices."""
+        """Does nothing: there are no notifications."""
 
 
 class SharedFile:
@@ -186,7 +190,7 @@ class SharedFile:
     def _connect(self, deadline: Deadline) -> sqlite3.Connection:
         while True:
             before = _identity(self.path)
-            db: sqlite3.Connection = self._patiently(
+            db: sqlite3.Connection = self._retry_while_locked(
                 lambda: connect(self.path, KIND, SCHEMA, VERSION), deadline
             )
             identity = _identity(self.path)
@@ -200,8 +204,8 @@ class SharedFile:
         db.execute("PRAGMA synchronous = OFF")
         return db
 
-    def _patiently(self, attempt: Any, deadline: Deadline) -> Any:
-        """What ``attempt`` gives, as soon as no other process holds the lock.
+    def _retry_while_locked(self, attempt: Any, deadline: Deadline) -> Any:
+        """Call ``attempt`` until no other process holds the lock, and return its result.
 
         Raises:
             StoreTimeoutError: if one does until ``deadline``.
@@ -236,13 +240,13 @@ class SharedFile:
             StoreTimeoutError: if others hold the lock until ``deadline``.
             StoreError: if the file was removed or cannot be used, this is closed, or this process is a fork.
         """
-        self._patiently(lambda: self._begin(write), deadline)  # which takes the lock of threads, too
+        self._retry_while_locked(lambda: self._begin(write), deadline)  # which takes the lock of threads, too
         try:
             try:
                 self._check_present()
                 yield self.contents
                 if self._db.in_transaction:
-                    self._patiently(lambda: self._db.execute("COMMIT"), deadline)
+                    self._retry_while_locked(lambda: self._db.execute("COMMIT"), deadline)
             except BaseException as e:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -276,7 +280,7 @@ class SharedFile:
             raise StoreError(f"the store at {str(self.path)!r} is closed")
 
     def _check_present(self) -> None:
-        """A file that has no name any more is nobody's store, and its journal would be another one's."""
+        """Raise if the path was unlinked or replaced: its journal would belong to another file."""
         if self._removed or _identity(self.path) != self.identity:
             self._removed = True
             raise StoreError(f"the store's file {str(self.path)!r} was removed")
@@ -292,7 +296,7 @@ class SharedFile:
             except sqlite3.OperationalError as e:
                 if not is_busy(e):
                     raise self._explained(e) from e
-                others = -1  # somebody is writing: look soon
+                others = -1  # another process is writing: check again soon
             return self._commits, others
 
     def wait_changed(self, seen: tuple[int, int], deadline: Deadline) -> None:
@@ -303,7 +307,7 @@ class SharedFile:
                 self._changed.wait(backoff.pause(deadline.left()))
 
     def wake(self) -> None:
-        """Let those in :meth:`wait_changed` look."""
+        """Wake threads in :meth:`wait_changed`."""
         with self._lock:
             self._commits += 1
             self._changed.notify_all()
@@ -318,12 +322,13 @@ class SharedFile:
             if closed != world_size:
                 return
             self._removed = True
-            # Under the lock, and before anything reaches the file: who waits for the lock finds it gone.
+            # Under the lock, and before any write: processes that wait for the lock then find the file
+            # removed.
             for name in (f"{self.path}-journal", str(self.path)):
                 try:
                     os.unlink(name)
                 except FileNotFoundError:
-                    pass  # no journal was left, or somebody was faster with the same intent
+                    pass  # there is no journal, or another process has removed it
                 except OSError as e:
                     raise StoreError(f"cannot remove the store's file {name!r}: {e.strerror}") from e
             self._db.execute("ROLLBACK")
@@ -377,7 +382,7 @@ class SharedFiles:
             return file
 
     def release(self, file: SharedFile) -> None:
-        """One store fewer uses ``file``; with the last, its connection is closed."""
+        """End one use of ``file``; the last one closes its connection."""
         with self._lock:
             file.users -= 1
             if not file.users:
@@ -392,7 +397,7 @@ class SharedFiles:
             file.before_fork()
 
     def after_fork(self, in_child: bool) -> None:
-        """Go on; in the child, with none of them."""
+        """Resume; the child keeps none of the connections."""
         for file in self._files.values():
             file.after_fork(in_child)
         if in_child:

@@ -1,18 +1,18 @@
-"""The store as a pure machine: a query and the time go in, replies and notices come out.
+"""The store as a pure machine: a query and the time go in, replies and notifications come out.
 
-No socket, thread or clock: the server and :class:`~zmqgrad.store.local.HashStore` drive the same machine.
-What each query does stands in :mod:`~zmqgrad.store.actions`; here is who waits, for what, and how long. What
-it promises:
+It has no socket, thread or clock: the server and :class:`~zmqgrad.store.local.HashStore` drive the same
+machine. :mod:`~zmqgrad.store.actions` defines what each query does; this module blocks and wakes queries.
+Guarantees:
 
-(S1) Every query gets exactly one reply: at once, when what it waits for is there, or when its time is up.
-(S2) ``get``, ``wait`` and ``multi_get`` answer at a moment at which *all* their keys exist. For ``wait``
+(S1) Every query gets exactly one reply: immediately, when its condition holds, or at its deadline.
+(S2) ``get``, ``wait`` and ``multi_get`` return at a moment at which *all* their keys exist. For ``wait``
      and ``check``, as with torch, a queue that is not empty exists, too.
-(S3) Blocked pops of one queue are served in the order in which they came, each value to one of them.
-(S4) Each change of a key raises the revision by one, and each change of a watched key makes one notice,
-     which names the revision of the notice before it.
+(S3) Blocked pops of one queue are served in order of arrival, and each value goes to one of them.
+(S4) Each change of a key raises the revision by one, and each change of a watched key makes one notification,
+     which names the revision of the notification before it.
 
-A waiting query stands under one key that it lacks, not under all: setting a key wakes only those who
-need it next.
+A blocked query waits for one missing key at a time, so setting a key wakes only the queries that need it
+next.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zmqgrad.store.actions import ACTIONS, CHANGING, place_of_pops
+from zmqgrad.store.actions import ACTIONS, CHANGING, queue_condition
 from zmqgrad.store.contents import Contents, Item, Queues, Storage
-from zmqgrad.store.effects import DONE, MAX_TOGETHER, Effect, Reply, refuse
-from zmqgrad.store.parking import Parked, Parking
-from zmqgrad.store.topics import Target
+from zmqgrad.store.effects import DONE, MAX_BATCH_BYTES, Effect, Reply, refuse
+from zmqgrad.store.wait_queue import BlockedQuery, WaitQueue
+from zmqgrad.store.watch_targets import Target
 from zmqgrad.wire.messages import (
     Message,
     Refusal,
@@ -46,14 +46,16 @@ _new = tuple.__new__  # quicker than the class itself
 
 
 class State:
-    """Keys, queues, and who waits for what. ``asker`` is whatever the shell needs to find the asker again.
+    """Keys, queues and blocked queries.
 
-    The attributes are for the actions; to a shell they are to be looked at only.
+    ``requester`` identifies the sender of a query to the driver; it is opaque here. The attributes are for
+    the actions; drivers may only read them.
 
     Args:
-        contents: where it keeps keys and queues, by default in memory.
-        deliver: called with who popped an item, the queue's name and the item: returns the reply, and sees to
-            it that the item is marked as delivered, or restored. None: it is delivered at once.
+        contents: storage of keys and queues; by default in memory.
+        deliver: called with the requester that popped an item, the name of the queue and the item. Returns
+            the reply, and must mark the item as delivered or restore it later. None: items are delivered at
+            once.
     """
 
     def __init__(self, contents: Storage | None = None, deliver: Deliver | None = None) -> None:
@@ -61,8 +63,8 @@ class State:
         self.deliver: Deliver = deliver or self._deliver_at_once
         self.values = self.contents.values
         self.queues = self.contents.queues
-        self.parking = Parking()
-        self.lacked = self.parking.places
+        self.wait_queue = WaitQueue()
+        self.awaited = self.wait_queue.by_condition
 
     @property
     def revision(self) -> int:
@@ -73,143 +75,145 @@ class State:
     def revision(self, revision: int) -> None:
         self.contents.revision = revision
 
-    # ---- what the shell calls ---------------------------------------------------------------------------
+    # ---- called by the driver ---------------------------------------------------------------------------
 
-    def apply(self, query: Message, asker: Any, now: float) -> list[Effect]:
-        """Do what ``query`` asks. The list is empty if it has to wait."""
-        others: list[Effect] = []
-        answer = self.answer(query, asker, now, others)
-        return others if answer is None else [*others, Reply(asker, answer)]
+    def apply(self, query: Message, requester: Any, now: float) -> list[Effect]:
+        """Execute ``query``. The list is empty if it blocks."""
+        effects: list[Effect] = []
+        reply = self.execute(query, requester, now, effects)
+        return effects if reply is None else [*effects, Reply(requester, reply)]
 
-    def answer(self, query: Message, asker: Any, now: float, others: list[Effect]) -> Message | None:
-        """Do what ``query`` asks, and give the answer; None if it has to wait.
+    def execute(self, query: Message, requester: Any, now: float, effects: list[Effect]) -> Message | None:
+        """Execute ``query``. Returns the reply, or None if it blocks.
 
-        What else follows is appended to ``others``: answers to those who waited for it, and notices.
+        Replies to queries that it unblocks, and notifications, are appended to ``effects``.
         """
-        act = ACTIONS.get(type(query))
-        if act is None:
+        action = ACTIONS.get(type(query))
+        if action is None:
             return StoreRefused(Refusal.INVALID, f"a store does not understand {type(query).__name__}")
-        return act(self, query, asker, now, others)
+        return action(self, query, requester, now, effects)
 
     @staticmethod
     def may_change(query: Message) -> bool:
-        """Is ``query`` of a kind that changes something?"""
+        """Whether queries of this type may change the store."""
         return type(query) in CHANGING
 
     def expire(self, now: float) -> list[Effect]:
-        """Refuse the queries whose time is up."""
+        """Refuse the blocked queries whose deadline has passed."""
         return [
-            refuse(parked.asker, Refusal.TIMEOUT, self._what_is_missing(parked))
-            for parked in self.parking.pop_expired(now)
+            refuse(blocked.requester, Refusal.TIMEOUT, self._describe_missing(blocked))
+            for blocked in self.wait_queue.pop_expired(now)
         ]
 
     def next_deadline(self) -> float:
-        """When :meth:`expire` has something to do; infinite if nobody waits. May be early, never late."""
-        return self.parking.next_deadline()
+        """When to call :meth:`expire` next; infinite if no query is blocked. May be early, never late."""
+        return self.wait_queue.next_deadline()
 
     def close(self) -> list[Effect]:
-        """Refuse all who wait: the store goes away."""
-        everybody = self.parking.pop_expired(math.inf)
-        return [refuse(parked.asker, Refusal.CLOSING, "the store is closing") for parked in everybody]
+        """Refuse all blocked queries, because the store closes."""
+        pending = self.wait_queue.pop_expired(math.inf)
+        return [refuse(blocked.requester, Refusal.CLOSING, "the store is closing") for blocked in pending]
 
-    def cancel(self, asker: Any) -> None:
-        """Nobody waits for the answer to the query of ``asker`` any more, if that waits."""
-        self.parking.cancel(asker)
+    def cancel(self, requester: Any) -> None:
+        """Forget the query of ``requester`` if it is blocked; it gets no reply."""
+        self.wait_queue.cancel(requester)
 
     def unwatch(self, target: Target) -> None:
-        """Nobody watches ``target`` any more: make no notices of it."""
+        """Make no more notifications of ``target``."""
         self.contents.unwatch(target)
 
     def statistics(self) -> dict[str, int]:
-        """How many keys, queues, parked queries and watched keys there are, and the revision."""
+        """Number of keys, queues, blocked queries (``parked``) and watched targets, and the revision."""
         return {
             "keys": len(self.values),
             "queues": len(self.queues),
-            "parked": len(self.parking),
+            "parked": len(self.wait_queue),
             "watched": self.contents.watched,
             "revision": self.revision,
         }
 
-    # ---- what the actions call: changes -----------------------------------------------------------------
+    # ---- called by the actions: changes -----------------------------------------------------------------
 
-    def put(self, key: str, value: bytes, others: list[Effect]) -> None:
-        """Set ``key``, and answer those for whom it was the last one missing."""
-        self.contents.put(key, value, others)
-        if key in self.lacked:
-            self.wake(key, others)
+    def put(self, key: str, value: bytes, effects: list[Effect]) -> None:
+        """Set ``key``, and reply to the queries for which it was the last missing key."""
+        self.contents.put(key, value, effects)
+        if key in self.awaited:
+            self.wake(key, effects)
 
-    def wake(self, key: str, others: list[Effect]) -> None:
-        """``key`` is there: answer those for whom it was the last one missing."""
-        for parked in self.parking.call(key):
-            missing = self._first_missing(parked)
+    def wake(self, key: str, effects: list[Effect]) -> None:
+        """Reply to the queries for which ``key``, which exists now, was the last missing key."""
+        for blocked in self.wait_queue.detach_all(key):
+            missing = self._first_missing(blocked)
             if missing is None:
-                self.parking.release(parked)
-                query = parked.query
-                answer = DONE if type(query) is StoreWait else self._give(query)
-                others.append(_new(Reply, (parked.asker, answer)))
+                self.wait_queue.remove(blocked)
+                query = blocked.query
+                reply = DONE if type(query) is StoreWait else self._result(query)
+                effects.append(_new(Reply, (blocked.requester, reply)))
             else:
-                self.parking.move(parked, missing)
+                self.wait_queue.move(blocked, missing)
 
-    def serve_pops(self, queue: str, others: list[Effect]) -> bool:
-        """Hand the items of ``queue`` to the pops that wait for them, in order (S3). Was there one?"""
+    def serve_pops(self, queue: str, effects: list[Effect]) -> bool:
+        """Hand items of ``queue`` to blocked pops in order (S3). Returns whether there was one."""
         served = False
-        while queue in self.queues and (first := self.parking.first(place_of_pops(queue))) is not None:
-            self.parking.release(first)
+        while queue in self.queues and (first := self.wait_queue.oldest(queue_condition(queue))) is not None:
+            self.wait_queue.remove(first)
             item = self.contents.pop(queue)
-            others.append(Reply(first.asker, self.deliver(first.asker, queue, item)))
+            effects.append(Reply(first.requester, self.deliver(first.requester, queue, item)))
             served = True
         return served
 
-    def _deliver_at_once(self, asker: Any, queue: str, item: Item) -> Message:
+    def _deliver_at_once(self, requester: Any, queue: str, item: Item) -> Message:
         self.contents.delivered(item)
         return StoreValue(item.value, self.revision)
 
-    def queue_grew(self, queue: str, others: list[Effect]) -> None:
-        """``queue`` has got an item: hand it to a pop that waits, or wake those who wait for the queue."""
-        if not self.serve_pops(queue, others) and queue in self.lacked:
-            self.wake(queue, others)
+    def after_push(self, queue: str, effects: list[Effect]) -> None:
+        """Hand the new item of ``queue`` to a blocked pop, or wake the queries that wait for the queue."""
+        if not self.serve_pops(queue, effects) and queue in self.awaited:
+            self.wake(queue, effects)
 
-    # ---- and waiting ------------------------------------------------------------------------------------
+    # ---- called by the actions: blocking ----------------------------------------------------------------
 
-    def when_all_exist(self, query: Any, keys: Sequence[str], asker: Any, now: float) -> Message | None:
-        """The answer to ``query`` if all ``keys`` are there; otherwise it waits for them, and it is None."""
-        parked = Parked(query, asker, keys)
-        missing = self._first_missing(parked)
+    def when_all_exist(self, query: Any, keys: Sequence[str], requester: Any, now: float) -> Message | None:
+        """The reply to ``query`` if all ``keys`` exist. Otherwise blocks it, and returns None."""
+        blocked = BlockedQuery(query, requester, keys)
+        missing = self._first_missing(blocked)
         if missing is None:
-            return self._give(query)
-        self.parking.park(parked, missing, now + query.timeout)
+            return self._result(query)
+        self.wait_queue.add(blocked, missing, now + query.timeout)
         return None
 
-    def _first_missing(self, parked: Parked) -> str | None:
-        values, keys = self.values, parked.keys
-        if not parked.next and all(map(values.__contains__, keys)):  # as nearly always
+    def _first_missing(self, blocked: BlockedQuery) -> str | None:
+        values, keys = self.values, blocked.keys
+        if not blocked.next and all(map(values.__contains__, keys)):  # as nearly always
             return None
-        queues = self.queues if type(parked.query) is StoreWait else _NO_QUEUES
-        # Those before `next` were there when last looked at, but may have been deleted since (S2).
-        for indices in (range(parked.next, len(keys)), range(parked.next)):
+        queues = self.queues if type(blocked.query) is StoreWait else _NO_QUEUES
+        # Keys before `next` existed at the last check, but may have been deleted since (S2).
+        for indices in (range(blocked.next, len(keys)), range(blocked.next)):
             for i in indices:
                 if keys[i] not in values and keys[i] not in queues:
-                    parked.next = i
+                    blocked.next = i
                     return keys[i]
         return None
 
-    def _give(self, query: Message) -> Message:
+    def _result(self, query: Message) -> Message:
         """The reply to a query all of whose keys exist."""
         match query:
             case StoreMultiGet(keys=keys):
                 values = tuple(map(self.values.__getitem__, keys))
                 size = sum(map(len, values))
-                if size > MAX_TOGETHER:
-                    return StoreRefused(Refusal.LIMIT, f"multi_get: {size} bytes, more than {MAX_TOGETHER}")
+                if size > MAX_BATCH_BYTES:
+                    return StoreRefused(
+                        Refusal.LIMIT, f"multi_get: {size} bytes, more than {MAX_BATCH_BYTES}"
+                    )
                 return StoreValues(values)
             case StoreGet(key=key):
                 return StoreValue(self.values[key], self.revision)
             case _:
                 return DONE
 
-    def _what_is_missing(self, parked: Parked) -> str:
-        if isinstance(parked.query, StoreQueuePop):
-            return f"the queue {parked.query.key!r} stayed empty"
-        missing = list(dict.fromkeys(key for key in parked.keys if key not in self.values))
+    def _describe_missing(self, blocked: BlockedQuery) -> str:
+        if isinstance(blocked.query, StoreQueuePop):
+            return f"the queue {blocked.query.key!r} stayed empty"
+        missing = list(dict.fromkeys(key for key in blocked.keys if key not in self.values))
         shown = ", ".join(repr(key) for key in missing[:5])
         return f"missing: {shown}" + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")

@@ -1,31 +1,30 @@
-"""Watching: what to call when something changes, and the threads that call it.
+"""Client side of watches: the registry of watched targets, and the threads that run callbacks.
 
-:class:`WatchBook` keeps the followers of one store (:mod:`~zmqgrad.store.followers` knows what has changed)
-and hands events to takers, in a pool of threads of its own.
+:class:`WatchRegistry` holds a :mod:`cache <zmqgrad.store.watch_cache>` for each target of one store, and runs
+the handlers of its events in a thread pool of its own.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from functools import partial
 
 from zmqgrad.errors import ClosedError, StoreError, ZmqgradError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool, Source, Task
-from zmqgrad.runtime.timekeeper import Timekeeper
-from zmqgrad.store.followers import (
-    Backlog,
-    CallbackNotice,
-    Follower,
-    KeyFollower,
-    PrefixFollower,
-    Registered,
-    WatchEvent,
+from zmqgrad.runtime.thread_pool import Source, Task, ThreadPool
+from zmqgrad.runtime.timer import TimerThread
+from zmqgrad.store.events import EventBacklog, EventHandler, WatchEvent
+from zmqgrad.store.watch_cache import (
+    ChangeNotification,
+    KeyWatchCache,
+    PrefixWatchCache,
+    Registration,
+    WatchCache,
 )
-from zmqgrad.store.takers import Taker
-from zmqgrad.store.topics import Prefix, Target
+from zmqgrad.store.watch_targets import Prefix, Target
 from zmqgrad.wire.messages import (
     Message,
     PrefixChanged,
@@ -38,36 +37,36 @@ from zmqgrad.wire.messages import (
 logger = logging.getLogger(__name__)
 
 RETRY_SECONDS = 1.0
-"""The pause after a look that failed."""
+"""Pause after a failed registration."""
 
 RENEW_SECONDS = 5.0
-"""How often a client tells the server that it still watches."""
+"""Interval at which a client renews its watches at the server."""
 
 CALLBACK_THREADS = 2
 CLOSE_SECONDS = 5.0
 
 
 class _Subscription:
-    """One taker, and the events that it has not seen yet: whoever is slow is in nobody else's way."""
+    """One handler and its queued events. Each has a queue, so a slow handler delays no other."""
 
-    def __init__(self, taker: Taker) -> None:
-        self.taker = taker
-        self.pending = Backlog()
+    def __init__(self, handler: EventHandler) -> None:
+        self.handler = handler
+        self.pending = EventBacklog()
         self.delivering = False
 
 
-class _Watched:
-    """One target: its follower, and who takes what that finds."""
+class _WatchEntry:
+    """One target: its cache and subscriptions."""
 
     def __init__(self, target: Target) -> None:
-        self.follower: Follower = PrefixFollower() if isinstance(target, Prefix) else KeyFollower(target)
+        self.cache: WatchCache = PrefixWatchCache() if isinstance(target, Prefix) else KeyWatchCache(target)
         self.subscriptions: list[_Subscription] = []
-        self.looking = False
+        self.resyncing = False
 
-    def end(self, taker: Taker | None) -> list[_Subscription]:
-        """The first of ``taker`` (None: all) is none any more, and is given."""
-        ended = [each for each in self.subscriptions if taker is None or each.taker == taker]
-        if taker is not None:
+    def end(self, handler: EventHandler | None) -> list[_Subscription]:
+        """Remove the first subscription of ``handler`` (None: all). Returns those removed."""
+        ended = [each for each in self.subscriptions if handler is None or each.handler == handler]
+        if handler is not None:
             del ended[1:]
         for each in ended:
             self.subscriptions.remove(each)
@@ -75,38 +74,38 @@ class _Watched:
         return ended
 
 
-class WatchBook:
-    """What is watched of one store.
+class WatchRegistry:
+    """The watches of one store.
 
     Args:
         name: for threads and log lines.
-        look: registers the watch of a target at the store and gives what is there; may block. It is called
-            in a thread of the book's own, and by who asks for the watch.
-        renew: called every RENEW_SECONDS in a thread of the book's own; may block.
+        register: registers the watch of a target at the store and returns the current values; may block.
+            Called in the thread that adds the watch, and in the registry's own threads.
+        renew: called every RENEW_SECONDS in one of the registry's own threads; may block.
     """
 
     def __init__(
         self,
         name: str,
-        look: Callable[[Target], Registered],
+        register: Callable[[Target], Registration],
         renew: Callable[[], None] | None = None,
     ) -> None:
         self._name = f"{name}-watch"
-        self._look = look
+        self._register = register
         self._renew = renew
-        self._targets: dict[Target, _Watched] = {}
-        self._lock = threading.Lock()  # guards all that is above and below, never held while calling out
+        self._targets: dict[Target, _WatchEntry] = {}
+        self._lock = threading.Lock()  # guards all attributes; never held while calling out
         self._closed = False
-        self._connection = 0  # how often it broke; a look says nothing about a later one
-        self._pool: EnginePool | None = None
-        self._timekeeper: Timekeeper | None = None
+        self._connection = 0  # number of disconnects; a registration is valid for one connection
+        self._pool: ThreadPool | None = None
+        self._timekeeper: TimerThread | None = None
 
-    def add(self, target: Target, taker: Taker, *, present: bool = False) -> None:
-        """Let ``taker`` have each change of ``target`` from now on. Blocks until the watch is in place.
+    def add(self, target: Target, handler: EventHandler, *, present: bool = False) -> None:
+        """Call ``handler`` for each change of ``target`` from now on. Blocks until the watch is registered.
 
-        With ``present``, it gets what is there first, with a lock held: it must only note that.
+        With ``present``, it first gets the existing keys, with a lock held: it must be quick and not block.
 
-        Raises: what ``look`` raises; then nothing is watched that was not before.
+        Raises: what ``register`` raises; the watch is not added then.
         """
         with self._lock:
             if self._closed:
@@ -114,123 +113,130 @@ class WatchBook:
             self._start()
             watched = self._targets.get(target)
             if watched is None:
-                watched = self._targets[target] = _Watched(target)
-            watched.subscriptions.append(_Subscription(taker))
-            if watched.follower.live:
-                self._present(watched, taker, present)
+                watched = self._targets[target] = _WatchEntry(target)
+            watched.subscriptions.append(_Subscription(handler))
+            if watched.cache.live:
+                self._replay(watched, handler, present)
                 return
             connection = self._connection
         try:
-            found = self._look(target)
+            found = self._register(target)
         except BaseException:
-            self.remove(target, taker)
+            self.remove(target, handler)
             raise
         with self._lock:
-            self._found(target, watched, found, connection)
-            self._present(watched, taker, present)
+            self._on_registered(target, watched, found, connection)
+            self._replay(watched, handler, present)
 
-    def _present(self, watched: _Watched, taker: Taker, wanted: bool) -> None:
-        for event in watched.follower.present() if wanted else ():
-            taker(event)
+    def _replay(self, watched: _WatchEntry, handler: EventHandler, wanted: bool) -> None:
+        for event in watched.cache.initial_events() if wanted else ():
+            handler(event)
 
-    def watches(self, target: Target) -> bool:
-        """Does anybody watch ``target``?"""
+    def is_watched(self, target: Target) -> bool:
+        """Whether ``target`` has a subscription."""
         with self._lock:
             return target in self._targets
 
-    def last_known(self, key: str) -> bytes | None:
-        """What ``key`` held when last heard of; None if it did not exist, or is not followed just now.
+    def cached_value(self, key: str) -> bytes | None:
+        """The cached value of ``key``; None if the key does not exist, or the cache is not live.
 
-        Takes no lock: it is asked again and again.
+        Takes no lock, as it is called very often.
         """
         watched = self._targets.get(key)
-        if watched is None or not watched.follower.live:
+        if watched is None or not watched.cache.live:
             return None
-        assert isinstance(watched.follower, KeyFollower)
-        return watched.follower.value
+        assert isinstance(watched.cache, KeyWatchCache)
+        return watched.cache.value
 
     def live_targets(self) -> list[Target]:
-        """Those that are watched, and not about to be looked at again."""
+        """Targets whose caches are live."""
         with self._lock:
-            return [target for target, watched in self._targets.items() if watched.follower.live]
+            return [target for target, watched in self._targets.items() if watched.cache.live]
 
     def check(self, revisions: Mapping[Target, int]) -> None:
-        """Look again at targets whose last notice, of a revision in ``revisions``, did not come.
+        """Register those targets again whose last notification, of the given revision, is missing.
 
-        A negative revision means that the store did not know of the watch.
+        A negative revision means that the server did not know the watch.
         """
         with self._lock:
             for target, revision in revisions.items():
                 watched = self._targets.get(target)
-                if watched is None or not watched.follower.live:
+                if watched is None or not watched.cache.live:
                     continue
-                if revision < 0 or revision > watched.follower.revision:
-                    watched.follower.lost()
+                if revision < 0 or revision > watched.cache.revision:
+                    watched.cache.invalidate()
                     self._deliver(target, watched, [])
 
     def refresh(self, target: Target) -> None:
-        """Look at ``target`` now, if it is watched. Blocks; raises what ``look`` raises."""
+        """Register ``target`` again if it is watched. Blocks; raises what ``register`` raises."""
         with self._lock:
             watched, connection = self._targets.get(target), self._connection
         if watched is None:
             return
-        found = self._look(target)
+        found = self._register(target)
         with self._lock:
-            self._found(target, watched, found, connection)
+            self._on_registered(target, watched, found, connection)
 
-    def remove(self, target: Target, taker: Taker | None) -> bool:
-        """Let ``taker`` (None: any) have no more of ``target``. Was that the last one that watched it?"""
+    def remove(self, target: Target, handler: EventHandler | None) -> bool:
+        """Remove ``handler`` (None: all) from ``target``. Returns whether no subscription is left."""
         with self._lock:
             watched = self._targets.get(target)
             if watched is None:
                 return False
-            ended = watched.end(taker)
+            ended = watched.end(handler)
             last = not watched.subscriptions
             if last:
                 del self._targets[target]
         for each in ended:
-            each.taker.end()
+            each.handler.end()
         return last
 
-    def attend(self, source: Source) -> None:
-        """Let the threads that call callbacks read ``source`` as well; something is watched."""
+    def serve_from(self, source: Source) -> None:
+        """Let the callback threads read ``source`` too. Only valid while a target is watched."""
         assert self._pool is not None
-        self._pool.attend(source)
+        self._pool.serve_from(source)
 
-    def noticed(self, notice: CallbackNotice, submit: Callable[[Task], object] | None = None) -> None:
-        """Take in a notice; quick, for it runs in the thread that receives them.
+    def on_notification(
+        self, notification: ChangeNotification, submit: Callable[[Task], object] | None = None
+    ) -> None:
+        """Apply a notification. Does not block, as it runs in the receiving thread.
 
-        What is to be called is handed to ``submit``; None: to threads of the book.
+        Args:
+            submit: gets the tasks that run handlers; None: the registry's own threads run them.
         """
         with self._lock:
-            target = Prefix(notice.prefix) if isinstance(notice, PrefixChanged) else notice.key
+            target = (
+                Prefix(notification.prefix) if isinstance(notification, PrefixChanged) else notification.key
+            )
             watched = self._targets.get(target)
             if watched is not None and not self._closed:
-                self._deliver(target, watched, watched.follower.noticed(notice), submit)
+                self._deliver(target, watched, watched.cache.on_notification(notification), submit)
 
-    def broken(self) -> None:
-        """The connection is: notices may be lost until each target has been looked at again."""
+    def on_disconnect(self) -> None:
+        """Register all targets again, because notifications may have been lost."""
         with self._lock:
             self._connection += 1
             for target, watched in self._targets.items():
-                watched.follower.lost()
+                watched.cache.invalidate()
                 self._deliver(target, watched, [])
 
-    def _found(self, target: Target, watched: _Watched, found: Registered, connection: int) -> None:
-        """A look, begun on the ``connection``-th connection, has ended. Called with the lock held."""
-        events = watched.follower.registered(found)
+    def _on_registered(
+        self, target: Target, watched: _WatchEntry, found: Registration, connection: int
+    ) -> None:
+        """Apply a registration that began on connection number ``connection``. Called with the lock held."""
+        events = watched.cache.on_registered(found)
         if connection != self._connection:
-            watched.follower.lost()
+            watched.cache.invalidate()
         self._deliver(target, watched, events)
 
     def _deliver(
         self,
         target: Target,
-        watched: _Watched,
+        watched: _WatchEntry,
         events: list[WatchEvent],
         submit: Callable[[Task], object] | None = None,
     ) -> None:
-        """Let the takers have ``events``, and look again if need be. Called with the lock held."""
+        """Queue ``events`` for the handlers, and register again if needed. Called with the lock held."""
         if self._closed or self._pool is None:
             return
         submit = submit or self._pool.submit
@@ -239,12 +245,12 @@ class WatchBook:
                 each.pending.add(event)
             if not each.delivering:
                 each.delivering = True
-                submit(partial(self._hand_out, target, each))
-        if not watched.follower.live and watched.follower.revision >= 0 and not watched.looking:
-            watched.looking = True
-            submit(partial(self._look_again, target, watched))
+                submit(partial(self._run_handler, target, each))
+        if not watched.cache.live and watched.cache.revision >= 0 and not watched.resyncing:
+            watched.resyncing = True
+            submit(partial(self._resync, target, watched))
 
-    def _hand_out(self, target: Target, subscription: _Subscription) -> None:
+    def _run_handler(self, target: Target, subscription: _Subscription) -> None:
         while True:
             with self._lock:
                 if not subscription.pending or self._closed:
@@ -252,45 +258,45 @@ class WatchBook:
                     return
                 event = subscription.pending.pop()
             try:
-                subscription.taker(event)
+                subscription.handler(event)
             except Exception:
                 logger.exception("a callback that watches %r failed", target)
 
-    def _look_again(self, target: Target, watched: _Watched) -> None:
+    def _resync(self, target: Target, watched: _WatchEntry) -> None:
         with self._lock:
             connection = self._connection
         try:
-            found = self._look(target)
+            found = self._register(target)
         except ZmqgradError as e:
             with self._lock:
                 if self._closed or self._timekeeper is None or self._targets.get(target) is not watched:
                     return
-                logger.warning("%s: it is not known yet what became of %r: %s", self._name, target, e)
-                self._timekeeper.call_later(RETRY_SECONDS, lambda: self._look_later(target, watched))
+                logger.warning("%s: cannot read the watched %r again yet: %s", self._name, target, e)
+                self._timekeeper.call_later(RETRY_SECONDS, lambda: self._retry_resync(target, watched))
             return
         with self._lock:
-            watched.looking = False
-            self._found(target, watched, found, connection)
+            watched.resyncing = False
+            self._on_registered(target, watched, found, connection)
 
-    def _look_later(self, target: Target, watched: _Watched) -> None:
+    def _retry_resync(self, target: Target, watched: _WatchEntry) -> None:
         with self._lock:
-            watched.looking = False
+            watched.resyncing = False
             self._deliver(target, watched, [])
 
     def _start(self) -> None:
         if self._pool is None:
-            self._timekeeper = Timekeeper(self._name)
+            self._timekeeper = TimerThread(self._name)
             self._timekeeper.start()
-            self._pool = EnginePool(self._name, CALLBACK_THREADS, self._timekeeper.call_later)
+            self._pool = ThreadPool(self._name, CALLBACK_THREADS)
             if self._renew is not None:
-                self._timekeeper.call_later(RENEW_SECONDS, self._renew_later)
+                self._timekeeper.call_later(RENEW_SECONDS, self._schedule_renewal)
 
-    def _renew_later(self) -> None:
+    def _schedule_renewal(self) -> None:
         with self._lock:
             if not self._closed and self._pool is not None:
-                self._pool.submit(self._renew_now)
+                self._pool.submit(self._run_renewal)
 
-    def _renew_now(self) -> None:
+    def _run_renewal(self) -> None:
         assert self._renew is not None
         assert self._timekeeper is not None
         try:
@@ -298,17 +304,17 @@ class WatchBook:
                 self._renew()
         finally:
             if not self._closed:
-                self._timekeeper.call_later(RENEW_SECONDS, self._renew_later)
+                self._timekeeper.call_later(RENEW_SECONDS, self._schedule_renewal)
 
     def close(self) -> None:
-        """Call no callback any more, and wait for those that run now. Idempotent."""
+        """End all watches, and wait for running callbacks. Idempotent."""
         with self._lock:
             already, self._closed = self._closed, True
             pool, timekeeper = self._pool, self._timekeeper
             ended = [each for watched in self._targets.values() for each in watched.end(None)]
             self._targets.clear()
         for each in ended:
-            each.taker.end()
+            each.handler.end()
         if already or pool is None or timekeeper is None:
             return
         pool.close()
@@ -319,26 +325,39 @@ class WatchBook:
             logger.warning("%s: callbacks still run in %s", self._name, ", ".join(left))
 
 
+def weak(register: Callable[[Target], Registration]) -> Callable[[Target], Registration]:
+    """The bound method ``register`` without a reference to its store, which threads must not keep alive."""
+    method = weakref.WeakMethod(register)
+
+    def call(target: Target) -> Registration:
+        alive = method()
+        if alive is None:
+            raise ClosedError("the store is gone")
+        return alive(target)
+
+    return call
+
+
 def watch_query(target: Target, nonce: str = "", watcher: int = 0) -> StoreWatchKey | StoreWatchPrefix:
-    """What to ask a store for to have notices of ``target``."""
+    """The query that begins a watch of ``target``."""
     if isinstance(target, Prefix):
         return StoreWatchPrefix(target.text, nonce, watcher)
     return StoreWatchKey(target, nonce, watcher)
 
 
 def unwatch_query(target: Target, watcher: int) -> StoreUnwatchKey | StoreUnwatchPrefix:
-    """What to ask a store for to have no more notices of ``target``."""
+    """The query that ends a watch of ``target``."""
     if isinstance(target, Prefix):
         return StoreUnwatchPrefix(target.text, watcher)
     return StoreUnwatchKey(target, watcher)
 
 
-def as_registered(answer: Message) -> Registered:
-    """The answer to that.
+def as_registration(answer: Message) -> Registration:
+    """``answer``, checked to be the reply to a watch query.
 
     Raises:
-        StoreError: if it is none.
+        StoreError: if it is another message.
     """
-    if not isinstance(answer, Registered):
+    if not isinstance(answer, Registration):
         raise StoreError(f"a store answered a watch with {type(answer).__name__}")
     return answer

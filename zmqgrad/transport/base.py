@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool, Task
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.tap import Tap
 from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.lazy_frame import Buffer, Frame
 from zmqgrad.wire.messages import Message
-from zmqgrad.wire.unwritten import Buffer, Frame
 
 __all__ = [
     "Buffer",
@@ -23,8 +23,8 @@ __all__ = [
     "Handler",
     "Inbound",
     "Lost",
-    "Lull",
     "Mailbox",
+    "OnIdle",
     "PeerAddress",
     "ReplyChannel",
     "Resolver",
@@ -63,7 +63,7 @@ Handler = Callable[[Inbound], Task | None]
 It may give a task, which does what takes longer, and is run in a thread of the pool.
 """
 
-Lull = Callable[[], Task | None]
+OnIdle = Callable[[], Task | None]
 """Called by the thread that reads when nothing more is at hand: is there something to be done before it
 waits? Like a handler's, the task runs in an engine thread."""
 
@@ -109,7 +109,7 @@ class ReplyChannel(Protocol):
 
 
 class Timer(Protocol):
-    """Who runs what has to wait (:class:`~zmqgrad.runtime.timekeeper.Timekeeper`)."""
+    """Who runs what has to wait (:class:`~zmqgrad.runtime.timer.TimerThread`)."""
 
     def call_later(self, seconds: float, job: Callable[[], None]) -> object:
         """Run ``job`` in ``seconds``. Safe inside finalizers."""
@@ -132,17 +132,17 @@ class Mailbox(Protocol):
         self,
         handler: Handler,
         resolve: Resolver,
-        pool: EnginePool | None = None,
+        pool: ThreadPool | None = None,
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
-        lull: Lull | None = None,
+        on_idle: OnIdle | None = None,
     ) -> None:
         """Begin to receive; look peers up by ``resolve`` at the first message to them.
 
         Tasks of the handler run in ``pool``; without one, in the receiver's own thread. ``lost``
         hears of peers that were sent to and are gone, ``suspected`` of those that have fallen silent.
-        ``timer`` runs what the mailbox does now and then. ``lull`` lets what a handler has put off be done
+        ``timer`` runs what the mailbox does now and then. ``on_idle`` lets what a handler has put off be done
         for many messages at once.
         """
         ...
@@ -166,7 +166,7 @@ class Mailbox(Protocol):
     ) -> None:
         """Queue ``message`` for ``peer``; ``frames`` have been copied or handed over when this returns.
 
-        Waits while too much is on its way to ``peer`` already (:mod:`zmqgrad.transport.dataplane.credit`).
+        Waits while too much is on its way to ``peer`` already (:mod:`zmqgrad.transport.flow_control`).
 
         Args:
             channel: of a request, the number of the channel at which its sender waits; of a reply, that of
@@ -180,8 +180,8 @@ class Mailbox(Protocol):
         """
         ...
 
-    def follow(self, peer: int) -> None:
-        """Feel the pulse of ``peer``, though nothing was sent to it yet."""
+    def monitor(self, peer: int) -> None:
+        """Monitors ``peer`` by heartbeats, even if nothing was sent to it."""
         ...
 
     def forget(self, peer: int) -> None:

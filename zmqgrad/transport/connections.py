@@ -22,10 +22,10 @@ from zmqgrad.errors import ClosedError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.base import Buffer, PeerAddress, Resolver
-from zmqgrad.transport.dataplane.plane import frames_size
+from zmqgrad.transport.data_plane import frames_size
+from zmqgrad.transport.heartbeat import SCHEME
 from zmqgrad.transport.local.channels import MAX_CHANNELS, channel_endpoint
 from zmqgrad.transport.local.writer import BacklogWriter
-from zmqgrad.transport.pulse import SCHEME
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.session_socket import SessionSocket, send_all
 from zmqgrad.transport.sessions import Sessions

@@ -2,13 +2,13 @@
 
 It assembles the receiver (:mod:`~zmqgrad.transport.receiver`), the outgoing connections
 (:mod:`~zmqgrad.transport.connections`), the fast path within a host with its reply channels
-(:mod:`~zmqgrad.transport.local`), and the heartbeats (:mod:`~zmqgrad.transport.pulse`).
+(:mod:`~zmqgrad.transport.local`), and the heartbeats (:mod:`~zmqgrad.transport.heartbeat`).
 
 On Linux the ipc address lies in the abstract namespace, so a killed process leaves no file behind, and
 the kernel's word for the peer's user id is checked at connect. Elsewhere it is a socket in a private
 directory (0700).
 
-How frames travel is decided in :mod:`~zmqgrad.transport.dataplane`.
+How frames travel is decided in :mod:`~zmqgrad.transport.data_plane`.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ import zmq
 
 from zmqgrad.errors import AddressInUseError, TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool, Task
-from zmqgrad.runtime.timekeeper import Timekeeper
+from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
+from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
-from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, Lull, Resolver, Suspected, Timer
+from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, OnIdle, Resolver, Suspected, Timer
+from zmqgrad.transport.bulk import split
 from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up
-from zmqgrad.transport.dataplane.chunks import cut
-from zmqgrad.transport.dataplane.credit import INFLIGHT
-from zmqgrad.transport.dataplane.plane import OWN, DataPlane
-from zmqgrad.transport.liveness import Limits
+from zmqgrad.transport.data_plane import OWN, DataPlane
+from zmqgrad.transport.flow_control import INFLIGHT
+from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor, heartbeat_endpoint
+from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 from zmqgrad.transport.local import LocalListener
 from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
 from zmqgrad.transport.local.listener import Registry
-from zmqgrad.transport.looking import SECONDS, Eyes
-from zmqgrad.transport.pulse import Listener, Watch, pulse_of
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.sessions import Sessions
@@ -74,7 +74,7 @@ class ZmqMailbox:
         worker_id: 0 to 65535.
         tcp_host: address to listen on with tcp, at a port that the system picks; None for ipc alone.
         arena: how much memory to share with workers of this host; by default none.
-        limits: how long peers may be silent.
+        timeouts: of the failure detector.
         inflight: bytes of frames that may be on their way to each peer; 0: no limit.
         keys: by tcp, talk to none but those who have them; None: to whoever comes.
         io_threads: of libzmq.
@@ -93,11 +93,11 @@ class ZmqMailbox:
         *,
         tcp_host: str | None = "127.0.0.1",
         arena: ArenaSettings = OFF,
-        limits: Limits = Limits(),  # noqa: B008 (immutable)
+        timeouts: LivenessTimeouts = LivenessTimeouts(),  # noqa: B008 (immutable)
         inflight: int = INFLIGHT,
         keys: Keys | None = None,
         io_threads: int = 1,
-        look: float = SECONDS,
+        spin_seconds: float = SPIN_SECONDS,
         job: bytes = b"",
         fast_path: bool = True,
     ) -> None:
@@ -107,9 +107,9 @@ class ZmqMailbox:
         self._name = name
         self._handler: Handler = _drop
         self._directory: str | None = None
-        self._limits = limits
+        self._timeouts = timeouts
         self._keys = keys
-        self._watch: Watch | None = None
+        self._heartbeats: HeartbeatMonitor | None = None
         self._plane = DataPlane(
             name,
             arena,
@@ -119,16 +119,16 @@ class ZmqMailbox:
             lambda: not self._receiver.reads_here(),
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
-        self._eyes = Eyes(look)
+        self._spin_budget = SpinBudget(spin_seconds)
         fast_path = fast_path and local.supported()
         self._job = job
         ack = bytes(encode(Ack(), worker_id, self.incarnation, 0))
         self._sessions = Sessions(
             name, self.incarnation, ack, lambda peer: self._connections.acknowledge(peer)
         )
-        self._own_timer: Timekeeper | None = None
+        self._own_timer: TimerThread | None = None
         self._connections = ConnectionPool(
-            name, self._context, keys, job, fast_path, self._sessions, self._feel
+            name, self._context, keys, job, fast_path, self._sessions, self._watch
         )
         router = self._context.socket(zmq.ROUTER)
         try:
@@ -141,10 +141,10 @@ class ZmqMailbox:
                 partial(self._listen, channel_endpoint(self._endpoints[0])) if fast_path else None,
                 self._plane.find_frames,
                 self._sessions.receive,
-                self._eyes,
+                self._spin_budget,
             )
-            self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._eyes)
-            self._listener = Listener(self._endpoints[0], tcp_host)
+            self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._spin_budget)
+            self._listener = HeartbeatListener(self._endpoints[0], tcp_host)
             if self._listener.endpoint is not None:
                 self._endpoints += (self._listener.endpoint,)
         except BaseException:
@@ -185,24 +185,26 @@ class ZmqMailbox:
         self,
         handler: Handler,
         resolve: Resolver,
-        pool: EnginePool | None = None,
+        pool: ThreadPool | None = None,
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
-        lull: Lull | None = None,
+        on_idle: OnIdle | None = None,
     ) -> None:
         """Begin to receive, in a thread of ``pool`` if there is one, and to watch those that are sent to."""
         if lost is not None:
             self._lost = lost
-            self._watch = Watch(self._name, self._listener, self._lose, suspected or _unheard, self._limits)
+            self._heartbeats = HeartbeatMonitor(
+                self._name, self._listener, self._lose, suspected or _unheard, self._timeouts
+            )
         if timer is None:
-            timer = self._own_timer = Timekeeper(self._name)
+            timer = self._own_timer = TimerThread(self._name)
             self._own_timer.start()
         self._plane.start(timer)
         self._sessions.start(timer, self._receiver)
         self._connections.resolve = resolve
         self._handler = handler
-        self._receiver.start(self._received, pool, lull)
+        self._receiver.start(self._received, pool, on_idle)
 
     def _lose(self, peer: int, where: str) -> None:
         self._plane.exchange.forget(peer)
@@ -216,7 +218,7 @@ class ZmqMailbox:
             return None
         task = self._plane.take_in(inbound, self._handler) if inbound.by_socket else self._handler(inbound)
         if task is not None:
-            self._eyes.look_away()
+            self._spin_budget.yield_cpu()
         return task
 
     def _decode(self, first: bytes) -> Inbound | None:
@@ -262,7 +264,7 @@ class ZmqMailbox:
         going, parts = load, NO_PARTS
         try:
             if load.frames:
-                going, chunks = cut(load)
+                going, chunks = split(load)
                 parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
             first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
             small = not load.frames and len(first) <= local.MAX_PACKET_BYTES
@@ -281,24 +283,24 @@ class ZmqMailbox:
         first = encode(message, self.worker_id, self.incarnation, 0)
         self._connections.send(peer, self._connections.to(peer), first, (), False, (), False)
 
-    def _feel(self, peer: int, endpoint: str, known: Sequence[str]) -> None:
-        pulse = pulse_of(endpoint, known)
-        if self._watch is not None and peer != self.worker_id and pulse is not None:
-            self._watch.follow(peer, pulse)
+    def _watch(self, peer: int, endpoint: str, known: Sequence[str]) -> None:
+        heartbeat = heartbeat_endpoint(endpoint, known)
+        if self._heartbeats is not None and peer != self.worker_id and heartbeat is not None:
+            self._heartbeats.watch(peer, heartbeat)
 
-    def follow(self, peer: int) -> None:
-        """Feel the pulse of ``peer``, though nothing was sent to it yet."""
+    def monitor(self, peer: int) -> None:
+        """Monitors ``peer`` by heartbeats, even if nothing was sent to it."""
         known = self._connections.resolve(peer).endpoints
         try:
-            self._feel(peer, best_endpoint(known), known)
+            self._watch(peer, best_endpoint(known), known)
         except UnknownPeerError as e:
-            if self._watch is not None:
+            if self._heartbeats is not None:
                 self._lose(peer, str(e))
 
     def forget(self, peer: int) -> None:
         """Drop the connection to ``peer``; what was queued for it is lost."""
-        if self._watch is not None:
-            self._watch.forget(peer)
+        if self._heartbeats is not None:
+            self._heartbeats.forget(peer)
         self._connections.forget(peer)
         self._plane.forget(peer)
 
@@ -307,11 +309,11 @@ class ZmqMailbox:
         if not self._connections.close():
             return
         self._sessions.close()
-        self._plane.allowance.close()
+        self._plane.send_window.close()
         self._connections.shut(linger)
         self._channels.close()
-        if self._watch is not None:
-            self._watch.close()
+        if self._heartbeats is not None:
+            self._heartbeats.close()
         else:
             self._listener.close()
         self._receiver.close()
@@ -322,20 +324,20 @@ class ZmqMailbox:
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the receiver and for libzmq; names what has not ended by ``deadline``."""
         left = self._receiver.join(deadline)
-        if self._watch is not None:
-            left += self._watch.join(deadline)
+        if self._heartbeats is not None:
+            left += self._heartbeats.join(deadline)
         left += self._plane.exchange.join(deadline) + self._connections.join(deadline)
         if left:
             return left
         if self._own_timer is not None and (left := self._own_timer.join(deadline)):
             return left
-        if not self._channels.join(deadline.left_or_none()):
+        if not self._channels.join(deadline.timeout()):
             return [f"{self._name}-channels"]
         self._connections.shut(0)  # a send that raced with close may have connected anew
         # term() waits for sockets that are still open, which should be none, and knows no deadline.
         ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
         ending.start()
-        ending.join(deadline.left_or_none())
+        ending.join(deadline.timeout())
         if ending.is_alive():
             return [ending.name]
         self._remove_directory()

@@ -1,12 +1,12 @@
 """The receiving half of a mailbox: one thread at a time reads one ROUTER and one local listener.
 
-With an engine pool, that is a thread of the pool, and others stand by (:mod:`~zmqgrad.transport.gate`,
-:meth:`~zmqgrad.runtime.engine_pool.EnginePool.attend`); without one, it is a thread of the receiver's own.
-It reads, decodes and hands on; it never runs user code and never stops for what a stranger sends (P5).
-Small messages of this host come by the fast path (:mod:`~zmqgrad.transport.local`), all others by the
-ROUTER, whose file descriptor tells when to look (and says nothing more before all that is there has been
-read). Closing is a message to itself over ``inproc``, known by a token that nobody outside the process can
-have.
+With an engine pool, that is a thread of the pool, and others stand by
+(:mod:`~zmqgrad.transport.leader_poller`, :meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without
+one, it is a thread of the receiver's own. It reads, decodes and hands on; it never runs user code and never
+stops for what a stranger sends (P5). Small messages of this host come by the fast path
+(:mod:`~zmqgrad.transport.local`), all others by the ROUTER, whose file descriptor tells when to look (and
+says nothing more before all that is there has been read). Closing is a message to itself over ``inproc``,
+known by a token that nobody outside the process can have.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 import zmq
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.runtime.engine_pool import EnginePool, Task
-from zmqgrad.runtime.future import Outcome
-from zmqgrad.transport.base import Buffer, Handler, Inbound, Lull
-from zmqgrad.transport.gate import Gate, make_gate
+from zmqgrad.runtime.future import Promise
+from zmqgrad.runtime.spinning import SpinBudget
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
+from zmqgrad.transport.base import Buffer, Handler, Inbound, OnIdle
+from zmqgrad.transport.leader_poller import LeaderPoller, make_leader_poller
 from zmqgrad.transport.local import LocalListener
-from zmqgrad.transport.looking import Eyes
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import Manifest
@@ -68,10 +68,10 @@ class Receiver:
         name: str,
         context: zmq.Context[zmq.Socket[bytes]],
         socket: zmq.Socket[bytes],
-        listen: Callable[[Gate], LocalListener] | None,
+        listen: Callable[[LeaderPoller], LocalListener] | None,
         find_frames: FindFrames,
         accept: Accept,
-        eyes: Eyes,
+        budget: SpinBudget,
     ) -> None:
         self._name = name
         self._context = context
@@ -82,10 +82,10 @@ class Receiver:
         self._stop_token = secrets.token_bytes(16)
         self._inproc = f"inproc://{name}-{self._stop_token.hex()}"
         self._handler: Handler | None = None
-        self._lull: Lull = _nothing
+        self._on_idle: OnIdle = _nothing
         self._strangers: set[bytes] = set()
         self._started = False
-        self._ended: Outcome[None] = Outcome()
+        self._ended: Promise[None] = Promise()
         self._closed = False
         self._reader = 0  # the thread that reads just now
         self.messages = 0
@@ -93,30 +93,29 @@ class Receiver:
         self.frame_bytes = 0
         self.malformed = 0
         socket.bind(self._inproc)
-        self._gate = make_gate(eyes)
+        self._poller = make_leader_poller(budget)
         self._router_number = _number(socket, zmq.FD)
-        self._gate.register(self._router_number, select.POLLIN)
+        self._poller.register(self._router_number, select.POLLIN)
         self._local = self._open_local(listen)
         self._arrived: deque[bytes] = deque()
         self._at_router = True  # perhaps there is something to be read
         self._in_a_row = 0  # messages of the ROUTER
-        self._in_crowds = False  # the last look found several packets
         self._over = False
 
-    def _open_local(self, listen: Callable[[Gate], LocalListener] | None) -> LocalListener | None:
+    def _open_local(self, listen: Callable[[LeaderPoller], LocalListener] | None) -> LocalListener | None:
         try:
-            return None if listen is None else listen(self._gate)
+            return None if listen is None else listen(self._poller)
         except OSError as e:
             logger.warning("%s has no fast path, all messages come by ZeroMQ: %s", self._name, e)
             return None
 
-    def start(self, handler: Handler, pool: EnginePool | None = None, lull: Lull | None = None) -> None:
+    def start(self, handler: Handler, pool: ThreadPool | None = None, on_idle: OnIdle | None = None) -> None:
         """Begin to read."""
         self._handler = handler
-        self._lull = lull or self._lull
+        self._on_idle = on_idle or self._on_idle
         self._started = True
         if pool is not None:
-            pool.attend(self)
+            pool.serve_from(self)
         else:
             threading.Thread(target=self._run, name=f"{self._name}-receiver", daemon=True).start()
 
@@ -125,25 +124,19 @@ class Receiver:
             self._reader = threading.get_ident()  # nobody reads meanwhile
             task()
 
-    def stand_by(self) -> bool:
+    def wait_for_lead(self) -> bool:
         """Wait until the calling thread is to read; False: it is over."""
-        return self._gate.wait()
+        return self._poller.wait_for_lead()
 
-    def take(self) -> bool:
+    def try_lead(self) -> bool:
         """The calling thread is to read, unless another does."""
-        return self._gate.take()
+        return self._poller.try_lead()
 
-    def pass_on(self) -> None:
-        """One that stands by is to read."""
-        self._gate.open(at_once=bool(self._arrived) or self._at_router)
-
-    def has_more(self) -> bool:
-        """Is there a message that was read already, or that libzmq has, or do they come in crowds?"""
-        if self._arrived or self._in_crowds:
-            return True
+    def promote(self) -> None:
+        """One that stands by is to read: at once, if there is a message that was read or that libzmq has."""
         if self._at_router:
             self._at_router = bool(_number(self._socket, _EVENTS) & _POLLIN)
-        return self._at_router
+        self._poller.promote(at_once=bool(self._arrived) or self._at_router)
 
     def reads_here(self) -> bool:
         """Does nobody read while the calling thread waits?"""
@@ -159,7 +152,7 @@ class Receiver:
                 elif self._at_router:
                     inbound = self._from_router()
                 else:
-                    task = self._lull()
+                    task = self._on_idle()
                     if task is None:
                         self._look(None)
                         continue
@@ -179,20 +172,18 @@ class Receiver:
     def _look(self, seconds: float | None) -> None:
         """See what has come, or wait for it."""
         arrived = self._arrived
-        before = len(arrived)
-        for number, _ in self._gate.poll(seconds):
+        for number, _ in self._poller.poll(seconds):
             if number == self._router_number:
                 self._at_router = True
             elif (readable := self._watched.get(number)) is not None:
                 self._call(readable)
             elif self._local is not None:
                 arrived.extend(self._local.read(number))
-        self._in_crowds = len(arrived) - before > 1
 
     def watch(self, number: int, readable: Callable[[], None]) -> None:
         """Call ``readable``, in the thread that reads, when that descriptor is readable. From any thread."""
         self._watched[number] = readable
-        self._gate.register(number, select.POLLIN)
+        self._poller.register(number, select.POLLIN)
 
     def _call(self, readable: Callable[[], None]) -> None:
         try:
@@ -203,7 +194,7 @@ class Receiver:
     def unwatch(self, number: int) -> None:
         """Not any more. Before the descriptor is closed."""
         del self._watched[number]
-        self._gate.unregister(number)
+        self._poller.unregister(number)
 
     def _from_router(self) -> Inbound | None:
         """The next message at the ROUTER; None if there is none, or it was none of ours."""
@@ -224,9 +215,9 @@ class Receiver:
     def _shut(self) -> None:
         if self._local is not None:
             self._local.close()
-        self._gate.close()
+        self._poller.close()
         self._socket.close(linger=0)
-        self._ended.set(None)
+        self._ended.set_result(None)
 
     def _rest(self) -> list[Buffer]:
         """The frames after the first: ours, writable, and received without a copy."""
@@ -315,7 +306,7 @@ class Receiver:
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait until nobody reads any more; gives a name if that has not come by ``deadline``."""
-        if self._started and not self._ended.wait_done(deadline.left_or_none()):
+        if self._started and not self._ended.wait_done(deadline.timeout()):
             return [f"{self._name}-receiver"]
         return []
 

@@ -11,7 +11,7 @@ before is acknowledged: a connection that breaks again and again would else carr
 A sender that gives a session up (its peer was lost, or has left) and later sends to the same incarnation
 begins a new *epoch*: the upper bits of its sequence numbers. The receiver begins anew with it, too.
 
-What is kept is bounded by the credit of :mod:`~zmqgrad.transport.dataplane.credit`, which counts what the
+What is kept is bounded by the credit of :mod:`~zmqgrad.transport.flow_control`, which counts what the
 receiver has not consumed; small messages come on top.
 
 The timeouts follow RFC 6298 in one thing only, that they double: round trips are not measured, as the

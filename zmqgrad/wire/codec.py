@@ -1,4 +1,4 @@
-"""Messages to the first frame and back. Pure functions; everything a peer sends is validated here."""
+"""Encodes messages into first frames and decodes them: pure functions that validate all input of peers."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ UNWRITABLE = (
 )
 UNREADABLE = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionError)
 
-SHORT = 1024
-"""Copying so many bytes takes less time than making a view of them."""
+COPY_LIMIT_BYTES = 1024
+"""Up to this size, copying is faster than creating a memoryview."""
 
 _write_envelope, _read_envelope, _new = ENVELOPE.pack_into, ENVELOPE.unpack_from, tuple.__new__
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
@@ -49,12 +49,11 @@ def encode(
     channel: int = 0,
     manifest: Manifest | None = None,
 ) -> bytearray:
-    """The first frame of ``message``: envelope, ``manifest`` if there is one, and header.
+    """Encode the first frame of ``message``: envelope, ``manifest`` if there is one, and header.
 
     Raises:
-        ProtocolError: if a field of ``message`` cannot be written (a number beyond 64 bits, a text with
-            half a surrogate pair), or if the frame is one that no reader would take (``MAX_HEADER``).
-            Bounds of single fields are the reader's to check.
+        ProtocolError: if a field of ``message`` cannot be encoded (an integer of more than 64 bits, a lone
+            surrogate), or if the frame exceeds ``MAX_HEADER``. The reader checks the bounds of fields.
     """
     frame = bytearray(ENVELOPE_SIZE)
     try:
@@ -81,12 +80,14 @@ def _write_manifest(frame: bytearray, manifest: Manifest) -> None:
 
 
 def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
-    """The envelope and message of a first frame that has no manifest.
+    """Decode envelope and message of a first frame without a manifest.
 
     Raises:
-        ProtocolError: naming what is wrong with the bytes. Nothing else escapes.
+        ProtocolError: if the bytes are malformed. No other exception is raised.
     """
-    if type(frame) is bytes and ENVELOPE_SIZE <= len(frame) <= SHORT:  # in one step, as nearly always
+    if (
+        type(frame) is bytes and ENVELOPE_SIZE <= len(frame) <= COPY_LIMIT_BYTES
+    ):  # the common case in one step
         magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target = (
             _read_envelope(frame)
         )
@@ -98,23 +99,23 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
                 )
                 return envelope, decoder.decode(frame[ENVELOPE_SIZE:])
             except UNREADABLE:
-                pass  # see below what is wrong
+                pass  # decode_all() finds the reason
     envelope, manifest, message = decode_all(frame)
     if manifest is not None:
-        raise ProtocolError(f"worker {envelope.source} sent a manifest where nobody takes memory of others")
+        raise ProtocolError(f"worker {envelope.source} sent a manifest to a reader without shared memory")
     return envelope, message
 
 
 def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifest | None, Message]:
-    """The envelope, manifest (if there is one) and message of a first frame.
+    """Decode envelope, manifest (if there is one) and message of a first frame.
 
     Raises:
-        ProtocolError: naming what is wrong with the bytes. Nothing else escapes.
+        ProtocolError: if the bytes are malformed. No other exception is raised.
     """
     envelope = read_envelope(frame)
     start, with_manifest = ENVELOPE_SIZE, envelope.type & WITH_MANIFEST
     if with_manifest:
-        envelope = Envelope(envelope.type & ~WITH_MANIFEST, *envelope[1:])  # quicker than _replace
+        envelope = Envelope(envelope.type & ~WITH_MANIFEST, *envelope[1:])  # faster than _replace
     decoder = _decoders.get(envelope.type)
     if decoder is None:
         raise ProtocolError(
@@ -124,7 +125,7 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
         manifest = None
         if with_manifest:
             manifest, start = _read_manifest(frame)
-        if type(frame) is bytes and len(frame) <= SHORT:
+        if type(frame) is bytes and len(frame) <= COPY_LIMIT_BYTES:
             return envelope, manifest, decoder.decode(frame[start:])
         return envelope, manifest, decoder.decode(memoryview(frame)[start:])
     except UNREADABLE as e:
@@ -133,7 +134,7 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
 
 
 def _read_manifest(frame: bytes | bytearray | memoryview) -> tuple[Manifest, int]:
-    """The manifest, and where the header begins."""
+    """Return the manifest and the offset of the header."""
     start = ENVELOPE_SIZE + MANIFEST_SIZE.size
     end = start + MANIFEST_SIZE.unpack_from(frame, ENVELOPE_SIZE)[0]
     return _manifest_decoder.decode(memoryview(frame)[start:end]), end

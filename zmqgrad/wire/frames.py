@@ -4,18 +4,18 @@
          0     2  magic          b"zg"
          2     1  version        2
          3     1  channel        0, or the reply channel where the requester waits (transport/local)
-         4     2  type           MessageType; 0x8000 more if a manifest comes before the header
+         4     2  type           MessageType; plus 0x8000 if a manifest precedes the header
          6     2  source         worker id of the sender
          8     8  incarnation    of the sender: random, new at every start
         16     8  message id     of the request; a response repeats it
-        24     8  sequence       number of the message in its session (transport/session.py); 0: in none
-        32     8  acknowledged   the sender has received the reader's messages up to this number; 0: none
-        40     8  target         incarnation of the worker that this is meant for; 0: any
+        24     8  sequence       number of the message in its session (transport/session.py), 0: no session
+        32     8  acknowledged   number of the last message received from the reader, 0: none
+        40     8  target         incarnation of the receiver, 0: any
         48        header         msgpack, see messages
 
 A manifest (of the frames that follow, see messages/delivery.py) begins with its size, in 4 bytes. All numbers
-are big-endian. A reader checks magic, version and size before it looks further, so that a stranger on the
-port (an HTTP client, a scanner) costs nothing but a counter (P5).
+are big-endian. A reader checks magic, version and size first, so that a foreign client on the port (HTTP, a
+scanner) costs no more than a counter (P5).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ WITH_MANIFEST = 0x8000
 _unpack_from, _new = ENVELOPE.unpack_from, tuple.__new__
 MANIFEST_SIZE = struct.Struct("!I")
 MAX_HEADER = 512 << 20
-"""Bytes of envelope and header together; larger first frames are refused unread."""
+"""Limit for envelope and header together; larger first frames are rejected unread."""
 
 
 class Envelope(NamedTuple):
-    """Who says what kind of thing, in reply to what."""
+    """The fixed-size part of a message."""
 
     type: int
     source: int
@@ -53,15 +53,15 @@ _pack_into = struct.Struct("!QQQ").pack_into
 
 
 def write_session(frame: bytearray, sequence: int, acknowledged: int, target: int) -> None:
-    """Write the session's fields into the envelope at the start of ``frame``."""
+    """Write the fields of the session into the envelope at the start of ``frame``."""
     _pack_into(frame, 24, sequence, acknowledged, target)
 
 
 def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
-    """The envelope at the start of ``frame``.
+    """Read the envelope at the start of ``frame``.
 
     Raises:
-        ProtocolError: if it is none of ours, of another version, or the frame is too short or long.
+        ProtocolError: if magic or version differ, or the frame is too short or too long.
     """
     if not ENVELOPE_SIZE <= len(frame) <= MAX_HEADER:
         raise ProtocolError(f"first frame of {len(frame)} bytes (expected {ENVELOPE_SIZE} to {MAX_HEADER})")

@@ -1,7 +1,7 @@
-"""Ids are 64 bits: 16 for the worker that made them, 48 counted up on it.
+"""64-bit ids: 16 bits for the worker that created the id, 48 bits for a counter.
 
-So ids made by different workers never meet, and an id tells where it came from. Running out is an
-error, not a wrap: a reused id would tie a reply to the wrong call (DESIGN section 5).
+Ids of different workers never collide, and an id identifies its creator. Overflow is an error: with a reused
+id, a reply could be matched with the wrong call (DESIGN section 5).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_COUNTER = (1 << COUNTER_BITS) - 1
 
 
 def join_id(worker: int, counter: int) -> int:
-    """The id that ``worker`` (0 to 65535) makes as its ``counter``-th.
+    """Combine ``worker`` (0 to 65535) and ``counter`` into an id.
 
     Raises:
         OverflowError: if either does not fit its bits.
@@ -29,29 +29,29 @@ def join_id(worker: int, counter: int) -> int:
 
 
 def split_id(value: int) -> tuple[int, int]:
-    """``(worker, counter)`` of an id."""
+    """Split an id into ``(worker, counter)``."""
     return value >> COUNTER_BITS, value & MAX_COUNTER
 
 
 def show_id(value: int) -> str:
-    """An id as people read it: ``worker.counter``."""
+    """Format an id as ``worker.counter``."""
     worker, counter = split_id(value)
     return f"{worker}.{counter}"
 
 
 class IdSource:
-    """Counts up the ids of one worker; safe to call from any thread."""
+    """Generates the ids of one worker. Thread-safe."""
 
     def __init__(self, worker: int, first: int = 1) -> None:
         last = join_id(worker, MAX_COUNTER)
         ids = itertools.chain(range(join_id(worker, first), last + 1), _UsedUp(worker))
         # One C call, so no lock is needed.
         self.next: Callable[[], int] = ids.__next__
-        """A new id. Raises ``OverflowError`` after 2**48 ids."""
+        """Return a new id. Raises ``OverflowError`` after 2**48 ids."""
 
 
 class _UsedUp:
-    """What comes after the last id of ``worker``: an error, each time."""
+    """Iterator after the last id of ``worker``: every call raises."""
 
     def __init__(self, worker: int) -> None:
         self._worker = worker

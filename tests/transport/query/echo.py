@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 from zmqgrad.runtime.clock import MONOTONIC, Clock
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.query.server import QueryServer, Route
 from zmqgrad.transport.security import Keys, keys_of
 from zmqgrad.wire.messages import Message, StoreAdd, StoreDone, StoreGet, StoreNumber, StoreValue
@@ -96,15 +96,15 @@ class Running:
         assert not self.thread.is_alive()
 
 
-def in_thread(call: Callable[[], Message]) -> Outcome[Message]:
+def in_thread(call: Callable[[], Message]) -> Promise[Message]:
     """Runs ``call`` in another thread."""
-    outcome: Outcome[Message] = Outcome()
+    outcome: Promise[Message] = Promise()
 
     def work() -> None:
         try:
-            outcome.set(call())
+            outcome.set_result(call())
         except BaseException as e:
-            outcome.fail(e)
+            outcome.set_exception(e)
 
     threading.Thread(target=work, daemon=True).start()
     return outcome

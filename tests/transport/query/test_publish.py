@@ -12,7 +12,7 @@ import pytest
 from tests.support.relay import Relay
 from tests.transport.query.echo import LOOPBACK, OURS, PATIENCE, THEIRS
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool, Task
+from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.query.publisher import NONCE, Publisher
 from zmqgrad.transport.query.server import QueryServer, Route
 from zmqgrad.transport.query.subscriber import Subscriber
@@ -70,8 +70,8 @@ class Subscribed:
     def __init__(self, endpoint: str, keys: Keys | None) -> None:
         self.received: queue.Queue[Message] = queue.Queue()
         self.breaks = threading.Semaphore(0)
-        self._pool = EnginePool("test", 2)
-        self.subscriber = Subscriber("test", self._take, self.breaks.release, self._pool.attend)
+        self._pool = ThreadPool("test", 2)
+        self.subscriber = Subscriber("test", self._take, self.breaks.release, self._pool.serve_from)
         self.subscriber.connect(endpoint, keys)
 
     def _take(self, message: Message) -> list[Task]:

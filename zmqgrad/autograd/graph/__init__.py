@@ -1,7 +1,8 @@
-"""The graph that one worker holds: what of it may run when, and how torch is brought to run just that.
+"""The local graph of one worker.
 
-The :mod:`~zmqgrad.autograd.graph.plan` and its :mod:`~zmqgrad.autograd.graph.border` are pure. The others
-know torch's engine: what it does around a :mod:`~zmqgrad.autograd.graph.single` node, its
-:mod:`~zmqgrad.autograd.graph.hooks`, and how gradients come to :mod:`~zmqgrad.autograd.graph.leaves`. What
-puts them together is :mod:`zmqgrad.autograd.passes.engine`.
+:mod:`~zmqgrad.autograd.graph.plan` decides which nodes may run when, and is pure. The other modules deal with
+torch's engine: the :mod:`~zmqgrad.autograd.graph.walk` over the graph, single nodes
+(:mod:`~zmqgrad.autograd.graph.node`), :mod:`~zmqgrad.autograd.graph.hooks`, undefined gradients
+(:mod:`~zmqgrad.autograd.graph.undefined`), and how leaves :mod:`~zmqgrad.autograd.graph.accumulate`.
+:mod:`zmqgrad.autograd.backward.executor` uses them all.
 """

@@ -1,9 +1,9 @@
-"""Hooks run once, on the whole gradient, as in one process.
+"""Hooks of tensors and nodes, which run once, on the complete gradient, as in one process.
 
-Torch's engine runs the hooks of a tensor wherever it hands its gradient back, which at a border
-(:mod:`~zmqgrad.autograd.graph.plan`) is a part of a sum. It does not tell whether a node has any. So as
-soon as a hook has been registered anywhere in this process, groups with borders are run node by node
-(:mod:`~zmqgrad.autograd.graph.single`), and a leaf with hooks waits for all that reaches it.
+Torch's engine runs the hooks of a tensor wherever it returns its gradient, which at a cut edge
+(:mod:`~zmqgrad.autograd.graph.plan`) is a partial sum; and it does not tell whether a node has hooks. So once
+a hook has been registered anywhere in this process, groups with cut edges run node by node
+(:mod:`~zmqgrad.autograd.graph.node`), and a leaf with hooks waits for its complete gradient.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
-_lock = threading.Lock()  # guards the number
-_ours = 0
+_lock = threading.Lock()  # guards the count
+_internal_hooks = 0
 
 
-def any_registered() -> bool:
-    """Has anybody but us registered a hook in this process? Torch counts the handles that it gives out."""
-    return getattr(RemovableHandle, "next_id", -1) != _ours
+def hooks_registered() -> bool:
+    """Whether any but internal hooks were ever registered in this process. Torch counts the handles."""
+    return getattr(RemovableHandle, "next_id", -1) != _internal_hooks
 
 
 @contextmanager
-def our_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> Iterator[None]:
-    """Inside it, ``hook`` is registered, behind the hooks of others. It counts as none."""
+def internal_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> Iterator[None]:
+    """Register ``hook`` temporarily, after the existing hooks. :func:`hooks_registered` ignores it."""
     handle = _register(register, hook)
     try:
         yield
@@ -35,20 +35,20 @@ def our_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> Iterator[
         handle.remove()
 
 
-def our_hook_for_good(register: Callable[[Any], RemovableHandle], hook: Any) -> None:
-    """From now on ``hook`` is registered, for as long as its node lives. It counts as none."""
+def permanent_internal_hook(register: Callable[[Any], RemovableHandle], hook: Any) -> None:
+    """Register ``hook`` for the lifetime of its node. :func:`hooks_registered` ignores it."""
     _register(register, hook)
 
 
 def _register(register: Callable[[Any], RemovableHandle], hook: Any) -> RemovableHandle:
-    global _ours
+    global _internal_hooks
     with _lock:
-        _ours += 1
+        _internal_hooks += 1
     return register(hook)
 
 
 def has_hooks(node: Any) -> bool:
-    """Does anything run when a gradient comes to the leaf that ``node`` stands for?"""
+    """Whether a gradient that arrives at the leaf of ``node`` runs any hook."""
     leaf = node.variable
     return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks) or any(node_hooks(node))
 
@@ -57,57 +57,66 @@ Hooks = list[Callable[..., Any]]
 
 
 def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
-    """What has been registered on ``node`` itself: to run before it, and after it.
+    """Return the prehooks and the hooks of ``node`` itself.
 
-    A node does not show its hooks. A handle does: it knows the dictionary that its hook is in.
+    A node does not show its hooks, but a handle refers to the dictionary that holds its hook.
     """
     found: list[Hooks] = []
     for register in (node.register_prehook, node.register_hook):
-        handle = _register(register, _nothing)
-        among = handle.hooks_dict_ref()
+        handle = _register(register, _probe)
+        siblings = handle.hooks_dict_ref()
         handle.remove()
-        found.append([hook for hook in (among or {}).values() if hook is not _nothing])
+        found.append([hook for hook in (siblings or {}).values() if hook is not _probe])
     return found[0], found[1]
 
 
-def _nothing(*_: Any) -> None:
-    """Looks for others."""
+def _probe(*_: Any) -> None:
+    """A hook without effect, whose handle leads to the others."""
 
 
 def run_prehooks(hooks: Hooks, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """What ``hooks``, to run before a node of one gradient, make of it; None: there is none.
+    """Run the prehooks of a node that has one gradient.
+
+    Args:
+        hooks: the prehooks.
+        gradient: the gradient; None if it is undefined.
+
+    Returns:
+        The gradient that the hooks have left.
 
     Raises:
-        TypeError: if one gives anything but None or a tuple of one.
-        RuntimeError: if one makes a gradient of none, as torch has it.
+        TypeError: if a hook returns anything but None or a tuple of one gradient.
+        RuntimeError: if a hook replaces an undefined gradient, as in torch.
     """
-    flowing = gradient
+    current = gradient
     for hook in hooks:
-        given = hook((flowing,))
-        if given is None:
+        returned = hook((current,))
+        if returned is None:
             continue
-        if not isinstance(given, tuple) or len(given) != 1:
-            raise TypeError(f"a hook before a leaf must give None or a tuple of one gradient, not {given!r}")
-        if flowing is None and given[0] is not None:
-            raise RuntimeError(
-                "can't replace a None gradient with a non-None value: so a hook before a leaf did"
+        if not isinstance(returned, tuple) or len(returned) != 1:
+            raise TypeError(
+                f"a hook before a leaf must return None or a tuple of one gradient, not {returned!r}"
             )
-        (flowing,) = given
-    return flowing
+        if current is None and returned[0] is not None:
+            raise RuntimeError("a hook before a leaf can't replace a None gradient with a non-None value")
+        (current,) = returned
+    return current
 
 
 _grad_lock = threading.RLock()
-"""One borrower of ``.grad`` at a time in this process: passes, and optimizers, may share parameters."""
+"""Guards ``.grad`` in this process: several passes and optimizers may share parameters."""
 
 
-def lending() -> threading.RLock:
-    """To be held by who borrows ``.grad``, for longer than one loan lasts."""
+def grad_lock() -> threading.RLock:
+    """Return the lock that :func:`swapped_grads` holds, to be held across several swaps."""
     return _grad_lock
 
 
 @contextmanager
-def grads_lent(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]) -> Iterator[None]:
-    """Inside it, ``.grad`` of ``tensors`` are ``gradients``; afterwards they are as before."""
+def swapped_grads(
+    tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor | None]
+) -> Iterator[None]:
+    """Set ``.grad`` of ``tensors`` to ``gradients``, and restore the former values on exit."""
     with _grad_lock:
         before = [t.grad for t in tensors]
         try:
@@ -120,8 +129,8 @@ def grads_lent(tensors: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor
 
 
 def run_post_accumulate_hooks(leaf: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
-    """Show ``gradient`` as ``leaf.grad`` to the hooks; gives what they leave there."""
-    with grads_lent((leaf,), (gradient,)):
+    """Run the hooks with ``gradient`` as ``leaf.grad``. Returns what they have left there."""
+    with swapped_grads((leaf,), (gradient,)):
         for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
             hook(leaf)
         return leaf.grad

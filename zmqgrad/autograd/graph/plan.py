@@ -1,66 +1,75 @@
-"""Which part of a local graph may run when. Pure: numbers in, numbers out; no torch.
+"""Scheduling of a worker's local graph: which nodes may run when. Pure: no torch, no I/O.
 
-A local graph is entered at several places and times: at the roots, and at each send when its gradient
-arrives. These are its *entries*. Every node must run once, with the sum of all that flows into it, so it
-has to wait for the entries that can reach it, and for no others. Nodes with the same set of such entries
-(a bit mask here) form a *group*; a group may run as soon as its entries have arrived and the groups before
-it have run. Sets grow along edges, so the groups before one have smaller sets, and no cycle can arise.
+A local graph has several *entries*: the roots, and each send once its gradient has arrived. Every node must
+run once, on the sum of all gradients that flow into it, so it waits for exactly the entries that reach it.
+Nodes that the same set of entries reaches (a bit mask) form a *group*. A group may run when its entries have
+arrived and the groups that feed it have run. Masks grow along edges, so the dependencies have no cycle.
 
-Edges are ``(node, input number)``. A group takes gradients at its ``incoming`` edges, stops at its
-``outgoing`` ones, and what arrives there waits for the next group, or is a result: *leaves* collect from any
-group as it runs; *ends* (recvs, and leaves with hooks) are nodes like others, but the last on their way, and
-what has been gathered at them is complete when their own group has run.
+An edge is ``(node, input number)``. A group consumes gradients at its ``incoming`` edges and produces them
+at its ``outgoing`` edges. Outgoing edges lead to *leaves* (every group adds to them directly), to *sinks*
+(recvs, and leaves that wait for their complete gradient), or to another group. The last are *cut edges*:
+the gradients there are partial sums. A sink belongs to a group like any other node; its gradient is complete
+when that group has run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
-from zmqgrad.autograd.graph.border import runs_through
+Node = Any
+"""Any hashable object: a node of torch's graph; in tests, a number."""
 
-T = TypeVar("T")
-
-Edge = tuple[int, int]
+Edge = tuple[Node, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """``following[n]`` are the edges out of node ``n``. ``leaves`` and ``ends`` have none that count.
+    """The part of a local graph that matters for scheduling.
 
-    ``order``, if it is known: all nodes, each before those that follow it. ``together``: ends that wait for
-    all that reaches any of them.
+    Attributes:
+        following: the edges out of each node. Leaves and sinks have none.
+        leaves: the nodes that accumulate gradients from any group.
+        sinks: the nodes that wait for their complete gradient.
+        joint_sinks: the sinks that wait for all entries that reach any of them.
     """
 
-    following: Sequence[Sequence[Edge]]
-    leaves: frozenset[int]
-    ends: frozenset[int]
-    order: Sequence[int] | None = None
-    together: frozenset[int] = frozenset()
+    following: Mapping[Node, Collection[Edge]]
+    leaves: Collection[Node]
+    sinks: Collection[Node]
+    joint_sinks: Collection[Node] = ()
 
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Nodes that the same entries reach. ``entries`` is a bit mask, bit *i* for entry *i*."""
+    """Nodes that the same entries reach. Bit *i* of ``entries`` stands for entry *i*.
+
+    Dictionaries without values are ordered sets.
+    """
 
     entries: int
-    incoming: list[Edge] = field(default_factory=list)
-    outgoing: list[Edge] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-    before: int = 0  # groups that have to run first and have not
-    missing: int = 0  # entries that have neither arrived nor been dropped
-    reached: bool = False  # has any entry arrived?
-    after: list[Group] = field(default_factory=list)
+    incoming: dict[Edge, None] = field(default_factory=dict)
+    outgoing: dict[Edge, None] = field(default_factory=dict)
+    sinks: list[Node] = field(default_factory=list)
+    dependents: dict[Group, None] = field(default_factory=dict)
+    gradients: dict[Edge, Any] = field(default_factory=dict)
+    """Sums of the gradients that have reached the incoming edges so far."""
+    pending_groups: int = 0
+    """Groups that feed this one and have not run."""
+    pending_entries: int = 0
+    """Entries that have neither arrived nor been dropped."""
+    reached: bool = False
+    """Whether any entry has arrived."""
     ran: bool = False
 
     def __repr__(self) -> str:
         entries = ",".join(map(str, bits(self.entries)))
-        return f"<Group {{{entries}}} in={self.incoming} out={self.outgoing}>"
+        return f"<Group {{{entries}}} in={list(self.incoming)} out={list(self.outgoing)}>"
 
 
 def bits(mask: int) -> Iterable[int]:
-    """The numbers of the bits that are set, from the lowest."""
+    """Yield the numbers of the set bits, lowest first."""
     while mask:
         low = mask & -mask
         yield low.bit_length() - 1
@@ -68,57 +77,60 @@ def bits(mask: int) -> Iterable[int]:
 
 
 class Plan:
-    """Groups of a graph with the given entries, and what of them is ready.
+    """The groups of a graph, and which of them may run.
 
-    Entries arrive, or are dropped (they never will); either makes groups ready, which the caller runs in
-    the order given and reports by :meth:`finished`.
+    An entry arrives, or is dropped because it never will. Both make groups ready. The caller runs them in
+    the order returned and reports each by :meth:`finished`. Not thread-safe.
     """
 
     def __init__(self, graph: Graph, entries: Sequence[Sequence[Edge]]) -> None:
-        self.entries: list[Sequence[Edge]] = [tuple(edges) for edges in entries]
         self.arrived = 0
         self.dropped = 0
         self.groups: dict[int, Group] = {}
+        self.sinks = graph.sinks
         self._graph = graph
-        self._masks = _reach(graph, self.entries)
-        self._build(graph, self._masks)
-        # A context may have thousands of entries: what one of them changes is found without a look at all.
-        self._of_entry: list[list[Group]] = [[] for _ in self.entries]
-        for found in self.groups.values():
-            for entry in bits(found.entries):
-                self._of_entry[entry].append(found)
-                found.missing += 1
-        self._held_up = 0  # groups that have been reached and miss entries
+        self._entries = entries
+        self._masks = _reaching_entries(graph, entries)
+        self._build_groups()
+        # A context may have thousands of entries, so each knows its groups.
+        self._groups_of_entry: list[list[Group]] = [[] for _ in entries]
+        for group in self.groups.values():
+            for entry in bits(group.entries):
+                self._groups_of_entry[entry].append(group)
+                group.pending_entries += 1
+        self._waiting_groups = 0  # groups that have been reached and miss entries
 
-    def _build(self, graph: Graph, masks: Sequence[int]) -> None:
-        group = self._group
-        add = _Adder()
-        for number, edges in enumerate(self.entries):
+    def _build_groups(self) -> None:
+        graph, masks, group = self._graph, self._masks, self._group
+        for number, edges in enumerate(self._entries):
             for edge in edges:
-                node = edge[0]
-                home = group(1 << number if node in graph.leaves else masks[node])
-                add(home.incoming, edge)
-                if node in graph.leaves or node in graph.ends:
-                    add(home.outgoing, edge)
-        for node, edges in enumerate(graph.following):
-            mask = masks[node]
-            for edge in edges if mask else ():
+                home = group(masks.get(edge[0], 1 << number))
+                home.incoming[edge] = None
+                if edge[0] in graph.sinks or edge[0] in graph.leaves:
+                    home.outgoing[edge] = None
+        for node, leaving in graph.following.items():
+            mask = masks.get(node)
+            if not mask:
+                continue
+            home = group(mask)
+            for edge in leaving:
                 target = edge[0]
-                if masks[target] == mask and target not in graph.ends:
-                    continue  # within the group; leaves have no mask
-                home = group(mask)
-                add(home.outgoing, edge)
-                if masks[target] == mask or target in graph.leaves:
+                target_mask = masks.get(target)  # leaves have none
+                if target_mask == mask and target not in graph.sinks:
+                    continue  # within the group
+                home.outgoing[edge] = None
+                if target_mask is None or target_mask == mask:
                     continue
-                following = group(masks[target])
-                add(following.incoming, edge)
-                if add(home.after, following):
-                    following.before += 1
-                if target in graph.ends:
-                    add(following.outgoing, edge)
-        for end in graph.ends:
-            if masks[end]:
-                group(masks[end]).ends.append(end)
+                next_group = group(target_mask)
+                next_group.incoming[edge] = None
+                if next_group not in home.dependents:
+                    home.dependents[next_group] = None
+                    next_group.pending_groups += 1
+                if target in graph.sinks:
+                    next_group.outgoing[edge] = None
+        for sink in graph.sinks:
+            if sink in masks:
+                group(masks[sink]).sinks.append(sink)
 
     def _group(self, mask: int) -> Group:
         found = self.groups.get(mask)
@@ -127,10 +139,13 @@ class Plan:
         return found
 
     def arrive(self, entry: int) -> list[Group]:
-        """The gradient of ``entry`` is there. Gives the groups that may run now.
+        """Record that the gradient of ``entry`` has arrived.
+
+        Returns:
+            The groups that may run now.
 
         Raises:
-            ValueError: if it was there before, or has been dropped.
+            ValueError: if it has arrived before, or has been dropped.
         """
         if (self.arrived | self.dropped) >> entry & 1:
             raise ValueError(f"entry {entry} arrived twice, or after it was dropped")
@@ -138,51 +153,78 @@ class Plan:
         return self._settle(entry, True)
 
     def drop(self, entry: int) -> list[Group]:
-        """``entry`` will never arrive. Gives the groups that may run now."""
+        """Record that ``entry`` will never arrive. Returns the groups that may run now."""
         if (self.arrived | self.dropped) >> entry & 1:
             return []
         self.dropped |= 1 << entry
         return self._settle(entry, False)
 
     def finished(self, group: Group) -> list[Group]:
-        """``group`` has run. Gives the groups that may run now."""
+        """Record that ``group`` has run. Returns the groups that may run now."""
         group.ran = True
         ready = []
-        for following in group.after:
-            following.before -= 1
-            if self._may_run(following):
-                ready.append(following)
+        for dependent in group.dependents:
+            dependent.pending_groups -= 1
+            if self._may_run(dependent):
+                ready.append(dependent)
         return ready
 
-    def runs_through(self, group: Group) -> bool:
-        """Would torch's engine run through a border of ``group`` to another of its targets?"""
-        return runs_through(self._graph, group.outgoing)
+    def group_of(self, node: Node) -> Group:
+        """Return the group of a sink, or of a node in the graph that an entry reaches."""
+        return self.groups[self._masks[node]]
 
-    def entries_of(self, node: int) -> int:
-        """The mask of the entries that reach ``node``; 0 for leaves."""
-        return self._masks[node]
+    def belongs_to(self, node: Node, group: Group) -> bool:
+        """Whether ``group`` runs ``node``, which one of its nodes leads to. False for leaves and sinks.
+
+        The graph leaves out most nodes that only one entry reaches; they belong to the group before them.
+        """
+        graph = self._graph
+        if node in graph.leaves or node in graph.sinks:
+            return False
+        return self._masks.get(node, group.entries) == group.entries
+
+    def reenters(self, group: Group) -> bool:
+        """Whether one outgoing edge of ``group`` leads to the node of another.
+
+        Torch's engine stops at the edges that it has to return gradients for, except where such a node
+        leads to another of these edges: it would run that node too early, on a partial sum. For example,
+        ``x = w * w`` is sent away and also added to ``w`` locally: from the sum one reaches ``w``, and
+        ``x``, through which one reaches ``w`` again.
+        """
+        following = self._graph.following
+        targets = {node for node, _ in group.outgoing}
+        seen: set[Node] = set()
+        stack = [node for target in targets for node, _ in following.get(target, ())]
+        while stack:
+            node = stack.pop()
+            if node in targets:
+                return True
+            if node not in seen:
+                seen.add(node)
+                stack += [next_node for next_node, _ in following.get(node, ())]
+        return False
 
     def _settle(self, entry: int, arrived: bool) -> list[Group]:
-        """``entry`` is missed no more. Gives the groups that may run now."""
+        """Stop waiting for ``entry``. Returns the groups that may run now."""
         ready = []
-        for group in self._of_entry[entry]:
-            self._held_up -= group.reached and group.missing > 0
-            group.missing -= 1
+        for group in self._groups_of_entry[entry]:
+            self._waiting_groups -= group.reached and group.pending_entries > 0
+            group.pending_entries -= 1
             group.reached |= arrived
-            self._held_up += group.reached and group.missing > 0
+            self._waiting_groups += group.reached and group.pending_entries > 0
             if self._may_run(group):
                 ready.append(group)
         return ready
 
     def _may_run(self, group: Group) -> bool:
-        return not group.ran and not group.before and not group.missing
+        return not group.ran and not group.pending_groups and not group.pending_entries
 
     def waits(self) -> bool:
-        """Does a group that some entry has reached wait for another entry?"""
-        return self._held_up > 0
+        """Whether a group that some entry has reached waits for another entry."""
+        return self._waiting_groups > 0
 
     def stalled(self) -> list[int]:
-        """Entries that have not arrived and hold up a group that some other entry has reached."""
+        """Return the missing entries of groups that some other entry has reached."""
         missing = 0
         for group in self.groups.values():
             if not group.ran and group.entries & self.arrived:
@@ -190,15 +232,15 @@ class Plan:
         return list(bits(missing))
 
     def is_dead(self, group: Group) -> bool:
-        """Has every entry of ``group`` been dropped?"""
+        """Whether every entry of ``group`` has been dropped."""
         return not group.entries & ~self.dropped
 
     def describe(self, name: Callable[[int], str] = str) -> str:
-        """Entries and groups as text: who waits for what."""
+        """Return the state of all entries and groups as text; ``name`` names an entry."""
         settled = self.arrived | self.dropped
-        entered = [i for i, edges in enumerate(self.entries) if edges]  # the roots are on one worker only
-        lines = [f"{len(entered)} entries, {len(self.groups)} groups"]
-        for i in entered:
+        used = [i for i, edges in enumerate(self._entries) if edges]  # only one worker has the roots
+        lines = [f"{len(used)} entries, {len(self.groups)} groups"]
+        for i in used:
             state = "dropped" if self.dropped >> i & 1 else "arrived" if self.arrived >> i & 1 else "expected"
             lines.append(f"  entry {name(i)}: {state}")
         for group in self.groups.values():
@@ -209,58 +251,43 @@ class Plan:
         return "\n".join(lines)
 
 
-class _Adder:
-    """Adds to lists what is not in them yet; tells whether it was new. A list may hold thousands of edges."""
-
-    def __init__(self) -> None:
-        self._known: set[tuple[int, object]] = set()
-
-    def __call__(self, to: list[T], item: T) -> bool:
-        key = id(to), item
-        if key in self._known:
-            return False
-        self._known.add(key)
-        to.append(item)
-        return True
-
-
-def _reach(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[int]:
-    """For each node, the entries that reach it. Leaves get none: they belong to no group."""
-    masks = [0] * len(graph.following)
+def _reaching_entries(graph: Graph, entries: Sequence[Sequence[Edge]]) -> dict[Node, int]:
+    """Return the mask of the entries that reach each node. Leaves have none: they belong to no group."""
+    masks: dict[Node, int] = {}
+    leaves = graph.leaves
     for number, edges in enumerate(entries):
         for node, _ in edges:
-            if node not in graph.leaves:
-                masks[node] |= 1 << number
-    leaves = graph.leaves
-    for node in _topological(graph, entries) if graph.order is None else graph.order:
+            if node not in leaves:
+                masks[node] = masks.get(node, 0) | 1 << number
+    for node in _topological_order(graph, entries):
         mask = masks[node]
-        for target, _ in graph.following[node]:
+        for target, _ in graph.following.get(node, ()):
             if target not in leaves:
-                masks[target] |= mask
+                masks[target] = masks.get(target, 0) | mask
+    joint = [sink for sink in graph.joint_sinks if sink in masks]
     union = 0
-    for end in graph.together:
-        union |= masks[end]
-    for end in graph.together:
-        masks[end] = union
+    for sink in joint:
+        union |= masks[sink]
+    masks.update(dict.fromkeys(joint, union))
     return masks
 
 
-def _topological(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[int]:
-    """Nodes that any entry reaches, each before those that follow it."""
-    done = [False] * len(graph.following)
-    order: list[int] = []
+def _topological_order(graph: Graph, entries: Sequence[Sequence[Edge]]) -> list[Node]:
+    """Return the nodes, except leaves, that any entry reaches, each before those that follow it."""
+    done: set[Node] = set(graph.leaves)
+    order: list[Node] = []
     for edges in entries:
         for start, _ in edges:
-            if done[start]:
+            if start in done:
                 continue
-            done[start] = True
-            stack = [(start, iter(graph.following[start]))]
+            done.add(start)
+            stack = [(start, iter(graph.following.get(start, ())))]
             while stack:
                 node, rest = stack[-1]
                 for target, _ in rest:
-                    if not done[target]:
-                        done[target] = True
-                        stack.append((target, iter(graph.following[target])))
+                    if target not in done:
+                        done.add(target)
+                        stack.append((target, iter(graph.following.get(target, ()))))
                         break
                 else:
                     order.append(node)

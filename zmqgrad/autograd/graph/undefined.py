@@ -1,13 +1,12 @@
-"""Gradients that a part of the graph was asked for and did not give.
+"""Undefined gradients: an edge was reached, but no gradient was produced there.
 
-A backward function may give None for an input. What lies before that input runs all the same, as in one
-process: torch's own nodes make nothing of nothing, but a ``torch.autograd.Function`` is called, with zeros
-unless it has said ``set_materialize_grads(False)``. So an edge that was reached and at which nothing came
-out is told apart from one that was not reached: the first is :data:`UNDEFINED`, the second None. On its way
-to another worker it stays so.
+A backward function may return None for an input. As in one process, what lies before that input runs all the
+same: torch's own nodes return nothing, but a ``torch.autograd.Function`` is called, with zeros unless it has
+called ``set_materialize_grads(False)``. So :data:`UNDEFINED` marks an edge that was reached without a
+gradient, and None an edge that was not reached. Messages between workers keep the difference.
 
-The engine takes no undefined gradients from outside. Where such a function waits for one it is given a
-stand-in, which a hook takes away before the function runs.
+The engine accepts no undefined gradients from outside. A function that expects one gets a placeholder
+instead, which a hook removes before the function runs.
 """
 
 from __future__ import annotations
@@ -17,59 +16,56 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
-from zmqgrad.autograd.graph.hooks import our_hook
+from zmqgrad.autograd.graph.hooks import internal_hook
+from zmqgrad.autograd.graph.plan import Edge
 
 UNDEFINED = torch.empty(0, device="cpu")
-"""Stands for a gradient that is there and nothing; told by ``is``. It never gets into the engine."""
-
-Place = tuple[Any, int]
-"""A node, and the number of an output of it."""
+"""Sentinel for a gradient that was produced but is None. Compare with `is`. It never enters the engine."""
 
 
-def calls_user(node: Any) -> bool:
-    """Is ``node`` a function of Python, which is called with whatever comes?"""
+def is_python_function(node: Any) -> bool:
+    """Whether ``node`` is a ``torch.autograd.Function``. It runs even on undefined gradients."""
     return isinstance(node, torch._C._FunctionBase)
 
 
 def reached(
-    starts: Iterable[GradientEdge], ends: Collection[Place], stop: Callable[[Any], bool] | None = None
-) -> set[Place]:
-    """Those of ``ends`` that one comes to from ``starts``, without going through any of them.
+    starts: Iterable[Edge], ends: Collection[Edge], stop: Callable[[Any], bool] | None = None
+) -> set[Edge]:
+    """Return those of ``ends`` that ``starts`` lead to; the search does not go beyond any of ``ends``.
 
-    With ``stop``: instead, where one comes to a node of that kind first.
+    With ``stop``, return instead the first edges that lead to nodes for which ``stop`` holds.
     """
-    found: set[Place] = set()
+    found: set[Edge] = set()
     seen: set[Any] = set()
-    todo: list[Place] = [(edge[0], edge[1]) for edge in starts]
+    todo = list(starts)
     while todo:
-        place = todo.pop()
-        node = place[0]
-        if place in ends:
+        edge = todo.pop()
+        node = edge[0]
+        if edge in ends:
             if stop is None:
-                found.add(place)
+                found.add(edge)
         elif stop is not None and stop(node):
-            found.add(place)
+            found.add(edge)
         elif node is not None and node not in seen:
             seen.add(node)
-            todo += [(following, number) for following, number in node.next_functions]
+            todo += node.next_functions
     return found
 
 
 @contextmanager
-def stood_in_for(places: Iterable[Place]) -> Iterator[Mapping[GradientEdge, torch.Tensor]]:
-    """Inside it, what the engine may be given at ``places`` of functions to have them called with nothing."""
-    given: dict[GradientEdge, torch.Tensor] = {}
+def zero_placeholders(edges: Iterable[Edge]) -> Iterator[Mapping[Edge, torch.Tensor]]:
+    """Make zeros for edges into Python functions, which those functions receive as undefined gradients."""
+    placeholders: dict[Edge, torch.Tensor] = {}
     with ExitStack() as stack:
-        for node, number in places:
+        for node, number in edges:
             form = node._input_metadata[number]
-            given[GradientEdge(node, number)] = torch.zeros(form.shape, dtype=form.dtype, device=form.device)
-        ours = {id(tensor) for tensor in given.values()}
+            placeholders[node, number] = torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+        ours = {id(tensor) for tensor in placeholders.values()}
 
-        def take_away(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        def remove(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
             return tuple(None if id(g) in ours else g for g in gradients)
 
-        for node in {edge[0] for edge in given}:
-            stack.enter_context(our_hook(node.register_prehook, take_away))
-        yield given
+        for node in {node for node, _ in placeholders}:
+            stack.enter_context(internal_hook(node.register_prehook, remove))
+        yield placeholders

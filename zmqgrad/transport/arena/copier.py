@@ -98,7 +98,7 @@ class Copier:
         thread = self._thread
         if thread is None:
             return []
-        thread.join(deadline.left_or_none())
+        thread.join(deadline.timeout())
         return [self._name] if thread.is_alive() else []
 
 

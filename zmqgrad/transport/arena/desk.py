@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterable
 
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.arena.lender import Borrower, Lender, Loan
 from zmqgrad.wire.messages import Message
 
@@ -93,7 +93,7 @@ class Desk:
         with self._lock:
             number = next(self._numbers)
             self._offers[number] = borrower, offer.segment
-            borrower.answer = Outcome()
+            borrower.answer = Promise()
         self._say(borrower.peer, offer, number)
         return NO_ANSWER
 

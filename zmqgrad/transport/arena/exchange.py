@@ -27,8 +27,8 @@ from zmqgrad.transport.arena.packing import arrange
 from zmqgrad.transport.arena.segment import supported
 from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Timer
+from zmqgrad.wire.lazy_frame import Frame, materialize
 from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release
-from zmqgrad.wire.unwritten import Frame, written
 
 logger = logging.getLogger(__name__)
 
@@ -243,13 +243,13 @@ def _in_frames(frames: Sequence[Frame], sizes: Sequence[int], released: tuple[in
     """``frames`` without an arena; if they are many, the small ones side by side."""
     pieces, windows = arrange(sizes) if len(frames) >= JOIN else (sizes, ())
     if len(pieces) == len(frames):
-        return Load(Manifest(released=released) if released else None, [written(f) for f in frames])
+        return Load(Manifest(released=released) if released else None, [materialize(f) for f in frames])
     joined: list[Any] = [None] * len(pieces)
     for window, frame in zip(windows, frames, strict=True):
         if window.size == pieces[window.piece]:
-            joined[window.piece] = written(frame)
+            joined[window.piece] = materialize(frame)
             continue
         if joined[window.piece] is None:
             joined[window.piece] = bytearray(pieces[window.piece])
-        joined[window.piece][window.offset : window.offset + window.size] = written(frame)
+        joined[window.piece][window.offset : window.offset + window.size] = materialize(frame)
     return Load(Manifest(tuple(Piece(size=s) for s in pieces), windows, released), joined)

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from zmqgrad.runtime.future import Outcome
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.arena.allocator import PAGE, rounded
 from zmqgrad.transport.arena.segment import NONCE, Segment
 from zmqgrad.wire.messages import ArenaOffer
@@ -47,13 +47,13 @@ class Borrower:
         self.loans: dict[int, Loan] = {}
         self.refused = ""  # why it takes no blocks
         self.lost = False
-        self.answer: Outcome[None] | None = None  # set once it has answered the last offer
+        self.answer: Promise[None] | None = None  # set once it has answered the last offer
         self.is_slow = False  # that was waited for in vain
 
     def settle(self) -> None:
         """It has answered, or never will."""
         if self.answer is not None:
-            self.answer.set(None)
+            self.answer.set_result(None)
 
     @property
     def waiting(self) -> bool:

@@ -23,8 +23,8 @@ from functools import lru_cache
 from typing import Any
 
 from zmqgrad.transport.arena.allocator import PAGE, Allocator
+from zmqgrad.wire.lazy_frame import Frame, LazyFrame
 from zmqgrad.wire.messages import ArenaOffer
-from zmqgrad.wire.unwritten import Frame, Unwritten
 
 try:
     import fcntl
@@ -95,7 +95,7 @@ class Segment:
         assert offset + size <= self.size
         if not size:
             return
-        if isinstance(data, Unwritten):
+        if isinstance(data, LazyFrame):
             data.write_to(memoryview(self._map)[offset : offset + size])
         elif isinstance(data, memoryview) and data.readonly:  # ctypes does not give the address of such
             self._map[offset : offset + size] = data

@@ -20,9 +20,9 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
+from zmqgrad.runtime.spinning import SpinBudget, Spinner
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.local.listener import LocalListener
-from zmqgrad.transport.looking import Eyes, Look
 
 logger = logging.getLogger(__name__)
 
@@ -54,10 +54,10 @@ class ReplyChannel:
         endpoint: str,
         decode: Decode,
         free: Callable[[ReplyChannel], None],
-        eyes: Eyes,
+        budget: SpinBudget,
     ) -> None:
         self.number = number
-        self._spinner = Look(eyes)
+        self._spinner = Spinner(budget)
         self._decode = decode
         self.release: Callable[[], None] = partial(free, self)
         """The calling thread waits no more."""
@@ -74,7 +74,7 @@ class ReplyChannel:
     def receive(self, seconds: float | None) -> Inbound | None:
         """The next message; None if there is none within ``seconds`` (None: no limit), or after a wake-up."""
         while not self._arrived:
-            ready = self._spinner.at(self._poll.poll) or self._poll.poll(
+            ready = self._spinner.spin(self._poll.poll) or self._poll.poll(
                 -1 if seconds is None else min(int(seconds * 1000) + 1, MAX_WAIT_MS)
             )
             over = not ready
@@ -114,7 +114,7 @@ class ReplyChannels:
         endpoint: the mailbox's ipc address; a channel's is derived from it.
         listen: listens at an endpoint, for a poll.
         decode: makes messages of packets.
-        eyes: of the threads of this mailbox.
+        budget: of the threads of this mailbox.
     """
 
     def __init__(
@@ -122,12 +122,12 @@ class ReplyChannels:
         endpoint: str,
         listen: Callable[[str, select.poll], LocalListener],
         decode: Decode,
-        eyes: Eyes,
+        budget: SpinBudget,
     ) -> None:
         self._endpoint = endpoint
         self._listen = listen
         self._decode = decode
-        self._eyes = eyes
+        self._spin_budget = budget
         self._lock = threading.Lock()  # guards all below
         self._free: list[ReplyChannel] = []
         self._made = 0
@@ -139,33 +139,33 @@ class ReplyChannels:
         """A channel for the calling thread, which releases it; None if none is to be had."""
         with self._lock:
             if self._free:
-                self._eyes.expecting += 1
+                self._spin_budget.waiting += 1
                 return self._free.pop()
             if self._closed or self._made >= MAX_CHANNELS:
                 return None
             self._made += 1
             try:
                 channel = ReplyChannel(
-                    self._made, self._listen, self._endpoint, self._decode, self._take_back, self._eyes
+                    self._made, self._listen, self._endpoint, self._decode, self._take_back, self._spin_budget
                 )
             except OSError as e:
                 self._made = MAX_CHANNELS  # what does not work now will not work later
                 logger.debug("no more reply channels: %s", e)
                 return None
             self._open += 1
-            self._eyes.expecting += 1
+            self._spin_budget.waiting += 1
             return channel
 
     def acquire_idle(self) -> list[ReplyChannel]:
         """All channels that nobody holds, for the calling thread, which releases them."""
         with self._lock:
             idle, self._free = self._free, []
-            self._eyes.expecting += len(idle)
+            self._spin_budget.waiting += len(idle)
             return idle
 
     def _take_back(self, channel: ReplyChannel) -> None:
         with self._lock:
-            self._eyes.expecting -= 1
+            self._spin_budget.waiting -= 1
             if self._closed:
                 self._shut(channel)
             else:

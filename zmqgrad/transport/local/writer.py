@@ -77,5 +77,5 @@ class BacklogWriter:
         """Wait for the thread; returns its name if it has not ended by ``deadline``."""
         if self._thread is None:
             return []
-        self._thread.join(deadline.left_or_none())
+        self._thread.join(deadline.timeout())
         return [self._name] if self._thread.is_alive() else []

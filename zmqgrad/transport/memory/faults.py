@@ -129,7 +129,7 @@ class Fault:
         """
         limit = Deadline.after(timeout)
         with self._carrier.changed:
-            if not self._carrier.changed.wait_for(lambda: len(self.caught) >= count, limit.left_or_none()):
+            if not self._carrier.changed.wait_for(lambda: len(self.caught) >= count, limit.timeout()):
                 raise TimeoutError(f"{self!r} within {timeout} s; waited for {count}")
 
     def __enter__(self: F) -> F:

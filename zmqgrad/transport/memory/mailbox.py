@@ -10,13 +10,13 @@ from typing import Any
 
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import EnginePool
+from zmqgrad.runtime.thread_pool import ThreadPool
 from zmqgrad.transport.base import (
     Frame,
     Handler,
     Inbound,
     Lost,
-    Lull,
+    OnIdle,
     PeerAddress,
     Resolver,
     Suspected,
@@ -27,8 +27,8 @@ from zmqgrad.transport.memory.network import MemoryNetwork
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.lazy_frame import materialize
 from zmqgrad.wire.messages import Message
-from zmqgrad.wire.unwritten import written
 
 logger = logging.getLogger(__name__)
 
@@ -51,8 +51,8 @@ class MemoryMailbox:
             ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "malformed"), 0
         )
         self._handler: Handler | None = None
-        self._lull: Lull | None = None
-        self._pool: EnginePool | None = None
+        self._on_idle: OnIdle | None = None
+        self._pool: ThreadPool | None = None
         self._resolve: Resolver = _knows_nobody
         self._thread = threading.Thread(target=self._run, name=f"{name}-receiver", daemon=True)
         self._endpoint = network.join(self)
@@ -66,15 +66,15 @@ class MemoryMailbox:
         self,
         handler: Handler,
         resolve: Resolver,
-        pool: EnginePool | None = None,
+        pool: ThreadPool | None = None,
         lost: Lost | None = None,
         timer: Timer | None = None,
         suspected: Suspected | None = None,
-        lull: Lull | None = None,
+        on_idle: OnIdle | None = None,
     ) -> None:
         """Begin to deliver; ``handler`` is called in the receiver's thread. Nobody is ever ``lost`` here."""
         del lost, timer, suspected
-        self._handler, self._resolve, self._pool, self._lull = handler, resolve, pool, lull
+        self._handler, self._resolve, self._pool, self._on_idle = handler, resolve, pool, on_idle
         self._thread.start()
 
     def acquire_channel(self, peer: int) -> None:
@@ -95,7 +95,7 @@ class MemoryMailbox:
         envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id)
         copies = (
             first,
-            *(bytearray(memoryview(written(f))) for f in frames),
+            *(bytearray(memoryview(materialize(f))) for f in frames),
         )  # bytearray(5) would be five zeros
         parcel = Parcel(envelope, peer, endpoint, message, sum(map(len, copies)), copies)
         with self._network.lock:
@@ -160,8 +160,8 @@ class MemoryMailbox:
             if self.tap is not None:
                 self.tap(Tapped(False, envelope.source, envelope, message, inbound.size))
             task = self._handler(inbound)
-            if task is None and self._lull is not None:
-                task = self._lull()
+            if task is None and self._on_idle is not None:
+                task = self._on_idle()
             if task is None:
                 return
             if self._pool is None:
@@ -177,11 +177,11 @@ class MemoryMailbox:
         """There are none."""
         return ()
 
-    def follow(self, peer: int) -> None:
+    def monitor(self, peer: int) -> None:
         """Nobody is ever lost here."""
 
     def forget(self, peer: int) -> None:
-        """Look ``peer`` up anew at the next message."""
+        """Spinner ``peer`` up anew at the next message."""
         self._ways.pop(peer, None)
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class MemoryMailbox:
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the receiver; gives its name if it has not ended by ``deadline``."""
         if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(deadline.left_or_none())
+            self._thread.join(deadline.timeout())
         return [self._thread.name] if self._thread.is_alive() else []
 
     def statistics(self) -> dict[str, Any]:

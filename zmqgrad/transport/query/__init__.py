@@ -14,7 +14,7 @@ from __future__ import annotations
 import zmq
 
 from zmqgrad import environment
-from zmqgrad.transport.looking import Eyes
+from zmqgrad.runtime.spinning import SpinBudget
 from zmqgrad.transport.zap import HANDSHAKE_MS
 from zmqgrad.wire.frames import MAX_HEADER
 
@@ -31,14 +31,14 @@ ZERO_COPY_BYTES = 256 << 10
 """Frames of at least this size are handed to libzmq without a copy."""
 
 
-def spin_budget() -> Eyes:
-    """What one side spins with: for SPIN_SECONDS, or less if ``ZMQGRAD_LOOK_US`` says so.
+def spin_budget() -> SpinBudget:
+    """What one side spins with: for SPIN_SECONDS, or less if ``ZMQGRAD_SPIN_US`` says so.
 
     Raises:
         ConfigurationError: if that is malformed.
     """
-    allowed = environment.look_us()
-    return Eyes(SPIN_SECONDS if allowed is None else min(SPIN_SECONDS, allowed * 1e-6))
+    allowed = environment.spin_us()
+    return SpinBudget(SPIN_SECONDS if allowed is None else min(SPIN_SECONDS, allowed * 1e-6))
 
 
 def set_up(socket: zmq.Socket[bytes]) -> None:

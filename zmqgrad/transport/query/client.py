@@ -27,10 +27,10 @@ import zmq
 from zmqgrad.errors import ClosedError, ProtocolError, SecretError, TransportError
 from zmqgrad.runtime import blocking
 from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
 from zmqgrad.transport.context import acquire_context, release_context
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
-from zmqgrad.transport.looking import Look
 from zmqgrad.transport.monitor import (
     CONNECTED,
     DISCONNECTED,
@@ -45,7 +45,7 @@ from zmqgrad.transport.query import LOCAL_JOB, RECENTLY_SECONDS, ZERO_COPY_BYTES
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.wakeup import Wakeup
 from zmqgrad.transport.zap import key_caller
-from zmqgrad.wire.codec import SHORT, decode, encode
+from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
 MAX_IDLE = 8
@@ -134,10 +134,10 @@ class QueryClient:
         except IndexError:
             channel = self._new_channel()
         try:
-            if not blocking.anybody or blocking.here.pool is None:
+            if not blocking.used_by_a_pool or blocking.thread_state.pool is None:
                 reply = channel.request(message, seconds)
             else:
-                with blocking.here.pool.blocked():
+                with blocking.thread_state.pool.blocked():
                     reply = channel.request(message, seconds)
         except BaseException:
             self._drop(channel)
@@ -231,7 +231,7 @@ class _Channel:
         self._local_number = -1
         self._accepted = False  # the server has accepted it
         self._quick: LocalConnection | None = None  # the same, if it is accepted
-        self._spin = Look(spin_budget()).at
+        self._spin = Spinner(spin_budget()).spin
         self._poll = select.poll()
         self._poll_for = self._poll.poll
         self._poll.register(client.closing.number, select.POLLIN)
@@ -398,7 +398,7 @@ class _Channel:
                     f"{self._client.address} replied with {len(frames)} frames (expected one): is it a store?"
                 )
             frame = frames[0]
-            reply = self._take(frame.bytes if len(frame) <= SHORT else frame.buffer)
+            reply = self._take(frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer)
             if reply is not None:
                 return reply
 

@@ -22,11 +22,11 @@ import zmq
 
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
 from zmqgrad.transport.bind import bind_tcp
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
-from zmqgrad.transport.looking import Look
 from zmqgrad.transport.monitor import (
     ACCEPT_FAILED,
     ACCEPTED,
@@ -40,7 +40,7 @@ from zmqgrad.transport.query import LOCAL_JOB, RECENTLY_SECONDS, ZERO_COPY_BYTES
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.wakeup import Wakeup
 from zmqgrad.transport.zap import ZapAuthenticator, key_listener
-from zmqgrad.wire.codec import SHORT, decode, encode
+from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.frames import read_envelope
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
@@ -238,7 +238,7 @@ class QueryServer:
 
     def _loop(self, service: Service) -> None:
         poll, actions, now = self._poller.poll, self._actions, self._clock.now
-        spin = Look(spin_budget()).at
+        spin = Spinner(spin_budget()).spin
         connections = {} if self._local is None else self._local.connections
         read, read_otherwise = self._read_connection, self._read_local
         last, spins = -math.inf, False
@@ -276,7 +276,7 @@ class QueryServer:
         self._service.settle()
 
     def wake_by(self, moment: float) -> None:
-        """Call the service's ``do_due`` at ``moment``, or sooner. Only in the server's thread."""
+        """Call the service's ``do_due`` at ``moment``, or capped. Only in the server's thread."""
         if moment < self._due:
             self._due = moment
 
@@ -318,7 +318,7 @@ class QueryServer:
     def _receive(self, frames: list[zmq.Frame]) -> None:
         try:
             route, frame = frames
-            data = frame.bytes if len(frame) <= SHORT else frame.buffer
+            data = frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
             envelope, query = decode(data)
         except (ProtocolError, ValueError) as e:
             self._complain(frames, e)

@@ -17,9 +17,9 @@ import zmq
 
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.runtime.engine_pool import Source, Task
+from zmqgrad.runtime.thread_pool import Source, Task
 from zmqgrad.transport.context import acquire_context, release_context
-from zmqgrad.transport.gate import make_gate
+from zmqgrad.transport.leader_poller import make_leader_poller
 from zmqgrad.transport.monitor import CONNECTED, DISCONNECTED, SocketMonitor
 from zmqgrad.transport.query.client import set_up_caller
 from zmqgrad.transport.security import Keys
@@ -43,7 +43,7 @@ class Subscriber:
         quick, and must not raise. Returns what is to be done about it, which may take its time, and in
         which nothing must be raised.
         on_broken: called when notifications may have been lost.
-        attend: has threads of others read this, and run the tasks (``EnginePool.attend``).
+        serve_from: has threads of others read this, and run the tasks (``ThreadPool.serve_from``).
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Subscriber:
         name: str,
         on_message: Callable[[Message], Iterable[Task]],
         on_broken: Callable[[], None],
-        attend: Callable[[Source], None],
+        serve_from: Callable[[Source], None],
     ) -> None:
         self.name = name
         self.endpoint = ""
@@ -67,9 +67,9 @@ class Subscriber:
         self._ended = threading.Event()
         self._tasks: deque[Task] = deque()
         self._wakeup = Wakeup()
-        self._gate = make_gate()
-        self._gate.register(self._wakeup.number, select.POLLIN)
-        attend(self)
+        self._poller = make_leader_poller()
+        self._poller.register(self._wakeup.number, select.POLLIN)
+        serve_from(self)
 
     def connect(self, endpoint: str, keys: Keys | None) -> None:
         """Receive from ``endpoint`` from now on, and from nowhere else. Nothing is subscribed to there.
@@ -92,7 +92,7 @@ class Subscriber:
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED)
             self._numbers = (int(socket.getsockopt(zmq.FD)), self._monitor.number)
             for number in self._numbers:
-                self._gate.register(number, select.POLLIN)
+                self._poller.register(number, select.POLLIN)
             socket.connect(endpoint)
         self._wakeup.set()
 
@@ -123,7 +123,7 @@ class Subscriber:
         """Called with the lock held."""
         socket, self._socket, self.endpoint = self._socket, None, ""
         for number in self._numbers:
-            self._gate.unregister(number)
+            self._poller.unregister(number)
         self._numbers = ()
         if self._monitor is not None:
             self._monitor.close()
@@ -134,21 +134,17 @@ class Subscriber:
 
     # ---- a source of tasks ------------------------------------------------------------------------------
 
-    def stand_by(self) -> bool:
+    def wait_for_lead(self) -> bool:
         """As :class:`Source`."""
-        return self._gate.wait()
+        return self._poller.wait_for_lead()
 
-    def take(self) -> bool:
+    def try_lead(self) -> bool:
         """As :class:`Source`."""
-        return self._gate.take()
+        return self._poller.try_lead()
 
-    def pass_on(self) -> None:
+    def promote(self) -> None:
         """As :class:`Source`."""
-        self._gate.open(at_once=bool(self._tasks))
-
-    def has_more(self) -> bool:
-        """As :class:`Source`."""
-        return bool(self._tasks)
+        self._poller.promote(at_once=bool(self._tasks))
 
     def read(self) -> Task | None:
         """As :class:`Source`."""
@@ -156,7 +152,7 @@ class Subscriber:
             while not self._closed:
                 if self._tasks:
                     return self._tasks.popleft()
-                for number, _ in self._gate.poll(None):
+                for number, _ in self._poller.poll(None):
                     if number == self._wakeup.number:
                         self._wakeup.clear()
                 self._read_socket()
@@ -203,7 +199,7 @@ class Subscriber:
         with self._lock:
             self._closed = True
             self._disconnect()
-        self._gate.close()
+        self._poller.close()
         self._wakeup.close()
         self._ended.set()
 
@@ -214,4 +210,4 @@ class Subscriber:
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait until nobody reads any more; returns a name if that has not come by ``deadline``."""
-        return [] if self._ended.wait(deadline.left_or_none()) else [f"{self.name}-subscriber"]
+        return [] if self._ended.wait(deadline.timeout()) else [f"{self.name}-subscriber"]

@@ -1,99 +1,97 @@
-"""Everything that can be said, on one page: who tells whom what, and what they answer.
+"""All messages on one page: sender, receiver, purpose, and the reply to each request.
 
-A message travels as ``envelope | header`` in one frame, then the frames that its blobs name; those may
-also lie in shared memory, or side by side: then a :class:`Manifest` between envelope and header says where
-(:mod:`zmqgrad.wire.frames` draws the envelope, :mod:`zmqgrad.wire.codec` does the work). The structs
-here are the headers, one frozen struct a message: decoding one validates every field and bound. A response
-repeats the message id of its request.
+A message is sent as ``envelope | header`` in one frame, followed by the frames that its blobs refer to.
+Frames in shared memory, or several in one ZeroMQ frame, are located by a :class:`Manifest` between envelope
+and header. :mod:`zmqgrad.wire.frames` documents the envelope, :mod:`zmqgrad.wire.codec` encodes and decodes.
+The structs here are the headers, one frozen struct per message; decoding validates every field and bound. A
+response repeats the message id of its request.
 
 Calls (:mod:`~zmqgrad.wire.messages.calls`; what they carry: :mod:`~zmqgrad.wire.messages.payloads`)::
 
-    CALL                           caller to callee: run this function on these arguments -> RESULT
-    RESULT                         callee to caller: what it returned
-    REMOTE_CALL                    caller to owner: run it, and keep the result as this RRef -> REMOTE_RESULT
-    REMOTE_RESULT                  owner to caller: it has run, or failed; your fork is known
-    EXCEPTION                      whoever was asked anything: instead of the answer, this went wrong
-    CANCEL                         caller to callee: I have given up waiting for this call
-    CODE_FETCH                     either to the other: what is the code with this hash? -> CODE_VALUE
-    CODE_VALUE                     answer: this, for this interpreter
+    CALL                           caller to callee: run this function with these arguments -> RESULT
+    RESULT                         callee to caller: the return value
+    REMOTE_CALL                    caller to owner: run it and keep the result as this RRef -> REMOTE_RESULT
+    REMOTE_RESULT                  owner to caller: it has finished or failed; the fork is registered
+    EXCEPTION                      reply to any request of these families: it raised this exception
+    CANCEL                         caller to callee: no longer waiting for this call
 
 References (:mod:`~zmqgrad.wire.messages.references`)::
 
-    RREF_FETCH                     user to owner: send me the value, once it is there -> RREF_VALUE
+    RREF_FETCH                     user to owner: send the value as soon as it exists -> RREF_VALUE
     RREF_VALUE                     owner to user: the value
-    RREF_USER_DELETE               user to owner: these forks are gone -> RREF_ACK
-    RREF_FORK_REQUEST              new user to owner: I hold this fork, count me -> RREF_ACK
-    RREF_CHILD_ACCEPT              new user to its parent: the owner knows of me, let go -> RREF_ACK
-    RREF_ACK                       answer to these three: heard
+    RREF_USER_DELETE               user to owner: these forks were deleted -> RREF_ACK
+    RREF_FORK_REQUEST              new user to owner: register this fork -> RREF_ACK
+    RREF_CHILD_ACCEPT              new user to its parent: the owner has registered this child -> RREF_ACK
+    RREF_ACK                       reply to these three: received
 
 Autograd (:mod:`~zmqgrad.wire.messages.autograd`)::
 
-    FORWARD_AUTOGRAD_REQ           caller to callee: this request, in a context -> FORWARD_AUTOGRAD_RESP
-    FORWARD_AUTOGRAD_RESP          callee to caller: its answer, in that context
-    BACKWARD_AUTOGRAD_REQ          recv to its send: gradients of what you sent -> BACKWARD_AUTOGRAD_RESP
-    BACKWARD_AUTOGRAD_RESP         worker to the root of the pass: handled, and this is what it set off
-    CLEANUP_AUTOGRAD_CONTEXT_REQ   who left contexts, onwards: forget them -> CLEANUP_AUTOGRAD_CONTEXT_RESP
-    CLEANUP_AUTOGRAD_CONTEXT_RESP  answer: forgotten
-    DISCOVER_AUTOGRAD_REQ          root to worker: what may still arrive with you? -> DISCOVER_AUTOGRAD_RESP
-    DISCOVER_AUTOGRAD_RESP         answer: this, and where it would lead
-    DROP_AUTOGRAD_REQ              root to worker: for these sends none will come -> BACKWARD_AUTOGRAD_RESP
+    FORWARD_AUTOGRAD_REQ           caller to callee: a request inside a context -> FORWARD_AUTOGRAD_RESP
+    FORWARD_AUTOGRAD_RESP          callee to caller: its reply, inside the same context
+    BACKWARD_AUTOGRAD_REQ          recv to its send: gradients of the sent tensors -> BACKWARD_AUTOGRAD_RESP
+    BACKWARD_AUTOGRAD_RESP         worker to the root of the pass: requests handled, and those sent in turn
+    CLEANUP_AUTOGRAD_CONTEXT_REQ   worker to its peers in it: release it -> CLEANUP_AUTOGRAD_CONTEXT_RESP
+    CLEANUP_AUTOGRAD_CONTEXT_RESP  reply: released
+    DISCOVER_AUTOGRAD_REQ          root to worker: report what its sends reach -> DISCOVER_AUTOGRAD_RESP
+    DISCOVER_AUTOGRAD_RESP         reply: the report
+    DROP_AUTOGRAD_REQ              root to worker: these sends get no gradient -> BACKWARD_AUTOGRAD_RESP
 
 Store (:mod:`~zmqgrad.wire.messages.store`), client to server and back::
 
-    STORE_SET                      set this key -> STORE_DONE
-    STORE_COMPARE_SET              set it if it holds what I expect -> STORE_VALUE
-    STORE_GET                      its value, once it exists -> STORE_VALUE
-    STORE_ADD                      add to the number in it -> STORE_NUMBER
-    STORE_CHECK                    do all these keys exist? -> STORE_NUMBER
-    STORE_WAIT                     say when they all do -> STORE_DONE
-    STORE_GETNUMKEYS               how many keys are there? -> STORE_NUMBER
-    STORE_DELETE_KEY               delete this key -> STORE_NUMBER
-    STORE_APPEND                   append to its value -> STORE_DONE
-    STORE_MULTI_GET                the values of these keys, once all exist -> STORE_VALUES
-    STORE_MULTI_SET                set all of them -> STORE_DONE
-    STORE_QUEUE_PUSH               push to the end of this queue -> STORE_DONE
-    STORE_QUEUE_POP                take its first item -> STORE_ITEM
-    STORE_QUEUE_ACK                that item has arrived -> STORE_NUMBER
-    STORE_QUEUE_LEN                how many values are in it? -> STORE_NUMBER
-    STORE_LIST_KEYS                all keys that start so -> STORE_KEYS
-    STORE_PING                     are you there? -> STORE_PONG
-    STORE_VALUE                    answer: a value
-    STORE_ITEM                     answer: an item of a queue, to be acknowledged
-    STORE_NUMBER                   answer: a number
-    STORE_VALUES                   answer: values
-    STORE_KEYS                     answer: keys
-    STORE_DONE                     answer: done
-    STORE_REFUSED                  instead of any of these: not done, and why
-    STORE_PONG                     reply: here I am, and here is my fast path
+    STORE_SET                      set a key -> STORE_DONE
+    STORE_COMPARE_SET              set a key if it holds the expected value -> STORE_VALUE
+    STORE_GET                      get a value, once its key exists -> STORE_VALUE
+    STORE_ADD                      add to the number at a key -> STORE_NUMBER
+    STORE_CHECK                    check whether all these keys exist -> STORE_NUMBER
+    STORE_WAIT                     wait until all these keys exist -> STORE_DONE
+    STORE_GETNUMKEYS               count the keys -> STORE_NUMBER
+    STORE_DELETE_KEY               delete a key -> STORE_NUMBER
+    STORE_APPEND                   append to a value -> STORE_DONE
+    STORE_MULTI_GET                get several values, once all keys exist -> STORE_VALUES
+    STORE_MULTI_SET                set several keys -> STORE_DONE
+    STORE_QUEUE_PUSH               push to the end of a queue -> STORE_DONE
+    STORE_QUEUE_POP                pop the first item of a queue -> STORE_ITEM
+    STORE_QUEUE_ACK                acknowledge a popped item -> STORE_NUMBER
+    STORE_QUEUE_LEN                count the items of a queue -> STORE_NUMBER
+    STORE_LIST_KEYS                list the keys with a prefix -> STORE_KEYS
+    STORE_PING                     check that the server is alive -> STORE_PONG
+    STORE_VALUE                    reply: a value
+    STORE_ITEM                     reply: an item of a queue, to be acknowledged
+    STORE_NUMBER                   reply: a number
+    STORE_VALUES                   reply: values
+    STORE_KEYS                     reply: keys
+    STORE_DONE                     reply: done
+    STORE_REFUSED                  reply to any of these: not done, and why
+    STORE_PONG                     reply: alive, and the address of the fast path
 
 Watching keys (:mod:`~zmqgrad.wire.messages.watching`), client to server and back::
 
-    STORE_WATCH_CHANNEL            where are notifications published? -> STORE_CHANNEL
-    STORE_CHANNEL                  reply: at this endpoint, and at this tcp port
-    STORE_WATCH_KEY                publish each change of this key -> KEY_CALLBACK_REGISTERED
-    STORE_UNWATCH_KEY              not for me any more -> STORE_DONE
-    STORE_WATCH_PREFIX             ... of all keys that start so -> PREFIX_CALLBACK_REGISTERED
-    STORE_UNWATCH_PREFIX           not for me any more -> STORE_DONE
-    STORE_RENEW_WATCHES            I still watch these -> STORE_REVISIONS
+    STORE_WATCH_CHANNEL            get the endpoint of the notifications -> STORE_CHANNEL
+    STORE_CHANNEL                  reply: the local endpoint and the tcp port
+    STORE_WATCH_KEY                publish each change of a key -> KEY_CALLBACK_REGISTERED
+    STORE_UNWATCH_KEY              end a watch -> STORE_DONE
+    STORE_WATCH_PREFIX             publish each change of keys with a prefix -> PREFIX_CALLBACK_REGISTERED
+    STORE_UNWATCH_PREFIX           end a watch -> STORE_DONE
+    STORE_RENEW_WATCHES            keep these watches -> STORE_REVISIONS
     STORE_REVISIONS                reply: the revision of the last notification of each
-    KEY_CALLBACK_REGISTERED        reply: from this revision on, when the key held this
-    PREFIX_CALLBACK_REGISTERED     reply: from this revision on, when these keys held these values
-    KEY_CREATED                    notification: this key came to exist
-    KEY_UPDATED                    notification: it was set
-    KEY_DELETED                    notification: it was deleted
-    PREFIX_CHANGED                 notification: a key under this prefix holds this now, or was deleted
+    KEY_CALLBACK_REGISTERED        reply: live since this revision, when the key held this value
+    PREFIX_CALLBACK_REGISTERED     reply: live since this revision, when the keys held these values
+    KEY_CREATED                    notification: the key was created
+    KEY_UPDATED                    notification: the key was set
+    KEY_DELETED                    notification: the key was deleted
+    PREFIX_CHANGED                 notification: a key with this prefix was set or deleted
 
 Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
 
-    HELLO                          reserved, nobody sends it: every envelope says who sends
-    GOODBYE                        I have declared you lost: you will get nothing more of me
-    ARENA_OFFER                    can you read my memory? -> ARENA_ANSWER
-    ARENA_ANSWER                   this is what stands there; or not, and why
-    RELEASE                        I have finished with blocks of yours, as the manifest says
-    CREDIT                         I have taken in so much of what you sent
-    CREDIT_WANTED                  something waits here: say CREDIT when you have taken in so much more
+    HELLO                          reserved and never sent: every envelope identifies its sender
+    GOODBYE                        the receiver was declared lost and gets no more messages
+    ARENA_OFFER                    asks whether the receiver can map this shared memory -> ARENA_ANSWER
+    ARENA_ANSWER                   reply: the nonce read there, or why it could not be read
+    RELEASE                        releases the shared-memory blocks listed in the manifest
+    CREDIT                         this many more bytes were consumed
+    CREDIT_WANTED                  the sender is out of credit: send CREDIT after this many more bytes
     CHUNK                          part of a large frame, ahead of its message
-    ACK                            I have received all of yours up to a number, as the envelope says
+    ACK                            acknowledges messages up to a number, by the envelope alone
 """
 
 from __future__ import annotations
@@ -110,12 +108,11 @@ from zmqgrad.wire.messages.autograd import (
     DropAutogradReq,
     ForwardAutogradReq,
     ForwardAutogradResp,
-    Handled,
-    Reach,
-    Waiting,
+    ProgressReport,
+    ReachabilityReport,
+    StallReport,
 )
 from zmqgrad.wire.messages.base import (
-    MAX_CODE,
     MAX_DIMENSIONS,
     MAX_KEY,
     MAX_KEYS,
@@ -141,8 +138,6 @@ from zmqgrad.wire.messages.base import (
 from zmqgrad.wire.messages.calls import (
     Call,
     Cancel,
-    CodeFetch,
-    CodeValue,
     ExceptionReply,
     RemoteCall,
     RemoteResult,
@@ -164,13 +159,13 @@ from zmqgrad.wire.messages.delivery import (
 )
 from zmqgrad.wire.messages.payloads import (
     NO_TENSORS,
-    NOTHING,
+    NONE_PAYLOAD,
     Blob,
-    Form,
+    BlobLocation,
     Layout,
     Payload,
-    Place,
-    Row,
+    PayloadFormat,
+    TensorBatch,
     TensorDescriptor,
     Tensors,
 )
@@ -238,14 +233,13 @@ BY_TYPE: dict[MessageType, type[Message]] = {c.TYPE: c for c in _all_messages(Me
 
 __all__ = [
     "BY_TYPE",
-    "MAX_CODE",
     "MAX_DIMENSIONS",
     "MAX_KEY",
     "MAX_KEYS",
     "MAX_TENSORS",
     "MAX_TEXT",
     "MAX_VALUE",
-    "NOTHING",
+    "NONE_PAYLOAD",
     "NOT_REACHED",
     "NO_GRADIENT",
     "NO_TENSORS",
@@ -258,24 +252,21 @@ __all__ = [
     "BackwardAutogradReq",
     "BackwardAutogradResp",
     "Blob",
+    "BlobLocation",
     "Call",
     "Cancel",
     "Chunk",
     "CleanupAutogradContextReq",
     "CleanupAutogradContextResp",
-    "CodeFetch",
-    "CodeValue",
     "Credit",
     "CreditWanted",
     "DiscoverAutogradReq",
     "DiscoverAutogradResp",
     "DropAutogradReq",
     "ExceptionReply",
-    "Form",
     "ForwardAutogradReq",
     "ForwardAutogradResp",
     "Goodbye",
-    "Handled",
     "Hello",
     "Id",
     "Key",
@@ -291,25 +282,26 @@ __all__ = [
     "MessageType",
     "Name",
     "Payload",
+    "PayloadFormat",
     "Piece",
-    "Place",
     "PrefixCallbackRegistered",
     "PrefixChanged",
+    "ProgressReport",
     "RRefAck",
     "RRefChildAccept",
     "RRefFetch",
     "RRefForkRequest",
     "RRefUserDelete",
     "RRefValue",
-    "Reach",
+    "ReachabilityReport",
     "Refusal",
     "Release",
     "RemoteCall",
     "RemoteResult",
     "Result",
-    "Row",
     "Seconds",
     "Size",
+    "StallReport",
     "StoreAdd",
     "StoreAppend",
     "StoreChannel",
@@ -343,12 +335,12 @@ __all__ = [
     "StoreWatchChannel",
     "StoreWatchKey",
     "StoreWatchPrefix",
+    "TensorBatch",
     "TensorDescriptor",
     "Tensors",
     "Text",
     "Value",
     "Values",
-    "Waiting",
     "Window",
     "WorkerId",
 ]

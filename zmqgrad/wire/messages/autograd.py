@@ -1,7 +1,7 @@
-"""Distributed autograd: what travels is noted, gradients go back, contexts are forgotten (DESIGN section 10).
+"""Distributed autograd: recording calls, sending gradients back, releasing contexts (DESIGN section 10).
 
-Send: what a context notes of tensors that went out; recv: of those that came in; the autograd id joins the
-two. Root: the worker that called ``backward``; it counts what is under way.
+A context records a *send* for tensors that were sent and a *recv* for tensors that were received; both have
+the same autograd id. The root is the worker that called ``backward``; it detects the end of the pass.
 """
 
 from __future__ import annotations
@@ -10,18 +10,28 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta
 
-from zmqgrad.wire.messages.base import MAX_TENSORS, Id, Mask, Message, MessageType, Part, Size, Text, WorkerId
+from zmqgrad.wire.messages.base import (
+    MAX_TENSORS,
+    Id,
+    Mask,
+    Message,
+    MessageType,
+    Size,
+    Text,
+    WireStruct,
+    WorkerId,
+)
 from zmqgrad.wire.messages.calls import Call, ExceptionReply, RemoteCall, RemoteResult, Result
 from zmqgrad.wire.messages.payloads import NO_TENSORS, Tensors
 from zmqgrad.wire.messages.references import RRefFetch, RRefValue
 
 
 class ForwardAutogradReq(Message, frozen=True):
-    """Caller to callee: ``wrapped``, as part of a context.
+    """Caller to callee: the request ``wrapped``, made inside a context.
 
-    ``autograd_id`` joins the *send* of the caller to the *recv* of the callee; 0 if no tensor that
-    travels requires grad. Without ``answer_wanted`` the caller does not differentiate (``torch.no_grad``),
-    and the answer shall leave no send.
+    ``autograd_id`` matches the *send* of the caller with the *recv* of the callee; 0 if no tensor in the
+    request requires grad. If ``answer_wanted`` is false, the caller does not differentiate
+    (``torch.no_grad``), and the result records no send.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_REQ
@@ -32,7 +42,7 @@ class ForwardAutogradReq(Message, frozen=True):
 
 
 class ForwardAutogradResp(Message, frozen=True):
-    """Callee to caller: ``wrapped``, as part of a context; the same the other way round."""
+    """Callee to caller: the reply ``wrapped``, with the *send* of the callee."""
 
     TYPE: ClassVar[MessageType] = MessageType.FORWARD_AUTOGRAD_RESP
     context_id: Id
@@ -40,77 +50,76 @@ class ForwardAutogradResp(Message, frozen=True):
     wrapped: Result | RemoteResult | RRefValue
 
 
-class Waiting(Part, frozen=True):
-    """What stood still on ``worker`` after its ``tick``-th step of a pass."""
+class StallReport(WireStruct, frozen=True):
+    """Whether the pass was stalled on ``worker`` after its ``step``-th step."""
 
     worker: WorkerId
-    tick: Size
+    step: Size
     waits: bool = False
-    """Groups that something has reached wait for something else."""
+    """Groups that were reached wait for further entries."""
 
 
 Ids = Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)]
 
 
-class Handled(Part, frozen=True):
-    """A worker has handled ``requests`` of a pass, and that set off those in ``sent``.
+class ProgressReport(WireStruct, frozen=True):
+    """A worker has handled ``requests`` of a pass, and sent the requests in ``sent``.
 
-    Gradients for a send are a request, known by its autograd id. ``sent`` gives workers, and the requests
-    that went to each. ``error`` is what went wrong.
+    A request is the gradients of one send, identified by its autograd id. ``sent`` lists workers, with the
+    requests sent to each. ``error`` is set if handling failed.
     """
 
     requests: Ids
     sent: Annotated[tuple[tuple[WorkerId, Ids], ...], Meta(max_length=MAX_TENSORS)]
-    waiting: Waiting
+    waiting: StallReport
     error: ExceptionReply | None = None
 
 
 NOT_REACHED, NO_GRADIENT = -1, -2
-"""In place of the index of a gradient."""
+"""Instead of the index of a gradient."""
 
-Places = Annotated[tuple[Annotated[int, Meta(ge=NO_GRADIENT)], ...], Meta(max_length=MAX_TENSORS)]
+GradientIndices = Annotated[tuple[Annotated[int, Meta(ge=NO_GRADIENT)], ...], Meta(max_length=MAX_TENSORS)]
 
 
 class BackwardAutogradReq(Message, frozen=True):
-    """Worker of *recvs* to worker of their *sends*: the gradients of the tensors that you sent.
+    """Worker of *recvs* to worker of their *sends*: the gradients of the tensors that were sent.
 
-    ``sends`` gives the autograd id of each, and for each of its tensors the index in ``tensors``; or where no
-    gradient exists (which is not the same as zeros), -1 if the backward pass did not come there, and -2 if it
-    did and nothing came out. ``root`` started the pass and counts what is under way. Where
-    the message goes to the root itself, ``handled`` spares an answer of its own (BACKWARD_AUTOGRAD_RESP,
-    whose message id is the pass id).
+    ``sends`` lists autograd ids, each with the index in ``tensors`` of the gradient of each of its tensors.
+    If a gradient does not exist (which differs from zeros), the index is -1 if the pass did not reach the
+    tensor, and -2 if it did and produced None. ``root`` started the pass. In a message to the root itself,
+    ``handled`` replaces a separate report (BACKWARD_AUTOGRAD_RESP, whose message id is the pass id).
     """
 
     TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_REQ
     context_id: Id
     pass_id: Id
     root: WorkerId
-    sends: Annotated[tuple[tuple[Id, Places], ...], Meta(max_length=MAX_TENSORS)]
+    sends: Annotated[tuple[tuple[Id, GradientIndices], ...], Meta(max_length=MAX_TENSORS)]
     tensors: Tensors = NO_TENSORS
     retain_graph: bool = False
-    handled: Handled | None = None
+    handled: ProgressReport | None = None
 
     def is_awaited_by(self, worker: int) -> bool:
-        """The root of the pass waits for it."""
+        """Whether ``worker`` is the root of the pass, which waits for it."""
         return worker == self.root
 
 
 class BackwardAutogradResp(Message, frozen=True):
-    """Worker to the root of the pass: what I have handled.
+    """Worker to the root of the pass: the requests that were handled.
 
-    When the root has seen every request that it was told of handled, nothing of the pass is in flight.
+    When every request that was reported as sent is reported as handled, nothing of the pass is in flight.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.BACKWARD_AUTOGRAD_RESP
-    handled: Handled
+    handled: ProgressReport
 
 
-class Reach(Part, frozen=True):
-    """Which recvs on ``worker`` each of its entries leads to, as far as they have not been sent on.
+class ReachabilityReport(WireStruct, frozen=True):
+    """Which recvs on ``worker`` each of its entries reaches, without those already sent on.
 
-    ``sends`` gives (autograd id, receiving worker, what was sent). Masks are little-endian, bit 0 for the
-    roots of the pass and bit i + 1 for send i: ``arrived``, and in ``groups`` that of each group, beside the
-    (autograd id, worker) of its recvs.
+    ``sends`` lists (autograd id, receiving worker, description of the tensors). Masks are little-endian, bit
+    0 for the roots of the pass and bit i + 1 for send i: ``arrived``, and in ``groups`` the mask of each
+    group, with the (autograd id, worker) of its recvs.
     """
 
     worker: WorkerId
@@ -123,7 +132,7 @@ class Reach(Part, frozen=True):
 
 
 class DiscoverAutogradReq(Message, frozen=True):
-    """Root of a pass to a worker: what may still arrive with you, and where would it lead?
+    """Root of a pass to a worker: report which recvs each entry reaches.
 
     Reply: DISCOVER_AUTOGRAD_RESP.
     """
@@ -135,16 +144,16 @@ class DiscoverAutogradReq(Message, frozen=True):
 
 
 class DiscoverAutogradResp(Message, frozen=True):
-    """Answer to the above."""
+    """Reply to DISCOVER_AUTOGRAD_REQ."""
 
     TYPE: ClassVar[MessageType] = MessageType.DISCOVER_AUTOGRAD_RESP
-    reach: Reach
+    reach: ReachabilityReport
 
 
 class DropAutogradReq(Message, frozen=True):
-    """Root of a pass to a worker: no gradient will come for ``sends``, go on without them.
+    """Root of a pass to a worker: no gradient will arrive for ``sends``; continue without them.
 
-    ``request`` stands for this message in the report, which is a BACKWARD_AUTOGRAD_RESP.
+    ``request`` identifies this message in the report, which is a BACKWARD_AUTOGRAD_RESP.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.DROP_AUTOGRAD_REQ
@@ -157,9 +166,10 @@ class DropAutogradReq(Message, frozen=True):
 
 
 class CleanupAutogradContextReq(Message, frozen=True):
-    """Worker that leaves contexts to those it told of them: forget them, and pass it on.
+    """Worker to its peers in these contexts: release them, and tell further peers.
 
-    ``passes``: context and number of backward passes that have ended in contexts that go on: the same.
+    ``passes`` lists backward passes (context id, pass number) that have ended in contexts that continue:
+    release those too.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ
@@ -168,6 +178,6 @@ class CleanupAutogradContextReq(Message, frozen=True):
 
 
 class CleanupAutogradContextResp(Message, frozen=True):
-    """Answer to the above: forgotten, or never known."""
+    """Reply to CLEANUP_AUTOGRAD_CONTEXT_REQ: released, or unknown."""
 
     TYPE: ClassVar[MessageType] = MessageType.CLEANUP_AUTOGRAD_CONTEXT_RESP

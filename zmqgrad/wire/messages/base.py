@@ -1,7 +1,7 @@
-"""What all messages share: their numbers, the bounds of their fields, and their base.
+"""Message types, bounds of fields, and the base classes of messages.
 
-Requests carry 0x100, responses 0x200; notices and what flows one way carry neither. Where torch's RPC has a
-number for a message, ours is the same (DESIGN section 5).
+Requests carry 0x100 and responses 0x200; notifications and other one-way messages carry neither. Messages
+that torch's RPC has as well use its numbers (DESIGN section 5).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ MAX_TEXT = 1 << 20
 MAX_KEY = 64 << 10
 MAX_VALUE = 256 << 20
 MAX_KEYS = 1 << 20
-MAX_CODE = 256 << 10
 
 Id = Annotated[int, Meta(ge=0)]  # msgpack itself ends at 2**64 - 1
 WorkerId = Annotated[int, Meta(ge=0, lt=1 << 16)]
@@ -37,7 +36,7 @@ Values = Annotated[tuple[Value, ...], Meta(max_length=MAX_KEYS)]
 
 
 class MessageType(enum.IntEnum):
-    """What an envelope announces."""
+    """The type field of the envelope."""
 
     # calls
     CALL = 0x02 | REQUEST
@@ -46,8 +45,6 @@ class MessageType(enum.IntEnum):
     REMOTE_RESULT = 0x06 | RESPONSE
     EXCEPTION = 0x37 | RESPONSE
     CANCEL = 0x38 | REQUEST
-    CODE_FETCH = 0x39 | REQUEST
-    CODE_VALUE = 0x3A | RESPONSE
     # references
     RREF_FETCH = 0x08 | REQUEST
     RREF_VALUE = 0x0A | RESPONSE
@@ -119,14 +116,14 @@ class MessageType(enum.IntEnum):
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of every header. ``TYPE`` is what the envelope says of it."""
+    """Base of every header. ``TYPE`` is sent in the envelope."""
 
     TYPE: ClassVar[MessageType]
 
     def is_awaited_by(self, worker: int) -> bool:
-        """Does ``worker`` wait for this, at the reply channel that the envelope names?"""
+        """Whether ``worker`` waits for this at the reply channel in the envelope."""
         return self.TYPE & RESPONSE != 0
 
 
-class Part(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """Base of what messages are made of."""
+class WireStruct(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+    """Base of the structs that messages contain."""

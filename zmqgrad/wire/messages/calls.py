@@ -1,23 +1,22 @@
-"""Calls: run this function, and what came of it; and code that the callee has never seen.
+"""Calls and their results.
 
-Caller and callee are any two workers. Every request of these families may be answered by EXCEPTION instead.
+Caller and callee are any two workers. The reply to any request of this family, of references and of autograd
+may be EXCEPTION instead.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from msgspec import Meta
-
-from zmqgrad.wire.messages.base import MAX_CODE, Id, Message, MessageType, Name, Seconds, Text
-from zmqgrad.wire.messages.payloads import NOTHING, Payload
+from zmqgrad.wire.messages.base import Id, Message, MessageType, Name, Seconds, Text
+from zmqgrad.wire.messages.payloads import NONE_PAYLOAD, Payload
 
 
 class Call(Message, frozen=True, tag=1):
-    """Caller to callee: run ``function`` (``module:qualified.name``) on the payload (args, kwargs).
+    """Caller to callee: run ``function`` (``module:qualified.name``) with the arguments in the payload.
 
-    An empty ``function`` means that the payload is (function, args, kwargs). ``timeout`` is the time
-    left of the caller's deadline, 0 for none.
+    If ``function`` is empty, the payload contains the function as well. ``timeout`` is what is left of the
+    caller's deadline in seconds, 0 for none.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CALL
@@ -27,7 +26,7 @@ class Call(Message, frozen=True, tag=1):
 
 
 class RemoteCall(Message, frozen=True, tag=2):
-    """Caller to owner: as CALL, and keep the result as ``rref_id``, of which I am fork ``fork_id``."""
+    """Caller to owner: as CALL, but keep the result as ``rref_id``; the caller holds fork ``fork_id``."""
 
     TYPE: ClassVar[MessageType] = MessageType.REMOTE_CALL
     function: Text
@@ -38,14 +37,14 @@ class RemoteCall(Message, frozen=True, tag=2):
 
 
 class Result(Message, frozen=True, tag=3):
-    """Callee to caller: what the function returned."""
+    """Callee to caller: the return value of the function."""
 
     TYPE: ClassVar[MessageType] = MessageType.RESULT
-    payload: Payload = NOTHING
+    payload: Payload = NONE_PAYLOAD
 
 
 class RemoteResult(Message, frozen=True, tag=4):
-    """Owner to caller: the function has run (or failed; a fetch will tell); your fork is known."""
+    """Owner to caller: the function has finished and the fork is registered. A fetch reports a failure."""
 
     TYPE: ClassVar[MessageType] = MessageType.REMOTE_RESULT
     rref_id: Id
@@ -53,10 +52,10 @@ class RemoteResult(Message, frozen=True, tag=4):
 
 
 class ExceptionReply(Message, frozen=True, tag=5):
-    """Callee to caller: instead of an answer, this exception.
+    """Callee to caller: the request raised this exception.
 
-    ``pickled`` rebuilds it; where that is empty or fails, ``kind`` (qualified name of its type) and
-    ``text`` speak. ``worker`` names where it happened.
+    ``pickled`` is the exception. If it is empty or cannot be read, the caller raises an error with ``kind``
+    (qualified name of the type) and ``text``. ``worker`` is where it was raised.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.EXCEPTION
@@ -68,22 +67,7 @@ class ExceptionReply(Message, frozen=True, tag=5):
 
 
 class Cancel(Message, frozen=True):
-    """Caller to callee: I have given up waiting for ``call`` (a message id). Not answered."""
+    """Caller to callee: no longer waiting for ``call`` (a message id). Has no reply."""
 
     TYPE: ClassVar[MessageType] = MessageType.CANCEL
     call: Id
-
-
-class CodeFetch(Message, frozen=True):
-    """Callee to caller, or the other way round: what is the code whose hash is ``digest``?"""
-
-    TYPE: ClassVar[MessageType] = MessageType.CODE_FETCH
-    digest: Annotated[bytes, Meta(max_length=64)]
-
-
-class CodeValue(Message, frozen=True):
-    """Answer to CODE_FETCH: this, for the interpreter that ``python`` names; empty if I have forgotten it."""
-
-    TYPE: ClassVar[MessageType] = MessageType.CODE_VALUE
-    python: Annotated[bytes, Meta(max_length=64)]
-    code: Annotated[bytes, Meta(max_length=MAX_CODE)] = b""

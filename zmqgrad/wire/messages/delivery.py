@@ -1,6 +1,6 @@
-"""Delivery: where the frames of a message are, and what two workers say so that they get there.
+"""Delivery: where the frames of a message are, and the control messages of the transport.
 
-Nobody's program sees these; :mod:`zmqgrad.transport` says and hears them.
+Sent and received by :mod:`zmqgrad.transport` only.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from zmqgrad.wire.messages.base import (
     Message,
     MessageType,
     Name,
-    Part,
     Size,
     Text,
+    WireStruct,
 )
 
 
-class Piece(Part, frozen=True):
-    """Memory that frames lie in: block ``block`` of the sender's arena, or the next frame that follows.
+class Piece(WireStruct, frozen=True):
+    """Memory that contains frames: block ``block`` of the sender's arena, or a ZeroMQ frame.
 
-    ``segment`` names the arena's segment, in which the block has ``size`` bytes at ``offset``. Where that is
-    0, the frame follows, or it came before in chunks, as stream ``block``, if that is not 0.
+    ``segment`` is the segment of the arena, in which the block has ``size`` bytes at ``offset``. If it is 0,
+    the piece is the next ZeroMQ frame of this message, or, if ``block`` is not 0, the frame that was received
+    in chunks as stream ``block``.
     """
 
     segment: Id = 0
@@ -34,19 +35,19 @@ class Piece(Part, frozen=True):
     size: Size = 0
 
 
-class Window(Part, frozen=True):
-    """One frame as its reader sees it: ``size`` bytes at ``offset`` of piece number ``piece``."""
+class Window(WireStruct, frozen=True):
+    """One frame: ``size`` bytes at ``offset`` of piece ``piece``."""
 
     piece: Size
     offset: Size
     size: Size
 
 
-class Manifest(Part, frozen=True):
-    """Where the frames of a message are, if not one by one behind it, and blocks that go back.
+class Manifest(WireStruct, frozen=True):
+    """Where the frames of a message are, and which shared-memory blocks are released.
 
-    Without ``windows``, the frames are those that follow. ``released``: blocks of the reader's own arena
-    that the sender of the message has finished with.
+    Without ``windows``, the frames follow the message one by one. ``released`` lists blocks of the receiver's
+    arena that the sender no longer uses.
     """
 
     pieces: Annotated[tuple[Piece, ...], Meta(max_length=MAX_TENSORS)] = ()
@@ -55,10 +56,9 @@ class Manifest(Part, frozen=True):
 
 
 class Hello(Message, frozen=True):
-    """Reserved: worker to a peer, who I am.
+    """Reserved and never sent.
 
-    Nobody sends it. Who sends, and in which incarnation, each envelope says; whether memory can be shared
-    is found out by ARENA_OFFER, before the first large message.
+    Every envelope identifies its sender and incarnation; ARENA_OFFER finds out whether memory can be shared.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.HELLO
@@ -66,9 +66,9 @@ class Hello(Message, frozen=True):
 
 
 class Goodbye(Message, frozen=True):
-    """Worker to a peer that it has declared lost and hears of again: for this ``reason``.
+    """Worker to a peer that it declared lost for ``reason``, and that sent a message again.
 
-    The loss is final, for both: what the peer waits for from this worker will not come.
+    The loss is final for both: this worker will send nothing more.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.GOODBYE
@@ -76,11 +76,11 @@ class Goodbye(Message, frozen=True):
 
 
 class ArenaOffer(Message, frozen=True):
-    """Worker to a peer, before the first large message: can you read my memory?
+    """Worker to a peer, before the first large message: asks whether the peer can map its memory.
 
-    ``segment`` is ``size`` bytes of shared memory, descriptor ``descriptor`` of process ``pid``, whose
-    device and inode are ``device`` and ``inode``. What stands at ``nonce_at`` is the proof that you can.
-    While you use it, hold the lock of byte ``lock``.
+    ``segment`` has ``size`` bytes; it is descriptor ``descriptor`` of process ``pid``, with ``device`` and
+    ``inode``. The nonce at ``nonce_at`` proves that the peer read it. The peer holds a lock on byte ``lock``
+    while it uses the segment.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.ARENA_OFFER
@@ -95,7 +95,7 @@ class ArenaOffer(Message, frozen=True):
 
 
 class ArenaAnswer(Message, frozen=True):
-    """Answer to ARENA_OFFER: the ``nonce`` that I read, or empty if I cannot, and ``why``."""
+    """Reply to ARENA_OFFER: the ``nonce`` that was read, or empty, and ``why`` it could not be read."""
 
     TYPE: ClassVar[MessageType] = MessageType.ARENA_ANSWER
     nonce: Annotated[bytes, Meta(max_length=64)]
@@ -103,15 +103,15 @@ class ArenaAnswer(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
-    """Worker to a peer that it has no message for: its manifest releases blocks."""
+    """Worker to a peer, if no other message is due: its manifest releases blocks."""
 
     TYPE: ClassVar[MessageType] = MessageType.RELEASE
 
 
 class Credit(Message, frozen=True):
-    """Worker to a peer: of the frames that you sent me I have taken in so many bytes more.
+    """Worker to a peer: this many more bytes of the peer's frames were consumed.
 
-    ``requests`` in those of requests, ``answers`` in those of answers.
+    ``requests`` counts the frames of requests, ``answers`` those of replies.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CREDIT
@@ -120,10 +120,10 @@ class Credit(Message, frozen=True):
 
 
 class CreditWanted(Message, frozen=True):
-    """Worker to a peer: a message waits here; tell me (CREDIT) when you have taken in so many bytes more.
+    """Worker to a peer: a message waits for credit; send CREDIT after consuming this many more bytes.
 
-    0 in ``requests`` or in ``answers``: nothing of that kind waits. ``again``: it has waited for long, and
-    this comes behind all that I sent, so count what you have not got as taken in.
+    0 in ``requests`` or ``answers`` means that no message of that kind waits. ``again``: it has waited for
+    long; this message follows everything sent so far, so count what did not arrive as consumed.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CREDIT_WANTED
@@ -133,9 +133,9 @@ class CreditWanted(Message, frozen=True):
 
 
 class Chunk(Message, frozen=True):
-    """Worker to a peer: the part at ``offset`` of a frame of ``total`` bytes; its message will follow.
+    """Worker to a peer: the part at ``offset`` of a frame of ``total`` bytes, ahead of its message.
 
-    The manifest of that names the frame by ``stream``. Chunks come in order.
+    The manifest of the message refers to the frame by ``stream``. Chunks arrive in order.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CHUNK
@@ -145,6 +145,6 @@ class Chunk(Message, frozen=True):
 
 
 class Ack(Message, frozen=True):
-    """Worker to a peer that it has no message for: its envelope acknowledges what has arrived."""
+    """Worker to a peer, if no other message is due: its envelope acknowledges received messages."""
 
     TYPE: ClassVar[MessageType] = MessageType.ACK

@@ -1,7 +1,7 @@
-"""Payloads: a Python value as bytes, and the tensors beside it.
+"""Payloads: a pickled Python value, and the tensors beside it.
 
-The bytes of a value are blobs; small ones lie in the header, large ones in frames of their own. A tensor is a
-description of its blob, so that tensors which share a storage share a blob.
+Bytes are sent as blobs: small ones in the header, large ones in frames of their own. A tensor descriptor
+refers to a blob, so that tensors which share a storage share a blob.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from zmqgrad.wire.messages.base import MAX_DIMENSIONS, MAX_TENSORS, Id, Name, Part, Size, WorkerId
+from zmqgrad.wire.messages.base import MAX_DIMENSIONS, MAX_TENSORS, Id, Name, Size, WireStruct, WorkerId
 
 Shape = Annotated[tuple[Size, ...], Meta(max_length=MAX_DIMENSIONS)]
 
 
-class Place(enum.IntEnum):
+class BlobLocation(enum.IntEnum):
     """Where the bytes of a blob are."""
 
     INLINE = 0  # in the header itself
     FRAME = 1  # in a frame of their own, after the header
 
 
-class Blob(Part, frozen=True):
-    """Some bytes: inline in ``data``, or ``size`` bytes at ``offset`` of frame number ``index``."""
+class Blob(WireStruct, frozen=True):
+    """``size`` bytes: inline in ``data``, or at ``offset`` of frame ``index``."""
 
-    place: Place
+    location: BlobLocation
     size: Size
     data: bytes = b""
     index: Size = 0
@@ -35,14 +35,14 @@ class Blob(Part, frozen=True):
 
 
 class Layout(enum.IntEnum):
-    """How the bytes of a tensor make a tensor."""
+    """How a tensor is built from its bytes."""
 
-    STRIDED = 0  # a window on its blob
+    STRIDED = 0  # a view of its blob
     COO = 1  # parts: indices, values
-    OPAQUE = 2  # the blob is what torch.save wrote
+    OPAQUE = 2  # the blob was written by torch.save
 
 
-class TensorDescriptor(Part, frozen=True):
+class TensorDescriptor(WireStruct, frozen=True):
     """One tensor: ``shape`` and ``strides`` in elements, ``offset`` in bytes from the start of its blob.
 
     Empty ``strides`` with a shape that has dimensions means contiguous.
@@ -60,40 +60,40 @@ class TensorDescriptor(Part, frozen=True):
     parts: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=2)] = ()
 
 
-class Row(Part, frozen=True):
-    """Contiguous tensors of one dtype whose bytes fill a blob, one behind the other.
+class TensorBatch(WireStruct, frozen=True):
+    """Contiguous tensors of one dtype, concatenated in one blob.
 
-    ``places`` are their numbers among the tensors of the message; empty: they are all of them.
+    ``indices`` are their positions among the tensors of the message; empty if the batch contains all of them.
     """
 
     dtype: Name
     blob: Size
     shapes: Annotated[tuple[Shape, ...], Meta(max_length=MAX_TENSORS)]
-    places: Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)] = ()
+    indices: Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)] = ()
     requires_grad: bool = False
 
 
-class Tensors(Part, frozen=True):
-    """Tensors beside a message, and the blobs that hold their bytes (tensors may share one).
+class Tensors(WireStruct, frozen=True):
+    """The tensors of a message and the blobs that hold their bytes; tensors may share a blob.
 
-    Those of ``tensors`` have, in order, the numbers that those in ``rows`` leave free.
+    ``tensors`` take, in order, the indices that are not in ``batches``.
     """
 
     tensors: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=MAX_TENSORS)] = ()
     blobs: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
-    rows: Annotated[tuple[Row, ...], Meta(max_length=MAX_TENSORS)] = ()
+    batches: Annotated[tuple[TensorBatch, ...], Meta(max_length=MAX_TENSORS)] = ()
 
     def requiring_grad(self) -> list[int]:
-        """The numbers of those that require grad."""
-        if not self.rows:
+        """Return the indices of the tensors that require grad."""
+        if not self.batches:
             return [i for i, d in enumerate(self.tensors) if d.requires_grad]
         numbers: list[int] = []
         taken: set[int] = set()
-        for row in self.rows:
-            places = row.places or range(len(row.shapes))
-            taken.update(places)
-            if row.requires_grad:
-                numbers += places
+        for batch in self.batches:
+            indices = batch.indices or range(len(batch.shapes))
+            taken.update(indices)
+            if batch.requires_grad:
+                numbers += indices
         free = itertools.filterfalse(taken.__contains__, itertools.count())
         numbers += [i for i, d in zip(free, self.tensors, strict=False) if d.requires_grad]
         return sorted(numbers)
@@ -102,26 +102,23 @@ class Tensors(Part, frozen=True):
 NO_TENSORS = Tensors()
 
 
-class Form(enum.IntEnum):
-    """How a payload's value is made from its pickle and its tensors."""
+class PayloadFormat(enum.IntEnum):
+    """How the content of a payload is represented."""
 
-    NOTHING = 0  # None, or no arguments
-    TENSOR = 1  # the one tensor itself
-    TUPLE = 2  # a tuple of the tensors
-    PICKLE = 3  # a pickle in which tensors are replaced by their index
-    PLAIN = 4  # None, bool, int, float, str or bytes, as msgpack
-    ARGUMENTS = 5  # such, and tensors: msgpack of values, names of the last of them, and tensors' places
-    VALUE = 6  # the one argument of such
+    NONE = 0  # None, or no arguments
+    TENSORS = 1  # one tensor, or arguments that are all tensors
+    PICKLE = 2  # a pickle in which tensors are replaced by their index
 
 
-class Payload(Part, frozen=True):
-    """A Python value. ``pickled`` names the blob of its pickle or msgpack, ``buffers`` those beside a pickle.
+class Payload(WireStruct, frozen=True):
+    """A Python value, or the arguments of a call.
 
-    ``forks`` gives the references in it as (owner, rref id, fork id, parent): whoever drops a payload unread
-    has to let go of them. ``order`` gives the numbers of the tensors in a tuple, where one is there twice.
+    ``pickled`` is the pickle, ``buffers`` are its out-of-band buffers. ``forks`` lists the RRefs in it as
+    (owner, rref id, fork id, parent); a receiver that drops the payload unread must release them. ``order``
+    gives the index of the tensor of each argument, if one tensor is passed more than once.
     """
 
-    form: Form = Form.NOTHING
+    format: PayloadFormat = PayloadFormat.NONE
     tensors: Tensors = NO_TENSORS
     pickled: Blob | None = None
     buffers: Annotated[tuple[Blob, ...], Meta(max_length=MAX_TENSORS)] = ()
@@ -129,4 +126,4 @@ class Payload(Part, frozen=True):
     order: Annotated[tuple[Size, ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
-NOTHING = Payload()
+NONE_PAYLOAD = Payload()

@@ -1,7 +1,7 @@
-"""Store queries and their answers: a client asks, the server says (DESIGN section 7).
+"""Store queries, client to server, and their replies (DESIGN section 7).
 
-Timeouts are the time left at the client, in seconds; the server stops waiting when it is over. Every query
-may be answered by STORE_REFUSED instead.
+Timeouts are the time left at the client, in seconds; the server stops waiting when it has passed. The reply
+to any query may be STORE_REFUSED instead.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class StoreCompareSet(Message, frozen=True):
 
 
 class StoreGet(Message, frozen=True):
-    """The value of ``key``, once it exists. Reply: STORE_VALUE."""
+    """Get the value of ``key``, once it exists. Reply: STORE_VALUE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_GET
     key: Key
@@ -59,7 +59,7 @@ class StoreAdd(Message, frozen=True):
 
 
 class StoreCheck(Message, frozen=True):
-    """Do all ``keys`` exist? Reply: STORE_NUMBER, 1 or 0."""
+    """Check whether all ``keys`` exist. Reply: STORE_NUMBER, 1 or 0."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_CHECK
     keys: Keys
@@ -74,13 +74,13 @@ class StoreWait(Message, frozen=True):
 
 
 class StoreGetNumKeys(Message, frozen=True):
-    """How many keys are there? Reply: STORE_NUMBER."""
+    """Count the keys. Reply: STORE_NUMBER."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_GETNUMKEYS
 
 
 class StoreDeleteKey(Message, frozen=True):
-    """Delete ``key``. Reply: STORE_NUMBER, 1 if it was there."""
+    """Delete ``key``. Reply: STORE_NUMBER, 1 if it existed."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_DELETE_KEY
     key: Key
@@ -95,7 +95,7 @@ class StoreAppend(Message, frozen=True):
 
 
 class StoreMultiGet(Message, frozen=True):
-    """The values of ``keys``, once all exist. Reply: STORE_VALUES."""
+    """Get the values of ``keys``, once all exist. Reply: STORE_VALUES."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_MULTI_GET
     keys: Keys
@@ -119,7 +119,7 @@ class StoreQueuePush(Message, frozen=True):
 
 
 class StoreQueuePop(Message, frozen=True):
-    """Take the first item of the queue ``key``; with ``block``, once there is one. Reply: STORE_ITEM."""
+    """Pop the first item of the queue ``key``; with ``block``, wait for one. Reply: STORE_ITEM."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_POP
     key: Key
@@ -128,9 +128,9 @@ class StoreQueuePop(Message, frozen=True):
 
 
 class StoreQueueAck(Message, frozen=True):
-    """The client has received ``item`` (STORE_ITEM): it is delivered.
+    """Acknowledge ``item`` (STORE_ITEM), which then counts as delivered.
 
-    Reply: STORE_NUMBER, 1; or 0 if the item has returned to its queue meanwhile, and is not the client's.
+    Reply: STORE_NUMBER, 1; or 0 if the item has returned to its queue meanwhile.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_ACK
@@ -138,27 +138,27 @@ class StoreQueueAck(Message, frozen=True):
 
 
 class StoreQueueLen(Message, frozen=True):
-    """How many values are in the queue ``key``? Reply: STORE_NUMBER."""
+    """Count the items of the queue ``key``. Reply: STORE_NUMBER."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_QUEUE_LEN
     key: Key
 
 
 class StoreListKeys(Message, frozen=True):
-    """All keys that start with ``prefix``. Reply: STORE_KEYS, sorted."""
+    """List the keys that start with ``prefix``. Reply: STORE_KEYS, sorted."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_LIST_KEYS
     prefix: Key
 
 
 class StorePing(Message, frozen=True):
-    """Are you there? Reply: STORE_PONG with the same nonce."""
+    """Check that the server is alive. Reply: STORE_PONG with the same nonce."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_PING
     nonce: Name
 
 
-# ---- answers --------------------------------------------------------------------------------------------
+# ---- replies --------------------------------------------------------------------------------------------
 
 
 class StoreValue(Message, frozen=True):
@@ -212,8 +212,8 @@ class Refusal(enum.IntEnum):
     INVALID = 2
     LIMIT = 3
     CLOSING = 4
-    UNSUBSCRIBED = 5  # the subscription that a watch needs has not arrived
-    TOO_LARGE = 6  # for the connection that the query came by: repeat it over ZeroMQ
+    UNSUBSCRIBED = 5  # the subscription of a watch has not arrived
+    TOO_LARGE = 6  # for this connection: repeat the query over ZeroMQ
 
 
 class StoreRefused(Message, frozen=True):
@@ -225,7 +225,7 @@ class StoreRefused(Message, frozen=True):
 
 
 class StorePong(Message, frozen=True):
-    """Here I am. ``endpoint``: of my fast path within my host, if there is one."""
+    """The server is alive. ``endpoint`` is its fast path for clients of its host, if there is one."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_PONG
     nonce: Name

@@ -32,7 +32,7 @@ Revisions = Annotated[tuple[int, ...], Meta(max_length=2 * MAX_KEYS)]
 
 
 class StoreWatchChannel(Message, frozen=True):
-    """Where are notifications published? Reply: STORE_CHANNEL."""
+    """Get the endpoint of the notifications. Reply: STORE_CHANNEL."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_WATCH_CHANNEL
 
@@ -70,7 +70,7 @@ class KeyCallbackRegistered(Message, frozen=True):
 
 
 class StoreUnwatchKey(Message, frozen=True):
-    """``watcher`` does not watch ``key`` any more. Reply: STORE_DONE."""
+    """End the watch of ``key`` by ``watcher``. Reply: STORE_DONE."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_UNWATCH_KEY
     key: Key
@@ -105,7 +105,7 @@ class StoreUnwatchPrefix(Message, frozen=True):
 
 
 class StoreRenewWatches(Message, frozen=True):
-    """``watcher`` still watches these. Reply: STORE_REVISIONS."""
+    """Keep the watches of these keys and prefixes by ``watcher``. Reply: STORE_REVISIONS."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_RENEW_WATCHES
     watcher: Id
@@ -116,8 +116,8 @@ class StoreRenewWatches(Message, frozen=True):
 class StoreRevisions(Message, frozen=True):
     """For each key, then each prefix: the revision of its last notification.
 
-    0: there was none yet; -1: the server has no such watch. A client that has not received that
-        notification reads the target again.
+    0: none yet; -1: the server has no such watch. A client that has not received that notification reads the
+    key or prefix again.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_REVISIONS
@@ -128,7 +128,7 @@ class StoreRevisions(Message, frozen=True):
 
 
 class KeyCreated(Message, frozen=True):
-    """``key`` came to exist. ``previous`` is the revision of the key's notification before, 0 if none."""
+    """``key`` was created. ``previous`` is the revision of the key's previous notification, 0 if none."""
 
     TYPE: ClassVar[MessageType] = MessageType.KEY_CREATED
     key: Key
@@ -161,8 +161,8 @@ class KeyDeleted(Message, frozen=True):
 class PrefixChanged(Message, frozen=True):
     """``key``, which begins with ``prefix``, holds ``new`` now; None: it was deleted.
 
-    ``previous`` is the revision of the prefix's notification before, 0 if none. With ``left_out``, the value
-    is too large for a notification: read it.
+    ``previous`` is the revision of the prefix's previous notification, 0 if none. With ``left_out``, the
+    value is too large for a notification: read it.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.PREFIX_CHANGED

@@ -1,4 +1,4 @@
-"""Where the bytes of the tensors of a message go: the header, a frame that small ones share, or their own."""
+"""Placement of tensor bytes: in the header, in a frame that small tensors share, or in their own frame."""
 
 from __future__ import annotations
 
@@ -9,36 +9,36 @@ from typing import Any
 import torch
 
 from zmqgrad.errors import PayloadError
-from zmqgrad.wire.messages import MAX_TENSORS, Blob, Place, Row, TensorDescriptor, Tensors
-from zmqgrad.wire.tensors.modes import unseen
-from zmqgrad.wire.unwritten import Frame, Unwritten
+from zmqgrad.wire.lazy_frame import Frame, LazyFrame
+from zmqgrad.wire.messages import MAX_TENSORS, Blob, BlobLocation, TensorBatch, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors.modes import without_modes
 
-INLINE = 16 << 10
-"""Blobs of up to so many bytes travel in the header; larger ones in a frame of their own."""
+MAX_INLINE_BYTES = 16 << 10
+"""Larger blobs travel in a frame of their own instead of in the header."""
 
-MANY = 64 << 10
-LITTLE = 256
-"""In a message with more than ``MANY`` bytes of tensors, only blobs of up to so many go in the header."""
+MANY_BYTES = 64 << 10
+MAX_INLINE_BYTES_AMONG_MANY = 256
+"""Limit for blobs in the header in a message with more than ``MANY_BYTES`` of tensors."""
 
-ALIGNMENT = 64
-"""Blobs that share a frame begin at multiples of so many bytes: enough for every dtype, and a cache line."""
+ALIGNMENT_BYTES = 64
+"""Alignment of blobs that share a frame: enough for every dtype, and one cache line."""
 
 _string_at = ctypes.string_at
 
 
 def blob_of(owner: torch.Tensor, address: int, size: int, frames: list[Frame]) -> Blob:
-    """The one blob of a message: ``size`` bytes at ``address``, which ``owner`` keeps alive."""
-    if size <= INLINE:
-        return Blob(Place.INLINE, size, _string_at(address, size) if size else b"")
+    """The blob of a message with one tensor: ``size`` bytes at ``address``, kept alive by ``owner``."""
+    if size <= MAX_INLINE_BYTES:
+        return Blob(BlobLocation.INLINE, size, _string_at(address, size) if size else b"")
     frames.append(window(owner, address, size))
-    return Blob(Place.FRAME, size, b"", len(frames) - 1)
+    return Blob(BlobLocation.FRAME, size, b"", len(frames) - 1)
 
 
 class Blobs:
-    """Where the bytes of the tensors of one message go.
+    """Collects the blobs of the tensors of one message.
 
-    What is small goes in the header. Where the small ones are many, they lie side by side in one frame
-    instead, which needs no encoding and which tensors can be built on. :meth:`finish` must follow.
+    Small blobs go in the header. If there are many, they share one frame instead, which needs no encoding and
+    on which tensors can be built without a copy. :meth:`finish` must be called last.
     """
 
     __slots__ = ("_inline", "_shared", "_shared_index", "_shared_size", "blobs", "frames")
@@ -46,59 +46,59 @@ class Blobs:
     def __init__(self, frames: list[Frame], many: bool) -> None:
         self.blobs: list[Blob] = []
         self.frames = frames
-        self._inline = LITTLE if many else INLINE
+        self._inline = MAX_INLINE_BYTES_AMONG_MANY if many else MAX_INLINE_BYTES
         self._shared: list[bytes] = []
         self._shared_index = -1
         self._shared_size = 0
 
     def add(self, owner: torch.Tensor, address: int, size: int) -> int:
-        """Take in ``size`` bytes at ``address``, which ``owner`` keeps alive; gives the blob's number."""
-        if size <= INLINE:
+        """Add ``size`` bytes at ``address``, kept alive by ``owner``. Returns the index of the blob."""
+        if size <= MAX_INLINE_BYTES:
             return self.add_bytes(_string_at(address, size) if size else b"")
-        self.blobs.append(Blob(Place.FRAME, size, b"", len(self.frames)))
+        self.blobs.append(Blob(BlobLocation.FRAME, size, b"", len(self.frames)))
         self.frames.append(window(owner, address, size))
         return len(self.blobs) - 1
 
     def add_packed(self, t: torch.Tensor) -> int:
-        """Take in the elements of ``t``, which has gaps, side by side; gives the blob's number."""
-        return self.add_unwritten(_Packed(t))
+        """Add the elements of non-contiguous ``t``, packed. Returns the index of the blob."""
+        return self.add_lazy(_Packed(t))
 
     def add_bytes(self, data: bytes) -> int:
-        """Take in ``data``; gives the blob's number."""
+        """Add ``data``. Returns the index of the blob."""
         size = len(data)
         if size <= self._inline:
-            blob = Blob(Place.INLINE, size, data)
-        elif size <= INLINE:
+            blob = Blob(BlobLocation.INLINE, size, data)
+        elif size <= MAX_INLINE_BYTES:
             if self._shared_index < 0:
                 self._shared_index = len(self.frames)
-                self.frames.append(b"")  # finish() puts them here
-            gap = -self._shared_size % ALIGNMENT
+                self.frames.append(b"")  # filled by finish()
+            gap = -self._shared_size % ALIGNMENT_BYTES
             if gap:
                 self._shared.append(bytes(gap))
             offset = self._shared_size + gap
             self._shared.append(data)
             self._shared_size = offset + size
-            blob = Blob(Place.FRAME, size, b"", self._shared_index, offset)
+            blob = Blob(BlobLocation.FRAME, size, b"", self._shared_index, offset)
         else:
-            blob = Blob(Place.FRAME, size, b"", len(self.frames))
+            blob = Blob(BlobLocation.FRAME, size, b"", len(self.frames))
             self.frames.append(data)
         self.blobs.append(blob)
         return len(self.blobs) - 1
 
-    def add_unwritten(self, data: Unwritten) -> int:
-        """Take in what has yet to be written; gives the blob's number."""
+    def add_lazy(self, data: LazyFrame) -> int:
+        """Add a frame that is written later. Returns the index of the blob."""
         size = len(data)
-        if size <= INLINE:
-            return self.add_bytes(bytes(data.written()) if size else b"")
-        self.blobs.append(Blob(Place.FRAME, size, b"", len(self.frames)))
+        if size <= MAX_INLINE_BYTES:
+            return self.add_bytes(bytes(data.materialize()) if size else b"")
+        self.blobs.append(Blob(BlobLocation.FRAME, size, b"", len(self.frames)))
         self.frames.append(data)
         return len(self.blobs) - 1
 
-    def finish(self, descriptors: Sequence[TensorDescriptor], rows: Sequence[Row] = ()) -> Tensors:
-        """All is taken in.
+    def finish(self, descriptors: Sequence[TensorDescriptor], batches: Sequence[TensorBatch] = ()) -> Tensors:
+        """Build the header struct after all blobs were added.
 
         Raises:
-            PayloadError: if that is more than a message holds: its reader would refuse it.
+            PayloadError: if there are more tensors than a message may hold.
         """
         if max(len(descriptors), len(self.blobs)) > MAX_TENSORS:
             raise PayloadError(
@@ -106,18 +106,18 @@ class Blobs:
             )
         if self._shared_index >= 0:
             self.frames[self._shared_index] = b"".join(self._shared)
-        return Tensors(tuple(descriptors), tuple(self.blobs), tuple(rows))
+        return Tensors(tuple(descriptors), tuple(self.blobs), tuple(batches))
 
 
 def window(owner: torch.Tensor, address: int, size: int) -> memoryview:
-    """``size`` bytes of ``owner`` at ``address``, which live as long as this does."""
+    """A view of ``size`` bytes at ``address`` that keeps ``owner`` alive."""
     array: Any = (ctypes.c_char * size).from_address(address)
     array.owner = owner
     return memoryview(array).cast("B")
 
 
-class _Packed(Unwritten):
-    """The elements of a tensor with gaps."""
+class _Packed(LazyFrame):
+    """The elements of a non-contiguous tensor, packed."""
 
     __slots__ = ("_size", "_tensor")
 
@@ -128,12 +128,12 @@ class _Packed(Unwritten):
     def __len__(self) -> int:
         return self._size
 
-    @unseen
-    def write_to(self, room: memoryview) -> None:
+    @without_modes
+    def write_to(self, buffer: memoryview) -> None:
         t = self._tensor
-        torch.frombuffer(room, dtype=torch.uint8).view(t.dtype).view(t.shape).copy_(t)
+        torch.frombuffer(buffer, dtype=torch.uint8).view(t.dtype).view(t.shape).copy_(t)
 
-    @unseen
-    def written(self) -> memoryview:
+    @without_modes
+    def materialize(self) -> memoryview:
         packed = self._tensor.contiguous()
         return window(packed, packed.data_ptr(), packed.nbytes)

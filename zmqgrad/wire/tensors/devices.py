@@ -1,8 +1,7 @@
-"""Tensors on CUDA devices: how they leave, and how they arrive on the device that was agreed on.
+"""Tensors on CUDA devices: staged to the host by the sender, copied to the mapped device by the receiver.
 
-They are staged through pinned host memory on both sides. Every copy is made on the current stream of its
-device in the calling thread, so it comes after the work that was queued there before, and work queued there
-afterwards sees it.
+Both sides use pinned host memory. Every copy runs on the current stream of its device in the calling thread,
+so it is ordered after work queued there before, and before work queued there afterwards.
 """
 
 from __future__ import annotations
@@ -13,20 +12,20 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from zmqgrad.errors import PayloadError, ProtocolError
-from zmqgrad.wire.tensors.streams import note_arrival
+from zmqgrad.wire.tensors.streams import record_copy
 
 Devices = Mapping[torch.device, torch.device]
-"""Where tensors of each of our devices go; a :class:`Route`, or a plain one."""
+"""Device map: the peer's device for each device of this worker. A :class:`Route`, or a plain mapping."""
 
 
 class Route(dict[torch.device, torch.device]):
-    """Where tensors of each of our devices go; ``missing`` says for people which way it is."""
+    """A device map; ``missing`` names the workers for the error about a device without an entry."""
 
     missing = ""
 
 
-class NoWay(Exception):
-    """A tensor on ``device`` cannot go."""
+class NoDeviceMapping(Exception):
+    """The device map has no entry for ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
@@ -38,80 +37,84 @@ CPU = torch.device("cpu")
 _CUDA = re.compile(r"cuda:(\d{1,4})")
 
 
-# ---- leaving --------------------------------------------------------------------------------------------
+# ---- sending --------------------------------------------------------------------------------------------
 
 
-def leave(tensors: Sequence[torch.Tensor], devices: Devices) -> tuple[list[torch.Tensor], list[str]]:
-    """``tensors`` ready to leave, and the name of the device where each goes.
+def stage_to_host(tensors: Sequence[torch.Tensor], devices: Devices) -> tuple[list[torch.Tensor], list[str]]:
+    """Copy ``tensors`` to host memory.
+
+    Returns:
+        The copies, and the name of the peer's device for each.
 
     Raises:
-        NoWay: for a tensor on a device of which nobody said where its tensors go.
+        NoDeviceMapping: for a tensor on a device that ``devices`` does not map.
     """
-    homes = [devices.get(t.device) for t in tensors]
-    leaving: list[torch.Tensor] = []
-    staged: set[torch.device] = set()
-    for t, home in zip(tensors, homes, strict=True):
-        if home is None and t.device.type not in ("cpu", "meta"):
-            raise NoWay(t.device)
+    targets = [devices.get(t.device) for t in tensors]
+    staged_tensors: list[torch.Tensor] = []
+    sources: set[torch.device] = set()
+    for t, target in zip(tensors, targets, strict=True):
+        if target is None and t.device.type not in ("cpu", "meta"):
+            raise NoDeviceMapping(t.device)
         if t.is_cuda:
-            staged.add(t.device)
+            sources.add(t.device)
             t = _stage(t)
-        leaving.append(t)
-    for device in staged:
-        torch.cuda.current_stream(device).synchronize()  # the copies are complete
-    return leaving, [str(t.device if home is None else home) for t, home in zip(tensors, homes, strict=True)]
+        staged_tensors.append(t)
+    for device in sources:
+        torch.cuda.current_stream(device).synchronize()  # wait for the copies
+    return staged_tensors, [
+        str(t.device if target is None else target) for t, target in zip(tensors, targets, strict=True)
+    ]
 
 
 def _stage(t: torch.Tensor) -> torch.Tensor:
-    """A copy in main memory, on its way where that can be: it is pinned, and torch keeps it for the next."""
+    """Copy to host memory, asynchronously if possible: torch caches pinned memory for reuse."""
     if t.layout is not torch.strided or t.is_quantized:
         return t.detach().cpu()
     plain = t.detach().resolve_conj().resolve_neg()
-    room = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True)
-    return room.copy_(plain, non_blocking=True)
+    pinned = torch.empty(plain.shape, dtype=plain.dtype, pin_memory=True)
+    return pinned.copy_(plain, non_blocking=True)
 
 
-def no_way(device: torch.device, devices: Devices | None) -> str:
-    """What to say of a tensor on ``device`` that cannot be sent by ``devices``."""
+def no_mapping_text(device: torch.device, devices: Devices | None) -> str:
+    """Error text for a tensor on ``device``, which ``devices`` does not map."""
     missing = getattr(devices, "missing", "")
     return (
-        f"a tensor on {device} cannot be sent: nobody said on which device of the other worker it shall "
-        f"arrive{f' ({missing})' if missing else ''}. Move it with .cpu(), or call `set_device_map` on "
+        f"a tensor on {device} cannot be sent: no device of the other worker is mapped to it"
+        f"{f' ({missing})' if missing else ''}. Move it with .cpu(), or call `set_device_map` on "
         f"`TensorPipeRpcBackendOptions` before init_rpc"
     )
 
 
-# ---- arriving -------------------------------------------------------------------------------------------
+# ---- receiving ------------------------------------------------------------------------------------------
 
 
-def arrive(t: torch.Tensor, name: str) -> torch.Tensor:
-    """``t``, which came to main memory, on the device that its sender named.
+def copy_to_device(t: torch.Tensor, name: str) -> torch.Tensor:
+    """Copy ``t`` from host memory to the device named by its sender.
 
     Raises:
-        PayloadError: if there is none such here, or no room on it. ProtocolError: if that is no name of one.
+        PayloadError: if this process does not have the device, or its memory is exhausted.
+        ProtocolError: if ``name`` is not a CUDA device.
     """
     device = _device(name)
     try:
         if t.layout is torch.strided and not t.is_quantized:
-            # By pinned memory this thread need not wait for what is queued on the device. Torch does not
-            # give that memory to others before the copy is complete.
-            with torch.cuda.device(
-                device
-            ):  # else pinning may begin CUDA on another, which takes memory there
-                there = t.pin_memory().to(device, non_blocking=True)
+            # From pinned memory the copy is asynchronous. Torch reuses that memory only after the copy.
+            # Without device(), pinning may initialize CUDA on another device, which takes memory there.
+            with torch.cuda.device(device):
+                copied = t.pin_memory().to(device, non_blocking=True)
         else:
-            there = t.to(device)
+            copied = t.to(device)
     except RuntimeError as e:
-        raise PayloadError(f"a tensor that came cannot be brought to {name}: {e}") from e
-    note_arrival(there)
-    return there
+        raise PayloadError(f"cannot copy a received tensor to {name}: {e}") from e
+    record_copy(copied)
+    return copied
 
 
 def _device(name: str) -> torch.device:
     known = _CUDA.fullmatch(name)
     if known is None:
-        raise ProtocolError(f"a tensor came for device {name!r}, which nobody agreed on")
+        raise ProtocolError(f"received a tensor for unknown device {name!r}")
     count = torch.cuda.device_count()
     if int(known[1]) >= count:
-        raise PayloadError(f"a tensor came for device {name}, but this process sees {count} CUDA devices")
+        raise PayloadError(f"received a tensor for device {name}, but this process sees {count} CUDA devices")
     return torch.device(name)

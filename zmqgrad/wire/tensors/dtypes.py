@@ -1,9 +1,9 @@
-"""Dtypes by the names that descriptors use."""
+"""Names of dtypes in descriptors."""
 
 from __future__ import annotations
 
 import torch
 
 NAMES = {d: str(d).removeprefix("torch.") for d in vars(torch).values() if isinstance(d, torch.dtype)}
-# Without the quantized ones: a strided tensor of such a dtype has no quantizer, and torch crashes on it.
+# Without quantized dtypes: torch crashes on a strided tensor of such a dtype, which has no quantizer.
 DTYPES = {name: dtype for dtype, name in NAMES.items() if not name.startswith("q")}

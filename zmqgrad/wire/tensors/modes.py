@@ -1,7 +1,7 @@
-"""Modes that a program has put on its thread (a default device, fake tensors) are for its own tensors.
+"""Disables torch function and dispatch modes of the user (default device, fake tensors) while encoding.
 
-A mode sees whatever its thread calls of torch. What packs and unpacks tensors writes to memory by address:
-under ``torch.device("cuda")`` or a ``FakeTensorMode`` it would get tensors whose address is none of ours.
+A mode intercepts every torch call of its thread. Encoding and decoding write to memory by address: under
+``torch.device("cuda")`` or a ``FakeTensorMode`` they would get tensors without an address in main memory.
 """
 
 from __future__ import annotations
@@ -18,28 +18,27 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-"""How many there are of the one kind, to which a default device belongs. A question at every message: no step
-between."""
+"""Number of active function modes, such as a default device. Called for every message, so not wrapped."""
 
 dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""And of the other, to which fake tensors belong."""
+"""Number of active dispatch modes, such as ``FakeTensorMode``."""
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
-    """No mode sees what happens here."""
+def modes_disabled() -> Iterator[None]:
+    """Context in which no mode is active."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         yield
 
 
-def unseen(function: Callable[P, R]) -> Callable[P, R]:
-    """``function``, hidden from modes."""
+def without_modes(function: Callable[P, R]) -> Callable[P, R]:
+    """Decorator: run ``function`` with all modes disabled."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         if not function_modes() and not dispatch_modes():
             return function(*args, **kwargs)
-        with hidden():
+        with modes_disabled():
             return function(*args, **kwargs)
 
     return run

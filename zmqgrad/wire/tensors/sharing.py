@@ -1,4 +1,4 @@
-"""Which tensors of a message lie in one another's memory."""
+"""Finds the tensors of a message that share memory."""
 
 from __future__ import annotations
 
@@ -13,30 +13,30 @@ from zmqgrad.wire.tensors.dtypes import NAMES
 
 
 def extent(t: torch.Tensor) -> int:
-    """Elements from the first to the last that ``t`` shows, both included."""
+    """Number of elements from the first to the last of ``t`` in memory, gaps included."""
     if t.numel() == 0:
         return 0
     return 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
 
 
 class Sharing:
-    """Which tensors of a message overlap in one storage; those are sent as windows on one blob.
+    """Tensors of a message that overlap in one storage, which are sent as views of one blob.
 
-    Tensors that require grad are left out: each gets a history of its own at the other end, where a
-    write through one must not change what another has saved for backward.
+    Tensors that require grad are excluded: each gets a history of its own at the receiver, where a write to
+    one must not change what another has saved for backward.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         by_storage: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
         for t in tensors:
-            # A lazily conjugated or negated tensor shows other values than its bytes: it cannot share.
+            # The bytes of a lazily conjugated or negated tensor are not its values: it cannot share.
             lazy = t.is_conj() or t.is_neg()
             if t.is_cpu and t.layout is torch.strided and not (t.requires_grad or t.is_quantized or lazy):
                 pointer = t.untyped_storage().data_ptr()
                 if pointer and t.numel():
                     start = t.data_ptr()
                     by_storage.setdefault(pointer, []).append((start, start + extent(t) * t.itemsize, t))
-        # id of a tensor -> the span of bytes [start, end) that it is a window on
+        # id of a tensor -> the span of bytes [start, end) that it is a view of
         self._spans: dict[int, tuple[int, int]] = {}
         self._blobs: dict[tuple[int, int], int] = {}
         for windows in by_storage.values():
@@ -44,7 +44,7 @@ class Sharing:
                 self._merge(windows)
 
     def _merge(self, windows: list[tuple[int, int, torch.Tensor]]) -> None:
-        """Unite windows that overlap, unless most of what they span together is shown by none."""
+        """Merge overlapping views, unless more than half of the merged span belongs to none of them."""
         windows.sort(key=lambda w: w[:2])
         group: list[tuple[int, int, torch.Tensor]] = []
         end = 0
@@ -61,7 +61,7 @@ class Sharing:
     def shares(self, t: torch.Tensor) -> bool:
         return id(t) in self._spans
 
-    def describe(self, t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    def encode_tensors(self, t: torch.Tensor, out: Blobs) -> TensorDescriptor:
         span = self._spans[id(t)]
         number = self._blobs.get(span)
         if number is None:

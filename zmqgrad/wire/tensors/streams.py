@@ -1,9 +1,9 @@
-"""The order of streams between the thread that makes a tensor and the one that uses it.
+"""Ordering of CUDA streams between the thread that creates a tensor and the thread that uses it.
 
-An answer may be rebuilt by an engine thread, on that thread's streams, while the user waits for it inside
-``torch.cuda.stream(...)``: his stream has to wait for the copies, and the memory of the tensors must not be
-used again before his work with them is done. The same goes for gradients, and values on their owner, which
-engine threads have made.
+A result may be decoded by a pool thread, on the streams of that thread, while the user waits for it inside
+``torch.cuda.stream(...)``. The user's stream must wait for the copies, and the memory of the tensors must not
+be reused before the user's work is done. The same applies to gradients, and to values on their owner, which
+pool threads have created.
 """
 
 from __future__ import annotations
@@ -17,33 +17,33 @@ import torch
 T = TypeVar("T")
 
 
-class _Noted(threading.local):
+class _Recorded(threading.local):
     tensors: list[torch.Tensor] | None = None
 
 
-_noted = _Noted()
+_recorded = _Recorded()
 
 
-class Arrived(NamedTuple):
-    """Tensors that were brought to devices, and an event on each of those, after all of them."""
+class DeviceCopies(NamedTuple):
+    """Tensors that were copied to devices, and for each device an event after the copies."""
 
     tensors: list[torch.Tensor]
     events: dict[torch.device, Any]
 
-    def hand_over(self) -> None:
-        """What the calling thread queues on its current streams from here on sees the tensors."""
+    def wait_on_current_stream(self) -> None:
+        """Make the current streams of the calling thread wait for the copies."""
         for device, event in self.events.items():
             event.wait(torch.cuda.current_stream(device))
         for t in self.tensors:
             if t.layout is torch.strided:
                 t.record_stream(torch.cuda.current_stream(t.device))
 
-    def and_what_follows(self) -> Arrived:
-        """The same, and what the calling thread has queued since on its current streams of these devices."""
-        return Arrived(self.tensors, _events_on(self.events)) if self.events else self
+    def extend_events(self) -> DeviceCopies:
+        """Return the same tensors, with events after the work queued since by the calling thread."""
+        return DeviceCopies(self.tensors, _events_on(self.events)) if self.events else self
 
 
-NOTHING_ARRIVED = Arrived([], {})
+NO_COPIES = DeviceCopies([], {})
 
 
 def _events_on(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
@@ -54,10 +54,10 @@ def _events_on(devices: Iterable[torch.device]) -> dict[torch.device, Any]:
     return events
 
 
-def follow(tensors: Iterable[object]) -> None:
-    """What the calling thread queues from here on comes after what engine threads queued for ``tensors``.
+def wait_for_default_streams(tensors: Iterable[object]) -> None:
+    """Make the current streams wait for the default streams, on which pool threads created ``tensors``.
 
-    Those work on the default streams, as whoever does not ask for others. What is no tensor is passed over.
+    Objects that are not tensors are ignored.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return
@@ -75,23 +75,23 @@ def follow(tensors: Iterable[object]) -> None:
             t.record_stream(current)
 
 
-def note_arrival(tensor: torch.Tensor) -> None:
-    """The calling thread has queued the copy of ``tensor`` to its device."""
-    tensors = _noted.tensors
+def record_copy(tensor: torch.Tensor) -> None:
+    """Record that the calling thread has queued the copy of ``tensor`` to its device."""
+    tensors = _recorded.tensors
     if tensors is not None:
         tensors.append(tensor)
 
 
-def watch_arrivals(rebuild: Callable[[], T]) -> tuple[T, Arrived]:
-    """What ``rebuild`` gives, and which tensors it brought to devices."""
-    outer, _noted.tensors = _noted.tensors, []
+def record_copies(decode: Callable[[], T]) -> tuple[T, DeviceCopies]:
+    """Run ``decode``; returns its result and the tensors that it copied to devices."""
+    outer, _recorded.tensors = _recorded.tensors, []
     try:
-        value = rebuild()
-        tensors = _noted.tensors
+        value = decode()
+        tensors = _recorded.tensors
     finally:
-        _noted.tensors = outer
+        _recorded.tensors = outer
     if not tensors:
-        return value, NOTHING_ARRIVED
+        return value, NO_COPIES
     if outer is not None:
         outer += tensors
-    return value, Arrived(tensors, _events_on({t.device for t in tensors}))
+    return value, DeviceCopies(tensors, _events_on({t.device for t in tensors}))

@@ -1,0 +1,102 @@
+"""The detector: reports in any order, once or twice, end the pass exactly when all is handled."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.autograd.backward.termination import ROOTS, TerminationDetector
+from zmqgrad.wire.messages import StallReport
+
+QUIET = StallReport(0, 0)
+
+
+@given(st.lists(st.integers(0, 10**6), max_size=30), st.randoms(use_true_random=False), st.booleans())
+def test_any_order_of_reports_ends_with_the_last_one(
+    parents: list[int], shuffle: random.Random, twice: bool
+) -> None:
+    """Request i + 1 was set off by an earlier one, as ``parents`` say: a tree."""
+    children: dict[int, list[int]] = {n: [] for n in range(len(parents) + 1)}
+    for i, parent in enumerate(parents):
+        children[parent % (i + 1)].append(i + 1)
+    order = list(children)
+    shuffle.shuffle(order)
+    detector = TerminationDetector(root=0)
+    for i, request in enumerate(order):
+        assert not detector.finished.done()
+        detector.handled([request], [(0, [child]) for child in children[request]], QUIET)
+        if twice and i + 1 < len(order):
+            detector.handled([request], [(0, [child]) for child in children[request]], QUIET)
+    assert detector.finished.done()
+    assert detector.outstanding() == {}
+
+
+def test_the_first_error_counts_and_does_not_end_the_pass() -> None:
+    detector = TerminationDetector(root=0)
+    first = ValueError("first")
+    detector.handled([7], [], QUIET, first)
+    detector.handled([ROOTS], [(1, [7]), (2, [8])], QUIET, ValueError("second"))
+    assert detector.error() is first
+    assert detector.outstanding() == {8: 2}
+    detector.handled([8], [], QUIET)
+    assert detector.finished.done()
+
+
+def test_a_lost_worker_ends_the_pass_if_something_is_under_way_there() -> None:
+    detector = TerminationDetector(root=0)
+    detector.lose(5, ConnectionError("5 is gone"))
+    detector.handled([ROOTS], [(1, [7])], QUIET)
+    assert not detector.finished.done()
+    detector.lose(1, ConnectionError("1 is gone"))
+    assert detector.finished.done()
+    assert str(detector.error()) == "1 is gone"
+
+
+def test_a_lost_worker_that_others_have_set_something_off_at_ends_the_pass() -> None:
+    detector = TerminationDetector(root=0)
+    detector.handled([ROOTS], [(1, [7])], QUIET)
+    detector.lose(5, ConnectionError("gone"))
+    assert not detector.finished.done()
+    detector.handled([7], [(5, [8])], QUIET)
+    assert detector.finished.done()
+    assert isinstance(detector.error(), ConnectionError)
+
+
+def test_a_worker_may_be_lost_once_its_part_is_done() -> None:
+    detector = TerminationDetector(root=0)
+    detector.handled([8], [], QUIET)
+    detector.lose(5, ConnectionError("gone"))
+    detector.handled([ROOTS], [(5, [8])], QUIET)
+    assert detector.finished.done()
+    assert detector.error() is None
+
+
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_of_the_reports_of_a_worker_the_latest_counts(order: tuple[int, int]) -> None:
+    detector = TerminationDetector(root=0)
+    detector.handled([ROOTS], [(3, [1, 2])], QUIET)
+    for tick in order:
+        detector.handled([tick], [], StallReport(3, tick, tick == 1))
+    assert detector.waiting() == set()
+
+
+def test_a_tally_that_has_ended_goes_on_with_what_is_expected() -> None:
+    detector = TerminationDetector(root=0)
+    detector.handled([ROOTS], [], StallReport(0, 1, True))
+    assert detector.finished.done()
+    assert detector.waiting() == {0}
+    detector.expect({9: 0})
+    assert not detector.finished.done()
+    detector.handled([9], [], StallReport(0, 2))
+    assert detector.finished.done()
+    assert detector.waiting() == set()
+
+
+def test_nothing_is_expected_of_a_pass_that_failed() -> None:
+    detector = TerminationDetector(root=0)
+    detector.lose(0, ConnectionError("gone"))
+    detector.expect({9: 0})
+    assert detector.finished.done()

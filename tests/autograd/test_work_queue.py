@@ -1,0 +1,51 @@
+"""The work queue: each arrival is taken once, by one consumer at a time, and none is left behind."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.autograd.backward.work_queue import WorkQueue
+
+
+def arrivals(*sends: int) -> list[tuple[int, list[None]]]:
+    return [(send, []) for send in sends]
+
+
+def test_one_thread_consumes_what_arrives_meanwhile() -> None:
+    queue = WorkQueue()
+    assert queue.add(arrivals(1, 2))
+    assert queue.take(1) == arrivals(1)
+    assert not queue.add(arrivals(3))
+    assert not queue.finish()
+    assert queue.take(10) == arrivals(2, 3)
+    assert queue.finish()
+    assert queue.add(arrivals(4))
+
+
+def test_repetitions_are_ignored() -> None:
+    queue = WorkQueue()
+    queue.add(arrivals(1, 2))
+    queue.add(arrivals(2, 1))
+    queue.add(arrivals(1, 3))
+    assert queue.take(10) == arrivals(1, 2, 3)
+    assert queue.finish()
+    assert not queue.add(arrivals(1))
+
+
+@given(st.lists(st.tuples(st.integers(1, 5), st.integers(0, 30)), max_size=30))
+def test_each_arrival_is_taken_once_and_in_order(steps: list[tuple[int, int]]) -> None:
+    queue, consumed, added, taken = WorkQueue(), False, 0, []
+    for count, arriving in steps:
+        started = queue.add(arrivals(*range(added, added + arriving)))
+        assert not (started and consumed)
+        consumed |= started
+        added += arriving
+        if consumed:
+            taken += queue.take(count)
+            consumed = not queue.finish()
+        assert consumed or len(taken) == added
+    while consumed:
+        taken += queue.take(3)
+        consumed = not queue.finish()
+    assert taken == arrivals(*range(added))

@@ -1,0 +1,61 @@
+"""On which address a worker listens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.rpc.membership import bootstrap
+from zmqgrad.rpc.membership.bootstrap import listening_host
+from zmqgrad.store import FileStore, HashStore, PrefixStore
+from zmqgrad.transport import exposure
+
+OURS = "203.0.113.5"  # as is the next, of documentation: nobody has it
+MASTER = "198.51.100.7"
+
+
+@pytest.fixture
+def facing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Which address is chosen where workers meet by a file, with what the environment says."""
+
+    def from_here(host: str, port: int) -> str:
+        if host == "no-such-host":
+            raise OSError("nobody knows it")
+        return "127.0.0.1" if exposure.is_loopback(host) else OURS
+
+    monkeypatch.setattr(bootstrap, "facing_address", from_here)
+    monkeypatch.setattr(exposure, "facing_address", from_here)
+
+    def chosen(path: Path, **variables: str) -> str:
+        for name in ("MASTER_ADDR", "ZMQGRAD_ALLOW_INSECURE", "ZMQGRAD_SECRET", "ZMQGRAD_SECRET_FILE"):
+            monkeypatch.delenv(name, raising=False)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        with FileStore(str(path / "store")) as store:
+            return listening_host(PrefixStore("rpc", store))
+
+    return chosen
+
+
+def test_who_meets_by_a_file_listens_where_others_can_reach(
+    facing: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert facing(tmp_path) == "127.0.0.1", "nobody has allowed more"
+    assert facing(tmp_path, MASTER_ADDR="localhost", ZMQGRAD_ALLOW_INSECURE="1") == "127.0.0.1"
+    assert facing(tmp_path, MASTER_ADDR=MASTER, ZMQGRAD_ALLOW_INSECURE="1") == OURS
+    assert facing(tmp_path, ZMQGRAD_ALLOW_INSECURE="1") == OURS
+    assert facing(tmp_path, ZMQGRAD_SECRET="0123456789abcdef" * 2) == OURS
+    with pytest.raises(ConfigurationError, match=f"will not listen on tcp://{OURS}"):
+        facing(tmp_path, MASTER_ADDR=MASTER)
+    with pytest.raises(ConfigurationError, match="no route to no-such-host"):
+        facing(tmp_path, MASTER_ADDR="no-such-host")
+    monkeypatch.setattr(exposure, "_ELSEWHERE", ("no-such-host",))
+    assert facing(tmp_path, ZMQGRAD_ALLOW_INSECURE="1") == "127.0.0.1", "there is no other host"
+
+
+def test_a_store_in_memory_is_met_on_this_host() -> None:
+    with HashStore() as store:
+        assert listening_host(store) == "127.0.0.1"

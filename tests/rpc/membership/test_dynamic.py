@@ -1,0 +1,537 @@
+"""Workers that join, leave, die and come back, over the memory transport and a store in memory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+import torch
+
+from zmqgrad import autograd, rpc
+from zmqgrad.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    DuplicateWorkerError,
+    NotInitializedError,
+    PeerLostError,
+    RendezvousError,
+    RpcError,
+    RpcTimeoutError,
+    UnknownWorkerError,
+)
+from zmqgrad.rpc.current import current_worker, reset_current_worker, set_current_worker
+from zmqgrad.rpc.membership import dynamic, registry
+from zmqgrad.rpc.membership.dynamic import LEFT, DynamicGroup
+from zmqgrad.rpc.membership.group import make_worker
+from zmqgrad.rpc.membership.registry import Registry, allocate_id
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import HashStore, PrefixStore
+from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
+
+OPTIONS = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=2)
+
+WAIT = 20.0
+
+
+class Town:
+    """Where workers come and go."""
+
+    def __init__(self) -> None:
+        self.network = MemoryNetwork()
+        self.store = HashStore(timeout=WAIT)
+        self.groups: list[DynamicGroup] = []
+        self.dead: set[str] = set()
+
+    def lives(self, record: WorkerRecord) -> bool:
+        """What the system would say."""
+        return record.endpoints[0] not in self.dead
+
+    def make(self, name: str, rank: int | None = None) -> DynamicGroup:
+        """A worker that has not joined yet."""
+        store = PrefixStore("d", self.store)
+        number = allocate_id(store, name, rank)
+        mailbox = MemoryMailbox(self.network, name, number)
+        group = DynamicGroup(make_worker(name, number, 0, mailbox, OPTIONS), store, None, is_alive=self.lives)
+        self.groups.append(group)
+        return group
+
+    def join(self, name: str, rank: int | None = None) -> DynamicGroup:
+        """A worker that takes part."""
+        group = self.make(name, rank)
+        group.join(Deadline.after(WAIT))
+        return group
+
+    def kill(self, group: DynamicGroup) -> None:
+        """It ends without a word; who watches it (here: those before it in the order of ids) is told."""
+        self.dead.add(group.worker.membership.own.endpoints[0])
+        group.close()
+
+    def close(self) -> None:
+        """The end of all."""
+        for group in self.groups:
+            group.close()
+        self.store.close()
+
+
+@pytest.fixture
+def town() -> Iterator[Town]:
+    made = Town()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+@contextmanager
+def acting(group: DynamicGroup) -> Iterator[None]:
+    """The calling thread acts for that worker."""
+    token = set_current_worker(group.worker)
+    try:
+        yield
+    finally:
+        reset_current_worker(token)
+
+
+def names_known_to(group: DynamicGroup) -> list[str]:
+    """Who takes part, as far as it knows."""
+    with acting(group):
+        return [info.name for info in rpc.get_worker_infos()]
+
+
+def ids_known_to(group: DynamicGroup) -> list[int]:
+    """The same by their ids."""
+    with acting(group):
+        return [info.id for info in rpc.get_worker_infos()]
+
+
+def wait_until(what: Callable[[], bool]) -> None:
+    """For what no event tells of."""
+    deadline, tick = Deadline.after(WAIT), threading.Event()
+    while not what():
+        assert not deadline.passed()
+        tick.wait(0.002)
+
+
+def where() -> str:
+    """Who runs this?"""
+    return current_worker().name
+
+
+def there_and_back(other: str) -> str:
+    """Call another worker."""
+    return rpc.rpc_sync(other, where)
+
+
+# ---- ids and names ---------------------------------------------------------------------------------------
+
+
+def test_ids_are_handed_out_once(town: Town) -> None:
+    store = PrefixStore("d", town.store)
+    assert [allocate_id(store, "a", rank) for rank in (None, 2, None, None, 2, None)] == [0, 2, 1, 3, 4, 5]
+
+
+@pytest.mark.parametrize("rank", [-1, 1 << 16, "0", True])
+def test_ranks_that_cannot_be(town: Town, rank: Any) -> None:
+    with pytest.raises(ConfigurationError, match="rank"):
+        allocate_id(town.store, "a", rank)
+
+
+def test_ids_are_used_up_at_some_time(town: Town, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_WORKER", 1)
+    assert [allocate_id(town.store, "a", None) for _ in range(2)] == [0, 1]
+    with pytest.raises(RendezvousError, match="all 2 worker ids have been used"):
+        allocate_id(town.store, "a", None)
+
+
+def test_two_workers_of_one_name_are_refused_while_the_older_lives(town: Town) -> None:
+    first = town.join("a")
+    second = town.make("a")
+    with pytest.raises(DuplicateWorkerError, match=r"'a' is not unique: worker 0 .process \d+ of"):
+        second.join(Deadline.after(WAIT))
+    assert names_known_to(first) == ["a"]
+    town.kill(first)
+    third = town.join("a")
+    assert [i.id for i in (r.info for r in third.worker.membership.all())] == [2]
+
+
+def test_many_at_once(town: Town) -> None:
+    made = [town.make(f"w{n}") for n in range(8)]
+    twins = [town.make("twin") for _ in range(3)]
+    refused: list[str] = []
+
+    def join(group: DynamicGroup) -> None:
+        try:
+            group.join(Deadline.after(WAIT))
+        except DuplicateWorkerError as e:
+            refused.append(str(e))
+
+    threads = [threading.Thread(target=join, args=(g,)) for g in (*made, *twins)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(WAIT)
+    assert len(refused) == 2
+    everybody = sorted([*(f"w{n}" for n in range(8)), "twin"])
+    for group in made:
+        wait_until(lambda group=group: sorted(names_known_to(group)) == everybody)  # type: ignore[misc]
+
+
+# ---- joining and leaving ---------------------------------------------------------------------------------
+
+
+def test_who_joins_can_be_called_at_once_and_calls_at_once(town: Town) -> None:
+    a = town.join("a")
+    for n in range(3):
+        b = town.join(f"b{n}")
+        with acting(b):
+            assert rpc.rpc_sync("a", there_and_back, args=(f"b{n}",)) == f"b{n}"
+        with acting(a):
+            assert rpc.rpc_sync(f"b{n}", there_and_back, args=("a",)) == "a"
+    with acting(a):
+        assert rpc.get_worker_info("b1").id == 2
+        with pytest.raises(UnknownWorkerError, match="could not find destination name c"):
+            rpc.rpc_sync("c", where)
+
+
+def test_who_leaves_is_gone_and_comes_back_as_another(town: Town) -> None:
+    a, b = town.join("a"), town.join("b")
+    with acting(a):
+        rref = rpc.remote("b", list, args=((1, 2),))
+        assert rref.to_here() == [1, 2]
+        b.leave(True, Deadline.after(WAIT))
+        with pytest.raises(PeerLostError, match=r"b .worker 1. is gone: it has left the group"):
+            rpc.rpc_sync("b", where)
+        again = town.join("b")
+        assert rpc.rpc_sync("b", where) == "b"
+        assert rpc.get_worker_info("b").id == 2
+        with pytest.raises(
+            PeerLostError, match=r"lost with b .worker 1.*the b that runs now .worker 2. is a new one"
+        ):
+            rref.to_here()
+        with pytest.raises(PeerLostError, match="is a new one"):
+            rref.rpc_sync().copy()
+        with pytest.raises(PeerLostError, match="is a new one"):
+            rpc.rpc_sync("b", len, args=(rref,))
+        assert rpc.remote("b", list, args=((1,),)).to_here() == [1]
+    assert names_known_to(a) == names_known_to(again) == ["a", "b"]
+
+
+def test_a_worker_that_dies_is_struck_off_for_all(town: Town) -> None:
+    a, b, c = (town.join(name) for name in "abc")
+    wait_until(lambda: names_known_to(a) == names_known_to(b) == ["a", "b", "c"])
+    with acting(c):
+        kept = rpc.remote("b", list)
+        kept.to_here()
+    town.kill(b)
+    a.worker.lose(1, "its process has ended")
+    wait_until(lambda: names_known_to(c) == ["a", "c"])
+    with acting(c), pytest.raises(PeerLostError, match="its process has ended"):
+        rpc.rpc_sync("b", where)
+    with acting(c), pytest.raises(PeerLostError, match="lost with b"):
+        kept.to_here()
+    b = town.join("b")
+    with acting(c):
+        assert rpc.rpc_sync("b", where) == "b"
+
+
+def test_a_worker_out_of_reach_of_one_is_not_struck_off_for_others(town: Town) -> None:
+    a, b, c = (town.join(name) for name in "abc")
+    a.worker.lose(1, "its host is out of reach")
+    assert a.worker.pool.wait_idle(Deadline.after(WAIT))
+    assert town.store.check(["d/worker/1"])
+    with acting(c):
+        assert rpc.rpc_sync("b", where) == "b"
+    with acting(b), pytest.raises(PeerLostError, match=r"a has declared b .worker 1. lost: .*; join anew"):
+        rpc.rpc_sync("a", where)
+
+
+def test_the_loss_of_who_was_never_known(town: Town) -> None:
+    """It had sent something, and was dead before its name was."""
+    a = town.join("a")
+    with acting(a):
+        heard: list[int] = []
+        rpc.on_loss(lambda info, why: heard.append(info.id))
+        a.worker.lose(7, "its process has ended")
+        a.worker.lose(7, "again")
+        assert names_known_to(a) == ["a"]
+        b = town.join("b")
+        wait_until(lambda: names_known_to(a) == ["a", "b"])
+        b.leave(True, Deadline.after(WAIT))
+        wait_until(lambda: heard == [1])
+
+
+def test_messages_of_an_older_incarnation_are_refused(town: Town) -> None:
+    a, b = town.join("a"), town.join("b")
+    with acting(b), town.network.hold(source=1, target=0) as held:
+        old = rpc.rpc_async("a", where)
+        held.wait()
+        a.worker.lose(1, "it has died, as far as a can tell")
+        ran = a.worker.counts()[1]
+    with acting(b), pytest.raises(PeerLostError, match="as far as a can tell"):
+        old.wait()
+    assert a.worker.counts()[1] == ran
+
+
+def test_a_store_that_is_gone_costs_no_call(town: Town) -> None:
+    a, _ = town.join("a"), town.join("b")
+    with acting(a):
+        assert rpc.rpc_sync("b", where) == "b"
+        town.store.close()
+        assert rpc.rpc_sync("b", where) == "b"
+        for _ in range(3):
+            with pytest.raises(UnknownWorkerError, match="could not find destination name c"):
+                rpc.rpc_sync("c", where)
+
+
+def test_a_look_up_has_the_time_of_its_call(town: Town) -> None:
+    """A store that takes its time keeps no caller for longer; one look serves all who wait."""
+    a, _ = town.join("a"), town.join("b")
+    wait_until(lambda: names_known_to(a) == ["a", "b"])
+    answer, looks = threading.Event(), threading.Semaphore(0)
+
+    def list_keys_late(prefix: str = "") -> list[str]:
+        looks.release()
+        assert answer.wait(WAIT)
+        return PrefixStore.list_keys(a.store, prefix)  # type: ignore[arg-type]
+
+    a.store.list_keys = list_keys_late  # type: ignore[method-assign]
+    asks: list[Callable[..., Any]] = [rpc.rpc_sync, rpc.rpc_async, rpc.remote]
+    with acting(a):
+        for ask in asks:
+            with pytest.raises(
+                RpcTimeoutError, match="a does not know 'c', and the store, asked for it, did not"
+            ):
+                ask("c", where, timeout=0.02)
+        with pytest.raises(RpcTimeoutError, match="does not know 'c'"):
+            rpc.broadcast(["b", "c"], where, timeout=0.02)
+        assert rpc.rpc_sync("b", where, timeout=5) == "b", "who is known is not looked up"
+        patient = [
+            threading.Thread(target=copy_context().run, args=(rpc.rpc_sync, "c", where)) for _ in range(5)
+        ]
+        for thread in patient:
+            thread.start()
+        town.join("c")
+        answer.set()
+        for thread in patient:
+            thread.join(WAIT)
+        assert rpc.rpc_sync("c", where) == "c"
+    found = 0
+    while looks.acquire(blocking=False):
+        found += 1
+    assert found <= 5, "one under way, one for all who came later; and one or two for c itself"
+
+
+class Served:
+    """Stands for the store that a worker serves."""
+
+    def __init__(self) -> None:
+        self.open = True
+
+    def refuse_newcomers(self) -> None:
+        """It is about to close."""
+        self.open = False
+
+
+def test_who_serves_the_store_leaves_last(town: Town) -> None:
+    a, b, c = (town.join(name) for name in "abc")
+    wait_until(lambda: names_known_to(a) == ["a", "b", "c"])
+    served = a._served = Served()  # type: ignore[assignment]
+    town.kill(c)
+    leaving = threading.Thread(target=lambda: a.leave(True, Deadline.after(WAIT)))
+    leaving.start()
+    wait_until(lambda: not town.store.check(["d/worker/0"]))
+    assert served.open
+    b.leave(True, Deadline.after(WAIT))
+    leaving.join(WAIT)
+    assert not served.open
+
+
+def test_who_serves_the_store_does_not_wait_for_ever(town: Town) -> None:
+    a, _ = town.join("a"), town.join("b")
+    wait_until(lambda: names_known_to(a) == ["a", "b"])
+    a._served = Served()  # type: ignore[assignment]
+    with pytest.raises(RpcTimeoutError, match="a, which serves the store, gave up waiting for b to leave"):
+        a.leave(True, Deadline.after(0.05))
+
+
+def test_leaving_waits_for_what_is_under_way(town: Town) -> None:
+    a, b = town.join("a"), town.join("b")
+    with acting(a), town.network.hold(target=0) as held:
+        answer = rpc.rpc_async("b", where)
+        held.wait()
+        with pytest.raises(RpcTimeoutError, match="a: shutdown gave up waiting for b to finish"):
+            a.leave(True, Deadline.after(0.05))
+        with pytest.raises(RpcError, match="shut down"):
+            answer.wait()
+    assert names_known_to(b) == ["a", "b"] or names_known_to(b) == ["b"]
+
+
+# ---- waiting and being told ------------------------------------------------------------------------------
+
+
+def test_waiting_for_workers(town: Town) -> None:
+    a = town.join("a")
+    with acting(a):
+        assert [i.name for i in rpc.wait_for_workers(["a"])] == ["a"]
+        with pytest.raises(RpcTimeoutError, match="a: these workers did not come in time: b, c"):
+            rpc.wait_for_workers(["a", "b", "c"], timeout=0.01)
+        with pytest.raises(ArgumentTypeError, match="a list of names"):
+            rpc.wait_for_workers("b")
+        thread = threading.Thread(target=lambda: [town.join(name) for name in "bc"])
+        thread.start()
+        assert [i.name for i in rpc.wait_for_workers(["c", "b"])] == ["c", "b"]
+        thread.join(WAIT)
+
+
+def test_waiting_ends_with_the_worker(town: Town) -> None:
+    a = town.join("a")
+    waiting = threading.Event()
+    told: list[str] = []
+
+    def wait() -> None:
+        with acting(a):
+            waiting.set()
+            with pytest.raises(NotInitializedError) as caught:
+                rpc.wait_for_workers(["b"], timeout=0)
+            told.append(str(caught.value))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    assert waiting.wait(WAIT)
+    a.close()
+    thread.join(WAIT)
+    assert told == ["worker a was shut down while it waited for others"]
+
+
+def test_callbacks_hear_of_each_once_and_may_call(town: Town) -> None:
+    a, b = town.join("a"), town.join("b")
+    wait_until(lambda: names_known_to(a) == ["a", "b"])
+    heard: list[Any] = []
+
+    def greet(info: rpc.WorkerInfo) -> None:
+        heard.append((info.name, rpc.rpc_sync(info, where)))
+
+    def mourn(info: rpc.WorkerInfo, why: str) -> None:
+        heard.append((info.name, why))
+
+    def fail(*_: Any) -> None:
+        raise ValueError("a callback's own fault")
+
+    with acting(a):
+        rpc.on_join(fail)
+        rpc.on_join(greet)
+        rpc.on_loss(fail)
+        rpc.on_loss(mourn)
+    town.join("c")
+    wait_until(lambda: len(heard) == 1)
+    b.leave(True, Deadline.after(WAIT))
+    wait_until(lambda: len(heard) == 2)
+    assert heard == [("c", "c"), ("b", "it has left the group")]
+
+
+# ---- while all call each other ---------------------------------------------------------------------------
+
+
+def multiply(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Something to differentiate."""
+    return x * y
+
+
+def test_gradients_go_on_while_others_come_and_go(town: Town) -> None:
+    a, _ = town.join("a"), town.join("b")
+    x = torch.ones(3, requires_grad=True)
+    for n in range(3):
+        other = town.join("c")
+        with acting(a), autograd.context() as context_id:
+            y = rpc.rpc_sync("b", multiply, args=(x, x * 2))
+            y = y + rpc.rpc_sync("c", multiply, args=(x, x))
+            autograd.backward(context_id, [y.sum()])
+            assert torch.equal(autograd.get_gradients(context_id)[x], torch.full((3,), 6.0))
+        if n % 2:
+            other.leave(True, Deadline.after(WAIT))
+        else:
+            town.kill(other)
+            a.worker.lose(other.worker.id, "its process has ended")
+
+
+hold = threading.Event()
+
+
+def held() -> str:
+    """As `where`, once the test lets it."""
+    assert hold.wait(WAIT)
+    return where()
+
+
+def test_the_name_of_one_who_left_is_free_though_an_answer_is_still_awaited(
+    town: Town, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dynamic, "LAST_REPLIES_GRACE_SECONDS", WAIT)
+    hold.clear()
+    a, first = town.join("a"), town.join("c")
+    with acting(a):
+        awaited = rpc.rpc_async("c", held)
+        members = Registry(first.store, first.worker.membership.own)
+        members.release_name()
+        members.remove(first.worker.id, LEFT)
+        wait_until(lambda: ids_known_to(a) == [a.worker.id])
+        second = town.join("c")
+        assert rpc.rpc_sync("c", where) == "c"
+        assert second.worker.counts()[1] == 1
+        hold.set()
+        assert awaited.wait() == "c"
+
+
+@pytest.mark.slow
+def test_one_comes_and_goes_while_others_call_each_other(town: Town) -> None:
+    steady = [town.join(name) for name in "ab"]
+    stop = threading.Event()
+    failed: list[BaseException] = []
+    calls = [0, 0]
+
+    def work(n: int) -> None:
+        with acting(steady[n]):
+            while not stop.is_set():
+                try:
+                    assert rpc.rpc_sync("ba"[n], where) == "ba"[n]
+                    calls[n] += 1
+                    rref = rpc.remote("c", list, args=((n,),))
+                    assert rref.to_here() == [n]
+                    assert rpc.rpc_sync("ba"[n], len, args=(rref.to_here(),)) == 1
+                except (PeerLostError, UnknownWorkerError):
+                    pass  # c is away
+                except BaseException as e:
+                    failed.append(e)
+                    return
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for t in threads:
+        t.start()
+    try:
+        for n in range(10):
+            guest = town.join("c")
+            for group in steady:  # else they may call the last c, of whose end they have not heard yet
+                new = guest.worker.id
+                wait_until(lambda group=group, new=new: new in ids_known_to(group))  # type: ignore[misc]
+            with acting(guest):
+                for name in "ab":
+                    assert rpc.rpc_sync(name, there_and_back, args=("c",)) == "c"
+            if n % 2:
+                guest.leave(True, Deadline.after(WAIT))
+            else:
+                town.kill(guest)
+                steady[0].worker.lose(guest.worker.id, "its process has ended")
+    finally:
+        stop.set()
+        for t in threads:
+            t.join(WAIT)
+    assert not failed
+    assert all(calls)
+    for group in steady:
+        wait_until(lambda group=group: names_known_to(group) == ["a", "b"])  # type: ignore[misc]

@@ -1,0 +1,351 @@
+"""Joining and leaving, of workers that are threads of this process and meet at a store in memory."""
+
+from __future__ import annotations
+
+import os
+import threading
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from tests.support.processes import free_port
+from zmqgrad import rpc
+from zmqgrad.errors import (
+    ConfigurationError,
+    DuplicateWorkerError,
+    NotInitializedError,
+    RendezvousTimeoutError,
+    RpcError,
+    RpcTimeoutError,
+    StoreTimeoutError,
+)
+from zmqgrad.rpc.membership import shutdown
+from zmqgrad.rpc.membership.fixed import FixedGroup
+from zmqgrad.rpc.membership.group import Group, make_worker
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import HashStore, PrefixStore, TCPStore
+from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
+
+OPTIONS = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=2)
+
+
+def groups(n: int, names: str = "", store: HashStore | None = None) -> list[Group]:
+    """So many workers that have not joined yet; ``names`` has a letter for each, or they have numbers."""
+    network, store = MemoryNetwork(), HashStore() if store is None else store
+    made = []
+    for rank in range(n):
+        name = names[rank] if names else f"worker{rank}"
+        mailbox = MemoryMailbox(network, name, rank)
+        made.append(FixedGroup(make_worker(name, rank, n, mailbox, OPTIONS), PrefixStore("g", store)))
+    return made
+
+
+def all_at_once(steps: list[Any]) -> list[BaseException | None]:
+    """Run each step in a thread; what each raised."""
+    raised: list[BaseException | None] = [None] * len(steps)
+
+    def run(n: int) -> None:
+        try:
+            steps[n]()
+        except BaseException as e:
+            raised[n] = e
+
+    threads = [threading.Thread(target=run, args=(n,)) for n in range(len(steps))]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(30)
+    return raised
+
+
+def test_all_join_and_leave() -> None:
+    made = groups(3)
+    assert all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made]) == [None] * 3
+    assert [r.name for r in made[0].worker.membership.all()] == ["worker0", "worker1", "worker2"]
+    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None] * 3
+
+
+def test_those_who_do_not_come_are_named() -> None:
+    one, *others = groups(3)
+    with pytest.raises(
+        RendezvousTimeoutError, match=r"of 3 workers, these ranks did not come in time: \[1, 2\]"
+    ):
+        one.join(Deadline.after(0.05))
+    for g in (one, *others):
+        g.close()
+
+
+def test_who_was_kept_waiting_may_try_again() -> None:
+    store = HashStore()
+    for _ in range(2):
+        for late in groups(3, store=store)[:2]:  # both, one after the other
+            with pytest.raises(RendezvousTimeoutError, match=r"\[2\]|\[., 2\]"):
+                late.join(Deadline.after(0.02))
+            late.close()
+    assert store.list_keys("") == []
+    made = groups(3, store=store)
+    assert all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made]) == [None] * 3
+    for g in made:
+        g.close()
+
+
+def test_a_name_that_two_have_is_told_to_all() -> None:
+    made = groups(3, "aba")
+    raised = all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    assert all(isinstance(e, DuplicateWorkerError) and "'a' is not unique" in str(e) for e in raised), raised
+    for g in made:
+        g.close()
+
+
+def test_shutdown_names_those_who_do_not_leave() -> None:
+    made = groups(3)
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    with pytest.raises(
+        RpcTimeoutError, match=r"waiting for worker1, worker2 to call shutdown.*graceful=False"
+    ):
+        made[0].leave(True, Deadline.after(0.05))
+    for g in made:
+        g.close()
+
+
+@pytest.mark.parametrize(
+    ("rank", "world_size", "text"),
+    [
+        ("0", 2, "`rank`"),
+        (0.0, 2, "`rank`"),
+        (True, 2, "`rank`"),
+        (0, "2", "`world_size`"),
+        ("0", None, "`rank`"),
+    ],
+)
+def test_numbers_that_are_none(
+    monkeypatch: pytest.MonkeyPatch, rank: Any, world_size: Any, text: str
+) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=20)
+    for kind in (ValueError, RuntimeError):
+        with pytest.raises(kind, match=f"{text} must be an integer"):
+            rpc.init_rpc("a", rank=rank, world_size=world_size, rpc_backend_options=options)
+
+
+class Dead(BaseException):
+    """Of a process that was killed at this very line."""
+
+
+@pytest.mark.parametrize("posted", [False, True])
+@pytest.mark.parametrize("step", ["arrived", "quiet/0", "quiet/1"])
+def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: str, posted: bool) -> None:
+    """Only one of the others is told, at once; all do the same all the same, and none waits for long."""
+    made = groups(4)
+    victim, witness = made[2].worker, made[1].worker
+    monkeypatch.setattr(shutdown, "POLL_SECONDS", 1000.0)
+    monkeypatch.setattr(shutdown, "LEAVE_POLL_SECONDS", 0.05)
+    monkeypatch.setattr(
+        shutdown, "is_reachable", lambda endpoint: endpoint not in victim.membership.own.endpoints
+    )
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    compare_set = made[2].store.compare_set
+
+    def post_or_die(key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        if key != f"{step}/2":
+            return compare_set(key, expected, desired)
+        if posted:
+            compare_set(key, expected, desired)
+        witness.lose(2, "it was killed")
+        raise Dead
+
+    monkeypatch.setattr(made[2].store, "compare_set", post_or_die)
+    left: list[str] = []
+
+    def leave(g: Group) -> None:
+        g.leave(True, Deadline.after(20))
+        left.append(g.worker.name)
+
+    raised = all_at_once([lambda g=g: leave(g) for g in made])
+    assert [type(e) for e in raised] == [type(None), type(None), Dead, type(None)], raised
+    assert sorted(left) == ["worker0", "worker1", "worker3"]
+
+
+def test_a_request_that_was_lost_on_its_way_keeps_nobody_for_ever(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All look as often as the others: none stops while another goes on."""
+    monkeypatch.setattr(shutdown, "ROUND_BACKOFF_SECONDS", (1e-4, 1e-3))
+    made = groups(3)
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    made[1].worker.client.sent += 2
+    made[2].worker.server.served += 1
+    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None] * 3
+    assert caplog.text.count("shutdown goes on, though 2 requests were sent and 1 received") == 3
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
+    monkeypatch: pytest.MonkeyPatch, who: int
+) -> None:
+    made = groups(3)
+    gone = made[who].worker.membership.own.endpoints
+    monkeypatch.setattr(shutdown, "LEAVE_GRACE_SECONDS", 1000.0)
+    monkeypatch.setattr(shutdown, "LOG_INTERVAL_SECONDS", 1000.0)
+    monkeypatch.setattr(shutdown, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(shutdown, "LEAVE_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(shutdown, "is_reachable", lambda endpoint: endpoint not in gone)
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    made.pop(who).close()  # and tells nobody
+    assert all_at_once([lambda g=g: g.leave(True, Deadline.after(500)) for g in made]) == [None, None]
+
+
+@pytest.mark.parametrize("gives_up", [False, True])
+def test_rank_0_waits_for_the_slow_but_not_forever(monkeypatch: pytest.MonkeyPatch, gives_up: bool) -> None:
+    checked, released = threading.Semaphore(0), threading.Event()
+    monkeypatch.setattr(shutdown, "LEAVE_POLL_SECONDS", 0.01)
+    monkeypatch.setattr(shutdown, "LEAVE_GRACE_SECONDS", 0.1 if gives_up else 20.0)
+    monkeypatch.setattr(shutdown, "is_reachable", lambda endpoint: checked.release() or True)
+    made = groups(2)
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    wait = made[1].store.wait
+
+    def wait_slowly(keys: Any, timeout: Any = None) -> None:
+        """Rank 1 does not see at once that it may leave."""
+        wait(keys, timeout)
+        if keys == ["closing"]:
+            assert released.wait(20)
+
+    made[1].store.wait = wait_slowly  # type: ignore[method-assign]
+    first, slow = (threading.Thread(target=g.leave, args=(True, Deadline.after(20))) for g in made)
+    for t in (first, slow):
+        t.start()
+    for _ in range(3):
+        assert checked.acquire(timeout=10), "rank 1 is alive and has not left: rank 0 checks again"
+    if gives_up:
+        first.join(10)
+    assert first.is_alive() != gives_up
+    released.set()
+    for t in (first, slow):
+        t.join(10)
+        assert not t.is_alive()
+
+
+@pytest.mark.slow
+def test_a_store_that_is_about_to_close_takes_no_newcomers() -> None:
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as master,
+        TCPStore("127.0.0.1", master.port, timeout=20) as guest,
+    ):
+        master.refuse_newcomers()
+        guest.set("key", "value")
+        assert guest.get("key") == b"value"
+        with pytest.raises(StoreTimeoutError, match="no store answered"):
+            TCPStore("127.0.0.1", master.port, timeout=0.05)
+
+
+def test_one_worker_alone_over_real_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused() -> None:
+        for use in (rpc.shutdown, rpc.get_worker_info, lambda: rpc.RRef(1), lambda: rpc.rpc_sync(0, len)):
+            with pytest.raises(NotInitializedError, match="init_rpc first"):
+                use()
+        for call in (rpc.rpc_async, rpc.remote, rpc.get_debug_info, rpc.get_rpc_timeout, rpc.barrier):
+            with pytest.raises(NotInitializedError, match=r"^RPC has not been initialized"):
+                call(0, len) if call in (rpc.rpc_async, rpc.remote) else call()
+
+    refused()
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=20)
+    for _ in range(3):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        with pytest.raises(RpcError, match=r"already initialized in this process .as alone.; call shutdown"):
+            rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+        assert rpc.rpc_sync("alone", len, args=("abc",)) == 3
+        rref = rpc.remote("alone", len, args=("abc",))
+        assert rref.to_here() == 3
+        rpc.shutdown()
+    refused()
+
+
+@pytest.mark.parametrize("name", ["", "a b", "x" * 200, None, 3, "a/b"])
+def test_names_that_cannot_be(name: Any) -> None:
+    with pytest.raises(ConfigurationError, match="name"):
+        rpc.init_rpc(name, rank=0, world_size=1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_worker_threads": 0},
+        {"num_worker_threads": 1.5},
+        {"rpc_timeout": -1},
+        {"device_maps": {"a": {0: "nowhere"}}},
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigurationError, match=next(iter(options))):
+        rpc.RpcBackendOptions(**options)
+
+
+def test_options_by_torchs_name() -> None:
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=3, rpc_timeout=7, _transports=["uv"], arena_limit=0
+    )
+    assert (options.num_worker_threads, options.rpc_timeout, options.arena_limit) == (3, 7.0, 0)
+    registry = rpc.backend_registry
+    assert registry.backend_registered("TENSORPIPE")
+    assert not registry.backend_registered("GLOO")
+    made = registry.construct_rpc_backend_options(registry.BackendType["TENSORPIPE"], 5, num_worker_threads=2)
+    assert isinstance(made, rpc.TensorPipeRpcBackendOptions)
+    assert (made.rpc_timeout, made.num_worker_threads, made.init_method) == (5.0, 2, "env://")
+    for strange in ({"rpc_timeout": timedelta(seconds=3)}, {"rpc_timeout": "3"}, {"num_worker_threads": "3"}):
+        with pytest.raises(TypeError, match=next(iter(strange))):
+            rpc.TensorPipeRpcBackendOptions(**strange)  # type: ignore[arg-type]
+    assert rpc.RpcBackendOptions(rpc_timeout=timedelta(seconds=3)).rpc_timeout == 3.0  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="num_threads"):
+        rpc.TensorPipeRpcBackendOptions(num_threads=3)
+    options.rpc_timeout = -5
+    with pytest.raises(ConfigurationError, match="rpc_timeout"):
+        rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
+
+
+def test_other_arguments_that_cannot_be() -> None:
+    with pytest.raises(ConfigurationError, match="Argument backend must be a member"):
+        rpc.init_rpc("a", backend="GLOO", rank=0, world_size=1)
+    with pytest.raises(ConfigurationError, match="Argument rpc_backend_options must be an instance of"):
+        rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options={"rpc_timeout": 3})  # type: ignore[arg-type]
+    with pytest.raises(ConfigurationError, match="timeout"):
+        rpc.shutdown(timeout=-3)
+
+
+def in_a_fork(options: RpcBackendOptions) -> str:
+    """Use the parent's worker, then one of its own."""
+    try:
+        rpc.rpc_sync("parent", len, args=("abc",))
+    except NotInitializedError as e:
+        told = str(e)
+    rpc.init_rpc("child", rank=0, world_size=1, rpc_backend_options=options)
+    told += f"; and then {rpc.rpc_sync('child', len, args=('abcd',))}"
+    rpc.shutdown()
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_is_told_that_it_is_one_and_may_join_by_itself() -> None:
+    options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=10)
+    own = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=10)
+    rpc.init_rpc("parent", rank=0, world_size=1, rpc_backend_options=options)
+    assert rpc.rpc_sync("parent", len, args=("abc",)) == 3
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writing, in_a_fork(own).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    _, status = os.waitpid(child, 0)
+    with open(reading, "rb") as answer:
+        told = answer.read().decode()
+    assert status == 0
+    assert told.startswith(f"this process is a fork of process {os.getpid()}, in which worker parent runs")
+    assert told.endswith("and then 4")
+    assert rpc.rpc_sync("parent", len, args=("abc",)) == 3
+    rpc.shutdown()

@@ -1,0 +1,384 @@
+"""RRefs over a cluster in memory, while control messages are lost, repeated and out of order."""
+
+from __future__ import annotations
+
+import faulthandler
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import torch
+
+from zmqgrad import rpc
+from zmqgrad.errors import PayloadError, PeerLostError, RpcError, RpcTimeoutError, RRefError
+from zmqgrad.rpc import reliable
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.rref import table
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.testing import Cluster, cluster
+from zmqgrad.wire.messages import MessageType
+
+CONTROL = (
+    MessageType.RREF_USER_DELETE,
+    MessageType.RREF_FORK_REQUEST,
+    MessageType.RREF_CHILD_ACCEPT,
+    MessageType.RREF_ACK,
+)
+
+
+@pytest.fixture(autouse=True)
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reliable, "RETRY_SECONDS", 0.05)
+    monkeypatch.setattr(table, "FLUSH_SECONDS", 0.001)
+
+
+@pytest.fixture
+def trio() -> Iterator[Cluster]:
+    with cluster(3) as c:
+        yield c
+        assert_nothing_left(c)
+
+
+def assert_nothing_left(c: Cluster) -> None:
+    """In the end no worker keeps a value for another, or a reference."""
+    deadline = Deadline.after(10)
+    tick = threading.Event()
+    while True:
+        gc.collect()
+        for worker in c.workers:
+            worker.references.flush_releases()
+        left = {w.name: s for w in c.workers if any((s := w.references.statistics()).values())}
+        if not left or deadline.passed():
+            break
+        tick.wait(0.002)  # nobody is told when the last acknowledgement has been handled
+    if left:
+        faulthandler.dump_traceback(all_threads=True)  # who stands where?
+    assert left == {}
+
+
+class Value:
+    """Something that can be seen to die, and takes calls."""
+
+    def __init__(self, content: Any = None) -> None:
+        self.content = content
+
+    def get(self) -> Any:
+        """What it holds."""
+        return self.content
+
+    def put(self, content: Any) -> None:
+        """Hold that."""
+        self.content = content
+
+
+def fetch(rref: rpc.RRef[Any]) -> Any:
+    """Runs on some worker: what it refers to."""
+    return rref.local_value() if rref.is_owner() else rref.to_here()
+
+
+def give_back(rref: rpc.RRef[Any]) -> rpc.RRef[Any]:
+    """Runs on some worker."""
+    return rref
+
+
+def pass_along(rref: rpc.RRef[Any], way: list[int]) -> Any:
+    """From worker to worker, the value at the end."""
+    if not way:
+        return fetch(rref)
+    return rpc.rpc_sync(way[0], pass_along, args=(rref, way[1:]))
+
+
+def keep(rref: rpc.RRef[Any]) -> None:
+    """Keep it on the worker that runs this."""
+    current_worker().hooks.extensions.setdefault("kept", []).append(rref)
+
+
+def use_kept() -> Any:
+    """The value of what was kept, which is let go."""
+    return fetch(current_worker().hooks.extensions["kept"].pop())
+
+
+# ---- what an RRef is -------------------------------------------------------------------------------------
+
+
+def test_owner_and_user(trio: Cluster) -> None:
+    own, other = rpc.RRef([1]), rpc.remote(1, list, args=("ab",))
+    assert own.is_owner()
+    assert not other.is_owner()
+    assert own.owner() == rpc.WorkerInfo("worker0", 0)
+    assert other.owner_name() == "worker1"
+    assert own.local_value() is own.to_here()
+    assert other.to_here() == ["a", "b"]
+    assert other.confirmed_by_owner()
+    with pytest.raises(RRefError, match="worker1"):
+        other.local_value()
+    assert "OwnerRRef" in str(own)
+    assert "UserRRef" in str(other)
+
+
+def test_an_rref_outside_of_calls_cannot_travel(trio: Cluster) -> None:
+    import copy
+    import pickle
+
+    rref = rpc.RRef(1)
+    for use in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(RRefError, match="only be pickled when using RPC"):
+            use(rref)
+
+
+def test_proxies(trio: Cluster) -> None:
+    rref = rpc.remote(1, Value, args=(3,))
+    rref.rpc_sync().put(torch.ones(2))
+    assert rref.rpc_async().get().wait().sum() == 2
+    assert rref.remote().get().to_here().sum() == 2
+    own = rpc.RRef(Value(5))
+    assert own.rpc_sync().get() == own.rpc_async().get().wait() == own.remote().get().to_here() == 5
+    with pytest.raises(AttributeError, match="no_such"):
+        rref.rpc_sync().no_such()
+
+
+def test_a_value_that_cannot_be_made_raises_where_it_is_used(trio: Cluster) -> None:
+    for to in (0, 1):
+        bad = rpc.remote(to, int, args=("x",))
+        with pytest.raises(ValueError, match="invalid literal"):
+            bad.to_here()
+        with pytest.raises(ValueError, match="invalid literal"):
+            bad.rpc_sync().bit_length()
+
+
+# ---- travelling ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "way", [[1], [0], [2], [1, 2], [2, 1], [1, 2, 0], [0, 0], [2, 2, 1, 1], [1, 0, 2, 0, 1]]
+)
+@pytest.mark.parametrize("owner", [0, 1])
+def test_from_worker_to_worker(trio: Cluster, owner: int, way: list[int]) -> None:
+    rref = rpc.RRef("value") if owner == 0 else rpc.remote(owner, str, args=("value",))
+    assert pass_along(rref, way) == "value"
+
+
+def test_there_and_back(trio: Cluster) -> None:
+    own = rpc.RRef(Value(1))
+    back = rpc.rpc_sync(1, give_back, args=(own,))
+    assert back.is_owner()
+    assert back.local_value() is own.local_value()
+    other = rpc.remote(1, Value, args=(2,))
+    assert rpc.rpc_sync(2, give_back, args=(other,)).rpc_sync().get() == 2
+    assert rpc.rpc_sync(1, give_back, args=(other,)).rpc_sync().get() == 2
+
+
+def test_a_reference_to_a_reference(trio: Cluster) -> None:
+    inner = rpc.remote(1, Value, args=("inner",))
+    outer = rpc.remote(2, Value, args=(inner,))
+    del inner
+    assert outer.rpc_sync().get().rpc_sync().get() == "inner"
+    deep = rpc.RRef(rpc.RRef(rpc.RRef(3)))
+    assert rpc.rpc_sync(1, lambda r: r.to_here().to_here().to_here(), args=(deep,)) == 3
+
+
+def test_what_somebody_keeps_stays_and_then_goes(trio: Cluster) -> None:
+    value = Value(4)
+    gone = weakref.ref(value)
+    rref = rpc.RRef(value)
+    del value
+    rpc.rpc_sync(1, keep, args=(rref,))
+    rpc.rpc_sync(2, pass_along, args=(rref, []))
+    del rref
+    gc.collect()
+    assert gone() is not None
+    assert rpc.rpc_sync(1, use_kept).content == 4
+    assert_nothing_left(trio)
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_reference_given_up_before_its_value_is_made(trio: Cluster) -> None:
+    with trio.network.hold(MessageType.REMOTE_CALL) as held:
+        rref = rpc.remote(1, Value, timeout=0.01)
+        held.wait()
+        with pytest.raises(RpcTimeoutError):
+            rref.to_here(timeout=0.05)
+        del rref
+        trio.network.wait_carried(MessageType.RREF_USER_DELETE)
+        trio.network.wait_quiet()
+
+
+def test_forks_of_a_call_that_cannot_be_sent(trio: Cluster) -> None:
+    own, other = rpc.RRef(1), rpc.remote(1, Value)
+    with pytest.raises(PayloadError):
+        rpc.rpc_sync(2, print, args=(own, other, threading.Lock()))
+
+
+class Breaks:
+    """Can be sent, and not be rebuilt."""
+
+    def __reduce__(self) -> Any:
+        return fail, ()
+
+
+def fail() -> None:
+    """Fails where it is rebuilt."""
+    raise ValueError("cannot be rebuilt")
+
+
+def give(rref: rpc.RRef[Any], broken: bool = False) -> list[Any]:
+    """References from everywhere, perhaps behind something that cannot be rebuilt."""
+    return [*([Breaks()] if broken else []), rref, rpc.RRef(Value()), rpc.remote(2, Value)]
+
+
+def test_references_in_answers_that_nobody_reads(trio: Cluster) -> None:
+    rref = rpc.RRef(1)
+    with trio.network.hold(MessageType.RESULT) as held:
+        late = rpc.rpc_async(1, give, args=(rref,))
+        held.wait()
+        worker = current_worker()
+        (call,) = worker.client.pending.all()
+        worker.client.cancel(call)
+        with pytest.raises(RpcError, match="was given up"):
+            late.wait()
+    with pytest.raises(PayloadError, match="cannot be rebuilt"):
+        rpc.rpc_sync(1, give, args=(rref, True))
+
+
+def test_references_in_calls_that_cannot_be_rebuilt_or_are_not_run(trio: Cluster) -> None:
+    own, other = rpc.RRef(1), rpc.remote(2, Value)
+    with pytest.raises(PayloadError, match="cannot be rebuilt"):
+        rpc.rpc_sync(1, give, args=(Breaks(), own, other))
+    with trio.network.hold(MessageType.CALL) as held:
+        with pytest.raises(RpcTimeoutError):
+            rpc.rpc_sync(1, give_back, args=([own, other],), timeout=0.01)
+        held.wait()
+        with trio.network.hold(MessageType.REMOTE_CALL) as also:
+            refused = rpc.remote(1, give_back, args=([own, other],), timeout=0.01)
+            also.wait()
+            with pytest.raises(RpcTimeoutError):
+                refused.to_here(timeout=0.05)
+            trio.network.wait_carried(MessageType.CANCEL)
+            del refused
+
+
+# ---- faults ----------------------------------------------------------------------------------------------
+
+
+def some_life() -> None:
+    """References are made, passed in all directions, used and let go."""
+    own, other = rpc.RRef(Value(1)), rpc.remote(1, Value, args=(2,))
+    for way in ([1, 2], [2, 1, 0], [2, 2]):
+        assert pass_along(own, way).content == 1
+        assert pass_along(other, way).content == 2
+    rpc.rpc_sync(2, keep, args=(other,))
+    rpc.rpc_sync(1, keep, args=(own,))
+    del own, other
+    assert rpc.rpc_sync(2, use_kept).content == 2
+    assert rpc.rpc_sync(1, use_kept).content == 1
+
+
+@pytest.mark.parametrize("fault", ["drop", "duplicate", "delay"])
+@pytest.mark.parametrize("kind", CONTROL, ids=lambda k: k.name)
+def test_each_control_message_lost_repeated_or_late(trio: Cluster, kind: MessageType, fault: str) -> None:
+    fault_of: Callable[..., Any] = getattr(trio.network, fault)
+    with fault_of(kind, 3):
+        some_life()
+    assert_nothing_left(trio)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_everything_out_of_order_and_much_lost(trio: Cluster, number: int) -> None:
+    with ExitStack() as faults:
+        faults.enter_context(trio.network.reorder(number))
+        for kind in CONTROL:
+            faults.enter_context(trio.network.drop(kind, 2))
+            faults.enter_context(trio.network.duplicate(kind, 4))
+        some_life()
+    assert_nothing_left(trio)
+
+
+def test_references_of_a_worker_that_is_lost(trio: Cluster) -> None:
+    own = rpc.RRef(Value())
+    rpc.rpc_sync(1, keep, args=(own,))
+    other = rpc.remote(1, Value)
+    other.to_here()
+    assert trio.workers[0].references.statistics()["forks"] == 1
+    lost = trio.workers[1]
+    lost.close()
+    for worker in (trio.workers[0], trio.workers[2]):
+        worker.references.peer_lost(1)
+    lost.hooks.extensions.clear()
+    assert not any(trio.workers[0].references.statistics().values())
+
+
+def test_a_reference_to_what_the_lost_should_have_made(trio: Cluster) -> None:
+    own, other = rpc.RRef(Value()), rpc.remote(2, Value)
+    trio.workers[0].lose(1, "it fell over")
+    for args in ((), (own,), (other,)):
+        with pytest.raises(PeerLostError, match="worker1"):
+            rpc.remote(1, Value, args=args)
+    del own, other, args
+    assert_nothing_left(trio)  # though nobody will ever confirm the forks that were made for it
+
+
+def test_a_value_goes_though_its_user_is_lost_before_it_is_told(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    rref = rpc.remote(1, Value)
+    rref.to_here()
+    owner = trio.workers[1]
+
+    def lost(*_: Any) -> None:
+        raise PeerLostError("worker0 is gone")
+
+    monkeypatch.setattr(owner, "reply", lost)
+    del rref
+    deadline, tick = Deadline.after(10), threading.Event()
+    while owner.references.statistics()["owner_rrefs"] and not deadline.passed():
+        tick.wait(0.002)
+    assert owner.references.statistics()["owner_rrefs"] == 0
+    monkeypatch.undo()
+    assert "failed" not in caplog.text
+
+
+@pytest.mark.slow
+def test_many_references_made_and_dropped(trio: Cluster) -> None:
+    for _ in range(20):
+        made = [rpc.remote(1 + n % 2, Value) for n in range(50)]
+        torch.futures.wait_all([rpc.rpc_async(2, str, args=(rref,)) for rref in made[::5]])
+    del made
+
+
+def test_a_reference_that_came_and_went_before_its_value_is_made(trio: Cluster) -> None:
+    """The owner hears of a grandchild first, and of its end: the maker's own fork is still to come."""
+    with trio.network.hold(MessageType.REMOTE_CALL, target=2) as held:
+        rref = rpc.remote(2, Value, args=(5,))
+        held.wait()
+        rpc.rpc_sync(1, str, args=(rref,))
+        trio.network.wait_carried(MessageType.RREF_USER_DELETE)
+        trio.network.wait_quiet()
+    assert rref.to_here().content == 5
+
+
+def test_a_value_whose_maker_died_before_its_call_came(trio: Cluster) -> None:
+    with trio.network.hold(MessageType.REMOTE_CALL, source=0, target=2) as held:
+        rref = rpc.remote(2, Value)
+        held.wait()
+        fetching = rpc.rpc_async(1, fetch, args=(rref,))
+        trio.network.wait_carried(MessageType.RREF_FETCH)
+        trio.network.wait_quiet()
+        trio.workers[2].lose(0, "it fell over")
+        with pytest.raises(PeerLostError, match="the call that makes value"):
+            fetching.wait()
+        trio.workers[0].lose(2, "it does not talk to us")
+        trio.workers[1].lose(0, "it fell over")
+        del rref, fetching
+
+
+def test_no_value_is_waited_for_once_its_worker_is_closed(trio: Cluster) -> None:
+    """A fetch that was on its way to the table while the table was closed waited for its whole timeout."""
+    worker = trio.workers[1]
+    worker.close()
+    with pytest.raises(RRefError, match="worker1 was shut down"):
+        worker.references.value(worker.ids.next(), timeout=20.0)

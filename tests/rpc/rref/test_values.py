@@ -1,0 +1,80 @@
+"""The owner's side of RRefs: which values stay, and for how long, whatever comes first."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqgrad.errors import RpcTimeoutError, RRefError
+from zmqgrad.rpc.rref.protocol import DropValue
+from zmqgrad.rpc.rref.values import OwnedValues
+from zmqgrad.wire.ids import join_id
+
+pytestmark = pytest.mark.open_outcomes  # of values whose makers never come
+
+MAKER, OTHER = 1, 2
+VALUE = join_id(MAKER, 7)
+FORK, CHILD = join_id(MAKER, 8), join_id(OTHER, 1)
+
+
+@pytest.fixture
+def values() -> OwnedValues:
+    return OwnedValues("owner")
+
+
+def test_who_asks_early_gets_what_the_call_will_set(values: OwnedValues) -> None:
+    early = values.find(VALUE)
+    made = values.create_pending(MAKER, VALUE, FORK)
+    assert made is early
+    made.set_result("it")
+    assert values.value(VALUE, timeout=0.0) == "it"
+
+
+def test_what_is_not_made_in_time_is_said_so(values: OwnedValues) -> None:
+    with pytest.raises(RpcTimeoutError, match="was not made within it"):
+        values.value(VALUE, timeout=0.0)
+
+
+def test_a_value_goes_with_its_last_fork_and_is_known_to_be_gone(values: OwnedValues) -> None:
+    made = values.create_pending(MAKER, VALUE, FORK)
+    values.note(VALUE, CHILD, OTHER)
+    assert values.delete([(VALUE, FORK)]) == []
+    assert values.delete([(VALUE, CHILD)]) == [DropValue(VALUE)]
+    assert values.drop(VALUE) is made
+    with pytest.raises(RRefError, match="nothing referred to it"):
+        values.find(VALUE)
+
+
+def test_a_value_whose_makers_call_is_yet_to_come_is_not_dropped(values: OwnedValues) -> None:
+    values.note(VALUE, CHILD, OTHER)
+    assert values.delete([(VALUE, CHILD)]) == [DropValue(VALUE)]
+    assert values.drop(VALUE) is None
+    assert not values.create_pending(MAKER, VALUE, FORK).done()
+
+
+def test_a_fork_that_was_lent_again_keeps_the_value(values: OwnedValues) -> None:
+    made = values.create_pending(MAKER, VALUE, FORK)
+    dropped = values.delete([(VALUE, FORK)])
+    assert values.share(VALUE, made, join_id(0, 1), OTHER)
+    assert dropped == [DropValue(VALUE)]
+    assert values.drop(VALUE) is None
+
+
+def test_the_lost_take_their_forks_along_and_get_no_more(values: OwnedValues) -> None:
+    made = values.create_pending(MAKER, VALUE, FORK)
+    effects, orphans = values.lose(MAKER)
+    assert (effects, orphans) == ([DropValue(VALUE)], {})
+    assert not values.share(VALUE, made, join_id(0, 1), MAKER)
+
+
+def test_what_the_lost_should_have_made_is_orphaned(values: OwnedValues) -> None:
+    asked = values.find(VALUE)
+    assert values.lose(MAKER) == ([], {VALUE: asked})
+    assert values.statistics() == {"owner_rrefs": 0, "forks": 0}
+
+
+def test_closing_settles_whoever_waits_and_makes_nothing_anew(values: OwnedValues) -> None:
+    asked = values.find(VALUE)
+    values.close()
+    assert isinstance(asked.exception(), RRefError)
+    with pytest.raises(RRefError, match="was shut down"):
+        values.find(VALUE)

@@ -1,0 +1,232 @@
+"""The timekeeper: each job at its time, in order, whatever the jobs do."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import threading
+import weakref
+from collections.abc import Iterator
+from queue import SimpleQueue
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from zmqgrad.runtime.clock import Deadline, ManualClock
+from zmqgrad.runtime.timer import MIN_SWEEP_JOBS, TimerThread
+
+
+@pytest.fixture
+def keeper(clock: ManualClock) -> Iterator[TimerThread]:
+    keeper = TimerThread("t", clock)
+    keeper.start()
+    yield keeper
+    keeper.close()
+    assert keeper.join(Deadline.after(10)) == []
+
+
+def settle(keeper: TimerThread) -> None:
+    """Wait until all that is due has run: a post is taken in before what is due, so it takes two."""
+    for _ in range(2):
+        reached = threading.Event()
+        keeper.call_soon(reached.set)
+        assert reached.wait(10)
+
+
+def test_jobs_run_when_their_time_has_come_and_not_before(keeper: TimerThread, clock: ManualClock) -> None:
+    ran: list[str] = []
+    keeper.call_later(2.0, lambda: ran.append("two"))
+    keeper.call_later(1.0, lambda: ran.append("one"))
+    settle(keeper)
+    assert ran == []
+    clock.advance(1.0)
+    settle(keeper)
+    assert ran == ["one"]
+    clock.advance(1.0)
+    settle(keeper)
+    assert ran == ["one", "two"]
+
+
+@given(st.lists(st.integers(0, 5), max_size=12))
+def test_what_is_due_together_runs_by_time_then_by_asking(times: list[int]) -> None:
+    clock = ManualClock()
+    keeper = TimerThread("t", clock)
+    keeper.start()
+    try:
+        ran: list[tuple[int, int]] = []
+        busy, go = threading.Event(), threading.Event()
+        keeper.call_soon(lambda: (busy.set(), go.wait(10)))  # all below is asked for while it is busy
+        assert busy.wait(10)
+        for i, t in enumerate(times):
+            keeper.call_later(t, lambda t=t, i=i: ran.append((t, i)))  # type: ignore[misc]
+        clock.advance(5)
+        go.set()
+        settle(keeper)
+        assert ran == sorted((t, i) for i, t in enumerate(times))
+    finally:
+        keeper.close()
+        assert keeper.join(Deadline.after(10)) == []
+
+
+def test_a_cancelled_job_does_not_run(keeper: TimerThread, clock: ManualClock) -> None:
+    ran: list[str] = []
+    handle = keeper.call_later(1.0, lambda: ran.append("cancelled"))
+    kept = keeper.call_later(1.0, lambda: ran.append("kept"))
+    handle.cancel()
+    clock.advance(1.0)
+    settle(keeper)
+    kept.cancel()  # harmless once it ran
+    assert ran == ["kept"]
+
+
+def test_a_job_in_infinite_time_never_runs(keeper: TimerThread, clock: ManualClock) -> None:
+    ran: list[str] = []
+    keeper.call_later(math.inf, lambda: ran.append("never"))
+    clock.advance(1e300)
+    settle(keeper)
+    assert ran == []
+
+
+def test_nan_is_no_time(keeper: TimerThread) -> None:
+    with pytest.raises(ValueError, match="nan"):
+        keeper.call_later(math.nan, lambda: None)
+
+
+def test_a_job_of_the_past_runs_at_once(keeper: TimerThread) -> None:
+    ran = threading.Event()
+    keeper.call_later(-5.0, ran.set)
+    assert ran.wait(10)
+
+
+@pytest.mark.parametrize("error", [ValueError("bad job"), SystemExit("bad job")])
+def test_a_job_that_fails_costs_the_others_nothing(
+    keeper: TimerThread, error: BaseException, caplog: pytest.LogCaptureFixture
+) -> None:
+    def bad() -> None:
+        raise error
+
+    with caplog.at_level(logging.ERROR):
+        keeper.call_soon(bad)
+        settle(keeper)
+    assert "bad job" in caplog.text
+
+
+def test_a_job_may_ask_for_more_and_starves_nobody(keeper: TimerThread, clock: ManualClock) -> None:
+    """One that posts itself for ever does not keep what is due from running."""
+    stop, timed = threading.Event(), threading.Event()
+
+    def again() -> None:
+        if not stop.is_set():
+            keeper.call_soon(again)
+            keeper.call_later(0.0, lambda: None)
+
+    keeper.call_soon(again)
+    keeper.call_later(1.0, timed.set)
+    clock.advance(1.0)
+    try:
+        assert timed.wait(10)
+    finally:
+        stop.set()
+
+
+class Node:
+    """Lives in a cycle, so that the garbage collector is what finds it."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def test_a_finalizer_may_post_wherever_it_runs(keeper: TimerThread) -> None:
+    """See Note [Finalizers only enqueue]: also while this very thread is inside the inbox's own ``put``."""
+    freed: SimpleQueue[int] = SimpleQueue()
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        for i in range(300):
+            node = Node()
+            weakref.finalize(node, keeper.call_soon, lambda i=i: freed.put(i)).atexit = False  # type: ignore[misc]
+            del node
+            keeper.call_soon(lambda: None)
+    finally:
+        gc.set_threshold(*threshold)
+    gc.collect()
+    assert sorted(freed.get(timeout=10) for _ in range(300)) == list(range(300))
+
+
+def test_a_job_that_ran_or_was_cancelled_is_let_go(keeper: TimerThread) -> None:
+    node = Node()
+    node.me = None  # type: ignore[assignment]
+    watched = weakref.ref(node)
+    done = keeper.call_later(0.0, lambda node=node: None)  # type: ignore[misc]
+    cancelled = keeper.call_later(5.0, lambda node=node: None)  # type: ignore[misc]
+    cancelled.cancel()
+    del node
+    settle(keeper)
+    assert watched() is None
+    assert done.job is None
+
+
+def test_cancelled_jobs_do_not_pile_up(keeper: TimerThread, clock: ManualClock) -> None:
+    """Nearly every call's time limit is cancelled long before it is due."""
+    ran = threading.Event()
+    keeper.call_later(60.0, ran.set)
+    for _ in range(20 * MIN_SWEEP_JOBS):
+        keeper.call_later(30.0, lambda: None).cancel()
+    settle(keeper)
+    assert len(keeper._heap) <= 2 * MIN_SWEEP_JOBS
+    clock.advance(60.0)
+    assert ran.wait(10)
+
+
+def test_real_time_passes_too() -> None:
+    keeper = TimerThread("real")
+    keeper.start()
+    ran: SimpleQueue[str] = SimpleQueue()
+    keeper.call_later(0.02, lambda: ran.put("later"))
+    keeper.call_later(0.01, lambda: ran.put("capped"))
+    keeper.call_soon(lambda: ran.put("now"))
+    assert [ran.get(timeout=10) for _ in range(3)] == ["now", "capped", "later"]
+    keeper.close()
+    keeper.close()
+    assert keeper.join(Deadline.after(10)) == []
+
+
+def test_close_drops_what_waits(clock: ManualClock) -> None:
+    keeper = TimerThread("t", clock)
+    ran: list[str] = []
+    keeper.call_soon(lambda: ran.append("posted before the start"))
+    keeper.start()
+    settle(keeper)
+    keeper.call_later(1.0, lambda: ran.append("timed"))
+    keeper.close()
+    assert keeper.join(Deadline.after(10)) == []
+    clock.advance(5.0)
+    keeper.call_soon(lambda: ran.append("after the end"))
+    assert ran == ["posted before the start"]
+
+
+def test_join_names_a_thread_that_does_not_end(clock: ManualClock) -> None:
+    keeper = TimerThread("slow", clock)
+    keeper.start()
+    busy, go = threading.Event(), threading.Event()
+    keeper.call_soon(lambda: (busy.set(), go.wait(10)))
+    assert busy.wait(10)
+    keeper.close()
+    assert keeper.join(Deadline.after(0)) == ["slow-timer"]
+    go.set()
+    assert keeper.join(Deadline.after(10)) == []
+
+
+def test_join_of_one_that_never_started(clock: ManualClock) -> None:
+    keeper = TimerThread("idle", clock)
+    keeper.close()
+    assert keeper.join(Deadline.after(10)) == []
+
+
+def test_close_from_a_job(clock: ManualClock) -> None:
+    keeper = TimerThread("t", clock)
+    keeper.start()
+    keeper.call_soon(lambda: (keeper.close(), keeper.join(Deadline.after(10))))
+    assert keeper.join(Deadline.after(10)) == []

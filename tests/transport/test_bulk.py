@@ -1,0 +1,206 @@
+"""Large frames in chunks: whole at the other end, in memory that is used again; and what bad peers can do."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.transport.contract import Office, office_of
+from tests.transport.test_contract import OverZmq
+from zmqgrad.errors import ProtocolError
+from zmqgrad.transport import bulk
+from zmqgrad.transport.arena.exchange import Load, _in_frames
+from zmqgrad.transport.bulk import BufferPool, Reassembler, split
+from zmqgrad.transport.flow_control import INFLIGHT
+from zmqgrad.transport.tap import Tapped
+from zmqgrad.wire.messages import Chunk, Hello, Manifest, MessageType, Piece, StoreSet, Window
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "CHUNK", 1000)
+    monkeypatch.setattr(bulk, "LEAST", 4000)
+
+
+def some_bytes(size: int) -> bytes:
+    return random.Random(size).randbytes(size)
+
+
+def carry(assembly: Reassembler, load: Load) -> tuple[Manifest | None, list[Any]]:
+    """Send ``load`` in chunks; what the other side makes of it."""
+    rest, parts = split(load)
+    for chunk, data in parts:
+        assembly.add(1, chunk, [bytearray(data)])
+    if not parts:
+        return load.manifest, list(load.frames)
+    assert rest.manifest is not None
+    return assembly.complete(1, rest.manifest, [bytearray(f) for f in rest.frames])
+
+
+@given(sizes=st.lists(st.sampled_from([0, 1, 999, 1000, 3999, 4000, 4001, 8000, 12_345]), max_size=12))
+def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
+    """Whether small ones are joined (many frames) or not."""
+    frames = [some_bytes(n) for n in sizes]
+    load = _in_frames(frames, sizes, (7,))
+    manifest, came = carry(Reassembler(), load)
+    assert [bytes(f) for f in came] == [bytes(f) for f in load.frames]
+    if any(n > 4000 for n in sizes):
+        assert manifest is not None
+        assert manifest.released == (7,)
+        assert all(p.segment == p.block == 0 for p in manifest.pieces)
+        windows = [bytes(came[w.piece])[w.offset : w.offset + w.size] for w in manifest.windows]
+        assert windows == frames
+
+
+def test_what_is_small_is_not_cut() -> None:
+    load = Load(None, [bytes(4000)])
+    assert split(load) == (load, [])
+
+
+def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
+    assembly = Reassembler()
+    _, (first,) = carry(assembly, Load(None, [some_bytes(8000)]))
+    _, (second,) = carry(assembly, Load(None, [some_bytes(8001)]))
+    assert bytes(first) == some_bytes(8000)
+    assert assembly.buffers.kept() == 0
+    first[:3] = b"own"  # it is the reader's
+    part = first[5:10]
+    del first
+    gc.collect()
+    assert assembly.buffers.kept() == 0  # a part is looked at still
+    del part
+    gc.collect()
+    assert assembly.buffers.kept() == 8000
+    _, (third,) = carry(assembly, Load(None, [some_bytes(7000)]))
+    assert assembly.buffers.kept() == 0
+    assert [bytes(second), bytes(third)] == [some_bytes(8001), some_bytes(7000)]
+    assembly.close()
+    del second, third
+    gc.collect()
+    assert assembly.buffers.kept() == 0
+
+
+def test_memory_that_is_not_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Any] = []
+
+    class Later:
+        def call_later(self, seconds: float, job: Any) -> None:
+            jobs.append(job)
+
+    buffers = BufferPool()
+    buffers.start(Later())
+    for _ in range(2):
+        buffers.take(100)
+        gc.collect()
+    assert buffers.kept() == 100
+    assert len(jobs) == 1
+    jobs.pop()()  # it was used since
+    assert buffers.kept() == 100
+    jobs.pop()()
+    assert (buffers.kept(), jobs) == (0, [])
+    monkeypatch.setattr(bulk, "KEPT", 150)
+    taken = [buffers.take(100) for _ in range(3)]
+    taken.clear()
+    gc.collect()
+    assert buffers.kept() == 100
+
+
+@pytest.mark.parametrize(
+    ("chunk", "frames"),
+    [
+        (Chunk(1, 0, 10), []),
+        (Chunk(1, 0, 10), [bytearray(b"")]),
+        (Chunk(1, 0, 10), [bytearray(b"a"), bytearray(b"b")]),
+        (Chunk(1, 0, 10), [bytearray(11)]),
+        (Chunk(1, 5, 10), [bytearray(5)]),
+        (Chunk(1, 0, 0), [bytearray(1)]),
+        (Chunk(1, 0, 1 << 62), [bytearray(1)]),
+    ],
+)
+def test_a_chunk_that_cannot_be_right_is_refused(chunk: Chunk, frames: list[bytearray]) -> None:
+    assembly = Reassembler()
+    with pytest.raises(ProtocolError, match="of worker 3"):
+        assembly.add(3, chunk, frames)
+    assert not assembly._streams
+
+
+@pytest.mark.parametrize("following", [Chunk(1, 0, 10), Chunk(1, 4, 10), Chunk(1, 5, 11), Chunk(1, 6, 10)])
+def test_a_chunk_that_does_not_follow_ends_its_frame(following: Chunk) -> None:
+    assembly = Reassembler()
+    assembly.add(3, Chunk(1, 0, 10), [bytearray(5)])
+    with pytest.raises(ProtocolError, match="where 5 of 10 were there"):
+        assembly.add(3, following, [bytearray(5)])
+    with pytest.raises(ProtocolError, match="missing"):
+        assembly.complete(3, Manifest((Piece(0, 1, 0, 10),), (Window(0, 0, 10),)), [])
+
+
+def test_a_message_whose_chunks_are_not_all_there_is_refused() -> None:
+    assembly = Reassembler()
+    manifest = Manifest((Piece(0, 1, 0, 10),), (Window(0, 0, 10),))
+    assembly.add(3, Chunk(1, 0, 10), [bytearray(9)])
+    for peer in (4, 3, 3):  # of another; in part; and then no more at all
+        with pytest.raises(ProtocolError, match="missing"):
+            assembly.complete(peer, manifest, [])
+    assembly.add(3, Chunk(1, 0, 9), [bytearray(9)])
+    with pytest.raises(ProtocolError, match="missing"):  # another size
+        assembly.complete(3, manifest, [])
+
+
+def test_a_peer_cannot_begin_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bulk, "MAX_STREAMS", 3)
+    assembly = Reassembler()
+    for n in range(3):
+        assembly.add(3, Chunk(n, 0, 10), [bytearray(5)])
+    assembly.add(4, Chunk(9, 0, 10), [bytearray(5)])
+    with pytest.raises(ProtocolError, match="more than 3"):
+        assembly.add(3, Chunk(4, 0, 10), [bytearray(5)])
+    assembly.forget(3)
+    assembly.add(3, Chunk(5, 0, 10), [bytearray(5)])
+    assert sorted(assembly._streams) == [(3, 5), (4, 9)]
+
+
+# ---- in a mailbox ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=["ipc", "tcp"])
+def office(request: pytest.FixtureRequest) -> Iterator[Office]:
+    with office_of(OverZmq(request.param)) as opened:
+        yield opened
+
+
+def test_a_message_with_large_frames_is_one_message(office: Office) -> None:
+    a, b = office.pair()
+    shown: list[MessageType] = []
+
+    def tap(tapped: Tapped) -> None:
+        shown.append(MessageType(tapped.envelope.type))
+
+    b.mailbox.tap = tap
+    frames = [some_bytes(n) for n in (10, 5000, 3000, 1 << 20)]
+    for n in range(3):
+        a.mailbox.send(1, StoreSet("key", b"value"), n, frames)
+        (inbound,) = b.take()
+        assert [bytes(f) for f in inbound.frames] == frames
+        assert inbound.by_socket == sum(map(len, frames))
+        assert a.mailbox.statistics()["inflight"]["bytes"][1] <= INFLIGHT
+    assert shown == [MessageType.STORE_SET] * 3
+    sent, received = a.mailbox.statistics(), b.mailbox.statistics()
+    assert (
+        sent["sent_by_path"]["frames"] == received["received_by_path"]["frames"] == 3 * sum(map(len, frames))
+    )
+    del inbound
+
+
+def test_a_chunk_of_nothing_costs_a_counter(office: Office) -> None:
+    a, b = office.pair()
+    a.mailbox.send(1, Chunk(5, 17, 20), 0, [b"abc"])
+    a.mailbox.send(1, Hello("x"), 1)
+    a.mailbox.send(1, Hello("x"), 2, [b"more"])
+    b.take(2)
+    assert b.mailbox.statistics()["malformed"] == 1

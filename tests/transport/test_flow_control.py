@@ -1,0 +1,447 @@
+"""Credit: what may be on its way to a peer, who waits for what, and that everybody's turn comes."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Iterator
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.transport.contract import Box, Office, office_of
+from tests.transport.test_contract import OverZmq, _TcpAlone
+from zmqgrad.errors import ClosedError, CongestionError
+from zmqgrad.runtime.thread_pool import Source, Task
+from zmqgrad.transport import flow_control
+from zmqgrad.transport.base import Inbound, Mailbox
+from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
+from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.tap import Tapped
+from zmqgrad.wire.messages import Credit, CreditWanted, Message, RRefAck, StoreSet
+
+REQUEST, ANSWER = StoreSet("key", b"value"), RRefAck()
+LIMIT = 1 << 20
+PART = 400 << 10
+"""Bytes of which two are within the limit, and three are not."""
+
+
+class Waits:
+    """Threads that wait at an send_window. ``said`` gets what it tells its peers."""
+
+    def __init__(self, limit: int = 100) -> None:
+        self.said: SimpleQueue[Message] = SimpleQueue()
+        self.send_window = SendWindow("w", limit, lambda _, message: self.said.put(message))
+        self.went: SimpleQueue[Any] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+
+    def send(self, size: int, answer: bool = False, seconds: float = 0.0) -> None:
+        """In a thread of its own; returns once it waits, or has gone."""
+        if self.send_window.take(1, answer, size):
+            self.went.put(size)
+            return
+        before = self.waiting()
+
+        def wait() -> None:
+            try:
+                self.send_window.wait(1, answer, size, seconds)
+                self.went.put(size)
+            except Exception as e:
+                self.went.put(e)
+
+        self._threads.append(threading.Thread(target=wait, daemon=True))
+        self._threads[-1].start()
+        while self.waiting() == before and self.went.empty():
+            self._threads[-1].join(0.001)
+
+    def waiting(self) -> int:
+        return sum(w["messages"] for w in self.send_window.statistics()["waiting"].values())
+
+    def next(self) -> Any:
+        return self.went.get(timeout=20)
+
+    def end(self) -> None:
+        self.send_window.close()
+        for thread in self._threads:
+            thread.join(20)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def waits() -> Iterator[Waits]:
+    made = Waits()
+    yield made
+    made.end()
+
+
+def test_what_is_within_the_limit_goes_at_once(waits: Waits) -> None:
+    assert all(waits.send_window.take(1, False, 25) for _ in range(4))
+    assert not waits.send_window.take(1, False, 1)
+    assert waits.send_window.take(2, False, 100)  # another peer
+    assert waits.send_window.take(1, True, 100)  # answers pass while requests wait
+    assert waits.send_window.statistics() == {
+        "limit": 100,
+        "bytes": {1: 200, 2: 100},
+        "waiting": {},
+        "waits": 0,
+    }
+
+
+def test_without_a_limit_nobody_waits() -> None:
+    send_window = SendWindow("w", 0, lambda *_: None)
+    assert all(send_window.take(1, False, 1 << 40) for _ in range(3))
+
+
+def test_a_message_larger_than_the_limit_passes_alone(waits: Waits) -> None:
+    assert waits.send_window.take(1, False, 1000)
+    waits.send(1)
+    assert waits.waiting() == 1
+    waits.send_window.give_back(1, False, 1000)
+    assert waits.next() == 1
+    waits.send(1000)
+    assert waits.said.get(timeout=20) == CreditWanted(901, 0)  # of the 1
+    assert waits.said.get(timeout=20) == CreditWanted(1, 0)
+    waits.send_window.give_back(1, False, 1)
+    assert waits.next() == 1000
+
+
+def test_those_who_wait_go_in_turn_and_nobody_overtakes_them(waits: Waits) -> None:
+    assert waits.send_window.take(1, False, 90)
+    waits.send(80)
+    waits.send(5)  # would fit, but is second
+    assert waits.waiting() == 2
+    assert waits.send_window.statistics()["waiting"] == {1: {"messages": 2, "bytes": 85}}
+    assert waits.said.get(timeout=20) == CreditWanted(70, 0)
+    waits.send_window.on_credit(1, Credit(60, 0))
+    assert waits.said.get(timeout=20) == CreditWanted(10, 0)  # not enough yet
+    waits.send_window.on_credit(1, Credit(10, 0))
+    assert waits.next() == 80
+    waits.send_window.on_credit(1, Credit(20, 0))
+    assert waits.next() == 5
+    assert waits.send_window.statistics()["bytes"] == {1: 85}
+
+
+def test_who_gives_up_lets_the_next_one_go(waits: Waits) -> None:
+    assert waits.send_window.take(1, False, 90)
+    waits.send(80, seconds=0.05)
+    waits.send(5)
+    error = waits.next()
+    assert isinstance(error, CongestionError)
+    assert "worker 1" in str(error)
+    assert "90 bytes" in str(error)
+    assert "ZMQGRAD_INFLIGHT_BYTES" in str(error)
+    assert waits.next() == 5
+
+
+def test_a_peer_that_is_forgotten_frees_its_credit_and_those_who_wait(waits: Waits) -> None:
+    assert waits.send_window.take(1, False, 90)
+    assert waits.send_window.take(1, True, 90)
+    waits.send(80)
+    waits.send(80, answer=True)
+    waits.send_window.forget(1)
+    assert [type(waits.next()) for _ in range(2)] == [ClosedError, ClosedError]
+    waits.send_window.on_credit(1, Credit(90, 90))  # late
+    assert waits.send_window.take(1, False, 100)
+    assert not waits.send_window.take(1, False, 1)
+
+
+def test_closing_ends_every_wait(waits: Waits) -> None:
+    assert waits.send_window.take(1, False, 100)
+    waits.send(1)
+    waits.send_window.close()
+    assert isinstance(waits.next(), ClosedError)
+    with pytest.raises(ClosedError):
+        waits.send_window.wait(1, False, 1, 0.0)
+
+
+def test_credit_that_was_never_given_makes_no_debt(waits: Waits) -> None:
+    assert waits.send_window.take(1, False, 10)
+    waits.send_window.on_credit(1, Credit(1 << 62, 0))
+    assert waits.send_window.take(1, False, 100)
+    assert not waits.send_window.take(1, False, 1)
+
+
+def test_what_was_taken_in_is_told_in_batches_or_when_somebody_waits() -> None:
+    said: list[Message] = []
+    receive_window = ReceiveWindow(100, lambda _, message: said.append(message))
+    receive_window.consumed(1, False, 20)
+    assert said == []
+    receive_window.consumed(1, False, 5)
+    assert said == [Credit(25, 0)]
+    receive_window.consumed(1, True, 10)
+    receive_window.credit_requested(1, CreditWanted(3, 12))
+    assert said == [Credit(25, 0)]
+    receive_window.consumed(1, False, 3)
+    receive_window.consumed(1, True, 2)
+    assert said == [Credit(25, 0), Credit(3, 0), Credit(0, 12)]
+    receive_window.consumed(1, False, 3)  # back to batches
+    receive_window.forget(1)
+    receive_window.credit_requested(1, CreditWanted(1, 0))
+    assert len(said) == 3
+
+
+def test_what_was_lost_on_its_way_counts_as_taken_in_when_asked_again() -> None:
+    said: list[Message] = []
+    receive_window = ReceiveWindow(100, lambda _, message: said.append(message))
+    receive_window.received(1, False, 30)
+    receive_window.credit_requested(1, CreditWanted(50, 0))
+    assert said == []  # more may come
+    receive_window.credit_requested(1, CreditWanted(50, 0, again=True))
+    assert said == []  # what is here still has to be taken in
+    receive_window.consumed(1, False, 30)
+    assert said == [Credit(50, 0)]  # 20 were lost
+    receive_window.credit_requested(1, CreditWanted(0, 7, again=True))
+    assert said[1:] == [Credit(0, 7)]
+    receive_window.received(1, False, 60)
+    receive_window.credit_requested(1, CreditWanted(50, 0, again=True))
+    assert len(said) == 2
+    receive_window.consumed(1, False, 60)
+    assert said[2:] == [Credit(60, 0)]
+
+
+@given(
+    limits=st.tuples(st.integers(1, 100), st.integers(1, 100)),
+    sizes=st.lists(st.integers(1, 150), min_size=1, max_size=30),
+    slowness=st.integers(1, 4),
+)
+def test_everything_arrives_whatever_the_limits_at_both_ends(
+    limits: tuple[int, int], sizes: list[int], slowness: int
+) -> None:
+    """Two threads send by one send_window; never is more than the limit away, but for a message alone."""
+    arrived: SimpleQueue[int] = SimpleQueue()
+    send_window = SendWindow("w", limits[0], lambda _, message: receive_window.credit_requested(0, message))  # type: ignore[arg-type]
+    receive_window = ReceiveWindow(limits[1], lambda _, message: send_window.on_credit(0, message))  # type: ignore[arg-type]
+
+    def send(mine: list[int]) -> None:
+        for size in mine:
+            if not send_window.take(0, False, size):
+                send_window.wait(0, False, size, 0.0)
+            arrived.put(size)
+
+    senders = [threading.Thread(target=send, args=(sizes[i::2],), daemon=True) for i in range(2)]
+    for sender in senders:
+        sender.start()
+    here: deque[int] = deque()
+    for _ in sizes:
+        if not here:
+            here.append(arrived.get(timeout=20))
+        while len(here) < slowness and not arrived.empty():
+            here.append(arrived.get())
+        assert sum(here) <= max(limits[0], *here)
+        receive_window.consumed(0, False, here.popleft())
+    for sender in senders:
+        sender.join(20)
+        assert not sender.is_alive()
+
+
+# ---- in a mailbox ----------------------------------------------------------------------------------------
+
+
+class _Small(_TcpAlone):
+    def __init__(self, name: str, worker_id: int) -> None:
+        ZmqMailbox.__init__(self, name, worker_id, inflight=LIMIT)
+
+
+class OverTcpWithCredit(OverZmq):
+    """Mailboxes by tcp, with a small limit."""
+
+    def __init__(self) -> None:
+        super().__init__("tcp")
+
+    def open(self, name: str, worker_id: int) -> Mailbox:
+        return _Small(name, worker_id)
+
+
+class Desk:
+    """In the place of an engine pool: tasks lie here until the test begins them."""
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[Task] = SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def serve_from(self, source: Source) -> None:
+        def work() -> None:
+            while (task := source.read()) is not None:
+                self.tasks.put(task)
+
+        self._thread = threading.Thread(target=work, daemon=True)
+        self._thread.start()
+
+    def begin_next(self) -> None:
+        self.tasks.get(timeout=20)()
+
+
+@pytest.fixture
+def office() -> Iterator[Office]:
+    with office_of(OverTcpWithCredit()) as opened:
+        yield opened
+
+
+def slow_box(office: Office, worker_id: int, got: SimpleQueue[Inbound]) -> Desk:
+    """A mailbox whose requests are tasks for a desk, and whose answers are taken at once."""
+    box, desk = office.open(worker_id, start=False), Desk()
+
+    def handler(inbound: Inbound) -> Task | None:
+        if inbound.message == ANSWER:
+            got.put(inbound)
+            return None
+        return lambda: got.put(inbound)
+
+    box.mailbox.start(handler, office.resolve, desk)  # type: ignore[arg-type]
+    return desk
+
+
+def asks(box: Box) -> SimpleQueue[CreditWanted]:
+    """What ``box`` waits for, as it says so."""
+    said: SimpleQueue[CreditWanted] = SimpleQueue()
+
+    def tap(tapped: Tapped) -> None:
+        if tapped.outgoing and isinstance(tapped.message, CreditWanted):
+            said.put(tapped.message)
+
+    box.mailbox.tap = tap
+    return said
+
+
+class Sender:
+    """A thread that sends ``count`` messages of ``PART`` bytes to worker 1."""
+
+    def __init__(self, box: Box, count: int, message: Message = REQUEST, patience: float = 0.0) -> None:
+        self.error: Exception | None = None
+        self._work = (box, count, message, patience)
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def _run(self) -> None:
+        box, count, message, patience = self._work
+        try:
+            for n in range(count):
+                box.mailbox.send(1, message, n, [bytes([n]) * PART], patience=patience)
+        except Exception as e:
+            self.error = e
+
+    def join(self) -> None:
+        self.thread.join(20)
+        assert not self.thread.is_alive()
+
+
+def test_a_slow_receiver_slows_its_sender(office: Office) -> None:
+    got: SimpleQueue[Inbound] = SimpleQueue()
+    a, desk = office.open(0), slow_box(office, 1, got)
+    asked = asks(a)
+    sender = Sender(a, 10)
+    for n in range(10):
+        if n < 8:
+            assert asked.get(timeout=20).requests > 0
+            inflight = a.mailbox.statistics()["inflight"]
+            assert inflight["bytes"][1] <= LIMIT
+            assert inflight["waiting"] == {1: {"messages": 1, "bytes": PART}}
+            assert sender.thread.is_alive()
+        desk.begin_next()
+        inbound = got.get(timeout=20)
+        assert (inbound.envelope.message_id, inbound.by_socket) == (n, PART)
+    sender.join()
+    assert sender.error is None
+    assert a.mailbox.statistics()["inflight"]["waits"] == 8
+
+
+def test_answers_and_small_messages_pass_while_requests_wait(office: Office) -> None:
+    got: SimpleQueue[Inbound] = SimpleQueue()
+    a, desk = office.open(0), slow_box(office, 1, got)
+    asked = asks(a)
+    sender = Sender(a, 3)
+    asked.get(timeout=20)
+    for n in range(10):
+        a.mailbox.send(1, ANSWER, n, [bytes(PART)])
+        assert got.get(timeout=20).envelope.message_id == n
+    a.mailbox.send(1, StoreSet("small", b""), 77)
+    for _ in range(2):
+        desk.begin_next()
+    desk.begin_next()
+    assert {got.get(timeout=20).envelope.message_id for _ in range(3)} == {0, 1, 77}
+    desk.begin_next()
+    sender.join()
+
+
+def test_a_sender_that_waits_for_too_long_is_told_for_what(office: Office) -> None:
+    got: SimpleQueue[Inbound] = SimpleQueue()
+    a, desk = office.open(0), slow_box(office, 1, got)
+    sender = Sender(a, 3, patience=0.1)
+    sender.join()
+    assert isinstance(sender.error, CongestionError)
+    assert str(2 * PART) in str(sender.error)
+    for _ in range(2):
+        desk.begin_next()
+    sender = Sender(a, 2)  # what gave up takes no credit with it
+    sender.join()
+    assert sender.error is None
+
+
+def test_a_peer_that_is_gone_frees_who_waits_for_it(office: Office) -> None:
+    got: SimpleQueue[Inbound] = SimpleQueue()
+    a, _ = office.open(0), slow_box(office, 1, got)
+    asked = asks(a)
+    sender = Sender(a, 3)
+    asked.get(timeout=20)
+    a.mailbox.forget(1)
+    sender.join()
+    assert isinstance(sender.error, ClosedError)
+    assert a.mailbox.statistics()["inflight"] == {"limit": LIMIT, "bytes": {}, "waiting": {}, "waits": 1}
+
+
+def test_closing_frees_who_waits(office: Office) -> None:
+    got: SimpleQueue[Inbound] = SimpleQueue()
+    a, _ = office.open(0), slow_box(office, 1, got)
+    asked = asks(a)
+    sender = Sender(a, 3)
+    asked.get(timeout=20)
+    a.mailbox.close()
+    sender.join()
+    assert isinstance(sender.error, ClosedError)
+
+
+def test_the_thread_that_reads_never_waits(office: Office) -> None:
+    """It would wait for what only it can bring."""
+    done = threading.Event()
+
+    def forward(inbound: Inbound) -> None:
+        for n in range(5):  # far beyond the limit, and the reader of 1 does not read
+            office.known[0].send(1, REQUEST, n, [bytes(PART)])
+        done.set()
+
+    office.open(0, forward)
+    got: SimpleQueue[Inbound] = SimpleQueue()
+    desk = slow_box(office, 1, got)
+    office.known[1].send(0, REQUEST, 1)
+    assert done.wait(20)
+    for _ in range(5):
+        desk.begin_next()
+
+
+def test_what_a_broken_connection_lost_holds_nobody_up_for_ever(
+    office: Office, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    got: SimpleQueue[Inbound] = SimpleQueue()
+    a, desk = office.open(0), slow_box(office, 1, got)
+    monkeypatch.setattr(flow_control, "LOG_INTERVAL_SECONDS", 0.05)
+    a.mailbox._plane.send_window.take(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
+    sender = Sender(a, 4)
+    for _ in range(4):
+        desk.begin_next()
+    sender.join()
+    assert sender.error is None
+    assert a.mailbox.statistics()["inflight"]["bytes"][1] <= LIMIT
+
+
+def test_a_handler_that_fails_keeps_no_credit(office: Office) -> None:
+    def fail(inbound: Inbound) -> None:
+        raise ZeroDivisionError
+
+    a = office.open(0)
+    office.open(1, fail)
+    sender = Sender(a, 20)
+    sender.join()
+    assert sender.error is None

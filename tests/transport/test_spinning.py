@@ -1,0 +1,130 @@
+"""Looking ends when something is found, when its time is over, or when others work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.rpc import RpcBackendOptions
+from zmqgrad.runtime.clock import Deadline, ManualClock
+from zmqgrad.runtime.spinning import COOLDOWN_WAITS, MAX_CREDIT, SPIN_SECONDS, SpinBudget, Spinner
+from zmqgrad.transport.mailbox import ZmqMailbox
+
+
+class Place:
+    """Where something is found at the ``at``-th look; each look takes a tenth of the time that there is."""
+
+    def __init__(self, at: int | None = None, seconds: float = SPIN_SECONDS) -> None:
+        self.clock = ManualClock()
+        self.budget = SpinBudget(seconds)
+        self.spinner = Spinner(self.budget, self.clock)
+        self.at = at
+        self.looks = 0
+
+    def poll(self, seconds: float) -> list[int]:
+        assert seconds == 0
+        self.clock.advance(SPIN_SECONDS / 10)
+        self.looks += 1
+        return [7] if self.looks == self.at else []
+
+    def wait(self) -> int:
+        """So many looks a wait takes that finds nothing."""
+        self.looks = 0
+        assert self.spinner.spin(self.poll) == []
+        return self.looks
+
+
+def test_what_comes_soon_is_found() -> None:
+    place = Place(at=3)
+    assert place.spinner.spin(place.poll) == [7]
+    assert place.looks == 3
+
+
+def test_looking_ends_when_its_time_is_over() -> None:
+    assert Place().wait() == 10
+
+
+def test_it_lasts_as_long_as_is_said() -> None:
+    assert Place(seconds=SPIN_SECONDS / 2).wait() == 5
+
+
+def test_what_nobody_asked_for_is_not_looked_for_as_long() -> None:
+    place = Place()
+    place.spinner = Spinner(place.budget, place.clock, at_most=SPIN_SECONDS / 5)
+    assert place.wait() == 2
+    place.budget.seconds = SPIN_SECONDS / 10
+    assert place.wait() == 1
+
+
+def test_whose_time_is_nothing_never_looks() -> None:
+    place = Place(at=1, seconds=0.0)
+    assert [place.wait() for _ in range(2 * COOLDOWN_WAITS)] == [0] * (2 * COOLDOWN_WAITS)
+
+
+def test_who_looks_in_vain_too_often_sleeps_for_a_while() -> None:
+    place = Place()
+    looked = [bool(place.wait()) for _ in range(MAX_CREDIT // 2 + COOLDOWN_WAITS + 2)]
+    assert looked == [True] * (MAX_CREDIT // 2) + [False] * (COOLDOWN_WAITS + 1) + [True]
+
+
+def test_luck_comes_back() -> None:
+    place = Place()
+    for _ in range(MAX_CREDIT // 2 - 1):
+        place.wait()
+    place.at = 1
+    for _ in range(MAX_CREDIT):
+        place.looks = 0
+        assert place.spinner.spin(place.poll) == [7]
+    place.at = None
+    assert all(place.wait() for _ in range(MAX_CREDIT // 2))
+    assert not place.wait()
+
+
+def test_of_two_the_one_that_began_last_looks_on() -> None:
+    first = Place()
+    second = Spinner(first.budget, first.clock)
+
+    def poll(seconds: float) -> list[int]:
+        if first.looks == 3:
+            second.spin(lambda _: [1])
+        return first.poll(seconds)
+
+    assert first.spinner.spin(poll) == []
+    assert first.looks == 4
+
+
+def test_nobody_looks_on_beside_one_that_works() -> None:
+    place = Place()
+
+    def poll(seconds: float) -> list[int]:
+        place.budget.yield_cpu()
+        return place.poll(seconds)
+
+    assert place.spinner.spin(poll) == []
+    assert place.looks == 1
+    assert place.wait() == 10  # it was not in vain: it was ended
+
+
+def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ZMQGRAD_SPIN_US", raising=False)
+    assert RpcBackendOptions().spin_seconds() == SPIN_SECONDS
+    monkeypatch.setenv("ZMQGRAD_SPIN_US", "250")
+    assert RpcBackendOptions().spin_seconds() == 250e-6
+    assert RpcBackendOptions(spin_us=0).spin_seconds() == 0
+
+
+@pytest.mark.parametrize("microseconds", [-1, 0.5, True, "100", 1_000_001])
+def test_times_that_cannot_be(microseconds: Any) -> None:
+    with pytest.raises(ConfigurationError, match="spin_us must be a number of microseconds from 0"):
+        RpcBackendOptions(spin_us=microseconds)
+
+
+def test_a_worker_looks_as_long_as_it_is_told() -> None:
+    mailbox = ZmqMailbox("w0", 0, tcp_host=None, spin_seconds=0.0)
+    try:
+        assert mailbox._spin_budget.seconds == 0
+    finally:
+        mailbox.close()
+        assert mailbox.join(Deadline.after(10.0)) == []

@@ -1,0 +1,192 @@
+"""The coordinator of one backward pass: starts it at the roots, waits for its end, and resolves stalls."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING
+
+import torch
+
+from zmqgrad.autograd.backward.discovery import Discovery
+from zmqgrad.autograd.backward.executor import LocalPass
+from zmqgrad.autograd.backward.step import BackwardStep
+from zmqgrad.autograd.backward.termination import ROOTS, TerminationDetector
+from zmqgrad.autograd.context import Context
+from zmqgrad.errors import AutogradError, RpcTimeoutError
+from zmqgrad.rpc.profiling import profiled_here
+from zmqgrad.rpc.remote_errors import rebuild_exception
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.blocking import blocking_section
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.messages import (
+    BackwardAutogradReq,
+    DiscoverAutogradReq,
+    DiscoverAutogradResp,
+    DropAutogradReq,
+    ExceptionReply,
+    ReachabilityReport,
+)
+
+if TYPE_CHECKING:
+    from zmqgrad.autograd.backward.participant import Participant
+
+
+class Coordinator:
+    """One pass that begins on ``worker``. Call :meth:`run` once, then :meth:`close`."""
+
+    def __init__(self, participant: Participant, worker: Worker, context: Context) -> None:
+        self._participant = participant
+        self._worker = worker
+        self._context = context
+        self.id = worker.ids.next()
+        self.inbox: SimpleQueue[Inbound | None] | None = SimpleQueue() if profiled_here() else None
+        """Under a profiler: the queue by which the calling thread receives, and so records, all requests."""
+        ports = worker.ports
+        self._port = ports.at_receiver if self.inbox is not None else ports.acquire_any(context.peers())
+        self.detector = TerminationDetector(worker.id, self._port.outcome)
+        self._finished = False
+
+    def run(self, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
+        """Run the pass from ``roots``. Returns when it has finished on all workers.
+
+        Raises:
+            Exception: as :meth:`~zmqgrad.autograd.backward.participant.Participant.run`.
+        """
+        context = self._context
+        with context.pass_lock:
+            local_pass = context.passes[self.id] = LocalPass(context, self._worker.id, retain_graph, roots)
+        if mode == "smart":
+            self._drop(self._discover({self._worker.id}, local_pass), local_pass)
+        step = BackwardStep(
+            self._participant, local_pass, self.id, self._worker.id, self._port.number, (ROOTS,)
+        )
+        step.carry_out(lambda: local_pass.start([torch.ones_like(r) for r in roots], step))
+        self._wait()
+        if self.detector.waiting():
+            discovery = self._discover(self.detector.waiting(), local_pass)
+            if mode == "fast":
+                self._raise_unused(discovery)
+            self._drop(discovery, local_pass)
+            self._wait()
+        if self.detector.waiting():
+            raise AutogradError(f"the backward pass stands still, though nothing is missing:\n{local_pass}")
+        self._finished = True
+
+    def close(self) -> None:
+        """Release what the pass holds, whether or not it has finished."""
+        self._port.release(expects_more=not self._finished)
+
+    def _wait(self) -> None:
+        """Wait until no request of the pass is outstanding, and raise its error, if any."""
+        detector = self.detector
+        timeout = self._worker.default_timeout or None
+        while True:
+            steps = detector.steps
+            if self.inbox is not None:
+                ended = self._wait_at_inbox(self.inbox, timeout)
+            else:
+                ended = self._wait_at_port(timeout)
+            if ended:
+                break
+            if detector.steps == steps:
+                names = ", ".join(sorted({self._name(worker) for worker in detector.outstanding().values()}))
+                raise RpcTimeoutError(
+                    f"nothing was heard of the backward pass for {timeout} s; "
+                    f"it waits for {names or 'reports'}"
+                )
+        error = detector.error()
+        if error is not None:
+            raise error
+
+    def _wait_at_port(self, timeout: float | None) -> bool:
+        """Handle messages at the port until the pass has finished. Returns False on timeout (seconds)."""
+        worker, finished = self._worker, self.detector.finished
+        until = math.inf if timeout is None else worker.clock.now() + timeout
+        while (inbound := self._port.receive(finished, until)) is not None:
+            message = inbound.message
+            if isinstance(message, BackwardAutogradReq) and message.pass_id == self.id:
+                worker.server.serve_here(self._participant.on_backward, inbound)
+            else:
+                worker.server.on_unexpected(inbound)
+        return finished.done()
+
+    def _wait_at_inbox(self, inbox: SimpleQueue[Inbound | None], timeout: float | None) -> bool:
+        """Handle messages in ``inbox`` until the pass has finished. Returns False on timeout (seconds)."""
+        deadline = Deadline.after(timeout, self._worker.clock)
+        finished = self.detector.finished
+        finished.add_done_callback(lambda _: inbox.put(None))
+        while not finished.done():
+            try:
+                with blocking_section():
+                    inbound = inbox.get(timeout=deadline.timeout())
+            except Empty:
+                return False
+            if inbound is not None:
+                self._participant.receive(inbound)
+        return True
+
+    def _discover(self, workers: set[int], local_pass: LocalPass) -> Discovery:
+        """Find the gradients that will never arrive; ``workers`` report first."""
+        discovery = Discovery(workers)
+        message = DiscoverAutogradReq(local_pass.context.id, self.id, local_pass.retain_graph)
+        seconds = self._worker.default_timeout
+        while unknown := discovery.unknown():
+            calls = [
+                self._worker.request(
+                    peer, message, seconds=seconds, description="the discovery of a backward pass"
+                )
+                for peer in unknown
+                if peer != self._worker.id
+            ]
+            if self._worker.id in unknown:
+                discovery.learn(local_pass.reach(starts_here=True))
+            for call in calls:
+                discovery.learn(self._reach_of(self._worker.wait(call)))
+        return discovery
+
+    def _reach_of(self, reply: Inbound) -> ReachabilityReport:
+        message = reply.message
+        if isinstance(message, ExceptionReply):
+            raise rebuild_exception(message)
+        assert isinstance(message, DiscoverAutogradResp)
+        return message.reach
+
+    def _drop(self, discovery: Discovery, local_pass: LocalPass) -> None:
+        """Make all workers continue without the gradients that will never arrive."""
+        never = {
+            worker: tuple(number for number, _, _ in sends) for worker, sends in discovery.never().items()
+        }
+        requests = {worker: self._worker.ids.next() for worker in never}
+        self.detector.expect({number: worker for worker, number in requests.items()})
+        own = self._worker.id
+        for worker, number in requests.items():
+            if worker != own:
+                self._worker.post(
+                    worker,
+                    DropAutogradReq(
+                        local_pass.context.id, self.id, number, own, local_pass.retain_graph, never[worker]
+                    ),
+                )
+        if own in requests:
+            step = BackwardStep(self._participant, local_pass, self.id, own, 0, (requests[own],))
+            step.carry_out(lambda: local_pass.drop(requests[own], never[own], step))
+
+    def _raise_unused(self, discovery: Discovery) -> None:
+        lines = [
+            f"  {what}: tensors sent by {self._name(worker)} to {self._name(peer)} ({show_id(number)})"
+            for worker, sends in discovery.never().items()
+            for number, peer, what in sends
+        ]
+        raise AutogradError(
+            "the backward pass cannot finish in FAST mode, which expects a gradient for everything that was "
+            "sent. Nothing came back for\n" + "\n".join(lines) + "\n"
+            "as no root depends on it. Do not ask for results that the loss does not use, call .detach() "
+            "on what need not be differentiated, or use mode='auto'."
+        )
+
+    def _name(self, worker: int) -> str:
+        return self._worker.membership.name_of(worker)

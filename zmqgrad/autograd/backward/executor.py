@@ -1,0 +1,408 @@
+"""One backward pass on one worker, carried out on torch's own C++ engine.
+
+Gradients enter at the roots and at sends. The plan says which groups of the local graph may run. Groups run
+by one call of the engine, from their incoming edges to their outgoing ones: it stops there and returns the
+sums. Those at leaves are added to the context, those at recvs go to the worker that the tensors came from,
+and those at cut edges wait for the next group.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from zmqgrad.autograd.backward.work_queue import Arrival, WorkQueue
+from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.graph.accumulate import (
+    AccumulateMode,
+    accumulate_by_nodes,
+    accumulate_mode,
+    find_replicas,
+    may_have_replicas,
+)
+from zmqgrad.autograd.graph.hooks import (
+    hooks_registered,
+    node_hooks,
+    run_post_accumulate_hooks,
+    run_prehooks,
+)
+from zmqgrad.autograd.graph.node import (
+    Gradient,
+    added,
+    evaluate_node,
+    outputs_of,
+    release_saved_tensors,
+    run_engine,
+    shared,
+)
+from zmqgrad.autograd.graph.plan import Edge, Group, Plan, bits
+from zmqgrad.autograd.graph.undefined import UNDEFINED, is_python_function, reached, zero_placeholders
+from zmqgrad.autograd.graph.walk import GraphWalk, condense
+from zmqgrad.autograd.profiling import SEND_NAME, profiled
+from zmqgrad.autograd.send_recv import LEAF_NODE, RecvMetadata
+from zmqgrad.errors import AutogradError
+from zmqgrad.rpc.profiling import profiled_anywhere
+from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.messages import ReachabilityReport, StallReport
+
+Result = tuple[Edge, Gradient, bool]
+"""The gradient at an outgoing edge, and whether anything else holds a reference to it."""
+
+
+class GradientSink(Protocol):
+    """Receives the gradients that leave the local graph at recvs."""
+
+    def send_gradients(self, recv: RecvMetadata, gradients: Sequence[Gradient]) -> None:
+        """Send the complete gradients of a recv, at once or together with others."""
+
+    def flush_if_late(self) -> None:
+        """Send what has waited long enough for other gradients. Called before more is run."""
+
+
+class GroupSnapshot(NamedTuple):
+    """A group: the sends that it waits for (0: the roots), the recvs it leads to, and whether it has run."""
+
+    entries: list[int]
+    recvs: list[tuple[int, int]]
+    ran: bool
+
+
+class PassSnapshot(NamedTuple):
+    """The state of a pass on one worker, as a value that can be sent."""
+
+    worker: int
+    name: str
+    sends: list[tuple[int, int, str]]
+    arrived: list[int]
+    started: bool
+    groups: list[GroupSnapshot]
+    text: str
+
+
+class LocalPass:
+    """One backward pass on one worker. Entry 0 is the roots, entry *i* + 1 is send *i*.
+
+    Args:
+        context: the context of the pass.
+        worker: the id of this worker.
+        retain_graph: keep saved tensors for another pass.
+        roots: the roots, if the pass began on this worker.
+    """
+
+    def __init__(
+        self, context: Context, worker: int, retain_graph: bool, roots: Sequence[torch.Tensor] = ()
+    ) -> None:
+        self.context = context
+        self.retain_graph = retain_graph
+        self.queue = WorkQueue()
+        self._worker = worker
+        self._sends = context.sends()
+        self._entry_of = {send.autograd_id: i + 1 for i, send in enumerate(self._sends)}
+        self._hooks = hooks_registered()
+        self._lock = threading.Lock()  # guards the plan with its gradients, and the three below
+        self._version = 0
+        self._handled_drops: set[int] = set()
+        mode = accumulate_mode()
+        # The walk makes many small objects and no garbage; collecting would double its time.
+        collects = gc.isenabled()
+        gc.disable()
+        try:
+            walk = GraphWalk(roots, self._sends, mode)
+            self._plan = Plan(condense(walk), walk.entries)
+        finally:
+            if collects:
+                gc.enable()
+        self._starts = walk.starts
+        self._recvs = walk.recvs
+        self._replicas_due: list[Any] = find_replicas(walk.edges) if mode is AccumulateMode.JOINT else []
+
+    def start(self, gradients: Sequence[torch.Tensor], sink: GradientSink) -> None:
+        """Enter at the roots. Runs the groups that become ready in the calling thread."""
+        self._enter([(0, gradients)], sink)
+
+    def check(self, arrivals: Sequence[Arrival]) -> None:
+        """Check that gradients belong to sends of this pass.
+
+        Raises:
+            AutogradError: if there is no such send, or the number of gradients is wrong.
+        """
+        for autograd_id, gradients in arrivals:
+            entry = self._entry_of.get(autograd_id)
+            if entry is None:
+                raise AutogradError(
+                    f"context {show_id(self.context.id)} has no send {show_id(autograd_id)} on worker "
+                    f"{self._worker}: gradients came for tensors that were never sent"
+                )
+            if len(gradients) != len(self._starts[entry]):
+                raise AutogradError(
+                    f"{len(gradients)} gradients came for the {len(self._starts[entry])} tensors of send "
+                    f"{show_id(autograd_id)}"
+                )
+
+    def arrive(self, arrivals: Sequence[Arrival], sink: GradientSink) -> None:
+        """Enter at sends, which must have been checked; each only once. Runs the groups that become ready."""
+        entered = [(self._entry_of[send], gradients) for send, gradients in arrivals]
+        if profiled_anywhere():
+            with profiled(SEND_NAME):
+                self._enter(entered, sink)
+        else:
+            self._enter(entered, sink)
+
+    def drop(self, request: int, sends: Sequence[int], sink: GradientSink) -> bool:
+        """Continue without gradients for ``sends``. Runs the groups that become ready.
+
+        Returns:
+            False if ``request`` is a repetition, which is ignored.
+        """
+        with self._lock:
+            if request in self._handled_drops:
+                return False
+            self._handled_drops.add(request)
+            ready = [group for send in sends for group in self._plan.drop(self._entry_of[send])]
+            self._version += 1
+        self._run_ready(ready, sink)
+        return True
+
+    def _enter(self, arrivals: Sequence[tuple[int, Sequence[Gradient]]], sink: GradientSink) -> None:
+        ready: list[Group] = []
+        with self._lock:
+            for entry, gradients in arrivals:
+                for start, gradient in zip(self._starts[entry], gradients, strict=True):
+                    if gradient is None:
+                        continue
+                    if isinstance(start, GradientEdge):
+                        self._add((start[0], start[1]), gradient)
+                    elif gradient is not UNDEFINED:
+                        self.context.accumulate(start, gradient)
+                ready += self._plan.arrive(entry)
+            self._version += 1
+        self._run_ready(ready, sink)
+
+    def _add(self, edge: Edge, gradient: torch.Tensor) -> None:
+        """Add ``gradient`` at an incoming edge of a group. The caller holds the lock."""
+        gradients = self._plan.group_of(edge[0]).gradients
+        present = gradients.get(edge, UNDEFINED)
+        if present is UNDEFINED:
+            gradients[edge] = gradient
+        elif gradient is not UNDEFINED:
+            gradients[edge] = added(present, gradient)
+
+    def _run_ready(self, ready: list[Group], sink: GradientSink) -> None:
+        """Run groups, and those that become ready by that.
+
+        Groups without dependents run in one engine call. At a cut edge the engine might not stop
+        (:meth:`Plan.reenters`), so groups with dependents run one by one.
+        """
+        while ready:
+            sink.flush_if_late()
+            batch = [group for group in ready if not group.dependents] or ready[:1]
+            ready = [group for group in ready if group not in batch]
+            self._run([group for group in batch if not self._plan.is_dead(group)], sink)
+            with self._lock:
+                for group in batch:
+                    ready += self._plan.finished(group)
+
+    def _run(self, groups: Sequence[Group], sink: GradientSink) -> None:
+        gradients: dict[Edge, torch.Tensor] = {}
+        for group in groups:
+            gradients.update(group.gradients)
+            group.gradients = {}
+        at_recv: dict[Any, list[Gradient]] = {}
+        waiting: set[Any] = set()
+        for group in groups:
+            for node in group.sinks:
+                if node in self._recvs:
+                    at_recv[node] = [None] * self._recvs[node].outputs
+                else:
+                    waiting.add(node)
+        complete: list[tuple[Any, torch.Tensor, bool]] = []
+        for edge, gradient, also_held in self._differentiate(groups, gradients) if gradients else ():
+            node = edge[0]
+            if gradient is None:
+                continue
+            if node in at_recv:
+                at_recv[node][edge[1]] = gradient
+            elif node in waiting:
+                complete.append((node, gradient, also_held))
+            elif self._is_leaf(node):
+                if gradient is not UNDEFINED:
+                    self.context.accumulate(node.variable, gradient, also_held)
+            else:
+                with self._lock:
+                    self._add(edge, gradient)
+        self._accumulate_all(complete)
+        for node, found in at_recv.items():
+            sink.send_gradients(self._recvs[node], found)
+
+    def _is_leaf(self, node: Any) -> bool:
+        """Whether ``node`` is a leaf that does not wait for its complete gradient."""
+        return type(node) is LEAF_NODE and node not in self._plan.sinks
+
+    def _differentiate(self, groups: Sequence[Group], gradients: dict[Edge, torch.Tensor]) -> list[Result]:
+        """Compute the gradients at the outgoing edges of ``groups`` from those at incoming edges.
+
+        Returns:
+            For each outgoing edge the gradient: None, or no result, if none of the incoming gradients
+            leads there, ``UNDEFINED`` if one does but nothing was produced.
+        """
+        sinks = self._plan.sinks
+        if not self._hooks and all([node in sinks for node, _ in gradients]):
+            return [(edge, gradient, False) for edge, gradient in gradients.items()]
+        if groups[0].dependents and (self._hooks or self._plan.reenters(groups[0])):
+            return self._node_by_node(groups[0], gradients)
+        outgoing = groups[0].outgoing
+        if len(groups) > 1:
+            outgoing = dict.fromkeys([edge for group in groups for edge in group.outgoing])
+        undefined = [edge for edge, gradient in gradients.items() if gradient is UNDEFINED]
+        if undefined:
+            defined = {edge: g for edge, g in gradients.items() if g is not UNDEFINED}
+            with zero_placeholders(reached(undefined, outgoing, is_python_function)) as placeholders:
+                results = self._call_engine({**placeholders, **defined}, outgoing)
+        else:
+            results = self._call_engine(gradients, outgoing)
+        missing = [edge for edge, gradient, _ in results if gradient is None]
+        if missing and not all(self._is_leaf(node) for node, _ in missing):
+            found = reached(gradients, outgoing)
+            results += [(edge, UNDEFINED, False) for edge in missing if edge in found]
+        return results
+
+    def _call_engine(
+        self, gradients: Mapping[Edge, torch.Tensor], outgoing: Collection[Edge]
+    ) -> list[Result]:
+        if not gradients:
+            return [(edge, None, False) for edge in outgoing]
+        found = run_engine(gradients, gradients.values(), outgoing, self.retain_graph)
+        return list(zip(outgoing, found, shared(found), strict=True))
+
+    def _node_by_node(self, group: Group, gradients: dict[Edge, torch.Tensor]) -> list[Result]:
+        """As one engine call, where the engine would not stop, or would run hooks on partial sums."""
+        at: dict[Edge, torch.Tensor] = dict(gradients)
+        for node in self._members(group):
+            incoming = [at.pop((node, i), None) for i in range(outputs_of(node))]
+            produced = evaluate_node(node, incoming, self.retain_graph)
+            if not self.retain_graph:
+                release_saved_tensors(node)
+            for gradient, also_held, (target, i) in zip(
+                produced, shared(produced), node.next_functions, strict=True
+            ):
+                if gradient is None or target is None:
+                    continue
+                edge = target, i
+                present = at.get(edge, UNDEFINED)
+                if present is not UNDEFINED:
+                    at[edge] = present if gradient is UNDEFINED else added(present, gradient)
+                elif also_held and type(target) is LEAF_NODE and gradient is not UNDEFINED:
+                    at[edge] = gradient.clone()
+                else:
+                    at[edge] = gradient
+        results: list[Result] = []
+        for sink in group.sinks:
+            complete = {edge: g for edge, g in at.items() if edge[0] == sink and g is not UNDEFINED}
+            for edge in complete:
+                del at[edge]
+            if complete:  # the engine runs the hooks of the tensors
+                results += self._call_engine(complete, complete)
+        return results + [(edge, gradient, False) for edge, gradient in at.items()]
+
+    def _members(self, group: Group) -> Iterable[Any]:
+        """Return the nodes that ``group`` runs, each before those that follow it."""
+        belongs_to = self._plan.belongs_to
+        seen: set[Any] = set()
+        done: dict[Any, None] = {}
+        for start, _ in group.incoming:
+            todo = [start]
+            while todo:
+                node = todo[-1]
+                if node in seen:
+                    done[node] = None  # all that follow it have been done
+                    todo.pop()
+                elif node is None or not belongs_to(node, group):
+                    todo.pop()
+                else:
+                    seen.add(node)
+                    todo += [n for n, _ in node.next_functions if n not in seen]
+        return reversed(done.keys())
+
+    def _accumulate_all(self, complete: Sequence[tuple[Any, torch.Tensor, bool]]) -> None:
+        """Accumulate the complete gradients of leaves that waited for them, and run the hooks of their nodes.
+
+        The hooks of the tensors have run. A gradient is ``UNDEFINED`` if nothing was produced.
+        """
+        if complete and may_have_replicas():
+            defined = [(node, gradient) for node, gradient, _ in complete if gradient is not UNDEFINED]
+            if defined:
+                nodes, gradients = [node for node, _ in defined], [gradient for _, gradient in defined]
+                accumulate_by_nodes(self.context, nodes, gradients, self._replicas_due)
+            complete = [each for each in complete if each[1] is UNDEFINED]
+        for node, gradient, also_held in complete:
+            self._accumulate(node, None if gradient is UNDEFINED else gradient, also_held)
+
+    def _accumulate(self, node: Any, gradient: Gradient, shared: bool) -> None:
+        leaf = node.variable
+        before, after = node_hooks(node)
+        hooked_grad = run_prehooks(before, gradient)
+        if hooked_grad is None:
+            total = self.context.gradient(leaf)
+        else:
+            total = self.context.accumulate(leaf, hooked_grad, shared or hooked_grad is not gradient)
+        if leaf._post_accumulate_grad_hooks:  # the engine runs them without a gradient, too
+            self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))
+        for hook in after:
+            hook((), (hooked_grad,))
+
+    def waiting(self) -> StallReport:
+        """Report whether a group that has been reached waits for another entry."""
+        with self._lock:
+            return StallReport(self._worker, self._version, self._plan.waits())
+
+    def _state(self) -> tuple[int, list[tuple[int, list[RecvMetadata], bool]]]:
+        """Return the arrived entries; and for each group its entries, its recvs, and whether it has run."""
+        with self._lock:
+            arrived, groups = self._plan.arrived, [(g, g.ran) for g in self._plan.groups.values()]
+        recvs = self._recvs
+        return arrived, [(g.entries, [recvs[n] for n in g.sinks if n in recvs], ran) for g, ran in groups]
+
+    def reach(self, starts_here: bool) -> ReachabilityReport:
+        """Report which entries lead to which recvs. ``starts_here``: this worker has the roots."""
+        arrived, groups = self._state()
+        size = len(self._sends) // 8 + 1
+        return ReachabilityReport(
+            self._worker,
+            tuple((send.autograd_id, send.peer, send.describe()) for send in self._sends),
+            (arrived | starts_here).to_bytes(size, "little"),
+            tuple(
+                (entries.to_bytes(size, "little"), tuple((r.autograd_id, r.peer) for r in recvs))
+                for entries, recvs, ran in groups
+                if not ran and (recvs or entries & (entries - 1))  # else nothing depends on it
+            ),
+        )
+
+    def snapshot(self, name: str) -> PassSnapshot:
+        """Return the state of this pass; ``name`` is the worker's."""
+        arrived, groups = self._state()
+        sends = [(send.autograd_id, send.peer, send.describe()) for send in self._sends]
+        snapshots = []
+        for entries, recvs, ran in groups:
+            entered = [0 if not i else sends[i - 1][0] for i in bits(entries)]
+            snapshots.append(GroupSnapshot(entered, [(r.autograd_id, r.peer) for r in recvs], ran))
+        got = [send for i, (send, _, _) in enumerate(sends) if arrived >> (i + 1) & 1]
+        return PassSnapshot(self._worker, name, sends, got, bool(arrived & 1), snapshots, self.describe())
+
+    def describe(self) -> str:
+        """Return the state of all entries and groups as text."""
+        with self._lock:
+            return self._plan.describe(self._entry_name)
+
+    def _entry_name(self, entry: int) -> str:
+        if not entry:
+            return "roots"
+        send = self._sends[entry - 1]
+        return f"send {show_id(send.autograd_id)} to worker {send.peer} ({send.describe()})"
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} of context {show_id(self.context.id)}: {self.describe()}>"

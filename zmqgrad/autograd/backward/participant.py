@@ -1,0 +1,255 @@
+"""A worker's part in backward passes: it begins its own, and handles the requests of all passes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from queue import SimpleQueue
+
+import torch
+
+from zmqgrad.autograd.backward.batch import unpack
+from zmqgrad.autograd.backward.coordinator import Coordinator
+from zmqgrad.autograd.backward.executor import LocalPass
+from zmqgrad.autograd.backward.failures import describe_failure, rebuild_failure
+from zmqgrad.autograd.backward.step import BackwardStep
+from zmqgrad.autograd.backward.termination import TerminationDetector
+from zmqgrad.autograd.context import Context, Contexts
+from zmqgrad.errors import AutogradError, ClosedError, RpcError, TransportError
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.transport.base import Frame, Inbound
+from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.messages import (
+    BackwardAutogradReq,
+    BackwardAutogradResp,
+    DiscoverAutogradReq,
+    DiscoverAutogradResp,
+    DropAutogradReq,
+    ExceptionReply,
+    MessageType,
+    ProgressReport,
+    StallReport,
+)
+from zmqgrad.wire.tensors.streams import NO_COPIES, record_copies
+
+logger = logging.getLogger(__name__)
+
+MODES = ("fast", "smart", "auto")
+
+
+class Participant:
+    """The backward passes of one worker.
+
+    Args:
+        worker: the worker.
+        contexts: its contexts.
+        end_passes: called with a context and the passes in it that all workers may forget.
+    """
+
+    def __init__(
+        self, worker: Worker, contexts: Contexts, end_passes: Callable[[Context, Sequence[int]], None]
+    ) -> None:
+        self._worker = worker
+        self.worker_id = worker.id
+        self.now = worker.clock.now
+        self._contexts = contexts
+        self._end_passes = end_passes
+        self._monitored = {worker.id}  # workers whose loss would be noticed
+        self._detectors: dict[int, TerminationDetector] = {}  # of passes that began here, by pass id
+        self.maps_devices = worker.contexts.maps_devices
+        self.devices = worker.contexts.for_gradients
+        self._inboxes: dict[int, SimpleQueue[Inbound | None]] = {}  # of passes under a profiler
+
+    def install(self) -> None:
+        """Register the handlers of backward messages with the worker."""
+        hooks = self._worker.hooks
+        hooks.requests[MessageType.BACKWARD_AUTOGRAD_REQ] = self.on_backward
+        hooks.requests[MessageType.DISCOVER_AUTOGRAD_REQ] = self.on_discover
+        hooks.requests[MessageType.DROP_AUTOGRAD_REQ] = self.on_drop
+        hooks.control[MessageType.BACKWARD_AUTOGRAD_RESP] = self.on_report
+        hooks.peer_lost.append(self.peer_lost)
+        hooks.closing.append(self.close)
+
+    # ---- passes that begin here -------------------------------------------------------------------------
+
+    def run(self, context: Context, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
+        """Run one pass from ``roots``. Returns when it has finished on all workers.
+
+        Raises:
+            AutogradError: in fast mode, if groups somewhere wait for a gradient that will never arrive.
+            RpcTimeoutError: if no report of the pass arrives for the default timeout; names the workers.
+            Exception: any error of a backward function or hook on any worker, also as a RuntimeError.
+        """
+        coordinator = Coordinator(self, self._worker, context)
+        self._detectors[coordinator.id] = coordinator.detector
+        if coordinator.inbox is not None:
+            self._inboxes[coordinator.id] = coordinator.inbox
+        try:
+            coordinator.run(roots, retain_graph, mode)
+        finally:
+            del self._detectors[coordinator.id]
+            self._inboxes.pop(coordinator.id, None)
+            if ended := context.end_pass(coordinator.id):
+                self._end_passes(context, ended)
+            coordinator.close()
+
+    def running(self) -> int:
+        """Return the number of passes that began here and have not finished."""
+        return len(self._detectors)
+
+    def peer_lost(self, peer: int, error: BaseException) -> None:
+        """Fail the passes that began here and have requests outstanding at ``peer``."""
+        self._monitored.discard(peer)
+        for detector in list(self._detectors.values()):
+            detector.lose(peer, error)
+
+    def close(self) -> None:
+        """Fail the passes that began here, because the worker shuts down."""
+        error = RpcError(f"worker {self._worker.name} was shut down while a backward pass was under way")
+        for detector in list(self._detectors.values()):
+            detector.abort(error)
+
+    # ---- requests of any pass ---------------------------------------------------------------------------
+
+    def on_backward(self, inbound: Inbound) -> None:
+        """Handle gradients for sends of this worker; in a profiled pass, let its own thread do so."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradReq)
+        inbox = self._inboxes.get(message.pass_id)
+        if inbox is None:
+            self.receive(inbound)
+        else:
+            inbox.put(inbound)
+
+    def receive(self, inbound: Inbound) -> None:
+        """Queue gradients for sends of this worker, and handle the queue unless another thread does."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradReq)
+        arrived = NO_COPIES
+        try:
+            context = self._contexts.find(message.context_id)
+            context.add_peer(inbound.envelope.source)
+            if self.maps_devices(inbound.envelope.source):  # gradients may be copied to devices
+                arrivals, arrived = record_copies(
+                    lambda: unpack(message.sends, message.tensors, inbound.frames)
+                )
+            else:
+                arrivals = unpack(message.sends, message.tensors, inbound.frames)
+            local_pass = self._local_pass(context, message.pass_id, message.retain_graph)
+            local_pass.check(arrivals)
+            consumes = local_pass.queue.add(arrivals, arrived)
+        except Exception as e:
+            self._report_rejected(message.root, message.pass_id, [send for send, _ in message.sends], e)
+            return
+        finally:
+            if message.handled is not None:
+                self._count(message.pass_id, message.handled)
+        if consumes:
+            self._consume(local_pass, message.pass_id, message.root, inbound.envelope.channel)
+
+    def _consume(self, local_pass: LocalPass, pass_id: int, root: int, channel: int) -> None:
+        """Handle what the queue of a pass holds, as its consumer."""
+        while True:
+            step = BackwardStep(self, local_pass, pass_id, root, channel)
+            try:
+                step.carry_out(step.run)
+            except BaseException:
+                if not local_pass.queue.finish():  # another thread continues
+                    self._worker.submit(functools.partial(self._consume, local_pass, pass_id, root, channel))
+                raise
+            if local_pass.queue.finish():
+                return
+
+    def on_discover(self, inbound: Inbound) -> None:
+        """Report to the coordinator which entries lead to which recvs."""
+        message = inbound.message
+        assert isinstance(message, DiscoverAutogradReq)
+        context = self._contexts.find(message.context_id)
+        context.add_peer(inbound.envelope.source)
+        local_pass = self._local_pass(context, message.pass_id, message.retain_graph)
+        self._worker.reply(inbound, DiscoverAutogradResp(local_pass.reach(starts_here=False)))
+
+    def on_drop(self, inbound: Inbound) -> None:
+        """Continue without gradients that will never arrive, as the coordinator has found out."""
+        message = inbound.message
+        assert isinstance(message, DropAutogradReq)
+        try:
+            context = self._contexts.find(message.context_id)
+            local_pass = self._local_pass(context, message.pass_id, message.retain_graph)
+        except Exception as e:
+            self._report_rejected(message.root, message.pass_id, [message.request], e)
+            return
+        channel, handled = inbound.envelope.channel, (message.request,)
+        step = BackwardStep(self, local_pass, message.pass_id, message.root, channel, handled)
+        step.carry_out(lambda: local_pass.drop(message.request, message.sends, step))
+
+    def _local_pass(self, context: Context, pass_id: int, retain_graph: bool) -> LocalPass:
+        with context.pass_lock:
+            found = context.passes.get(pass_id)
+            if found is None:
+                if context.is_forgotten(pass_id):
+                    raise AutogradError(f"backward pass {show_id(pass_id)} has ended")
+                found = context.passes[pass_id] = LocalPass(context, self.worker_id, retain_graph)
+            return found
+
+    def _report_rejected(self, root: int, pass_id: int, requests: Sequence[int], error: Exception) -> None:
+        """Report requests that cannot be handled here."""
+        described = self.describe_error(error, root)
+        self.report(
+            root, pass_id, ProgressReport(tuple(requests), (), StallReport(self.worker_id, 0), described)
+        )
+
+    def report(self, root: int, pass_id: int, handled: ProgressReport, channel: int = 0) -> None:
+        """Report to the coordinator of a pass, which waits at ``channel``, what has been handled here."""
+        if root == self.worker_id:
+            self._count(pass_id, handled)
+            return
+        try:
+            self._worker.mailbox.send(root, BackwardAutogradResp(handled), pass_id, channel=channel)
+        except (RpcError, TransportError) as e:
+            logger.warning("cannot report to worker %d, which started the backward pass: %s", root, e)
+
+    def describe_error(self, error: BaseException, root: int) -> ExceptionReply:
+        """Serialize an error of this worker for the coordinator of a pass."""
+        members = self._worker.membership
+        return describe_failure(error, self.worker_id, repr(members.own.info), members.runs_the_same(root))
+
+    def on_report(self, inbound: Inbound) -> None:
+        """Record what another worker has handled of a pass that began here. Runs in the receiver thread."""
+        message = inbound.message
+        assert isinstance(message, BackwardAutogradResp)
+        self._count(inbound.envelope.message_id, message.handled)
+
+    def _count(self, pass_id: int, handled: ProgressReport) -> None:
+        detector = self._detectors.get(pass_id)
+        if detector is not None:
+            error = None if handled.error is None else rebuild_failure(handled.error)
+            detector.handled(handled.requests, handled.sent, handled.waiting, error)
+            for worker, _ in handled.sent:
+                if worker not in self._monitored:
+                    self._monitor(worker, detector)
+
+    def _monitor(self, worker: int, detector: TerminationDetector) -> None:
+        """Make sure that the loss of ``worker``, which others sent a request to, is noticed here."""
+        if worker in self._worker.lost:
+            detector.lose(worker, self._worker.loss_of(worker, "its part of a backward pass"))
+            return
+        self._monitored.add(worker)
+        try:
+            self._worker.submit(functools.partial(self._monitor_connection, worker))
+        except ClosedError:
+            logger.debug("a pass is about to end with its worker")  # see close()
+
+    def _monitor_connection(self, worker: int) -> None:
+        """Runs in an engine thread: it may have to look up the address of ``worker``."""
+        try:
+            self._worker.mailbox.monitor(worker)
+        except (RpcError, TransportError) as e:
+            logger.debug("cannot watch worker %d, which has part in a backward pass: %s", worker, e)
+            for detector in list(self._detectors.values()):
+                detector.lose(worker, e)
+
+    def send(self, peer: int, message: BackwardAutogradReq, frames: list[Frame], channel: int) -> None:
+        """Send a request of a pass. The coordinator, which waits at ``channel``, gets the report."""
+        self._worker.post(peer, message, frames, channel)

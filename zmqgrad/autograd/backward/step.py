@@ -1,0 +1,172 @@
+"""One step of a thread in a backward pass: handle requests, send the gradients they produce, and report.
+
+A request is the gradients for one send, known by its autograd id. The gradients that requests produce for
+other workers are sent when the queue of the pass is empty, or after ``FLUSH_SECONDS``; those for one worker
+travel in one message (:mod:`~zmqgrad.autograd.backward.batch`). So the micro-batches of a pipeline, or calls
+that ran at the same time, take one message per worker instead of one each, and long computations do not
+delay other workers.
+
+A report lists what was handled, with everything that it set off. So the coordinator never takes a pass for
+finished that is not (:mod:`~zmqgrad.autograd.backward.termination`). Gradients for the worker of the
+coordinator carry the report.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from zmqgrad.autograd.backward.batch import Batch
+from zmqgrad.autograd.backward.executor import LocalPass
+from zmqgrad.autograd.graph.node import Gradient
+from zmqgrad.autograd.profiling import RECV_NAME, profiled
+from zmqgrad.autograd.send_recv import RecvMetadata
+from zmqgrad.errors import AutogradError
+from zmqgrad.rpc.profiling import profiled_anywhere
+from zmqgrad.transport.base import Frame
+from zmqgrad.wire.ids import show_id
+from zmqgrad.wire.messages import BackwardAutogradReq, ProgressReport
+
+if TYPE_CHECKING:
+    from zmqgrad.autograd.backward.participant import Participant
+
+FLUSH_SECONDS = 2e-3
+"""How long gradients for other workers wait while more is computed. Some messages take as long."""
+
+SHORT_RUN_SECONDS = FLUSH_SECONDS / 4
+"""If a run of entries took less, the next one has twice as many; else it has one."""
+
+
+class BackwardStep:
+    """Handles requests of one pass in the calling thread.
+
+    Args:
+        participant: this worker's part in backward passes.
+        local_pass: the pass on this worker.
+        pass_id: the id of the pass.
+        root: the worker where the pass began.
+        channel: the reply channel at which its coordinator waits; 0 for none.
+        handled: the requests that this step handles; :meth:`run` adds to them.
+    """
+
+    def __init__(
+        self,
+        participant: Participant,
+        local_pass: LocalPass,
+        pass_id: int,
+        root: int,
+        channel: int,
+        handled: Sequence[int] = (),
+    ) -> None:
+        self._participant = participant
+        self._pass = local_pass
+        self._pass_id = pass_id
+        self._root = root
+        self._channel = channel
+        self._handled = list(handled)
+        # By worker, and whether the tensors had come in a reply, which matters with device maps.
+        self._batches: dict[tuple[int, bool], Batch] = {}
+        self._sent: list[tuple[int, tuple[int, ...]]] = []
+        self._began = participant.now()
+
+    def carry_out(self, action: Callable[[], object]) -> None:
+        """Call ``action``, send the gradients that it produces, and report.
+
+        If ``action`` returns False, nothing is sent: its request was a repetition.
+        """
+        error: Exception | None = None
+        try:
+            if action() is False or self._send_all():
+                return
+        except Exception as e:
+            error = e
+        except BaseException as e:  # a hook that calls sys.exit() must not leave the coordinator waiting
+            self._participant.report(self._root, self._pass_id, self._report(e), self._channel)
+            raise
+        self._participant.report(self._root, self._pass_id, self._report(error), self._channel)
+
+    def run(self) -> bool:
+        """Handle what the queue of the pass holds, until it is empty or the gradients have to be sent.
+
+        Returns:
+            Whether there was anything to handle.
+        """
+        now, queue = self._participant.now, self._pass.queue
+        at, count = self._began, 1
+        while arrivals := queue.take(count):
+            for send, _ in arrivals:
+                self._handled.append(send)
+            self._pass.arrive(arrivals, self)
+            before, at = at, now()
+            if at - self._began > FLUSH_SECONDS:
+                break
+            count = 2 * count if at - before < SHORT_RUN_SECONDS else 1
+        return bool(self._handled)
+
+    def _send_all(self) -> bool:
+        """Send all batches. Returns whether the one for the coordinator's worker has carried the report."""
+        last, to = None, (self._root, False)
+        if self._root != self._participant.worker_id:
+            last = self._batches.pop(to, None)
+            if last is None and self._batches:
+                to = self._root, True
+                last = self._batches.pop(to, None)
+        if self._batches:
+            self._flush()
+        if last is None:
+            return False
+        self._send(to, last, self._report(None, (self._root, last.requests())))
+        return True
+
+    def _report(self, error: BaseException | None, *last: tuple[int, tuple[int, ...]]) -> ProgressReport:
+        described = None if error is None else self._participant.describe_error(error, self._root)
+        return ProgressReport(tuple(self._handled), (*self._sent, *last), self._pass.waiting(), described)
+
+    def send_gradients(self, recv: RecvMetadata, gradients: Sequence[Gradient]) -> None:
+        """Add the complete gradients of a recv to the batch for the worker of its send."""
+        context = self._pass.context
+        if recv.context_id != context.id:
+            raise AutogradError(
+                f"a tensor that was received in context {show_id(recv.context_id)} is part of the graph of "
+                f"context {show_id(context.id)}: use one context for both, or detach it"
+            )
+        to = recv.peer, recv.in_reply and self._participant.maps_devices(recv.peer)
+        batch = self._batches.get(to)
+        if batch is not None and batch.is_full:
+            self._send_batch(to)
+            batch = None
+        if batch is None:
+            batch = self._batches[to] = Batch()
+        batch.add(recv, gradients)
+
+    def flush_if_late(self) -> None:
+        """Send the batches if they have waited for ``FLUSH_SECONDS``."""
+        if self._batches and self._participant.now() - self._began > FLUSH_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        for to in list(self._batches):
+            self._send_batch(to)
+
+    def _send_batch(self, to: tuple[int, bool]) -> None:
+        batch = self._batches.pop(to)
+        self._send(to, batch, None)
+        self._sent.append((to[0], batch.requests()))
+
+    def _send(self, to: tuple[int, bool], batch: Batch, handled: ProgressReport | None) -> None:
+        participant, peer = self._participant, to[0]
+        frames: list[Frame] = []
+        message = BackwardAutogradReq(
+            self._pass.context.id,
+            self._pass_id,
+            self._root,
+            tuple(batch.sends),
+            batch.describe(frames, participant.devices(*to)),
+            self._pass.retain_graph,
+            handled,
+        )
+        if profiled_anywhere():
+            with profiled(RECV_NAME):
+                participant.send(peer, message, frames, self._channel)
+        else:
+            participant.send(peer, message, frames, self._channel)

@@ -1,0 +1,132 @@
+"""Termination detection for a backward pass, at its coordinator. Pure bookkeeping, with a lock.
+
+A request is identified by the autograd id of its send, which receives gradients once. Each worker reports,
+with the requests that it has handled, the requests that these set off. Reports may overtake one another, so
+the detector keeps two sets: *outstanding* requests, announced but not handled; and requests *reported early*,
+handled but not announced. When both are empty, every request has been handled and no message is in flight.
+(Message counting, as in Mattern 1987, with ids in place of counts, so that repetitions do no harm.)
+
+The alternative, to reply to a request when everything that it set off has finished (Dijkstra and Scholten
+1980), would send the replies of a chain one after the other: ten hops cost ten more message times.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from zmqgrad.runtime.future import Promise
+from zmqgrad.wire.messages import StallReport
+
+ROOTS = 0
+"""The autograd id that stands for the roots of a pass."""
+
+
+class TerminationDetector:
+    """Detects the end of one pass; then it sets ``finished``.
+
+    Args:
+        root: the id of the coordinator's worker.
+        new_outcome: creates ``finished``.
+    """
+
+    def __init__(self, root: int, new_outcome: Callable[[], Promise[None]] = Promise) -> None:
+        self._lock = threading.Lock()  # guards all below
+        self._outstanding: dict[int, int] = {ROOTS: root}  # and the worker of each request
+        self._reported_early: set[int] = set()
+        self._handled: set[int] = set()
+        self._reports: dict[int, StallReport] = {}
+        self._error: BaseException | None = None
+        self._lost: dict[int, BaseException] = {}
+        self.steps = 0
+        """How many reports have been counted."""
+        self._new_outcome = new_outcome
+        self.finished = new_outcome()
+
+    def handled(
+        self,
+        requests: Sequence[int],
+        sent: Sequence[tuple[int, Sequence[int]]],
+        waiting: StallReport,
+        error: BaseException | None = None,
+    ) -> None:
+        """Count a report; a repetition is ignored.
+
+        Args:
+            requests: the requests that a worker has handled.
+            sent: the requests that they set off, by worker.
+            waiting: whether groups on the reporting worker wait.
+            error: what went wrong; the pass fails with the first error.
+        """
+        with self._lock:
+            before = len(self._handled)
+            for request in requests:
+                if request not in self._handled:
+                    self._handled.add(request)
+                    if self._outstanding.pop(request, None) is None:
+                        self._reported_early.add(request)
+            if len(self._handled) == before:
+                return  # a repetition
+            self.steps += 1
+            self._error = self._error or error
+            known = self._reports.get(waiting.worker)
+            if known is None or known.step <= waiting.step:
+                self._reports[waiting.worker] = waiting
+            for worker, others in sent:
+                for request in others:
+                    if request in self._reported_early:
+                        self._reported_early.discard(request)
+                    else:
+                        self._outstanding[request] = worker
+            done = not (self._outstanding or self._reported_early) or (
+                bool(self._lost) and self._lost_outstanding()
+            )
+        if done:
+            self.finished.set_result(None)
+
+    def expect(self, requests: dict[int, int]) -> None:
+        """Announce requests that the coordinator is about to send, each with its worker."""
+        with self._lock:
+            if self._error is not None:
+                return
+            self._outstanding.update(requests)
+            if self.finished.done():
+                self.finished = self._new_outcome()
+
+    def lose(self, worker: int, error: BaseException) -> None:
+        """Fail the pass if a request is or will be reported as outstanding at ``worker``, which is lost."""
+        with self._lock:
+            self._lost[worker] = error
+            failed = self._lost_outstanding()
+        if failed:
+            self.finished.set_result(None)
+
+    def abort(self, error: BaseException) -> None:
+        """End the pass with ``error``."""
+        with self._lock:
+            self._error = self._error or error
+            finished = self.finished
+        finished.set_result(None)
+
+    def _lost_outstanding(self) -> bool:
+        """Whether a request is outstanding at a lost worker. The caller holds the lock."""
+        for worker in self._outstanding.values() if self._lost else ():
+            if worker in self._lost:
+                self._error = self._error or self._lost[worker]
+                return True
+        return False
+
+    def error(self) -> BaseException | None:
+        """Return the first error, if any."""
+        with self._lock:
+            return self._error
+
+    def outstanding(self) -> dict[int, int]:
+        """Return the requests that were announced and not handled, each with its worker."""
+        with self._lock:
+            return dict(self._outstanding)
+
+    def waiting(self) -> set[int]:
+        """Return the workers where groups wait for a gradient, by their latest reports."""
+        with self._lock:
+            return {worker for worker, report in self._reports.items() if report.waits}

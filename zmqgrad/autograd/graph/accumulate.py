@@ -1,0 +1,137 @@
+"""How leaves accumulate gradients, also where DistributedDataParallel (DDP) has hooks on their nodes.
+
+DDP averages the gradients of replicas by C++ hooks on the nodes of their parameters, which Python cannot see,
+and reads ``.grad`` of all of them once the last hook has run. So in a process that belongs to a process
+group, and may hold a replica, all leaves of a pass wait for one another. Then their own nodes accumulate them
+in one run of the engine, with ``.grad`` swapped for the gradients of the context.
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+
+from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.graph.hooks import grad_lock, hooks_registered, permanent_internal_hook, swapped_grads
+from zmqgrad.autograd.graph.node import run_leaf_nodes
+from zmqgrad.autograd.graph.undefined import is_python_function
+
+
+class AccumulateMode(enum.Enum):
+    """When leaves accumulate their gradients in a pass."""
+
+    IMMEDIATE = "as soon as any group produces a gradient"
+    HOOKED = "leaves with hooks wait for their complete gradient"
+    JOINT = "all leaves wait until all gradients are complete"
+
+
+def accumulate_mode() -> AccumulateMode:
+    """Return the mode that the current state of this process requires."""
+    if may_have_replicas():
+        return AccumulateMode.JOINT
+    return AccumulateMode.HOOKED if hooks_registered() else AccumulateMode.IMMEDIATE
+
+
+def may_have_replicas() -> bool:
+    """Whether a parameter in this process may belong to a DDP replica."""
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+_replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have unused parameters; guarded by `grad_lock`
+
+
+def find_replicas(nodes: Iterable[Any]) -> list[Any]:
+    """Find the replicas that may have unused parameters among the nodes of a graph, before it runs.
+
+    Returns:
+        A list. While the graph runs, replicas are added to it that have to be told to average once all leaves
+        have their gradients.
+    """
+    due: list[Any] = []
+    for node in nodes:
+        known_by = getattr(node, "ddp_weakref", None) if is_python_function(node) else None
+        replica = None if known_by is None else known_by()
+        if replica is not None:
+            with grad_lock():
+                _replicas.add(replica)
+            if replica.static_graph and not replica._static_graph_delay_allreduce_enqueued:
+                permanent_internal_hook(node.register_prehook, _PostponeAllReduce(replica, due))
+    return due
+
+
+class _PostponeAllReduce:
+    """A prehook of the node of a static-graph replica: postpones its all-reduce in its first pass."""
+
+    def __init__(self, replica: Any, due: list[Any]) -> None:
+        self._replica = weakref.ref(replica)
+        self._due = due
+
+    def __call__(self, _: Any) -> None:
+        replica = self._replica()
+        if replica is not None and not replica._static_graph_delay_allreduce_enqueued:
+            replica._static_graph_delay_allreduce_enqueued = True
+            self._due.append(replica)
+
+
+def accumulate_by_nodes(
+    context: Context, nodes: Sequence[Any], gradients: Sequence[torch.Tensor], due: list[Any]
+) -> None:
+    """Accumulate the gradients of leaves by running their nodes; the hooks of the tensors have run before.
+
+    Then the replicas in ``due`` average theirs.
+    """
+    with grad_lock():
+        leaves = _with_unused([node.variable for node in nodes])
+        present = context.gradients()
+        before = [present[leaf].clone() if leaf in present else None for leaf in leaves]
+        with swapped_grads(leaves, before), _without_tensor_hooks(leaves):
+            run_leaf_nodes(nodes, gradients)
+            while due:
+                due.pop().reducer._delay_all_reduce()
+            for leaf in leaves:
+                context.replace(leaf, _unaliased(leaf.grad))
+
+
+def _with_unused(leaves: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return ``leaves`` and all parameters of their replicas. The caller holds ``grad_lock``."""
+    found = dict.fromkeys(leaves)
+    for replica in list(_replicas):
+        params = [p for p in replica.parameters() if p.requires_grad]
+        if not found.keys().isdisjoint(params):
+            found.update(dict.fromkeys(params))
+    return list(found)
+
+
+def _unaliased(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Return ``gradient``, or a copy if it is a view of a larger buffer, which DDP reuses."""
+    if gradient is None or gradient.layout is not torch.strided:
+        return gradient
+    whole = gradient.untyped_storage().nbytes() == gradient.numel() * gradient.element_size()
+    return gradient if whole else gradient.clone()
+
+
+@contextmanager
+def _without_tensor_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Disable the hooks of these tensors in the calling thread: they have run."""
+    own_thread = threading.get_ident()
+    with ExitStack() as stack:
+        for leaf in leaves:
+            hooks = leaf._backward_hooks
+            if hooks:
+                stack.callback(hooks.update, dict(hooks))
+                # For other devices the engine has threads of its own, which all passes share.
+                thread = own_thread if leaf.device.type == "cpu" else None
+                hooks.update({key: _except_in(hook, thread) for key, hook in hooks.items()})
+        yield
+
+
+def _except_in(hook: Callable[[torch.Tensor], Any], thread: int | None) -> Callable[[torch.Tensor], Any]:
+    """Return ``hook`` with no effect in ``thread`` (None: in any thread)."""
+    return lambda gradient: None if thread in (None, threading.get_ident()) else hook(gradient)

@@ -1,0 +1,189 @@
+"""The walk over a worker's local graph at the start of a pass, and the condensed graph for its plan.
+
+Entries reach most nodes alone. The walk records which entry came to a node first, and where another entry
+meets such a node: the *overlaps*. Only the nodes behind overlaps matter for scheduling. So the
+condensed graph holds these, and of the *exclusive nodes* of an entry only those where it starts, with the
+edges that leave them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from zmqgrad.autograd.graph.accumulate import AccumulateMode
+from zmqgrad.autograd.graph.hooks import has_hooks
+from zmqgrad.autograd.graph.plan import Edge, Graph
+from zmqgrad.autograd.send_recv import (
+    LEAF_NODE,
+    RECV_NODE,
+    EdgeOrLeaf,
+    RecvMetadata,
+    Send,
+    edge_of,
+    edge_or_leaf,
+    recv_metadata,
+)
+
+
+class GraphWalk:
+    """The local graph, as seen from its entries. Entry 0 is the roots, entry *i* + 1 is ``sends[i]``.
+
+    Nodes are torch's own objects.
+
+    Args:
+        roots: the roots of the pass, if they are on this worker.
+        sends: what this worker has sent in the context.
+        mode: how leaves accumulate their gradients.
+    """
+
+    def __init__(self, roots: Sequence[torch.Tensor], sends: Sequence[Send], mode: AccumulateMode) -> None:
+        self.mode = mode
+        self.edges: dict[Any, Sequence[Any]] = {}
+        """The nodes that entries reach, except leaves and recvs, with the edges out of each."""
+        self.exclusive: list[dict[Any, Sequence[Any]]] = []
+        """For each entry, the nodes of ``edges`` that it reached first."""
+        self.recvs: dict[Any, RecvMetadata] = {}
+        self.waiting_leaves: set[Any] = set()
+        """Leaves that wait for their complete gradient."""
+        self.overlaps: set[Any] = set()
+        """Nodes where an entry met another one."""
+        self.boundary: list[dict[Edge, None]] = []
+        """For each entry, the edges to leaves and recvs out of its ``exclusive`` nodes."""
+        self.starts: list[list[EdgeOrLeaf]] = []
+        """For each entry, where its gradients enter: an edge, or a leaf that does not wait."""
+        self.entries: list[list[Edge]] = []
+        """For each entry, the edges among its ``starts``."""
+        self._owner: dict[Any, int] = {}  # the first entry that reached a recv or a waiting leaf
+        for number, starts in enumerate([list(map(edge_or_leaf, roots)), *(send.edges for send in sends)]):
+            boundary: dict[Edge, None] = {}
+            enters = [self._start(number, start) for start in starts]
+            self.starts.append(enters)
+            self.entries.append([(s[0], s[1]) for s in enters if isinstance(s, GradientEdge)])
+            self.boundary.append(boundary)
+            self._walk(number, boundary)
+
+    def is_inner(self, node: Any) -> bool:
+        """Whether torch's engine has to run ``node``: it is neither a leaf nor a recv."""
+        return type(node) is not LEAF_NODE and node not in self.recvs
+
+    def _start(self, number: int, start: EdgeOrLeaf) -> EdgeOrLeaf:
+        if self.mode is AccumulateMode.IMMEDIATE and not isinstance(start, GradientEdge):
+            return start
+        edge = edge_of(start)
+        node: Any = edge.node
+        if type(node) is LEAF_NODE:
+            if not self._must_wait(number, node):
+                return node.variable  # type: ignore[no-any-return]
+        else:
+            self._note_recv(number, node)
+        return edge
+
+    def _walk(self, number: int, boundary: dict[Edge, None]) -> None:
+        known, leaf_node, recv_node = self.edges, LEAF_NODE, RECV_NODE
+        immediate = self.mode is AccumulateMode.IMMEDIATE
+        own: dict[Any, Sequence[Any]] = {}
+        todo: list[Any] = [node for node, _ in self.entries[number] if self.is_inner(node)]
+        while todo:
+            node = todo.pop()
+            while node not in own:  # this loop visits the whole graph: every look-up counts
+                if node in known:
+                    self.overlaps.add(node)
+                    break
+                own[node] = following = node.next_functions
+                onward = None
+                for edge in following:
+                    target = edge[0]
+                    kind = type(target)
+                    if kind is leaf_node:
+                        boundary[edge] = None
+                        if not immediate:
+                            self._must_wait(number, target)
+                    elif target is None:
+                        continue
+                    elif kind is recv_node and self._note_recv(number, target):
+                        boundary[edge] = None
+                    elif onward is None:
+                        onward = target
+                    else:
+                        todo.append(target)
+                if onward is None:
+                    break
+                node = onward
+        self.exclusive.append(own)
+        known.update(own)
+
+    def _note_recv(self, number: int, node: Any) -> bool:
+        """Whether ``node``, which entry ``number`` reaches, is a recv."""
+        if type(node) is not RECV_NODE:
+            return False
+        metadata = self.recvs.get(node) or recv_metadata(node)
+        if metadata is None:
+            return False
+        self.recvs[node] = metadata
+        if self._owner.setdefault(node, number) != number:
+            self.overlaps.add(node)
+        return True
+
+    def _must_wait(self, number: int, node: Any) -> bool:
+        """Whether the leaf ``node``, which entry ``number`` reaches, waits for its complete gradient."""
+        if self.mode is not AccumulateMode.JOINT and not has_hooks(node):
+            return False
+        self.waiting_leaves.add(node)
+        if self._owner.setdefault(node, number) != number:
+            self.overlaps.add(node)
+        return True
+
+
+def condense(walk: GraphWalk) -> Graph:
+    """Return the graph of a walk without most exclusive nodes."""
+    shared = _shared_nodes(walk) if walk.overlaps else set()
+    boundary = _exits(walk, shared) if shared else walk.boundary
+    following: dict[Any, Collection[Edge]] = {}
+    for edges, leaving in zip(walk.entries, boundary, strict=True):
+        for node, _ in edges:
+            if node not in shared and walk.is_inner(node):
+                following[node] = leaving  # one node stands for all exclusive nodes of its entry
+                break
+    for node in shared:
+        following[node] = [edge for edge in walk.edges.get(node, ()) if edge[0] is not None]
+    waiting = walk.waiting_leaves
+    targets = {node for edges in following.values() for node, _ in edges}
+    return Graph(
+        following,
+        leaves={node for node in targets if type(node) is LEAF_NODE and node not in waiting},
+        sinks={**walk.recvs, **dict.fromkeys(waiting)},
+        joint_sinks=waiting if walk.mode is AccumulateMode.JOINT else (),
+    )
+
+
+def _exits(walk: GraphWalk, shared: set[Any]) -> list[dict[Edge, None]]:
+    """Return for each entry the edges from its exclusive nodes to leaves, recvs and shared nodes."""
+    outside = {node for boundary in walk.boundary for node, _ in boundary}.union(shared)
+    return [
+        dict.fromkeys(
+            [
+                edge
+                for node, following in exclusive.items()
+                for edge in following
+                if edge[0] in outside and node not in shared
+            ]
+        )
+        for exclusive in walk.exclusive
+    ]
+
+
+def _shared_nodes(walk: GraphWalk) -> set[Any]:
+    """Return the nodes that several entries reach: the overlaps, and what lies behind them."""
+    edges, waiting = walk.edges, walk.waiting_leaves
+    shared = set(walk.overlaps)
+    todo = list(shared)
+    while todo:
+        for node, _ in edges.get(todo.pop(), ()):
+            if node not in shared and (node in edges or node in walk.recvs or node in waiting):
+                shared.add(node)
+                todo.append(node)
+    return shared

@@ -1,0 +1,151 @@
+"""Send and recv: what a message with differentiable tensors adds to the graphs of its two ends.
+
+    sender                                        receiver
+
+    x -- ... -- [tensors] --(message)-->  recv -- [tensors] -- ... -- loss
+                    |                       |
+                   send  <--(gradients)-----+
+
+A *send* is a record of the edges at which the gradients of the sent tensors enter the graph; the engine
+starts there when they arrive. A *recv* is a node of the autograd graph whose outputs are the received
+tensors. The engine never runs it: it stops at its edges, and the gradients there are sent to the peer. It is
+torch's C++ node for what must not run (shown as ``grad_fn=<Error>``): a ``torch.autograd.Function`` takes
+four times as long to create.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+EdgeOrLeaf = GradientEdge | torch.Tensor
+"""Where the gradient of a tensor enters the graph. A leaf is kept itself: finding its edge is slow."""
+
+
+class Send(NamedTuple):
+    """Tensors that were sent to ``peer`` in message ``autograd_id``.
+
+    For error messages, ``what`` names the call, and ``file`` and ``line`` are where the program made it;
+    replies have none.
+    """
+
+    autograd_id: int
+    peer: int
+    edges: tuple[EdgeOrLeaf, ...]
+    what: str
+    file: str = ""
+    line: int = 0
+
+    def describe(self) -> str:
+        """Return a description of the call and its line."""
+        where = f", called in {self.file}:{self.line}" if self.file else ""
+        return f"{self.what or 'a call'}{where}"
+
+
+def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], what: str) -> Send:
+    """Return the send of ``tensors``, all of which require grad, with the current line of the program."""
+    return Send(autograd_id, peer, tuple(map(edge_or_leaf, tensors)), what, *_line_of_program())
+
+
+def edge_or_leaf(tensor: torch.Tensor) -> EdgeOrLeaf:
+    """Return where the gradient of ``tensor``, which requires grad, enters the graph."""
+    node = tensor.grad_fn
+    return tensor if node is None else GradientEdge(node, tensor.output_nr)
+
+
+def edge_of(place: EdgeOrLeaf) -> GradientEdge:
+    """Return ``place`` as an edge of the graph."""
+    if isinstance(place, GradientEdge):
+        return place
+    if not place.requires_grad:  # not any more: Context.accumulate drops its gradient
+        substitute = place.detach().requires_grad_()
+        edge = edge_of(substitute)
+        substitute.requires_grad_(False)
+        return edge
+    if place.layout is torch.strided:
+        return get_gradient_edge(place)
+    # Torch finds the node of a leaf through a view; a sparse tensor has no views, but can be copied.
+    with torch.enable_grad():
+        copied = place.clone().grad_fn
+    assert copied is not None
+    leaf, number = copied.next_functions[0]
+    assert leaf is not None
+    return GradientEdge(leaf, number)
+
+
+_PACKAGE = str(Path(__file__).parent.parent) + os.sep
+
+
+def _line_of_program() -> tuple[str, int]:
+    """Return file and line of the innermost frame of the program; empty in a thread of this package."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename.startswith(_PACKAGE):
+        frame = frame.f_back
+    if frame is None or frame.f_code.co_filename == threading.__file__:
+        return "", 0
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+class RecvMetadata(NamedTuple):
+    """The send ``autograd_id`` of ``peer``, which the gradients of a recv go to.
+
+    ``in_reply``: the tensors came in a reply, not in a call, which matters for device maps.
+    """
+
+    context_id: int
+    autograd_id: int
+    peer: int
+    outputs: int
+    in_reply: bool = False
+
+
+_ANCHOR = torch.empty(0, requires_grad=True, device="cpu")
+"""Makes the outputs of a recv require grad. It never receives a gradient."""
+
+_METADATA_KEY = "zmqgrad"
+
+_makers: dict[int, Any] = {}
+"""Factories of recv nodes, by the number of their tensors."""
+
+
+def _maker(outputs: int) -> Any:
+    return _makers.setdefault(
+        outputs,
+        torch._C._functions.DelayedError(
+            "tensors that came from another worker are part of the distributed graph of a context: call "
+            "zmqgrad.autograd.backward(context_id, roots), not Tensor.backward() or torch.autograd.grad()",
+            outputs + 1,
+        ),
+    )
+
+
+def attach_recv(recv: RecvMetadata, tensors: Sequence[torch.Tensor]) -> tuple[Sequence[torch.Tensor], Any]:
+    """Make ``tensors``, which must not require grad, outputs of a recv. Returns the outputs and the node."""
+    maker = _makers.get(len(tensors)) or _maker(len(tensors))
+    # Only the anchor requires grad, so that the node does not keep the memory of the tensors.
+    outputs: tuple[torch.Tensor, ...] = maker(*tensors, _ANCHOR)
+    node: Any = outputs[0].grad_fn
+    node.metadata[_METADATA_KEY] = recv
+    return outputs[:-1], node
+
+
+RECV_NODE: Any = type(_maker(0)(_ANCHOR).grad_fn)
+"""The class of recv nodes; those that this package made have metadata."""
+
+
+def recv_metadata(node: Any) -> RecvMetadata | None:
+    """Return the metadata of a ``RECV_NODE``; None if this package did not make it."""
+    found: RecvMetadata | None = node.metadata.get(_METADATA_KEY)
+    return found
+
+
+LEAF_NODE: Any = type(_ANCHOR.view(0).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+"""The class of the nodes of leaves (AccumulateGrad), whose leaf is ``variable``."""

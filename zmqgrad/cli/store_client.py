@@ -1,0 +1,284 @@
+"""``zmqgrad store get``, ``set``, ``watch`` etc.: access to a running store from a terminal.
+
+What is found goes to stdout, as text or (``--json``) one JSON value a line; what is wrong goes to stderr.
+Exit codes: 0 done; 1 the store cannot be reached, or refuses; 2 the arguments cannot be right; 3 the key is
+not there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import base64
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any
+
+from zmqgrad import environment
+from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
+from zmqgrad.store.base import Store
+from zmqgrad.store.client import TCPStore
+from zmqgrad.transport.security import read_secret
+
+DEFAULT_HOST, DEFAULT_PORT = "127.0.0.1", 29500
+
+EXIT_FAILED = 1
+EXIT_MISSING = 3
+EXIT_PIPE = 141
+"""The exit code that shells use for a program killed by SIGPIPE."""
+
+DEFAULT_SECONDS = 10.0
+
+MAX_SHOWN = 72
+"""Length limit of the values shown by ``keys --values`` and ``watch``."""
+
+
+@dataclass(frozen=True)
+class Subcommand:
+    """One subcommand: its arguments, and its action on an open store."""
+
+    name: str
+    HELP: str
+    declare: Callable[[argparse.ArgumentParser], object]
+    answer: Callable[[Store, argparse.Namespace], int]
+
+    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
+        """Declare the arguments of the command."""
+        self.declare(parser)
+        parser.add_argument(
+            "--endpoint",
+            metavar="HOST:PORT",
+            help="where the store is served (default: MASTER_ADDR and MASTER_PORT of the environment, or "
+            f"{DEFAULT_HOST}:{DEFAULT_PORT})",
+        )
+        parser.add_argument("--host", help="the same in two parts, as serve takes them")
+        parser.add_argument("--port", type=int)
+        parser.add_argument(
+            "--timeout",
+            type=float,
+            default=DEFAULT_SECONDS,
+            metavar="SECONDS",
+            help="how long to try to reach the store, and to wait (default: %(default)g)",
+        )
+        parser.add_argument(
+            "--secret-file",
+            metavar="PATH",
+            help="the store's secret (default: that of ZMQGRAD_SECRET or ZMQGRAD_SECRET_FILE, if any)",
+        )
+        parser.add_argument("--json", action="store_true", help="print JSON, for programs")
+
+    def execute(self, arguments: argparse.Namespace) -> int:
+        """Query the store, and return the exit code.
+
+        Raises:
+            ConfigurationError: if the arguments cannot be right.
+        """
+        host, port = endpoint_of(arguments.endpoint, arguments.host, arguments.port)
+        secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
+        try:
+            with TCPStore(host, port, timeout=arguments.timeout, secret=secret) as store:
+                code = self.answer(store, arguments)
+                sys.stdout.flush()
+                return code
+        except StoreError as error:
+            print(f"zmqgrad store {self.name}: {error}", file=sys.stderr)
+            return EXIT_FAILED
+        except BrokenPipeError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+            return EXIT_PIPE
+
+
+def endpoint_of(text: str | None, host: str | None = None, port: int | None = None) -> tuple[str, int]:
+    """Host and port, from ``--endpoint``, from ``--host`` and ``--port``, or else from the environment.
+
+    Raises:
+        ConfigurationError: if ``text`` is not ``host:port``, or is given beside the other two.
+    """
+    if text is None:
+        launch = environment.read_launch()
+        host = launch.master_addr or DEFAULT_HOST if host is None else host
+        return host, launch.master_port or DEFAULT_PORT if port is None else port
+    if host is not None or port is not None:
+        raise ConfigurationError("give --endpoint, or --host and --port, not both")
+    host, colon, number = text.rpartition(":")
+    if not colon or not number.isascii() or not number.isdigit():
+        raise ConfigurationError(f"--endpoint must be HOST:PORT, not {text!r}")
+    return host or DEFAULT_HOST, int(number)
+
+
+# ---- showing ----------------------------------------------------------------------------------------------
+
+
+def show(value: bytes, limit: int | None = None) -> str:
+    """``value`` as text for a terminal: what it would not print, or obey, as ``\\x1b``.
+
+    With a ``limit``, it is one line of so many characters at most.
+    """
+    kept = "" if limit is not None else "\n\t"
+    text = value[: None if limit is None else 4 * (limit + 1)].decode(errors="backslashreplace")
+    text = "".join(c if c.isprintable() or c in kept else repr(c)[1:-1] for c in text)
+    return text if limit is None or len(text) <= limit else f"{text[: limit - 3]}..."
+
+
+def as_json(value: bytes | None, name: str = "value") -> dict[str, Any]:
+    """``value`` as a field of a JSON object; binary values in base64, as ``<name>_base64``."""
+    if value is None:
+        return {name: None}
+    try:
+        return {name: value.decode()}
+    except UnicodeDecodeError:
+        return {f"{name}_base64": base64.b64encode(value).decode()}
+
+
+def _print(arguments: argparse.Namespace, text: str, found: object) -> None:
+    print(json.dumps(found, ensure_ascii=False) if arguments.json else text)
+
+
+def _missing(name: str, keys: list[str]) -> int:
+    shown = ", ".join(map(repr, keys))
+    print(f"zmqgrad store {name}: not there: {shown}", file=sys.stderr)
+    return EXIT_MISSING
+
+
+# ---- the questions ----------------------------------------------------------------------------------------
+
+
+def _get(store: Store, arguments: argparse.Namespace) -> int:
+    if not store.check([arguments.key]):
+        return _missing("get", [arguments.key])
+    value = store.get(arguments.key)
+    if arguments.raw:
+        sys.stdout.buffer.write(value)
+        return 0
+    _print(arguments, show(value), {"key": arguments.key, **as_json(value)})
+    return 0
+
+
+def _set(store: Store, arguments: argparse.Namespace) -> int:
+    value = sys.stdin.buffer.read() if arguments.value == "-" else os.fsencode(arguments.value)
+    store.set(arguments.key, value)
+    return 0
+
+
+def _add(store: Store, arguments: argparse.Namespace) -> int:
+    total = store.add(arguments.key, arguments.amount)
+    _print(arguments, str(total), {"key": arguments.key, "value": total})
+    return 0
+
+
+def _delete(store: Store, arguments: argparse.Namespace) -> int:
+    absent = [key for key in arguments.keys if not store.delete_key(key)]
+    return _missing("delete", absent) if absent else 0
+
+
+def _keys(store: Store, arguments: argparse.Namespace) -> int:
+    keys = store.list_keys(arguments.prefix)
+    if not arguments.values:
+        for key in keys:
+            _print(arguments, key, key)
+        return 0
+    width = max(map(len, keys), default=0)
+    for key in keys:
+        if store.check([key]):  # somebody may have deleted it by now
+            value = store.get(key)
+            _print(arguments, f"{key:<{width}}  {show(value, MAX_SHOWN)}", {"key": key, **as_json(value)})
+    return 0
+
+
+def _wait(store: Store, arguments: argparse.Namespace) -> int:
+    try:
+        store.wait(arguments.keys)
+    except StoreTimeoutError:
+        return _missing("wait", [key for key in arguments.keys if not store.check([key])])
+    return 0
+
+
+def _watch(store: Store, arguments: argparse.Namespace) -> int:
+    changes: SimpleQueue[tuple[str, bytes | None, bytes | None]] = SimpleQueue()
+    for key in arguments.keys:
+        if arguments.prefix:
+            store.watch_prefix(key, partial(_note, changes))
+        else:
+            store.watch_key(key, partial(_note, changes, key))
+    if not arguments.json:
+        shown = ", ".join(f"{key}*" if arguments.prefix else key for key in arguments.keys)
+        print(f"watching {shown}; Ctrl-C ends this", file=sys.stderr, flush=True)
+    seen = 0
+    try:
+        while arguments.count is None or seen < arguments.count:
+            key, old, new = changes.get()
+            found = {"key": key, **as_json(old, "old"), **as_json(new, "new")}
+            _print(arguments, _describe(key, old, new), found)
+            sys.stdout.flush()
+            seen += 1
+    except KeyboardInterrupt:
+        return 0
+    return 0
+
+
+def _note(
+    changes: SimpleQueue[tuple[str, bytes | None, bytes | None]],
+    key: str,
+    old: bytes | None,
+    new: bytes | None,
+) -> None:
+    changes.put((key, old, new))
+
+
+def _describe(key: str, old: bytes | None, new: bytes | None) -> str:
+    if old is None:
+        return f"+ {key} = {show(new or b'', MAX_SHOWN)}"
+    if new is None:
+        return f"- {key} (was {show(old, MAX_SHOWN)})"
+    return f"~ {key}: {show(old, MAX_SHOWN // 2)} -> {show(new, MAX_SHOWN // 2)}"
+
+
+# ---- what they take ---------------------------------------------------------------------------------------
+
+
+def _takes_get(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("key")
+    parser.add_argument("--raw", action="store_true", help="write the bytes as they are, without a newline")
+
+
+def _takes_set(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("key")
+    parser.add_argument("value", help="the new value; - reads it from stdin")
+
+
+def _takes_add(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("key")
+    parser.add_argument("amount", type=int, nargs="?", default=1, help="(default: 1)")
+
+
+def _takes_keys(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("keys", nargs="+", metavar="key")
+
+
+def _takes_watch(parser: argparse.ArgumentParser) -> None:
+    _takes_keys(parser)
+    parser.add_argument("--prefix", action="store_true", help="watch all keys that begin with one of these")
+    parser.add_argument("--count", type=int, metavar="N", help="end after N changes")
+
+
+def _takes_prefix(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prefix", nargs="?", default="", help="only keys that begin so")
+    parser.add_argument("--values", action="store_true", help="show their values, too")
+
+
+SUBCOMMANDS = {
+    question.name: question
+    for question in (
+        Subcommand("get", "Print the value of a key.", _takes_get, _get),
+        Subcommand("set", "Set a key.", _takes_set, _set),
+        Subcommand("add", "Add to the number at a key, and print the sum.", _takes_add, _add),
+        Subcommand("delete", "Delete keys.", _takes_keys, _delete),
+        Subcommand("keys", "List the keys.", _takes_prefix, _keys),
+        Subcommand("wait", "Wait until all of some keys are there.", _takes_keys, _wait),
+        Subcommand("watch", "Print each change of some keys.", _takes_watch, _watch),
+    )
+}

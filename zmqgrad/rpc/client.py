@@ -1,0 +1,366 @@
+"""The client of a worker: sends requests, waits for their replies, and ends those that nobody waits for.
+
+Each pending call is taken out of :class:`~zmqgrad.rpc.calls.PendingCalls` exactly once, by its reply, its
+deadline, the loss of the peer, cancellation or shutdown (P3).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from zmqgrad.errors import (
+    CongestionError,
+    PeerLostError,
+    RpcError,
+    RpcTimeoutError,
+    TransportError,
+    UnknownPeerError,
+)
+from zmqgrad.rpc.calls import Description, PendingCall, PendingCalls, describe
+from zmqgrad.rpc.core import WorkerCore
+from zmqgrad.rpc.in_flight import time_left
+from zmqgrad.rpc.membership.membership import WorkerRecord
+from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
+from zmqgrad.rpc.peer_contexts import PeerContexts
+from zmqgrad.rpc.reply_port import ReplyPorts
+from zmqgrad.rpc.rref.table import ReferenceTable
+from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
+from zmqgrad.rpc.serialization.serializer import serialize_call
+from zmqgrad.runtime.future import Promise
+from zmqgrad.transport.base import Frame, Inbound
+from zmqgrad.wire.messages import Call, Cancel, Message, MessageType
+
+logger = logging.getLogger(__name__)
+
+CANCELLABLE = frozenset((MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH))
+
+
+class Client:
+    """Sends the requests of ``worker``. Thread-safe.
+
+    Args:
+        worker: the core of the worker.
+        ports: where threads wait for replies.
+        contexts: how values are serialized for each peer.
+        references: releases the RRefs of messages that are not sent or not read.
+    """
+
+    def __init__(
+        self, worker: WorkerCore, ports: ReplyPorts, contexts: PeerContexts, references: ReferenceTable
+    ) -> None:
+        self._worker = worker
+        self._membership = worker.membership
+        self._mailbox = worker.mailbox
+        self._clock = worker.clock
+        self._hooks = worker.hooks
+        self._lost = worker.lost
+        self._next_id = worker.ids.next
+        self._ports = ports
+        self._context_for = contexts.for_calls
+        self._references = references
+        self.pending = PendingCalls()
+        self.sent = 0
+        self._next_check = math.inf  # when the timer next looks for calls past their deadline
+        self._check_lock = threading.Lock()
+
+    # ---- requests ---------------------------------------------------------------------------------------
+
+    def resolve_timeout(self, timeout: Any) -> float:
+        """Resolve a ``timeout`` argument: seconds, 0 for no limit, -1 for the worker's default.
+
+        Inside a call that is served here, the result is at most the time left of that call.
+
+        Returns:
+            Seconds; 0 for no limit.
+
+        Raises:
+            ConfigurationError: if ``timeout`` is negative.
+            RpcTimeoutError: if the served call has no time left.
+        """
+        seconds = self._worker.default_timeout if timeout == UNSET_RPC_TIMEOUT else check_timeout(timeout)
+        left = time_left()
+        if left == math.inf:
+            return seconds
+        if left == 0.0:
+            raise RpcTimeoutError(
+                f"RPC ran for more than set timeout and will now be marked with an error: nobody waits any "
+                f"more for the call that {self._worker.name} serves here, so it can make no further calls"
+            )
+        return min(seconds, left) if seconds else left
+
+    def call(
+        self,
+        to: object,
+        function: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        timeout: Any = UNSET_RPC_TIMEOUT,
+        waits: bool = False,
+    ) -> PendingCall:
+        """Send a call of ``function(*args, **kwargs)`` to worker ``to``; see :meth:`request`."""
+        seconds = self.resolve_timeout(timeout)
+        peer = self._membership.find_here(to)
+        if peer is None:
+            peer, seconds = self.find_peer(to, seconds)
+        reference, packed = serialize_call(function, args, kwargs, self._context_for(peer))
+        return self.request_call(peer.id, reference, packed, seconds, function, waits=waits)
+
+    def find_peer(self, to: object, seconds: float) -> tuple[WorkerRecord, float]:
+        """Look up worker ``to`` in the group's directory.
+
+        Returns:
+            The worker, and what is left of ``seconds`` (0: no limit).
+
+        Raises:
+            UnknownWorkerError: if there is no such worker.
+            RpcTimeoutError: if the directory does not reply in time.
+        """
+        if not seconds:
+            return self._membership.find(to), 0.0
+        began = self._clock.now()
+        peer = self._membership.find(to, seconds)
+        return peer, max(1e-6, seconds - (self._clock.now() - began))  # 0 would mean no limit
+
+    def request_call(
+        self,
+        peer: int,
+        reference: str,
+        packed: SerializedPayload,
+        seconds: float,
+        description: Description,
+        keepalive: Any = None,
+        waits: bool = False,
+    ) -> PendingCall:
+        """Send a CALL whose function and arguments are serialized already; see :meth:`request`."""
+        call = Call(reference, packed.payload, seconds)
+        return self.request(peer, call, packed, seconds, description, keepalive, waits=waits)
+
+    def request(
+        self,
+        peer: int,
+        message: Message,
+        packed: SerializedPayload = SERIALIZED_NONE,
+        seconds: float = 0.0,
+        description: Description = "",
+        keepalive: Any = None,
+        on_done: Callable[[Promise[Inbound]], None] | None = None,
+        waits: bool = False,
+    ) -> PendingCall:
+        """Send a request.
+
+        Args:
+            peer: the worker id of the receiver.
+            message: the header; ``packed`` has its payload and frames.
+            seconds: the timeout; 0 for no limit.
+            description: what is requested, for errors and logs.
+            keepalive: an object to keep alive until the reply arrives.
+            on_done: called with the outcome in the thread that sets it; must not block.
+            waits: the calling thread calls :meth:`wait` next, so it may read the reply itself.
+
+        Raises:
+            NotInitializedError: if the worker is closed.
+            PeerLostError: if the peer is lost.
+            RpcTimeoutError: if too many bytes are in flight to the peer for ``seconds``.
+            TransportError: if the message cannot be sent.
+        """
+        if self._worker.closed:
+            raise self._worker.closed_error()
+        if peer in self._lost:
+            self._references.unfork_all(packed.payload.forks)
+            raise self._worker.loss_of(peer, describe(description))
+        kind = message.TYPE
+        if self._hooks.request_interceptor is not None:
+            message = self._hooks.request_interceptor(peer, message, packed.tensors, description)
+        deadline = self._clock.now() + seconds if seconds else math.inf
+        port = self._ports.acquire(peer) if waits else self._ports.at_receiver
+        call = PendingCall(
+            self._next_id(), peer, deadline, seconds, description, keepalive, kind, port.outcome(), port
+        )
+        if on_done is not None:
+            call.outcome.add_done_callback(on_done)
+        self.pending.add(call)
+        try:
+            if peer in self._lost:  # lost since the first check; the loss may have missed this call
+                raise self._worker.loss_of(peer, describe(description))
+            self._mailbox.send(peer, message, call.message_id, packed.frames, port.number, seconds)
+        except BaseException as e:
+            self.pending.take(call.message_id)
+            port.release()
+            if self._hooks.on_send_failed is not None:
+                self._hooks.on_send_failed(message)
+            self._references.unfork_all(packed.payload.forks)
+            error = self._send_error(call, e)
+            try:
+                call.outcome.set_exception(error)
+                if error is e:
+                    raise
+                raise error from e
+            finally:
+                del call, error  # the traceback refers to this frame: avoid a reference cycle
+        self.sent += 1
+        if deadline < self._next_check:
+            self._check_at(deadline)
+        return call
+
+    def _send_error(self, call: PendingCall, error: BaseException) -> BaseException:
+        """The exception for the caller when ``error`` prevented ``call`` from being sent."""
+        if isinstance(error, UnknownPeerError):  # it ended before the first message to it
+            self._worker.lose(call.peer, str(error))
+        if isinstance(error, TransportError) and call.peer in self._lost:
+            return self._worker.loss_of(call.peer, call.describe())
+        if isinstance(error, CongestionError):
+            return RpcTimeoutError(f"{self._timeout_error(call)}: it was not sent, for {error}")
+        return error
+
+    def post(self, peer: int, message: Message, frames: Sequence[Frame] = (), port: int = 0) -> None:
+        """Send a message that has no reply to this worker.
+
+        Args:
+            port: the number of the reply port at which ``peer`` waits for it; 0: its receiver.
+
+        Raises:
+            NotInitializedError: if the worker is closed.
+            RpcTimeoutError: if too many bytes stay in flight to the peer.
+            TransportError: if the message cannot be sent.
+        """
+        if self._worker.closed:
+            raise self._worker.closed_error()
+        try:
+            self._mailbox.send(peer, message, self._next_id(), frames, port, self._worker.default_timeout)
+        except CongestionError as e:
+            raise RpcTimeoutError(str(e)) from e
+        self.sent += 1
+
+    # ---- replies ----------------------------------------------------------------------------------------
+
+    def on_reply(self, inbound: Inbound) -> None:
+        """Handle a reply that the receiver has read."""
+        call = self.pending.take(inbound.envelope.message_id)
+        if call is None:
+            self._references.release_unread(inbound)
+            return
+        if call.future is not None:
+            call.future.batched = True
+        call.outcome.set_result(inbound)
+
+    def wait(self, call: PendingCall) -> Inbound:
+        """Wait for the reply of ``call``.
+
+        Raises:
+            RpcTimeoutError: if it does not arrive in time.
+            PeerLostError: if the peer is lost.
+        """
+        outcome, port = call.outcome, call.port
+        abandoned = False
+        try:
+            while (inbound := port.receive(outcome, call.deadline)) is not None:
+                if inbound.envelope.message_id != call.message_id:
+                    self._ports.on_unexpected(inbound)
+                elif self.pending.take(call.message_id) is not None:
+                    outcome.set_result(inbound)
+                    return inbound
+                else:
+                    outcome.wait_done()  # another thread has taken the call and is about to set its outcome
+            if not outcome.done():
+                abandoned = self._expire(call)
+                outcome.wait_done()  # returns at once, unless another thread is just setting it
+            if isinstance(outcome.exception(), PeerLostError):
+                inbound = self._last_reply(call)
+                if inbound is not None:
+                    return inbound
+        except BaseException:  # Ctrl-C
+            abandoned = self.cancel(call)
+            raise
+        finally:
+            port.release(abandoned)
+        try:
+            return outcome.result()
+        finally:
+            del call, outcome  # the traceback refers to this frame: avoid a reference cycle
+
+    def _last_reply(self, call: PendingCall) -> Inbound | None:
+        """The reply of ``call``, if it arrived at its port before the peer was lost."""
+        while (inbound := call.port.poll()) is not None:
+            if inbound.envelope.message_id == call.message_id:
+                return inbound
+            self._ports.on_unexpected(inbound)
+        return None
+
+    def cancel(self, call: PendingCall) -> bool:
+        """Cancel ``call``: notify the callee, or release what the reply holds if it is here already.
+
+        Returns:
+            Whether the call was still pending, so that its reply may still arrive.
+        """
+        if self.pending.take(call.message_id) is not None:
+            call.outcome.set_exception(RpcError(f"{call.describe()} was given up by its caller"))
+            self._send_cancel(call)
+            return True
+        if call.outcome.done() and call.outcome.exception() is None:
+            self._references.release_unread(call.outcome.result())
+        return False
+
+    def _send_cancel(self, call: PendingCall) -> None:
+        if call.kind not in CANCELLABLE or call.peer in self._lost:
+            return
+        try:
+            self.post(call.peer, Cancel(call.message_id))
+        except (TransportError, RpcError) as e:
+            logger.debug("%s: cannot cancel %s: %s", self._worker.name, call.describe(), e)
+
+    # ---- deadlines --------------------------------------------------------------------------------------
+
+    def _check_at(self, deadline: float) -> None:
+        with self._check_lock:
+            if deadline >= self._next_check:
+                return
+            self._next_check = deadline
+        delay = max(0.0, deadline - self._clock.now())
+        self._worker.timekeeper.call_later(delay, self._check_deadlines)
+
+    def _check_deadlines(self) -> None:
+        now = self._clock.now()
+        for call in self.pending.expire(now):
+            self._time_out(call)
+        with self._check_lock:
+            if self._next_check > now:
+                return  # a later check is scheduled
+            self._next_check = math.inf
+        following = self.pending.next_deadline()
+        if following < math.inf:
+            self._check_at(following)
+
+    def _expire(self, call: PendingCall) -> bool:
+        """Time ``call`` out, in the thread that waits for it. False if another thread ends it."""
+        if self.pending.take(call.message_id) is None:
+            return False
+        self._time_out(call)
+        return True
+
+    def _time_out(self, call: PendingCall) -> None:
+        call.outcome.set_exception(self._timeout_error(call))
+        self._send_cancel(call)
+
+    def _timeout_error(self, call: PendingCall) -> RpcTimeoutError:
+        since = self._worker.silent.get(call.peer)
+        silence = f", silent for {self._clock.now() - since:.1f} s by now" if since is not None else ""
+        return RpcTimeoutError(
+            f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked "
+            f"with an error: {call.describe()} on {self._membership.name_of(call.peer)}{silence}"
+        )
+
+    # ---- failures ---------------------------------------------------------------------------------------
+
+    def on_peer_lost(self, peer: int) -> None:
+        """Fail the pending calls to a lost peer."""
+        for call in self.pending.lose(peer):
+            call.outcome.set_exception(self._worker.loss_of(peer, call.describe()))
+
+    def fail_all(self, error: RpcError) -> None:
+        """Fail every pending call with ``error`` (P3)."""
+        for call in self.pending.drain():
+            call.outcome.set_exception(error)

@@ -1,0 +1,82 @@
+"""What all parts of a worker share: identity, transport, clock, threads, hooks and the peers that are lost.
+
+:class:`WorkerCore` is the base of :class:`~zmqgrad.rpc.worker.Worker`. The parts (client, server, references)
+depend on it and on each other in one direction; only the worker knows all of them.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+
+from zmqgrad.errors import NotInitializedError, PeerLostError
+from zmqgrad.rpc.hooks import Hooks
+from zmqgrad.rpc.membership.events import Events
+from zmqgrad.rpc.membership.membership import Membership
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.runtime.clock import Clock
+from zmqgrad.runtime.thread_pool import ThreadPool
+from zmqgrad.runtime.timer import TimerThread
+from zmqgrad.transport.base import Mailbox
+from zmqgrad.wire.ids import IdSource
+
+
+class WorkerCore(ABC):
+    """The shared base of one worker.
+
+    Args:
+        membership: the known members of the group, this worker included.
+        mailbox: this worker's end of the transport, not yet started.
+        options: timeouts and threads.
+        clock: the source of time.
+    """
+
+    def __init__(
+        self, membership: Membership, mailbox: Mailbox, options: RpcBackendOptions, clock: Clock
+    ) -> None:
+        self.name = membership.own.name
+        self.id = membership.own.id
+        self.membership = membership
+        self.mailbox = mailbox
+        self.options = options
+        self.clock = clock
+        self.default_timeout = options.rpc_timeout
+        self.closed = False  # written by close() and close_in_fork() only
+        self.lost: dict[int, str] = {}  # lost peers, with the reason
+        self.silent: dict[int, float] = {}  # suspected peers, with the time of their last heartbeat
+        self._pid = os.getpid()
+        self.ids = IdSource(self.id)
+        self.timekeeper = TimerThread(self.name, clock)
+        self.pool = ThreadPool(self.name, options.num_worker_threads, self._prepare_thread)
+        self.submit = self.pool.submit
+        self.hooks = Hooks()
+        self.events = Events(self.submit)
+
+    @abstractmethod
+    def _prepare_thread(self) -> None:
+        """Initializes a new engine thread."""
+
+    @abstractmethod
+    def lose(self, peer: int, reason: str) -> None:
+        """Declare ``peer`` lost: fail what waits for it and cancel what it requested."""
+
+    def loss_of(self, peer: int, description: str) -> PeerLostError:
+        """The error for a request described by ``description`` to a lost peer."""
+        return PeerLostError(
+            f"{self.membership.name_of(peer)} (worker {peer}) is gone: {self.lost[peer]}; "
+            f"{description} will not be answered"
+        )
+
+    def closed_error(self) -> NotInitializedError:
+        """The error for a call after shutdown, or in a forked child."""
+        if self._pid == os.getpid():
+            return NotInitializedError(f"worker {self.name} has been shut down; call init_rpc again")
+        return NotInitializedError(
+            f"this process is a fork of process {self._pid}, in which worker {self.name} runs: a fork cannot "
+            f"use its connections. Call init_rpc here for a worker of its own, or start processes by spawn "
+            f"or forkserver"
+        )
+
+    def close_in_fork(self) -> None:
+        """Mark this worker closed in a forked child, which does not have its threads."""
+        self.closed = True

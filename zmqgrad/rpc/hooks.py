@@ -1,0 +1,67 @@
+"""The hooks by which upper layers take part in RPC.
+
+autograd serves message types of its own (``requests``), wraps outgoing calls and replies
+(``request_interceptor``), unwraps replies (``response_unwrappers``), and is notified of lost peers and of
+shutdown. Each worker has its own hooks; nothing here is global.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from zmqgrad.rpc.calls import Description
+from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.messages import Message, MessageType
+
+
+class Unwrapped(NamedTuple):
+    """An unwrapped reply: the message inside, and its tensors as the caller shall see them."""
+
+    message: Message
+    tensors: list[torch.Tensor]
+
+
+RequestHandler = Callable[[Inbound], None]
+"""Serves a request: in an engine thread, or in the receiver's if registered as control (must be quick)."""
+
+RequestInterceptor = Callable[[int, Message, Sequence[torch.Tensor], Description], Message]
+"""(peer, message, its tensors, description) -> the message to send instead."""
+
+ResponseUnwrapper = Callable[[Inbound], Unwrapped]
+
+EXTENSIONS = ("zmqgrad.autograd",)
+"""Upper layers installed in every worker, even if its program does not use them: a callee has to record what
+it runs for others. They are named, not imported, because imports point downwards; each has an
+``install(worker)``."""
+
+
+def install_extension(module: str, worker: Any) -> None:
+    """Import an upper layer and let it register its hooks with ``worker``."""
+    importlib.import_module(module).install(worker)
+
+
+@dataclass
+class Hooks:
+    """What upper layers have registered with one worker."""
+
+    requests: dict[MessageType, RequestHandler] = field(default_factory=dict)
+    control: dict[MessageType, RequestHandler] = field(default_factory=dict)
+    response_unwrappers: dict[MessageType, ResponseUnwrapper] = field(default_factory=dict)
+    request_interceptor: RequestInterceptor | None = None
+    on_send_failed: Callable[[Message], None] | None = None
+    """Called with the result of ``request_interceptor`` if sending it failed."""
+    backward: Callable[[int, torch.Tensor, bool], None] | None = None
+    """(context id, root, retain_graph): run a distributed backward pass from a tensor of this worker."""
+    with_history: Callable[[], bool] = lambda: False
+    """Whether tensors are sent with their autograd history just now."""
+    peer_lost: list[Callable[[int, BaseException], None]] = field(default_factory=list)
+    closing: list[Callable[[], None]] = field(default_factory=list)
+    debug: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)
+    """What a layer adds to ``rpc.get_debug_info``, by its name."""
+    extensions: dict[str, Any] = field(default_factory=dict)
+    """The state that a layer keeps for this worker, by its name."""

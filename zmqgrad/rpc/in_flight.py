@@ -1,0 +1,141 @@
+"""The requests that a worker is serving, and what the served function knows: time left, and cancellation.
+
+A deadline travels as the time left and is measured by the callee's clock from the arrival of the request, so
+that time in the queue counts. Calls made by the served function get at most what is left. A caller that gives
+up (timeout, Ctrl-C) sends CANCEL; the requests of a lost peer are cancelled as well.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar, Token
+
+from zmqgrad.runtime.clock import Clock, Deadline
+from zmqgrad.transport.base import Inbound
+
+
+class InFlightRequest:
+    """One request of a peer, from its arrival to its reply."""
+
+    __slots__ = ("cancelled", "clock", "deadline", "message_id", "source")
+
+    def __init__(self, source: int, message_id: int, deadline: float, clock: Clock) -> None:
+        self.source = source
+        self.message_id = message_id
+        self.deadline = deadline
+        self.clock = clock
+        self.cancelled = False
+
+    def is_over(self) -> bool:
+        """Whether the caller has stopped waiting."""
+        return self.cancelled or self.deadline <= self.clock.now()
+
+    def left(self) -> float:
+        """Seconds until the caller stops waiting: 0 once it has, infinite if there is no limit."""
+        if self.cancelled:
+            return 0.0
+        if self.deadline == math.inf:
+            return math.inf
+        return max(0.0, self.deadline - self.clock.now())
+
+    def __repr__(self) -> str:
+        return f"<InFlightRequest of worker {self.source}: {self.left():g} s left>"
+
+
+class InFlightRequests:
+    """The requests that have arrived and have no reply yet, by message id (which is unique in the group)."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        # Each access is one dictionary operation or iterates over a copy: no lock needed.
+        self._requests: dict[int, InFlightRequest] = {}
+        self._ended = threading.Condition()
+        self._awaited = False
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def begin(self, inbound: Inbound) -> InFlightRequest | None:
+        """Register an incoming request. Returns None if this type cannot be cancelled."""
+        message = inbound.message
+        message = getattr(message, "wrapped", message)
+        seconds: float | None = getattr(message, "timeout", None)
+        if seconds is None:
+            return None
+        envelope = inbound.envelope
+        deadline = self._clock.now() + seconds if seconds else math.inf
+        request = InFlightRequest(envelope.source, envelope.message_id, deadline, self._clock)
+        self._requests[envelope.message_id] = request
+        return request
+
+    def end(self, request: InFlightRequest) -> None:
+        """Remove a request that has been replied to, or will be without the thread that ran it."""
+        self._requests.pop(request.message_id, None)
+        if self._awaited:
+            with self._ended:
+                self._ended.notify_all()
+
+    def wait_ended(self, requests: Sequence[InFlightRequest], deadline: Deadline) -> bool:
+        """Wait until all of ``requests`` have ended. Returns False if ``deadline`` passes first."""
+        self._awaited = True
+        with self._ended:
+            return self._ended.wait_for(
+                lambda: not any(self._requests.get(r.message_id) is r for r in requests),
+                deadline.timeout(),
+            )
+
+    def cancel(self, source: int, message_id: int) -> None:
+        """Cancel a request of ``source``, whose caller has given up."""
+        request = self._requests.get(message_id)
+        if request is not None and request.source == source:
+            request.cancelled = True
+
+    def lose(self, peer: int) -> None:
+        """Cancel the requests of a lost peer."""
+        for request in list(self._requests.values()):
+            if request.source == peer:
+                request.cancelled = True
+
+    def all(self) -> list[InFlightRequest]:
+        """A list of all requests in flight."""
+        return list(self._requests.values())
+
+
+_serving: ContextVar[InFlightRequest | None] = ContextVar("zmqgrad_serving", default=None)
+
+
+start_serving: Callable[[InFlightRequest | None], Token[InFlightRequest | None]] = _serving.set
+"""Makes the request the one that the calling thread serves, until :func:`end_serving` gets the token."""
+
+end_serving: Callable[[Token[InFlightRequest | None]], None] = _serving.reset
+"""Restores the request that the calling thread served before."""
+
+
+def time_left() -> float:
+    """Seconds left of the call that the calling thread serves.
+
+    Returns:
+        0 once its caller has stopped waiting (timeout, cancellation, loss); infinite if the call has no time
+        limit, and outside of calls.
+    """
+    request = _serving.get()
+    return math.inf if request is None else request.left()
+
+
+def is_serving() -> bool:
+    """Whether the calling thread serves a call."""
+    return _serving.get() is not None
+
+
+def cancelled() -> bool:
+    """Whether the caller of the call that the calling thread serves has stopped waiting.
+
+    A long function may check this from time to time and stop.
+
+    Returns:
+        True once the time of the call is over, or its caller gave up or died. False outside of calls.
+    """
+    request = _serving.get()
+    return request is not None and request.is_over()

@@ -1,0 +1,130 @@
+"""Joining a group: choose its kind by the world size, make the worker, and wait until it is a member."""
+
+from __future__ import annotations
+
+import secrets
+
+from zmqgrad import environment
+from zmqgrad.errors import ConfigurationError, DuplicateWorkerError
+from zmqgrad.rpc.membership.dynamic import DynamicGroup
+from zmqgrad.rpc.membership.fixed import FixedGroup
+from zmqgrad.rpc.membership.group import Group, close_quietly, make_worker
+from zmqgrad.rpc.membership.registry import allocate_id, dynamic_store, fixed_store
+from zmqgrad.rpc.membership.worker_info import check_rank
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import FileStore, Store, TCPStore
+from zmqgrad.transport.exposure import (
+    check_exposure,
+    facing_address,
+    may_be_exposed,
+    own_address,
+)
+from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.security import keys_of
+
+_generation = 1
+"""Number of the group of fixed size that this process is in, or joins next; equal in all its workers."""
+
+_JOB_KEY = "rpc/job"
+"""Key of the store that holds the random name of the job."""
+
+
+def join_group(
+    store: Store,
+    name: str,
+    rank: int | None,
+    world_size: int | None,
+    options: RpcBackendOptions,
+    deadline: Deadline,
+) -> Group:
+    """Join the group that uses ``store``.
+
+    Args:
+        store: closed with the group, or if joining fails.
+        name: of this worker.
+        rank: of this worker; None in a dynamic group: the next free one.
+        world_size: number of workers; None: the group is dynamic.
+        options: of this worker.
+        deadline: for the others to join.
+
+    Raises:
+        ConfigurationError: if rank, world size or a device map is invalid.
+        RendezvousError: if the store is used by a group of the other kind.
+        DuplicateWorkerError, RendezvousTimeoutError: as :meth:`Group.join`.
+    """
+    try:
+        group = _make_group(store, name, rank, world_size, options)
+    except BaseException:
+        store.close()
+        raise
+    try:
+        group.join(deadline)
+    except BaseException as e:
+        if isinstance(e, DuplicateWorkerError):  # all workers are refused, and try again under new keys
+            _end_generation(world_size)
+        close_quietly(group)
+        raise
+    _end_generation(world_size)
+    return group
+
+
+def _end_generation(world_size: int | None) -> None:
+    """Use new keys for the next group. After a timeout the keys stay: workers that come late still join."""
+    global _generation
+    _generation += world_size is not None
+
+
+def _make_group(
+    store: Store, name: str, rank: int | None, world_size: int | None, options: RpcBackendOptions
+) -> Group:
+    served = store if isinstance(store, TCPStore) and store.is_master else None
+    if world_size is None:
+        keys = dynamic_store(store)
+        number = allocate_id(keys, name, rank)
+        worker = make_worker(name, number, 0, _mailbox(name, number, store, options), options)
+        return DynamicGroup(worker, keys, served)
+    number, _ = check_rank(-1 if rank is None else rank, world_size)
+    keys = fixed_store(store, _generation)
+    worker = make_worker(name, number, world_size, _mailbox(name, number, store, options), options)
+    return FixedGroup(worker, keys, served)
+
+
+def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
+    job = store.compare_set(_JOB_KEY, "", secrets.token_hex(8))  # the first worker sets it for all
+    return ZmqMailbox(
+        name,
+        number,
+        tcp_host=listening_host(store),
+        arena=options.arena(),
+        timeouts=options.limits,
+        inflight=options.inflight(),
+        keys=keys_of(),
+        io_threads=options.io_threads,
+        spin_seconds=options.spin_seconds(),
+        job=job,
+        fast_path=options.uses_fast_path(),
+    )
+
+
+def listening_host(store: Store) -> str:
+    """The address to listen on: the one of this host that faces the host of the store.
+
+    Of a file the environment names the host (MASTER_ADDR). Without that, this is the address of the default
+    route if listening on it is allowed, and loopback otherwise: then all workers are on this host.
+
+    Raises:
+        ConfigurationError: if listening on the address is not allowed, or no route leads to the host.
+    """
+    beneath, keyed = getattr(store, "underlying_store", store), keys_of() is not None
+    host, port = getattr(beneath, "host", None), getattr(beneath, "port", 0)
+    if isinstance(beneath, FileStore):
+        host = environment.read_launch().master_addr
+        if host is None:
+            return own_address() if may_be_exposed(keyed) else "127.0.0.1"
+    try:
+        facing = facing_address(host or "127.0.0.1", port)
+    except OSError as e:
+        raise ConfigurationError(f"no route to {host}, where the workers of this group meet: {e}") from e
+    check_exposure(f"tcp://{facing}:0", keyed)
+    return facing

@@ -1,0 +1,108 @@
+"""Collectives over named workers: ``all_gather`` and ``barrier``.
+
+All participants make the same call. The one whose name sorts first is the root: it gathers the values by an
+asynchronous function, which replies when the last value has arrived. A sequence number per set of
+participants tells successive collectives apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from zmqgrad.errors import RpcTimeoutError, UnknownWorkerError
+from zmqgrad.rpc.current import current_worker
+from zmqgrad.rpc.functions import async_execution
+from zmqgrad.rpc.futures import PythonFuture
+from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
+from zmqgrad.runtime.clock import Deadline
+
+if TYPE_CHECKING:
+    from zmqgrad.rpc.worker import Worker
+
+_EXTENSION = "collectives"
+
+
+def all_gather(
+    value: Any, workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, Any]:
+    """Gather a value from each of several workers, on all of them. Returns when all have called this.
+
+    Args:
+        value: of this worker.
+        workers: the names of the participants; None: all workers.
+        timeout: seconds; 0 for no limit; default: that of calls.
+
+    Returns:
+        the values, by worker name.
+
+    Raises:
+        RpcTimeoutError: if not all have called this within ``timeout``. The sequence numbers of workers that
+            call later no longer match.
+        UnknownWorkerError: if a name is unknown, or this worker is not a participant.
+        PeerLostError: if the root has died.
+    """
+    worker = current_worker()
+    names = tuple(sorted({r.name for r in worker.membership.all()} if workers is None else set(workers)))
+    if worker.name not in names:
+        raise UnknownWorkerError(f"{worker.name} is none of the workers that take part: {', '.join(names)}")
+    deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
+    for name in names:
+        worker.membership.find(name, deadline.timeout())
+    number = _collectives(worker).next_number(names)
+    call = worker.call(names[0], _contribute, (names, number, worker.name, value), None, timeout)
+    try:
+        gathered: dict[str, Any] = worker.decode(worker.wait(call))
+    except RpcTimeoutError as e:
+        raise RpcTimeoutError(
+            f"timed out in _all_gather after {call.timeout:.2f} seconds, "
+            f"waiting for all of {', '.join(names)}: {e}"
+        ) from e
+    return gathered
+
+
+def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    """Return when all of ``workers`` have called this; arguments and errors as for :func:`all_gather`."""
+    all_gather(None, workers, timeout)
+
+
+@async_execution
+def _contribute(names: tuple[str, ...], number: int, name: str, value: Any) -> PythonFuture[dict[str, Any]]:
+    """Runs on the root."""
+    return _collectives(current_worker()).contribute((names, number), name, value)
+
+
+class _Collectives:
+    """The collectives of one worker: its sequence numbers, and the values gathered so far as root."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards all below
+        self._numbers: defaultdict[tuple[str, ...], Iterator[int]] = defaultdict(itertools.count)
+        self._open: dict[tuple[tuple[str, ...], int], dict[str, tuple[Any, PythonFuture[Any]]]] = {}
+
+    def next_number(self, names: tuple[str, ...]) -> int:
+        """Sequence number of the next collective of these participants."""
+        with self._lock:
+            return next(self._numbers[names])
+
+    def contribute(self, key: tuple[tuple[str, ...], int], name: str, value: Any) -> PythonFuture[Any]:
+        """Add the value of ``name``; the future is set when the last value has arrived."""
+        future: PythonFuture[Any] = PythonFuture()
+        with self._lock:
+            gathered = self._open.setdefault(key, {})
+            gathered[name] = value, future
+            if len(gathered) < len(key[0]):
+                return future
+            del self._open[key]
+        values = {each: gathered[each][0] for each in key[0]}
+        for _, waiting in gathered.values():
+            waiting.set_result(values)
+        return future
+
+
+def _collectives(worker: Worker) -> _Collectives:
+    found: _Collectives = worker.hooks.extensions.setdefault(_EXTENSION, _Collectives())
+    return found

@@ -1,0 +1,207 @@
+"""Dynamic groups: ``init_rpc`` without a world size. Workers join, leave and rejoin at any time.
+
+The store lists the members (:mod:`~zmqgrad.rpc.membership.registry`), and every worker watches it. A worker
+that dies cannot announce it, so each worker monitors the heartbeat of the one with the next higher id (and of
+the workers it talks to); the first to find another one dead evicts it for all.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from zmqgrad.errors import RpcTimeoutError, StoreError
+from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
+from zmqgrad.rpc.membership.lookup import Lookup
+from zmqgrad.rpc.membership.registry import IsAlive, is_alive
+from zmqgrad.rpc.membership.shutdown import LOG_INTERVAL_SECONDS, drain
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import Store, TCPStore
+
+logger = logging.getLogger(__name__)
+
+STORE_TIMEOUT_SECONDS = 5.0
+"""Timeout of the store's replies once this worker has joined."""
+
+STORE_RETRY_SECONDS = 30.0
+"""How long a store that did not reply is not asked for unknown workers: calls must not wait for it."""
+
+LAST_REPLIES_GRACE_SECONDS = 0.2
+"""How long after a worker has left in order pending calls to it fail."""
+
+LEFT = "it has left the group"
+
+
+class DynamicGroup(Group):
+    """A worker's membership in a dynamic group.
+
+    Args:
+        worker, store, served: as for :class:`Group`.
+        is_alive: tells whether the worker of a record is alive; for tests.
+    """
+
+    def __init__(
+        self, worker: Worker, store: Store, served: TCPStore | None = None, is_alive: IsAlive = is_alive
+    ) -> None:
+        super().__init__(worker, store, served)
+        self._is_alive = is_alive
+        self._refreshing = threading.Lock()  # held while asking the store for the members
+        self._leaving = False
+        self._joined = False
+        self._retry_store = Deadline.after(0.0)
+        self._lookup = Lookup(f"zmqgrad-{worker.name}-lookup", self._refresh_for_lookup)
+
+    # ---- joining ----------------------------------------------------------------------------------------
+
+    def join(self, deadline: Deadline) -> None:
+        """Claim the name, read the members, start, and notify the others. Waits for no other worker.
+
+        Raises:
+            DuplicateWorkerError: if a worker that is or may be alive has this name.
+        """
+        self._registry.claim_name(self._is_alive)
+        try:
+            self.store.set_timeout(min(STORE_TIMEOUT_SECONDS, max(1.0, deadline.left())))
+            self.worker.hooks.peer_lost.append(lambda peer, _: self._evict_later(peer))
+            self.worker.membership.look_up = self._look_up
+            self.worker.start()  # before it is published, so that it can serve from the first call on
+            self._registry.watch(self._on_change)
+            self._refresh()
+            self._registry.publish()
+            self._joined = True
+            self._registry.notify_change()
+            self._refresh()
+        except BaseException:
+            self._withdraw(LEFT)
+            raise
+
+    # ---- following joins and losses ---------------------------------------------------------------------
+
+    def _on_change(self, old: bytes | None, new: bytes | None) -> None:
+        """Called in a thread of the store after a join or a loss."""
+        if not self._leaving:
+            self._try_refresh()
+
+    def _look_up(self, seconds: float | None) -> bool:
+        """Ask the store for a worker that is unknown or has left, unless the store did not reply lately."""
+        return not self._retry_store.passed() or self._lookup.wait(seconds)
+
+    def _refresh_for_lookup(self) -> None:
+        if not self._try_refresh():
+            self._retry_store = Deadline.after(STORE_RETRY_SECONDS)
+
+    def _try_refresh(self) -> bool:
+        try:
+            self._refresh()
+        except StoreError as e:
+            logger.warning("%s: cannot read the members of the group: %s", self.worker.name, e)
+            return False
+        return True
+
+    def _refresh(self) -> None:
+        """Read the members from the store, and apply what has changed."""
+        worker, membership = self.worker, self.worker.membership
+        with self._refreshing:
+            present, new = self._registry.read(membership.known())
+            gone = [r for r in membership.all() if r.id not in present and r.id != worker.id]
+            if self._joined and worker.id not in present and not self._leaving:
+                logger.error("%s was evicted from the group by others: it must join anew", worker.name)
+            for record in new:
+                if membership.learn(record) and self._joined:
+                    worker.events.joined(record.info)
+            for record in gone:
+                self._mark_gone(record.id, self._registry.reason(record.id))
+            self._monitor_next()
+
+    def _mark_gone(self, worker_id: int, reason: str) -> None:
+        worker = self.worker
+        if reason == LEFT and any(call.peer == worker_id for call in worker.client.pending.all()):
+            # It has replied to all calls, but its last replies may be unread here. Its name is free already.
+            worker.membership.depart(worker_id)
+            worker.timekeeper.call_later(LAST_REPLIES_GRACE_SECONDS, lambda: worker.lose(worker_id, reason))
+        else:
+            worker.lose(worker_id, reason)
+
+    def _monitor_next(self) -> None:
+        """Monitor the heartbeat of the next worker in the order of ids, so that each worker is monitored."""
+        own = self.worker.id
+        others = sorted(r.id for r in self.worker.membership.all() if r.id != own)
+        if others:
+            self.worker.mailbox.monitor(next((n for n in others if n > own), others[0]))
+
+    def _evict_later(self, peer: int) -> None:
+        """Evict a lost peer, in an engine thread: the calling thread must not block."""
+        if not self._leaving:
+            self.worker.submit(lambda: self._evict(peer))
+
+    def _evict(self, peer: int) -> None:
+        """Remove ``peer`` from the group for all workers, if it is certainly dead."""
+        record = self.worker.membership.find_known(peer)
+        if record is None or self._is_alive(record):
+            return  # it left in order, or only this worker cannot reach it
+        try:
+            self._registry.evict(record, self.worker.lost.get(peer, "its process has ended"))
+            self._refresh()
+        except StoreError as e:
+            logger.warning("%s: cannot evict worker %d: %s", self.worker.name, peer, e)
+
+    # ---- leaving ----------------------------------------------------------------------------------------
+
+    def leave(self, graceful: bool, deadline: Deadline) -> None:
+        """As :meth:`Group.leave`; without ``graceful`` the others are notified if the store replies."""
+        if not graceful:
+            try:
+                self.store.set_timeout(min(1.0, deadline.left()))
+                self._withdraw("it has left the group in a hurry")
+            except StoreError as e:
+                logger.debug("%s leaves without notifying the others: %s", self.worker.name, e)
+        super().leave(graceful, deadline)
+
+    def _finish(self, deadline: Deadline) -> None:
+        """Complete this worker's calls and those that it serves now."""
+        serving = self.worker.server.in_flight
+        served = serving.all()  # the others may go on calling
+        drain(self.worker, lambda until: serving.wait_ended(served, until), deadline)
+        self._withdraw(LEFT)
+        if self._served is not None:
+            self._wait_for_others_to_leave(self._served, deadline)
+
+    def _withdraw(self, reason: str) -> None:
+        self._leaving = True
+        self._registry.release_name()
+        self._registry.unwatch(self._on_change)
+        if self._joined:
+            self._joined = False
+            self._registry.remove(self.worker.id, reason)  # last: the store may close after this
+
+    def _wait_for_others_to_leave(self, served: TCPStore, deadline: Deadline) -> None:
+        """Wait until no other worker needs the store, which closes with this worker."""
+        changed = threading.Event()
+        self._registry.watch(lambda old, new: changed.set())  # ends with the store
+        while True:
+            changed.clear()
+            alive = [n for n in self._registry.ids() if not self._has_died(n)]
+            if not alive:
+                served.refuse_newcomers()
+                return
+            names = ", ".join(self.worker.membership.name_of(n) for n in alive)
+            if deadline.passed():
+                raise RpcTimeoutError(
+                    f"{self.worker.name}, which serves the store, gave up waiting for {names} to leave; "
+                    f"shutdown(graceful=False) does not wait for others"
+                )
+            if not changed.wait(min(deadline.left(), LOG_INTERVAL_SECONDS)):
+                logger.warning("%s: shutdown waits for %s to leave", self.worker.name, names)
+
+    def _has_died(self, worker_id: int) -> bool:
+        record = self.worker.membership.find_known(worker_id)
+        return record is not None and not self._is_alive(record)
+
+    def close(self, timeout: float = JOIN_TIMEOUT_SECONDS) -> None:
+        """As :meth:`Group.close`."""
+        self._leaving = True
+        try:
+            super().close(timeout)
+        finally:
+            self._lookup.join(Deadline.after(timeout))  # the store that it queries is closed

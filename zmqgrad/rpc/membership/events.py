@@ -1,0 +1,82 @@
+"""The user's callbacks on joins and losses, called in engine threads, one after another."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from zmqgrad.errors import ClosedError
+from zmqgrad.rpc.membership.worker_info import WorkerInfo
+from zmqgrad.runtime.thread_pool import Task
+
+logger = logging.getLogger(__name__)
+
+JoinCallback = Callable[[WorkerInfo], None]
+LossCallback = Callable[[WorkerInfo, str], None]
+"""Called with the lost worker and the reason."""
+
+
+class Events:
+    """The callbacks of one worker.
+
+    Args:
+        submit: runs a task in an engine thread of the worker.
+    """
+
+    def __init__(self, submit: Callable[[Task], None]) -> None:
+        self._submit = submit
+        self._lock = threading.Lock()  # guards all below
+        self._on_join: list[JoinCallback] = []
+        self._on_loss: list[LossCallback] = []
+        self._queue: deque[Callable[[], None]] = deque()
+        self._running = False
+        self._stopped = False
+
+    def on_join(self, callback: JoinCallback) -> None:
+        """Call ``callback`` with each worker that joins from now on."""
+        with self._lock:
+            self._on_join.append(callback)
+
+    def on_loss(self, callback: LossCallback) -> None:
+        """Call ``callback`` with each worker that leaves or dies from now on."""
+        with self._lock:
+            self._on_loss.append(callback)
+
+    def joined(self, info: WorkerInfo) -> None:
+        """Notify the callbacks that a worker has joined."""
+        self._notify(self._on_join, info)
+
+    def lost(self, info: WorkerInfo, reason: str) -> None:
+        """Notify the callbacks that a worker has left or died."""
+        self._notify(self._on_loss, info, reason)
+
+    def stop(self) -> None:
+        """Call no more callbacks: this worker leaves, and the others may leave, too."""
+        self._stopped = True
+
+    def _notify(self, callbacks: Sequence[Callable[..., None]], *args: Any) -> None:
+        with self._lock:
+            self._queue.extend(partial(callback, *args) for callback in callbacks)
+            if self._running or self._stopped or not self._queue:
+                return
+            self._running = True
+        try:
+            self._submit(self._run)
+        except ClosedError:
+            logger.debug("callbacks are not called while this worker closes")
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._stopped or not self._queue:
+                    self._running = False
+                    return
+                call = self._queue.popleft()
+            try:
+                call()
+            except Exception:  # user code
+                logger.exception("a callback on joining or losing workers failed")

@@ -1,0 +1,75 @@
+"""Groups of fixed size: ``init_rpc`` with a world size. Joining and leaving wait for all workers."""
+
+from __future__ import annotations
+
+import logging
+
+from zmqgrad.errors import DuplicateWorkerError, StoreError
+from zmqgrad.rpc.devices import check_group
+from zmqgrad.rpc.membership.group import Group
+from zmqgrad.rpc.membership.registry import POLL_SECONDS
+from zmqgrad.rpc.membership.shutdown import ShutdownBarrier
+from zmqgrad.runtime.clock import Deadline
+
+logger = logging.getLogger(__name__)
+
+SERVE_GRACE_SECONDS = 10.0
+"""How long the worker that serves the store waits for the others to read it; one of them may have died."""
+
+
+class FixedGroup(Group):
+    """A worker's membership in a group of fixed size."""
+
+    def join(self, deadline: Deadline) -> None:
+        """Claim name and rank, wait for all workers, and start.
+
+        Raises:
+            DuplicateWorkerError: if another worker has this name or rank.
+            RendezvousTimeoutError: naming the ranks that did not join.
+            ConfigurationError: if a device map of one of them is invalid.
+        """
+        membership = self.worker.membership
+        try:
+            self._registry.claim_name_and_rank()
+            self._registry.publish()
+            records = self._registry.wait_for_records(membership.world_size, deadline)
+        except DuplicateWorkerError:
+            raise  # the claims stay, so that the others are refused, too
+        except BaseException:
+            self._withdraw()
+            raise
+        for record in records:
+            membership.learn(record)
+        check_group(records)
+        # Not earlier: peers that have all records may already send. Their messages wait in the socket.
+        self.worker.start()
+        if self._served is None:
+            self._mark_joined()
+        else:
+            self._serve_until_joined(deadline)
+
+    def _withdraw(self) -> None:
+        """Undo what was written, so that this process can join again through the same store."""
+        try:
+            self.store.set_timeout(POLL_SECONDS)  # it may not reply any more
+            self._registry.withdraw()
+        except StoreError as e:
+            logger.debug("%s: the claims end with the store: %s", self.worker.name, e)
+
+    def _mark_joined(self) -> None:
+        try:
+            self._registry.mark_joined()
+        except StoreError as e:  # its server did not wait; this worker has read what it needs
+            logger.debug("%s: cannot note that it has joined: %s", self.worker.name, e)
+
+    def _serve_until_joined(self, deadline: Deadline) -> None:
+        """Wait until all have read the store served here: the program may end as soon as it has joined."""
+        others = {record.id for record in self.worker.membership.all()} - {self.worker.id}
+        until = Deadline.after(min(deadline.left(), SERVE_GRACE_SECONDS))
+        while others and not until.passed():
+            others = self._registry.wait_joined(others, min(until.left(), POLL_SECONDS)) - set(
+                self.worker.lost
+            )
+
+    def _finish(self, deadline: Deadline) -> None:
+        ShutdownBarrier(self.worker, self.store, self._registry, self._served).run(deadline)

@@ -1,0 +1,167 @@
+"""What both kinds of group share: making a worker, leaving and closing.
+
+A group of fixed size (:mod:`~zmqgrad.rpc.membership.fixed`) waits for all its workers when it is joined, and
+meets at a barrier when they leave. A dynamic group (:mod:`~zmqgrad.rpc.membership.dynamic`) waits for no
+worker, and follows joins and losses while it exists.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+import torch
+
+from zmqgrad.errors import RpcError, RpcTimeoutError, StoreError
+from zmqgrad.rpc.devices import published
+from zmqgrad.rpc.hooks import EXTENSIONS, install_extension
+from zmqgrad.rpc.membership.membership import Membership
+from zmqgrad.rpc.membership.registry import Registry
+from zmqgrad.rpc.membership.worker_info import WorkerRecord, program_fingerprint, wait_for_exit
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.rref.api import install_rrefs
+from zmqgrad.rpc.worker import Worker
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.store import Store, TCPStore
+from zmqgrad.transport.base import Mailbox
+
+logger = logging.getLogger(__name__)
+
+JOIN_TIMEOUT_SECONDS = 5.0
+"""How long threads may take to end after a worker was closed."""
+
+HURRIED_JOIN_TIMEOUT_SECONDS = 1.0
+"""The same while an exception is propagating or the interpreter exits."""
+
+EXIT_GRACE_SECONDS = 3.0
+"""How long the process of a failed program may take to end after it closed its sockets."""
+
+
+def make_worker(
+    name: str,
+    rank: int,
+    world_size: int,
+    mailbox: Mailbox,
+    options: RpcBackendOptions,
+    clock: Clock = MONOTONIC,
+) -> Worker:
+    """Make a worker with all its extensions, not yet started. ``world_size`` is 0 in a dynamic group."""
+    own = WorkerRecord(
+        name,
+        rank,
+        mailbox.incarnation,
+        mailbox.endpoints,
+        socket.gethostname(),
+        os.getpid(),
+        program_fingerprint(),
+        published(options.device_maps),
+        torch.cuda.device_count() if options.device_maps or options.devices else -1,
+    )
+    worker = Worker(Membership(own, world_size), mailbox, options, clock)
+    install_rrefs(worker)
+    for extension in EXTENSIONS:
+        install_extension(extension, worker)
+    return worker
+
+
+class Group(ABC):
+    """A worker's membership in a group.
+
+    Args:
+        worker: not yet started.
+        store: the keys of the group; closed together with the worker.
+        served: the store beneath ``store``, if this worker serves it.
+    """
+
+    def __init__(self, worker: Worker, store: Store, served: TCPStore | None = None) -> None:
+        self.worker = worker
+        self.store = store
+        self._served = served
+        self._registry = Registry(store, worker.membership.own)
+
+    @abstractmethod
+    def join(self, deadline: Deadline) -> None:
+        """Become a member of the group, and start the worker.
+
+        Raises:
+            DuplicateWorkerError: if another worker has this name or rank.
+        """
+
+    @abstractmethod
+    def _finish(self, deadline: Deadline) -> None:
+        """Complete the work in progress, and stop being a member."""
+
+    def leave(self, graceful: bool, deadline: Deadline) -> None:
+        """End the worker. Its threads and sockets are closed afterwards, also if this raises.
+
+        Args:
+            graceful: complete the work in progress first: in a group of fixed size that of all workers, after
+                all have called this; in a dynamic group that of this worker.
+            deadline: of the whole.
+
+        Raises:
+            RpcTimeoutError: if others did not arrive or finish by ``deadline``, naming them; if the store
+                does not reply.
+            RpcError: if threads are left because user code in them does not end.
+        """
+        self.worker.events.stop()
+        try:
+            if graceful:
+                self._finish(deadline)
+        except StoreError as e:
+            close_quietly(self, logger.warning)
+            raise RpcTimeoutError(self._explain_lost_store()) from e
+        except BaseException:
+            close_quietly(self, logger.warning)  # the first error is the one to report
+            raise
+        self.close()
+
+    def wait_for_lost_processes(self) -> None:
+        """Wait briefly until the processes of lost workers have ended.
+
+        A failing program closes its sockets a second or two before its process ends, because torch is slow to
+        unload. Programs that fail because of it must not end first, or a launcher would blame them.
+        """
+        deadline = Deadline.after(EXIT_GRACE_SECONDS)
+        for lost in list(self.worker.lost):
+            record = self.worker.membership.find_known(lost)
+            if record is not None:
+                wait_for_exit(record, deadline.left())
+
+    def _explain_lost_store(self) -> str:
+        text = f"{self.worker.name}: shutdown gave up: the store no longer answers"
+        first = self.worker.membership.find_known(0)
+        if first is not None and wait_for_exit(first, EXIT_GRACE_SECONDS):  # see wait_for_lost_processes
+            return f"{text}: the program of {first.name}, which serves it, has ended without shutdown"
+        return (
+            f"{text}; {self.worker.membership.name_of(0)}, or the launcher that serves it, seems to be gone"
+        )
+
+    def close(self, timeout: float = JOIN_TIMEOUT_SECONDS) -> None:
+        """End at once. Idempotent.
+
+        Args:
+            timeout: seconds that threads have to end.
+
+        Raises:
+            RpcError: if threads are left because user code in them does not end.
+        """
+        self.worker.close()
+        self.store.close()  # ends the queries of threads that wait for the store
+        left = self.worker.join(Deadline.after(timeout))
+        if left:
+            raise RpcError(
+                f"worker {self.worker.name} was shut down, but user code still runs in {', '.join(left)}; "
+                f"it ends with the process"
+            )
+
+
+def close_quietly(group: Group, log: Callable[..., None] = logger.debug) -> None:
+    """:meth:`Group.close` that logs errors, for use at exit or while another exception propagates."""
+    try:
+        group.close(HURRIED_JOIN_TIMEOUT_SECONDS)
+    except (RpcError, StoreError) as e:
+        log("%s", e)

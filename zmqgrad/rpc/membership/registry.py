@@ -1,0 +1,337 @@
+"""The records of a group's members in a store, for both kinds of group.
+
+    id/<id>        the worker that has the id; the first to write the key gets it
+    name/<name>    the record of the worker that has the name; empty once the name was released
+    worker/<id>    the record of a member; in a group of fixed size also why it was refused
+    gone/<id>      why a worker is no longer a member
+    changes        counts joins and losses; members of a dynamic group watch this key
+    joined/<id>    written by a worker of a group of fixed size when it has read all records
+
+All keys are under the prefix of the group. The two kinds differ in when an id or a name can be claimed again:
+
+- Fixed size: never while the group exists. A second claim is refused, and the refusal is published, because
+  the group can never be complete. A worker that gives up withdraws its claims, so that it can try again.
+- Dynamic: an id is never claimed twice, so a restarted worker is a different worker. A name can be claimed
+  again once its holder has left or is dead.
+
+All methods query the store and raise ``StoreError`` if it does not reply.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from zmqgrad.errors import (
+    ConfigurationError,
+    DuplicateWorkerError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreError,
+    StoreTimeoutError,
+)
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import PrefixStore, Store, WatchCallback
+from zmqgrad.transport.heartbeat.failure_detector import REFUSED_SECONDS, is_reachable
+from zmqgrad.wire.ids import MAX_WORKER
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 1.0
+"""Interval at which a worker that waits for others checks who is missing."""
+
+READ_TIMEOUT_SECONDS = 0.5
+"""Timeout for reading records that were just listed. A record is missing if its worker left in between."""
+
+IsAlive = Callable[[WorkerRecord], bool]
+
+_REFUSED = b"!"
+"""Prefix of the reason that a refused worker publishes instead of its record."""
+
+_DYNAMIC_PREFIX = "rpc/dynamic"
+_FIXED_RECORD = re.compile(r"rpc/\d+/worker/\d+")
+
+
+def fixed_store(store: Store, generation: int) -> PrefixStore:
+    """The keys of this process's group number ``generation`` of fixed size; closing it closes ``store``.
+
+    The number tells groups apart that use one store after another, such as a launcher's.
+
+    Raises:
+        RendezvousError: if a dynamic group uses the store.
+    """
+    _refuse_mixed(store, store.list_keys(f"{_DYNAMIC_PREFIX}/worker/"), "of no fixed size")
+    return PrefixStore(f"rpc/{generation}", store, owned=True)
+
+
+def dynamic_store(store: Store) -> PrefixStore:
+    """The keys of the dynamic group that uses ``store``; closing it closes ``store``.
+
+    Raises:
+        RendezvousError: if a group of fixed size uses the store.
+    """
+    fixed = [key for key in store.list_keys("rpc/") if _FIXED_RECORD.fullmatch(key)]
+    _refuse_mixed(store, fixed, "of a fixed size")
+    return PrefixStore(_DYNAMIC_PREFIX, store, owned=True)
+
+
+def _refuse_mixed(store: Store, keys: list[str], kind: str) -> None:
+    """Raise ``RendezvousError`` if a worker whose record is at one of ``keys`` is alive."""
+    for key in keys:
+        try:
+            (raw,) = _read(store, [key], READ_TIMEOUT_SECONDS)
+        except StoreTimeoutError:
+            continue  # the worker has left since the keys were listed
+        if raw.startswith(_REFUSED):
+            continue
+        other = msgspec.json.decode(raw, type=WorkerRecord)
+        if is_alive(other):
+            raise RendezvousError(
+                f"RPC group mixes statically and dynamically initialized members which is not supported: "
+                f"{other.name} (process {other.pid} of {other.host}) is in a group {kind}; let all workers "
+                f"give the same world size, or none of them"
+            )
+
+
+def allocate_id(store: Store, name: str, rank: int | None) -> int:
+    """Claim an id of a dynamic group: ``rank`` if it was never used, or else the next free one.
+
+    Raises:
+        ConfigurationError: if ``rank`` is not a valid id.
+        RendezvousError: if all ids have been used.
+    """
+    if rank is not None:
+        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank <= MAX_WORKER:
+            raise ConfigurationError(f"rank must be 0 to {MAX_WORKER}, not {rank!r}")
+        if _claim_id(store, rank):
+            return rank
+        logger.info("%s: rank %d belonged to another worker before, so this one gets a new id", name, rank)
+    while True:
+        number = store.add("next_id", 1) - 1
+        if number > MAX_WORKER:
+            raise RendezvousError(
+                f"{name}: all {MAX_WORKER + 1} worker ids have been used: start a new group"
+            )
+        if _claim_id(store, number):
+            return number
+
+
+def _claim_id(store: Store, number: int) -> bool:
+    return store.add(f"id/{number}", 1) == 1
+
+
+def is_alive(record: WorkerRecord) -> bool:
+    """Whether the worker is alive. Also True if that cannot be determined."""
+    return any(is_reachable(endpoint, REFUSED_SECONDS) for endpoint in record.endpoints)
+
+
+def _assume_alive(_: WorkerRecord) -> bool:
+    return True
+
+
+class Registry:
+    """The members of one group, in a store.
+
+    Args:
+        store: the keys of the group; see :func:`fixed_store` and :func:`dynamic_store`.
+        own: the record of this worker.
+    """
+
+    def __init__(self, store: Store, own: WorkerRecord) -> None:
+        self._store = store
+        self._own = own
+        self._encoded = msgspec.json.encode(own)  # unique: it contains the incarnation
+
+    # ---- this worker ------------------------------------------------------------------------------------
+
+    def claim_name_and_rank(self) -> None:
+        """Claim name and rank in a group of fixed size.
+
+        Raises:
+            DuplicateWorkerError: if another worker has either.
+        """
+        own = self._own
+        try:
+            self.claim_name()
+            self._claim(f"id/{own.id}", f"rank {own.id}")
+        except DuplicateWorkerError as e:
+            if not self._store.check([f"id/{own.id}"]):  # no other worker will publish under this rank
+                self._store.set(f"worker/{own.id}", _REFUSED + str(e).encode())
+            raise
+
+    def claim_name(self, is_alive: IsAlive = _assume_alive) -> None:
+        """Claim this worker's name, and remove its holder from the group if that is dead.
+
+        Args:
+            is_alive: tells whether the holder is, or may be, alive.
+
+        Raises:
+            DuplicateWorkerError: if a worker that is or may be alive has the name.
+        """
+        self._claim(f"name/{self._own.name}", f"name {self._own.name!r}", is_alive)
+
+    def _claim(self, key: str, what: str, is_alive: IsAlive = _assume_alive) -> None:
+        expected = b""
+        while True:
+            raw = self._store.compare_set(key, expected, self._encoded)
+            if raw == self._encoded:
+                return
+            if raw:
+                holder = msgspec.json.decode(raw, type=WorkerRecord)
+                if is_alive(holder):
+                    raise DuplicateWorkerError(
+                        f"{what} is not unique: worker {holder.id} (process {holder.pid} of {holder.host}) "
+                        f"has it and has not left; give each worker a name and a rank of its own"
+                    )
+                logger.warning("%s takes the name of worker %d, which has died", self._own.name, holder.id)
+                self.remove(holder.id, "its process has ended, and another took its name")
+            expected = raw  # empty if the holder has left since
+
+    def publish(self) -> None:
+        """Make this worker a member: others can find its record."""
+        self._store.set(f"worker/{self._own.id}", self._encoded)
+
+    def unpublish(self) -> None:
+        """Undo :meth:`publish`, where no other worker needs to know."""
+        self._store.delete_key(f"worker/{self._own.id}")
+
+    def withdraw(self) -> None:
+        """Delete everything that this worker wrote to join a group of fixed size."""
+        name, rank = f"name/{self._own.name}", f"id/{self._own.id}"
+        for key in (name, rank):
+            if self._store.check([key]) and self._store.get(key) == self._encoded:
+                if key == rank:
+                    self.unpublish()
+                self._store.delete_key(key)
+
+    def release_name(self) -> None:
+        """Let another worker claim this worker's name."""
+        self._store.compare_set(f"name/{self._own.name}", self._encoded, b"")
+
+    # ---- members of a group of fixed size ---------------------------------------------------------------
+
+    def wait_for_records(self, world_size: int, deadline: Deadline) -> list[WorkerRecord]:
+        """Wait until all workers have published their records.
+
+        Returns:
+            the records, by rank.
+
+        Raises:
+            RendezvousTimeoutError: naming the ranks that did not join by ``deadline``.
+            DuplicateWorkerError: if one of the workers was refused.
+        """
+        keys = [f"worker/{rank}" for rank in range(world_size)]
+        missing = [rank for rank in range(world_size) if rank != self._own.id]
+        while True:
+            try:
+                # One query both waits and reads: between two, a worker that has all records might leave, and
+                # the store with it.
+                records = _read(self._store, keys, min(deadline.left(), POLL_SECONDS))
+                break
+            except StoreTimeoutError as e:
+                missing = self._absent(keys, missing)
+                if deadline.passed():
+                    raise self._did_not_join(world_size, missing) from e
+            except StoreError as e:  # rank 0, which serves the store, gave up earlier
+                raise self._did_not_join(world_size, missing) from e
+        for raw in records:
+            if raw.startswith(_REFUSED):
+                raise DuplicateWorkerError(raw.removeprefix(_REFUSED).decode())
+        return [msgspec.json.decode(raw, type=WorkerRecord) for raw in records]
+
+    def _absent(self, keys: list[str], before: list[int]) -> list[int]:
+        """The ranks whose ``keys`` do not exist; ``before`` if the store does not reply."""
+        try:
+            present = set(self._store.list_keys("worker/"))
+        except StoreError:
+            return before
+        return [rank for rank, key in enumerate(keys) if key not in present]
+
+    def _did_not_join(self, world_size: int, ranks: list[int]) -> RendezvousTimeoutError:
+        return RendezvousTimeoutError(
+            f"{self._own.name}: of {world_size} workers, these ranks did not come in time: {ranks}; start "
+            f"them with the same MASTER_ADDR, MASTER_PORT and world size, or allow more time"
+        )
+
+    def mark_joined(self) -> None:
+        """Note that this worker has read all records, and no longer needs the store to join."""
+        self._store.set(f"joined/{self._own.id}", b"")
+
+    def wait_joined(self, others: set[int], seconds: float) -> set[int]:
+        """Wait until ``others`` have called :meth:`mark_joined`; returns those that have not in time."""
+        try:
+            self._store.wait([f"joined/{n}" for n in others], seconds)
+            return set()
+        except StoreTimeoutError:
+            return {n for n in others if not self._store.check([f"joined/{n}"])}
+
+    # ---- members of a dynamic group ---------------------------------------------------------------------
+
+    def watch(self, on_change: WatchCallback) -> None:
+        """Call ``on_change`` after each join or loss."""
+        self._store.watch_key("changes", on_change)
+
+    def unwatch(self, on_change: WatchCallback) -> None:
+        """Undo :meth:`watch`."""
+        self._store.unwatch_key("changes", on_change)
+
+    def notify_change(self) -> None:
+        """Make all members read the registry again."""
+        self._store.add("changes", 1)
+
+    def ids(self) -> list[int]:
+        """The ids of all members."""
+        return [int(key.partition("/")[2]) for key in self._store.list_keys("worker/")]
+
+    def read(self, known: Iterable[int]) -> tuple[set[int], list[WorkerRecord]]:
+        """The ids of all members, and the records of those that are not among ``known``."""
+        while True:
+            present = set(self.ids())
+            unknown = sorted(present.difference(known))
+            if not unknown:
+                return present, []
+            try:
+                found = _read(self._store, [f"worker/{n}" for n in unknown], READ_TIMEOUT_SECONDS)
+            except StoreTimeoutError:
+                continue  # one of them has left between the two queries
+            return present, [msgspec.json.decode(raw, type=WorkerRecord) for raw in found]
+
+    def reason(self, worker_id: int) -> str:
+        """Why a worker is no longer a member."""
+        key = f"gone/{worker_id}"
+        return (
+            self._store.get(key).decode()
+            if self._store.check([key])
+            else "it is no longer a member of the group"
+        )
+
+    def evict(self, record: WorkerRecord, reason: str) -> None:
+        """Remove a dead worker, and release its name."""
+        if self._store.check([f"worker/{record.id}"]):
+            self.remove(record.id, reason)
+            self._store.compare_set(f"name/{record.name}", msgspec.json.encode(record), b"")
+
+    def remove(self, worker_id: int, reason: str) -> None:
+        """End the membership of a worker, and notify all members."""
+        self._store.set(f"gone/{worker_id}", reason)
+        self._store.delete_key(f"worker/{worker_id}")
+        try:
+            self.notify_change()
+        except StoreError as e:
+            if worker_id != self._own.id:
+                raise
+            logger.debug("%s: the store closed after its last member left: %s", self._own.name, e)
+
+
+def _read(store: Store, keys: list[str], seconds: float) -> list[bytes]:
+    """The values of ``keys``; waits up to ``seconds`` until all exist."""
+    timeout = store.timeout
+    store.set_timeout(seconds)
+    try:
+        return store.multi_get(keys)
+    finally:
+        store.set_timeout(timeout)

@@ -1,0 +1,124 @@
+"""The identity of a worker, and the record by which others find it."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import socket
+import sys
+from pathlib import Path
+
+import msgspec
+
+from zmqgrad.errors import ConfigurationError, WorkerNameError
+from zmqgrad.wire.ids import MAX_WORKER
+
+MAX_NAME = 128
+
+
+class WorkerInfo(msgspec.Struct, frozen=True):
+    """Name and id (rank) of a worker. Calls can be addressed to it."""
+
+    name: str
+    id: int
+
+    def __post_init__(self) -> None:
+        check_name(self.name)
+
+    def __repr__(self) -> str:
+        return f"WorkerInfo(id={self.id}, name={self.name})"
+
+
+class WorkerRecord(msgspec.Struct, frozen=True):
+    """What a worker publishes about itself.
+
+    Attributes:
+        program: fingerprint of its ``__main__``; see :func:`program_fingerprint`.
+        device_maps: by the name of a callee, the callee's device for each device of this worker.
+        device_count: number of its CUDA devices; -1 if not determined.
+    """
+
+    name: str
+    id: int
+    incarnation: int
+    endpoints: tuple[str, ...]
+    host: str
+    pid: int
+    program: str
+    device_maps: dict[str, dict[str, str]] = {}
+    device_count: int = -1
+
+    @property
+    def info(self) -> WorkerInfo:
+        """The public part."""
+        return WorkerInfo(self.name, self.id)
+
+
+def check_name(name: object) -> str:
+    """Return ``name`` if it is a valid name for a worker.
+
+    Raises:
+        WorkerNameError: if it is not.
+    """
+    if not isinstance(name, str):
+        raise WorkerNameError(f"a worker's name must be a string, not {name!r}")
+    if not 0 < len(name) < MAX_NAME or not all(c.isalnum() or c in "_-:." for c in name):
+        raise WorkerNameError(
+            f"Worker name must match ^[A-Za-z0-9-_:.]*$, and must be non-empty and shorter than {MAX_NAME} "
+            f"characters, not {name!r}"
+        )
+    return name
+
+
+def check_rank(rank: object, world_size: object) -> tuple[int, int]:
+    """Return rank and world size if both are valid.
+
+    Raises:
+        ConfigurationError: if they are not.
+    """
+    if (
+        isinstance(world_size, bool)
+        or not isinstance(world_size, int)
+        or not 1 <= world_size <= MAX_WORKER + 1
+    ):
+        raise ConfigurationError(f"world_size must be 1 to {MAX_WORKER + 1}, not {world_size!r}")
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise ConfigurationError(
+            f"rank must be 0 to {world_size - 1} (world_size {world_size}), not {rank!r}"
+        )
+    return rank, world_size
+
+
+def program_fingerprint() -> str:
+    """Hash of the source of ``__main__``; unique to the process if there is no source file."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        source = Path(path).read_bytes() if path else None
+    except OSError:
+        source = None
+    if source is None:
+        return f"{socket.gethostname()}/{os.getpid()}"
+    return hashlib.sha256(source).hexdigest()[:16]
+
+
+def wait_for_exit(record: WorkerRecord, seconds: float) -> bool:
+    """Wait up to ``seconds`` until the process of ``record`` has ended.
+
+    Returns:
+        False if it has not, or cannot be watched from here (another host, or a system without pidfd).
+    """
+    if sys.platform != "linux" or record.host != socket.gethostname() or record.pid == os.getpid():
+        return False
+    try:
+        descriptor = os.pidfd_open(record.pid)
+    except ProcessLookupError:
+        return True
+    except OSError:  # another user's process, too many open files, or an old kernel
+        return False
+    try:
+        watched = select.poll()
+        watched.register(descriptor, select.POLLIN)
+        return bool(watched.poll(seconds * 1000))
+    finally:
+        os.close(descriptor)

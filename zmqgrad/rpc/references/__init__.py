@@ -1,6 +1,0 @@
-"""Remote references from the inside: who holds which, how they travel, and how long values stay.
-
-What is difficult is decided by the :mod:`~zmqgrad.rpc.references.ledger`, which is pure. The
-:mod:`~zmqgrad.rpc.references.table` carries it out for one worker. What users see is
-:class:`zmqgrad.rpc.rref.RRef`.
-"""

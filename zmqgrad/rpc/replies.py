@@ -1,0 +1,70 @@
+"""Decodes replies: into values, into the exceptions that the callee raised, and into futures."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from zmqgrad.rpc.calls import PendingCall
+from zmqgrad.rpc.core import WorkerCore
+from zmqgrad.rpc.futures import CompletionQueue, RpcFuture
+from zmqgrad.rpc.remote_errors import rebuild_exception
+from zmqgrad.rpc.rref.table import ReferenceTable
+from zmqgrad.rpc.serialization.deserializer import deserialize, deserialize_tensors
+from zmqgrad.runtime.future import Promise
+from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.messages import ExceptionReply, Result, RRefValue
+
+
+class ReplyDecoder:
+    """Decodes replies in the thread that waits, or completes futures in engine threads."""
+
+    def __init__(self, worker: WorkerCore, references: ReferenceTable) -> None:
+        self._unwrappers = worker.hooks.response_unwrappers
+        self._references = references
+        self.queue = CompletionQueue(
+            worker.submit,
+            worker.timekeeper.call_later,
+            self._decode_outcome,
+            bool(worker.membership.own.device_maps),  # replies arrive on devices only by these maps
+        )
+
+    def decode(self, inbound: Inbound) -> Any:
+        """The value of a reply.
+
+        Raises:
+            Exception: what the remote function raised.
+        """
+        message = inbound.message
+        unwrap = self._unwrappers.get(inbound.envelope.type)  # type: ignore[call-overload]
+        tensors = None
+        if unwrap is not None:
+            message, tensors = unwrap(inbound)
+        if isinstance(message, ExceptionReply):
+            raise rebuild_exception(message)
+        if not isinstance(message, (Result, RRefValue)):
+            return None
+        if tensors is None:
+            tensors = deserialize_tensors(message.payload, inbound.frames)
+        references = self._references.of(inbound.envelope.source)
+        return deserialize(message.payload, inbound.frames, tensors, references)
+
+    def _decode_outcome(self, outcome: Promise[Inbound]) -> Any:
+        return self.decode(outcome.result())
+
+    def future(self, call: PendingCall) -> RpcFuture[Any]:
+        """A future of the value of ``call``."""
+        future = call.future = RpcFuture(call.outcome, self.queue, call.description, call.peer)
+        call.outcome.add_done_callback(future.on_reply)
+        return future
+
+    def future_of(self, reply: Promise[Inbound]) -> RpcFuture[Any]:
+        """A future of the value of a reply."""
+        future: RpcFuture[Any] = RpcFuture(reply, self.queue)
+        reply.add_done_callback(future.on_reply)
+        return future
+
+    def failed_future(self, error: Exception) -> RpcFuture[Any]:
+        """A future of a call that could not be sent."""
+        reply: Promise[Inbound] = Promise()
+        reply.set_exception(error)
+        return self.future_of(reply)

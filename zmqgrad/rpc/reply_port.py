@@ -1,0 +1,143 @@
+"""Reply ports: where a thread waits for its replies.
+
+A :class:`ReplyPort` hides whether the waiting thread reads replies itself, at a reply channel of the
+transport (same host), or is woken by the receiver. The envelope of a request has the number of the port.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+from zmqgrad.runtime.blocking import blocking_section
+from zmqgrad.runtime.clock import Clock
+from zmqgrad.runtime.future import Promise
+from zmqgrad.transport.base import Inbound, Mailbox, ReplyChannel, Timer
+
+T = TypeVar("T")
+
+DRAIN_SECONDS = 1.0
+"""Delay after which a channel is drained whose thread left before its reply arrived."""
+
+
+class _WakingOutcome(Promise[T]):
+    """An outcome that wakes the thread at the reply channel when another thread sets it.
+
+    The thread that is going to wait must create it.
+    """
+
+    __slots__ = ("_channel", "_waiter")
+
+    def __init__(self, channel: ReplyChannel) -> None:
+        super().__init__()
+        self._channel = channel
+        self._waiter = threading.get_ident()
+
+    def _settle(self, value: T, error: BaseException | None) -> bool:
+        first = super()._settle(value, error)
+        if first and threading.get_ident() != self._waiter:
+            self._channel.wake()
+        return first
+
+
+class ReplyPort:
+    """The place where one thread waits for replies; :class:`ReplyPorts` makes them.
+
+    ``number`` goes into the envelope of the request; 0 is the receiver.
+    """
+
+    __slots__ = ("_abandoned", "_channel", "_clock", "number")
+
+    def __init__(self, channel: ReplyChannel | None, clock: Clock, abandoned: Callable[[], None]) -> None:
+        self._channel = channel
+        self._clock = clock
+        self._abandoned = abandoned
+        self.number = 0 if channel is None else channel.number
+
+    def outcome(self) -> Promise[Any]:
+        """A new outcome that :meth:`receive` can wait for, in the calling thread."""
+        return Promise() if self._channel is None else _WakingOutcome(self._channel)
+
+    def receive(self, outcome: Promise[Any], deadline: float) -> Inbound | None:
+        """Wait until a message arrives at this port, ``outcome`` is set, or ``deadline`` passes.
+
+        Args:
+            outcome: made by :meth:`outcome` of this port.
+            deadline: by the worker's clock; infinite for none.
+
+        Returns:
+            The message, which the caller must handle; None if ``outcome`` is set or the deadline has passed.
+        """
+        channel, now = self._channel, self._clock.now
+        if channel is None:
+            outcome.wait_done(None if deadline == math.inf else max(0.0, deadline - now()))
+            return None
+        with blocking_section():
+            while not outcome.done():
+                left = None if deadline == math.inf else max(0.0, deadline - now())
+                inbound = channel.receive(left)
+                if inbound is not None or left == 0.0:
+                    return inbound
+        return None
+
+    def poll(self) -> Inbound | None:
+        """The next message that has already arrived at this port, or None."""
+        return None if self._channel is None else self._channel.receive(0.0)
+
+    def release(self, expects_more: bool = False) -> None:
+        """Give the port back. ``expects_more``: late messages may arrive here, and are drained later."""
+        if self._channel is not None:
+            self._channel.release()
+            if expects_more:
+                self._abandoned()
+
+
+class ReplyPorts:
+    """The reply ports of one worker.
+
+    Args:
+        mailbox: provides the reply channels.
+        timer: schedules the draining of abandoned channels.
+        clock: by which deadlines are measured.
+    """
+
+    def __init__(self, mailbox: Mailbox, timer: Timer, clock: Clock) -> None:
+        self._mailbox = mailbox
+        self._acquire_channel = mailbox.acquire_channel
+        self._timer = timer
+        self._clock = clock
+        self.at_receiver = ReplyPort(None, clock, self._drain_later)
+        """The port of all threads that have no reply channel."""
+        self.on_unexpected: Callable[[Inbound], None] = _ignore
+        """Handles messages that the thread at a port did not wait for. Set by the server."""
+
+    def acquire(self, peer: int) -> ReplyPort:
+        """A port for replies of ``peer``. The calling thread must release it."""
+        channel = self._acquire_channel(peer)
+        return self.at_receiver if channel is None else ReplyPort(channel, self._clock, self._drain_later)
+
+    def acquire_any(self, peers: Iterable[int]) -> ReplyPort:
+        """A port for messages of several peers. The calling thread must release it."""
+        for peer in peers:
+            port = self.acquire(peer)
+            if port is not self.at_receiver:
+                return port
+        return self.at_receiver
+
+    def drain(self) -> None:
+        """Handle messages that arrived at reply channels after their threads had left."""
+        for channel in self._mailbox.acquire_idle_channels():
+            try:
+                while (inbound := channel.receive(0.0)) is not None:
+                    self.on_unexpected(inbound)
+            finally:
+                channel.release()
+
+    def _drain_later(self) -> None:
+        self._timer.call_later(DRAIN_SECONDS, self.drain)
+
+
+def _ignore(_: Inbound) -> None:
+    """No server is connected yet."""

@@ -1,0 +1,58 @@
+"""The state of an RRef: ids, the owner, and on the owner the outcome that holds the value.
+
+A handle can outlive its RRef, because a pending call holds the handle as well. When nothing holds the handle
+any more, the owner is notified that the reference is deleted.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from zmqgrad.rpc.futures import PythonFuture
+from zmqgrad.rpc.serialization.context import SerializedByReference
+from zmqgrad.runtime.future import Promise
+from zmqgrad.transport.base import Inbound
+
+if TYPE_CHECKING:
+    from zmqgrad.rpc.rref.table import ReferenceTable
+
+
+class Handle(SerializedByReference):
+    """One reference to value ``rref_id`` of worker ``owner``.
+
+    ``fork_id`` is 0 on the owner, whose own references are not counted as forks.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "creation",
+        "fork_id",
+        "outcome",
+        "owner",
+        "rref_id",
+        "table",
+        "type_name",
+        "value_type",
+    )
+
+    def __init__(
+        self,
+        table: ReferenceTable,
+        rref_id: int,
+        fork_id: int,
+        owner: int,
+        outcome: Promise[Any] | None = None,
+        type_name: str = "",
+    ) -> None:
+        self.table = table
+        self.rref_id = rref_id
+        self.fork_id = fork_id
+        self.owner = owner
+        self.outcome = outcome  # on the owner: the value; on a user: None unless creation failed
+        self.type_name = type_name
+        self.value_type: PythonFuture[Any] | None = None  # once requested
+        self.creation: Promise[Inbound] | None = None  # the owner's reply, if this worker requested the value
+
+    def __del__(self) -> None:
+        if self.fork_id:
+            self.table.enqueue_release(self.fork_id)

@@ -1,0 +1,169 @@
+"""The owner's side of the RRef protocol: the values of one worker, and the holders of their forks.
+
+A value is kept while any worker holds a fork of it (R1), or until the call that creates it has arrived:
+messages of two peers are not ordered, so a third worker may register a fork, or fetch the value, before that
+call arrives. It then gets the outcome that the call will set.
+
+Only :meth:`OwnedValues.value` waits, and nothing here sends: methods return the effects of the protocol, or
+what they drop, to the caller. Thread-safe; the lock is never held while a user's object is freed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+from zmqgrad.errors import RpcTimeoutError, RRefError
+from zmqgrad.rpc.rref.protocol import Effect, OwnerForks, RecentIds
+from zmqgrad.runtime.future import Promise
+from zmqgrad.wire.ids import show_id, split_id
+
+MIN_RECENT_VALUES = 10_000
+"""The minimum number of dropped values that are remembered, to tell "dropped" from "not yet created"."""
+
+
+class OwnedValues:
+    """rref id -> the outcome that holds the value, or will. ``owner``: the name of the worker, for errors."""
+
+    def __init__(self, owner: str) -> None:
+        self._name = owner
+        self._lock = threading.Lock()  # guards all below
+        self._values: dict[int, Promise[Any]] = {}
+        self._dropped = RecentIds(MIN_RECENT_VALUES)
+        # Values that others referred to before the call that creates them arrived. The fork of that call is
+        # not registered yet, so they are not dropped when the other forks are deleted.
+        self._awaited: set[int] = set()
+        self._forks = OwnerForks()
+        self._lost: set[int] = set()  # workers that are gone; ids are never given twice
+        self._closed = False
+
+    # ---- values -----------------------------------------------------------------------------------------
+
+    def find(self, rref_id: int) -> Promise[Any]:
+        """The outcome of ``rref_id``, created if necessary.
+
+        Raises:
+            RRefError: if the value was dropped, or if this worker was shut down.
+        """
+        with self._lock:
+            if rref_id in self._dropped:
+                raise RRefError(f"value {show_id(rref_id)} of {self._name} is gone: nothing referred to it")
+            outcome = self._values.get(rref_id)
+            if outcome is None and self._closed:  # the call arrived during close()
+                raise self._never_made()
+            return self._await(rref_id) if outcome is None else outcome
+
+    def _await(self, rref_id: int) -> Promise[Any]:
+        """A new outcome of a value that will be created. Called with the lock held."""
+        self._awaited.add(rref_id)
+        outcome = self._values[rref_id] = Promise()
+        return outcome
+
+    def create_pending(self, holder: int, rref_id: int, fork_id: int) -> Promise[Any]:
+        """The outcome of ``rref_id``, which is about to be created for ``holder``.
+
+        Raises:
+            RRefError: as :meth:`find`.
+        """
+        outcome = self.find(rref_id)
+        with self._lock:
+            self._awaited.discard(rref_id)
+            if fork_id and holder not in self._lost:
+                self._forks.note(rref_id, fork_id, holder)
+        return outcome
+
+    def value_ready(self, rref_id: int) -> None:
+        """Note that the outcome of :meth:`create_pending` has been set."""
+        with self._lock:
+            if not self._forks.knows(rref_id):  # created for this worker itself: its handle keeps it
+                self._values.pop(rref_id, None)
+
+    def value(self, rref_id: int, timeout: float | None) -> Any:
+        """Wait up to ``timeout`` seconds (None: no limit) for the value of ``rref_id``.
+
+        Raises:
+            RRefError: if it was dropped.
+            RpcTimeoutError: if it is not created in time.
+            Exception: the error of its creation.
+        """
+        outcome = self.find(rref_id)
+        if not outcome.wait_done(timeout):
+            raise RpcTimeoutError(
+                f"RPC ran for more than set timeout ({(timeout or 0.0) * 1000:.0f} ms): value "
+                f"{show_id(rref_id)} of {self._name} was not made within it"
+            )
+        return outcome.result()
+
+    # ---- forks ------------------------------------------------------------------------------------------
+
+    def share(self, rref_id: int, outcome: Promise[Any], fork_id: int, holder: int) -> bool:
+        """Register fork ``fork_id`` for ``holder``. Returns False if that is lost."""
+        with self._lock:
+            if holder in self._lost:
+                return False
+            self._values[rref_id] = outcome
+            self._dropped.discard(rref_id)  # it had no forks; now it has one again
+            self._forks.note(rref_id, fork_id, holder)
+            return True
+
+    def note(self, rref_id: int, fork_id: int, holder: int) -> None:
+        """Register fork ``fork_id``, which ``holder`` got from another user."""
+        with self._lock:
+            if rref_id not in self._dropped and holder not in self._lost:
+                self._forks.note(rref_id, fork_id, holder)
+                # Still unknown: it was deleted before. Known without a value: its call has not arrived.
+                if self._forks.knows(rref_id) and rref_id not in self._values:
+                    self._await(rref_id)
+
+    def delete(self, forks: Iterable[tuple[int, int]]) -> list[Effect]:
+        """Remove ``forks``, given as (rref id, fork id)."""
+        effects: list[Effect] = []
+        with self._lock:
+            for rref_id, fork_id in forks:
+                effects += self._forks.delete(rref_id, fork_id)
+        return effects
+
+    def drop(self, rref_id: int) -> Promise[Any] | None:
+        """Drop ``rref_id``, unless it has forks again. Returns the outcome that held the value."""
+        with self._lock:
+            if self._forks.knows(rref_id) or rref_id in self._awaited:
+                return None  # another fork was sent since the last one was deleted, or will be registered
+            self._dropped.add(rref_id)
+            return self._values.pop(rref_id, None)
+
+    # ---- ending -----------------------------------------------------------------------------------------
+
+    def lose(self, peer: int) -> tuple[list[Effect], dict[int, Promise[Any]]]:
+        """Remove the forks of a lost peer. Returns effects, and outcomes that nobody will set."""
+        with self._lock:
+            self._lost.add(peer)
+            orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
+            self._awaited -= orphans.keys()
+            effects = self._forks.lose(peer)
+            for rref_id in orphans:
+                if not self._forks.knows(rref_id):
+                    del self._values[rref_id]
+        return effects, orphans
+
+    def close(self) -> None:
+        """Drop everything; outcomes that are not set fail."""
+        with self._lock:
+            self._closed = True
+            values, self._values = self._values, {}
+            self._awaited.clear()
+            self._forks = OwnerForks()
+        for outcome in values.values():
+            outcome.set_exception(self._never_made())
+        values.clear()
+
+    def _never_made(self) -> RRefError:
+        return RRefError(f"worker {self._name} was shut down before this value was made")
+
+    def statistics(self) -> dict[str, int]:
+        """The number of values kept for other workers, and of forks that these hold."""
+        with self._lock:
+            return {
+                "owner_rrefs": len(self._values),
+                "forks": sum(map(len, self._forks.forks().values())),
+            }

@@ -1,0 +1,133 @@
+"""The C pickler with ``reducer_override``: tensors and RRefs are replaced, code is sent by name or by value.
+
+Functions and classes that can be imported are pickled by name; lambdas, closures and local classes by value,
+by cloudpickle. Functions and classes of ``__main__`` go by name to peers that run the same program, so that
+their globals are the peer's own, as in torch; to other peers they go by value.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import types
+from collections.abc import Callable
+from typing import Any
+
+import cloudpickle
+import torch
+
+from zmqgrad.errors import PayloadError
+from zmqgrad.rpc.serialization.context import RpcSerializable, SerializationContext, SerializedByReference
+from zmqgrad.rpc.serialization.naming import find_function, in_main, reference_to
+from zmqgrad.rpc.serialization.scripts import reduce_script_module
+
+
+def tensor_at(index: int) -> torch.Tensor:
+    """Placeholder in pickles; the unpickler replaces it by a lookup in the tensors of the payload."""
+    raise AssertionError("stands in pickles only; the unpickler puts the tensors of the payload here")
+
+
+def adopt(*fork: Any) -> Any:
+    """Placeholder in pickles; the unpickler replaces it by the worker's own ``adopt``."""
+    raise AssertionError("stands in pickles only; the unpickler puts the worker's own function here")
+
+
+class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles functions and classes by name where the reader has them, else by value."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        main_by_reference: bool,
+        buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None,
+    ) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffer_callback)
+        self._main_by_reference = main_by_reference
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is types.GeneratorType or kind is types.CoroutineType:
+            instead = "a list" if kind is types.GeneratorType else "its result, by asyncio.run for example"
+            raise PayloadError(f"{obj!r} cannot be sent: it runs here and cannot be copied; send {instead}")
+        if kind is types.MethodType and getattr(obj.__self__, obj.__name__, None) == obj:
+            # By name: cloudpickle would send the function below a decorated method or a classmethod by
+            # value, because that function cannot be found by name.
+            return getattr, (obj.__self__, obj.__name__)
+        if self._main_by_reference and isinstance(obj, (types.FunctionType, type)) and in_main(obj):
+            return find_function, (f"__main__:{obj.__qualname__}",)
+        if isinstance(obj, torch.jit.ScriptFunction):
+            return self._reduce_script_function(obj)
+        if isinstance(obj, torch.jit.ScriptModule):
+            return reduce_script_module(obj)
+        return super().reducer_override(obj)
+
+    def _reduce_script_function(self, function: Any) -> tuple[Any, ...]:
+        reference = reference_to(function, self._main_by_reference)
+        if not reference:
+            raise PayloadError(
+                f"script function {function.qualified_name} is sent by name, and cannot be found by it: "
+                f"define it at the top level of a module that the callee imports as well"
+            )
+        return find_function, (reference,)
+
+
+class RpcPickler(CodePickler):
+    """Pickles the content of calls: replaces tensors by their index and RRefs by forks."""
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        context: SerializationContext,
+        buffer_callback: Callable[[pickle.PickleBuffer], object] | None = None,
+    ) -> None:
+        super().__init__(file, context.main_by_reference, buffer_callback)
+        self.tensors: list[torch.Tensor] = []
+        self.forks: list[tuple[Any, ...]] = []
+        self._context = context
+        self._module_parameters: set[int] = set()  # ids of Parameters that stay Parameters
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor:
+            self.tensors.append(obj)
+            return tensor_at, (len(self.tensors) - 1,)
+        if obj is tensor_at or obj is adopt:  # by name; cloudpickle takes longer to find that out
+            return NotImplemented
+        if self._context.parameters_as_tensors:
+            if isinstance(obj, torch.nn.Module):
+                self._module_parameters.update(map(id, obj.parameters()))
+            elif kind is torch.nn.Parameter and obj.requires_grad and id(obj) not in self._module_parameters:
+                self.tensors.append(obj)
+                return tensor_at, (len(self.tensors) - 1,)
+        if isinstance(obj, SerializedByReference):
+            return adopt, self._fork(obj)
+        if isinstance(obj, RpcSerializable):
+            return obj.reduce_for_rpc()
+        return super().reducer_override(obj)
+
+    def _fork(self, rref: Any) -> tuple[Any, ...]:
+        references = self._context.references
+        if references is None:
+            raise PayloadError("an RRef can travel only inside a remote call or its result")
+        fork = references.fork(rref)
+        self.forks.append(fork)
+        return fork
+
+
+class PickleProbe(RpcPickler):
+    """Pickles a value only to find out whether that works: creates no forks."""
+
+    def __init__(self, context: SerializationContext) -> None:
+        super().__init__(io.BytesIO(), context, lambda buffer: None)
+
+    def _fork(self, rref: Any) -> tuple[Any, ...]:
+        if self._context.references is None:
+            raise PayloadError("an RRef can travel only inside a remote call or its result")
+        return ()
+
+
+def dumps(value: Any, main_by_reference: bool) -> bytes:
+    """Pickle ``value``, tensors included, into one string of bytes that ``pickle.loads`` reads."""
+    file = io.BytesIO()
+    CodePickler(file, main_by_reference).dump(value)
+    return file.getvalue()

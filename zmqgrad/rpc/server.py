@@ -1,0 +1,227 @@
+"""The server of a worker: dispatches incoming messages, runs requests in engine threads, and replies."""
+
+from __future__ import annotations
+
+import logging
+from contextvars import copy_context
+from functools import partial
+
+import torch
+
+from zmqgrad.errors import ClosedError, PeerLostError, RpcError, RpcTimeoutError, TransportError
+from zmqgrad.rpc.client import Client
+from zmqgrad.rpc.core import WorkerCore
+from zmqgrad.rpc.futures import CompletionQueue
+from zmqgrad.rpc.hooks import RequestHandler
+from zmqgrad.rpc.in_flight import InFlightRequest, InFlightRequests, cancelled, end_serving, start_serving
+from zmqgrad.rpc.remote_errors import describe_exception, shorten
+from zmqgrad.rpc.rref.table import ReferenceTable
+from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
+from zmqgrad.runtime.thread_pool import Task
+from zmqgrad.transport.base import Inbound
+from zmqgrad.wire.messages import REQUEST, RESPONSE, Cancel, Goodbye, Message, MessageType, RemoteCall
+from zmqgrad.wire.tensors.modes import function_modes
+
+logger = logging.getLogger(__name__)
+
+is_grad_enabled = torch.is_grad_enabled
+
+
+def _reset_torch_modes() -> None:
+    """Undo what an earlier function left set in this thread: ``torch.set_grad_enabled(False)``, ...
+
+    What a request sees must not depend on the thread that serves it.
+    """
+    torch.set_grad_enabled(True)
+    torch.set_default_device(None)
+
+
+class Server:
+    """Handles what others send to ``worker``, in the thread that has read it. Thread-safe.
+
+    Args:
+        worker: the core of the worker.
+        client: gets the replies.
+        references: releases the RRefs of messages that are not read or not sent.
+        completions: the futures whose replies have arrived.
+    """
+
+    def __init__(
+        self, worker: WorkerCore, client: Client, references: ReferenceTable, completions: CompletionQueue
+    ) -> None:
+        self._worker = worker
+        self._membership = worker.membership
+        self._mailbox = worker.mailbox
+        self._hooks = worker.hooks
+        self._lost = worker.lost
+        self._on_reply = client.on_reply
+        self._references = references
+        self._completions = completions
+        self.in_flight = InFlightRequests(worker.clock)
+        self.served = 0
+        self._hooks.control[MessageType.CANCEL] = self._on_cancel
+        self._hooks.control[MessageType.GOODBYE] = self._on_goodbye
+
+    # ---- dispatch ---------------------------------------------------------------------------------------
+
+    def on_message(self, inbound: Inbound) -> Task | None:
+        """Handle a message in the thread that reads; returns the task for an engine thread, if any."""
+        kind: MessageType = inbound.envelope.type  # type: ignore[assignment]
+        if self._lost and inbound.envelope.source in self._lost:
+            self._refuse(inbound)
+            return None
+        control = self._hooks.control.get(kind)
+        if control is not None:
+            self.served += not kind & RESPONSE
+            try:
+                control(inbound)
+            except (ClosedError, PeerLostError) as e:  # this worker is just closing, or the peer is lost
+                logger.debug("%s: cannot reply to %r: %s", self._worker.name, inbound.message, e)
+            return None
+        if kind & RESPONSE:
+            self._on_reply(inbound)
+            return None
+        self.served += 1
+        self._completions.pass_on()  # the task of this thread may take long
+        handler = self._hooks.requests.get(kind)
+        if handler is None:
+            logger.warning("%s: no handler for %s", self._worker.name, type(inbound.message).__name__)
+            return None
+        return partial(self._serve, handler, inbound, self.in_flight.begin(inbound))
+
+    def on_unexpected(self, inbound: Inbound) -> None:
+        """Handle a message that arrived at a reply port whose thread did not wait for it."""
+        task = self.on_message(inbound)
+        self._completions.pass_on()
+        if task is not None:
+            try:
+                self._worker.submit(task)
+            except ClosedError:
+                logger.debug("%s: a request arrived while closing", self._worker.name)
+
+    def serve_here(self, handler: RequestHandler, inbound: Inbound) -> None:
+        """Serve a request that arrived at a reply port, in the thread that waits there for its effect.
+
+        ``handler`` replies with its own errors; those of the system (Ctrl-C) reach the caller.
+        """
+        if inbound.envelope.source in self._lost:
+            self._refuse(inbound)
+            return
+        self.served += 1
+        handler(inbound)
+
+    def _serve(self, handler: RequestHandler, inbound: Inbound, request: InFlightRequest | None) -> None:
+        """Serve a request in an engine thread."""
+        token = start_serving(request)
+        if not is_grad_enabled() or function_modes():
+            _reset_torch_modes()
+        try:
+            if request is not None and request.is_over():
+                self._reject_expired(inbound)
+            else:
+                copy_context().run(handler, inbound)  # context variables that it sets end with it
+        except BaseException as e:
+            self.reply_error(inbound, e)
+        finally:
+            if request is not None:
+                self.in_flight.end(request)
+            end_serving(token)
+
+    def _reject_expired(self, inbound: Inbound) -> None:
+        """Reject a call whose caller gave up while it was queued."""
+        message = getattr(inbound.message, "wrapped", inbound.message)
+        error = RpcTimeoutError(
+            f"RPC ran for more than set timeout and will now be marked with an error: its caller had given "
+            f"up before {self._worker.name} could run it, so it was not run"
+        )
+        self._references.release_unread(inbound)
+        if isinstance(message, RemoteCall):
+            source, references = inbound.envelope.source, self._references
+            references.create_pending(source, message.rref_id, message.fork_id).set_exception(error)
+            references.value_ready(message.rref_id)
+        raise error
+
+    def _on_goodbye(self, inbound: Inbound) -> None:
+        """The sender has declared this worker lost, which is final: so its side is lost for this worker."""
+        message = inbound.message
+        assert isinstance(message, Goodbye)
+        self._worker.lose(inbound.envelope.source, message.reason)
+
+    def _on_cancel(self, inbound: Inbound) -> None:
+        message = inbound.message
+        assert isinstance(message, Cancel)
+        self.in_flight.cancel(inbound.envelope.source, message.call)
+
+    # ---- replies ----------------------------------------------------------------------------------------
+
+    def reply(
+        self,
+        inbound: Inbound,
+        message: Message,
+        packed: SerializedPayload = SERIALIZED_NONE,
+        description: str = "",
+    ) -> None:
+        """Send ``message`` as the reply to ``inbound``.
+
+        Raises:
+            PeerLostError: if the requester is lost.
+            TransportError: if the reply cannot be sent.
+        """
+        envelope = inbound.envelope
+        source = envelope.source
+        try:
+            if source in self._lost:
+                raise self._worker.loss_of(source, f"the reply to {description}")
+            if self._hooks.request_interceptor is not None:
+                message = self._hooks.request_interceptor(source, message, packed.tensors, description)
+            port = envelope.channel
+            if port and cancelled():  # no thread waits at the port any more; the receiver reads it instead
+                port = 0
+            self._mailbox.send(source, message, envelope.message_id, packed.frames, port)
+        except BaseException:
+            self._references.unfork_all(packed.payload.forks)
+            raise
+
+    def reply_error(self, inbound: Inbound, error: BaseException) -> None:
+        """Reply to ``inbound`` with an exception. Failures to send it are logged."""
+        source, own = inbound.envelope.source, self._worker.name
+        if source in self._lost:
+            logger.debug("%s: worker %d is lost and does not get %r", own, source, error)
+            return
+        if self._worker.closed and isinstance(error, ClosedError):  # raised by the failed send of the reply
+            logger.debug("%s is closed: worker %d does not get %r", own, source, error)
+            return
+        try:
+            self._send_error(inbound, error)
+        except (TransportError, RpcError) as e:
+            logger.warning("%s cannot send %r to worker %d: %s", own, error, source, e)
+
+    def _refuse(self, inbound: Inbound) -> None:
+        """Refuse a message of a lost peer that is alive, so that it declares this worker lost as well."""
+        self._references.release_unread(inbound)
+        source = inbound.envelope.source
+        if inbound.envelope.type == MessageType.GOODBYE:  # it has done so already
+            return
+        name = self._membership.name_of(source)
+        reason = (
+            f"{self._worker.name} has declared {name} (worker {source}) lost: {self._lost[source]}; join anew"
+        )
+        try:
+            if inbound.envelope.type & REQUEST:
+                self._send_error(inbound, PeerLostError(reason))
+            self._mailbox.send(source, Goodbye(shorten(reason)), 0)
+        except (TransportError, RpcError) as e:  # the peer is dead after all
+            logger.debug("%s: cannot refuse a message of worker %d: %s", self._worker.name, source, e)
+
+    def _send_error(self, inbound: Inbound, error: BaseException) -> None:
+        envelope = inbound.envelope
+        same_program = self._membership.runs_the_same(envelope.source)
+        reply = describe_exception(error, repr(self._membership.own.info), same_program)
+        self.log_failure(envelope.source, reply.traceback)
+        self._mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.channel)
+
+    def log_failure(self, source: int, trace: str) -> None:
+        """Log what a call raised: its caller may never read its future."""
+        logger.warning(
+            "On %s, for %s:\n%s", self._membership.own.info, self._membership.name_of(source), trace
+        )

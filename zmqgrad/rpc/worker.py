@@ -1,0 +1,186 @@
+"""The assembly of a worker: its parts, its start, its end, and what a lost peer means for each part.
+
+There may be several workers in one process. The threads of a worker are the receiver's, the engine pool's and
+the timer's: the receiver sets outcomes and queues requests, engine threads run user code, and a thread that
+waits for a call decodes the reply itself.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import weakref
+
+import torch
+
+from zmqgrad.errors import RpcError
+from zmqgrad.rpc.callee import Callee
+from zmqgrad.rpc.client import Client
+from zmqgrad.rpc.core import WorkerCore
+from zmqgrad.rpc.current import set_current_worker
+from zmqgrad.rpc.membership.membership import Membership
+from zmqgrad.rpc.options import RpcBackendOptions
+from zmqgrad.rpc.peer_contexts import PeerContexts
+from zmqgrad.rpc.reliable import ReliableSender
+from zmqgrad.rpc.replies import ReplyDecoder
+from zmqgrad.rpc.reply_port import ReplyPorts
+from zmqgrad.rpc.rref.table import ReferenceTable
+from zmqgrad.rpc.server import Server
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.transport.base import Mailbox, PeerAddress
+
+logger = logging.getLogger(__name__)
+
+
+class Worker(WorkerCore):
+    """A member of a group.
+
+    Args:
+        membership: the known members of the group, this worker included.
+        mailbox: this worker's end of the transport, not yet started.
+        options: timeouts and threads.
+        clock: the source of time.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        mailbox: Mailbox,
+        options: RpcBackendOptions,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        super().__init__(membership, mailbox, options, clock)
+        _workers.add(self)
+        self.references = ReferenceTable(self)
+        self.contexts = PeerContexts(membership, self.references, self.hooks)
+        self.ports = ReplyPorts(mailbox, self.timekeeper, clock)
+        self.client = Client(self, self.ports, self.contexts, self.references)
+        self.replies = ReplyDecoder(self, self.references)
+        self.server = Server(self, self.client, self.references, self.replies.queue)
+        self.callee = Callee(self, self.client, self.server, self.contexts, self.references)
+        self.ports.on_unexpected = self.server.on_unexpected
+        # Bound here once: a forwarding method would cost a call for each message.
+        self.call, self.request, self.request_call = (
+            self.client.call,
+            self.client.request,
+            self.client.request_call,
+        )
+        self.post, self.wait, self.resolve_timeout = (
+            self.client.post,
+            self.client.wait,
+            self.client.resolve_timeout,
+        )
+        self.decode, self.future = self.replies.decode, self.replies.future
+        self.reply = self.server.reply
+        self.references.connect(ReliableSender(self), self.reply)
+
+    def _prepare_thread(self) -> None:
+        """Initializes a new engine thread: sets its current worker and torch's number of threads.
+
+        OpenMP and MKL keep that number per thread, and torch sets it only in its own threads or when it is
+        read. Without this, each engine thread would start helper threads even for small matrices.
+        """
+        set_current_worker(self)
+        torch.get_num_threads()
+
+    # ---- lost peers -------------------------------------------------------------------------------------
+
+    def on_suspected(self, peer: int, seconds: float) -> None:
+        """Note that ``peer`` has been silent for ``seconds``; 0: it answers again. Fails nothing."""
+        name = self.membership.name_of(peer)
+        if seconds:
+            self.silent[peer] = self.clock.now() - seconds
+            logger.warning(
+                "%s: %s (worker %d) has not answered for %.1f s: stopped, or its machine is busy",
+                self.name,
+                name,
+                peer,
+                seconds,
+            )
+        elif self.silent.pop(peer, None) is not None:
+            logger.warning("%s: %s (worker %d) answers again", self.name, name, peer)
+
+    def lose(self, peer: int, reason: str) -> None:
+        """Declare ``peer`` lost: fail what waits for it and cancel what it requested (P2). Idempotent."""
+        if self.closed:
+            return
+        if peer in self.lost:
+            self.mailbox.forget(peer)  # a refusal may have connected to it again
+            return
+        self.lost[peer] = reason
+        self.silent.pop(peer, None)
+        logger.info("%s: %s (worker %d) is gone: %s", self.name, self.membership.name_of(peer), peer, reason)
+        self.client.on_peer_lost(peer)
+        self.membership.depart(peer)
+        self.server.in_flight.lose(peer)
+        self.references.peer_lost(peer)
+        self.contexts.forget(peer)
+        for callback in self.hooks.peer_lost:
+            callback(peer, self.loss_of(peer, "a part of it"))
+        self.mailbox.forget(peer)  # otherwise its socket would keep reconnecting
+        record = self.membership.find_known(peer)
+        if record is not None:  # on_loss callbacks get only workers that were known to have joined
+            self.events.lost(record.info, reason)
+
+    # ---- start and end ----------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start threads; calls can be made and are served from here on."""
+        self.timekeeper.start()
+        self.mailbox.start(
+            self.server.on_message,
+            self._address_of,
+            self.pool,
+            self.lose,
+            self.timekeeper,
+            self.on_suspected,
+            self.replies.queue.drain,
+        )
+
+    def _address_of(self, peer: int) -> PeerAddress:
+        record = self.membership.record(peer)
+        return PeerAddress(record.endpoints, record.incarnation)
+
+    def counts(self) -> tuple[int, int]:
+        """The numbers of requests sent and received so far."""
+        return self.client.sent, self.server.served
+
+    def is_idle(self) -> bool:
+        """Whether nothing is pending, queued or running here."""
+        return not len(self.client.pending) and not self.pool.busy() and not self.references.busy()
+
+    def close(self) -> None:
+        """Stop at once: pending calls fail, and threads are told to end. Idempotent."""
+        if self.closed:
+            return
+        self.closed = True
+        self.membership.close()
+        for callback in self.hooks.closing:
+            callback()
+        self.replies.queue.close()
+        self.client.fail_all(RpcError(f"worker {self.name} was shut down while this call was on its way"))
+        self.pool.close()
+        self.replies.queue.finish()
+        self.references.close()
+        self.mailbox.close()
+        self.timekeeper.close()
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait until ``deadline`` for all threads to end; returns the names of those that have not."""
+        left = self.pool.join(deadline) + self.timekeeper.join(deadline)
+        return left + self.mailbox.join(deadline)
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else f"{len(self.client.pending)} calls pending, {self.pool!r}"
+        return f"<Worker {self.name} id={self.id}: {state}>"
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for worker in list(_workers):
+        worker.close_in_fork()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)

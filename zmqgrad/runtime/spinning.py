@@ -1,0 +1,99 @@
+"""Adaptive spinning (spin-then-park): a reply often arrives in less time than it takes to wake a thread.
+
+A thread that waits for a message of this host first polls for a while, and blocks only then. Each poll
+releases the interpreter and yields the processor: the kernel likes to put a thread on the core of the thread
+that wakes it, so the peer whose reply is awaited may need this very core (DESIGN 16.13).
+
+Spinning uses at most one core per worker: only the thread that began last spins, none spins beside a thread
+that works, and a thread whose spins rarely succeed backs off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from collections.abc import Callable
+from typing import TypeVar
+
+from zmqgrad.runtime.clock import MONOTONIC, Clock
+
+SPIN_SECONDS = 8e-3
+"""Default time that a thread spins for a reply before it blocks.
+
+A call takes a hundredth of it, a step of a backward pass or of training some milliseconds, and a thread that
+has blocked is slow for a while, as its caches are cold. With 1 ms, nested calls had runs in which no spin
+succeeded, all threads backed off, and calls took twice as long. 20 ms were no better.
+"""
+
+UNSOLICITED_SPIN_SECONDS = 1e-3
+"""Limit for a thread that waits for requests. Longer spins made nothing faster, and cost a worker that is
+called every few milliseconds a whole core."""
+
+MAX_CREDIT = 8
+COOLDOWN_WAITS = 16
+"""After too many unsuccessful spins, this many waits block at once."""
+
+_yield = ctypes.CDLL(None).sched_yield
+"""By ctypes, as ``os.sched_yield`` does not release the interpreter."""
+
+T = TypeVar("T")
+
+
+class SpinBudget:
+    """Shared by the threads of one worker, of which one spins at a time.
+
+    Args:
+        seconds: how long a thread spins before it blocks. 0 disables spinning.
+    """
+
+    __slots__ = ("owner", "seconds", "waiting")
+
+    def __init__(self, seconds: float = SPIN_SECONDS) -> None:
+        self.seconds = seconds
+        self.owner: object = None
+        """The :class:`Spinner` that may spin."""
+        self.waiting = 0
+        """How many threads wait for a reply at a channel of their own."""
+
+    def yield_cpu(self) -> None:
+        """Ends the current spin, as a thread is about to work. From any thread."""
+        self.owner = None
+
+
+class Spinner:
+    """Spins for one source of events, in one thread at a time.
+
+    Args:
+        budget: of the worker.
+        at_most: limit in seconds, if lower than that of the budget.
+    """
+
+    __slots__ = ("_at_most", "_budget", "_clock", "_credit")
+
+    def __init__(self, budget: SpinBudget, clock: Clock = MONOTONIC, at_most: float = math.inf) -> None:
+        self._budget = budget
+        self._clock = clock
+        self._at_most = at_most
+        # Falls with each unsuccessful spin. At zero or less no spin is tried, and it rises with each wait.
+        self._credit: float = MAX_CREDIT if budget.seconds else -math.inf
+
+    def spin(self, poll: Callable[[float], list[T]]) -> list[T]:
+        """Calls ``poll(0)`` until it returns events, and returns them. Returns an empty list at the time
+        limit."""
+        if self._credit <= 0:
+            self._credit += 1
+            return []
+        budget, now = self._budget, self._clock.now
+        budget.owner = self
+        until = now() + min(budget.seconds, self._at_most)
+        while True:
+            found = poll(0)
+            if found:
+                self._credit = min(self._credit + 1, MAX_CREDIT)
+                return found
+            if budget.owner is not self:
+                return []
+            if now() >= until:
+                self._credit = self._credit - 2 if self._credit > 2 else -COOLDOWN_WAITS
+                return []
+            _yield()

@@ -1,0 +1,317 @@
+"""The worker's thread pool: runs user functions and backward work.
+
+A task that blocks in one of our waits never keeps another task from running (pytorch#26362). The pool keeps
+up to ``size`` threads *working*. A thread inside a :func:`~zmqgrad.runtime.blocking.blocking_section` does
+not count as working, so another takes its place (managed blocking, as in Java's ``ForkJoinPool``). When the
+wait ends, one thread too many may work for a moment; the first to finish its task retires.
+
+A :class:`Source` of tasks is read by the pool's own threads (leader/followers, Schmidt et al., POSA2), so a
+task starts without waking another thread. The *leader* reads a task, promotes a follower, runs the task, and
+becomes leader again if no follower was woken meanwhile. Messages therefore never queue behind user code.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+from zmqgrad.errors import ClosedError
+from zmqgrad.runtime.blocking import blocking_section, set_pool
+from zmqgrad.runtime.clock import Deadline
+
+logger = logging.getLogger(__name__)
+
+Task = Callable[[], None]
+
+MAX_FOLLOWERS = 4
+"""How many threads without a task wait to lead."""
+
+
+class Source(Protocol):
+    """Where tasks come from. One thread at a time leads."""
+
+    def wait_for_lead(self) -> bool:
+        """Blocks until the calling thread is the leader. Returns False if the source was closed."""
+        ...
+
+    def read(self) -> Task | None:
+        """Blocks until there is a task, and returns it; None if the source was closed. Leader only."""
+        ...
+
+    def try_lead(self) -> bool:
+        """Makes the calling thread the leader if there is none. Returns whether it leads. Never blocks."""
+        ...
+
+    def promote(self) -> None:
+        """Gives up the lead: the next task makes a follower the leader. Called by the leader, or at first."""
+        ...
+
+
+class ThreadPool:
+    """Runs tasks in at most ``size`` working threads named ``<name>-engine-<n>``, started as needed.
+
+    Args:
+        name: prefix of the thread names.
+        size: how many threads may work at a time. Blocked threads do not count.
+        prepare: called first in each thread.
+    """
+
+    def __init__(self, name: str, size: int, prepare: Callable[[], object] | None = None) -> None:
+        if size < 1:
+            raise ValueError(f"a thread pool needs at least one thread, not {size}")
+        self._name = name
+        self._size = size
+        self._prepare = prepare
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
+        # Guards everything below. A thread is a follower (or the leader), idle (waits for a task that was not
+        # promised to another thread), blocked, or working. A task is promised to an idle or a new thread, or
+        # counts as backlog. While there is a backlog no thread is idle.
+        self._lock = threading.Lock()
+        self._idle = 0
+        self._blocked = 0
+        self._live = 0
+        self._followers = 0
+        self._backlog = 0
+        self._finished = 0
+        self._closed = False
+        self._threads: set[threading.Thread] = set()
+        self._retired: list[threading.Thread] = []  # no longer counted, but perhaps not ended
+        self._started = 0
+        self._all_idle = threading.Condition(self._lock)
+        self._idle_waiters = 0
+
+    def submit(self, task: Task) -> None:
+        """Runs ``task`` soon. It must handle its own errors; an exception that escapes is logged.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+            RuntimeError: if the pool has no thread yet and the system refuses to start one.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the thread pool of {self._name} is closed")
+            if self._idle:
+                self._idle -= 1
+            elif self._has_room():
+                self._spawn()
+            else:
+                self._backlog += 1
+            self._tasks.put(task)
+
+    def serve_from(self, source: Source) -> None:
+        """Reads tasks from ``source``, one thread at a time, and runs them. A pool serves one source.
+
+        Raises:
+            ClosedError: after :meth:`close`.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"the thread pool of {self._name} is closed")
+            self._promote(source)
+
+    def _promote(self, source: Source) -> None:
+        """Gives the lead to a follower, starting one if there is none. Called with the lock held."""
+        source.promote()
+        if not self._followers:
+            self._followers = 1
+            if self._idle:
+                self._idle -= 1
+            else:
+                self._spawn()
+            self._tasks.put(partial(self._follow, source))
+
+    def _follow(self, source: Source) -> None:
+        """Runs in a thread that counts as a follower, until it is none any more."""
+        while source.wait_for_lead():
+            if not self._lead(source):
+                return
+        with self._lock:
+            self._followers -= 1
+
+    def _lead(self, source: Source) -> bool:
+        """Runs in the leader until another thread leads. Returns whether the thread is still a follower."""
+        while (task := source.read()) is not None:
+            with self._lock:
+                may_run = self._live - self._followers - self._blocked - self._idle < self._size
+                may_run = may_run and not self._closed
+                if may_run:
+                    self._followers -= 1
+                    self._promote(source)
+            if not may_run:
+                self._submit_read(task)
+                continue
+            try:
+                task()
+            except BaseException:
+                logger.exception("a task of %s failed", self._name)
+            del task  # a follower would keep the tensors of its last task alive
+            with self._lock:
+                if self._closed or self._backlog or self._followers >= MAX_FOLLOWERS:
+                    return False
+                self._finished += 1
+                self._followers += 1
+                self._note_idle()
+                leads = source.try_lead()
+            if not leads:
+                break
+        return True
+
+    def _submit_read(self, task: Task) -> None:
+        try:
+            self.submit(task)
+        except ClosedError:
+            logger.debug("%s: dropped a task that came while the pool was closing", self._name)
+
+    def blocked(self) -> _Blocked:
+        """A context manager around a wait in one of the pool's threads. Another thread may work meanwhile."""
+        return _Blocked(self)
+
+    def _block(self) -> None:
+        with self._lock:
+            self._blocked += 1
+            if self._backlog and not self._closed and self._has_room():
+                self._backlog -= 1
+                self._spawn()
+
+    def _unblock(self) -> None:
+        with self._lock:
+            self._blocked -= 1
+
+    def _has_room(self) -> bool:
+        """Whether another thread may work. Called with the lock held."""
+        return self._live - self._followers - self._blocked < self._size
+
+    def _note_idle(self) -> None:
+        """Wakes :meth:`wait_idle` if no task runs. Called with the lock held."""
+        if self._idle_waiters and self._live - self._followers == self._idle:
+            self._all_idle.notify_all()
+
+    def _spawn(self) -> None:
+        """Starts a thread for one promised task. Called with the lock held."""
+        self._started += 1
+        thread = threading.Thread(target=self._work, name=f"{self._name}-engine-{self._started}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:  # the system refuses to start more threads
+            if not self._live:
+                raise
+            logger.error("%s cannot start a thread beside its %d: tasks wait", self._name, self._live)
+            self._backlog += 1
+            return
+        self._live += 1
+        self._threads.add(thread)
+
+    def _work(self) -> None:
+        set_pool(self)
+        if self._prepare is not None:
+            self._prepare()
+        tasks = self._tasks
+        while (task := tasks.get()) is not None:
+            try:
+                task()
+            except BaseException:
+                logger.exception("a task of %s failed", self._name)
+            del task  # an idle thread would keep the tensors of its last task alive
+            if not self._continue():
+                return
+        with self._lock:
+            self._retire()
+
+    def _continue(self) -> bool:
+        """Decides after a task whether the thread waits for another one. If not, the thread has retired."""
+        with self._lock:
+            self._finished += 1
+            if self._closed or self._live - self._followers - self._blocked > self._size:
+                self._retire()
+                return False
+            if self._backlog:
+                self._backlog -= 1
+            elif self._idle >= self._size:
+                self._retire()
+                return False
+            else:
+                self._idle += 1
+                self._note_idle()
+            return True
+
+    def _retire(self) -> None:
+        """Removes the calling thread from the pool.
+
+        Called with the lock held, in the same critical section that decided it: a task promised to this
+        thread in between would never run.
+        """
+        me = threading.current_thread()
+        self._live -= 1
+        self._threads.discard(me)
+        self._retired = [*(t for t in self._retired if t.is_alive()), me]
+        self._note_idle()
+
+    def close(self) -> None:
+        """Accepts no more tasks and drops those that are queued. Running tasks continue. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._backlog = self._idle = 0
+            for _ in range(self._live):
+                self._tasks.put(None)
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Waits for the threads to end. Returns the names of those that have not by ``deadline``."""
+        with self._lock:
+            threads = [t for t in (*self._threads, *self._retired) if t is not threading.current_thread()]
+        with blocking_section():
+            for thread in threads:
+                thread.join(deadline.timeout())
+        return [t.name for t in threads if t.is_alive()]
+
+    def statistics(self) -> dict[str, int]:
+        """Number of threads and tasks by state."""
+        with self._lock:
+            return {
+                "threads": self._live,
+                "idle": self._idle,
+                "blocked": self._blocked,
+                "queued": self._backlog,
+                "finished": self._finished,
+            }
+
+    def busy(self) -> bool:
+        """Whether a task runs, waits or is queued."""
+        with self._lock:
+            return self._backlog > 0 or self._live - self._followers > self._idle
+
+    def wait_idle(self, deadline: Deadline) -> bool:
+        """Waits until no task runs, waits or is queued. Returns False if ``deadline`` passes first."""
+        with self._lock:
+            self._idle_waiters += 1
+            try:
+                return self._all_idle.wait_for(
+                    lambda: not self._backlog and self._live - self._followers == self._idle,
+                    deadline.timeout(),
+                )
+            finally:
+                self._idle_waiters -= 1
+
+    def __repr__(self) -> str:
+        counts = ", ".join(f"{v} {k}" for k, v in self.statistics().items())
+        return f"<ThreadPool {self._name}: {counts}>"
+
+
+class _Blocked:
+    """While it is open the thread has no pool, so a wait inside a wait counts once."""
+
+    __slots__ = ("_pool",)
+
+    def __init__(self, pool: ThreadPool) -> None:
+        self._pool = pool
+
+    def __enter__(self) -> None:
+        set_pool(None)
+        self._pool._block()
+
+    def __exit__(self, *exc: object) -> None:
+        self._pool._unblock()
+        set_pool(self._pool)

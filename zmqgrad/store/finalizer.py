@@ -1,0 +1,55 @@
+"""Finalizers for stores that are not closed.
+
+Sockets and contexts of ZeroMQ must not be left to the garbage collector: in a cycle, it may terminate a
+context before the sockets in it, and then wait for them forever. A :class:`Finalizer` keeps the resources
+alive until they are closed: explicitly, after their owner was collected, or at interpreter exit.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import os
+import weakref
+from collections.abc import Callable
+
+_open: set[Finalizer] = set()
+
+
+class Finalizer:
+    """Calls ``close`` once ``owner`` was collected, if not before. ``close`` must not refer to ``owner``.
+
+    ``close`` must be idempotent, and callable from any thread.
+    """
+
+    def __init__(self, owner: object, close: Callable[[], None]) -> None:
+        self._close = close
+        self._pid = os.getpid()
+        self._weak = weakref.finalize(owner, self._on_collected)
+        self._weak.atexit = False  # _close_all() does that
+        _open.add(self)
+
+    def close(self) -> None:
+        """Close now. Does nothing in a forked child: the sockets belong to the parent."""
+        self._weak.detach()
+        if os.getpid() != self._pid:
+            return
+        try:
+            self._close()
+        finally:
+            _open.discard(self)  # only now, so that interpreter exit waits for a close under way
+
+    def _on_collected(self) -> None:
+        # Finalizers run at any line of any thread, perhaps with a lock held that closing needs (DESIGN 16.3).
+        # This starts a thread without taking a lock of Python's, as threading.Thread would.
+        try:
+            _thread.start_new_thread(self.close, ())
+        except RuntimeError:
+            return  # no more threads can be started; _close_all() closes it
+
+
+@atexit.register
+def _close_all() -> None:
+    """Close everything before the interpreter tears down modules and threads."""
+    for finalizer in list(_open):
+        finalizer.close()

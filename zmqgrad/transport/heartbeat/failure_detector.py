@@ -1,0 +1,182 @@
+"""The failure detector: what silence and connection errors say about a peer.
+
+Pure, except for :func:`is_reachable`. It distinguishes four states of a peer:
+
+    dead          its kernel refuses connections: lost at once on one host. Between hosts a firewall may have
+                  refused them: lost when that has lasted for ``LivenessTimeouts.refused``
+    unreachable   its host does not acknowledge packets: lost after ``LivenessTimeouts.remote``
+    frozen, slow  its kernel acknowledges, but the process does not reply: *suspected*, and lost only after
+                  ``LivenessTimeouts.frozen``, as a loaded machine can delay a process for long
+    alive         it replies
+
+Silence is counted in the time that the monitoring thread was running: a process that was itself stopped or
+delayed does not suspect its peers for that.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+import socket as sockets
+import threading
+from typing import NamedTuple
+
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.runtime.clock import Deadline
+
+logger = logging.getLogger(__name__)
+
+PINGS = 3
+"""A peer is suspected after this many pings in a row without a reply."""
+
+PROBE_SECONDS = 1.0
+"""Timeout of a tcp connection attempt. A timeout does not prove that the peer is dead."""
+
+
+REFUSED_SECONDS = 3.0
+
+RETRY_SECONDS = 0.25
+"""How long after a refused connection the next attempt follows."""
+
+
+class LivenessTimeouts(NamedTuple):
+    """Timeouts of the failure detector, in seconds.
+
+    Args:
+        local: silence until a peer on this host is suspected.
+        remote: how long a host may be unreachable until its peers are lost.
+        frozen: silence until a peer is lost whose kernel still acknowledges; 0 means never.
+        refused: how long a peer on another host may refuse connections until it is lost.
+    """
+
+    local: float = 3.0
+    remote: float = 10.0
+    frozen: float = 120.0
+    refused: float = REFUSED_SECONDS
+
+    def check(self) -> LivenessTimeouts:
+        """Validates the values and returns this object.
+
+        Raises:
+            ConfigurationError: if a timeout is not positive.
+        """
+        for name, value in self._asdict().items():
+            if not (value > 0 or (name == "frozen" and value == 0)):
+                raise ConfigurationError(
+                    f"the liveness limit {name!r} must be above 0 seconds, not {value!r}"
+                )
+        return self
+
+
+class LivenessChange(enum.Enum):
+    """A change in the state of a peer."""
+
+    NOTHING = enum.auto()
+    SUSPECTED = enum.auto()
+    RECOVERED = enum.auto()
+    FROZEN = enum.auto()
+
+
+class FailureDetector:
+    """The state of one peer, updated by its replies and by time.
+
+    Args:
+        patience: seconds of silence until the peer is suspected.
+        frozen: seconds of silence until it is lost; 0 means never.
+    """
+
+    def __init__(self, patience: float, frozen: float, now: float) -> None:
+        self.interval = patience / PINGS
+        self.suspected = False
+        self.last_heard = now
+        self._patience = patience
+        self._frozen = frozen
+        self.silence = 0.0
+        self._ticked = now
+
+    def heard(self, now: float) -> LivenessChange:
+        """Records a reply of the peer."""
+        self.silence = 0.0
+        self._ticked = self.last_heard = now
+        if self.suspected:
+            self.suspected = False
+            return LivenessChange.RECOVERED
+        return LivenessChange.NOTHING
+
+    def tick(self, now: float) -> LivenessChange:
+        """Updates the silence. All replies that arrived before ``now`` must have been recorded."""
+        # A running thread ticks twice in this time: anything beyond means that this thread was stopped.
+        self.silence += min(now - self._ticked, 2 * self.interval)
+        self._ticked = now
+        if self._frozen and self.silence >= self._frozen:
+            return LivenessChange.FROZEN
+        if self.silence >= self._patience and not self.suspected:
+            self.suspected = True
+            return LivenessChange.SUSPECTED
+        return LivenessChange.NOTHING
+
+
+class Refusals:
+    """Measures for how long a peer has refused connections, in the time that this thread was running."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last: float | None = None
+
+    def refused(self, now: float) -> float:
+        """Records a refused connection. Returns for how many seconds all of them were refused."""
+        if self._last is not None:
+            self.seconds += min(now - self._last, 2 * RETRY_SECONDS)
+        self._last = now
+        return self.seconds
+
+    def clear(self) -> None:
+        """Records an accepted connection."""
+        self.seconds, self._last = 0.0, None
+
+
+def is_reachable(endpoint: str, refused_seconds: float = 0.0) -> bool:
+    """Whether a process listens at ``endpoint``. True if that is unknown.
+
+    An endpoint of another host counts as unreachable after it refused connections for ``refused_seconds``.
+    """
+    if endpoint.startswith("ipc://"):
+        with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
+            probe.setblocking(False)
+            return probe.connect_ex(unix_path(endpoint)) == 0
+    scheme, _, address = endpoint.partition("://")
+    if scheme not in ("tcp", "heartbeat"):
+        return True
+    deadline = Deadline.after(0.0 if is_on_this_host(endpoint) else refused_seconds)
+    while True:
+        try:
+            sockets.create_connection(host_and_port(address), PROBE_SECONDS).close()
+        except ConnectionRefusedError:
+            if deadline.passed():
+                return False
+            threading.Event().wait(RETRY_SECONDS)  # no event says when it would be accepted
+            continue
+        except OSError as e:
+            logger.debug("cannot tell whether %s is reachable: %s", endpoint, e)
+        return True
+
+
+def is_on_this_host(endpoint: str) -> bool:
+    """Whether ``endpoint`` is an ipc or loopback address."""
+    scheme, _, address = endpoint.partition("://")
+    if scheme not in ("tcp", "heartbeat"):
+        return True
+    host = host_and_port(address)[0]
+    return host == "::1" or host.startswith("127.")
+
+
+def unix_path(endpoint: str) -> str:
+    """Returns the path of an ipc endpoint as the system expects it."""
+    path = endpoint.removeprefix("ipc://")
+    return "\0" + path[1:] if path.startswith("@") else path
+
+
+def host_and_port(address: str) -> tuple[str, int]:
+    """Splits ``host:port`` or ``host:port/anything``."""
+    host, _, port = address.partition("/")[0].rpartition(":")
+    return host.strip("[]"), int(port)

@@ -1,0 +1,314 @@
+"""Monitors peers by heartbeats, and reports those that are lost or silent.
+
+A connection that breaks is opened again soon. The outcome distinguishes a process that has ended from one
+that only lost its connection, and from an unreachable host.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import selectors
+import socket as sockets
+import threading
+import weakref
+from collections.abc import Callable
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.transport.base import Lost, Suspected
+from zmqgrad.transport.heartbeat.failure_detector import (
+    RETRY_SECONDS,
+    FailureDetector,
+    LivenessChange,
+    LivenessTimeouts,
+    Refusals,
+    host_and_port,
+    is_on_this_host,
+    unix_path,
+)
+from zmqgrad.transport.heartbeat.protocol import PING, PINGS_AT_ONCE, SCHEME, TOKEN_SIZE, read, write
+from zmqgrad.transport.heartbeat.server import HeartbeatListener, HeartbeatServer
+
+logger = logging.getLogger(__name__)
+
+RECONNECT_SECONDS = 0.05
+"""Delay before a broken connection is opened again: the last messages of a dying peer may still arrive."""
+
+
+class _Peer:
+    """A monitored peer. ``socket`` is None between two connection attempts."""
+
+    def __init__(self, peer: int, address: str, detector: FailureDetector) -> None:
+        self.peer = peer
+        self.address = address
+        self.detector = detector
+        self.on_this_host = is_on_this_host(address)
+        self.refusals = Refusals()
+        self.local = address.startswith("ipc://")
+        self.token = b"" if self.local else bytes.fromhex(address.rpartition("/")[2])
+        self.socket: sockets.socket | None = None
+        self.greeting = b""  # the part of the token that was received
+        self.trouble = ""  # error of the last connection attempt
+        self.at = 0.0  # when to ping or to connect next
+
+
+class HeartbeatMonitor:
+    """Monitors peers, and replies to the heartbeats of others, in one thread.
+
+    Args:
+        listener: where other workers connect; closed with the monitor.
+        lost: called with a lost peer and the reason, in the thread of the monitor; must not block.
+        suspected: called with a peer and its seconds of silence; 0 once it replies again.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        listener: HeartbeatListener,
+        lost: Lost,
+        suspected: Suspected,
+        timeouts: LivenessTimeouts = LivenessTimeouts(),  # noqa: B008 (immutable)
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        self._lost = lost
+        self._suspected = suspected
+        self._timeouts = timeouts
+        self._clock = clock
+        self._orders: SimpleQueue[tuple[int, str | None] | None] = SimpleQueue()
+        self._wake, self._woken = sockets.socketpair()
+        self._wake.setblocking(False)
+        self._woken.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        # Used by the thread only from here on.
+        self._peers: dict[int, _Peer] = {}
+        self._server = HeartbeatServer(f"{name}-liveness", listener, self._selector, clock)
+        _watches.add(self)
+        self._thread = threading.Thread(target=self._run, name=f"{name}-liveness", daemon=True)
+        self._thread.start()
+
+    def watch(self, peer: int, address: str) -> None:
+        """Monitors ``peer`` at its heartbeat endpoint ``address``. No effect if it is monitored already."""
+        self._order((peer, address))
+
+    def forget(self, peer: int) -> None:
+        """Stops monitoring ``peer``."""
+        self._order((peer, None))
+
+    def close(self) -> None:
+        """Stops monitoring and replying. Idempotent."""
+        self._order(None)
+
+    def _order(self, order: tuple[int, str | None] | None) -> None:
+        self._orders.put(order)
+        try:
+            self._wake.send(b"!")
+        except OSError as e:  # full: the thread is awake; closed: it has ended
+            logger.debug("no need to wake %s: %s", self._thread.name, e)
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Waits for the thread to end. Returns its name if it has not by ``deadline``."""
+        if self._thread is not threading.current_thread():
+            self._thread.join(deadline.timeout())
+        return [self._thread.name] if self._thread.is_alive() else []
+
+    # ---- the thread -------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        select = self._selector
+        select.register(self._woken, selectors.EVENT_READ, self._take_orders)
+        self._server.start()
+        self._goes_on = True
+        try:
+            while self._goes_on:
+                for key, _ in select.select(self._seconds_to_next()):
+                    handle: Callable[[Any], None] = key.data
+                    handle(key.fileobj)
+                self._do_due(self._clock.now())
+        except Exception:
+            logger.exception("%s has ended: peers that die will be missed", self._thread.name)
+        finally:
+            self.close_sockets()
+            select.close()
+
+    def close_sockets(self) -> None:
+        """Closes all sockets in this process (in a fork: its copies)."""
+        for own in (self._server, self._wake, self._woken):
+            own.close()
+        for watched in self._peers.values():
+            if watched.socket is not None:
+                watched.socket.close()
+
+    def _take_orders(self, woken: sockets.socket) -> None:
+        read(woken)
+        while True:
+            try:
+                order = self._orders.get_nowait()
+            except Empty:
+                return
+            if order is None:
+                self._goes_on = False
+                return
+            peer, address = order
+            known = self._peers.get(peer)
+            if known is not None and known.address == address:
+                continue
+            if known is not None:
+                self._drop(known)
+            if address is not None:
+                local = address.startswith("ipc://")
+                patience = self._timeouts.local if local else self._timeouts.remote / 2
+                detector = FailureDetector(patience, self._timeouts.frozen, self._clock.now())
+                watched = self._peers[peer] = _Peer(peer, address, detector)
+                self._connect(watched)
+
+    # ---- watching ---------------------------------------------------------------------------------------
+
+    def _seconds_to_next(self) -> float | None:
+        due = min([c.at for c in self._peers.values()], default=math.inf)
+        due = min(due, self._server.next_due())
+        return None if due == math.inf else max(0.0, due - self._clock.now())
+
+    def _do_due(self, now: float) -> None:
+        self._server.do_due(now)
+        for watched in [c for c in self._peers.values() if c.at <= now]:
+            watched.at = now + watched.detector.interval
+            change = watched.detector.tick(now)
+            silent = now - watched.detector.last_heard
+            if self._is_out_of_reach(watched):
+                seen = f"it has accepted no connection for {watched.detector.silence:.1f} s{watched.trouble}"
+                self._lose(watched, f"its host is out of reach ({seen})")
+            elif change is LivenessChange.FROZEN:
+                self._lose(watched, f"its process has said nothing for {silent:.0f} s, though it exists")
+            elif change is LivenessChange.SUSPECTED:
+                self._tell(self._suspected, watched.peer, silent)
+            if watched.peer not in self._peers:
+                continue
+            if watched.socket is None:
+                self._connect(watched)
+            else:
+                write(watched.socket, PING)  # an error shows at the next read
+
+    def _is_out_of_reach(self, watched: _Peer) -> bool:
+        """Whether its kernel has not even accepted a connection. (It does if the process is only frozen.)"""
+        if watched.local or watched.greeting or watched.detector.silence < self._timeouts.remote:
+            return False
+        try:
+            return watched.socket is None or not watched.socket.getpeername()
+        except OSError:
+            return True
+
+    def _connect(self, watched: _Peer) -> None:
+        """Starts to connect. The socket reports the outcome."""
+        watched.at = self._clock.now() + watched.detector.interval
+        watched.greeting = b""
+        try:
+            if watched.local:
+                opened = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+                target: Any = unix_path(watched.address)
+            else:
+                target = host_and_port(watched.address.removeprefix(SCHEME))
+                opened = sockets.socket(
+                    sockets.AF_INET6 if ":" in target[0] else sockets.AF_INET, sockets.SOCK_STREAM
+                )
+                self._set_patience(opened)
+        except OSError as e:
+            logger.warning("%s cannot watch worker %d: %s", self._thread.name, watched.peer, e)
+            return
+        opened.setblocking(False)
+        watched.socket = opened
+        error = opened.connect_ex(target)
+        if error in (0, errno.EINPROGRESS):
+            self._selector.register(opened, selectors.EVENT_READ, lambda _: self._on_readable(watched))
+        else:
+            self._broken(watched, error, connecting=True)
+
+    def _set_patience(self, opened: sockets.socket) -> None:
+        """Makes the kernel give up in time on a host that acknowledges nothing."""
+        opened.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
+        if hasattr(sockets, "TCP_USER_TIMEOUT"):
+            seconds = self._timeouts.remote * (1 - 0.5 / 3)  # less the time until the next ping goes out
+            opened.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, int(seconds * 1000))
+
+    def _on_readable(self, watched: _Peer) -> None:
+        """Handles data from a peer: the token, a reply, or the end of the connection."""
+        if watched.socket is None:
+            return
+        try:
+            said = watched.socket.recv(PINGS_AT_ONCE)
+        except BlockingIOError:
+            return
+        except OSError as e:
+            self._broken(watched, e.errno or 0, connecting=not watched.greeting)
+            return
+        if not said:
+            self._broken(watched, 0, connecting=False)
+            return
+        if len(watched.greeting) < TOKEN_SIZE:
+            watched.greeting += said
+            if watched.token and not watched.token.startswith(watched.greeting[:TOKEN_SIZE]):
+                self._lose(watched, f"another process listens at {watched.address.rpartition('/')[0]} now")
+                return
+        watched.refusals.clear()
+        if watched.detector.heard(self._clock.now()) is LivenessChange.RECOVERED:
+            self._tell(self._suspected, watched.peer, 0.0)
+
+    def _broken(self, watched: _Peer, error: int, *, connecting: bool) -> None:
+        """Handles a connection that broke or could not be opened."""
+        self._disconnect(watched)
+        now = self._clock.now()
+        if error == errno.ECONNREFUSED or (watched.local and error == errno.ENOENT):
+            if watched.on_this_host:
+                self._lose(watched, "its process has ended")
+            elif (seconds := watched.refusals.refused(now)) >= self._timeouts.refused:
+                self._lose(watched, f"connection refused for {seconds:.1f} s")
+            else:
+                watched.at = now + RETRY_SECONDS
+        elif error in _OUT_OF_REACH:
+            watched.trouble = f", {os.strerror(error)}"
+            watched.at = now + watched.detector.interval
+        elif connecting:
+            watched.at = now + watched.detector.interval  # its backlog is full: the peer is alive
+        else:
+            watched.at = now + RECONNECT_SECONDS
+
+    def _disconnect(self, watched: _Peer) -> None:
+        opened, watched.socket = watched.socket, None
+        if opened is not None:
+            if opened in self._selector.get_map():
+                self._selector.unregister(opened)
+            opened.close()
+
+    def _drop(self, watched: _Peer) -> None:
+        self._disconnect(watched)
+        del self._peers[watched.peer]
+
+    def _lose(self, watched: _Peer, why: str) -> None:
+        self._drop(watched)
+        silent = self._clock.now() - watched.detector.last_heard
+        self._tell(self._lost, watched.peer, f"{why} (last heard of {silent:.1f} s before)")
+
+    def _tell(self, listener: Callable[[int, Any], None], peer: int, what: Any) -> None:
+        try:
+            listener(peer, what)
+        except Exception:
+            logger.exception("the callback for worker %d (%s) failed", peer, what)
+
+
+_OUT_OF_REACH = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN))
+
+
+# A fork (such as a data loader's worker) gets copies of all sockets. While it lives, the kernel would keep
+# the connections of its parent open, and no peer would see the parent die.
+_watches: weakref.WeakSet[HeartbeatMonitor] = weakref.WeakSet()
+
+
+def _close_in_fork() -> None:
+    for watch in list(_watches):
+        watch.close_sockets()
+
+
+os.register_at_fork(after_in_child=_close_in_fork)

@@ -1,0 +1,154 @@
+"""Replies to the heartbeats of other workers.
+
+Over tcp, peers do not authenticate here. Their connections may therefore use at most half of the file
+descriptors of the process; beyond that, the oldest connection is closed. A worker of the job then connects
+again, which is proof of life enough. On one host only processes of the same user are accepted.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import resource
+import secrets
+import selectors
+import socket as sockets
+import struct
+from typing import Any
+
+from zmqgrad.errors import TransportError
+from zmqgrad.runtime.clock import Clock
+from zmqgrad.transport.heartbeat.failure_detector import unix_path
+from zmqgrad.transport.heartbeat.protocol import PINGS_AT_ONCE, SCHEME, SUFFIX, TOKEN_SIZE, read, write
+
+logger = logging.getLogger(__name__)
+
+PAUSE_SECONDS = 1.0
+"""How long the listener pauses after the process ran out of file descriptors."""
+
+MAX_PEERS = 1 << 16
+"""Maximum number of connections, which is the maximum number of workers."""
+
+
+class HeartbeatListener:
+    """The listening sockets for heartbeats. Created with the mailbox, as its address is published.
+
+    Raises:
+        TransportError: if it cannot listen.
+    """
+
+    def __init__(self, ipc_endpoint: str, tcp_host: str | None) -> None:
+        self.token = secrets.token_bytes(TOKEN_SIZE)
+        self.sockets: list[sockets.socket] = []
+        self.endpoint: str | None = None
+        try:
+            self._listen(sockets.AF_UNIX, unix_path(ipc_endpoint + SUFFIX))
+            if tcp_host is not None:
+                family = sockets.AF_INET6 if ":" in tcp_host else sockets.AF_INET
+                port = self._listen(family, (tcp_host, 0)).getsockname()[1]
+                shown = f"[{tcp_host}]" if ":" in tcp_host else tcp_host
+                self.endpoint = f"{SCHEME}{shown}:{port}/{self.token.hex()}"
+        except OSError as e:
+            self.close()
+            raise TransportError(f"cannot listen for heartbeats beside {ipc_endpoint}: {e}") from e
+
+    def _listen(self, family: int, address: Any) -> sockets.socket:
+        listening = sockets.socket(family, sockets.SOCK_STREAM)
+        self.sockets.append(listening)
+        listening.setblocking(False)
+        listening.bind(address)
+        listening.listen(1024)
+        return listening
+
+    def close(self) -> None:
+        """Closes the listening sockets. Idempotent."""
+        for listening in self.sockets:
+            listening.close()
+
+
+class HeartbeatServer:
+    """Accepts the connections of peers at ``listener`` and returns their pings.
+
+    Everything but the constructor is called in one thread, which calls the data that ``selector`` has for a
+    readable socket, with that socket.
+    """
+
+    def __init__(
+        self, name: str, listener: HeartbeatListener, selector: selectors.BaseSelector, clock: Clock
+    ) -> None:
+        self._name = name
+        self._listener = listener
+        self._selector = selector
+        self._clock = clock
+        self._peers: dict[sockets.socket, None] = {}  # oldest first
+        self._most = _max_peers()
+        self._paused: dict[sockets.socket, float] = {}  # listening sockets, and when to resume
+
+    def start(self) -> None:
+        """Starts to accept connections."""
+        for listening in self._listener.sockets:
+            self._selector.register(listening, selectors.EVENT_READ, self._accept)
+
+    def _accept(self, listening: sockets.socket) -> None:
+        try:
+            peer, _ = listening.accept()
+        except (BlockingIOError, ConnectionAbortedError):  # the peer has closed it again
+            return
+        except OSError as e:  # the process has no more file descriptors: peers must wait
+            logger.warning("%s cannot accept: %s", self._name, e)
+            self._selector.unregister(listening)
+            self._paused[listening] = self._clock.now() + PAUSE_SECONDS
+            return
+        if not _same_user(peer):
+            peer.close()
+            return
+        if len(self._peers) >= self._most:
+            self._disconnect(next(iter(self._peers)))
+        peer.setblocking(False)
+        self._peers[peer] = None
+        self._selector.register(peer, selectors.EVENT_READ, self._answer)
+        write(peer, self._listener.token)
+
+    def _answer(self, peer: sockets.socket) -> None:
+        if peer not in self._peers:
+            return  # disconnected a moment ago
+        asked = read(peer)
+        if asked:
+            write(peer, asked[:PINGS_AT_ONCE])
+        elif asked is not None:
+            self._disconnect(peer)
+
+    def _disconnect(self, peer: sockets.socket) -> None:
+        self._selector.unregister(peer)
+        del self._peers[peer]
+        peer.close()
+
+    def next_due(self) -> float:
+        """Returns when :meth:`do_due` must be called next; infinite if never."""
+        return min(self._paused.values(), default=math.inf)
+
+    def do_due(self, now: float) -> None:
+        """Resumes the listening sockets whose pause is over."""
+        for listening in [s for s, at in self._paused.items() if at <= now]:
+            del self._paused[listening]
+            self._selector.register(listening, selectors.EVENT_READ, self._accept)
+
+    def close(self) -> None:
+        """Closes all connections and listening sockets. Idempotent."""
+        self._listener.close()
+        for peer in self._peers:
+            peer.close()
+
+
+def _max_peers() -> int:
+    allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return MAX_PEERS if allowed == resource.RLIM_INFINITY else max(1, min(MAX_PEERS, allowed // 2))
+
+
+def _same_user(peer: sockets.socket) -> bool:
+    """Whether a process of this user has connected. True for tcp, where that is not known."""
+    if peer.family != sockets.AF_UNIX or not hasattr(sockets, "SO_PEERCRED"):
+        return True
+    _, user, _ = struct.unpack("3i", peer.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))
+    return bool(user == os.getuid())

@@ -1,0 +1,229 @@
+"""Polls file descriptors for the threads of a pool, by leader/followers (Schmidt et al., POSA2).
+
+One thread, the leader, reads. Before it runs a task it promotes: the followers already block in the kernel,
+so that wakes none of them; only the next message makes one of them the leader. Of several, the kernel wakes
+the one that came last, whose caches are the warmest. A thread that returns from its task leads again if no
+follower was woken meanwhile, and then spins before it blocks.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+from typing import Protocol
+
+from zmqgrad.runtime.spinning import UNSOLICITED_SPIN_SECONDS, SpinBudget, Spinner
+from zmqgrad.transport.wakeup import Wakeup
+
+MAX_EVENTS = 64
+"""How many events one poll returns at most."""
+
+
+class LeaderPoller(Protocol):
+    """Polls descriptors in one thread at a time, the leader. At first the thread that starts it counts as
+    leader."""
+
+    def register(self, number: int, mask: int) -> None:
+        """Polls file descriptor ``number`` for ``mask`` (``select.POLLIN``). From any thread; no effect after
+        :meth:`close`."""
+        ...
+
+    def unregister(self, number: int) -> None:
+        """Stops polling ``number``, which must still be open."""
+        ...
+
+    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
+        """Waits up to ``seconds`` (None: no limit); returns events as ``select.poll`` does. Leader only."""
+        ...
+
+    def wait_for_lead(self) -> bool:
+        """Blocks until the calling thread is the leader. Returns False if the poller was closed."""
+        ...
+
+    def try_lead(self) -> bool:
+        """Makes the calling thread the leader if there is none. Returns whether it leads. Never blocks."""
+        ...
+
+    def promote(self, at_once: bool) -> None:
+        """Gives up the lead: the next event makes one follower the leader; with ``at_once``, one is woken
+        now.
+
+        Called by the leader, or before there is one.
+        """
+        ...
+
+    def close(self) -> None:
+        """Makes all followers return. Called by the leader, or before there is one. Idempotent."""
+        ...
+
+
+def make_leader_poller(budget: SpinBudget | None = None) -> LeaderPoller:
+    """Returns the best poller for this system. Its leader spins with ``budget`` before it blocks."""
+    return (
+        EpollLeaderPoller(budget)
+        if hasattr(select, "epoll") and hasattr(os, "eventfd")
+        else PollLeaderPoller()
+    )
+
+
+class EpollLeaderPoller:
+    """A :class:`LeaderPoller` of two nested epolls: followers wait at the outer one, which contains the inner
+    one.
+
+    The outer epoll is armed for one event (``EPOLLONESHOT``), so the kernel wakes one follower, and no other
+    one before it is armed again.
+    """
+
+    def __init__(self, budget: SpinBudget | None = None) -> None:
+        self._spin_budget = budget
+        self._spinner = Spinner(budget or SpinBudget(), at_most=UNSOLICITED_SPIN_SECONDS)
+        self._inner = select.epoll()
+        self._outer = select.epoll()
+        self._eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._lock = threading.Lock()  # guards _waiting, _closed and _has_leader
+        self._waiting = 0
+        self._closed = False
+        self._has_leader = True
+        self._woken = False
+        self._inner_number = self._inner.fileno()
+        self._inner.register(self._eventfd, select.EPOLLIN)
+        self._outer.register(self._inner_number, select.EPOLLONESHOT)
+
+    def register(self, number: int, mask: int) -> None:
+        """As :class:`LeaderPoller`."""
+        with self._lock:
+            if not self._inner.closed:
+                self._inner.register(number, mask)
+
+    def unregister(self, number: int) -> None:
+        """As :class:`LeaderPoller`."""
+        with self._lock:
+            if not self._inner.closed:
+                self._inner.unregister(number)
+
+    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
+        """As :class:`LeaderPoller`."""
+        # Threads that wait for replies at their own channels need the processor next.
+        looks = seconds is None and self._spin_budget is not None and not self._spin_budget.waiting
+        ready = (looks and self._spinner.spin(self._inner.poll)) or self._inner.poll(seconds, MAX_EVENTS)
+        return self._clear_wakeup(ready) if self._woken else ready
+
+    def _clear_wakeup(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        """Clears the wake-up eventfd; it carries no message."""
+        self._woken = False
+        os.eventfd_read(self._eventfd)
+        return [entry for entry in ready if entry[0] != self._eventfd]
+
+    def wait_for_lead(self) -> bool:
+        """As :class:`LeaderPoller`."""
+        with self._lock:
+            self._waiting += 1
+        while True:
+            if not self._closed:
+                self._outer.poll(None, 1)
+            with self._lock:
+                if self._closed:
+                    self._waiting -= 1
+                    self._dismiss()
+                    return False
+                if not self._has_leader:
+                    self._waiting -= 1
+                    self._has_leader = True
+                    return True
+
+    def try_lead(self) -> bool:
+        """As :class:`LeaderPoller`."""
+        with self._lock:
+            if self._has_leader or self._closed:
+                return False
+            self._has_leader = True
+            self._outer.modify(
+                self._inner_number, select.EPOLLONESHOT
+            )  # else the next message would wake a follower
+            return True
+
+    def promote(self, at_once: bool) -> None:
+        """As :class:`LeaderPoller`."""
+        with self._lock:  # else another thread could lead, and close, before it is armed
+            self._arm(at_once)
+
+    def _arm(self, at_once: bool) -> None:
+        """Lets the next event wake a follower. Called with the lock held."""
+        if at_once:
+            self._woken = True
+            os.eventfd_write(self._eventfd, 1)
+        self._has_leader = False
+        self._outer.modify(self._inner_number, select.EPOLLIN | select.EPOLLONESHOT)
+
+    def close(self) -> None:
+        """As :class:`LeaderPoller`."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                self._dismiss()
+
+    def _dismiss(self) -> None:
+        """Wakes the next follower, so that it returns; the last one closes the epolls. Called with the lock
+        held."""
+        if self._waiting:
+            self._arm(at_once=True)
+            return
+        if not self._outer.closed:
+            self._outer.close()
+            self._inner.close()
+            os.close(self._eventfd)
+
+
+class PollLeaderPoller:
+    """A :class:`LeaderPoller` for systems without epoll: a follower becomes leader at once, and polls."""
+
+    def __init__(self) -> None:
+        self._inner = select.poll()
+        self._turns = threading.Semaphore(0)
+        self._closed = False
+        self._wakeup = Wakeup()
+        self._inner.register(self._wakeup.number, select.POLLIN)
+
+    def register(self, number: int, mask: int) -> None:
+        """As :class:`LeaderPoller`."""
+        self._inner.register(number, mask)
+        self._wakeup.set()  # a poll under way does not see a new descriptor
+
+    def unregister(self, number: int) -> None:
+        """As :class:`LeaderPoller`."""
+        self._inner.unregister(number)
+
+    def poll(self, seconds: float | None) -> list[tuple[int, int]]:
+        """As :class:`LeaderPoller`."""
+        ready = self._inner.poll(None if seconds is None else int(seconds * 1000))
+        if (self._wakeup.number, select.POLLIN) in ready:
+            self._wakeup.clear()
+            ready.remove((self._wakeup.number, select.POLLIN))
+        return ready
+
+    def wait_for_lead(self) -> bool:
+        """As :class:`LeaderPoller`."""
+        self._turns.acquire()
+        if self._closed:
+            self._turns.release()
+        return not self._closed
+
+    def try_lead(self) -> bool:
+        """As :class:`LeaderPoller`."""
+        if not self._turns.acquire(blocking=False):
+            return False
+        if self._closed:
+            self._turns.release()
+        return not self._closed
+
+    def promote(self, at_once: bool) -> None:
+        """As :class:`LeaderPoller`."""
+        self._turns.release()
+
+    def close(self) -> None:
+        """As :class:`LeaderPoller`."""
+        if not self._closed:
+            self._closed = True
+            self._wakeup.close()
+            self._turns.release()

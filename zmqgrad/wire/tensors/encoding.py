@@ -1,0 +1,187 @@
+"""Encodes tensors as descriptors and blobs."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+
+import msgspec
+import torch
+
+from zmqgrad.errors import PayloadError
+from zmqgrad.wire.lazy_frame import Frame
+from zmqgrad.wire.messages import MAX_DIMENSIONS, NO_TENSORS, Layout, TensorDescriptor, Tensors
+from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
+from zmqgrad.wire.tensors.blobs import MANY_BYTES, Blobs, blob_of
+from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
+from zmqgrad.wire.tensors.dtypes import NAMES
+from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, modes_disabled
+from zmqgrad.wire.tensors.sharing import Sharing, extent
+
+MAX_GAPPED_BYTES = 8 << 10
+"""A view of at most this size, gaps included, is sent with its gaps and keeps its strides."""
+
+
+def encode_tensors(
+    tensors: Sequence[torch.Tensor], frames: list[Frame], devices: Devices | None = None
+) -> Tensors:
+    """Encode ``tensors``; blobs that are too large for the header are appended to ``frames``.
+
+    A frame may be a view of the memory of its tensor, which it keeps alive.
+
+    Args:
+        devices: device map from the devices of this worker to those of the peer.
+
+    Raises:
+        PayloadError: for a tensor that cannot be sent, for example on a device that is not mapped.
+    """
+    if not tensors:
+        return NO_TENSORS
+    try:
+        if function_modes() or dispatch_modes():
+            with modes_disabled():
+                return _encode_for(devices, tensors, frames)
+        return _encode_for(devices, tensors, frames) if devices else _encode_all(tensors, frames)
+    except PayloadError:
+        raise
+    except NoDeviceMapping as e:
+        raise PayloadError(no_mapping_text(e.device, devices)) from None
+    except RuntimeError as e:  # raised by torch for tensors without memory (nested, fake, ...)
+        if any([t.is_nested for t in tensors]):
+            raise PayloadError(
+                "cannot send a nested tensor of layout torch.strided: send its components "
+                "(t.unbind()), or create it with layout=torch.jagged"
+            ) from e
+        raise PayloadError(f"cannot send a tensor of type {type(tensors[0]).__name__}: {e}") from e
+
+
+def _encode_for(devices: Devices | None, tensors: Sequence[torch.Tensor], frames: list[Frame]) -> Tensors:
+    if not devices or _all_on_host(tensors, devices):
+        return _encode_all(tensors, frames)
+    staged, names = stage_to_host(tensors, devices)
+    encoded = _encode_all(staged, frames, separate=True)
+    return Tensors(
+        tuple(
+            msgspec.structs.replace(d, device=name, requires_grad=t.requires_grad)
+            for d, name, t in zip(encoded.tensors, names, tensors, strict=True)
+        ),
+        encoded.blobs,
+    )
+
+
+def _all_on_host(tensors: Sequence[torch.Tensor], devices: Devices) -> bool:
+    """Whether all tensors are and stay in host memory."""
+    return devices.get(CPU, CPU) == CPU and all([t.is_cpu for t in tensors])
+
+
+def _encode_all(tensors: Sequence[torch.Tensor], frames: list[Frame], separate: bool = False) -> Tensors:
+    """``separate``: a descriptor for each tensor, as each may have another target device."""
+    if len(tensors) == 1 and _plain(t := tensors[0]):
+        size = t.nbytes
+        blob = blob_of(t, t.data_ptr(), size, frames)
+        return Tensors(
+            (TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, 0, t.requires_grad),), (blob,)
+        )
+    places = _places(tensors)
+    if places is not None:
+        out = Blobs(frames, sum([size for _, size in places]) > MANY_BYTES)
+        if separate or len(tensors) < MIN_TENSORS:
+            return out.finish([_encode_plain(t, out) for t in tensors])
+        batches, others = make_batches(tensors, places, out)
+        return out.finish([_encode_plain(tensors[n], out) for n in others], batches)
+    shared = Sharing(tensors)
+    out = Blobs(frames, sum([t.numel() * t.itemsize for t in tensors]) > MANY_BYTES)
+    return out.finish(
+        [
+            shared.encode_tensors(t, out)
+            if shared.shares(t)
+            else (_encode_plain if _plain(t) else _encode_other)(t, out)
+            for t in tensors
+        ]
+    )
+
+
+def _places(tensors: Sequence[torch.Tensor]) -> list[tuple[int, int]] | None:
+    """Address and size in bytes of each tensor; None unless all are plain and do not overlap."""
+    if not all([_plain(t) for t in tensors]):
+        return None
+    places = [(t.data_ptr(), t.nbytes) for t in tensors]
+    end = 0
+    for address, size in sorted(places):
+        if address < end:
+            return None
+        end = address + size
+    return places
+
+
+def _plain(t: torch.Tensor) -> bool:
+    return (
+        t.is_cpu
+        and t.layout is torch.strided
+        and t.is_contiguous()
+        and t.dim() <= MAX_DIMENSIONS
+        and not (t.is_conj() or t.is_neg() or t.is_quantized)
+    )
+
+
+def _encode_plain(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    number = out.add(t, t.data_ptr(), t.nbytes)
+    return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), (), 0, number, t.requires_grad)
+
+
+def _encode_other(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    """Encode a tensor that is not a contiguous tensor in host memory."""
+    if t.dim() > MAX_DIMENSIONS:
+        raise PayloadError(f"a tensor of {t.dim()} dimensions cannot be sent (at most {MAX_DIMENSIONS})")
+    if t.layout is torch.sparse_coo and t.is_cpu:
+        return _encode_coo(t, out)
+    if t.device.type == "meta":
+        return TensorDescriptor(
+            NAMES[t.dtype], tuple(t.shape), tuple(t.stride()), 0, 0, t.requires_grad, "meta"
+        )
+    if not t.is_cpu:
+        raise NoDeviceMapping(t.device)
+    if t.layout is not torch.strided or t.is_quantized:
+        return _encode_opaque(t, out)
+    plain = t.detach().resolve_conj().resolve_neg()
+    if _dense(plain):
+        number = out.add(plain, plain.data_ptr(), extent(plain) * plain.itemsize)
+        strides = tuple(plain.stride())
+    else:
+        number = out.add_packed(plain)
+        strides = ()
+    return TensorDescriptor(NAMES[t.dtype], tuple(t.shape), strides, 0, number, t.requires_grad)
+
+
+def _encode_coo(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    flat = t.detach()
+    parts = tuple(
+        (_encode_plain if _plain(p) else _encode_other)(p, out) for p in (flat._indices(), flat._values())
+    )
+    return TensorDescriptor(
+        NAMES[t.dtype],
+        tuple(t.shape),
+        requires_grad=t.requires_grad,
+        layout=Layout.COO,
+        coalesced=t.is_coalesced(),
+        parts=parts,
+    )
+
+
+def _encode_opaque(t: torch.Tensor, out: Blobs) -> TensorDescriptor:
+    file = io.BytesIO()
+    torch.save(t.detach(), file)
+    number = out.add_bytes(file.getvalue())
+    return TensorDescriptor(
+        NAMES[t.dtype],
+        tuple(t.shape),
+        blob=number,
+        requires_grad=t.requires_grad,
+        layout=Layout.OPAQUE,
+    )
+
+
+def _dense(t: torch.Tensor) -> bool:
+    """Whether sending the memory with gaps costs little more than packing (transposed, expanded)."""
+    reach = extent(t)
+    return reach <= t.numel() or reach * t.itemsize <= MAX_GAPPED_BYTES
