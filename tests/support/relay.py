@@ -65,6 +65,11 @@ class Relay:
         self._cut_all = True
         self._waker.send(b"\0")
 
+    @property
+    def connections(self) -> int:
+        """How many are forwarded now. :meth:`cut` takes effect in the relay's thread."""
+        return len(self._peers) // 2
+
     def stall(self) -> None:
         """Forward nothing, and accept nobody, until :meth:`resume`."""
         self._stalled = True
