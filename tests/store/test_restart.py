@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -23,6 +24,8 @@ from zmqgrad.store import Store, TCPStore
 from zmqgrad.store.requesters import ACK_SECONDS, RENEW_SECONDS
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.service import SWEEP_SECONDS
+from zmqgrad.wire.codec import decode, encode
+from zmqgrad.wire.messages import StoreDeleteKey, StoreNumber
 
 PATIENCE = 20.0
 
@@ -439,3 +442,21 @@ def test_acknowledged_writes_survive_sigkill_in_the_middle_of_writes(tmp_path: P
     process.terminate()
     assert process.communicate(timeout=60)[0] == ""
     assert process.returncode == 0
+
+
+def test_a_late_repetition_of_a_query_that_changed_nothing_changes_nothing(world: World) -> None:
+    """Meanwhile another client has made it a query that would."""
+    query = encode(StoreDeleteKey("key"), 0, 77, 1)
+    with (
+        TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as store,
+        zmq.Context() as context,
+        context.socket(zmq.DEALER) as dealer,
+    ):
+        dealer.linger, dealer.rcvtimeo = 0, int(PATIENCE * 1000)
+        dealer.connect(f"tcp://127.0.0.1:{world.server.port}")
+        for value in ("", "value"):
+            if value:
+                store.set("key", value)
+            dealer.send(query)
+            assert decode(dealer.recv())[1] == StoreNumber(0)
+        assert store.get("key") == b"value"
