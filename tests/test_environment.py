@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
+from pathlib import Path
+
 import pytest
 
 from zmqgrad import environment
-from zmqgrad.environment import Launch
+from zmqgrad.environment import Launch, Setting
 from zmqgrad.errors import ConfigurationError, RendezvousError
+from zmqgrad.rpc.options import RpcBackendOptions
 
 
 def test_nothing_is_set() -> None:
@@ -164,3 +169,15 @@ def test_how_long_to_look(text: str, means: int | None) -> None:
 def test_how_long_to_look_is_a_number(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"ZMQGRAD_SPIN_US is .* a number of microseconds"):
         environment.spin_us({"ZMQGRAD_SPIN_US": text})
+
+
+def test_the_page_of_settings_has_every_option_and_variable_by_its_name() -> None:
+    page = Path(__file__).parents[1].joinpath("docs/settings.md").read_text()
+    rows = [row.split(" | ")[:2] for row in page.splitlines() if row.startswith("| ")][1:]
+    options = {name for row in rows for name in re.findall(r"`(\w+)`", row[0])}
+    variables = {name for row in rows for name in re.findall(r"`(ZMQGRAD_\w+)`", row[1])}
+    settings = {s.variable for s in vars(environment).values() if isinstance(s, Setting)}
+    settings |= {environment.SECRET, environment.SECRET_FILE}
+    assert options == {field.name for field in dataclasses.fields(RpcBackendOptions)}
+    assert variables == {name for name in settings if name.startswith("ZMQGRAD_")}
+    assert set(re.findall(r"ZMQGRAD_\w+", page)) <= variables

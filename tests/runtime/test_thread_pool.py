@@ -1,4 +1,4 @@
-"""The engine pool: never more than it should be, never stuck."""
+"""The thread pool: never more than it should be, never stuck."""
 
 from __future__ import annotations
 

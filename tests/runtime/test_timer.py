@@ -1,4 +1,4 @@
-"""The timekeeper: each job at its time, in order, whatever the jobs do."""
+"""The timer thread: each job at its time, in order, whatever the jobs do."""
 
 from __future__ import annotations
 

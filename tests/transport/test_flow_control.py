@@ -256,7 +256,7 @@ class OverTcpWithCredit(OverZmq):
 
 
 class Desk:
-    """In the place of an engine pool: tasks lie here until the test begins them."""
+    """In the place of a thread pool: tasks lie here until the test begins them."""
 
     def __init__(self) -> None:
         self.tasks: SimpleQueue[Task] = SimpleQueue()

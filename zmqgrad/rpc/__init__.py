@@ -1,7 +1,7 @@
 """Calls and references: ``torch.distributed.rpc``'s public names, over any mailbox.
 
 Guarantees: the function of a call runs at most once, and exactly once while both processes live; every future
-is resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the engine pool;
+is resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the thread pool;
 R1 to R3 of :mod:`~zmqgrad.rpc.rref.protocol`.
 
 Modules: :mod:`~zmqgrad.rpc.worker` assembles :mod:`~zmqgrad.rpc.client` (outgoing requests) and

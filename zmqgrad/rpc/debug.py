@@ -18,7 +18,7 @@ def debug_info(worker: Worker) -> dict[str, Any]:
     Returns:
         ``worker``: name, id, requests sent and served. ``pending_calls``: the calls without a reply, with the
         seconds left. ``peers``: the members of the group, their state, the bytes in flight to them
-        (``on_the_way``) and what is ``waiting`` for credit. ``threads``: of the engine pool, by state.
+        (``on_the_way``) and what is ``waiting`` for credit. ``threads``: of the thread pool, by state.
         ``references``: values kept for other workers, forks that these hold, references held here. Upper
         layers add entries of their own (``autograd``: contexts).
     """

@@ -60,8 +60,8 @@ class RpcBackendOptions:
             ZMQGRAD_INFLIGHT_BYTES, or else 256 MB.
         io_threads: libzmq threads that read and write its sockets: more than one if several hosts send large
             data to this worker at a time. (Same-host messages mostly do not use them.)
-        look_us: how long (µs) a thread that waits for a message of this host spins before it blocks: quick
-            replies take half the time, at the cost of a core. 0 disables spinning. None: ZMQGRAD_LOOK_US, or
+        spin_us: how long (µs) a thread that waits for a message of this host spins before it blocks: quick
+            replies take half the time, at the cost of a core. 0 disables spinning. None: ZMQGRAD_SPIN_US, or
             else 8000.
         local_fast_path: send small messages between workers of one host through Unix sockets instead of
             libzmq: calls take a fifth of the time. None: ZMQGRAD_LOCAL_FAST_PATH, or else True

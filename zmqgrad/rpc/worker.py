@@ -1,6 +1,6 @@
 """The assembly of a worker: its parts, its start, its end, and what a lost peer means for each part.
 
-There may be several workers in one process. The threads of a worker are the receiver's, the engine pool's and
+There may be several workers in one process. The threads of a worker are the receiver's, the thread pool's and
 the timer's: the receiver sets outcomes and queues requests, engine threads run user code, and a thread that
 waits for a call decodes the reply itself.
 """

@@ -1,6 +1,6 @@
 """The receiving half of a mailbox: one thread at a time reads one ROUTER and one local listener.
 
-With an engine pool, that is a thread of the pool, and others stand by
+With a thread pool, that is a thread of the pool, and others stand by
 (:mod:`~zmqgrad.transport.leader_poller`, :meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without
 one, it is a thread of the receiver's own. It reads, decodes and hands on; it never runs user code and never
 stops for what a stranger sends (P5). Small messages of this host come by the fast path

@@ -1,4 +1,4 @@
-"""The door through which a tracer listens: every message, as it is sent and as it arrives.
+"""The hook of a tracer: it is called with every message that is sent or received.
 
 A tap must be quick and must not raise; it runs in the sending or the receiving thread. With no tap the
 cost is one comparison with None.

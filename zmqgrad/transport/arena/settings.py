@@ -11,8 +11,8 @@ from zmqgrad.errors import ConfigurationError
 THRESHOLD = 16 << 10
 """Messages whose frames have fewer bytes go through the socket.
 
-A message without frames of its own takes the short ways of small messages (the door, the lanes), so with the
-arena 20 KB there and back take four fifths of the time, and 96 KB seven tenths.
+A message without frames of its own can use the same-host fast path, so with shared memory a round trip of
+20 KB takes four fifths of the time, and one of 96 KB seven tenths.
 """
 
 SHARE = 4
