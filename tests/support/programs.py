@@ -466,15 +466,16 @@ def _in_place(step: InPlace, target: _Value, other: _Value, values: list[_Value]
     b = tensor
     if step.name not in _UNARY_IN_PLACE:
         b = other.use() if distinct else fresh(tensor, tensor)
-    alone = 0 not in tensor.stride() and not any(
-        target.shares_memory_with(v) for v in values if v is not target
-    )
+    aliases = [v for v in values if v is not target and target.shares_memory_with(v)]
+    alone = 0 not in tensor.stride() and not aliases
     distinct = distinct or step.name in _UNARY_IN_PLACE
     if world.in_place and target.received and not target.touched and distinct and alone:
         target.replace(in_place(tensor, b))
     else:
         target.replace(fresh(tensor, b))
-    target.touched = True  # in place or not: what is there now may be what an operation has saved
+    # In place or not: what is there now, and the memory it shared before, may be what an operation has saved.
+    for value in (target, *aliases):
+        value.touched = True
 
 
 def _constant() -> Tensor:
