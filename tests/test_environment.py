@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from zmqgrad import environment
-from zmqgrad.environment import Launch, Setting
+from zmqgrad.environment import LauncherInfo, Setting
 from zmqgrad.errors import ConfigurationError, RendezvousError
 from zmqgrad.rpc.options import RpcBackendOptions
 
 
 def test_nothing_is_set() -> None:
-    assert environment.read_launch({}) == Launch()
+    assert environment.read_launch({}) == LauncherInfo()
     assert not environment.agent_serves_store({})
     assert not environment.allows_insecure({})
     assert not environment.has_secret({})
@@ -25,7 +25,7 @@ def test_all_is_set() -> None:
     launch = environment.read_launch(
         {"MASTER_ADDR": "host", "MASTER_PORT": "29500", "RANK": " 3 ", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}
     )
-    assert launch == Launch("host", 29500, 3, 4, 1)
+    assert launch == LauncherInfo("host", 29500, 3, 4, 1)
     assert environment.has_secret({"ZMQGRAD_SECRET": "s"})
     assert environment.has_secret({"ZMQGRAD_SECRET_FILE": "s"})
 
@@ -64,9 +64,9 @@ def test_a_switch_between_on_and_off() -> None:
 
 def test_what_is_missing_says_where_it_was_looked_for() -> None:
     assert "not found in the environment; set MASTER_ADDR, or start" in str(
-        environment.missing("MASTER_ADDR")
+        environment.missing_variable("MASTER_ADDR")
     )
-    said = str(environment.missing("RANK", "the argument rank"))
+    said = str(environment.missing_variable("RANK", "the argument rank"))
     assert "in the environment and the argument rank, nor was OMPI_COMM_WORLD_RANK (Open MPI) or" in said
     assert "SLURM_PROCID (Slurm); set RANK, give it as the argument rank, or" in said
 
@@ -102,7 +102,7 @@ def test_slurm() -> None:
 
 def test_a_batch_script_of_slurm_is_no_worker() -> None:
     batch = {name: value for name, value in SRUN.items() if "STEP" not in name}
-    assert environment.read_launch(batch) == Launch()
+    assert environment.read_launch(batch) == LauncherInfo()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from tests.support.processes import free_port, run_processes
 from zmqgrad.errors import ConfigurationError, RendezvousError, StoreTimeoutError
-from zmqgrad.interop import TorchStore, as_torch_store, meet, register_with_torch
+from zmqgrad.interop import TorchStore, as_torch_store, register_with_torch, rendezvous_handler
 from zmqgrad.store import HashStore, TCPStore
 
 PATIENCE = 20.0
@@ -105,7 +105,7 @@ def test_what_is_no_store_of_ours_is_refused() -> None:
         as_torch_store(dist.HashStore())
     register_with_torch()
     with pytest.raises(ConfigurationError, match="does not take color"):
-        next(meet("zmq://127.0.0.1:1", color="red"))
+        next(rendezvous_handler("zmq://127.0.0.1:1", color="red"))
     with pytest.raises(RendezvousError, match="lacks a host or a port"):
         next(iter(dist.rendezvous("zmq://here", 0, 1)))
 

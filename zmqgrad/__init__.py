@@ -49,7 +49,7 @@ def _register_with_torch() -> None:
 
 
 def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
-    results: Iterator[Any] = importlib.import_module("zmqgrad.interop").meet(url, **options)
+    results: Iterator[Any] = importlib.import_module("zmqgrad.interop").rendezvous_handler(url, **options)
     return results
 
 

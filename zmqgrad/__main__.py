@@ -1,6 +1,6 @@
-"""The ``zmqgrad`` command, also as ``python -m zmqgrad``: finds the subcommand and hands over to it.
+"""The ``zmqgrad`` command, also as ``python -m zmqgrad``: finds the subcommand and executes it.
 
-Only the module of the command that is asked for is loaded: a launcher must not wait for what a store needs.
+Loads only the module of the requested command, so that the launcher starts fast.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from zmqgrad.errors import ConfigurationError
 
 
 class Command(Protocol):
-    """What a module of :mod:`zmqgrad.cli` has to offer to be a command."""
+    """Interface of a module of :mod:`zmqgrad.cli` that implements a command."""
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None: ...
 
@@ -25,11 +25,11 @@ class Command(Protocol):
 
 
 _COMMANDS = {
-    "doctor": "Tell whether this host is fit to run workers, and what would be chosen.",
+    "doctor": "Check whether this host can run workers, and which transports they would use.",
     "run": "Start a script as several workers on this host.",
-    "store": "Serve a key-value store, or look into one that runs.",
+    "store": "Serve a key-value store, or access a running one.",
 }
-"""What each command is for; ``zmqgrad.cli.<name>`` is its module."""
+"""Commands with their help texts; ``zmqgrad.cli.<name>`` is the module."""
 
 EXIT_USAGE = 2
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(_unknown(name))
     arguments = parser.parse_args(argv)
     if command is None:
-        parser.error("a command is missing")  # options alone, and none that ends here
+        parser.error("a command is missing")  # only options were given
     try:
         return command.execute(arguments)
     except ConfigurationError as error:

@@ -110,14 +110,14 @@ _MEANINGS = {
     "MASTER_ADDR": "the host on which rank 0 runs",
     "MASTER_PORT": "the port at which rank 0 serves the store",
     "RANK": "the rank of this worker, from 0 to WORLD_SIZE - 1",
-    "WORLD_SIZE": "how many workers there are",
+    "WORLD_SIZE": "the number of workers",
     "LOCAL_RANK": "the rank of this worker on its host",
-    "TORCHELASTIC_RESTART_COUNT": "how often the workers were restarted",
+    "TORCHELASTIC_RESTART_COUNT": "the number of restarts of the workers",
 }
 
 
 @dataclass(frozen=True)
-class Launch:
+class LauncherInfo:
     """Variables of this worker, set by a launcher (torchrun, ``zmqgrad run``, a script); None where unset."""
 
     master_addr: str | None = None
@@ -130,7 +130,7 @@ class Launch:
 
 
 class _Launcher(NamedTuple):
-    """A launcher with variables of its own. It started this process if the variable ``present`` is set."""
+    """Variables of a launcher. It started this process if the variable ``present`` is set."""
 
     name: str
     present: str
@@ -156,7 +156,7 @@ _PORTS = (20000, 30000)
 """Range (end exclusive) of the ports derived from job numbers."""
 
 
-def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
+def read_launch(environ: Mapping[str, str] = os.environ) -> LauncherInfo:
     """The launcher's variables.
 
     RANK, WORLD_SIZE and LOCAL_RANK, as set by torchrun and ``zmqgrad run``, are used if RANK or WORLD_SIZE is
@@ -173,7 +173,7 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> Launch:
     if not _text(environ, "RANK") and not _text(environ, "WORLD_SIZE"):
         launcher = next((each for each in _LAUNCHERS if _text(environ, each.present)), plain)
     address, port = _text(environ, "MASTER_ADDR"), _number(environ, "MASTER_PORT", 0, MAX_PORT)
-    return Launch(
+    return LauncherInfo(
         master_addr=_master_of(environ, launcher) if address is None else address,
         master_port=_port_of(environ, launcher) if port is None else port,
         rank=_number(environ, launcher.rank, 0),
@@ -189,7 +189,7 @@ def _text(environ: Mapping[str, str], name: str) -> str | None:
 
 
 def _master_of(environ: Mapping[str, str], launcher: _Launcher) -> str | None:
-    """The host of rank 0, if ``launcher`` tells it."""
+    """The host of rank 0, if ``launcher`` provides it."""
     if launcher is _SLURM:
         nodes = _text(environ, "SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
         return nodes and first_node(nodes)
@@ -261,8 +261,13 @@ def _meaning(name: str) -> str:
     return _MEANINGS[name]
 
 
-def missing(name: str, also: str | None = None) -> RendezvousError:
-    """The error for a required variable ``name`` that is unset. ``also``: another place that may set it."""
+def missing_variable(name: str, also: str | None = None) -> RendezvousError:
+    """The error for a required variable ``name`` that is unset.
+
+    Args:
+        name: the variable.
+        also: another place that may set the value, such as an argument.
+    """
     places = f"the environment{f' and {also}' if also else ''}"
     others = [
         f"{getattr(launcher, name.lower())} ({launcher.name})"
@@ -270,9 +275,9 @@ def missing(name: str, also: str | None = None) -> RendezvousError:
         if hasattr(launcher, name.lower())
     ]
     nor = f", nor was {' or '.join(others)}" if others else ""
-    ways = f"set {name}{f', give it as {also}' if also else ''}, or start this program by a launcher"
-    said = f"environment variable {name} expected, but not set: {name} ({_MEANINGS[name]})"
-    return RendezvousError(f"{said} was not found in {places}{nor}; {ways}")
+    remedy = f"set {name}{f', give it as {also}' if also else ''}, or start this program by a launcher"
+    problem = f"environment variable {name} expected, but not set: {name} ({_MEANINGS[name]})"
+    return RendezvousError(f"{problem} was not found in {places}{nor}; {remedy}")
 
 
 def has_secret(environ: Mapping[str, str] = os.environ) -> bool:

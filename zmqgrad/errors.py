@@ -1,4 +1,4 @@
-"""The exception hierarchy. Each class tells who is at fault, and what can be done.
+"""The exception hierarchy. One class per kind of fault and remedy.
 
     ZmqgradError
     |-- ConfigurationError (ValueError)        invalid arguments or environment
@@ -8,7 +8,7 @@
     |       |-- RendezvousTimeoutError (TimeoutError)
     |       `-- DuplicateWorkerError           a worker of that name or rank already exists
     |-- ProtocolError                          malformed bytes from a peer
-    |   `-- SecretError                        the two ends do not have the same secret
+    |   `-- AuthenticationError                the two ends do not have the same secret
     |-- TransportError (RuntimeError)          sockets: closed, address in use, unknown peer
     |   |-- AddressInUseError
     |   |-- ClosedError
@@ -26,7 +26,7 @@
     |   |-- PayloadError (TypeError)           a value cannot be serialized or deserialized
     |   |-- FunctionNotFoundError (AttributeError)  the callee cannot import the function
     |   |-- OperatorError (TypeError)          a torch operator does not take these arguments
-    |   |-- RRefError                          an RRef used where it is not supported
+    |   |-- RRefError                          invalid use of an RRef
     |   `-- RemoteError                        user code failed remotely; its exception type is not available
     `-- AutogradError (RuntimeError)           contexts and backward passes
 
@@ -69,8 +69,12 @@ class ProtocolError(ZmqgradError):
     """A malformed message: wrong magic, version, type, size or field."""
 
 
-class SecretError(ProtocolError):
+class AuthenticationError(ProtocolError):
     """The two ends of a connection have different secrets, or only one of them has a secret."""
+
+
+SecretError = AuthenticationError
+"""The former name of :class:`AuthenticationError`."""
 
 
 class TransportError(ZmqgradError, RuntimeError):

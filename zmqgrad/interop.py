@@ -1,4 +1,4 @@
-"""Our stores for ``torch.distributed``: process groups (gloo, NCCL, ...) that meet over zmqgrad.
+"""Our stores for ``torch.distributed``: process groups (gloo, NCCL, ...) that use them for rendezvous.
 
     import torch.distributed as dist
     import zmqgrad.interop
@@ -7,11 +7,11 @@
     dist.init_process_group("gloo", store=zmqgrad.interop.as_torch_store(store), rank=rank, world_size=4)
 
 Importing this registers ``zmq://`` with torch; so do ``import zmqgrad.rpc``, and ``import zmqgrad`` after
-torch. It is a module of its own because it imports torch, which no store needs.
+torch. It is a separate module because it imports torch, which the stores do not need.
 
-torch refers only to the C++ part of a store. If its Python part were collected, all calls would fail, so
-:func:`as_torch_store` keeps the stores that it makes until they are closed. A store made by ``zmq://`` ends
-with the process group that was made with it.
+torch refers only to the C++ part of a store. If the Python part were collected, all calls would fail, so
+:func:`as_torch_store` keeps its stores alive until they are closed. A store made by ``zmq://`` is closed with
+its process group.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ _kept: set[TorchStore] = set()
 class TorchStore(CStore):  # type: ignore[misc]
     """A store of ours that torch can use. Call :func:`as_torch_store` to make one.
 
-    The methods are those that torch's C++ code looks up, under the names that it uses, and those that it
-    would otherwise handle itself.
+    It defines the methods that torch's C++ code looks up by name, and those that the C++ base class would
+    otherwise implement itself.
     """
 
     def __init__(self, store: Store) -> None:
@@ -153,17 +153,17 @@ def as_torch_store(store: Store) -> TorchStore:
         return store
     if not isinstance(store, Store):
         raise TypeError(f"expected a store of zmqgrad.store, not {type(store).__name__}")
-    made = TorchStore(store)
-    _kept.add(made)
-    return made
+    wrapped = TorchStore(store)
+    _kept.add(wrapped)
+    return wrapped
 
 
-def meet(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options: Any) -> Iterator[Any]:
-    """torch's handler of ``zmq://host:port?rank=..&world_size=..``: yields ``(store, rank, world_size)``.
+def rendezvous_handler(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options: Any) -> Iterator[Any]:
+    """Rendezvous handler for torch: yields ``(store, rank, world_size)`` for ``zmq://host:port?rank=..``.
 
-    Rank 0 serves the store. It is closed when the process group made with it is destroyed; if it was made for
-    something else, close it yourself. As with torch's ``tcp://``, a rendezvous at the same address works only
-    after rank 0 has destroyed its previous group.
+    Rank 0 serves the store. It is closed when its process group is destroyed; otherwise you must
+    close it. As with torch's ``tcp://``, a rendezvous at the same address works only after rank 0 has
+    destroyed its previous group.
 
     Raises:
         ConfigurationError: for options other than ``timeout``.
@@ -190,9 +190,9 @@ def _default_group() -> Any:
 def register_with_torch() -> None:
     """Register ``zmq://`` with torch, unless that was done before."""
     try:
-        register(SCHEME, meet)
+        register(SCHEME, rendezvous_handler)
     except RuntimeError:
-        pass  # zmqgrad/__init__ has registered a handler that forwards to meet()
+        pass  # zmqgrad/__init__ has registered a handler that forwards to rendezvous_handler()
 
 
 def connect_to_agent(host: str, port: int, timeout: timedelta) -> Any:

@@ -1,17 +1,17 @@
-"""Rendezvous: a URL tells how workers find each other; the result is a store, a rank and a world size.
+"""Rendezvous: turns a URL into a store, a rank and a world size.
 
-``rendezvous(url)`` is a generator, as torch's is. Only its first item is of use: asking for a second raises,
-because no handler here supports re-rendezvous. Handlers are registered by scheme:
+``rendezvous(url)`` is a generator, as torch's is. It yields one item: asking for a second raises, because
+no handler here supports re-rendezvous. Handlers are registered by scheme:
 
 - ``env://``: MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from the environment, or what Slurm or Open MPI
-  set (:func:`zmqgrad.environment.read_launch`); ``?rank=..&world_size=..`` and the arguments of
+  set (:func:`~zmqgrad.environment.read_launch`); ``?rank=..&world_size=..`` and the arguments of
   :func:`rendezvous` override it.
 - ``tcp://host:port?rank=..&world_size=..``, also as ``zmq://``: from the URL and the arguments.
 - ``file:///path?rank=..&world_size=..``: likewise, through a file on a file system that all workers share. It
   must not exist yet, and is deleted with the last store that is closed.
 
 With ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The
-agent of ``torchrun`` serves one of torch's: rank 0 then serves ours :mod:`beside <zmqgrad.store.sidecar>` it.
+agent of ``torchrun`` serves a store of torch's: rank 0 then serves a :mod:`sidecar <zmqgrad.store.sidecar>`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from numbers import Integral
 from typing import NamedTuple
 from urllib.parse import parse_qsl, urlsplit
 
-from zmqgrad.environment import MAX_PORT, agent_serves_store, missing, read_launch, torchrun_attempt
+from zmqgrad.environment import MAX_PORT, agent_serves_store, missing_variable, read_launch, torchrun_attempt
 from zmqgrad.errors import (
     RendezvousError,
     RendezvousTimeoutError,
@@ -136,7 +136,7 @@ def open_store(
         timeout: how long to wait for the store to reply, and the store's own timeout.
 
     Returns:
-        the store, and the rank; None if ``rank`` was None.
+        The store, and the rank, which is None if ``rank`` was None.
 
     Raises:
         RendezvousError, RendezvousTimeoutError, ConfigurationError: as :func:`rendezvous`.
@@ -158,15 +158,15 @@ def _rank_of(request: Request) -> int:
         raise _missing_parameter("rank", request)
     rank = read_launch().rank
     if rank is None:
-        raise missing("RANK", "the argument rank")
+        raise missing_variable("RANK", "the argument rank")
     return rank
 
 
 def parse(url: str) -> Request:
-    """Parse ``url``. Of settings given twice, the last counts.
+    """Parse ``url``. The last of repeated settings applies.
 
     Raises:
-        RendezvousError: naming what is invalid.
+        RendezvousError: if a part is invalid; the message names it.
     """
     try:
         parts = urlsplit(url)
@@ -209,7 +209,7 @@ def _once(find: Callable[[Request, timedelta | float], RendezvousResult]) -> Han
     def handler(url: str, timeout: timedelta | float = DEFAULT_TIMEOUT) -> Iterator[RendezvousResult]:
         yield find(parse(url), timeout)
         raise RendezvousError(
-            f"{url!r} cannot meet a second time: call rendezvous() anew, or restart the workers"
+            f"{url!r} does not support re-rendezvous: call rendezvous() again, or restart the workers"
         )
 
     return handler
@@ -238,7 +238,7 @@ def _env(request: Request, timeout: timedelta | float) -> RendezvousResult:
     rank = _rank_of(request)
     world_size = launch.world_size if request.world_size is None else request.world_size
     if world_size is None:
-        raise missing("WORLD_SIZE", "the argument world_size")
+        raise missing_variable("WORLD_SIZE", "the argument world_size")
     rank_from = launch.rank_from if request.rank is None else "an argument"
     size_from = launch.world_size_from if request.world_size is None else "an argument"
     check_rank(rank, world_size, f"the rank from {rank_from}, the world size from {size_from}")
@@ -274,8 +274,8 @@ def _serve_or_connect(
     if request.scheme == "env":
         host, port = launch.master_addr, launch.master_port
         if host is None or port is None:
-            raise missing("MASTER_ADDR" if host is None else "MASTER_PORT")
-        where = f"the environment, which says {host}:{port}"
+            raise missing_variable("MASTER_ADDR" if host is None else "MASTER_PORT")
+        where = f"the environment, {host}:{port}"
     else:
         if request.host is None or request.port is None:
             raise RendezvousError(f"{request.url!r} lacks a {'host' if request.host is None else 'port'}")
@@ -305,7 +305,7 @@ def _serve_or_connect(
         raise RendezvousError(f"rendezvous by {where}: {e}") from e
     except TransportError as e:
         raise RendezvousError(f"rank 0 cannot serve the store at {host}:{port} ({where}): {e}") from e
-    # The agent has keys of its own in the same store.
+    # The agent keeps its own keys in the same store.
     return PrefixStore("/worker", store, owned=True) if by_agent else store
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from zmqgrad.__main__ import main
 from zmqgrad.cli import checks
-from zmqgrad.cli.checks import Check, State, all_checks
+from zmqgrad.cli.checks import Check, Status, all_checks
 from zmqgrad.cli.doctor import table
 from zmqgrad.transport import about
 
@@ -71,7 +71,7 @@ def test_what_the_system_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(about, "arena_problem", lambda: "no memfd")
     monkeypatch.setattr(about, "ipc_problem", lambda: "no ipc")
     monkeypatch.setattr(about, "has_curve", lambda: False)
-    assert [found(name).state for name in ("memfd", "ipc", "libsodium")] == [State.WARNING] * 3
+    assert [found(name).status for name in ("memfd", "ipc", "libsodium")] == [Status.WARNING] * 3
 
 
 @pytest.fixture
@@ -85,15 +85,15 @@ def taken() -> Iterator[int]:
 def test_the_variables_of_a_launcher(monkeypatch: pytest.MonkeyPatch, taken: int) -> None:
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", str(taken))
-    assert found("address") == Check("address", State.OK, "127.0.0.1 (faces MASTER_ADDR 127.0.0.1)")
-    assert found("port").state is State.WARNING
+    assert found("address") == Check("address", Status.OK, "127.0.0.1 (faces MASTER_ADDR 127.0.0.1)")
+    assert found("port").status is Status.WARNING
     assert str(taken) in found("port").found
     monkeypatch.setenv("MASTER_PORT", "many")
-    assert found("port").state is State.BAD
+    assert found("port").status is Status.BAD
     assert "MASTER_PORT" in found("port").found
     monkeypatch.setenv("MASTER_PORT", "0")
     monkeypatch.setenv("MASTER_ADDR", "no-such-host.invalid")
-    assert found("address").state is State.BAD
+    assert found("address").status is Status.BAD
 
 
 def test_an_address_that_others_reach_is_refused_while_nothing_protects_it(
@@ -102,19 +102,19 @@ def test_an_address_that_others_reach_is_refused_while_nothing_protects_it(
     monkeypatch.setenv("MASTER_ADDR", "198.51.100.7")  # of documentation: nobody has it
     monkeypatch.setattr(checks, "facing_address", lambda host, port: "203.0.113.5")
     check = found("address")
-    assert check.state is State.BAD
+    assert check.status is Status.BAD
     assert "ZMQGRAD_ALLOW_INSECURE" in check.advice
     monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
-    assert found("address") == Check("address", State.OK, "203.0.113.5 (faces MASTER_ADDR 198.51.100.7)")
+    assert found("address") == Check("address", Status.OK, "203.0.113.5 (faces MASTER_ADDR 198.51.100.7)")
 
 
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks.resource, "getrlimit", lambda which: (256, 4096))
-    assert found("limits") == Check("limits", State.WARNING, "256 open files allowed", "ulimit -n 4096")
+    assert found("limits") == Check("limits", Status.WARNING, "256 open files allowed", "ulimit -n 4096")
 
 
 def test_the_table_is_aligned() -> None:
-    shown = table([Check("a", State.OK, "one"), Check("longer", State.BAD, "two", "do this")])
+    shown = table([Check("a", Status.OK, "one"), Check("longer", Status.BAD, "two", "do this")])
     assert shown == "  ok  a       one\n BAD  longer  two\n              -> do this\n"
 
 
@@ -123,8 +123,8 @@ def test_the_table_is_aligned() -> None:
 def test_two_workers_are_tried() -> None:
     check = all_checks()[-1]
     assert check.name == "self-test"
-    assert check.state is State.OK, check.found
-    assert re.search(r"\d+ us an empty call, [\d.]+ ms for 64 MB there and back by", check.found)
+    assert check.status is Status.OK, check.found
+    assert re.search(r"\d+ us per empty call, [\d.]+ ms per round trip of 64 MB by", check.found)
 
 
 @pytest.mark.slow
@@ -133,5 +133,5 @@ def test_workers_that_cannot_start(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", "/nowhere")
     monkeypatch.setattr(checks.sys, "executable", "/bin/false")
     check = all_checks()[-1]
-    assert check.state is State.BAD
+    assert check.status is Status.BAD
     assert "worker 0 failed" in check.found

@@ -51,7 +51,7 @@ def test_interrupted_and_given_up() -> None:
     outcome = Outcome(exit_code=130, interrupted_by=signal.SIGINT, ended=(0, 1, 2), given_up=(0, 1, 2))
     assert failure_report(outcome, lambda rank: []) == [
         "stopped by SIGINT",
-        "workers 0, 1 and 2 were still there: SIGKILL did not move them in time",
+        "workers 0, 1 and 2 were still running: SIGKILL did not end them in time",
     ]
 
 

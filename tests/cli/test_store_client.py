@@ -83,14 +83,14 @@ def test_keys(ask: Ask, store: TCPStore) -> None:
 
 def test_what_is_not_there(ask: Ask, store: TCPStore) -> None:
     store.set("k", "1")
-    assert ask("get", "nope") == (3, "", "zmqgrad store get: not there: 'nope'\n")
+    assert ask("get", "nope") == (3, "", "zmqgrad store get: no such key: 'nope'\n")
     assert ask("wait", "k") == (0, "", "")
     assert ask("wait", "k", "x", "y", "--timeout", "0.01") == (
         3,
         "",
-        "zmqgrad store wait: not there: 'x', 'y'\n",
+        "zmqgrad store wait: no such key: 'x', 'y'\n",
     )
-    assert ask("delete", "k", "x") == (3, "", "zmqgrad store delete: not there: 'x'\n")
+    assert ask("delete", "k", "x") == (3, "", "zmqgrad store delete: no such key: 'x'\n")
     assert not store.check(["k"])
 
 

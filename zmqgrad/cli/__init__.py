@@ -1,5 +1,6 @@
-"""The command line: ``zmqgrad run`` and others. Arguments in, text and exit codes out.
+"""The ``zmqgrad`` command: arguments in, text and exit codes out.
 
-Imports nothing that imports torch, so that a command answers at once and a launcher stays small. Start
-reading at :mod:`zmqgrad.cli.run`; what is decided, and when, is in :mod:`zmqgrad.cli.supervision`.
+``run`` starts the workers of one host; ``store`` serves a store or accesses one; ``doctor`` checks this host.
+Nothing here imports torch, so commands start fast and the launcher stays small. Start with
+:mod:`zmqgrad.cli.run`. :mod:`zmqgrad.cli.supervision` holds the launcher's decisions and is pure.
 """

@@ -23,11 +23,11 @@ from zmqgrad.transport.security import keys_of
 SELF_TEST_SECONDS = 120.0
 """Time limit of the two workers of the self-test, including importing torch."""
 
-FEW_FILES = 1024
-"""With a lower limit on open files, a group of a few dozen workers may fail."""
+MIN_OPEN_FILES = 1024
+"""Below this limit on open files, a group of a few dozen workers may fail."""
 
 
-class State(enum.Enum):
+class Status(enum.Enum):
     """Status of a check. A NOTE is informational; BAD means that workers cannot run."""
 
     OK = enum.auto()
@@ -40,14 +40,14 @@ class Check(NamedTuple):
     """Result of a check: its subject, status, findings, and the remedy."""
 
     name: str
-    state: State
+    status: Status
     found: str
     advice: str = ""
 
 
 def all_checks(self_test: bool = True) -> list[Check]:
     """All checks, in the order of the report."""
-    checks = [look() for look in _LOOKS]
+    checks = [check() for check in _CHECKS]
     if self_test:
         checks.append(_self_test())
     return checks
@@ -55,7 +55,7 @@ def all_checks(self_test: bool = True) -> list[Check]:
 
 def _versions() -> Check:
     found = [f"zmqgrad {__version__}", f"Python {platform.python_version()}", platform.platform(terse=True)]
-    return Check("versions", State.OK, ", ".join(found))
+    return Check("versions", Status.OK, ", ".join(found))
 
 
 def _packages() -> Check:
@@ -67,17 +67,17 @@ def _packages() -> Check:
             absent.append(name)
     if absent:
         return Check(
-            "packages", State.BAD, f"missing: {', '.join(absent)}", f"pip install {' '.join(absent)}"
+            "packages", Status.BAD, f"missing: {', '.join(absent)}", f"pip install {' '.join(absent)}"
         )
-    return Check("packages", State.OK, ", ".join(found))
+    return Check("packages", Status.OK, ", ".join(found))
 
 
 def _encryption() -> Check:
     if about.has_curve():
-        return Check("libsodium", State.OK, "libzmq can encrypt (CURVE)")
+        return Check("libsodium", Status.OK, "libzmq can encrypt (CURVE)")
     return Check(
         "libsodium",
-        State.WARNING,
+        Status.WARNING,
         "libzmq was built without CURVE: nothing can be encrypted",
         "install pyzmq from a wheel, which brings libsodium",
     )
@@ -86,75 +86,75 @@ def _encryption() -> Check:
 def _ipc() -> Check:
     problem = about.ipc_problem()
     if problem:
-        return Check("ipc", State.WARNING, f"not usable ({problem}): workers of this host will meet by tcp")
-    return Check("ipc", State.OK, "chosen between workers of this host")
+        return Check("ipc", Status.WARNING, f"not usable ({problem}): workers of this host will use tcp")
+    return Check("ipc", Status.OK, "chosen between workers of this host")
 
 
 def _shared_memory() -> Check:
     problem = about.arena_problem()
     if problem:
         return Check(
-            "memfd", State.WARNING, f"{problem}: large tensors go through sockets, many times slower"
+            "memfd", Status.WARNING, f"{problem}: large tensors go through sockets, many times slower"
         )
-    return Check("memfd", State.OK, "chosen for large tensors between workers of this host and user")
+    return Check("memfd", Status.OK, "chosen for large tensors between workers of this host and user")
 
 
 def _interfaces() -> Check:
     names = [name for _, name in socket.if_nameindex()]
-    return Check("interfaces", State.OK, ", ".join(names) or "none")
+    return Check("interfaces", Status.OK, ", ".join(names) or "none")
 
 
 def _address() -> Check:
-    """The address at which workers of other hosts would reach this one."""
+    """The address at which workers on other hosts would reach this one."""
     try:
         launch = environment.read_launch()
     except ConfigurationError as e:
-        return Check("address", State.BAD, str(e))
+        return Check("address", Status.BAD, str(e))
     host = launch.master_addr or "127.0.0.1"
-    why = f"faces MASTER_ADDR {host}" if launch.master_addr else "MASTER_ADDR is not set: this host alone"
+    why = f"faces MASTER_ADDR {host}" if launch.master_addr else "MASTER_ADDR is not set: this host only"
     try:
         facing = facing_address(host, launch.master_port or 0)
         check_exposure(f"tcp://{facing}:0", keys_of() is not None)
     except OSError as e:
-        return Check("address", State.BAD, f"no way leads to MASTER_ADDR {host}: {e}")
+        return Check("address", Status.BAD, f"no route to MASTER_ADDR {host}: {e}")
     except ConfigurationError as e:
-        return Check("address", State.BAD, f"{facing} ({why})", str(e))
-    return Check("address", State.OK, f"{facing} ({why})")
+        return Check("address", Status.BAD, f"{facing} ({why})", str(e))
+    return Check("address", Status.OK, f"{facing} ({why})")
 
 
 def _port() -> Check:
     try:
         launch = environment.read_launch()
     except ConfigurationError as e:
-        return Check("port", State.BAD, str(e))
+        return Check("port", Status.BAD, str(e))
     if launch.master_port is None:
-        return Check("port", State.NOTE, "MASTER_PORT is not set: zmqgrad run takes a free one")
+        return Check("port", Status.NOTE, "MASTER_PORT is not set: zmqgrad run picks a free one")
     try:
         usable_port("127.0.0.1", launch.master_port)
     except ConfigurationError as e:
-        return Check("port", State.WARNING, f"MASTER_PORT {launch.master_port} is in use: {e}")
-    return Check("port", State.OK, f"MASTER_PORT {launch.master_port} is free here")
+        return Check("port", Status.WARNING, f"MASTER_PORT {launch.master_port} is in use: {e}")
+    return Check("port", Status.OK, f"MASTER_PORT {launch.master_port} is free here")
 
 
 def _open_files() -> Check:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     found = f"{soft} open files allowed"
-    if soft < FEW_FILES:
-        return Check("limits", State.WARNING, found, f"ulimit -n {hard if hard > 0 else 65536}")
-    return Check("limits", State.OK, found)
+    if soft < MIN_OPEN_FILES:
+        return Check("limits", Status.WARNING, found, f"ulimit -n {hard if hard > 0 else 65536}")
+    return Check("limits", Status.OK, found)
 
 
 def _secret() -> Check:
     try:
         if keys_of() is not None:
             name = environment.SECRET if environment.secret() else environment.SECRET_FILE
-            return Check("secret", State.OK, f"{name} is set: traffic between hosts is encrypted")
+            return Check("secret", Status.OK, f"{name} is set: traffic between hosts is encrypted")
     except ConfigurationError as e:
-        return Check("secret", State.BAD, "it cannot be used", str(e))
-    return Check("secret", State.NOTE, f"{environment.SECRET} is not set: workers listen on loopback only")
+        return Check("secret", Status.BAD, "the secret cannot be used", str(e))
+    return Check("secret", Status.NOTE, f"{environment.SECRET} is not set: workers listen on loopback only")
 
 
-_LOOKS: tuple[Callable[[], Check], ...] = (
+_CHECKS: tuple[Callable[[], Check], ...] = (
     _versions,
     _packages,
     _encryption,
@@ -182,26 +182,26 @@ def _self_test() -> Check:
         for rank, environ in enumerate(environments)
     ]
     try:
-        said = [worker.communicate(timeout=SELF_TEST_SECONDS) for worker in workers]
+        outputs = [worker.communicate(timeout=SELF_TEST_SECONDS) for worker in workers]
     except subprocess.TimeoutExpired:
-        return Check("self-test", State.BAD, f"two workers did not finish within {SELF_TEST_SECONDS:.0f} s")
+        return Check("self-test", Status.BAD, f"two workers did not finish within {SELF_TEST_SECONDS:.0f} s")
     finally:
         for worker in workers:
             worker.kill()
             worker.wait()
     for rank, worker in enumerate(workers):
         if worker.returncode:
-            last = said[rank][1].decode(errors="replace").strip().splitlines()[-1:]
-            return Check("self-test", State.BAD, f"worker {rank} failed: {''.join(last)}")
-    return _judge(json.loads(said[0][0]))
+            last = outputs[rank][1].decode(errors="replace").strip().splitlines()[-1:]
+            return Check("self-test", Status.BAD, f"worker {rank} failed: {''.join(last)}")
+    return _self_test_result(json.loads(outputs[0][0]))
 
 
-def _judge(report: dict[str, float | str | bool]) -> Check:
+def _self_test_result(report: dict[str, float | str | bool]) -> Check:
     path = {"arena": "shared memory", "frames": "sockets"}.get(str(report["path"]), str(report["path"]))
     found = (
-        f"two workers: {report['call_us']:.0f} us an empty call, {report['tensor_ms']:.1f} ms for 64 MB "
-        f"there and back by {path}"
+        f"two workers: {report['call_us']:.0f} us per empty call, {report['tensor_ms']:.1f} ms per "
+        f"round trip of 64 MB by {path}"
     )
     if not report["tensor_right"]:
-        return Check("self-test", State.BAD, f"{found}, which came back changed")
-    return Check("self-test", State.OK, found)
+        return Check("self-test", Status.BAD, f"{found}; the returned tensor differs from the sent one")
+    return Check("self-test", Status.OK, found)

@@ -1,6 +1,6 @@
-"""``zmqgrad doctor``: checks whether this host can run workers, and which options apply.
+"""``zmqgrad doctor``: checks whether this host can run workers, and which transports would be used.
 
-Shows a table and ends with 0 if workers can run here, or with 1, naming what is in the way.
+Prints a table. The exit code is 0 if workers can run here, otherwise 1.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from zmqgrad.cli.checks import Check, State, all_checks
+from zmqgrad.cli.checks import Check, Status, all_checks
 
 EXIT_UNFIT = 1
 
-_MARKS = {State.OK: "ok", State.NOTE: "--", State.WARNING: "WARN", State.BAD: "BAD"}
+_MARKS = {Status.OK: "ok", Status.NOTE: "--", Status.WARNING: "WARN", Status.BAD: "BAD"}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad doctor``."""
     parser.add_argument(
-        "--no-self-test", action="store_true", help="start no workers (the test takes some seconds)"
+        "--no-self-test", action="store_true", help="start no workers (the self-test takes a few seconds)"
     )
 
 
@@ -27,7 +27,7 @@ def execute(arguments: argparse.Namespace) -> int:
     """Run the checks, print the report, and return the exit code."""
     checks = all_checks(self_test=not arguments.no_self_test)
     sys.stdout.write(table(checks))
-    bad = [check.name for check in checks if check.state is State.BAD]
+    bad = [check.name for check in checks if check.status is Status.BAD]
     if bad:
         print(f"\nworkers cannot run well here: see {', '.join(bad)}")
         return EXIT_UNFIT
@@ -40,7 +40,7 @@ def table(checks: Sequence[Check]) -> str:
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
-        lines.append(f"{_MARKS[check.state]:>4}  {check.name:<{width}}  {check.found}\n")
+        lines.append(f"{_MARKS[check.status]:>4}  {check.name:<{width}}  {check.found}\n")
         if check.advice:
             lines.append(f"{'':>4}  {'':<{width}}  -> {check.advice}\n")
     return "".join(lines)

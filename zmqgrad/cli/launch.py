@@ -1,7 +1,7 @@
 """Runs a group of workers to completion: one thread with one loop over output, exits, signals and time.
 
 Carries out what :mod:`zmqgrad.cli.supervision` decides. When :func:`launch` returns or raises, no
-worker is left, nor anything that a worker has started in its session.
+worker is left, nor any process that a worker has started in its session.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from zmqgrad.cli.supervision import (
 from zmqgrad.cli.workers import Window, WorkerProcess
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 
-_REMNANT_GRACE = 0.5
-_REMNANT_LOOK = 0.01
+_ORPHAN_GRACE_SECONDS = 0.5
+_ORPHAN_POLL_SECONDS = 0.01
 
 
 @dataclass(frozen=True)
 class Group:
     """The group to launch: one command, and an environment for each worker.
 
-    ``label`` gives the bytes that begin each line of a worker on a descriptor. ``terminals``: those of the
-    descriptors 1 and 2 that are terminals, and their sizes; worker 0 may draw there. ``log_dir`` gets a
-    copy of all output, in a file for each worker and stream.
+    Attributes:
+        label: returns the label of a worker's lines, by rank and file descriptor.
+        terminals: the terminals among descriptors 1 and 2, with their sizes; worker 0 may draw there.
+        log_dir: directory for a copy of all output, one file per worker and stream.
     """
 
     command: Sequence[str]
@@ -50,10 +51,10 @@ class Group:
 def launch(group: Group, clock: Clock = MONOTONIC) -> tuple[Outcome, Callable[[int], list[str]]]:
     """Run all workers of ``group``. Returns the result, and a function for the last stderr lines of a worker.
 
-    Must be called on the main thread: signals to this process are taken in until it returns.
+    Must be called on the main thread, because it handles the signals to this process until it returns.
 
     Raises:
-        OSError: a worker could not be started.
+        OSError: if a worker cannot be started.
     """
     with ExitStack() as cleanup:
         signals = cleanup.enter_context(SignalInbox())
@@ -81,7 +82,7 @@ def _supervise(
     while True:
         listener.wait(Deadline(supervisor.deadline, clock).timeout())
         events: list[Event] = [SignalReceived(signum) for signum in signals.take()]
-        if listener.reader_gone and supervisor.is_running:
+        if listener.output_closed and supervisor.is_running:
             events.append(SignalReceived(signal.SIGPIPE))
         for worker in list(running):
             if (code := worker.poll()) is not None:
@@ -100,8 +101,8 @@ def _supervise(
 def _end_orphans(workers: Sequence[WorkerProcess], listener: Listener, clock: Clock) -> None:
     """End orphan processes of workers: SIGTERM first, as some of them clean up (shared memory)."""
     orphans = [worker for worker in workers if worker.signal(signal.SIGTERM)]
-    deadline = Deadline.after(_REMNANT_GRACE, clock)
+    deadline = Deadline.after(_ORPHAN_GRACE_SECONDS, clock)
     while orphans and not deadline.passed():
-        # The kernel tells nobody when a group has become empty: this one wait has to look.
-        listener.wait(_REMNANT_LOOK)
+        # The kernel does not signal when a process group becomes empty, so this one wait polls.
+        listener.wait(_ORPHAN_POLL_SECONDS)
         orphans = [worker for worker in orphans if worker.signal(0)]

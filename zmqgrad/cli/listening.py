@@ -1,4 +1,4 @@
-"""Waits for the output of workers, and shows it. All waiting of the launcher's thread happens here."""
+"""Waits for the output of workers, and shows it. The launcher's thread blocks only here."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class _Source(NamedTuple):
 
 
 class Listener:
-    """Shows the streams of all workers on ``screen``. ``reader_gone``: the reader of our output is gone."""
+    """Shows the streams of all workers on ``screen``. ``output_closed``: our output has no reader."""
 
     def __init__(self, screen: Screen, signals: SignalInbox) -> None:
-        self.reader_gone = False
+        self.output_closed = False
         self._screen = screen
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
@@ -77,12 +77,12 @@ class Listener:
             self._guarded(lambda: self._screen.lines(stream.fd, stream.label, lines))
 
     def _guarded(self, write: Callable[[], None]) -> None:
-        if self.reader_gone:
+        if self.output_closed:
             return
         try:
             write()
         except BrokenPipeError:  # as in "| head"
-            self.reader_gone = True
+            self.output_closed = True
 
 
 def write_all(fd: int, data: bytes) -> None:

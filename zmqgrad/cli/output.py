@@ -1,8 +1,8 @@
 r"""Output of the workers: split into lines, labelled, and merged into one terminal.
 
-Whole lines simply get a label. A driver that draws a progress bar is different: it writes ``\r`` and
-escape sequences and no newline for minutes. Its bytes pass through (:meth:`Screen.live`), with the label
-put in front of each line it begins; a line from another worker is written above the unfinished one.
+Whole lines get a label. A program that draws a progress bar writes ``\r`` and escape sequences, and no
+newline for minutes. Its bytes pass through (:meth:`Screen.live`) with a label at the start of each line; a
+line from another worker is written above the unterminated one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def without_escapes(line: bytes) -> bytes:
 
 
 class Screen:
-    """Writes what all workers say to file descriptors 1 and 2, of which some may be one terminal.
+    """Writes the output of all workers to file descriptors 1 and 2, which may be the same terminal.
 
     Args:
         write: writes all of some bytes to a descriptor.
@@ -65,7 +65,7 @@ class Screen:
         self._write = write
         self._terminals = frozenset(terminals)
         self._unfinished = b""
-        """What stands in the terminal's last row, label included, where somebody left it without an end."""
+        """Contents of the terminal's last row, with its label, if the line is not terminated."""
         self._owner = 1
         self._held: dict[int, bytes] = {}
         self._was_live = False
@@ -94,7 +94,7 @@ class Screen:
                 self._unfinished = b""
             elif self._unfinished:
                 self._unfinished += token
-            elif not _moves(token):
+            elif not _moves_cursor(token):
                 out += label
                 self._unfinished = label + token
             out += token
@@ -109,6 +109,6 @@ class Screen:
             self._unfinished = b""
 
 
-def _moves(token: bytes) -> bool:
+def _moves_cursor(token: bytes) -> bool:
     """Whether this escape sequence moves the cursor or erases, so that the label must follow it."""
     return token.startswith(b"\x1b") and not token.endswith(b"m")

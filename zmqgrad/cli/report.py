@@ -12,33 +12,33 @@ _CHAINED = (
     "The above exception was the direct cause of the following exception:",
     "During handling of the above exception, another exception occurred:",
 )
-_LAST_LINES = 12
+_QUOTED_LINES = 12
 
 _HINTS = {
-    signal.SIGKILL: "nobody can catch this one; where nobody sent it, the system may have run out of memory",
-    signal.SIGSEGV: "PYTHONFAULTHANDLER=1 makes Python say where",
-    signal.SIGABRT: "PYTHONFAULTHANDLER=1 makes Python say where",
-    signal.SIGBUS: "PYTHONFAULTHANDLER=1 makes Python say where; a full /dev/shm is a common cause",
+    signal.SIGKILL: "the system may have run out of memory",
+    signal.SIGSEGV: "PYTHONFAULTHANDLER=1 makes Python print the traceback",
+    signal.SIGABRT: "PYTHONFAULTHANDLER=1 makes Python print the traceback",
+    signal.SIGBUS: "PYTHONFAULTHANDLER=1 makes Python print the traceback; a full /dev/shm is a common cause",
 }
 
 
 def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
-    """The lines of the final report, quotations indented; none on success.
+    """The lines of the final report, with quoted output indented. Empty on success.
 
     Args:
-        outcome: what the supervisor says.
-        stderr_tail: the last lines that a worker wrote to stderr.
+        outcome: the supervisor's result.
+        stderr_tail: returns the last lines that a worker wrote to stderr.
     """
     lines: list[str] = []
     if outcome.interrupted_by is not None:
         lines.append(f"stopped by {signal_name(outcome.interrupted_by)}")
     elif (failure := outcome.first_failure) is not None:
-        lines.append(f"worker {failure.rank} failed first: {_how(failure.code)}")
-        lines += _what_it_said(failure.rank, stderr_tail(failure.rank))
+        lines.append(f"worker {failure.rank} failed first: {_describe_exit(failure.code)}")
+        lines += _quote_stderr(failure.rank, stderr_tail(failure.rank))
         if outcome.ended:
             lines.append(f"{_workers(outcome.ended)} ended by the launcher")
     if outcome.given_up:
-        lines.append(f"{_workers(outcome.given_up)} still there: SIGKILL did not move them in time")
+        lines.append(f"{_workers(outcome.given_up)} still running: SIGKILL did not end them in time")
     return lines
 
 
@@ -61,18 +61,18 @@ def last_traceback(lines: Sequence[str]) -> list[str]:
     return list(lines[start:])
 
 
-def _how(code: int) -> str:
+def _describe_exit(code: int) -> str:
     if code > 0:
         return f"exit code {code}"
     hint = _HINTS.get(signal.Signals(-code)) if -code in set(signal.Signals) else None
     return f"killed by {signal_name(-code)}" + (f" ({hint})" if hint else "")
 
 
-def _what_it_said(rank: int, tail: Sequence[str]) -> list[str]:
-    said = last_traceback(tail) or [line for line in tail if line.strip()][-_LAST_LINES:]
-    if not said:
+def _quote_stderr(rank: int, tail: Sequence[str]) -> list[str]:
+    quoted = last_traceback(tail) or [line for line in tail if line.strip()][-_QUOTED_LINES:]
+    if not quoted:
         return [f"worker {rank} wrote nothing to stderr"]
-    return [f"the end of worker {rank}'s stderr:", *(f"    {line}" for line in said)]
+    return [f"the end of worker {rank}'s stderr:", *(f"    {line}" for line in quoted)]
 
 
 def _workers(ranks: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
 """``zmqgrad run``: starts the workers of one host, shows what they print, and ends them together.
 
-Each worker finds the variables that ``init_rpc`` and ``torch.distributed`` look for: MASTER_ADDR,
+Each worker gets the environment variables that ``init_rpc`` and ``torch.distributed`` read: MASTER_ADDR,
 MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
 """
 
@@ -27,18 +27,22 @@ _COLOURS = (36, 33, 35, 32, 34, 31)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
+    """Declare the arguments of ``zmqgrad run``."""
     parser.add_argument(
-        "--nproc-per-node", type=_at_least_one, default=1, metavar="N", help="how many workers (default: 1)"
+        "--nproc-per-node", type=_at_least_one, default=1, metavar="N", help="number of workers (default: 1)"
     )
     parser.add_argument(
         "--master-addr",
         default="127.0.0.1",
         metavar="HOST",
-        help="where worker 0 listens for the others: an address of this host (default: 127.0.0.1)",
+        help="address of this host at which worker 0 listens for the others (default: 127.0.0.1)",
     )
     parser.add_argument(
-        "--master-port", type=_port, default=0, metavar="PORT", help="its port (default: 0, any free one)"
+        "--master-port",
+        type=_port,
+        default=0,
+        metavar="PORT",
+        help="port at which worker 0 listens (default: 0, any free port)",
     )
     parser.add_argument(
         "--log-dir",
@@ -46,17 +50,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="also write each worker's output to DIR/worker-RANK.stdout.log and .stderr.log",
     )
-    parser.add_argument("-v", "--verbose", action="store_true", help="say what is set and started")
+    parser.add_argument(
+        "-v",
+        "--verbose",
+        action="store_true",
+        help="print the address, the number of workers and changed variables",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="what the script is given")
+    parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Launch the workers, and return the exit code.
 
     Raises:
-        ConfigurationError: the script, the address, the port or the log directory cannot be used.
+        ConfigurationError: if the script, the address, the port or the log directory cannot be used.
     """
     command = _command(arguments.script, arguments.module, arguments.args)
     port = usable_port(arguments.master_addr, arguments.master_port)
@@ -67,7 +76,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.verbose:
         _print_error(f"{arguments.nproc_per_node} workers meet at {arguments.master_addr}:{port}")
         if "OMP_NUM_THREADS" not in inherited and arguments.nproc_per_node > 1:
-            _print_error("OMP_NUM_THREADS=1 for each, as it was not set and they share the cores")
+            _print_error("OMP_NUM_THREADS=1 for each worker, because it was not set and they share the cores")
     group = Group(command, environments, labels(coloured), terminals, _log_dir(arguments.log_dir))
     try:
         outcome, stderr_tail = launch(group)
@@ -84,11 +93,11 @@ def worker_environments(
     """The environment of each worker, by rank: ``inherited``, plus rank and world size."""
     common = dict(inherited)
     if workers > 1:
-        # Each worker would otherwise start a thread for every core, and they would fight for them.
+        # Otherwise each worker would start a thread per core, and the threads would compete for the cores.
         common.setdefault("OMP_NUM_THREADS", "1")
     common.setdefault("PYTHONUNBUFFERED", "1")
     if not environment.has_secret(common):
-        common[environment.SECRET] = secrets.token_hex(32)  # so other users of this host are kept out
+        common[environment.SECRET] = secrets.token_hex(32)  # keeps other users of this host out
     common |= {
         "MASTER_ADDR": master_addr,
         "MASTER_PORT": str(master_port),
@@ -116,10 +125,10 @@ def wants_colour(environ: Mapping[str, str]) -> bool:
 
 
 def usable_port(host: str, port: int) -> int:
-    """``port``, or one that is free if it is 0; it has been bound on ``host`` for a moment to make sure.
+    """Check that ``port`` can be bound on ``host``. Returns it, or a free port if it is 0.
 
     Raises:
-        ConfigurationError: ``host`` is no address of this machine, or the port is taken.
+        ConfigurationError: if ``host`` is not an address of this machine, or the port is in use.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -147,7 +156,7 @@ def _log_dir(path: Path | None) -> Path | None:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigurationError(f"--log-dir {path} cannot be made: {error.strerror}") from error
+            raise ConfigurationError(f"--log-dir {path} cannot be created: {error.strerror}") from error
     return path
 
 
@@ -171,4 +180,4 @@ def _print_error(*lines: str) -> None:
     try:
         write_all(STDERR, text.encode())
     except BrokenPipeError:
-        pass  # nobody reads; the exit code still says it
+        pass  # stderr has no reader; the exit code still reports the failure

@@ -1,4 +1,4 @@
-"""Signals as events to wait for, instead of interrupts."""
+"""Signals as events that a thread waits for, instead of interrupts."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class SignalInbox:
         self._writer.setblocking(False)
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno())
         for signum in (*_STOPPING, signal.SIGCHLD):
-            # Whoever starts us with a signal ignored, as nohup does, means it; SIGCHLD is our own affair.
+            # A signal that was ignored when this process started, as under nohup, stays ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, _only_wake)
         return self
@@ -44,7 +44,7 @@ class SignalInbox:
         return self._reader.fileno()
 
     def take(self) -> list[int]:
-        """Stopping signals received since the last call."""
+        """Return the stopping signals received since the last call."""
         try:
             return [signum for signum in self._reader.recv(4096) if signum in _STOPPING]
         except BlockingIOError:

@@ -1,8 +1,7 @@
 """``zmqgrad store get``, ``set``, ``watch`` etc.: access to a running store from a terminal.
 
-What is found goes to stdout, as text or (``--json``) one JSON value a line; what is wrong goes to stderr.
-Exit codes: 0 done; 1 the store cannot be reached, or refuses; 2 the arguments cannot be right; 3 the key is
-not there.
+Results go to stdout, as text or (``--json``) one JSON value per line; errors go to stderr. Exit codes:
+0 success; 1 the store cannot be reached, or refuses; 2 invalid arguments; 3 the key does not exist.
 """
 
 from __future__ import annotations
@@ -39,12 +38,12 @@ MAX_SHOWN = 72
 
 @dataclass(frozen=True)
 class Subcommand:
-    """One subcommand: its arguments, and its action on an open store."""
+    """One subcommand: ``declare`` adds its arguments, ``run`` executes it on an open store."""
 
     name: str
     HELP: str
     declare: Callable[[argparse.ArgumentParser], object]
-    answer: Callable[[Store, argparse.Namespace], int]
+    run: Callable[[Store, argparse.Namespace], int]
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Declare the arguments of the command."""
@@ -55,14 +54,14 @@ class Subcommand:
             help="where the store is served (default: MASTER_ADDR and MASTER_PORT of the environment, or "
             f"{DEFAULT_HOST}:{DEFAULT_PORT})",
         )
-        parser.add_argument("--host", help="the same in two parts, as serve takes them")
+        parser.add_argument("--host", help="with --port: alternative to --endpoint")
         parser.add_argument("--port", type=int)
         parser.add_argument(
             "--timeout",
             type=float,
             default=DEFAULT_SECONDS,
             metavar="SECONDS",
-            help="how long to try to reach the store, and to wait (default: %(default)g)",
+            help="time limit for connecting and waiting (default: %(default)g)",
         )
         parser.add_argument(
             "--secret-file",
@@ -75,28 +74,30 @@ class Subcommand:
         """Query the store, and return the exit code.
 
         Raises:
-            ConfigurationError: if the arguments cannot be right.
+            ConfigurationError: if the arguments are invalid.
         """
         host, port = endpoint_of(arguments.endpoint, arguments.host, arguments.port)
         secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
         try:
             with TCPStore(host, port, timeout=arguments.timeout, secret=secret) as store:
-                code = self.answer(store, arguments)
+                code = self.run(store, arguments)
                 sys.stdout.flush()
                 return code
         except StoreError as error:
             print(f"zmqgrad store {self.name}: {error}", file=sys.stderr)
             return EXIT_FAILED
         except BrokenPipeError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # or Python complains at its end
+            os.dup2(
+                os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
+            )  # otherwise Python reports the broken pipe at exit
             return EXIT_PIPE
 
 
 def endpoint_of(text: str | None, host: str | None = None, port: int | None = None) -> tuple[str, int]:
-    """Host and port, from ``--endpoint``, from ``--host`` and ``--port``, or else from the environment.
+    """Host and port from ``--endpoint``, from ``--host`` and ``--port``, or from the environment.
 
     Raises:
-        ConfigurationError: if ``text`` is not ``host:port``, or is given beside the other two.
+        ConfigurationError: if ``text`` is not ``host:port``, or ``host`` or ``port`` is given as well.
     """
     if text is None:
         launch = environment.read_launch()
@@ -110,13 +111,13 @@ def endpoint_of(text: str | None, host: str | None = None, port: int | None = No
     return host or DEFAULT_HOST, int(number)
 
 
-# ---- showing ----------------------------------------------------------------------------------------------
+# ---- output -----------------------------------------------------------------------------------------------
 
 
 def show(value: bytes, limit: int | None = None) -> str:
-    """``value`` as text for a terminal: what it would not print, or obey, as ``\\x1b``.
+    """``value`` as text for a terminal, with control characters escaped as in ``\\x1b``.
 
-    With a ``limit``, it is one line of so many characters at most.
+    With a ``limit``, the result is one line of at most that many characters.
     """
     kept = "" if limit is not None else "\n\t"
     text = value[: None if limit is None else 4 * (limit + 1)].decode(errors="backslashreplace")
@@ -140,11 +141,11 @@ def _print(arguments: argparse.Namespace, text: str, found: object) -> None:
 
 def _missing(name: str, keys: list[str]) -> int:
     shown = ", ".join(map(repr, keys))
-    print(f"zmqgrad store {name}: not there: {shown}", file=sys.stderr)
+    print(f"zmqgrad store {name}: no such key: {shown}", file=sys.stderr)
     return EXIT_MISSING
 
 
-# ---- the questions ----------------------------------------------------------------------------------------
+# ---- subcommands ------------------------------------------------------------------------------------------
 
 
 def _get(store: Store, arguments: argparse.Namespace) -> int:
@@ -183,7 +184,7 @@ def _keys(store: Store, arguments: argparse.Namespace) -> int:
         return 0
     width = max(map(len, keys), default=0)
     for key in keys:
-        if store.check([key]):  # somebody may have deleted it by now
+        if store.check([key]):  # another client may have deleted it meanwhile
             value = store.get(key)
             _print(arguments, f"{key:<{width}}  {show(value, MAX_SHOWN)}", {"key": key, **as_json(value)})
     return 0
@@ -201,9 +202,9 @@ def _watch(store: Store, arguments: argparse.Namespace) -> int:
     changes: SimpleQueue[tuple[str, bytes | None, bytes | None]] = SimpleQueue()
     for key in arguments.keys:
         if arguments.prefix:
-            store.watch_prefix(key, partial(_note, changes))
+            store.watch_prefix(key, partial(_enqueue, changes))
         else:
-            store.watch_key(key, partial(_note, changes, key))
+            store.watch_key(key, partial(_enqueue, changes, key))
     if not arguments.json:
         shown = ", ".join(f"{key}*" if arguments.prefix else key for key in arguments.keys)
         print(f"watching {shown}; Ctrl-C ends this", file=sys.stderr, flush=True)
@@ -220,7 +221,7 @@ def _watch(store: Store, arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _note(
+def _enqueue(
     changes: SimpleQueue[tuple[str, bytes | None, bytes | None]],
     key: str,
     old: bytes | None,
@@ -237,48 +238,48 @@ def _describe(key: str, old: bytes | None, new: bytes | None) -> str:
     return f"~ {key}: {show(old, MAX_SHOWN // 2)} -> {show(new, MAX_SHOWN // 2)}"
 
 
-# ---- what they take ---------------------------------------------------------------------------------------
+# ---- arguments --------------------------------------------------------------------------------------------
 
 
-def _takes_get(parser: argparse.ArgumentParser) -> None:
+def _get_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key")
     parser.add_argument("--raw", action="store_true", help="write the bytes as they are, without a newline")
 
 
-def _takes_set(parser: argparse.ArgumentParser) -> None:
+def _set_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key")
     parser.add_argument("value", help="the new value; - reads it from stdin")
 
 
-def _takes_add(parser: argparse.ArgumentParser) -> None:
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("key")
     parser.add_argument("amount", type=int, nargs="?", default=1, help="(default: 1)")
 
 
-def _takes_keys(parser: argparse.ArgumentParser) -> None:
+def _keys_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("keys", nargs="+", metavar="key")
 
 
-def _takes_watch(parser: argparse.ArgumentParser) -> None:
-    _takes_keys(parser)
+def _watch_arguments(parser: argparse.ArgumentParser) -> None:
+    _keys_arguments(parser)
     parser.add_argument("--prefix", action="store_true", help="watch all keys that begin with one of these")
     parser.add_argument("--count", type=int, metavar="N", help="end after N changes")
 
 
-def _takes_prefix(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("prefix", nargs="?", default="", help="only keys that begin so")
-    parser.add_argument("--values", action="store_true", help="show their values, too")
+def _prefix_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prefix", nargs="?", default="", help="only keys with this prefix")
+    parser.add_argument("--values", action="store_true", help="show the values, too")
 
 
 SUBCOMMANDS = {
-    question.name: question
-    for question in (
-        Subcommand("get", "Print the value of a key.", _takes_get, _get),
-        Subcommand("set", "Set a key.", _takes_set, _set),
-        Subcommand("add", "Add to the number at a key, and print the sum.", _takes_add, _add),
-        Subcommand("delete", "Delete keys.", _takes_keys, _delete),
-        Subcommand("keys", "List the keys.", _takes_prefix, _keys),
-        Subcommand("wait", "Wait until all of some keys are there.", _takes_keys, _wait),
-        Subcommand("watch", "Print each change of some keys.", _takes_watch, _watch),
+    subcommand.name: subcommand
+    for subcommand in (
+        Subcommand("get", "Print the value of a key.", _get_arguments, _get),
+        Subcommand("set", "Set a key.", _set_arguments, _set),
+        Subcommand("add", "Add to the number at a key, and print the sum.", _add_arguments, _add),
+        Subcommand("delete", "Delete keys.", _keys_arguments, _delete),
+        Subcommand("keys", "List the keys.", _prefix_arguments, _keys),
+        Subcommand("wait", "Wait until all given keys exist.", _keys_arguments, _wait),
+        Subcommand("watch", "Print each change of the given keys.", _watch_arguments, _watch),
     )
 }

@@ -1,4 +1,4 @@
-"""``zmqgrad store serve``: runs a store's server as a separate process, which outlives the workers."""
+"""``zmqgrad store serve``: runs a store's server in a process of its own, which outlives the workers."""
 
 from __future__ import annotations
 
@@ -19,51 +19,51 @@ DEFAULT_PORT = 29500
 
 EXIT_FAILED = 1
 
-LOOK_SECONDS = 1.0
-"""Interval of the checks that the server still runs; signals are handled at once."""
+POLL_SECONDS = 1.0
+"""Interval of the checks that the server still runs. Signals are handled immediately."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments of the command."""
+    """Declare the arguments of ``zmqgrad store serve``."""
     parser.add_argument(
         "--host",
         default="127.0.0.1",
-        help="where to listen: an address of this host, or its name for all interfaces (default: 127.0.0.1)",
+        help="address of this host to listen on, or its name for all interfaces (default: 127.0.0.1)",
     )
     parser.add_argument(
         "--port",
         type=int,
-        help=f"the port (default: {DEFAULT_PORT}, or that of --listen-fd); 0 for one that is free",
+        help=f"the port (default: {DEFAULT_PORT}, or that of --listen-fd); 0: any free port",
     )
     parser.add_argument(
         "--watch-port",
         type=int,
         default=0,
-        help="the port where changes are published for those who watch keys, for a firewall to let through; "
-        "0 (the default) for one that is free, which clients learn from the server",
+        help="port of the watch channel, to be opened in a firewall; 0 (the default): any free port, which "
+        "clients learn from the server",
     )
     parser.add_argument(
         "--journal",
         metavar="PATH",
-        help="write each change to this file before it is answered, and begin with what is there: so the "
-        "store survives if this process is killed, and clients go on with the next one",
+        help="write each change to this file before replying, and load the file at start: the store survives "
+        "if this process is killed, and clients continue with the next server",
     )
     parser.add_argument(
         "--sync",
         action="store_true",
-        help="flush each change to the disk, to survive a power failure, too (needs --journal)",
+        help="flush each change to the disk, to survive a power failure as well (needs --journal)",
     )
     parser.add_argument(
         "--listen-fd",
         type=int,
         metavar="N",
-        help="serve at file descriptor N, a socket that whoever started this has bound (systemd's is 3)",
+        help="serve at file descriptor N, a socket that is bound already (systemd's is 3)",
     )
     parser.add_argument(
         "--secret-file",
         metavar="PATH",
-        help="answer only those who have the secret in this file, and encrypt (default: the secret of "
-        "ZMQGRAD_SECRET or ZMQGRAD_SECRET_FILE, if there is one)",
+        help="file with the secret: clients without it are refused, and traffic is encrypted (default: the "
+        "secret of ZMQGRAD_SECRET or ZMQGRAD_SECRET_FILE, if set)",
     )
 
 
@@ -71,10 +71,10 @@ def execute(arguments: argparse.Namespace) -> int:
     """Serve until a signal, and return the exit code.
 
     Raises:
-        ConfigurationError: the address or the secret cannot be right.
+        ConfigurationError: if the address or the secret is invalid.
     """
     if arguments.sync and arguments.journal is None:
-        raise ConfigurationError("--sync says how to write a journal, and there is none (--journal PATH)")
+        raise ConfigurationError("--sync requires --journal PATH")
     _allow_many_clients()
     secret = None if arguments.secret_file is None else read_secret(arguments.secret_file)
     port = arguments.port
@@ -96,7 +96,7 @@ def execute(arguments: argparse.Namespace) -> int:
             return EXIT_FAILED
         print(f"serving a store at {server.endpoint}", flush=True)
         while server.serves:
-            select.select([signals], [], [], LOOK_SECONDS)
+            select.select([signals], [], [], POLL_SECONDS)
             if signals.take():
                 server.close()
                 return 0
@@ -105,6 +105,6 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _allow_many_clients() -> None:
-    """Raise the limit on open files to the maximum; each client needs one or three."""
+    """Raise the limit on open files to the maximum; each client needs one to three."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

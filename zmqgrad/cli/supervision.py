@@ -1,14 +1,14 @@
 """Decisions of the launcher: when the group ends, which workers to signal, and the exit code.
 
-Pure. An event and the time go in, a list of effects comes out; processes and signals are the business
-of :mod:`zmqgrad.cli.launch`. The rules:
+Pure: takes an event and the time, and returns a list of effects. :mod:`zmqgrad.cli.launch` carries them
+out. The rules:
 
-1. The group ends well when every worker has left with exit code 0.
-2. The first worker that leaves otherwise decides the exit code, and the others are ended.
+1. The group succeeds when every worker has exited with code 0.
+2. The first worker that fails determines the exit code, and the others are ended.
 3. A signal to the launcher ends all workers; the exit code is then 128 + its number.
-4. To end workers is to signal them, to kill after a grace period those that are left, and to give up,
-   saying so, on those that even this does not move.
-5. A second signal means "at once": the grace period is over.
+4. To end workers, the launcher signals them, kills the remaining ones after a grace period, and after
+   another one gives up on those that still run, and reports them.
+5. A second signal ends the grace period immediately.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import signal
 from collections.abc import Collection
 from dataclasses import dataclass
 
-GRACE = 1.0
+GRACE_SECONDS = 1.0
 """Seconds between SIGTERM and SIGKILL, and between SIGKILL and giving up on a worker."""
 
 
@@ -33,7 +33,7 @@ class WorkerExited:
 
 @dataclass(frozen=True)
 class SignalReceived:
-    """Event: the launcher itself was told to stop."""
+    """Event: the launcher itself received a signal to stop."""
 
     signum: int
 
@@ -56,7 +56,12 @@ class SignalWorkers:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The last effect: the result. ``ended`` were still running when the end began."""
+    """The last effect: the result.
+
+    Attributes:
+        ended: workers that still ran when the launcher began to end the group.
+        given_up: workers that survived SIGKILL.
+    """
 
     exit_code: int
     first_failure: WorkerExited | None = None
@@ -80,7 +85,7 @@ class Phase(enum.Enum):
 class Supervisor:
     """The state of one group of workers."""
 
-    def __init__(self, ranks: Collection[int], grace: float = GRACE) -> None:
+    def __init__(self, ranks: Collection[int], grace: float = GRACE_SECONDS) -> None:
         self.phase = Phase.RUNNING
         self.deadline = math.inf
         """When to send TimePassed at the latest; infinite if not needed."""
@@ -92,7 +97,7 @@ class Supervisor:
 
     @property
     def is_running(self) -> bool:
-        """Whether the end has not begun yet."""
+        """Whether the launcher has not begun to end the group."""
         return self.phase is Phase.RUNNING
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -120,7 +125,7 @@ class Supervisor:
         if self.phase is not Phase.RUNNING:
             return self._kill(now) if self.phase is Phase.ENDING else []
         self._interrupted_by = signum
-        # What a terminal would have sent, so that a worker sees its KeyboardInterrupt; else plain SIGTERM.
+        # SIGINT as from a terminal, so that workers see their KeyboardInterrupt; otherwise SIGTERM.
         return self._end(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM, now)
 
     def _later(self, now: float) -> list[Effect]:

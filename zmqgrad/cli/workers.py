@@ -1,8 +1,8 @@
 """One worker process of the launcher: start, output, signals, exit.
 
-Each worker leads a session of its own, so that a signal reaches whatever it has started as well, and a
-Ctrl-C in the terminal reaches the launcher alone. On Linux the kernel kills it when the launcher dies.
-Whoever starts workers must stay single-threaded: code runs between fork and exec.
+Each worker leads a session of its own, so that a signal reaches its child processes as well, and a
+Ctrl-C in the terminal reaches only the launcher. On Linux the kernel kills it when the launcher dies.
+The launcher must stay single-threaded, because code runs between fork and exec.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STDOUT, STDERR = 1, 2
 _CHUNK = 64 * 1024
 _TAIL_LINES = 200
 _TAIL_WIDTH = 2000
-_REAP_TIMEOUT = 1.0
+_REAP_SECONDS = 1.0
 _PR_SET_PDEATHSIG = 1
 
 
@@ -49,11 +49,10 @@ class Stream:
     """The launcher's end of a worker's stdout or stderr.
 
     Args:
-        fd: 1 or 2, which of them it is.
-        label: what begins each of its lines where they are shown.
-        window: the size to pretend to, where the worker shall believe that it writes to a terminal;
-            None for a plain pipe.
-        log: where a copy of every byte goes.
+        fd: 1 (stdout) or 2 (stderr).
+        label: label of each displayed line.
+        window: size of the pseudo-terminal that the worker writes to; None: a pipe.
+        log: gets a copy of every byte.
     """
 
     def __init__(self, fd: int, label: bytes, window: Window | None, log: IO[bytes] | None) -> None:
@@ -69,8 +68,8 @@ class Stream:
         """The descriptor to select on."""
         return self._ours
 
-    def hand_over(self) -> int:
-        """The worker's end; :meth:`started` must follow once the worker has it."""
+    def child_end(self) -> int:
+        """The worker's end. Call :meth:`started` once the worker has inherited it."""
         return self._theirs
 
     def started(self) -> None:
@@ -83,7 +82,7 @@ class Stream:
             chunk = os.read(self._ours, _CHUNK)
         except BlockingIOError:
             return b""
-        except OSError:  # EIO: how Linux says that nobody holds the other end of a terminal any more
+        except OSError:  # EIO: on Linux, the other end of the terminal has no holder left
             return None
         if self._log is not None:
             self._log.write(chunk)
@@ -100,7 +99,7 @@ class WorkerProcess:
     """A worker process, started on construction. ``tail`` holds the last lines of its stderr.
 
     Raises:
-        OSError: the program or a log file cannot be opened.
+        OSError: if the program or a log file cannot be opened.
     """
 
     def __init__(
@@ -123,10 +122,10 @@ class WorkerProcess:
                 command,
                 env=environ,
                 stdin=subprocess.DEVNULL,
-                stdout=stdout.hand_over(),
-                stderr=stderr.hand_over(),
+                stdout=stdout.child_end(),
+                stderr=stderr.child_end(),
                 start_new_session=True,
-                preexec_fn=_dies_with_parent(),
+                preexec_fn=_die_with_parent(),
             )
         except BaseException:
             self._release()
@@ -150,7 +149,7 @@ class WorkerProcess:
             self.tail.append(without_escapes(line)[:_TAIL_WIDTH].decode(errors="replace"))
 
     def signal(self, signum: int) -> bool:
-        """Send ``signum`` to the worker and all it has started; False if none of them is left."""
+        """Send ``signum`` to the worker and its child processes. Returns False if none is left."""
         try:
             os.killpg(self.pid, signum)
         except ProcessLookupError:
@@ -163,9 +162,9 @@ class WorkerProcess:
         """Kill the remaining processes and reap the worker."""
         self.signal(signal.SIGKILL)
         try:
-            self._process.wait(_REAP_TIMEOUT)
+            self._process.wait(_REAP_SECONDS)
         except subprocess.TimeoutExpired:
-            pass  # stuck in the kernel; the supervisor has said so, and waiting longer helps nobody
+            pass  # blocked in the kernel; the supervisor has reported it
         self._release()
 
     def _release(self) -> None:
@@ -185,7 +184,7 @@ def window_of(fd: int) -> Window:
 def _open_terminal(window: Window) -> tuple[int, int]:
     ours, theirs = pty.openpty()
     settings = termios.tcgetattr(theirs)
-    settings[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n; twice would be once too often
+    settings[1] &= ~termios.OPOST  # the real terminal turns \n into \r\n already
     settings[3] &= ~termios.ECHO
     termios.tcsetattr(theirs, termios.TCSANOW, settings)
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", window.rows, window.columns, 0, 0))
@@ -198,16 +197,16 @@ def _open_log(log_dir: Path | None, rank: int, fd: int) -> IO[bytes] | None:
     return open(log_dir / f"worker-{rank}.{'stdout' if fd == STDOUT else 'stderr'}.log", "wb", buffering=0)
 
 
-def _dies_with_parent() -> Callable[[], None] | None:
-    """The child's setup before exec: has the kernel kill it when its parent dies."""
+def _die_with_parent() -> Callable[[], None] | None:
+    """Setup of the child before exec, so that the kernel kills it when its parent dies."""
     if not sys.platform.startswith("linux"):
         return None
     libc = ctypes.CDLL(None, use_errno=True)
     parent = os.getpid()
 
-    def arrange() -> None:
+    def request_death_signal() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died in between, and nobody will be told again
+        if os.getppid() != parent:  # it died before prctl, so no signal will come
             os._exit(1)
 
-    return arrange
+    return request_death_signal
