@@ -1,0 +1,141 @@
+"""Keys and queues of a :class:`~zmqgrad.store.file.FileStore`, in SQLite tables."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zmqgrad.store.contents import Item
+from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
+
+SCHEMA = """
+CREATE TABLE meta (revision INTEGER NOT NULL, closed INTEGER NOT NULL);
+INSERT INTO meta VALUES (0, 0);
+CREATE TABLE keys (key BLOB PRIMARY KEY, value BLOB NOT NULL);
+CREATE TABLE items (id INTEGER PRIMARY KEY AUTOINCREMENT, name BLOB NOT NULL, value BLOB NOT NULL);
+CREATE INDEX items_by_name ON items (name, id)
+"""
+
+
+class _Values(Mapping[str, bytes]):
+    """The keys in the file and their values."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __getitem__(self, key: str) -> bytes:
+        row = self._db.execute("SELECT value FROM keys WHERE key = ?", (key.encode(),)).fetchone()
+        if row is None:
+            raise KeyError(key)
+        value: bytes = row[0]
+        return value
+
+    def __contains__(self, key: object) -> bool:  # does not read the value, which may be large
+        assert isinstance(key, str)
+        rows = self._db.execute("SELECT 1 FROM keys WHERE key = ?", (key.encode(),))
+        return rows.fetchone() is not None
+
+    def __len__(self) -> int:
+        count: int = self._db.execute("SELECT count(*) FROM keys").fetchone()[0]
+        return count
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([key.decode() for (key,) in self._db.execute("SELECT key FROM keys").fetchall()])
+
+
+class _Queues:
+    """The queues in the file that are not empty."""
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+
+    def __len__(self) -> int:
+        count: int = self._db.execute("SELECT count(DISTINCT name) FROM items").fetchone()[0]
+        return count
+
+    def __contains__(self, name: object) -> bool:
+        assert isinstance(name, str)
+        rows = self._db.execute("SELECT 1 FROM items WHERE name = ? LIMIT 1", (name.encode(),))
+        return rows.fetchone() is not None
+
+    def get(self, name: str, default: object = ()) -> range:
+        """A range as long as the queue ``name``."""
+        rows = self._db.execute("SELECT count(*) FROM items WHERE name = ?", (name.encode(),))
+        return range(rows.fetchone()[0])
+
+
+class FileContents:
+    """Storage of the state machine in an SQLite file (:class:`~zmqgrad.store.contents.Storage`).
+
+    Used inside a transaction. It makes no notifications: watches compare snapshots.
+    """
+
+    def __init__(self, db: sqlite3.Connection) -> None:
+        self._db = db
+        self.values = _Values(db)
+        self.queues = _Queues(db)
+        self.changes = 0
+        self.watched = 0
+
+    @property
+    def revision(self) -> int:
+        """Increased by each change of a key."""
+        revision: int = self._db.execute("SELECT revision FROM meta").fetchone()[0]
+        return revision
+
+    @revision.setter
+    def revision(self, revision: int) -> None:
+        self._db.execute("UPDATE meta SET revision = ?", (revision,))
+
+    @property
+    def num_keys(self) -> int:
+        """Number of keys, without the library's own."""
+        count: int = self._db.execute(
+            "SELECT count(*) FROM keys WHERE substr(key, 1, 1) != ?", (INTERNAL_PREFIX.encode(),)
+        ).fetchone()[0]
+        return count
+
+    def keys(self, prefix: str) -> list[str]:
+        """The sorted keys that begin with ``prefix``; internal keys only if ``prefix`` is internal."""
+        start = prefix.encode()
+        rows = self._db.execute(
+            "SELECT key FROM keys WHERE key >= ? AND substr(key, 1, ?) = ? ORDER BY key",
+            (start, len(start), start),
+        )
+        keys = [key.decode() for (key,) in rows.fetchall()]
+        internal = prefix.startswith(INTERNAL_PREFIX)
+        return [key for key in keys if key.startswith(INTERNAL_PREFIX) == internal]
+
+    def put(self, key: str, value: bytes, notifications: list[Any]) -> None:
+        """Set ``key``."""
+        self._db.execute("INSERT OR REPLACE INTO keys VALUES (?, ?)", (key.encode(), value))
+        self._db.execute("UPDATE meta SET revision = revision + 1")
+
+    def delete(self, key: str, notifications: list[Any]) -> bool:
+        """Delete ``key``. Returns whether it existed."""
+        existed = self._db.execute("DELETE FROM keys WHERE key = ?", (key.encode(),)).rowcount > 0
+        if existed:
+            self._db.execute("UPDATE meta SET revision = revision + 1")
+        return existed
+
+    def push(self, name: str, value: bytes) -> None:
+        """Append ``value`` to the queue ``name``."""
+        self._db.execute("INSERT INTO items (name, value) VALUES (?, ?)", (name.encode(), value))
+
+    def pop(self, name: str) -> Item:
+        """Remove and return the first item of the non-empty queue ``name``."""
+        row = self._db.execute(
+            "SELECT id, value FROM items WHERE name = ? ORDER BY id LIMIT 1", (name.encode(),)
+        ).fetchone()
+        self._db.execute("DELETE FROM items WHERE id = ?", (row[0],))
+        return Item(*row)
+
+    def delivered(self, item: Item) -> None:
+        """Does nothing: the item left the file when it was popped."""
+
+    def watch(self, target: Target) -> None:
+        """Does nothing: there are no notifications."""
+
+    def unwatch(self, target: Target) -> None:
+        """Does nothing: there are no notifications."""
