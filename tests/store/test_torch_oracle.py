@@ -1,7 +1,7 @@
 """One script, line by line, on torch's stores and on ours: what comes back, and what kind of error.
 
 Where torch's stores differ among themselves we follow its TCPStore and HashStore, which agree in all that is
-here. ``DIFFERENT`` says where we do something else on purpose, and docs/stores.md tells our users.
+here. ``DIFFERENT`` says where we do something else on purpose, and docs/store.md tells our users.
 """
 
 from __future__ import annotations
