@@ -180,4 +180,6 @@ def test_the_page_of_settings_has_every_option_and_variable_by_its_name() -> Non
     settings |= {environment.SECRET, environment.SECRET_FILE}
     assert options == {field.name for field in dataclasses.fields(RpcBackendOptions)}
     assert variables == {name for name in settings if name.startswith("ZMQGRAD_")}
+    both = [re.findall(r"`(\w+)`", " ".join(row)) for row in rows if "-" not in (row[0].strip("| "), row[1])]
+    assert {field: setting.variable for field, setting in environment.OPTIONS.items()} == dict(both)
     assert set(re.findall(r"ZMQGRAD_\w+", page)) <= variables

@@ -10,7 +10,7 @@ import re
 import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from zmqgrad.errors import ConfigurationError, RendezvousError
 
@@ -40,8 +40,20 @@ class Setting(Generic[_T]):
         text = environ.get(self.variable, "").strip()
         return self.parse(self.variable, text) if text else self.default
 
+    def resolve(self, argument: _T | None) -> _T:
+        """``argument`` if it is not None, otherwise the value from the environment.
+
+        Raises:
+            ConfigurationError: if the variable is read and malformed.
+        """
+        return self() if argument is None else argument
+
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+def _invalid(variable: str, text: str, expected: str) -> ConfigurationError:
+    return ConfigurationError(f"the environment variable {variable} is {text!r}; it must be {expected}")
 
 
 def _parse_bytes(variable: str, text: str) -> int:
@@ -49,17 +61,13 @@ def _parse_bytes(variable: str, text: str) -> int:
     digits = text.rstrip("KMG")
     unit = _UNITS.get(text[len(digits) :])
     if unit is None or not (digits.isascii() and digits.isdigit()):
-        raise ConfigurationError(
-            f"the environment variable {variable} is {text!r}; it must be a number of bytes: 65536, 64K, 2G"
-        )
+        raise _invalid(variable, text, "a number of bytes: 65536, 64K, 2G")
     return int(digits) * unit
 
 
 def _parse_microseconds(variable: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
-        raise ConfigurationError(
-            f"the environment variable {variable} is {text!r}; it must be a number of microseconds: 0, 1000"
-        )
+        raise _invalid(variable, text, "a number of microseconds: 0, 1000")
     return int(text)
 
 
@@ -69,7 +77,7 @@ def _parse_switch(variable: str, text: str) -> bool:
         return True
     if text in ("0", "false", "no", "off"):
         return False
-    raise ConfigurationError(f"the environment variable {variable} is {text!r}; it must be 1 or 0")
+    raise _invalid(variable, text, "1 or 0")
 
 
 ALLOW_INSECURE = "ZMQGRAD_ALLOW_INSECURE"
@@ -97,10 +105,19 @@ inflight_bytes = Setting[int | None]("ZMQGRAD_INFLIGHT_BYTES", _parse_bytes, Non
 """Bytes in flight to each peer through sockets before a sender waits (256M; 0: no limit)."""
 
 spin_us = Setting[int | None]("ZMQGRAD_SPIN_US", _parse_microseconds, None)
-"""How long (in microseconds) a thread spins for a message before it blocks (1000; 0: it does not spin)."""
+"""How long (µs) a thread spins for a message before it blocks (1000; 0: it does not spin)."""
 
 local_fast_path = Setting("ZMQGRAD_LOCAL_FAST_PATH", _parse_switch, True)
 """Whether small messages between processes of one host bypass libzmq."""
+
+OPTIONS: Mapping[str, Setting[Any]] = {
+    "arena_limit": arena_limit,
+    "arena_threshold": arena_threshold,
+    "inflight_bytes": inflight_bytes,
+    "spin_us": spin_us,
+    "local_fast_path": local_fast_path,
+}
+"""Fields of ``RpcBackendOptions`` that the environment sets while they are None."""
 
 _agent_serves_store = Setting("TORCHELASTIC_USE_AGENT_STORE", _parse_switch, False)
 

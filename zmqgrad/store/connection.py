@@ -87,7 +87,7 @@ class Connection:
             self._address,
             name=f"store-client-{secrets.token_hex(3)}",
             keys=self._keys,
-            fast_path=environment.local_fast_path() if fast_path is None else fast_path,
+            fast_path=environment.local_fast_path.resolve(fast_path),
         )
         self._watcher = secrets.randbits(63)
         self._subscriber: Subscriber | None = None

@@ -81,7 +81,7 @@ class StoreServer:
                 keys=self._keys,
                 listen_fd=listen_fd,
                 max_clients=max_clients,
-                fast_path=environment.local_fast_path() if fast_path is None else fast_path,
+                fast_path=environment.local_fast_path.resolve(fast_path),
                 clock=clock,
             )
             undo.callback(self._server.stop)
