@@ -21,7 +21,7 @@ from tests.support.relay import Direction, Fate, Relay, at_random, passes
 from zmqgrad.errors import QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline, ManualClock
 from zmqgrad.store import Store, TCPStore
-from zmqgrad.store.requesters import ACK_SECONDS, RENEW_SECONDS
+from zmqgrad.store.leases import ACK_SECONDS, RENEW_SECONDS
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.service import SWEEP_SECONDS
 from zmqgrad.wire.codec import decode, encode

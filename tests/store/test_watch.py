@@ -21,7 +21,7 @@ from zmqgrad.store.effects import Notification
 from zmqgrad.store.events import MAX_PENDING_EVENTS, KeyCallbackAdapter, WatchEvent
 from zmqgrad.store.state import State
 from zmqgrad.store.watch import WatchRegistry
-from zmqgrad.store.watch_cache import KeyWatchCache
+from zmqgrad.store.watch_cache import WatchCache
 from zmqgrad.wire.messages import (
     KeyCallbackRegistered,
     KeyUpdated,
@@ -54,7 +54,7 @@ def look(state: State, key: str = "k") -> KeyCallbackRegistered:
 @given(ACTIONS, st.booleans())
 def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]], looks_late: bool) -> None:
     """(P8): changes form one chain, and once the channel is whole again its end is the store's value."""
-    state, cache = State(), KeyWatchCache("k")
+    state, cache = State(), WatchCache()
     changes: list[WatchEvent] = []
     late: list[Any] = []
     changes += cache.on_registered(look(state))
@@ -84,12 +84,12 @@ def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]],
         assert before.new == after.old
     assert cache.live
     held = look(state).value
-    assert cache.value == held
+    assert cache.values.get("k") == held
     assert (changes[-1].new if changes else None) == held
 
 
 def test_a_lost_notice_shows_at_the_next_one() -> None:
-    state, cache = State(), KeyWatchCache("k")
+    state, cache = State(), WatchCache()
     cache.on_registered(look(state))
     for value in (b"1", b"2"):
         (notification, _) = state.apply(StoreSet("k", value), "x", 0.0)
@@ -99,13 +99,13 @@ def test_a_lost_notice_shows_at_the_next_one() -> None:
 
 
 def test_notices_that_come_before_the_registration_are_kept() -> None:
-    state, cache = State(), KeyWatchCache("k")
+    state, cache = State(), WatchCache()
     found = look(state)
     (notification, _) = state.apply(StoreSet("k", b"1"), "x", 0.0)
     assert cache.on_notification(notification.message) == []  # type: ignore[arg-type]
     assert cache.on_registered(found) == [WatchEvent("k", None, b"1", 1)]
     assert cache.on_registered(found) == [], "a look from before that tells nothing new"
-    assert cache.value == b"1"
+    assert cache.values == {"k": b"1"}
 
 
 # ---- the registry: callbacks

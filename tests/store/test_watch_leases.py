@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.store.watch_leases import LEASE_SECONDS, WatchLeases
+from zmqgrad.store.leases import WATCH_SECONDS, WatchLeases
 from zmqgrad.store.watch_targets import Prefix, Target
 
 TARGETS: list[Target] = ["a", "b", Prefix("a")]
@@ -13,7 +13,7 @@ STEPS = st.tuples(
     st.sampled_from(["add", "renew", "remove", "expire"]),
     st.integers(0, 2),
     st.sampled_from(TARGETS),
-    st.floats(0, LEASE_SECONDS),
+    st.floats(0, WATCH_SECONDS),
 )
 
 
@@ -24,11 +24,11 @@ def test_it_is_a_dict_of_leases(steps: list[tuple[str, int, Target, float]]) -> 
         now += seconds
         if step == "add":
             table.add(target, watcher, now)
-            leases[target, watcher] = now + LEASE_SECONDS
+            leases[target, watcher] = now + WATCH_SECONDS
         elif step == "renew":
             assert table.renew(target, watcher, now) == ((target, watcher) in leases)
             if (target, watcher) in leases:
-                leases[target, watcher] = now + LEASE_SECONDS
+                leases[target, watcher] = now + WATCH_SECONDS
         elif step == "remove":
             was_last = {w for t, w in leases if t == target} == {watcher}
             assert table.remove(target, watcher) == was_last

@@ -22,7 +22,7 @@ from zmqgrad.store.effects import Notification
 from zmqgrad.store.events import EventBacklog
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.state import State
-from zmqgrad.store.watch_cache import PrefixWatchCache
+from zmqgrad.store.watch_cache import WatchCache
 from zmqgrad.wire.messages import PrefixCallbackRegistered, StoreDeleteKey, StoreSet, StoreWatchPrefix
 
 PATIENCE = 20.0
@@ -50,7 +50,7 @@ def test_whatever_is_lost_it_ends_with_the_truth(
     actions: list[tuple[str, str, str]], looks_late: bool
 ) -> None:
     """(P8), key by key: events form a chain, and its end is what the store holds."""
-    state, cache = State(), PrefixWatchCache()
+    state, cache = State(), WatchCache()
     events = cache.on_registered(look(state))
     late: list[Any] = []
     for n, (action, key, fate) in enumerate(actions):

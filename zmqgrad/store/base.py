@@ -19,7 +19,7 @@ from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.arguments import Timeout, as_key, as_keys, as_value, seconds_of
 from zmqgrad.store.effects import MAX_BATCH_BYTES
 from zmqgrad.store.events import (
-    NULL_HANDLER,
+    IGNORE_EVENTS,
     EventHandler,
     KeyCallbackAdapter,
     PrefixCallback,
@@ -289,7 +289,7 @@ class Store(ABC):
         registry, key = self._registry, as_key(key)
         value = registry.cached_value(key)
         if value is None and not registry.is_watched(key):
-            self._watch(key, NULL_HANDLER)
+            self._watch(key, IGNORE_EVENTS)
             value = registry.cached_value(key)
         while value is None:
             # The result of get() could be newer than the next cached value, so wait for the cache itself.

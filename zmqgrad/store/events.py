@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from zmqgrad.runtime.blocking import blocking_section
 
@@ -70,20 +70,22 @@ class EventBacklog:
         self._newest.clear()
 
 
-class EventHandler(Protocol):
-    """Handles events one at a time. Equal handlers belong to the same watch."""
+class EventHandler:
+    """Handles events one at a time; this one ignores them. Equal handlers belong to the same watch."""
 
     def __call__(self, event: WatchEvent) -> None:
         """Handle ``event``."""
-        ...
 
     def end(self) -> None:
         """Called once the watch has ended."""
-        ...
+
+
+IGNORE_EVENTS = EventHandler()
+"""Keeps the watch, and so the cached value, alive."""
 
 
 @dataclass(frozen=True)
-class KeyCallbackAdapter:
+class KeyCallbackAdapter(EventHandler):
     """Passes the values of events to a callback of one key."""
 
     callback: WatchCallback
@@ -92,12 +94,9 @@ class KeyCallbackAdapter:
         with blocking_section():  # a slow callback must not hold up others
             self.callback(event.old, event.new)
 
-    def end(self) -> None:
-        """Nothing to do: the callback is not called again."""
-
 
 @dataclass(frozen=True)
-class PrefixCallbackAdapter:
+class PrefixCallbackAdapter(EventHandler):
     """Passes key and values of events to a callback of a prefix."""
 
     callback: PrefixCallback
@@ -105,20 +104,3 @@ class PrefixCallbackAdapter:
     def __call__(self, event: WatchEvent) -> None:
         with blocking_section():
             self.callback(event.key, event.old, event.new)
-
-    def end(self) -> None:
-        """Nothing to do: the callback is not called again."""
-
-
-@dataclass(frozen=True)
-class NullHandler:
-    """Ignores events; keeps the watch, and so the cached value, alive."""
-
-    def __call__(self, event: WatchEvent) -> None:
-        """Nothing to do."""
-
-    def end(self) -> None:
-        """Nothing to do."""
-
-
-NULL_HANDLER = NullHandler()

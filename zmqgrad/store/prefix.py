@@ -68,8 +68,8 @@ class PrefixStore(Store):
         self._store._watch(self._full_target(target), _Unprefixed(handler, len(self._prefix)), present)
 
     def _unwatch(self, target: Target, handler: EventHandler | None) -> None:
-        whose = None if handler is None else _Unprefixed(handler, len(self._prefix))
-        self._store._unwatch(self._full_target(target), whose)
+        unprefixed = None if handler is None else _Unprefixed(handler, len(self._prefix))
+        self._store._unwatch(self._full_target(target), unprefixed)
 
     def _full_target(self, target: Target) -> Target:
         return Prefix(self._full(target.text)) if isinstance(target, Prefix) else self._full(target)
@@ -90,7 +90,7 @@ class PrefixStore(Store):
 
 
 @dataclass(frozen=True)
-class _Unprefixed:
+class _Unprefixed(EventHandler):
     """Passes on events with the prefix removed from their keys."""
 
     handler: EventHandler

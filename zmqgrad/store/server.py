@@ -18,8 +18,8 @@ from zmqgrad.errors import StoreError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 from zmqgrad.store.contents import Contents
 from zmqgrad.store.journal import Journal
+from zmqgrad.store.leases import MAX_WAITING
 from zmqgrad.store.reply_cache import ReplyCache
-from zmqgrad.store.requesters import MAX_WAITING
 from zmqgrad.store.service import StoreService
 from zmqgrad.transport.query.publisher import Publisher
 from zmqgrad.transport.query.server import MAX_CLIENTS, QueryServer

@@ -16,10 +16,9 @@ from zmqgrad.store.actions import ACTIONS, CHANGING
 from zmqgrad.store.contents import Contents, Item
 from zmqgrad.store.effects import DONE, Effect, Notification, Reply
 from zmqgrad.store.journal import Journal
+from zmqgrad.store.leases import Delivery, Requester, Requesters, WatchLeases
 from zmqgrad.store.reply_cache import ReplyCache
-from zmqgrad.store.requesters import Delivery, Requester, Requesters
 from zmqgrad.store.state import State
-from zmqgrad.store.watch_leases import WatchLeases
 from zmqgrad.store.watch_targets import Prefix, Target, topic_of
 from zmqgrad.transport.query.publisher import Publisher
 from zmqgrad.transport.query.server import QueryServer, Route

@@ -17,13 +17,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Source, Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.store.events import EventBacklog, EventHandler, WatchEvent
-from zmqgrad.store.watch_cache import (
-    ChangeNotification,
-    KeyWatchCache,
-    PrefixWatchCache,
-    Registration,
-    WatchCache,
-)
+from zmqgrad.store.watch_cache import ChangeNotification, Registration, WatchCache
 from zmqgrad.store.watch_targets import Prefix, Target
 from zmqgrad.wire.messages import (
     Message,
@@ -58,8 +52,8 @@ class _Subscription:
 class _WatchEntry:
     """One target: its cache and subscriptions."""
 
-    def __init__(self, target: Target) -> None:
-        self.cache: WatchCache = PrefixWatchCache() if isinstance(target, Prefix) else KeyWatchCache(target)
+    def __init__(self) -> None:
+        self.cache = WatchCache()
         self.subscriptions: list[_Subscription] = []
         self.resyncing = False
 
@@ -98,7 +92,7 @@ class WatchRegistry:
         self._closed = False
         self._connection = 0  # number of disconnects; a registration is valid for one connection
         self._pool: ThreadPool | None = None
-        self._timekeeper: TimerThread | None = None
+        self._timer: TimerThread | None = None
 
     def add(self, target: Target, handler: EventHandler, *, present: bool = False) -> None:
         """Call ``handler`` for each change of ``target`` from now on. Blocks until the watch is registered.
@@ -113,7 +107,7 @@ class WatchRegistry:
             self._start()
             watched = self._targets.get(target)
             if watched is None:
-                watched = self._targets[target] = _WatchEntry(target)
+                watched = self._targets[target] = _WatchEntry()
             watched.subscriptions.append(_Subscription(handler))
             if watched.cache.live:
                 self._replay(watched, handler, present)
@@ -145,8 +139,7 @@ class WatchRegistry:
         watched = self._targets.get(key)
         if watched is None or not watched.cache.live:
             return None
-        assert isinstance(watched.cache, KeyWatchCache)
-        return watched.cache.value
+        return watched.cache.values.get(key)
 
     def live_targets(self) -> list[Target]:
         """Targets whose caches are live."""
@@ -269,10 +262,10 @@ class WatchRegistry:
             found = self._register(target)
         except ZmqgradError as e:
             with self._lock:
-                if self._closed or self._timekeeper is None or self._targets.get(target) is not watched:
+                if self._closed or self._timer is None or self._targets.get(target) is not watched:
                     return
                 logger.warning("%s: cannot read the watched %r again yet: %s", self._name, target, e)
-                self._timekeeper.call_later(RETRY_SECONDS, lambda: self._retry_resync(target, watched))
+                self._timer.call_later(RETRY_SECONDS, lambda: self._retry_resync(target, watched))
             return
         with self._lock:
             watched.resyncing = False
@@ -285,11 +278,11 @@ class WatchRegistry:
 
     def _start(self) -> None:
         if self._pool is None:
-            self._timekeeper = TimerThread(self._name)
-            self._timekeeper.start()
+            self._timer = TimerThread(self._name)
+            self._timer.start()
             self._pool = ThreadPool(self._name, CALLBACK_THREADS)
             if self._renew is not None:
-                self._timekeeper.call_later(RENEW_SECONDS, self._schedule_renewal)
+                self._timer.call_later(RENEW_SECONDS, self._schedule_renewal)
 
     def _schedule_renewal(self) -> None:
         with self._lock:
@@ -298,29 +291,29 @@ class WatchRegistry:
 
     def _run_renewal(self) -> None:
         assert self._renew is not None
-        assert self._timekeeper is not None
+        assert self._timer is not None
         try:
             if self._targets:
                 self._renew()
         finally:
             if not self._closed:
-                self._timekeeper.call_later(RENEW_SECONDS, self._schedule_renewal)
+                self._timer.call_later(RENEW_SECONDS, self._schedule_renewal)
 
     def close(self) -> None:
         """End all watches, and wait for running callbacks. Idempotent."""
         with self._lock:
             already, self._closed = self._closed, True
-            pool, timekeeper = self._pool, self._timekeeper
+            pool, timer = self._pool, self._timer
             ended = [each for watched in self._targets.values() for each in watched.end(None)]
             self._targets.clear()
         for each in ended:
             each.handler.end()
-        if already or pool is None or timekeeper is None:
+        if already or pool is None or timer is None:
             return
         pool.close()
-        timekeeper.close()
+        timer.close()
         deadline = Deadline.after(CLOSE_SECONDS)
-        left = pool.join(deadline) + timekeeper.join(deadline)
+        left = pool.join(deadline) + timer.join(deadline)
         if left:
             logger.warning("%s: callbacks still run in %s", self._name, ", ".join(left))
 
@@ -332,7 +325,7 @@ def weak(register: Callable[[Target], Registration]) -> Callable[[Target], Regis
     def call(target: Target) -> Registration:
         alive = method()
         if alive is None:
-            raise ClosedError("the store is gone")
+            raise ClosedError("the store was collected")
         return alive(target)
 
     return call
@@ -352,12 +345,12 @@ def unwatch_query(target: Target, watcher: int) -> StoreUnwatchKey | StoreUnwatc
     return StoreUnwatchKey(target, watcher)
 
 
-def as_registration(answer: Message) -> Registration:
-    """``answer``, checked to be the reply to a watch query.
+def as_registration(reply: Message) -> Registration:
+    """``reply``, checked to be the reply to a watch query.
 
     Raises:
         StoreError: if it is another message.
     """
-    if not isinstance(answer, Registration):
-        raise StoreError(f"a store answered a watch with {type(answer).__name__}")
-    return answer
+    if not isinstance(reply, Registration):
+        raise StoreError(f"a store replied to a watch with {type(reply).__name__}")
+    return reply

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from zmqgrad.errors import StoreTimeoutError
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store.events import EventBacklog, WatchEvent
+from zmqgrad.store.events import EventBacklog, EventHandler, WatchEvent
 from zmqgrad.store.watch_targets import Target
 
 if TYPE_CHECKING:
     import asyncio
 
 
-class EventQueue:
+class EventQueue(EventHandler):
     """Queues events until they are fetched. Holds no reference to the store."""
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
-"""Per-client state of a server between queries: a blocked query, or an unacknowledged queue item.
+"""State that a server keeps for its clients between queries: blocked queries, unacknowledged items, watches.
 
-A client has one query at a time. It repeats a blocked query every few seconds, and acknowledges an item that
-it has popped. Its next query ends either state, and both expire if nothing arrives for too long. So dead
-clients cost nothing, and disconnects need not be detected. Pure.
+Each is a lease, which expires unless its client renews it. So dead clients cost nothing, and disconnects need
+not be detected. A client has one query at a time. It repeats a blocked query every few seconds, and
+acknowledges an item that it has popped; its next query ends either state. Pure.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from zmqgrad.store.contents import Item
+from zmqgrad.store.watch_targets import Target
 from zmqgrad.transport.query.server import Route
 from zmqgrad.wire.messages import Message
 
@@ -21,6 +22,9 @@ RENEW_SECONDS = 15.0
 
 ACK_SECONDS = 10.0
 """An item returns to its queue unless it is acknowledged within this time."""
+
+WATCH_SECONDS = 20.0
+"""A watch expires unless it is renewed within this time. Clients renew every 5 s."""
 
 
 class Requester:
@@ -82,3 +86,43 @@ class Requesters:
     def expired(self, now: float) -> list[Requester | Delivery]:
         """The expired entries; takes time linear in the number of entries."""
         return [each for each in self.open.values() if each.expires <= now]
+
+
+class WatchLeases:
+    """Expiry times of watches, by target and watcher."""
+
+    def __init__(self) -> None:
+        self._leases: dict[Target, dict[int, float]] = {}
+
+    def __len__(self) -> int:
+        return len(self._leases)
+
+    def add(self, target: Target, watcher: int, now: float) -> None:
+        """Begin or extend the lease of ``watcher`` on ``target``."""
+        self._leases.setdefault(target, {})[watcher] = now + WATCH_SECONDS
+
+    def renew(self, target: Target, watcher: int, now: float) -> bool:
+        """Extend a lease. Returns False if it has expired, so that the watcher may have missed changes."""
+        leases = self._leases.get(target)
+        if leases is None or watcher not in leases:
+            return False
+        leases[watcher] = now + WATCH_SECONDS
+        return True
+
+    def remove(self, target: Target, watcher: int) -> bool:
+        """End a lease. Returns whether it was the last one on ``target``."""
+        leases = self._leases.get(target)
+        if leases is None or leases.pop(watcher, None) is None or leases:
+            return False
+        del self._leases[target]
+        return True
+
+    def expire(self, now: float) -> list[Target]:
+        """End the leases that were not renewed. Returns the targets without any left."""
+        late = [
+            (target, watcher)
+            for target, leases in self._leases.items()
+            for watcher, expires in leases.items()
+            if expires <= now
+        ]
+        return [target for target, watcher in late if self.remove(target, watcher)]
