@@ -208,7 +208,9 @@ def test_nobody_to_speak_to_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatc
         raise RuntimeError("nobody there")
 
     monkeypatch.setattr(sidecar, "_connect", refuse)
-    assert "the agent of torchrun at 127.0.0.1:1 did not tell where rank 0 is: nobody" in failure("env://")
+    assert "the agent of torchrun at 127.0.0.1:1 did not provide the port of rank 0: nobody" in failure(
+        "env://"
+    )
 
 
 def test_there_is_no_second_time() -> None:

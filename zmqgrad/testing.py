@@ -74,9 +74,9 @@ def cluster(
 
     With a ``ManualClock``, the test controls when calls time out.
     """
-    made = Cluster(size, options, clock)
+    workers = Cluster(size, options, clock)
     try:
-        with made.acting(0):
-            yield made
+        with workers.acting(0):
+            yield workers
     finally:
-        made.close()
+        workers.close()

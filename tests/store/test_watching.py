@@ -214,7 +214,7 @@ def test_nothing_changes_in_time(store: Store) -> None:
     with store.watch("k", timeout=0.01) as watch, pytest.raises(StoreTimeoutError, match=r"within 0\.01 s"):
         next(watch)
     for arguments in ({}, {"key": "k", "prefix": "p"}):
-        with pytest.raises(ConfigurationError, match="which key, or which prefix"):
+        with pytest.raises(ConfigurationError, match="either a key or a prefix"):
             store.watch(**arguments)  # type: ignore[arg-type]
 
 

@@ -1,19 +1,13 @@
-"""Key-value stores that processes share, with the calls of ``torch.distributed``'s, and ``watch_key``.
+"""Key-value stores that processes share, with the interface of ``torch.distributed``'s, and watches.
 
-    from zmqgrad.store import TCPStore
+``TCPStore`` is a client of a :class:`StoreServer`; ``FileStore`` is an SQLite file; ``HashStore`` serves the
+threads of one process; ``PrefixStore`` is a view of another store.
 
-    store = TCPStore("127.0.0.1", 29500, is_master=True)
-    store.watch_key("epoch", lambda old, new: print(old, "->", new))
-    store.set("epoch", "1")
+Guarantees: importing this does not import torch (DESIGN 16.2). Calls are linearizable. Every wait has a
+deadline. Clients reconnect to a restarted server. A watch callback sees the last value (P8).
 
-Guarantees: loading this loads no torch (DESIGN 16.2). Calls are linearizable: what one call has done is
-seen by every call that begins after it has returned. Every wait has a deadline, and a server that is gone
-costs the timeout, no more; one that comes back within it costs nothing. A watch callback sees the last
-value (P8).
-
-Start with :mod:`~zmqgrad.store.state`, the pure machine. :mod:`~zmqgrad.store.service` and
-:mod:`~zmqgrad.store.local` drive it; :mod:`~zmqgrad.store.watch` follows keys at the client's end.
-Threads: the server's one; with watches, those that receive notifications and run callbacks, by turns.
+Start with :mod:`~zmqgrad.store.state`, the pure machine, driven by :mod:`~zmqgrad.store.service` (server) and
+:mod:`~zmqgrad.store.local`. Threads: one for a server; with watches, a pool that receives and runs callbacks.
 """
 
 from __future__ import annotations
@@ -28,7 +22,7 @@ from zmqgrad.store.prefix import PrefixStore
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.watch_iterator import Watch
 
-# torch's names for the errors of a store, so that its "except" goes on working with the import swapped.
+# torch's names for the errors of a store, so that an `except` written for torch works.
 DistError = ZmqgradError
 DistNetworkError = TransportError
 DistStoreError = StoreError

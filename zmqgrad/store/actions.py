@@ -59,8 +59,8 @@ def _multi_set(
     state: State, query: StoreMultiSet, requester: Any, now: float, effects: list[Effect]
 ) -> Message:
     if len(query.keys) != len(query.values):
-        said = f"multi_set of {len(query.keys)} keys with {len(query.values)} values"
-        return StoreRefused(Refusal.INVALID, said)
+        text = f"multi_set of {len(query.keys)} keys with {len(query.values)} values"
+        return StoreRefused(Refusal.INVALID, text)
     for key, value in zip(query.keys, query.values, strict=True):
         state.contents.put(key, value, effects)
     for key in query.keys:
@@ -83,12 +83,12 @@ def _add(state: State, query: StoreAdd, requester: Any, now: float, effects: lis
     value = state.values.get(query.key, b"0")
     number = int(value) if value.isdigit() and len(value) < 19 else _number(value)
     if number is None:
-        said = f"add: the value of {query.key!r} is no 64-bit number but {value[:40]!r}"
-        return StoreRefused(Refusal.INVALID, said)
+        text = f"add: the value of {query.key!r} is no 64-bit number but {value[:40]!r}"
+        return StoreRefused(Refusal.INVALID, text)
     total = number + query.amount
     if not _INT64_MIN <= total <= _INT64_MAX:
-        said = f"add: {number} + {query.amount} at {query.key!r} does not fit 64 bits"
-        return StoreRefused(Refusal.LIMIT, said)
+        text = f"add: {number} + {query.amount} at {query.key!r} does not fit 64 bits"
+        return StoreRefused(Refusal.LIMIT, text)
     state.put(query.key, b"%d" % total, effects)
     return StoreNumber(total)
 
@@ -96,8 +96,8 @@ def _add(state: State, query: StoreAdd, requester: Any, now: float, effects: lis
 def _append(state: State, query: StoreAppend, requester: Any, now: float, effects: list[Effect]) -> Message:
     value = state.values.get(query.key, b"") + query.value
     if len(value) > MAX_VALUE:
-        said = f"append: {query.key!r} would hold {len(value)} bytes, more than {MAX_VALUE}"
-        return StoreRefused(Refusal.LIMIT, said)
+        text = f"append: {query.key!r} would hold {len(value)} bytes, more than {MAX_VALUE}"
+        return StoreRefused(Refusal.LIMIT, text)
     state.put(query.key, value, effects)
     return DONE
 
@@ -183,8 +183,8 @@ def _watch_prefix(
     values = {key: state.values[key] for key in state.contents.keys(prefix.text)}
     size = sum(map(len, values.values()))
     if len(values) > MAX_KEYS or size > MAX_BATCH_BYTES:
-        said = f"{len(values)} keys with {size} bytes begin with {prefix.text!r}: too many to watch together"
-        return StoreRefused(Refusal.LIMIT, said)
+        text = f"{len(values)} keys with {size} bytes begin with {prefix.text!r}: too many for one watch"
+        return StoreRefused(Refusal.LIMIT, text)
     state.contents.watch(prefix)
     return PrefixCallbackRegistered(prefix.text, state.revision, tuple(values), tuple(values.values()))
 
@@ -200,7 +200,7 @@ def queue_condition(queue: str) -> tuple[str, str]:
 
 
 def _number(value: bytes) -> int | None:
-    """``value`` as a decimal 64-bit number; None if it is none. Blanks and underscores are not accepted."""
+    """``value`` as a decimal 64-bit number, or None. Blanks and underscores are not accepted."""
     if not value.removeprefix(b"-").isdigit() or len(value) > 20:
         return None
     number = int(value)

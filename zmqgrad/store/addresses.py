@@ -11,10 +11,10 @@ from zmqgrad.transport.exposure import is_loopback
 
 
 def check_port(port: int) -> int:
-    """``port``, if it can be one.
+    """Check that ``port`` is a port number, and return it.
 
     Raises:
-        TypeError, ConfigurationError: otherwise.
+        TypeError, ConfigurationError: if it is not.
     """
     if not isinstance(port, int) or isinstance(port, bool):
         raise TypeError(f"a port must be an int, not {type(port).__name__}")
@@ -24,19 +24,26 @@ def check_port(port: int) -> int:
 
 
 def connecting_address(host: str, port: int) -> str:
-    """Where a client connects to reach ``host``."""
+    """The address to which clients of ``host`` connect.
+
+    Raises:
+        ConfigurationError: if ``host`` is malformed.
+    """
     if not host or "/" in host or any(c.isspace() for c in host):
-        raise ConfigurationError(f"{host!r} is no host name or address")
+        raise ConfigurationError(f"{host!r} is not a host name or address")
     bare = host.strip("[]")
     return f"tcp://[{bare}]:{port}" if ":" in bare else f"tcp://{bare}:{port}"
 
 
 def listening_address(host: str, port: int, keyed: bool = False) -> str:
-    """Where the server listens whose clients connect to ``host``; port 0 lets the system pick.
+    """The address on which the server at ``host`` listens.
 
-    An address is taken as it is. A name may stand for several addresses, and for others on other hosts,
-    so all interfaces are listened on, unless it stands for loopback alone. ``keyed``: who connects will have
-    to have the secret.
+    An IP address is used as it is. A name may resolve to several addresses, and to others on other hosts, so
+    the server listens on all interfaces, unless the name resolves only to loopback.
+
+    Args:
+        port: 0: the system picks one.
+        keyed: whether clients need a secret.
     """
     shown = str(port) if port else "*"
     bare = host.strip("[]")
@@ -53,7 +60,7 @@ def listening_address(host: str, port: int, keyed: bool = False) -> str:
 
 
 def _loopback_of(name: str) -> str | None:
-    """The loopback address that ``name`` stands for here, if it stands for nothing else."""
+    """The loopback address to which ``name`` resolves here, or None if it also resolves to others."""
     try:
         found = {info[4][0] for info in socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)}
     except OSError:
@@ -64,7 +71,7 @@ def _loopback_of(name: str) -> str | None:
 
 
 def why_unknown(host: str) -> str:
-    """What is wrong with the name ``host``, as words to append to an error; empty if it can be resolved."""
+    """Suffix for an error message if the name ``host`` cannot be resolved; otherwise empty."""
     try:
         socket.getaddrinfo(host.strip("[]"), None, 0, socket.SOCK_STREAM)
     except OSError as e:

@@ -1,8 +1,8 @@
-"""What callers give to a store, checked: keys, values, timeouts.
+"""Validation of the arguments of stores: keys, values, timeouts.
 
-A key is text. Bytes that are no UTF-8 are taken as well, as torch does: each such byte stands in the text as
-the character from U+10FF80 on that ends in its two digits, so that ``list_keys`` can tell of it, and what it
-tells can be given back. Names of files as Python writes them (``os.listdir``) mean the same bytes.
+A key is text. As in torch, it may also be bytes that are not valid UTF-8: the character U+10FF00 + ``b``
+represents an invalid byte ``b``, so that ``list_keys`` can return the key, and calls accept the result. The
+surrogate escapes of Python's file names (``os.listdir``) are accepted for the same bytes.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Timeout = timedelta | float
 
 DEFAULT_TIMEOUT = timedelta(seconds=300)
 
-_NO_TEXT = 0x10FF00
-_SURROGATE = 0xDC00
-"""By how much the characters that stand for bytes are above them: here, and in Python's names of files."""
+_ESCAPE = 0x10FF00
+_PYTHON_ESCAPE = 0xDC00
+"""Offsets of the characters that represent bytes: here, and in Python's surrogate escapes."""
 
 
 def as_key(key: str | bytes) -> str:
-    """``key``, checked, as text.
+    """Check ``key``, and return it as text.
 
     Raises:
-        TypeError, ConfigurationError: if it cannot be a key.
+        TypeError, ConfigurationError: if it is not a valid key.
     """
     if type(key) is str and key.isascii() and len(key) <= MAX_KEY:  # as nearly always
         return key
@@ -46,10 +46,10 @@ def as_key(key: str | bytes) -> str:
 
 
 def as_keys(keys: Sequence[str]) -> tuple[str, ...]:
-    """``keys``, checked.
+    """Check ``keys``, and return them as text.
 
     Raises:
-        TypeError, ConfigurationError: if they cannot be keys; one string is not taken for a list of letters.
+        TypeError, ConfigurationError: if one is not a valid key, or ``keys`` is a single string.
     """
     if isinstance(keys, (str, bytes)):
         raise TypeError(f"expected a list of keys, not the {type(keys).__name__} {keys[:40]!r}")
@@ -62,10 +62,10 @@ def as_keys(keys: Sequence[str]) -> tuple[str, ...]:
 
 
 def as_value(value: object) -> bytes:
-    """``value``, checked.
+    """Check ``value``, and return it as bytes.
 
     Raises:
-        TypeError, ConfigurationError: if it cannot be a value.
+        TypeError, ConfigurationError: if it is not a valid value.
     """
     if not isinstance(value, bytes):
         if isinstance(value, str):
@@ -80,10 +80,10 @@ def as_value(value: object) -> bytes:
 
 
 def seconds_of(timeout: Timeout) -> float:
-    """``timeout`` in seconds, checked.
+    """Check ``timeout``, and return it in seconds.
 
     Raises:
-        TypeError, ConfigurationError: if it is no time, or negative.
+        TypeError, ConfigurationError: if it is not a duration, or negative.
     """
     if isinstance(timeout, timedelta):
         seconds = timeout.total_seconds()
@@ -97,11 +97,11 @@ def seconds_of(timeout: Timeout) -> float:
 
 
 def _as_bytes(name: str) -> bytes:
-    """Those that a name of a file stands for."""
+    """The bytes of a key with surrogate escapes."""
     try:
         return name.encode(errors="surrogateescape")
     except UnicodeEncodeError as e:
-        raise ConfigurationError(f"the key {name[:40]!r} has a character that is but half of one") from e
+        raise ConfigurationError(f"the key {name[:40]!r} contains an unpaired surrogate") from e
 
 
 def _as_text(key: bytes) -> str:
@@ -113,8 +113,8 @@ def _as_text(key: bytes) -> str:
 
 def _as_character(character: str) -> str:
     code = ord(character)
-    if _SURROGATE + 0x80 <= code <= _SURROGATE + 0xFF:
-        return chr(code - _SURROGATE + _NO_TEXT)
-    if code >= _NO_TEXT + 0x80:  # or it would be taken for a byte
-        return "".join(chr(byte + _NO_TEXT) for byte in character.encode())
+    if _PYTHON_ESCAPE + 0x80 <= code <= _PYTHON_ESCAPE + 0xFF:
+        return chr(code - _PYTHON_ESCAPE + _ESCAPE)
+    if code >= _ESCAPE + 0x80:  # otherwise it would represent a byte
+        return "".join(chr(byte + _ESCAPE) for byte in character.encode())
     return character

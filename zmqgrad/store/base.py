@@ -1,7 +1,7 @@
 """The store interface: the calls of ``torch.distributed.Store``, and watches.
 
 :class:`Store` is the contract, checked by one test suite over all stores. It turns each call into a query
-message; a subclass carries the query to its state machine.
+message; a subclass passes the query to its state machine.
 
 Keys are ``str`` (or ``bytes``, see :mod:`~zmqgrad.store.arguments`), values ``bytes`` (``str`` is encoded as
 UTF-8); results are ``bytes``. Timeouts are ``timedelta`` or seconds.
@@ -122,7 +122,7 @@ class Store(ABC):
         """Wait until all ``keys`` exist (at one moment), in one round trip.
 
         Raises:
-            StoreTimeoutError: if they do not within ``timeout``, or the store's own where that is None.
+            StoreTimeoutError: if they do not within ``timeout`` (None: the store's own).
         """
         seconds = self._timeout if timeout is None else seconds_of(timeout)
         self._request(StoreWait(as_keys(keys), seconds), seconds)
@@ -272,7 +272,7 @@ class Store(ABC):
             StoreTimeoutError: in the loop, if the next event takes longer than ``timeout``.
         """
         if (key is None) == (prefix is None):
-            raise ConfigurationError("watch: say which key, or which prefix")
+            raise ConfigurationError("watch: pass either a key or a prefix")
         target: Target = as_key(key) if key is not None else Prefix(as_key(prefix or ""))
         queue = EventQueue()
         self._watch(target, queue, present)
@@ -280,7 +280,7 @@ class Store(ABC):
         return Watch(target, seconds, queue, lambda: self._unwatch(target, queue))
 
     def get_cached(self, key: str) -> bytes:
-        """The value of ``key`` as it was a moment ago, at the cost of a dict lookup.
+        """The cached value of ``key``, at the cost of a dict lookup.
 
         The first call watches the key (:meth:`unwatch_key` ends that). Recent writes, also by this store, may
         not be visible yet, but a value is never followed by an older one. Waits for a missing key, as
@@ -298,7 +298,7 @@ class Store(ABC):
             value = registry.cached_value(key)
         return value
 
-    # ---- the store itself -------------------------------------------------------------------------------
+    # ---- timeouts and lifetime --------------------------------------------------------------------------
 
     @abstractmethod
     def clone(self) -> Store:
@@ -330,7 +330,7 @@ class Store(ABC):
         After a timeout use another key, because the calls so far remain counted.
 
         Raises:
-            StoreTimeoutError: if not all came within ``timeout``, or the store's own where that is None.
+            StoreTimeoutError: if fewer did within ``timeout`` (None: the store's own).
         """
         if not isinstance(world_size, int) or world_size < 1:
             raise ConfigurationError(f"barrier: the world size is {world_size!r}; it must be at least 1")

@@ -35,21 +35,21 @@ class TCPStore(Store):
         wait_for_workers: on the master, wait until ``world_size`` clients have connected.
         multi_tenant: on the master: share the server with another master of this process at that port.
         master_listen_fd: on the master: the file descriptor of a socket that is bound to ``port`` already, so
-            that nobody else can take it meanwhile. The store's from then on.
+            that no other process can bind it meanwhile. The store takes ownership of it.
         use_libuv: for compatibility with torch; has no effect.
-        journal: on the master: a file that keeps what was written, for the next master that is given it.
+        journal: on the master: file that keeps the contents for the next master.
         secret: clients without the same secret are refused, and traffic is encrypted. None: from the
-            environment (ZMQGRAD_SECRET, or the file ZMQGRAD_SECRET_FILE), if there is one.
-        watch_port: on the master: the tcp port of the watch channel, so that a firewall can let it through;
-            0: the system picks one when the first client wants to watch a key.
-        fast_path: within a host, go past ZeroMQ with small queries (see :mod:`~zmqgrad.transport.local`);
-            None: as the environment says (ZMQGRAD_LOCAL_FAST_PATH).
+            environment (ZMQGRAD_SECRET, or the file ZMQGRAD_SECRET_FILE), if set.
+        watch_port: on the master: the tcp port of the watch channel, to be opened in a firewall; 0: the
+            system picks one at the first watch.
+        fast_path: send small queries within a host past ZeroMQ (see :mod:`~zmqgrad.transport.local`); None:
+            from the environment (ZMQGRAD_LOCAL_FAST_PATH).
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: if the master cannot listen.
         JournalError: if the journal is damaged, in use, or cannot be opened.
-        StoreTimeoutError: if no store answers there, or the workers do not come, within ``timeout``.
-        StoreError: if the store there has another secret, or one of the two ends has none.
+        StoreTimeoutError: if no store replies, or too few workers connect, within ``timeout``.
+        StoreError: if the two ends have different secrets, or only one of them has a secret.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class TCPStore(Store):
             raise TypeError(f"the host name must be a str, not {type(host_name).__name__}")
         connecting_address(host_name, check_port(port))
         if port == 0 and not is_master:
-            raise ConfigurationError("a client must be told the port of its master; 0 is none")
+            raise ConfigurationError("a client needs the port of its master, not 0")
         keyed = keys_of(secret) is not None
         self._host = host_name
         self._secret = secret
@@ -99,7 +99,7 @@ class TCPStore(Store):
         try:
             self._connection.ping()
             if world_size is not None and world_size > 0:
-                self._join_in(world_size, wait=is_master and wait_for_workers)
+                self._count_worker(world_size, wait=is_master and wait_for_workers)
         except BaseException:
             self.close()
             raise
@@ -126,12 +126,12 @@ class TCPStore(Store):
     def refuse_newcomers(self) -> None:
         """On the master: ignore clients that are not connected yet, because this store is about to close.
 
-        Clients that look for the next store at this address then wait for that one.
+        Clients of the next store at this address then wait for that one.
         """
         if self._server is not None:
             self._server.refuse_newcomers()
 
-    def _join_in(self, world_size: int, wait: bool) -> None:
+    def _count_worker(self, world_size: int, wait: bool) -> None:
         """Count this client, and as the master wait until there are ``world_size``."""
         deadline = Deadline.after(self._timeout)
         if self._number(StoreAdd(_JOINED, 1)) == world_size:
@@ -143,9 +143,9 @@ class TCPStore(Store):
             self._request(StoreWait((_COMPLETE,), left), left)
         except StoreTimeoutError as e:
             joined = self._request(StoreAdd(_JOINED, 0), self._timeout)
-            there = joined.number if type(joined) is StoreNumber else "?"
+            present = joined.number if type(joined) is StoreNumber else "?"
             raise StoreTimeoutError(
-                f"{there} of {world_size} workers have connected to {self._host}:{self._port} within "
+                f"{present} of {world_size} workers have connected to {self._host}:{self._port} within "
                 f"{self._timeout:g} s"
             ) from e
 
@@ -181,7 +181,7 @@ class TCPStore(Store):
 
 
 class _Closing:
-    """Closes what a store is made of, once; does not know the store (see :mod:`~zmqgrad.store.finalizer`)."""
+    """Closes the resources of a store, without a reference to it (see :mod:`~zmqgrad.store.finalizer`)."""
 
     def __init__(self, connection: Connection, server: StoreServer | None) -> None:
         self._connection = connection

@@ -9,10 +9,10 @@ import threading
 
 from zmqgrad import environment
 from zmqgrad.errors import (
+    AuthenticationError,
     ClosedError,
     ProtocolError,
     QueueEmptyError,
-    SecretError,
     StoreError,
     StoreTimeoutError,
     TransportError,
@@ -93,8 +93,8 @@ class Connection:
         self._subscriber: Subscriber | None = None
         self._closed = False
         self._lock = threading.Lock()  # guards _subscriber and _closed
-        self._moving = threading.Lock()  # guards the connection of the subscriber
-        self._may_have_moved = True  # i.e. the publisher
+        self._publisher_lock = threading.Lock()  # guards the subscriber's connection, and what follows
+        self._publisher_unknown = True  # or may have moved
         self.watches = WatchRegistry(self._client.name, self._register, self._renew_watches)
 
     def request(self, query: Message, seconds: float) -> Message:
@@ -116,10 +116,10 @@ class Connection:
         """An error of the transport as one about ``query``."""
         if isinstance(error, TimeoutError):
             return self._no_reply(query, seconds, error)
-        if isinstance(error, SecretError):
+        if isinstance(error, AuthenticationError):
             return StoreError(
-                f"{_name(query)}: cannot talk to {self._host}:{self._port}: {error}. Give all processes the "
-                f"same {environment.SECRET} or {environment.SECRET_FILE} (or secret=..., --secret-file)"
+                f"{_name(query)}: cannot connect to {self._host}:{self._port}: {error}. Give all processes "
+                f"the same {environment.SECRET} or {environment.SECRET_FILE} (or secret=..., --secret-file)"
             )
         if isinstance(error, ProtocolError):
             return StoreError(f"{_name(query)}: not understood by, or from, {self._address}: {error}")
@@ -142,35 +142,35 @@ class Connection:
         """Check that a store replies."""
         pong = self.request(StorePing(secrets.token_hex(8)), self.timeout)
         if type(pong) is not StorePong:
-            raise StoreError(f"{self._address} answered a ping with {type(pong).__name__}")
+            raise StoreError(f"{self._address} replied to a ping with {type(pong).__name__}")
 
     # ---- watching ---------------------------------------------------------------------------------------
 
-    def _noticed(self, message: Message) -> list[Task]:
-        to_do: list[Task] = []
+    def _on_message(self, message: Message) -> list[Task]:
+        tasks: list[Task] = []
         if isinstance(message, ChangeNotification):
-            self.watches.on_notification(message, to_do.append)
-        return to_do
+            self.watches.on_notification(message, tasks.append)
+        return tasks
 
     def _subscribe(self, *topics: bytes, deadline: Deadline) -> Subscriber:
-        """Subscribe to ``topics`` in that order, at the server's publisher, wherever that is by now."""
+        """Subscribe to ``topics`` in that order, at the current address of the server's publisher."""
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self!r} is closed")
             if self._subscriber is None:
                 self._subscriber = Subscriber(
-                    self._client.name, self._noticed, self._on_broken, self.watches.serve_from
+                    self._client.name, self._on_message, self._on_broken, self.watches.serve_from
                 )
             subscriber = self._subscriber
-        with self._moving:  # one thread at a time looks it up
-            if self._may_have_moved:
-                self._may_have_moved = False
+        with self._publisher_lock:  # one thread at a time requests the address
+            if self._publisher_unknown:
+                self._publisher_unknown = False
                 try:
                     endpoint = self._find_publisher(deadline)
                     if endpoint != subscriber.endpoint:
                         subscriber.connect(endpoint, self._keys)
                 except BaseException:
-                    self._may_have_moved = True
+                    self._publisher_unknown = True
                     raise
             subscriber.subscribe(*topics)
         return subscriber
@@ -179,14 +179,16 @@ class Connection:
         """The best endpoint of the server's publisher."""
         channel = self.request(StoreWatchChannel(), deadline.left())
         if type(channel) is not StoreChannel:
-            raise StoreError(f"{self._address} told no watch channel, but {type(channel).__name__}")
+            raise StoreError(
+                f"{self._address} replied with {type(channel).__name__} instead of a watch channel"
+            )
         if channel.endpoint and local.supported() and local.accepts_us(channel.endpoint):
             return channel.endpoint
         return connecting_address(self._host, channel.port)
 
     def _on_broken(self) -> None:
         """The connection for notifications broke; a restarted server may have another address."""
-        self._may_have_moved = True
+        self._publisher_unknown = True
         self.watches.on_disconnect()
 
     def _register(self, target: Target) -> Registration:
@@ -202,10 +204,10 @@ class Connection:
                     self.request(watch_query(target, nonce, self._watcher), deadline.left())
                 )
             except NotSubscribedError:
-                # The subscription takes too long: another publisher, or a connection that leads nowhere.
-                with self._moving:
+                # The subscription is late: the publisher has moved, or the connection is broken.
+                with self._publisher_lock:
                     subscriber.disconnect()
-                    self._may_have_moved = True
+                    self._publisher_unknown = True
             finally:
                 subscriber.unsubscribe(proof)
 

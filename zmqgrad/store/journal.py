@@ -62,8 +62,7 @@ class Journal:
             raise JournalError(str(e)) from e
         except sqlite3.DatabaseError as e:
             if is_busy(e):
-                said = f"another process uses the journal {self.path}: end that one first"
-                raise JournalError(said) from None
+                raise JournalError(f"another process uses the journal {self.path}: end it first") from None
             raise self._damaged(e) from e
         self._closed = False
         self._failure: sqlite3.Error | None = None
@@ -96,8 +95,8 @@ class Journal:
 
     def _damaged(self, error: Exception) -> JournalError:
         return JournalError(
-            f"the journal {self.path} is damaged: {error}. `sqlite3 {self.path} .recover` may save what is "
-            f"whole, as statements that make a new file"
+            f"the journal {self.path} is damaged: {error}. `sqlite3 {self.path} .recover` may recover the "
+            f"contents, as statements that create a new file"
         )
 
     # ---- recording changes ------------------------------------------------------------------------------
@@ -156,8 +155,8 @@ class Journal:
         except sqlite3.Error as e:
             self._failure = e
             full = "full" in str(e)
-            said = os.strerror(errno.ENOSPC) if full else str(e)
-            raise OSError(errno.ENOSPC if full else errno.EIO, said) from e
+            reason = os.strerror(errno.ENOSPC) if full else str(e)
+            raise OSError(errno.ENOSPC if full else errno.EIO, reason) from e
 
     def close(self) -> None:
         """Close the file, and drop uncommitted changes. Idempotent."""

@@ -45,8 +45,8 @@ class Table:
         """The store of ``registry`` closes: refuse its blocked calls."""
         with self.lock:
             self.registries.discard(registry)
-            for outcome in waiting:
-                outcome.set_result(StoreRefused(Refusal.CLOSING, "the store is closing"))
+            for promise in waiting:
+                promise.set_result(StoreRefused(Refusal.CLOSING, "the store is closing"))
             if not self.registries:
                 self.state.close()
 
@@ -69,34 +69,34 @@ class HashStore(Store):
         self._finalizer = Finalizer(self, partial(_close, self._table, self._watches, self._waiting))
 
     def _request(self, query: Message, seconds: float) -> Message:
-        outcome: Promise[Message] = Promise()
+        promise: Promise[Message] = Promise()
         table = self._table
         with table.lock:
             if self._watches not in table.registries:
-                outcome.set_result(StoreRefused(Refusal.CLOSING, "the store is closed"))
+                promise.set_result(StoreRefused(Refusal.CLOSING, "the store is closed"))
             else:
-                table.carry_out(table.state.apply(query, outcome, self._clock.now()))
-                if not outcome.done():
-                    self._waiting.add(outcome)
-        if not outcome.done():
-            self._wait_for(outcome, Deadline.after(seconds, self._clock))
-        answer = outcome.result()
-        if type(answer) is StoreRefused:
-            raise self._refused(answer, seconds)
-        return answer
+                table.carry_out(table.state.apply(query, promise, self._clock.now()))
+                if not promise.done():
+                    self._waiting.add(promise)
+        if not promise.done():
+            self._wait_for(promise, Deadline.after(seconds, self._clock))
+        reply = promise.result()
+        if type(reply) is StoreRefused:
+            raise self._refused(reply, seconds)
+        return reply
 
-    def _wait_for(self, outcome: Promise[Message], deadline: Deadline) -> None:
+    def _wait_for(self, promise: Promise[Message], deadline: Deadline) -> None:
         table = self._table
         try:
-            while not outcome.wait_done(deadline.timeout()):
+            while not promise.wait_done(deadline.timeout()):
                 with table.lock:
                     table.carry_out(table.state.expire(self._clock.now()))
-        except BaseException as e:  # a Ctrl-C; the reply will find nobody
-            outcome.set_exception(e)
+        except BaseException as e:  # such as Ctrl-C: a later reply is dropped
+            promise.set_exception(e)
             raise
         finally:
             with table.lock:
-                self._waiting.discard(outcome)
+                self._waiting.discard(promise)
 
     def _register(self, target: Target) -> Registration:
         return as_registration(self._request(watch_query(target), self._timeout))

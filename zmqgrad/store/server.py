@@ -38,9 +38,9 @@ class StoreServer:
         journal: file that makes the store durable (see :mod:`~zmqgrad.store.journal`); it is loaded first.
         sync: flush each change of it to the disk.
         secret: required of clients; None: from the environment (ZMQGRAD_SECRET).
-        listen_fd: a socket that was bound to the port of ``address`` already; the server's from then on.
-        watch_port: the tcp port of the watch channel, so that a firewall can let it through; 0: the system
-            picks one when the first client wants to watch a key.
+        listen_fd: a socket that is bound to the port of ``address``; the server takes ownership of it.
+        watch_port: the tcp port of the watch channel, to be opened in a firewall; 0: the system picks one at
+            the first watch.
         max_clients: limit of clients; a store counts once for each thread that uses it.
         max_waiting: limit of blocked queries, over all clients.
         fast_path: offer the same-host fast path (see :mod:`~zmqgrad.transport.local`); None: from the
@@ -119,7 +119,7 @@ class StoreServer:
         try:
             self._server.serve(self._service)
         except Exception:
-            logger.exception("the store at %s is lost", self.endpoint)
+            logger.exception("the store at %s failed", self.endpoint)
         finally:
             if self._journal is not None:
                 self._journal.close()

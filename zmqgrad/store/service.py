@@ -212,8 +212,8 @@ class StoreService:
         """Record the query of ``requester``, which the state machine has blocked."""
         if self._requesters.is_full():
             self.state.cancel(requester)
-            said = f"{self._requesters.max_waiting} queries wait there already, which is its limit"
-            self._carry_out([Reply(requester, StoreRefused(Refusal.LIMIT, said))])
+            text = f"{self._requesters.max_waiting} queries wait there already, which is its limit"
+            self._carry_out([Reply(requester, StoreRefused(Refusal.LIMIT, text))])
             return
         self._requesters.block(requester, self._now())
         self._server.wake_by(self.state.next_deadline())
@@ -228,14 +228,14 @@ class StoreService:
                     self._requesters.release(requester.client)
 
     def _handle_unknown(self, route: Route, client: int, number: int, query: Message) -> None:
-        """Refuse a message that is no query."""
+        """Refuse a message that is not a query."""
         requester = Requester(route, client, number, query)
         self._carry_out(self.state.apply(query, requester, self._now()))
 
     # ---- watches ----------------------------------------------------------------------------------------
 
     def _describe_channel(self, route: Route, client: int, number: int, query: StoreWatchChannel) -> None:
-        """Tell a client where notifications are published."""
+        """Reply with the address of the publisher of notifications."""
         if self._server.refuses_newcomers:
             return
         reply: Message
@@ -340,8 +340,8 @@ class StoreService:
         try:
             self._journal.commit()
         except OSError as e:
-            said = f"it ends, as its journal {self._journal.path} cannot be written: {e.strerror}"
-            refusal = StoreRefused(Refusal.CLOSING, said)
+            text = f"it ends, as its journal {self._journal.path} cannot be written: {e.strerror}"
+            refusal = StoreRefused(Refusal.CLOSING, text)
             self._deliver([Reply(effect.requester, refusal) for effect in held if type(effect) is Reply])
             raise
         self._deliver(held)

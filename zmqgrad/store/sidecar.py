@@ -1,9 +1,9 @@
-"""Sidecar stores: under ``torchrun``, whose agent serves a store of torch's at MASTER_ADDR:MASTER_PORT.
+"""Sidecar stores, for programs under ``torchrun``.
 
-That store speaks torch's protocol, so rank 0 serves one of ours at a port that the system picks, and
-publishes the port in the agent's store. Accessing that requires torch, which this layer must not import: an
-upper layer supplies the connector (:func:`set_agent_connector`), which importing ``zmqgrad.rpc`` or
-``zmqgrad.interop`` does.
+The agent of torchrun serves a store at MASTER_ADDR:MASTER_PORT, which uses torch's protocol. So rank 0 serves
+a store of ours at a port that the system picks, and publishes the port in the agent's store. Accessing that
+requires torch, which this layer must not import: an upper layer supplies the connector
+(:func:`set_agent_connector`), which importing ``zmqgrad.rpc`` or ``zmqgrad.interop`` does.
 """
 
 from __future__ import annotations
@@ -71,11 +71,13 @@ def open_sidecar(
         if isinstance(e, StoreError):
             raise
         kind = StoreTimeoutError if deadline.passed() else StoreError
-        raise kind(f"the agent of torchrun at {host}:{port} did not tell where rank 0 is: {e}") from e
+        raise kind(f"the agent of torchrun at {host}:{port} did not provide the port of rank 0: {e}") from e
     store = TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
     try:
         agent.set(key, str(store.port))
     except RuntimeError as e:
         store.close()
-        raise StoreError(f"the agent of torchrun at {host}:{port} refused the port of rank 0: {e}") from e
+        raise StoreError(
+            f"the agent of torchrun at {host}:{port} did not accept the port of rank 0: {e}"
+        ) from e
     return store

@@ -1,4 +1,4 @@
-"""SQLite files of ours: how they are opened, what identifies them, and errors in the project's own types.
+"""Opening SQLite files: identification of our own kinds of files, and translation of errors.
 
 Both kinds of file survive SIGKILL at any moment: what a transaction wrote is in the kernel when it ends.
 Neither is flushed to the disk at each commit, unless asked to: after a power failure the last commits may
@@ -22,23 +22,8 @@ MAX_BUSY_MS = 100
 """How long SQLite itself waits for a lock, in milliseconds: not long, as Ctrl-C does not interrupt it."""
 
 _NETWORK_FILE_SYSTEMS = frozenset(
-    {
-        *(
-            "nfs",
-            "nfs4",
-            "cifs",
-            "smb3",
-            "smbfs",
-            "9p",
-            "afs",
-            "ceph",
-            "glusterfs",
-            "lustre",
-            "gpfs",
-            "beegfs",
-        ),
-        *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.s3fs", "fuse.gcsfuse", "fuse.juicefs"),
-    }
+    "nfs nfs4 cifs smb3 smbfs 9p afs ceph glusterfs lustre gpfs beegfs fuse.sshfs fuse.glusterfs fuse.ceph "  # noqa: SIM905
+    "fuse.s3fs fuse.gcsfuse fuse.juicefs".split()
 )
 
 _FOREIGN = (
@@ -51,9 +36,9 @@ def connect(path: Path, kind: str, schema: str, version: int) -> sqlite3.Connect
     """A connection to the SQLite file ``path``, in autocommit mode; the file is created if missing.
 
     Args:
-        kind: what the file should be, for errors: ``FileStore`` or ``journal``.
+        kind: kind of file, for errors: ``FileStore`` or ``journal``.
         schema: statements that create the tables.
-        version: of the schema, kept in ``PRAGMA user_version`` and told apart from other kinds by it.
+        version: of the schema, kept in ``PRAGMA user_version``. Distinguishes the kinds of files, too.
 
     Raises:
         StoreError: if it cannot be opened, or is another kind of file.
@@ -111,7 +96,7 @@ def _header(connection: sqlite3.Connection) -> tuple[tuple[int, int], bool]:
 
 
 def _why_not_opened(path: Path, error: sqlite3.Error) -> str:
-    """SQLite only says that it cannot; the system says why."""
+    """The reason from the operating system, because SQLite does not report it."""
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
     except FileNotFoundError as e:
@@ -123,7 +108,7 @@ def _why_not_opened(path: Path, error: sqlite3.Error) -> str:
 
 
 def _what_it_is(path: Path, error: sqlite3.Error) -> str:
-    """What is in a file that is no database. Nothing of ours has it open, so reading it loosens no lock."""
+    """A description of a file that is not a database. No connection has it open, so this drops no lock."""
     try:
         with path.open("rb") as file:
             begin = file.read(4096)
@@ -137,8 +122,8 @@ def _what_it_is(path: Path, error: sqlite3.Error) -> str:
             "it looks like a file of torch.distributed.FileStore; give each kind of store a path of its own"
         )
     if begin.startswith(b"SQLite format 3\0"):
-        return f"it is a damaged SQLite database ({error}); `sqlite3 FILE .recover` may save what is whole"
-    return f"it begins with {begin[:16]!r}; choose another path, or remove it if nobody uses it"
+        return f"it is a damaged SQLite database ({error}); `sqlite3 FILE .recover` may recover the contents"
+    return f"it begins with {begin[:16]!r}; choose another path, or remove it if it is not needed"
 
 
 def is_torch_file_store(begin: bytes) -> bool:
@@ -158,20 +143,20 @@ def is_busy(error: sqlite3.Error) -> bool:
 
 
 def check_file_system(path: Path, allow_network: bool) -> None:
-    """Refuse a network file system, unless told to allow it.
+    """Refuse a network file system, unless the caller or the environment allows it.
 
     SQLite relies on the file system's locks. Some network file systems grant one lock to two hosts, or forget
     it when their server restarts: then two writers may damage the file.
 
     Raises:
-        ConfigurationError: naming the file system, and what to do.
+        ConfigurationError: if it is one; the message names the remedies.
     """
     kind = file_system_of(path)
     if kind in _NETWORK_FILE_SYSTEMS and not (allow_network or environment.allows_network_file_system()):
         raise ConfigurationError(
-            f"{str(path)!r} lies on a network file system ({kind}), whose locks may not keep writers of two "
-            f"hosts apart. Use a TCPStore, or a directory of this host; if this file system's locks can be "
-            f"trusted, say so by allow_network_file_system=True or {environment.ALLOW_NETWORK_FILE_SYSTEM}=1"
+            f"{str(path)!r} lies on a network file system ({kind}), whose locks may not separate writers on "
+            f"two hosts. Use a TCPStore, or a directory of this host; if this file system's locks can be "
+            f"trusted, pass allow_network_file_system=True or set {environment.ALLOW_NETWORK_FILE_SYSTEM}=1"
         )
 
 

@@ -113,7 +113,7 @@ class Watch:
 
     def _checked(self, event: WatchEvent | None, timeout: float | None) -> WatchEvent:
         if event is None:
-            raise StoreTimeoutError(f"{self!r}: nothing changed within {timeout:g} s")
+            raise StoreTimeoutError(f"{self!r}: no change within {timeout:g} s")
         return event
 
     def __iter__(self) -> Watch:
