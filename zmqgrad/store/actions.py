@@ -1,7 +1,7 @@
-"""One function for each type of query, and the table of them. Pure, as the state machine is.
+"""One function for each type of query, and the tables of them. Pure, as the state machine is.
 
-An action returns the reply, or None if the query blocks, and appends all other effects to ``effects``. All
-actions have the same signature, so that the state machine can dispatch on the type of the query.
+An action returns the reply. Actions that change the store append replies to unblocked queries, and
+notifications, to ``effects``. The others return None if the query blocks.
 """
 
 from __future__ import annotations
@@ -50,14 +50,12 @@ if TYPE_CHECKING:
 _INT64_MIN, _INT64_MAX = -(1 << 63), (1 << 63) - 1
 
 
-def _set(state: State, query: StoreSet, requester: Any, now: float, effects: list[Effect]) -> Message:
+def _set(state: State, query: StoreSet, effects: list[Effect]) -> Message:
     state.put(query.key, query.value, effects)
     return DONE
 
 
-def _multi_set(
-    state: State, query: StoreMultiSet, requester: Any, now: float, effects: list[Effect]
-) -> Message:
+def _multi_set(state: State, query: StoreMultiSet, effects: list[Effect]) -> Message:
     if len(query.keys) != len(query.values):
         text = f"multi_set of {len(query.keys)} keys with {len(query.values)} values"
         return StoreRefused(Refusal.INVALID, text)
@@ -68,9 +66,7 @@ def _multi_set(
     return DONE
 
 
-def _compare_set(
-    state: State, query: StoreCompareSet, requester: Any, now: float, effects: list[Effect]
-) -> Message:
+def _compare_set(state: State, query: StoreCompareSet, effects: list[Effect]) -> Message:
     current = state.values.get(query.key)
     result = query.expected if current is None else current
     if current == query.expected or (current is None and not query.expected):
@@ -79,7 +75,7 @@ def _compare_set(
     return StoreValue(result, state.revision)
 
 
-def _add(state: State, query: StoreAdd, requester: Any, now: float, effects: list[Effect]) -> Message:
+def _add(state: State, query: StoreAdd, effects: list[Effect]) -> Message:
     value = state.values.get(query.key, b"0")
     number = int(value) if value.isdigit() and len(value) < 19 else _number(value)
     if number is None:
@@ -93,7 +89,7 @@ def _add(state: State, query: StoreAdd, requester: Any, now: float, effects: lis
     return StoreNumber(total)
 
 
-def _append(state: State, query: StoreAppend, requester: Any, now: float, effects: list[Effect]) -> Message:
+def _append(state: State, query: StoreAppend, effects: list[Effect]) -> Message:
     value = state.values.get(query.key, b"") + query.value
     if len(value) > MAX_VALUE:
         text = f"append: {query.key!r} would hold {len(value)} bytes, more than {MAX_VALUE}"
@@ -102,57 +98,45 @@ def _append(state: State, query: StoreAppend, requester: Any, now: float, effect
     return DONE
 
 
-def _delete_key(
-    state: State, query: StoreDeleteKey, requester: Any, now: float, effects: list[Effect]
-) -> Message:
+def _delete_key(state: State, query: StoreDeleteKey, effects: list[Effect]) -> Message:
     existed = state.contents.delete(query.key, effects)
     return StoreNumber(int(existed))
 
 
-def _get(state: State, query: StoreGet, requester: Any, now: float, effects: list[Effect]) -> Message | None:
+def _get(state: State, query: StoreGet, requester: Any, now: float) -> Message | None:
     value = state.values.get(query.key)
     if value is not None:
         return StoreValue(value, state.contents.revision)
     return state.when_all_exist(query, (query.key,), requester, now)
 
 
-def _wait(
-    state: State, query: StoreWait | StoreMultiGet, requester: Any, now: float, effects: list[Effect]
-) -> Message | None:
+def _wait(state: State, query: StoreWait | StoreMultiGet, requester: Any, now: float) -> Message | None:
     return state.when_all_exist(query, query.keys, requester, now)
 
 
-def _check(state: State, query: StoreCheck, requester: Any, now: float, effects: list[Effect]) -> Message:
+def _check(state: State, query: StoreCheck, requester: Any, now: float) -> Message:
     values, queues = state.values, state.queues
     exist = all(key in values or key in queues for key in query.keys)
     return StoreNumber(int(exist))
 
 
-def _num_keys(
-    state: State, query: StoreGetNumKeys, requester: Any, now: float, effects: list[Effect]
-) -> Message:
+def _num_keys(state: State, query: StoreGetNumKeys, requester: Any, now: float) -> Message:
     return StoreNumber(state.contents.num_keys)
 
 
-def _list_keys(
-    state: State, query: StoreListKeys, requester: Any, now: float, effects: list[Effect]
-) -> Message:
+def _list_keys(state: State, query: StoreListKeys, requester: Any, now: float) -> Message:
     return StoreKeys(
         () if query.prefix.startswith(INTERNAL_PREFIX) else tuple(state.contents.keys(query.prefix))
     )
 
 
-def _queue_push(
-    state: State, query: StoreQueuePush, requester: Any, now: float, effects: list[Effect]
-) -> Message:
+def _queue_push(state: State, query: StoreQueuePush, effects: list[Effect]) -> Message:
     state.contents.push(query.key, query.value)
     state.after_push(query.key, effects)
     return DONE
 
 
-def _queue_pop(
-    state: State, query: StoreQueuePop, requester: Any, now: float, effects: list[Effect]
-) -> Message | None:
+def _queue_pop(state: State, query: StoreQueuePop, requester: Any, now: float) -> Message | None:
     if query.key in state.queues:
         return state.deliver(requester, query.key, state.contents.pop(query.key))
     if not query.block:
@@ -162,23 +146,17 @@ def _queue_pop(
     return None
 
 
-def _queue_len(
-    state: State, query: StoreQueueLen, requester: Any, now: float, effects: list[Effect]
-) -> Message:
+def _queue_len(state: State, query: StoreQueueLen, requester: Any, now: float) -> Message:
     return StoreNumber(len(state.queues.get(query.key, ())))
 
 
-def _watch_key(
-    state: State, query: StoreWatchKey, requester: Any, now: float, effects: list[Effect]
-) -> Message:
+def _watch_key(state: State, query: StoreWatchKey, requester: Any, now: float) -> Message:
     key = query.key
     state.contents.watch(key)
     return KeyCallbackRegistered(key, state.revision, state.values.get(key))
 
 
-def _watch_prefix(
-    state: State, query: StoreWatchPrefix, requester: Any, now: float, effects: list[Effect]
-) -> Message:
+def _watch_prefix(state: State, query: StoreWatchPrefix, requester: Any, now: float) -> Message:
     prefix = Prefix(query.prefix)
     values = {key: state.values[key] for key in state.contents.keys(prefix.text)}
     size = sum(map(len, values.values()))
@@ -189,7 +167,7 @@ def _watch_prefix(
     return PrefixCallbackRegistered(prefix.text, state.revision, tuple(values), tuple(values.values()))
 
 
-def _unwatch(state: State, query: Message, requester: Any, now: float, effects: list[Effect]) -> Message:
+def _unwatch(state: State, query: Message, requester: Any, now: float) -> Message:
     # Other clients may watch the target: the driver calls State.unwatch() after the last one.
     return DONE
 
@@ -207,39 +185,29 @@ def _number(value: bytes) -> int | None:
     return number if _INT64_MIN <= number <= _INT64_MAX else None
 
 
-ACTIONS: dict[type[Message], Callable[[State, Any, Any, float, list[Effect]], Message | None]] = {
+CHANGES: dict[type[Message], Callable[[State, Any, list[Effect]], Message]] = {
     StoreSet: _set,
     StoreMultiSet: _multi_set,
     StoreCompareSet: _compare_set,
     StoreAdd: _add,
     StoreAppend: _append,
     StoreDeleteKey: _delete_key,
+    StoreQueuePush: _queue_push,
+}
+"""Actions that may change the store, and never block, by type of query."""
+
+READS: dict[type[Message], Callable[[State, Any, Any, float], Message | None]] = {
     StoreGet: _get,
     StoreWait: _wait,
     StoreMultiGet: _wait,
     StoreCheck: _check,
     StoreGetNumKeys: _num_keys,
     StoreListKeys: _list_keys,
-    StoreQueuePush: _queue_push,
-    StoreQueuePop: _queue_pop,
+    StoreQueuePop: _queue_pop,  # the only one that changes the store
     StoreQueueLen: _queue_len,
     StoreWatchKey: _watch_key,
     StoreWatchPrefix: _watch_prefix,
     StoreUnwatchKey: _unwatch,
     StoreUnwatchPrefix: _unwatch,
 }
-"""By type of query."""
-
-CHANGING: frozenset[type[Message]] = frozenset(
-    {
-        StoreSet,
-        StoreMultiSet,
-        StoreCompareSet,
-        StoreAdd,
-        StoreAppend,
-        StoreDeleteKey,
-        StoreQueuePush,
-        StoreQueuePop,
-    }
-)
-"""Types of queries that may change the store."""
+"""Actions that may block, and have no effect on other requesters, by type of query."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from zmqgrad.errors import TransportError
 from zmqgrad.runtime.clock import Clock
-from zmqgrad.store.actions import ACTIONS, CHANGING
+from zmqgrad.store.actions import CHANGES, READS
 from zmqgrad.store.contents import Contents, Item
 from zmqgrad.store.effects import DONE, Effect, Notification, Reply
 from zmqgrad.store.journal import Journal
@@ -140,7 +140,7 @@ class StoreService:
     def _read(self, route: Route, client: int, number: int, query: Message) -> None:
         """Handle a query that changes nothing, but may block."""
         requester = Requester(route, client, number, query)
-        reply = ACTIONS[type(query)](self.state, query, requester, self._now(), [])
+        reply = READS[type(query)](self.state, query, requester, self._now())
         if reply is None:
             self._block(requester)
         elif self._journal is None:
@@ -164,8 +164,7 @@ class StoreService:
         others: list[Effect] = []
         contents = self._contents
         before = contents.changes
-        reply = ACTIONS[type(query)](self.state, query, None, 0.0, others)
-        assert reply is not None
+        reply = CHANGES[type(query)](self.state, query, others)
         # Also if nothing changed: a late repetition might change something by then.
         self._replies.remember(client, number, reply)
         if self._journal is not None and contents.changes != before:
@@ -398,8 +397,8 @@ def _target_of(query: StoreWatchKey | StoreWatchPrefix | StoreUnwatchKey | Store
 
 
 _HANDLERS: dict[type[Message], Callable[..., None]] = {
-    **dict.fromkeys(ACTIONS, StoreService._read),
-    **dict.fromkeys(CHANGING, StoreService._change),
+    **dict.fromkeys(READS, StoreService._read),
+    **dict.fromkeys(CHANGES, StoreService._change),
     StoreQueuePop: StoreService._pop,
     StoreQueueAck: StoreService._acknowledge,
     StoreWatchChannel: StoreService._describe_channel,

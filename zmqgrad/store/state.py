@@ -21,7 +21,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zmqgrad.store.actions import ACTIONS, CHANGING, queue_condition
+from zmqgrad.store.actions import CHANGES, READS, queue_condition
 from zmqgrad.store.contents import Contents, Item, Queues, Storage
 from zmqgrad.store.effects import DONE, MAX_BATCH_BYTES, Effect, Reply, refuse
 from zmqgrad.store.wait_queue import BlockedQuery, WaitQueue
@@ -88,15 +88,18 @@ class State:
 
         Replies to queries that it unblocks, and notifications, are appended to ``effects``.
         """
-        action = ACTIONS.get(type(query))
-        if action is None:
+        change = CHANGES.get(type(query))
+        if change is not None:
+            return change(self, query, effects)
+        read = READS.get(type(query))
+        if read is None:
             return StoreRefused(Refusal.INVALID, f"a store does not understand {type(query).__name__}")
-        return action(self, query, requester, now, effects)
+        return read(self, query, requester, now)
 
     @staticmethod
     def may_change(query: Message) -> bool:
         """Whether queries of this type may change the store."""
-        return type(query) in CHANGING
+        return type(query) in CHANGES or type(query) is StoreQueuePop
 
     def expire(self, now: float) -> list[Effect]:
         """Refuse the blocked queries whose deadline has passed."""
