@@ -114,22 +114,20 @@ class Connection:
 
     def _translated(self, error: Exception, query: Message, seconds: float) -> StoreError:
         """An error of the transport as one about ``query``."""
+        call = _name(query)
         if isinstance(error, TimeoutError):
-            return self._no_reply(query, seconds, error)
+            return StoreTimeoutError(
+                f"{call}: no store answered at {self._host}:{self._port} within {seconds:g} s: is the master "
+                f"running, and is this its address?{why_unknown(self._host)} [{error}]"
+            )
         if isinstance(error, AuthenticationError):
             return StoreError(
-                f"{_name(query)}: cannot connect to {self._host}:{self._port}: {error}. Give all processes "
-                f"the same {environment.SECRET} or {environment.SECRET_FILE} (or secret=..., --secret-file)"
+                f"{call}: cannot connect to {self._host}:{self._port}: {error}. Give all processes the same "
+                f"{environment.SECRET} or {environment.SECRET_FILE} (or secret=..., --secret-file)"
             )
         if isinstance(error, ProtocolError):
-            return StoreError(f"{_name(query)}: not understood by, or from, {self._address}: {error}")
-        return StoreError(f"{_name(query)}: {error}")
-
-    def _no_reply(self, query: Message, seconds: float, error: Exception) -> StoreTimeoutError:
-        return StoreTimeoutError(
-            f"{_name(query)}: no store answered at {self._host}:{self._port} within {seconds:g} s: is the "
-            f"master running, and is this its address?{why_unknown(self._host)} [{error}]"
-        )
+            return StoreError(f"{call}: not understood by, or from, {self._address}: {error}")
+        return StoreError(f"{call}: {error}")
 
     def _refused(self, query: Message, seconds: float, reply: StoreRefused) -> StoreError:
         where = f"the store at {self._host}:{self._port}"

@@ -245,12 +245,12 @@ class FileConnection:
             self._closed = True
             self._changed.notify_all()
         try:
+            self.watches.close()  # first, as they cannot be registered again any more
             if self._world_size >= 0:
                 self._count_closed()
         except StoreError as e:
             logger.warning("%s: closed, but not counted as such: %s", self.name, e)
         finally:
-            self.watches.close()
             if self._watcher is not None:
                 self._watcher.join(CLOSE_SECONDS)
             with _fork_lock, self.lock:

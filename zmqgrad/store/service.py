@@ -85,9 +85,8 @@ class StoreService:
         self._watches = WatchLeases()
         self._make_publisher = make_publisher
         self._publisher: Publisher | None = None
-        self._unsubscribed: dict[
-            str, tuple[Requester, float]
-        ] = {}  # by nonce: watches that wait for their subscription
+        # Watches that wait for their subscription, and until when, by nonce.
+        self._unsubscribed: dict[str, tuple[Requester, float]] = {}
         self._sweep_at = math.inf
 
     @property
@@ -302,9 +301,8 @@ class StoreService:
             for target in targets
         )
         requester = Requester(route, client, number, query)
-        self._carry_out(
-            [Reply(requester, StoreRevisions(revisions))]
-        )  # not before the changes that it reports
+        # Not before the changes that it reports.
+        self._carry_out([Reply(requester, StoreRevisions(revisions))])
 
     # ---- out --------------------------------------------------------------------------------------------
 
