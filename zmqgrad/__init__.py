@@ -17,17 +17,21 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 __version__ = "0.1.0"
 
 _SUBMODULES = ("autograd", "errors", "interop", "nn", "optim", "rendezvous", "rpc", "store", "testing")
 
-__all__ = ["__version__", *_SUBMODULES]
+_FUNCTIONS = {"init_process_group": "zmqgrad.interop"}
+"""Functions of submodules that are offered here."""
+
+__all__ = ["__version__", *_FUNCTIONS, *_SUBMODULES]
 
 
-def __getattr__(name: str) -> ModuleType:
+def __getattr__(name: str) -> Any:
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module(_FUNCTIONS[name]), name)
     if name in _SUBMODULES:
         return importlib.import_module(f"zmqgrad.{name}")
     raise AttributeError(f"module 'zmqgrad' has no attribute {name!r}")

@@ -12,6 +12,9 @@ no handler here supports re-rendezvous. Handlers are registered by scheme:
 
 With ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The
 agent of ``torchrun`` serves a store of torch's: rank 0 then serves a :mod:`sidecar <zmqgrad.store.sidecar>`.
+
+:func:`rendezvous_beside` is for groups that may share their address with process groups of torch: there the
+store is always a sidecar, and a file has a companion.
 """
 
 from __future__ import annotations
@@ -88,16 +91,52 @@ def rendezvous(
     """
     if not isinstance(url, str):
         raise TypeError(f"the URL of a rendezvous must be a str, not {type(url).__name__}")
-    scheme = url.partition("://")[0] if "://" in url else ""
-    handler = _handlers.get(scheme)
+    handler = _handlers.get(_scheme_of(url))
     if handler is None:
         known = ", ".join(f"{name}://" for name in sorted(_handlers))
         raise RendezvousError(f"No rendezvous handler for {url!r}: its scheme must be one of {known}")
+    return handler(_with_arguments(url, rank, world_size), timeout=timeout)
+
+
+def rendezvous_beside(
+    url: str,
+    rank: int = -1,
+    world_size: int = -1,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    *,
+    purpose: str,
+) -> RendezvousResult:
+    """Find the other workers at an address that process groups of torch may use, too.
+
+    Args:
+        url, rank, world_size, timeout: as for :func:`rendezvous`.
+        purpose: what the group is for. Groups of one purpose are joined in the same order by all workers,
+            those of different purposes in any order.
+
+    Returns:
+        The store, the rank and the world size.
+
+    Raises:
+        ConfigurationError: if :mod:`zmqgrad.interop` was not imported.
+        RendezvousError, RendezvousTimeoutError: as :func:`rendezvous`.
+    """
+    find = _SHARED.get(_scheme_of(url))
+    if find is None:
+        return next(rendezvous(url, rank, world_size, timeout))
+    return find(parse(_with_arguments(url, rank, world_size)), timeout, purpose)
+
+
+def _scheme_of(url: str) -> str:
+    return url.partition("://")[0] if "://" in url else ""
+
+
+def _with_arguments(url: str, rank: int, world_size: int) -> str:
+    """``url`` with the arguments in its query, where they override what it says."""
     for name, value in (("rank", rank), ("world_size", world_size)):
         check_integer(name, value)
         if value != -1:
             url += f"{'&' if '?' in url else '?'}{name}={value}"
-    return handler(url, timeout=timeout)
+    return url
 
 
 def check_integer(name: str, value: object) -> None:
@@ -125,7 +164,10 @@ def has_world_size(url: str) -> bool:
 
 
 def open_store(
-    url: str, rank: int | None = -1, timeout: timedelta | float = DEFAULT_TIMEOUT
+    url: str,
+    rank: int | None = -1,
+    timeout: timedelta | float = DEFAULT_TIMEOUT,
+    purpose: str | None = None,
 ) -> tuple[Store, int | None]:
     """Open the store of a dynamic group, which has no world size.
 
@@ -134,6 +176,7 @@ def open_store(
             that rank; otherwise it must be served already.
         rank: overrides the URL and the environment; -1: not given. None: the next free one.
         timeout: how long to wait for the store to reply, and the store's own timeout.
+        purpose: as for :func:`rendezvous_beside`; None: the address is for this store alone.
 
     Returns:
         The store, and the rank, which is None if ``rank`` was None.
@@ -146,8 +189,8 @@ def open_store(
         check_integer("rank", rank)
     given = _rank_of(request) if rank == -1 else rank
     if request.scheme == "file":
-        return FileStore(_path_of(request), timeout=timeout), given
-    return _serve_or_connect(request, -1 if given is None else given, None, timeout), given
+        return FileStore(_path_of(request, purpose), timeout=timeout), given
+    return _serve_or_connect(request, -1 if given is None else given, None, timeout, purpose), given
 
 
 def _rank_of(request: Request) -> int:
@@ -215,17 +258,17 @@ def _once(find: Callable[[Request, timedelta | float], RendezvousResult]) -> Han
     return handler
 
 
-def _tcp(request: Request, timeout: timedelta | float) -> RendezvousResult:
+def _tcp(request: Request, timeout: timedelta | float, purpose: str | None = None) -> RendezvousResult:
     if request.host is None or request.port is None:
         raise RendezvousError(
             f"{request.url!r} lacks a host or a port; write {request.scheme}://host:port?rank=..&world_size=.."
         )
     rank, world_size = _rank_and_world_size(request)
-    return _serve_or_connect(request, rank, world_size, timeout), rank, world_size
+    return _serve_or_connect(request, rank, world_size, timeout, purpose), rank, world_size
 
 
-def _file(request: Request, timeout: timedelta | float) -> RendezvousResult:
-    path = _path_of(request)
+def _file(request: Request, timeout: timedelta | float, purpose: str | None = None) -> RendezvousResult:
+    path = _path_of(request, purpose)
     rank, world_size = _rank_and_world_size(request)
     try:
         return FileStore(path, world_size, timeout), rank, world_size
@@ -233,7 +276,7 @@ def _file(request: Request, timeout: timedelta | float) -> RendezvousResult:
         raise RendezvousError(f"rendezvous by {request.url!r}: {e}") from e
 
 
-def _env(request: Request, timeout: timedelta | float) -> RendezvousResult:
+def _env(request: Request, timeout: timedelta | float, purpose: str | None = None) -> RendezvousResult:
     launch = read_launch()
     rank = _rank_of(request)
     world_size = launch.world_size if request.world_size is None else request.world_size
@@ -242,7 +285,7 @@ def _env(request: Request, timeout: timedelta | float) -> RendezvousResult:
     rank_from = launch.rank_from if request.rank is None else "an argument"
     size_from = launch.world_size_from if request.world_size is None else "an argument"
     check_rank(rank, world_size, f"the rank from {rank_from}, the world size from {size_from}")
-    return _serve_or_connect(request, rank, world_size, timeout), rank, world_size
+    return _serve_or_connect(request, rank, world_size, timeout, purpose), rank, world_size
 
 
 def _rank_and_world_size(request: Request) -> tuple[int, int]:
@@ -253,10 +296,11 @@ def _rank_and_world_size(request: Request) -> tuple[int, int]:
     return request.rank, request.world_size
 
 
-def _path_of(request: Request) -> str:
+def _path_of(request: Request, purpose: str | None) -> str:
+    """The file of the store. Process groups have ``request.path``, in torch's format."""
     if request.host is not None or not request.path.strip("/"):
         raise RendezvousError(f"{request.url!r} names no file; write file:///path?rank=..&world_size=..")
-    return request.path
+    return request.path if purpose is None else f"{request.path}.{purpose}"
 
 
 def _missing_parameter(name: str, request: Request) -> RendezvousError:
@@ -267,9 +311,12 @@ def _missing_parameter(name: str, request: Request) -> RendezvousError:
 
 
 def _serve_or_connect(
-    request: Request, rank: int, world_size: int | None, timeout: timedelta | float
+    request: Request, rank: int, world_size: int | None, timeout: timedelta | float, purpose: str | None
 ) -> Store:
-    """Open the store of the group. Rank 0 serves it, unless the launcher's agent does."""
+    """Open the store of the group. Rank 0 serves it, unless the launcher's agent does.
+
+    With a ``purpose`` it is a sidecar of torch's store at the address.
+    """
     launch = read_launch()
     if request.scheme == "env":
         host, port = launch.master_addr, launch.master_port
@@ -288,8 +335,10 @@ def _serve_or_connect(
     try:
         if attempt is not None:
             by_agent = False
-            if (host, port) == (launch.master_addr, launch.master_port):
-                return open_sidecar(host, port, rank, world_size, timeout, attempt)
+            if (host, port) != (launch.master_addr, launch.master_port):
+                attempt = None
+        if attempt is not None or (purpose is not None and not by_agent):
+            return open_sidecar(host, port, rank, world_size, timeout, purpose or "rendezvous", attempt)
         store = TCPStore(
             host,
             port,
@@ -308,6 +357,13 @@ def _serve_or_connect(
     # The agent keeps its own keys in the same store.
     return PrefixStore("/worker", store, owned=True) if by_agent else store
 
+
+_SHARED: dict[str, Callable[[Request, timedelta | float, str], RendezvousResult]] = {
+    "tcp": _tcp,
+    "file": _file,
+    "env": _env,
+}
+"""Schemes that torch has, too."""
 
 register_rendezvous_handler("tcp", _once(_tcp))
 register_rendezvous_handler("zmq", _once(_tcp))

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
-from zmqgrad.rendezvous import has_world_size, open_store, rendezvous
+from zmqgrad.rendezvous import has_world_size, open_store, rendezvous_beside
 from zmqgrad.rpc.backend_registry import construct_rpc_backend_options, init_backend, is_own
 from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
 from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
@@ -38,6 +38,9 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
 
 logger = logging.getLogger(__name__)
+
+PURPOSE = "rpc"
+"""Of the group's store; see :func:`zmqgrad.rendezvous.rendezvous_beside`."""
 
 _lock = threading.Lock()  # guards _group; held while joining and leaving
 _group: Group | None = None
@@ -97,10 +100,12 @@ def _meet(
     """Run the rendezvous. Returns store, rank and world size (None: not fixed)."""
     timeout = options.rpc_timeout or 1e8
     if world_size is None and not has_world_size(options.init_method):
-        store, rank = open_store(options.init_method, rank, timeout)
+        store, rank = open_store(options.init_method, rank, timeout, PURPOSE)
         return store, rank, None
     size = -1 if world_size is None else world_size
-    return next(rendezvous(options.init_method, -1 if rank is None else rank, size, timeout=timeout))
+    return rendezvous_beside(
+        options.init_method, -1 if rank is None else rank, size, timeout, purpose=PURPOSE
+    )
 
 
 def _join_by(

@@ -1,83 +1,175 @@
-"""Sidecar stores, for programs under ``torchrun``.
+"""Sidecar stores: a store of ours beside one of torch's, at the address that process groups use, too.
 
-The agent of torchrun serves a store at MASTER_ADDR:MASTER_PORT, which uses torch's protocol. So rank 0 serves
-a store of ours at a port that the system picks, and publishes the port in the agent's store. Accessing that
-requires torch, which this layer must not import: an upper layer supplies the connector
-(:func:`set_agent_connector`), which importing ``zmqgrad.rpc`` or ``zmqgrad.interop`` does.
+``init_process_group`` and ``init_rpc`` may share one MASTER_ADDR:MASTER_PORT, as they do with torch. That
+port belongs to a store of torch's, which rank 0 or the agent of ``torchrun`` serves. Rank 0 serves ours at a
+port that the system picks, and publishes it in torch's. Nothing else is read from torch's store, because it
+authenticates nobody: with a secret, a forged address leads to a store that fails CURVE's handshake.
+
+Accessing torch's store requires torch, which this layer must not import: an upper layer supplies the opener
+(:func:`set_torch_store_opener`), which importing ``zmqgrad.rpc`` or ``zmqgrad.interop`` does.
 """
 
 from __future__ import annotations
 
-import itertools
+import threading
+from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import Timeout, seconds_of
 from zmqgrad.store.client import TCPStore
 
+MAX_TIMEOUT_SECONDS = 1e8
+"""Limit of the timeouts that torch's stores accept."""
 
-class Agent(Protocol):
-    """The part of torch's store interface that is used here."""
+STALE_ADDRESS_SECONDS = 3.0
+"""How long a member of a dynamic group tries a published address before it reads the address again."""
+
+
+class TorchStore(Protocol):
+    """The part of torch's store interface that is used here. Methods raise ``RuntimeError`` on failure."""
 
     def set(self, key: str, value: str) -> None: ...
 
     def get(self, key: str) -> bytes: ...
 
-
-Connect = Callable[[str, int, timedelta], Agent]
-"""Connects to the agent's store at a host and port, with a timeout. Raises ``RuntimeError`` on failure."""
-
-_connect: Connect | None = None
-
-# All workers form their groups in the same order, so they open their stores in the same order too.
-_opened = itertools.count()
+    def set_timeout(self, timeout: timedelta) -> None: ...
 
 
-def set_agent_connector(connect: Connect) -> None:
-    """Use ``connect`` to reach the stores of agents from now on."""
-    global _connect
-    _connect = connect
+Opener = Callable[[str, int, bool, Deadline], TorchStore | None]
+"""Opens torch's store at a host and port, and serves it there if the third argument is True.
+
+Returns None if a store of ours listens there. Raises StoreError, naming what listens there, or
+StoreTimeoutError.
+"""
+
+_open: Opener | None = None
+
+_lock = threading.Lock()  # guards _opened
+_opened: Counter[str] = Counter()
+"""Groups of fixed size joined by this process. All workers join their groups in one order."""
+
+
+def set_torch_store_opener(opener: Opener) -> None:
+    """Use ``opener`` to reach torch's stores from now on."""
+    global _open
+    _open = opener
 
 
 def open_sidecar(
-    host: str, port: int, rank: int, world_size: int | None, timeout: Timeout, attempt: int
+    host: str,
+    port: int,
+    rank: int,
+    world_size: int | None,
+    timeout: Timeout,
+    purpose: str = "rendezvous",
+    attempt: int | None = None,
 ) -> TCPStore:
-    """Open the store of the group next to the agent's at ``host:port``; rank 0 serves it on ``host``.
+    """Open the store of a group beside torch's at ``host:port``. Rank 0 serves it on ``host``.
 
-    ``attempt`` counts restarts of the workers by the agent: entries of earlier attempts are not read.
+    Args:
+        host, port: where torch's store is, or is to be served.
+        rank: of this worker.
+        world_size: of the group; None: the group is dynamic.
+        timeout: for connecting, and of the store.
+        purpose: what the group is for. Groups of one purpose are joined in the same order by all workers.
+        attempt: number of restarts of the workers by the agent that serves torch's store; addresses of
+            earlier attempts are not read. None: rank 0 serves torch's store.
 
     Raises:
-        ConfigurationError: if no connector was set.
-        StoreTimeoutError: if rank 0 does not publish its port in time.
-        StoreError, TransportError: if the agent or the store cannot be reached, or rank 0 cannot listen.
+        ConfigurationError: if no opener was set; if the store would be reachable without a secret.
+        StoreTimeoutError: if rank 0 does not publish its address in time.
+        StoreError, TransportError: if a foreign server listens there, or rank 0 cannot listen.
     """
-    if _connect is None:
+    if _open is None:
         raise ConfigurationError(
-            f"{host}:{port} is served by the agent of torchrun, and reaching it requires torch: import "
+            f"{host}:{port} is served by torch's store, and reaching it requires torch: import "
             f"zmqgrad.interop (or zmqgrad.rpc) first"
         )
+    key = f"zmqgrad/{purpose}/attempt_{attempt or 0}/{'dynamic' if world_size is None else _opened[purpose]}"
     deadline = Deadline.after(seconds_of(timeout))
-    key = f"zmqgrad/attempt_{attempt}/{next(_opened)}"
-    limit = timedelta(seconds=min(deadline.left(), timedelta.max.total_seconds() / 2))
-    try:
-        agent = _connect(host, port, limit)
-        if rank != 0:
-            store_port = int(agent.get(key))
-            return TCPStore(host, store_port, world_size, timeout=timeout, wait_for_workers=False)
-    except (RuntimeError, ValueError) as e:
-        if isinstance(e, StoreError):
-            raise
-        kind = StoreTimeoutError if deadline.passed() else StoreError
-        raise kind(f"the agent of torchrun at {host}:{port} did not provide the port of rank 0: {e}") from e
-    store = TCPStore(host, 0, world_size, is_master=True, timeout=timeout, wait_for_workers=False)
-    try:
-        agent.set(key, str(store.port))
-    except RuntimeError as e:
-        store.close()
-        raise StoreError(
-            f"the agent of torchrun at {host}:{port} did not accept the port of rank 0: {e}"
-        ) from e
+    address = _Address(_open, host, port, attempt is not None, key, world_size, timeout, deadline)
+    store = _serve(address) if rank == 0 else _connect(address)
+    with _lock:
+        _opened[purpose] += world_size is not None
     return store
+
+
+class _Address(NamedTuple):
+    """Where the store of a group is published, and what it is opened with."""
+
+    open_torch_store: Opener
+    host: str
+    port: int
+    by_agent: bool
+    key: str
+    world_size: int | None
+    timeout: Timeout
+    deadline: Deadline
+
+    def __str__(self) -> str:
+        return (
+            f"{'the agent of torchrun' if self.by_agent else 'the store of torch'} at {self.host}:{self.port}"
+        )
+
+    def connect(self, port: int, timeout: Timeout) -> TCPStore:
+        return TCPStore(self.host, port, self.world_size, timeout=timeout, wait_for_workers=False)
+
+    def error(self, problem: str, cause: Exception) -> StoreError:
+        kind = StoreTimeoutError if self.deadline.passed() else StoreError
+        return kind(f"{self} {problem}: {cause}")
+
+
+def _serve(address: _Address) -> TCPStore:
+    # First, because it is refused where it would be reachable without a secret; torch's store never is.
+    store = TCPStore(
+        address.host, 0, address.world_size, is_master=True, timeout=address.timeout, wait_for_workers=False
+    )
+    try:
+        published = address.open_torch_store(
+            address.host, address.port, not address.by_agent, address.deadline
+        )
+        if published is None:
+            raise StoreError(f"{address.host}:{address.port} is in use by another store of zmqgrad")
+        try:
+            published.set(address.key, str(store.port))
+        except RuntimeError as e:
+            raise address.error("refused the port of rank 0", e) from e
+    except BaseException:
+        store.close()
+        raise
+    return store
+
+
+def _connect(address: _Address) -> TCPStore:
+    published = address.open_torch_store(address.host, address.port, False, address.deadline)
+    if published is None:
+        if address.world_size is None:  # served by zmqgrad store serve, for example
+            return address.connect(address.port, address.timeout)
+        raise StoreError(
+            f"a store of zmqgrad, or another ZeroMQ socket, listens at {address.host}:{address.port}, where "
+            f"rank 0 of this group should listen; choose another port, or end that program"
+        )
+    while True:
+        port = _published_port(published, address)
+        if address.world_size is not None:
+            return address.connect(port, address.timeout)
+        try:
+            store = address.connect(port, min(STALE_ADDRESS_SECONDS, address.deadline.left()))
+        except StoreTimeoutError:
+            if address.deadline.passed():
+                raise
+        else:
+            store.set_timeout(address.timeout)
+            return store
+
+
+def _published_port(published: TorchStore, address: _Address) -> int:
+    published.set_timeout(timedelta(seconds=min(address.deadline.left(), MAX_TIMEOUT_SECONDS)))
+    try:
+        return int(published.get(address.key))
+    except (RuntimeError, ValueError) as e:
+        raise address.error("has no address of a store by rank 0", e) from e

@@ -1,41 +1,19 @@
-"""Our stores for ``torch.distributed``: process groups (gloo, NCCL, ...) that use them for rendezvous.
-
-    import torch.distributed as dist
-    import zmqgrad.interop
-
-    dist.init_process_group("gloo", init_method="zmq://10.0.0.1:29500", rank=rank, world_size=4)
-    dist.init_process_group("gloo", store=zmqgrad.interop.as_torch_store(store), rank=rank, world_size=4)
-
-Importing this registers ``zmq://`` with torch; so do ``import zmqgrad.rpc``, and ``import zmqgrad`` after
-torch. It is a separate module because it imports torch, which the stores do not need.
+"""A store of ours that torch's C++ code can use.
 
 torch refers only to the C++ part of a store. If the Python part were collected, all calls would fail, so
-:func:`as_torch_store` keeps its stores alive until they are closed. A store made by ``zmq://`` is closed with
-its process group.
+:func:`as_torch_store` keeps its stores alive until they are closed.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import torch.distributed as torch_distributed
 from torch.distributed import distributed_c10d
-from torch.distributed.rendezvous import register_rendezvous_handler
 
-from zmqgrad.errors import ConfigurationError
-from zmqgrad.rendezvous import DEFAULT_TIMEOUT, rendezvous
 from zmqgrad.store import Store
-from zmqgrad.store.sidecar import set_agent_connector
 
-SCHEME = "zmq"
-
-# The stubs of torch lack some of its stores.
-CStore: Any = distributed_c10d.Store
-CTCPStore: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]
-register: Any = register_rendezvous_handler
+CStore: Any = distributed_c10d.Store  # torch's stubs lack it
 
 _kept: set[TorchStore] = set()
 
@@ -158,47 +136,6 @@ def as_torch_store(store: Store) -> TorchStore:
     return wrapped
 
 
-def rendezvous_handler(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options: Any) -> Iterator[Any]:
-    """Rendezvous handler for torch: yields ``(store, rank, world_size)`` for ``zmq://host:port?rank=..``.
-
-    Rank 0 serves the store. It is closed when its process group is destroyed; otherwise you must
-    close it. As with torch's ``tcp://``, a rendezvous at the same address works only after rank 0 has
-    destroyed its previous group.
-
-    Raises:
-        ConfigurationError: for options other than ``timeout``.
-        RendezvousError, RendezvousTimeoutError: as :func:`zmqgrad.rendezvous.rendezvous`.
-    """
-    if options:
-        raise ConfigurationError(f"{SCHEME}:// does not take {', '.join(sorted(options))}")
-    found, rank, world_size = next(rendezvous(url, timeout=timeout))
-    store = as_torch_store(found)
-    before = _default_group()
-    try:
-        yield store, rank, world_size
-    finally:
-        # init_process_group has returned and dropped this generator: with a new group, or after a failure.
-        group = _default_group()
-        if group is not None and group is not before:
-            weakref.finalize(group, _kept.discard, store)
-
-
-def _default_group() -> Any:
-    return distributed_c10d.GroupMember.WORLD
-
-
-def register_with_torch() -> None:
-    """Register ``zmq://`` with torch, unless that was done before."""
-    try:
-        register(SCHEME, rendezvous_handler)
-    except RuntimeError:
-        pass  # zmqgrad/__init__ has registered a handler that forwards to rendezvous_handler()
-
-
-def connect_to_agent(host: str, port: int, timeout: timedelta) -> Any:
-    """Connect to the store of torch that the agent of torchrun serves at ``host:port``."""
-    return CTCPStore(host, port, None, False, timeout)
-
-
-register_with_torch()
-set_agent_connector(connect_to_agent)
+def forget(store: TorchStore) -> None:
+    """Stop keeping ``store`` alive; it is closed when torch's last reference to it ends."""
+    _kept.discard(store)

@@ -1,0 +1,148 @@
+"""torch's own TCPStore, at the address that a group shares with process groups.
+
+:mod:`~zmqgrad.store.sidecar` publishes the address of the group's store in it.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+import threading
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as torch_distributed
+
+from zmqgrad.errors import StoreError, StoreTimeoutError
+from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.future import Promise
+from zmqgrad.store.sidecar import MAX_TIMEOUT_SECONDS
+from zmqgrad.transport.exposure import is_loopback
+from zmqgrad.transport.probe import Probe, Server
+
+CTCPStore: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it
+
+ACCEPT_BACKLOG = 4096
+"""Connections that may wait to be accepted; the system may allow fewer."""
+
+GREETING_SECONDS = 0.01
+"""How long a ZeroMQ socket on this host may take to greet; on others, in addition, three round trips."""
+
+IDENTIFY_AFTER_SECONDS = 1.0
+"""How long torch's client may be silent before the server is asked what it is."""
+
+_served: dict[int, Any] = {}
+"""Stores of torch's that this process serves as rank 0, by port.
+
+They are kept, as torch's RPC keeps its own: other workers may still use them when this one has shut down.
+"""
+
+
+def open_torch_store(host: str, port: int, serve: bool, deadline: Deadline) -> Any:
+    """Open torch's TCPStore at ``host:port``.
+
+    Args:
+        host, port: where it is.
+        serve: serve it here, or share the one that a process group of this process serves.
+        deadline: how long to wait for a server.
+
+    Returns:
+        The store; None if a ZeroMQ socket listens there.
+
+    Raises:
+        StoreError: if another kind of server listens there, naming it; if it cannot be served there.
+        StoreTimeoutError: if nothing listens there, or no store of torch's replies.
+    """
+    timeout = timedelta(seconds=min(deadline.left(), MAX_TIMEOUT_SECONDS))
+    return _serve_torch_store(host, port, timeout) if serve else _connect_torch_store(host, port, deadline)
+
+
+def _serve_torch_store(host: str, port: int, timeout: timedelta) -> Any:
+    """Serve torch's store on a socket of ours, because torch would listen on all interfaces."""
+    options: dict[str, Any] = {"wait_for_workers": False, "multi_tenant": True}
+    try:
+        options["master_listen_fd"] = listen(host, port).detach()
+    except OSError as e:
+        if e.errno != errno.EADDRINUSE:
+            raise StoreError(f"rank 0 cannot listen on {host}:{port}: {e.strerror or e}") from e
+        # A process group of this process may have the port. Then torch shares its server.
+    try:
+        _served[port] = CTCPStore(host, port, None, True, timeout, **options)
+    except RuntimeError as e:
+        raise StoreError(f"rank 0 cannot listen on {host}:{port}: {_listener(host, port)}") from e
+    return _served[port]
+
+
+def _listener(host: str, port: int) -> str:
+    """Describe what listens at ``host:port``."""
+    try:
+        with Probe(host, port, Deadline.after(IDENTIFY_AFTER_SECONDS)) as probe:
+            server = probe.identify(GREETING_SECONDS) or probe.identify(IDENTIFY_AFTER_SECONDS, request=True)
+    except OSError:
+        server = None
+    what = "another process" if server is None else server.value
+    return f"the port is in use by {what}. Choose another port, or end that process"
+
+
+def _connect_torch_store(host: str, port: int, deadline: Deadline) -> Any:
+    began = MONOTONIC.now()
+    try:
+        with Probe(host, port, deadline) as probe:
+            round_trip = MONOTONIC.now() - began
+            if (
+                probe.identify(GREETING_SECONDS + 3 * min(round_trip, IDENTIFY_AFTER_SECONDS))
+                is Server.ZEROMQ
+            ):
+                return None
+            connected = _connect_in_thread(host, port, deadline)
+            if not connected.wait_done(min(IDENTIFY_AFTER_SECONDS, deadline.left())):
+                server = probe.identify(IDENTIFY_AFTER_SECONDS, request=True)
+                if server is Server.ZEROMQ:
+                    return None
+                if server is not None:
+                    raise StoreError(f"{server.value} listens at {host}:{port}, not rank 0 of this group")
+                connected.wait_done(deadline.left())
+    except OSError as e:
+        raise StoreTimeoutError(f"nothing listens at {host}:{port}: {e}") from e
+    try:
+        return connected.result()
+    except RuntimeError as e:
+        raise StoreError(f"no store of torch replies at {host}:{port}: {e}") from e
+
+
+def _connect_in_thread(host: str, port: int, deadline: Deadline) -> Promise[Any]:
+    """Connect torch's client in a thread of its own: it ignores its timeout if a server never replies."""
+    connected: Promise[Any] = Promise()
+    timeout = timedelta(seconds=min(deadline.left(), MAX_TIMEOUT_SECONDS))
+
+    def connect() -> None:
+        try:
+            connected.set_result(CTCPStore(host, port, None, False, timeout))
+        except Exception as e:
+            connected.set_exception(e)
+
+    threading.Thread(target=connect, name="zmqgrad-torch-store", daemon=True).start()
+    return connected
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Listen at ``port`` on the address ``host``; on all interfaces for a name, unless it is ``localhost``.
+
+    Raises:
+        OSError: if another socket listens there.
+    """
+    if is_loopback(host):
+        host = "127.0.0.1" if host == "localhost" else host
+    else:
+        try:
+            ipaddress.ip_address(host)
+        except ValueError:
+            host = ""  # a name may stand for an address of another kind on other hosts
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=ACCEPT_BACKLOG)
+    except OSError as e:
+        if e.errno != errno.EADDRNOTAVAIL:
+            raise
+        return socket.create_server(("", port), backlog=ACCEPT_BACKLOG)  # behind address translation

@@ -1,0 +1,88 @@
+"""What kind of server listens at a TCP address: a zmqgrad, a web server, or something that does not say.
+
+A client of the wrong kind often waits for its whole timeout, because neither side understands the other. A
+:class:`Probe` only listens for a greeting, and optionally sends an HTTP request, which servers of other
+protocols refuse.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+from enum import Enum
+
+from zmqgrad.runtime.backoff import Backoff
+from zmqgrad.runtime.clock import Deadline
+
+ZMTP_SIGNATURE = 0xFF
+"""First byte of the greeting that a ZeroMQ socket sends to each new connection (RFC 23)."""
+
+CONNECT_TIMEOUT_SECONDS = 5.0
+"""How long one attempt to connect may take: a host that comes up does not answer earlier packets."""
+
+_POLL_SECONDS = (0.005, 0.25)
+
+
+class Server(Enum):
+    """A kind of server."""
+
+    ZEROMQ = "a ZeroMQ socket (a store of zmqgrad, or another program)"
+    HTTP = "a web server (HTTP)"
+    OTHER = "a server that is neither a store of torch nor of zmqgrad"
+
+
+class Probe:
+    """A connection to a server whose kind is unknown. Use it in a ``with`` statement.
+
+    Args:
+        host, port: where the server listens.
+        deadline: how long to retry while nothing listens there.
+
+    Raises:
+        OSError: if nothing listens there by ``deadline``, or the host is unknown.
+    """
+
+    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
+        self._socket = _connect(host, port, deadline)
+
+    def __enter__(self) -> Probe:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+
+    def identify(self, seconds: float, request: bool = False) -> Server | None:
+        """Wait at most ``seconds`` for the server to identify itself.
+
+        Args:
+            seconds: how long to wait.
+            request: send an HTTP request first.
+
+        Returns:
+            The kind of server. None if it sent nothing, or closed the connection.
+        """
+        try:
+            if request:
+                self._socket.sendall(b"GET / HTTP/1.0\r\n\r\n")
+            if not select.select([self._socket], [], [], seconds)[0]:
+                return None
+            reply = self._socket.recv(16)
+        except OSError:  # reset: torch's store does this to what is not its protocol
+            return None
+        if not reply:
+            return None
+        if reply[0] == ZMTP_SIGNATURE:
+            return Server.ZEROMQ
+        return Server.HTTP if reply.startswith(b"HTTP/") else Server.OTHER
+
+
+def _connect(host: str, port: int, deadline: Deadline) -> socket.socket:
+    backoff, pause = Backoff(*_POLL_SECONDS), threading.Event()
+    while True:
+        try:
+            return socket.create_connection((host, port), min(CONNECT_TIMEOUT_SECONDS, deadline.left()))
+        except (ConnectionError, TimeoutError, BlockingIOError):
+            if deadline.passed():
+                raise
+        pause.wait(backoff.pause(deadline.left()))  # a refused connection leaves nothing to wait for
