@@ -14,9 +14,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
-import torch
-
 from zmqgrad.errors import OperatorError, RpcError
+from zmqgrad.rpc.torch_internals import CppFuture, is_torch_operator
 from zmqgrad.runtime.future import Promise
 
 __all__ = ["async_execution"]
@@ -52,13 +51,13 @@ class DeferredResult:
 
     __slots__ = ("future",)
 
-    def __init__(self, future: torch._C.Future[Any]) -> None:
+    def __init__(self, future: CppFuture[Any]) -> None:
         self.future = future
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the future is done, in the thread that sets it."""
         # The method of the C++ class: futures made in C++ (``collect_all``) lack that of the Python class.
-        torch._C.Future.add_done_callback(self.future, lambda _: callback())
+        CppFuture.add_done_callback(self.future, lambda _: callback())
 
     def value(self) -> Any:
         """The value of the future, which must be done.
@@ -90,14 +89,14 @@ def run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     try:
         value = function(*args, **kwargs)
     except TypeError as e:
-        if torch.jit._builtins._find_builtin(function) is None:  # type: ignore[no-untyped-call]
+        if not is_torch_operator(function):
             raise
         raise OperatorError(
             f"Overloaded torch operator invoked from Python failed to match any schema: {e}"
         ) from e
     if getattr(function, MARK, None) is None:
         return value
-    if not isinstance(value, torch._C.Future):
+    if not isinstance(value, CppFuture):
         raise RpcError(
             f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but {getattr(function, '__qualname__', function)} returned {type(value)}"

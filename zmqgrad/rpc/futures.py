@@ -20,6 +20,7 @@ import torch
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.calls import Description, describe
 from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
+from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
@@ -74,7 +75,7 @@ class PythonFuture(torch.futures.Future[T]):
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
-        self._set_unwrap_func(raise_copy)
+        set_unwrap_func(self, raise_copy)
         self.set_result(copy_exception(result))
         self._failed = True
         for outcome in self._failure_outcomes:
@@ -188,7 +189,7 @@ class RpcFuture(PythonFuture[T]):
     def __init__(
         self, reply: Promise[Inbound], queue: CompletionQueue, description: Description = "", peer: int = -1
     ) -> None:
-        torch._C.Future.__init__(self, [])  # what torch's own __init__ does after checking the devices
+        CppFuture.__init__(self, [])  # what torch's own __init__ does after checking the devices
         self._reply = reply
         self._queue = queue
         self.description = description

@@ -24,6 +24,7 @@ from zmqgrad.rpc.futures import PythonFuture, RpcFuture, watch_failures
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.serialization.context import SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
+from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 
@@ -107,7 +108,7 @@ def _first_failure(futures: list[Any]) -> Iterator[Promise[Any]]:
     """An outcome that is set to the first of ``futures`` that fails, or to None once all are done."""
     collected = _collect_in_torch(futures)  # raises if one of them is not a future
     outcome: Promise[Any] = Promise()
-    torch._C.Future.add_done_callback(collected, lambda _: outcome.set_result(None))
+    CppFuture.add_done_callback(collected, lambda _: outcome.set_result(None))
     with watch_failures([future for future in futures if isinstance(future, PythonFuture)], outcome):
         yield outcome
 

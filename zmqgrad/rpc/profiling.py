@@ -15,16 +15,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.autograd import profiler
+from torch.autograd.profiler import record_function
 
 from zmqgrad.rpc.calls import describe
+from zmqgrad.rpc.torch_internals import profiled_anywhere as profiled_anywhere
+from zmqgrad.rpc.torch_internals import profiler_enabled_here
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.core import WorkerCore
-
-_profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
 
 served_by: list[Any] = []
 """The active profiles of served calls."""
@@ -35,28 +33,23 @@ record_served: Callable[[], Any] = nullcontext
 
 def profiled_here() -> bool:
     """Whether a profiler may record the calling thread. (One for all threads sets no flag of the thread.)"""
-    return profiler._is_profiler_enabled or _profiler_enabled()
-
-
-def profiled_anywhere() -> bool:
-    """Whether a profiler records any thread of this process."""
-    return profiler._is_profiler_enabled
+    return profiled_anywhere() or profiler_enabled_here()
 
 
 def serving_is_profiled() -> bool:
     """Whether served calls are recorded."""
-    return profiler._is_profiler_enabled or bool(served_by)
+    return profiled_anywhere() or bool(served_by)
 
 
 def caller_range(how: str, worker: WorkerCore, to: object, what: Any) -> Any:
     """A range for a call that ``worker`` makes; ``how`` is sync, async or remote."""
     callee = worker.membership.find(to).name
-    return profiler.record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
+    return record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
 
 
 def callee_range(worker: WorkerCore, source: int, what: Any) -> Any:
     """A range for a function that ``worker`` runs for worker ``source``."""
-    if served_by and not profiler._is_profiler_enabled:
+    if served_by and not profiled_anywhere():
         return record_served()
     caller = worker.membership.name_of(source)
-    return profiler.record_function(f"rpc_serve#{describe(what)}({caller} -> {worker.name})")
+    return record_function(f"rpc_serve#{describe(what)}({caller} -> {worker.name})")

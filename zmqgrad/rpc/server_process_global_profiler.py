@@ -16,11 +16,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch.autograd import profiler_legacy
-from torch.autograd.profiler_util import EventList
 
 from zmqgrad.rpc import profiling
+from zmqgrad.rpc.torch_internals import (
+    event_tree,
+    parse_legacy_records,
+    profiler_enabled_here,
+    start_legacy_profiler,
+    stop_legacy_profiler,
+)
 
 __all__ = ["_server_process_global_profile"]
 
@@ -51,13 +56,12 @@ class _server_process_global_profile(profiler_legacy.profile):
         parsed = [_events_since(first, records) for records in self._records]
         self._records = []
         self.process_global_function_events = parsed
-        self.function_events = EventList(  # type: ignore[no-untyped-call]
+        self.function_events = event_tree(
             [event for events in parsed for event in events],
             use_device="cuda" if self.use_cuda else None,
             profile_memory=self.profile_memory,
             with_flops=self.with_flops,
         )
-        self.function_events._build_tree()  # type: ignore[no-untyped-call]
         return False
 
 
@@ -72,7 +76,7 @@ def _events_since(first: Any, records: Any) -> list[Any]:
     Torch times them since the beginning of their own call. Then those of several calls that one thread served
     seem to be at the same time, and some within others.
     """
-    events: list[Any] = profiler_legacy._parse_legacy_records(records)  # type: ignore[no-untyped-call]
+    events: list[Any] = parse_legacy_records(records)
     later = first.cpu_elapsed_us(_beginning(records))
     for event in events:
         event.time_range.start += later
@@ -84,13 +88,13 @@ def _events_since(first: Any, records: Any) -> list[Any]:
 def _recorded() -> Iterator[None]:
     """Record what the calling thread does, for the profiles that are active now."""
     takers = list(profiling.served_by)
-    if not takers or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not takers or profiler_enabled_here():
         yield  # as part of a call that is being recorded, or of something else that is
         return
-    torch.autograd._enable_profiler_legacy(takers[-1].config())  # type: ignore[attr-defined]
+    start_legacy_profiler(takers[-1].config())
     try:
         yield
     finally:
-        records = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
+        records = stop_legacy_profiler()
         for taker in takers:
             taker.note(records)
