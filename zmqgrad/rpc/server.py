@@ -20,7 +20,7 @@ from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import REQUEST, RESPONSE, Cancel, Goodbye, Message, MessageType, RemoteCall
-from zmqgrad.wire.tensors.modes import function_modes
+from zmqgrad.wire.tensors.torch_internals import function_modes
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""All that this layer uses of torch's private API. ``tests/rpc/test_torch_internals.py`` checks each name."""
+"""All that this layer uses of torch's private API; ``tests/rpc/test_torch_internals.py`` checks it."""
 
 from __future__ import annotations
 
