@@ -31,7 +31,7 @@ from zmqgrad.rpc.options import (
     TensorPipeRpcBackendOptions,
     check_timeout,
 )
-from zmqgrad.rpc.profiling import caller_range, profiled_here
+from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
@@ -208,10 +208,8 @@ def rpc_sync(
         Exception: what ``func`` raised, with the remote traceback in its text.
     """
     worker = current_worker()
-    if profiled_here():
-        with caller_range("sync", worker, to, func):
-            return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
-    return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
+    with caller_range("sync", worker, to, func):
+        return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
 
 
 def rpc_async(
@@ -234,10 +232,7 @@ def rpc_async(
     """
     worker = current_worker()
     try:
-        if profiled_here():
-            with caller_range("async", worker, to, func):
-                future = worker.future(worker.call(to, func, args, kwargs, timeout))
-        else:
+        with caller_range("async", worker, to, func):
             future = worker.future(worker.call(to, func, args, kwargs, timeout))
     except PeerLostError as e:
         future = worker.replies.failed_future(e)
@@ -261,10 +256,8 @@ def remote(
         UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be made.
     """
     worker = current_worker()
-    if profiled_here():
-        with caller_range("remote", worker, to, func):
-            return call_remote(worker, to, func, args, kwargs, timeout)
-    return call_remote(worker, to, func, args, kwargs, timeout)
+    with caller_range("remote", worker, to, func):
+        return call_remote(worker, to, func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

@@ -11,7 +11,7 @@ is sent when that is set, and no engine thread waits for it. Futures themselves 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from zmqgrad.errors import OperatorError, RpcError
@@ -76,24 +76,12 @@ class DeferredResult:
         return outcome
 
 
-def run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``function(*args, **kwargs)``.
-
-    Returns:
-        The result; a :class:`DeferredResult` if the function is asynchronous.
+def check_result(function: Callable[..., Any], value: Any) -> Any:
+    """Return ``value``, which ``function`` returned; as a :class:`DeferredResult` if that is asynchronous.
 
     Raises:
-        RpcError: if an asynchronous function returns something other than a future.
-        OperatorError: if a torch operator does not accept the arguments.
+        RpcError: if an asynchronous function returned something other than a future.
     """
-    try:
-        value = function(*args, **kwargs)
-    except TypeError as e:
-        if not is_torch_operator(function):
-            raise
-        raise OperatorError(
-            f"Overloaded torch operator invoked from Python failed to match any schema: {e}"
-        ) from e
     if getattr(function, MARK, None) is None:
         return value
     if not isinstance(value, CppFuture):
@@ -102,3 +90,15 @@ def run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             f"but {getattr(function, '__qualname__', function)} returned {type(value)}"
         )
     return DeferredResult(value)
+
+
+def check_operator(function: Callable[..., Any], error: TypeError) -> None:
+    """Check that ``error``, which ``function`` raised, is not that of a torch operator.
+
+    Raises:
+        OperatorError: if it is, in the words of torch's RPC.
+    """
+    if is_torch_operator(function):
+        raise OperatorError(
+            f"Overloaded torch operator invoked from Python failed to match any schema: {error}"
+        ) from error

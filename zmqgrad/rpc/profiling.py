@@ -24,6 +24,8 @@ from zmqgrad.rpc.torch_internals import profiler_enabled_here
 if TYPE_CHECKING:
     from zmqgrad.rpc.core import WorkerCore
 
+_NOT_PROFILED = nullcontext()
+
 served_by: list[Any] = []
 """The active profiles of served calls."""
 
@@ -36,20 +38,17 @@ def profiled_here() -> bool:
     return profiled_anywhere() or profiler_enabled_here()
 
 
-def serving_is_profiled() -> bool:
-    """Whether served calls are recorded."""
-    return profiled_anywhere() or bool(served_by)
-
-
 def caller_range(how: str, worker: WorkerCore, to: object, what: Any) -> Any:
-    """A range for a call that ``worker`` makes; ``how`` is sync, async or remote."""
+    """A range for a call that ``worker`` makes, if it is profiled; ``how`` is sync, async or remote."""
+    if not profiled_here():
+        return _NOT_PROFILED
     callee = worker.membership.find(to).name
     return record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
 
 
 def callee_range(worker: WorkerCore, source: int, what: Any) -> Any:
-    """A range for a function that ``worker`` runs for worker ``source``."""
-    if served_by and not profiled_anywhere():
-        return record_served()
+    """A range for a function that ``worker`` runs for worker ``source``, if it is profiled."""
+    if not profiled_anywhere():
+        return record_served() if served_by else _NOT_PROFILED
     caller = worker.membership.name_of(source)
     return record_function(f"rpc_serve#{describe(what)}({caller} -> {worker.name})")

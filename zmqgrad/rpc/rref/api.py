@@ -16,7 +16,7 @@ from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.profiling import caller_range, profiled_here
+from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref import proxies
 from zmqgrad.rpc.rref.handle import Handle
 from zmqgrad.rpc.serialization.context import SerializedByReference
@@ -210,10 +210,8 @@ class RRef(SerializedByReference, Generic[T]):
             known: PythonFuture[Any] = PythonFuture()
             known.set_result(type(self._own_value(worker.resolve_timeout(timeout))))
             return known
-        if profiled_here():
-            with caller_range("async", worker, owner, _rref_typeof_on_owner):
-                return worker.future(worker.call(owner, _rref_typeof_on_owner, (self,), None, timeout))
-        return worker.future(worker.call(owner, _rref_typeof_on_owner, (self,), None, timeout))
+        with caller_range("async", worker, owner, _rref_typeof_on_owner):
+            return worker.future(worker.call(owner, _rref_typeof_on_owner, (self,), None, timeout))
 
     def _get_future(self) -> PythonFuture[Any]:
         """A future (of None) that is done when the owner has created the value, or has failed to."""
