@@ -12,15 +12,11 @@ from typing import Any
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
 from zmqgrad.rendezvous import has_world_size, open_store, rendezvous
 from zmqgrad.rpc.backend_registry import construct_rpc_backend_options, init_backend, is_own
-from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
-from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
+from zmqgrad.rpc.current import current_worker, set_default_worker
+from zmqgrad.rpc.debug import debug_info
 from zmqgrad.rpc.futures import RpcFuture
-from zmqgrad.rpc.gathering import _thread_local_var as _thread_local_var
-from zmqgrad.rpc.gathering import _wait_all as _wait_all
-from zmqgrad.rpc.gathering import note_future
 from zmqgrad.rpc.in_flight import is_serving
 from zmqgrad.rpc.membership.bootstrap import join_group
-from zmqgrad.rpc.membership.collectives import all_gather, barrier
 from zmqgrad.rpc.membership.events import JoinCallback, LossCallback
 from zmqgrad.rpc.membership.group import Group, close_quietly
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, check_name
@@ -33,9 +29,47 @@ from zmqgrad.rpc.options import (
 )
 from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref.api import RRef, call_remote
+from zmqgrad.rpc.torch_names import (
+    _all_gather,
+    _barrier,
+    _get_debug_info,
+    _is_current_rpc_agent_set,
+    _rref_context_get_debug_info,
+    _thread_local_var,
+    _wait_all,
+    _wait_all_workers,
+    note_future,
+)
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
+
+__all__ = [
+    "_all_gather",
+    "_barrier",
+    "_get_debug_info",
+    "_is_current_rpc_agent_set",
+    "_rref_context_get_debug_info",
+    "_set_rpc_timeout",
+    "_thread_local_var",
+    "_wait_all",
+    "_wait_all_workers",
+    "get_debug_info",
+    "get_rpc_timeout",
+    "get_stats",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "is_available",
+    "on_join",
+    "on_loss",
+    "remote",
+    "rpc_async",
+    "rpc_sync",
+    "set_rpc_timeout",
+    "shutdown",
+    "wait_for_workers",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -332,24 +366,9 @@ def get_debug_info() -> dict[str, Any]:
     return debug_info(current_worker())
 
 
-def _get_debug_info() -> dict[str, str]:
-    """The entries of torch's function of that name: references, threads and contexts."""
-    return flat_debug_info(current_worker())
-
-
-def _rref_context_get_debug_info() -> dict[str, str]:
-    """The entries of torch's function of that name: references."""
-    return rref_debug_info(current_worker())
-
-
 def is_available() -> bool:
     """Whether RPC can be used in this process: always True."""
     return True
-
-
-def _is_current_rpc_agent_set() -> bool:
-    """Whether this process has joined a group."""
-    return current_worker_or_none() is not None
 
 
 def get_rpc_timeout() -> float:
@@ -367,14 +386,3 @@ def set_rpc_timeout(seconds: float) -> None:
 
 
 _set_rpc_timeout = set_rpc_timeout
-
-
-# ---- torch's private names that programs use -------------------------------------------------------------
-
-_all_gather = all_gather
-_barrier = barrier
-
-
-def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until all workers have called this."""
-    barrier(None, timeout)

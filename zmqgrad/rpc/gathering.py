@@ -11,9 +11,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from zmqgrad.errors import ArgumentTypeError, PeerLostError, RpcTimeoutError
@@ -130,27 +128,3 @@ def _first_failure(futures: Sequence[Any]) -> Promise[Any]:
         # Not the method of RpcFuture, which would complete each future in a task of its own.
         CppFuture.add_done_callback(future, on_done)
     return settled
-
-
-_thread_local_var = threading.local()
-
-
-@contextmanager
-def _wait_all() -> Iterator[None]:
-    """Waits, at its end, for the futures that ``rpc_async`` returned inside it (torch's private name)."""
-    futures = _thread_local_var.future_list = []
-    try:
-        yield
-    finally:
-        try:
-            wait_all(futures)
-        finally:
-            del _thread_local_var.future_list
-
-
-def note_future(future: RpcFuture[Any]) -> RpcFuture[Any]:
-    """Record a future of ``rpc_async`` for :func:`_wait_all`, and return it."""
-    futures = getattr(_thread_local_var, "future_list", None)
-    if futures is not None:
-        futures.append(future)
-    return future
