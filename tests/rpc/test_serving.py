@@ -150,7 +150,7 @@ def test_a_value_that_was_not_made_in_time_is_a_timeout_whoever_notices_first(pa
         assert worker.client.pending.take(call.message_id) is call
         refusal = describe_exception(RpcTimeoutError("too late"), "worker1")
         envelope = Envelope(refusal.TYPE, 1, 0, call.message_id)
-        call.outcome.set_result(Inbound(envelope, refusal, ()))
+        call.promise.set_result(Inbound(envelope, refusal, ()))
         with pytest.raises(RpcTimeoutError, match="too late"):
             made.to_here()
 

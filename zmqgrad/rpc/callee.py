@@ -107,14 +107,14 @@ class Callee:
 
     def _fetch(self, inbound: Inbound, fetch: RRefFetch) -> None:
         value = self._references.value(fetch.rref_id, fetch.timeout or None)
-        packed = self._serialize(inbound, value)
-        self._server.reply(inbound, RRefValue(packed.payload), packed, "to_here")
+        serialized = self._serialize(inbound, value)
+        self._server.reply(inbound, RRefValue(serialized.payload), serialized, "to_here")
 
     def _reply(self, inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
         if value.__class__ is DeferredResult:
             value = value.value()
-        packed = self._serialize(inbound, value)
-        self._server.reply(inbound, Result(packed.payload), packed, call.function)
+        serialized = self._serialize(inbound, value)
+        self._server.reply(inbound, Result(serialized.payload), serialized, call.function)
 
     def _serialize(self, inbound: Inbound, value: Any) -> SerializedPayload:
         requester = self._membership.record(inbound.envelope.source)

@@ -67,13 +67,13 @@ class DeferredResult:
         """
         return self.future.wait()
 
-    def resolve(self, outcome: Promise[Any]) -> Promise[Any]:
-        """Set ``outcome`` to the result of the future, which must be done, and return it."""
+    def resolve(self, promise: Promise[Any]) -> Promise[Any]:
+        """Set ``promise`` to the result of the future, which must be done, and return it."""
         try:
-            outcome.set_result(self.value())
+            promise.set_result(self.value())
         except BaseException as e:
-            outcome.set_exception(e)
-        return outcome
+            promise.set_exception(e)
+        return promise
 
 
 def check_result(function: Callable[..., Any], value: Any) -> Any:

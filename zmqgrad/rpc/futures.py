@@ -275,7 +275,7 @@ class CompletionQueue:
             return None
         return partial(self._run, running)
 
-    def pass_on(self) -> None:
+    def flush(self) -> None:
         """Submit what is ready, in a reading thread that will not call :meth:`drain` soon."""
         if self._ready:
             self._submit_run()

@@ -103,9 +103,9 @@ def _call_method(
         )
     worker.references.check_alive(rref.handle, f"method {name} on it")
     peer = worker.membership.record(rref.handle.owner)
-    packed = serialize_arguments(args, kwargs, worker.contexts.for_calls(peer))
+    serialized = serialize_arguments(args, kwargs, worker.contexts.for_calls(peer))
     reference = method_reference(rref.handle.rref_id, name)
-    return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)
+    return worker.request_call(peer.id, reference, serialized, seconds, f"method {name}", rref.handle, waits)
 
 
 def _check_attribute(rref: RRef[Any], seconds: float, name: str) -> None:
