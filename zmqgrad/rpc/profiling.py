@@ -1,12 +1,11 @@
-"""Calls in ``torch.profiler``: a range ``rpc_sync#function(worker0 -> worker1)`` around each.
+"""Ranges of calls in ``torch.profiler``, such as ``rpc_sync#function(worker0 -> worker1)``.
 
-On the caller a range spans what the calling thread does: for ``rpc_sync`` the whole call, for ``rpc_async``
-and ``remote`` the sending. On the callee ``rpc_serve#...`` spans the function. A profiler records the thread
-that started it; engine threads show where it was told to record all
-(``experimental_config=_ExperimentalConfig(profile_all_threads=True)``).
+On the caller a range covers the work of the calling thread: for ``rpc_sync`` the whole call, for
+``rpc_async`` and ``remote`` the sending. On the callee ``rpc_serve#...`` covers the function. A profiler
+records the thread that started it, and engine threads only with
+``experimental_config=_ExperimentalConfig(profile_all_threads=True)``.
 
-While no profiler is active, a call costs two checks of a flag, and one whether served calls are profiled
-(:mod:`zmqgrad.rpc.server_process_global_profiler`).
+Served calls can also be profiled by :mod:`zmqgrad.rpc.server_process_global_profiler`.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ served_by: list[Any] = []
 """The active profiles of served calls."""
 
 record_served: Callable[[], Any] = nullcontext
-"""Returns a range that records for these profiles; set together with the first of them."""
+"""Returns a range that records for these profiles. Set when the first of them starts."""
 
 
 def profiled_here() -> bool:
