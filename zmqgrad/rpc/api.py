@@ -29,47 +29,18 @@ from zmqgrad.rpc.options import (
 )
 from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref.api import RRef, call_remote
-from zmqgrad.rpc.torch_names import (
-    _all_gather,
-    _barrier,
-    _get_debug_info,
-    _is_current_rpc_agent_set,
-    _rref_context_get_debug_info,
-    _thread_local_var,
-    _wait_all,
-    _wait_all_workers,
-    note_future,
-)
+from zmqgrad.rpc.torch_names import _all_gather as _all_gather
+from zmqgrad.rpc.torch_names import _barrier as _barrier
+from zmqgrad.rpc.torch_names import _get_debug_info as _get_debug_info
+from zmqgrad.rpc.torch_names import _is_current_rpc_agent_set as _is_current_rpc_agent_set
+from zmqgrad.rpc.torch_names import _rref_context_get_debug_info as _rref_context_get_debug_info
+from zmqgrad.rpc.torch_names import _thread_local_var as _thread_local_var
+from zmqgrad.rpc.torch_names import _wait_all as _wait_all
+from zmqgrad.rpc.torch_names import _wait_all_workers as _wait_all_workers
+from zmqgrad.rpc.torch_names import note_future
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
-
-__all__ = [
-    "_all_gather",
-    "_barrier",
-    "_get_debug_info",
-    "_is_current_rpc_agent_set",
-    "_rref_context_get_debug_info",
-    "_set_rpc_timeout",
-    "_thread_local_var",
-    "_wait_all",
-    "_wait_all_workers",
-    "get_debug_info",
-    "get_rpc_timeout",
-    "get_stats",
-    "get_worker_info",
-    "get_worker_infos",
-    "init_rpc",
-    "is_available",
-    "on_join",
-    "on_loss",
-    "remote",
-    "rpc_async",
-    "rpc_sync",
-    "set_rpc_timeout",
-    "shutdown",
-    "wait_for_workers",
-]
 
 logger = logging.getLogger(__name__)
 
