@@ -18,7 +18,6 @@ from zmqgrad.rpc.peer_contexts import PeerContexts
 from zmqgrad.rpc.profiling import callee_range
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.rpc.rref.table import ReferenceTable
-from zmqgrad.rpc.serialization.context import SerializedPayload
 from zmqgrad.rpc.serialization.deserializer import deserialize_call, deserialize_tensors
 from zmqgrad.rpc.serialization.naming import find_function, method_of
 from zmqgrad.rpc.serialization.serializer import serialize
@@ -74,15 +73,13 @@ class Callee:
                 the error is raised where the value is fetched.
         """
         call = inbound.message if message is None else message
-        if isinstance(call, RRefFetch):
-            self._fetch(inbound, call)
-            return
-        if not isinstance(call, (Call, RemoteCall)):
-            raise RpcError(f"{type(call).__name__} is not a call")
         source = inbound.envelope.source
         created: Promise[Any] | None = None
         if isinstance(call, RemoteCall):
             created = self._references.create_pending(source, call.rref_id, call.fork_id)
+        elif not isinstance(call, Call):
+            self._fetch(inbound, call)
+            return
         value: Any = None
         try:
             function, args, kwargs = self._decode(inbound, call, tensors)
@@ -105,20 +102,20 @@ class Callee:
         else:
             finish(inbound, call, value)
 
-    def _fetch(self, inbound: Inbound, fetch: RRefFetch) -> None:
+    def _fetch(self, inbound: Inbound, fetch: Message) -> None:
+        if not isinstance(fetch, RRefFetch):
+            raise RpcError(f"{type(fetch).__name__} is not a call")
         value = self._references.value(fetch.rref_id, fetch.timeout or None)
-        serialized = self._serialize(inbound, value)
+        requester = self._membership.record(inbound.envelope.source)
+        serialized = serialize(value, self._contexts.for_replies(requester))
         self._server.reply(inbound, RRefValue(serialized.payload), serialized, "to_here")
 
     def _reply(self, inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
         if value.__class__ is DeferredResult:
             value = value.value()
-        serialized = self._serialize(inbound, value)
-        self._server.reply(inbound, Result(serialized.payload), serialized, call.function)
-
-    def _serialize(self, inbound: Inbound, value: Any) -> SerializedPayload:
         requester = self._membership.record(inbound.envelope.source)
-        return serialize(value, self._contexts.for_replies(requester))
+        serialized = serialize(value, self._contexts.for_replies(requester))
+        self._server.reply(inbound, Result(serialized.payload), serialized, call.function)
 
     def _created(self, created: Promise[Any], inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
         """Set the value of an RRef, unless creating it failed, and confirm the remote call."""

@@ -18,7 +18,7 @@ from torch.autograd.profiler import record_function
 
 from zmqgrad.rpc.calls import describe
 from zmqgrad.rpc.torch_internals import profiled_anywhere as profiled_anywhere
-from zmqgrad.rpc.torch_internals import profiler_enabled_here
+from zmqgrad.rpc.torch_internals import profiled_here as profiled_here
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.core import WorkerCore
@@ -30,11 +30,6 @@ served_by: list[Any] = []
 
 record_served: Callable[[], Any] = nullcontext
 """Returns a range that records for these profiles. Set when the first of them starts."""
-
-
-def profiled_here() -> bool:
-    """Whether a profiler may record the calling thread. (One for all threads sets no flag of the thread.)"""
-    return profiled_anywhere() or profiler_enabled_here()
 
 
 def caller_range(how: str, worker: WorkerCore, to: object, what: Any) -> Any:

@@ -37,6 +37,11 @@ def profiled_anywhere() -> bool:
     return profiler._is_profiler_enabled
 
 
+def profiled_here() -> bool:
+    """Whether a profiler may record the calling thread. (One for all threads sets no flag of the thread.)"""
+    return profiler._is_profiler_enabled or profiler_enabled_here()
+
+
 def event_tree(events: list[Any], **options: Any) -> EventList:
     """Return ``events`` as a list that knows which event contains which; ``options`` are its settings."""
     tree = EventList(events, **options)  # type: ignore[no-untyped-call]
