@@ -239,7 +239,7 @@ def leave_after_an_interrupted_pass(rank: int) -> None:
         worker = current_worker()
         worker.client.sent += 1  # as if the interrupt had come in the middle of sending
         drained = threading.Event()
-        worker.timekeeper.call_later(0.01, drained.set)
+        worker.timer.call_later(0.01, drained.set)
         assert drained.wait(10)
         rpc.rpc_sync(1, go_on)
     rpc.shutdown()

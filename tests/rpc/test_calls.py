@@ -421,7 +421,7 @@ def fan(depth: int, size: int) -> int:
     """Call everybody, oneself too, who do the same."""
     if depth == 0:
         return 1
-    return sum(torch.futures.wait_all([rpc.rpc_async(w, fan, args=(depth - 1, size)) for w in range(size)]))
+    return sum(rpc.wait_all([rpc.rpc_async(w, fan, args=(depth - 1, size)) for w in range(size)]))
 
 
 @pytest.mark.parametrize("threads", [1, 2])

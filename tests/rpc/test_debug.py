@@ -12,7 +12,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from zmqgrad import autograd, rpc
-from zmqgrad.rpc.debug import agent_debug_info
+from zmqgrad.rpc.torch_names import agent_debug_info
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import MessageType
 

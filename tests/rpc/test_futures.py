@@ -277,7 +277,7 @@ def test_a_broadcast_that_cannot_be(trio: Cluster) -> None:
         lost.wait()
 
 
-def test_torchs_wait_all_stops_at_a_failure_too(trio: Cluster, gate: int) -> None:
+def test_wait_all_stops_at_a_failure_of_any_kind_of_future(trio: Cluster, gate: int) -> None:
     endless = rpc.rpc_async(1, wait_at, args=(gate, "late"))
     mine: PythonFuture[int] = PythonFuture()
     for last in (
@@ -285,20 +285,66 @@ def test_torchs_wait_all_stops_at_a_failure_too(trio: Cluster, gate: int) -> Non
         rpc.rpc_async(1, abs, args=(1,)).then(lambda f: fail("early")),
     ):
         with pytest.raises((KeyError, RuntimeError), match="early"):
-            torch.futures.wait_all([mine, endless, last])
-    failed: PythonFuture[int] = PythonFuture()
-    failed.set_exception(OSError(2, "no such future"))
-    for wait_all in (torch.futures.wait_all, rpc.wait_all):
+            rpc.wait_all([mine, endless, last])
+    for kind in FUTURES:
+        failed = kind()
+        failed.set_exception(OSError(2, "no such future"))
         with pytest.raises(FileNotFoundError, match="no such future"):
-            wait_all([endless, failed])
+            rpc.wait_all([endless, failed])
     mine.set_result(1)
     GATES[gate].set()
     plain: torch.futures.Future[int] = torch.futures.Future()
     plain.set_result(2)
-    assert torch.futures.wait_all([plain]) == [2], "torch's own futures alone go to torch"
-    assert torch.futures.wait_all([mine, endless, plain]) == [1, "late", 2]
+    assert rpc.wait_all([mine, endless, plain, plain]) == [1, "late", 2, 2]
     with pytest.raises(AssertionError, match="not an Exception"):
         mine.set_exception("text")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="incompatible"):
+        rpc.wait_all([endless, 3])
+
+
+FUTURES: list[Any] = [torch.futures.Future, PythonFuture]
+"""Torch's own future, which shows what ours must do."""
+
+
+@pytest.mark.parametrize("kind", FUTURES)
+def test_torchs_functions_raise_the_first_error_in_order(kind: Any) -> None:
+    futures = [kind() for _ in range(4)]
+    gathered = torch.futures.collect_all(futures)
+    chained = gathered.then(lambda f: [g.wait() for g in f.wait()])
+    futures[3].set_exception(KeyError("set first"))
+    futures[2].set_exception(OSError(2, "no such future"))
+    futures[1].set_result(1)
+    assert not gathered.done(), "it waits for all"
+    futures[0].set_result(0)
+    for wait in gathered.wait, gathered.value, lambda: torch.futures.wait_all(futures):
+        with pytest.raises(FileNotFoundError, match="no such future"):
+            wait()
+    with pytest.raises(RuntimeError, match=r"FileNotFoundError.*no such future"):
+        chained.wait()
+
+
+@pytest.mark.parametrize("kind", FUTURES)
+def test_torchs_functions_return_the_results(kind: Any) -> None:
+    futures = [kind(), kind()]
+    gathered = torch.futures.collect_all(futures)
+    chained = gathered.then(lambda f: [g.wait() for g in f.value()])
+    for value, future in enumerate(futures):
+        future.set_result(value)
+    assert torch.futures.wait_all(futures) == [g.wait() for g in gathered.wait()] == chained.wait() == [0, 1]
+    with pytest.raises(TypeError, match="incompatible"):
+        torch.futures.collect_all([futures[0], 3])
+
+
+def test_torchs_functions_raise_what_calls_raised(trio: Cluster) -> None:
+    calls = [rpc.rpc_async(1, where), rpc.rpc_async(2, fail, args=("remote",))]
+    with pytest.raises(KeyError, match="remote"):
+        torch.futures.wait_all(calls)
+    with pytest.raises(KeyError, match="remote"):
+        torch.futures.collect_all(calls).wait()
+
+
+def test_importing_rpc_leaves_torchs_functions_alone() -> None:
+    assert torch.futures.wait_all.__module__ == torch.futures.collect_all.__module__ == "torch.futures"
 
 
 def test_failed_futures_are_garbage_like_any_other(trio: Cluster) -> None:
@@ -378,29 +424,8 @@ def test_wait_all(trio: Cluster, gate: int, monkeypatch: pytest.MonkeyPatch) -> 
     assert told.is_set(), "it tells how far it is"
 
 
-def test_collect_all_stops_at_the_first_error(trio: Cluster, gate: int) -> None:
-    endless = rpc.rpc_async(1, wait_at, args=(gate, "late"))
-    with pytest.raises(KeyError, match="early"):
-        torch.futures.collect_all([endless, rpc.rpc_async(2, fail, args=("early",))]).wait()
-    assert not endless.done()
-    assert not endless._failure_outcomes, "what it held for that is gone"
-    GATES[gate].set()
-    plain: torch.futures.Future[int] = torch.futures.Future()
-    both = torch.futures.collect_all([endless, plain]).then(lambda f: [g.wait() for g in f.value()])
-    plain.set_result(2)
-    assert both.wait() == ["late", 2]
-
-    async def awaited() -> Any:
-        return [await f for f in await torch.futures.collect_all([rpc.rpc_async(1, where)])]  # type: ignore[misc]
-
-    assert asyncio.run(awaited()) == ["worker1"]
-    with pytest.raises(TypeError, match="incompatible"):
-        torch.futures.collect_all([endless, 3])
-
-
-def test_ctrl_c_interrupts_the_wait_for_collect_all(trio: Cluster, gate: int) -> None:
+def test_ctrl_c_interrupts_wait_all(trio: Cluster, gate: int) -> None:
     endless = rpc.rpc_async(1, wait_at, args=(gate,))
-    gathered = torch.futures.collect_all([endless])
     interrupted = threading.Event()
 
     def interrupt(main: int) -> None:
@@ -411,7 +436,7 @@ def test_ctrl_c_interrupts_the_wait_for_collect_all(trio: Cluster, gate: int) ->
     helper = threading.Thread(target=interrupt, args=(threading.get_ident(),))
     with pytest.raises(KeyboardInterrupt):  # noqa: PT012 - it may come before the wait
         helper.start()
-        gathered.wait()
+        rpc.wait_all([endless])
     late = endless.done()
     interrupted.set()
     helper.join(10)

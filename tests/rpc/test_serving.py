@@ -150,7 +150,7 @@ def test_a_value_that_was_not_made_in_time_is_a_timeout_whoever_notices_first(pa
         assert worker.client.pending.take(call.message_id) is call
         refusal = describe_exception(RpcTimeoutError("too late"), "worker1")
         envelope = Envelope(refusal.TYPE, 1, 0, call.message_id)
-        call.outcome.set_result(Inbound(envelope, refusal, ()))
+        call.promise.set_result(Inbound(envelope, refusal, ()))
         with pytest.raises(RpcTimeoutError, match="too late"):
             made.to_here()
 
@@ -246,3 +246,18 @@ def test_a_call_leaves_nothing_behind_in_its_thread(pair: Cluster) -> None:
     found = [rpc.rpc_sync(1, what_is_there) for _ in range(20)]
     assert left & {thread for thread, *_ in found}, "else nothing was tried"
     assert {tuple(rest) for _, *rest in found} == {("as new", True, "cpu")}
+
+
+def frames_below() -> list[str]:
+    """The names of the functions under this one."""
+    frame = sys._getframe(1)
+    names = []
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back  # type: ignore[assignment]
+    return names
+
+
+def test_few_frames_lie_under_a_served_function(pair: Cluster) -> None:
+    for names in rpc.rpc_sync(1, frames_below), rpc.remote(1, frames_below).to_here():
+        assert len(names) <= 8, names

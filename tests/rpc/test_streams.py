@@ -124,6 +124,12 @@ def test_what_follows_is_waited_for_as_well() -> None:
     assert second.waited == [HERE]
 
 
+def test_torchs_wait_all_waits_on_the_stream_of_its_caller() -> None:
+    first, second = (answered(lambda: arriving(Tensor())) for _ in range(2))
+    torch.futures.wait_all([first, second])
+    assert [set(event.waited) for event in Event.made] == [{HERE}, {HERE}]
+
+
 def test_asyncio_s_thread_is_handed_them_too() -> None:
     async def wait() -> Any:
         return await answered(lambda: arriving(Tensor()))

@@ -70,7 +70,7 @@ class Releases:
             self._unsent.append((peers, context.id, passes))
             if not self._scheduled:
                 self._scheduled = True
-                self._worker.timekeeper.call_later(NOTIFY_DELAY_SECONDS, self._send_all)
+                self._worker.timer.call_later(NOTIFY_DELAY_SECONDS, self._send_all)
 
     def _send_all(self) -> None:
         """Send one message per peer for all that ended meanwhile. Runs in the timer thread."""
@@ -132,7 +132,7 @@ class Releases:
         except (RpcError, TransportError) as e:
             logger.debug("cannot ask worker %d after %s: %s", creator, contexts, e)
         else:
-            call.outcome.add_done_callback(answered)
+            call.promise.add_done_callback(answered)
 
     def which_have_ended(self, contexts: list[int], requester: int) -> list[int]:
         """Return those of ``contexts`` that are not known here; later notify ``requester`` of the others."""

@@ -1,18 +1,13 @@
-"""Calls and references: ``torch.distributed.rpc``'s public names, over any mailbox.
+"""Remote calls and remote references, with the public names of ``torch.distributed.rpc``.
 
-Guarantees: the function of a call runs at most once, and exactly once while both processes live; every future
-is resolved (P3); user code never runs in the receiver's thread; nested calls cannot starve the thread pool;
-R1 to R3 of :mod:`~zmqgrad.rpc.rref.protocol`.
+A worker (:mod:`~zmqgrad.rpc.worker`) has a client, which sends requests and decodes their replies, a server,
+which runs incoming requests in engine threads (:mod:`~zmqgrad.rpc.callee`), and a table of RRefs, whose
+lifetimes :mod:`~zmqgrad.rpc.rref.protocol` decides. :mod:`~zmqgrad.rpc.membership` joins and leaves groups,
+:mod:`~zmqgrad.rpc.serialization` serializes values, and upper layers use :mod:`~zmqgrad.rpc.hooks`.
 
-Modules: :mod:`~zmqgrad.rpc.worker` assembles :mod:`~zmqgrad.rpc.client` (outgoing requests) and
-:mod:`~zmqgrad.rpc.server` (incoming requests, run by :mod:`~zmqgrad.rpc.callee`);
-:mod:`~zmqgrad.rpc.rref.protocol` decides how long RRef values live; :mod:`~zmqgrad.rpc.membership` knows who
-takes part; upper layers plug into :mod:`~zmqgrad.rpc.hooks`; :mod:`~zmqgrad.rpc.serialization` serializes
-values.
-
-Threads of a worker: engine threads, which read messages, run functions and backward passes (at most
-``num_worker_threads`` at work, and four more that wait at the mailbox); a timer; and those of its mailbox and
-store. A thread that waits for a call reads the reply itself where it can.
+Guarantees: a function runs at most once, and exactly once while both processes live; every future is resolved
+(P3); user code never runs in the receiver's thread; calls that wait inside other calls cannot use up the
+engine threads; R1 to R3 of :mod:`~zmqgrad.rpc.rref.protocol`.
 """
 
 from __future__ import annotations

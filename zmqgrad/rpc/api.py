@@ -12,15 +12,11 @@ from typing import Any
 from zmqgrad.errors import ArgumentTypeError, NotInitializedError, PeerLostError, RpcError
 from zmqgrad.rendezvous import has_world_size, open_store, rendezvous_beside
 from zmqgrad.rpc.backend_registry import construct_rpc_backend_options, init_backend, is_own
-from zmqgrad.rpc.current import current_worker, current_worker_or_none, set_default_worker
-from zmqgrad.rpc.debug import debug_info, flat_debug_info, rref_debug_info
+from zmqgrad.rpc.current import current_worker, set_default_worker
+from zmqgrad.rpc.debug import debug_info
 from zmqgrad.rpc.futures import RpcFuture
-from zmqgrad.rpc.gathering import _thread_local_var as _thread_local_var
-from zmqgrad.rpc.gathering import _wait_all as _wait_all
-from zmqgrad.rpc.gathering import note_future
 from zmqgrad.rpc.in_flight import is_serving
 from zmqgrad.rpc.membership.bootstrap import join_group
-from zmqgrad.rpc.membership.collectives import all_gather, barrier
 from zmqgrad.rpc.membership.events import JoinCallback, LossCallback
 from zmqgrad.rpc.membership.group import Group, close_quietly
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, check_name
@@ -31,8 +27,17 @@ from zmqgrad.rpc.options import (
     TensorPipeRpcBackendOptions,
     check_timeout,
 )
-from zmqgrad.rpc.profiling import caller_range, profiled_here
+from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref.api import RRef, call_remote
+from zmqgrad.rpc.torch_names import _all_gather as _all_gather
+from zmqgrad.rpc.torch_names import _barrier as _barrier
+from zmqgrad.rpc.torch_names import _get_debug_info as _get_debug_info
+from zmqgrad.rpc.torch_names import _is_current_rpc_agent_set as _is_current_rpc_agent_set
+from zmqgrad.rpc.torch_names import _rref_context_get_debug_info as _rref_context_get_debug_info
+from zmqgrad.rpc.torch_names import _thread_local_var as _thread_local_var
+from zmqgrad.rpc.torch_names import _wait_all as _wait_all
+from zmqgrad.rpc.torch_names import _wait_all_workers as _wait_all_workers
+from zmqgrad.rpc.torch_names import note_future
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
@@ -213,10 +218,8 @@ def rpc_sync(
         Exception: what ``func`` raised, with the remote traceback in its text.
     """
     worker = current_worker()
-    if profiled_here():
-        with caller_range("sync", worker, to, func):
-            return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
-    return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
+    with caller_range("sync", worker, to, func):
+        return worker.decode(worker.wait(worker.call(to, func, args, kwargs, timeout, waits=True)))
 
 
 def rpc_async(
@@ -239,10 +242,7 @@ def rpc_async(
     """
     worker = current_worker()
     try:
-        if profiled_here():
-            with caller_range("async", worker, to, func):
-                future = worker.future(worker.call(to, func, args, kwargs, timeout))
-        else:
+        with caller_range("async", worker, to, func):
             future = worker.future(worker.call(to, func, args, kwargs, timeout))
     except PeerLostError as e:
         future = worker.replies.failed_future(e)
@@ -266,10 +266,8 @@ def remote(
         UnknownWorkerError, PayloadError, PeerLostError: if the call cannot be made.
     """
     worker = current_worker()
-    if profiled_here():
-        with caller_range("remote", worker, to, func):
-            return call_remote(worker, to, func, args, kwargs, timeout)
-    return call_remote(worker, to, func, args, kwargs, timeout)
+    with caller_range("remote", worker, to, func):
+        return call_remote(worker, to, func, args, kwargs, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
@@ -344,24 +342,9 @@ def get_debug_info() -> dict[str, Any]:
     return debug_info(current_worker())
 
 
-def _get_debug_info() -> dict[str, str]:
-    """The entries of torch's function of that name: references, threads and contexts."""
-    return flat_debug_info(current_worker())
-
-
-def _rref_context_get_debug_info() -> dict[str, str]:
-    """The entries of torch's function of that name: references."""
-    return rref_debug_info(current_worker())
-
-
 def is_available() -> bool:
     """Whether RPC can be used in this process: always True."""
     return True
-
-
-def _is_current_rpc_agent_set() -> bool:
-    """Whether this process has joined a group."""
-    return current_worker_or_none() is not None
 
 
 def get_rpc_timeout() -> float:
@@ -379,14 +362,3 @@ def set_rpc_timeout(seconds: float) -> None:
 
 
 _set_rpc_timeout = set_rpc_timeout
-
-
-# ---- torch's private names that programs use -------------------------------------------------------------
-
-_all_gather = all_gather
-_barrier = barrier
-
-
-def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Wait until all workers have called this."""
-    barrier(None, timeout)

@@ -1,7 +1,7 @@
-"""``torch.distributed.rpc.backend_registry``: the backends by name, and how a program adds one of its own.
+"""Backends by name, as in ``torch.distributed.rpc.backend_registry``, and registration of further backends.
 
-There is one way to carry messages here, which goes by our name and by torch's. A backend of a program's own
-can do something before and after it joins, or choose the options, and leaves the rest to ``init_backend``:
+The library has one transport, registered as ``ZMQ`` and as ``TENSORPIPE``. A program can register a backend
+that acts before and after joining, or chooses the options, and calls ``init_backend`` for the rest:
 
     def join(store, name, rank, world_size, rpc_backend_options):
         audit.note(name)
@@ -45,14 +45,14 @@ BackendType: Any = options.BackendType
 
 
 class BackendValue(NamedTuple):
-    """How a backend makes its options, from ``rpc_timeout``, ``init_method`` and others, and how it joins."""
+    """The two functions of a backend; see :func:`register_backend`."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Is there a backend of this name?"""
+    """Whether a backend of this name is registered."""
     return backend_name in _backends
 
 
@@ -61,14 +61,18 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend; gives the member of ``BackendType`` that ``init_rpc`` takes.
+    """Register a backend.
 
     Args:
-        backend_name: by which nobody else is registered.
-        construct_rpc_backend_options_handler: is called with ``rpc_timeout``, ``init_method`` and what else
-            ``construct_rpc_backend_options`` is given; gives the options.
-        init_backend_handler: is called by ``init_rpc`` with ``store``, ``name``, ``rank``, ``world_size``
-            (None: of no fixed size) and ``rpc_backend_options``; gives what ``init_backend`` of ours does.
+        backend_name: a name that no registered backend has.
+        construct_rpc_backend_options_handler: returns the options. It gets the arguments of
+            :func:`construct_rpc_backend_options`: ``rpc_timeout``, ``init_method`` and further ones.
+        init_backend_handler: joins the group, and returns the result of :func:`init_backend` for
+            ``BackendType.ZMQ``. ``init_rpc`` calls it with ``store``, ``name``, ``rank``, ``world_size``
+            (None: not fixed) and ``rpc_backend_options``.
+
+    Returns:
+        The new member of ``BackendType``, an argument of ``init_rpc``.
 
     Raises:
         RpcError: if the name is taken.
@@ -87,38 +91,55 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """Options for ``init_rpc``; ``kwargs`` are further ones."""
+    """Return options for ``init_rpc``, made by the backend.
+
+    Args:
+        backend: a member of ``BackendType``.
+        rpc_timeout, init_method, kwargs: passed to the backend.
+
+    Raises:
+        ArgumentTypeError: if ``backend`` is not a member of ``BackendType``.
+    """
     handler = _value_of(backend).construct_rpc_backend_options_handler
     return handler(rpc_timeout=rpc_timeout, init_method=init_method, **kwargs)
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Join a group through ``backend``, whose handler takes the arguments; gives this worker's place in it.
+    """Join a group through ``backend``.
+
+    Args:
+        backend: a member of ``BackendType``.
+        args, kwargs: passed to the ``init_backend_handler`` of the backend.
+
+    Returns:
+        This worker's membership in the group, for ``init_rpc``.
 
     Raises:
-        ArgumentTypeError: if ``backend`` is none, or its handler gives something else.
-        Others: as its handler does.
+        ArgumentTypeError: if ``backend`` is not a member of ``BackendType``, or returns something else.
+        Exception: what the handler raised.
     """
-    place = _value_of(backend).init_backend_handler(*args, **kwargs)
-    if not callable(getattr(place, "leave", None)):
+    group = _value_of(backend).init_backend_handler(*args, **kwargs)
+    if not callable(getattr(group, "leave", None)):
         raise ArgumentTypeError(
-            f"the init_backend_handler of {backend!r} gave {place!r}: it must give what init_backend gives "
-            f"for BackendType.ZMQ"
+            f"the init_backend_handler of {backend!r} returned {group!r}: it must return the result of "
+            f"init_backend for BackendType.ZMQ"
         )
-    return place
+    return group
 
 
 def is_own(backend: Any) -> bool:
-    """Is it the backend of this library?
+    """Whether ``backend`` is the one of this library (also None).
 
     Raises:
-        ArgumentTypeError: if it is none at all.
+        ArgumentTypeError: if it is neither None nor a member of ``BackendType``.
     """
     return backend is None or _value_of(backend) is _OWN
 
 
 def _value_of(backend: Any) -> BackendValue:
-    name = backend.name if isinstance(backend, enum.Enum) else None  # torch's own enumeration will do
+    name = (
+        backend.name if isinstance(backend, enum.Enum) else None
+    )  # members of torch's enumeration are accepted
     if name not in _backends:
         raise ArgumentTypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
     return _backends[name]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,10 @@ import torch
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.client import Client
 from zmqgrad.rpc.core import WorkerCore
-from zmqgrad.rpc.functions import DeferredResult
-from zmqgrad.rpc.functions import run as call_it
+from zmqgrad.rpc.functions import DeferredResult, check_operator, check_result
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
 from zmqgrad.rpc.peer_contexts import PeerContexts
-from zmqgrad.rpc.profiling import callee_range, serving_is_profiled
+from zmqgrad.rpc.profiling import callee_range
 from zmqgrad.rpc.remote_errors import describe_exception
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.deserializer import deserialize_call, deserialize_tensors
@@ -54,56 +54,76 @@ class Callee:
         self._contexts = contexts
         self._references = references
         for kind in (MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH):
-            worker.hooks.requests[kind] = self._run_plain
+            worker.hooks.requests[kind] = self.run
 
-    def _run_plain(self, inbound: Inbound) -> None:
-        self.run(inbound, inbound.message, None)
-
-    def run(self, inbound: Inbound, message: Message, tensors: list[torch.Tensor] | None) -> None:
+    def run(
+        self, inbound: Inbound, message: Message | None = None, tensors: list[torch.Tensor] | None = None
+    ) -> None:
         """Serve a call, remote call or fetch.
 
+        Calls the function itself, not through helpers, so that few frames lie under it.
+
         Args:
-            tensors: those of the payload, if they have been unpacked already.
+            inbound: the request.
+            message: the request that an upper layer has unwrapped; None: that of ``inbound``.
+            tensors: those of the payload, if they have been decoded already.
 
         Raises:
-            Exception: what the function raised; the server replies with it.
+            Exception: what the function raised; the server replies with it. A remote call does not raise it:
+                the error is raised where the value is fetched.
         """
+        call = inbound.message if message is None else message
         source = inbound.envelope.source
-        if isinstance(message, Call):
-            value = self._invoke(inbound, message, tensors)
-            if value.__class__ is DeferredResult:
-                self._await(inbound, value, lambda: self._reply(inbound, message, value.value()))
-            else:
-                self._reply(inbound, message, value)
-        elif isinstance(message, RemoteCall):
-            self._create(inbound, message, tensors)
-        elif isinstance(message, RRefFetch):
-            value = self._references.value(message.rref_id, message.timeout or None)
-            packed = serialize(value, self._contexts.for_replies(self._membership.record(source)))
-            self._server.reply(inbound, RRefValue(packed.payload), packed, "to_here")
-        else:
-            raise RpcError(f"{type(message).__name__} is not a call")
-
-    def _reply(self, inbound: Inbound, call: Call, value: Any) -> None:
-        caller = self._membership.record(inbound.envelope.source)
-        packed = serialize(value, self._contexts.for_replies(caller))
-        self._server.reply(inbound, Result(packed.payload), packed, call.function)
-
-    def _create(self, inbound: Inbound, call: RemoteCall, tensors: list[torch.Tensor] | None) -> None:
-        """Create the value of an RRef. A failure is raised where the value is fetched."""
-        created = self._references.create_pending(inbound.envelope.source, call.rref_id, call.fork_id)
+        created: Promise[Any] | None = None
+        if isinstance(call, RemoteCall):
+            created = self._references.create_pending(source, call.rref_id, call.fork_id)
+        elif not isinstance(call, Call):
+            self._fetch(inbound, call)
+            return
+        value: Any = None
         try:
-            value = self._invoke(inbound, call, tensors)
+            function, args, kwargs = self._decode(inbound, call, tensors)
+            tensors = None  # the function decides how long they live
+            with callee_range(self._worker, source, call.function or function):
+                try:
+                    value = function(*args, **kwargs)
+                except TypeError as e:
+                    check_operator(function, e)
+                    raise
+            value = check_result(function, value)
+            del args, kwargs
         except BaseException as e:
+            if created is None:
+                raise
             created.set_exception(e)
+        finish = self._reply if created is None else partial(self._created, created)
+        if value.__class__ is DeferredResult:
+            self._await(inbound, value, partial(finish, inbound, call, value))
         else:
-            if value.__class__ is DeferredResult:
-                self._await(inbound, value, lambda: self._created(inbound, call, value.resolve(created)))
-                return
-            created.set_result(value)
-        self._created(inbound, call, created)
+            finish(inbound, call, value)
 
-    def _created(self, inbound: Inbound, call: RemoteCall, created: Promise[Any]) -> None:
+    def _fetch(self, inbound: Inbound, fetch: Message) -> None:
+        if not isinstance(fetch, RRefFetch):
+            raise RpcError(f"{type(fetch).__name__} is not a call")
+        value = self._references.value(fetch.rref_id, fetch.timeout or None)
+        requester = self._membership.record(inbound.envelope.source)
+        serialized = serialize(value, self._contexts.for_replies(requester))
+        self._server.reply(inbound, RRefValue(serialized.payload), serialized, "to_here")
+
+    def _reply(self, inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
+        if value.__class__ is DeferredResult:
+            value = value.value()
+        requester = self._membership.record(inbound.envelope.source)
+        serialized = serialize(value, self._contexts.for_replies(requester))
+        self._server.reply(inbound, Result(serialized.payload), serialized, call.function)
+
+    def _created(self, created: Promise[Any], inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:
+        """Set the value of an RRef, unless creating it failed, and confirm the remote call."""
+        assert isinstance(call, RemoteCall)
+        if value.__class__ is DeferredResult:
+            value.resolve(created)
+        else:
+            created.set_result(value)
         error = created.exception()
         if error is not None:
             trace = describe_exception(error, self._worker.name).traceback
@@ -123,7 +143,10 @@ class Callee:
 
         value.when_done(lambda: context.run(reply))
 
-    def _invoke(self, inbound: Inbound, call: Call | RemoteCall, tensors: list[torch.Tensor] | None) -> Any:
+    def _decode(
+        self, inbound: Inbound, call: Call | RemoteCall, tensors: list[torch.Tensor] | None
+    ) -> tuple[Any, Sequence[Any], Mapping[str, Any]]:
+        """Decode function, args and kwargs, and release the message."""
         if tensors is None:
             tensors = deserialize_tensors(call.payload, inbound.frames)
         references = self._references.of(inbound.envelope.source)
@@ -131,13 +154,7 @@ class Callee:
             call.function, call.payload, inbound.frames, tensors, references
         )
         inbound.let_go()
-        del tensors
-        if function is None:
-            function = self._find(call.function)
-        if serving_is_profiled():
-            with callee_range(self._worker, inbound.envelope.source, call.function or function):
-                return call_it(function, args, kwargs)
-        return call_it(function, args, kwargs)
+        return self._find(call.function) if function is None else function, args, kwargs
 
     def _find(self, reference: str) -> Any:
         method = method_of(reference)

@@ -45,7 +45,7 @@ class PendingCall:
     description: Description
     keepalive: Any
     kind: int
-    outcome: Promise[Inbound]
+    promise: Promise[Inbound]
     port: ReplyPort
     future: RpcFuture[Any] | None = None
 

@@ -106,8 +106,8 @@ class Client:
         peer = self._membership.find_here(to)
         if peer is None:
             peer, seconds = self.find_peer(to, seconds)
-        reference, packed = serialize_call(function, args, kwargs, self._context_for(peer))
-        return self.request_call(peer.id, reference, packed, seconds, function, waits=waits)
+        reference, serialized = serialize_call(function, args, kwargs, self._context_for(peer))
+        return self.request_call(peer.id, reference, serialized, seconds, function, waits=waits)
 
     def find_peer(self, to: object, seconds: float) -> tuple[WorkerRecord, float]:
         """Look up worker ``to`` in the group's directory.
@@ -129,21 +129,21 @@ class Client:
         self,
         peer: int,
         reference: str,
-        packed: SerializedPayload,
+        serialized: SerializedPayload,
         seconds: float,
         description: Description,
         keepalive: Any = None,
         waits: bool = False,
     ) -> PendingCall:
         """Send a CALL whose function and arguments are serialized already; see :meth:`request`."""
-        call = Call(reference, packed.payload, seconds)
-        return self.request(peer, call, packed, seconds, description, keepalive, waits=waits)
+        call = Call(reference, serialized.payload, seconds)
+        return self.request(peer, call, serialized, seconds, description, keepalive, waits=waits)
 
     def request(
         self,
         peer: int,
         message: Message,
-        packed: SerializedPayload = SERIALIZED_NONE,
+        serialized: SerializedPayload = SERIALIZED_NONE,
         seconds: float = 0.0,
         description: Description = "",
         keepalive: Any = None,
@@ -154,11 +154,11 @@ class Client:
 
         Args:
             peer: the worker id of the receiver.
-            message: the header; ``packed`` has its payload and frames.
+            message: the header; ``serialized`` has its payload and frames.
             seconds: the timeout; 0 for no limit.
             description: what is requested, for errors and logs.
             keepalive: an object to keep alive until the reply arrives.
-            on_done: called with the outcome in the thread that sets it; must not block.
+            on_done: called with the promise in the thread that sets it; must not block.
             waits: the calling thread calls :meth:`wait` next, so it may read the reply itself.
 
         Raises:
@@ -170,32 +170,32 @@ class Client:
         if self._worker.closed:
             raise self._worker.closed_error()
         if peer in self._lost:
-            self._references.unfork_all(packed.payload.forks)
+            self._references.unfork_all(serialized.payload.forks)
             raise self._worker.loss_of(peer, describe(description))
         kind = message.TYPE
         if self._hooks.request_interceptor is not None:
-            message = self._hooks.request_interceptor(peer, message, packed.tensors, description)
+            message = self._hooks.request_interceptor(peer, message, serialized.tensors, description)
         deadline = self._clock.now() + seconds if seconds else math.inf
         port = self._ports.acquire(peer) if waits else self._ports.at_receiver
         call = PendingCall(
-            self._next_id(), peer, deadline, seconds, description, keepalive, kind, port.outcome(), port
+            self._next_id(), peer, deadline, seconds, description, keepalive, kind, port.promise(), port
         )
         if on_done is not None:
-            call.outcome.add_done_callback(on_done)
+            call.promise.add_done_callback(on_done)
         self.pending.add(call)
         try:
             if peer in self._lost:  # lost since the first check; the loss may have missed this call
                 raise self._worker.loss_of(peer, describe(description))
-            self._mailbox.send(peer, message, call.message_id, packed.frames, port.number, seconds)
+            self._mailbox.send(peer, message, call.message_id, serialized.frames, port.number, seconds)
         except BaseException as e:
             self.pending.take(call.message_id)
             port.release()
             if self._hooks.on_send_failed is not None:
                 self._hooks.on_send_failed(message)
-            self._references.unfork_all(packed.payload.forks)
+            self._references.unfork_all(serialized.payload.forks)
             error = self._send_error(call, e)
             try:
-                call.outcome.set_exception(error)
+                call.promise.set_exception(error)
                 if error is e:
                     raise
                 raise error from e
@@ -245,7 +245,7 @@ class Client:
             return
         if call.future is not None:
             call.future.batched = True
-        call.outcome.set_result(inbound)
+        call.promise.set_result(inbound)
 
     def wait(self, call: PendingCall) -> Inbound:
         """Wait for the reply of ``call``.
@@ -254,21 +254,21 @@ class Client:
             RpcTimeoutError: if it does not arrive in time.
             PeerLostError: if the peer is lost.
         """
-        outcome, port = call.outcome, call.port
+        promise, port = call.promise, call.port
         abandoned = False
         try:
-            while (inbound := port.receive(outcome, call.deadline)) is not None:
+            while (inbound := port.receive(promise, call.deadline)) is not None:
                 if inbound.envelope.message_id != call.message_id:
                     self._ports.on_unexpected(inbound)
                 elif self.pending.take(call.message_id) is not None:
-                    outcome.set_result(inbound)
+                    promise.set_result(inbound)
                     return inbound
                 else:
-                    outcome.wait_done()  # another thread has taken the call and is about to set its outcome
-            if not outcome.done():
+                    promise.wait_done()  # another thread has taken the call and is about to set its promise
+            if not promise.done():
                 abandoned = self._expire(call)
-                outcome.wait_done()  # returns at once, unless another thread is just setting it
-            if isinstance(outcome.exception(), PeerLostError):
+                promise.wait_done()  # returns at once, unless another thread is just setting it
+            if isinstance(promise.exception(), PeerLostError):
                 inbound = self._last_reply(call)
                 if inbound is not None:
                     return inbound
@@ -278,9 +278,9 @@ class Client:
         finally:
             port.release(abandoned)
         try:
-            return outcome.result()
+            return promise.result()
         finally:
-            del call, outcome  # the traceback refers to this frame: avoid a reference cycle
+            del call, promise  # the traceback refers to this frame: avoid a reference cycle
 
     def _last_reply(self, call: PendingCall) -> Inbound | None:
         """The reply of ``call``, if it arrived at its port before the peer was lost."""
@@ -297,11 +297,11 @@ class Client:
             Whether the call was still pending, so that its reply may still arrive.
         """
         if self.pending.take(call.message_id) is not None:
-            call.outcome.set_exception(RpcError(f"{call.describe()} was given up by its caller"))
+            call.promise.set_exception(RpcError(f"{call.describe()} was given up by its caller"))
             self._send_cancel(call)
             return True
-        if call.outcome.done() and call.outcome.exception() is None:
-            self._references.release_unread(call.outcome.result())
+        if call.promise.done() and call.promise.exception() is None:
+            self._references.release_unread(call.promise.result())
         return False
 
     def _send_cancel(self, call: PendingCall) -> None:
@@ -320,7 +320,7 @@ class Client:
                 return
             self._next_check = deadline
         delay = max(0.0, deadline - self._clock.now())
-        self._worker.timekeeper.call_later(delay, self._check_deadlines)
+        self._worker.timer.call_later(delay, self._check_deadlines)
 
     def _check_deadlines(self) -> None:
         now = self._clock.now()
@@ -342,7 +342,7 @@ class Client:
         return True
 
     def _time_out(self, call: PendingCall) -> None:
-        call.outcome.set_exception(self._timeout_error(call))
+        call.promise.set_exception(self._timeout_error(call))
         self._send_cancel(call)
 
     def _timeout_error(self, call: PendingCall) -> RpcTimeoutError:
@@ -358,9 +358,9 @@ class Client:
     def on_peer_lost(self, peer: int) -> None:
         """Fail the pending calls to a lost peer."""
         for call in self.pending.lose(peer):
-            call.outcome.set_exception(self._worker.loss_of(peer, call.describe()))
+            call.promise.set_exception(self._worker.loss_of(peer, call.describe()))
 
     def fail_all(self, error: RpcError) -> None:
         """Fail every pending call with ``error`` (P3)."""
         for call in self.pending.drain():
-            call.outcome.set_exception(error)
+            call.promise.set_exception(error)

@@ -1,4 +1,4 @@
-"""The constants of ``torch.distributed.rpc.constants``, by the same names."""
+"""The constants of ``torch.distributed.rpc.constants``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from zmqgrad.rpc.options import (
 )
 
 DEFAULT_PROCESS_GROUP_TIMEOUT = timedelta(milliseconds=2**31 - 1)
-"""Of no meaning here: no process group stands behind a worker."""
+"""Has no effect: workers use no process group."""
 
 __all__ = [
     "DEFAULT_INIT_METHOD",

@@ -46,7 +46,7 @@ class WorkerCore(ABC):
         self.silent: dict[int, float] = {}  # suspected peers, with the time of their last heartbeat
         self._pid = os.getpid()
         self.ids = IdSource(self.id)
-        self.timekeeper = TimerThread(self.name, clock)
+        self.timer = TimerThread(self.name, clock)
         self.pool = ThreadPool(self.name, options.num_worker_threads, self._prepare_thread)
         self.submit = self.pool.submit
         self.hooks = Hooks()

@@ -75,37 +75,3 @@ def _state(worker: Worker, peer: int) -> str:
     if peer in worker.silent:
         return f"silent for {worker.clock.now() - worker.silent[peer]:.1f} s"
     return "up"
-
-
-# ---- entries of torch -------------------------------------------------------------------------------------
-
-
-def rref_debug_info(worker: Worker) -> dict[str, str]:
-    """The entries of torch's ``_rref_context_get_debug_info``, by its names."""
-    counts = worker.references.statistics()
-    return {
-        "num_owner_rrefs": str(counts["owner_rrefs"]),
-        "num_forks": str(counts["forks"]),
-        "num_pending_users": str(counts["unconfirmed"]),
-        "num_pending_futures": str(sum(1 for call in worker.client.pending.all() if call.makes_value)),
-    }
-
-
-def agent_debug_info(worker: Worker) -> dict[str, str]:
-    """The entries of a torch agent's ``get_debug_info``."""
-    threads = worker.pool.statistics()
-    return {
-        "agent.num_pending_requests": str(len(worker.client.pending)),
-        "agent.thread_pool_size": str(worker.options.num_worker_threads),
-        "agent.num_idle_threads": str(threads["idle"]),
-        "agent.client_active_calls": str(len(worker.client.pending)),
-        "agent.server_active_calls": str(threads["threads"] - threads["idle"] + threads["queued"]),
-    }
-
-
-def flat_debug_info(worker: Worker) -> dict[str, str]:
-    """The entries of torch's ``_get_debug_info``: references, agent and autograd."""
-    info = {**rref_debug_info(worker), **agent_debug_info(worker)}
-    for collect in worker.hooks.debug.values():
-        info.update({name: str(value) for name, value in collect().items() if isinstance(value, int)})
-    return info

@@ -11,12 +11,11 @@ is sent when that is set, and no engine thread waits for it. Futures themselves 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar
 
-import torch
-
 from zmqgrad.errors import OperatorError, RpcError
+from zmqgrad.rpc.torch_internals import CppFuture, is_torch_operator
 from zmqgrad.runtime.future import Promise
 
 __all__ = ["async_execution"]
@@ -52,13 +51,13 @@ class DeferredResult:
 
     __slots__ = ("future",)
 
-    def __init__(self, future: torch._C.Future[Any]) -> None:
+    def __init__(self, future: CppFuture[Any]) -> None:
         self.future = future
 
     def when_done(self, callback: Callable[[], None]) -> None:
         """Call ``callback`` when the future is done, in the thread that sets it."""
         # The method of the C++ class: futures made in C++ (``collect_all``) lack that of the Python class.
-        torch._C.Future.add_done_callback(self.future, lambda _: callback())
+        CppFuture.add_done_callback(self.future, lambda _: callback())
 
     def value(self) -> Any:
         """The value of the future, which must be done.
@@ -68,38 +67,38 @@ class DeferredResult:
         """
         return self.future.wait()
 
-    def resolve(self, outcome: Promise[Any]) -> Promise[Any]:
-        """Set ``outcome`` to the result of the future, which must be done, and return it."""
+    def resolve(self, promise: Promise[Any]) -> Promise[Any]:
+        """Set ``promise`` to the result of the future, which must be done, and return it."""
         try:
-            outcome.set_result(self.value())
+            promise.set_result(self.value())
         except BaseException as e:
-            outcome.set_exception(e)
-        return outcome
+            promise.set_exception(e)
+        return promise
 
 
-def run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Call ``function(*args, **kwargs)``.
-
-    Returns:
-        The result; a :class:`DeferredResult` if the function is asynchronous.
+def check_result(function: Callable[..., Any], value: Any) -> Any:
+    """Return ``value``, which ``function`` returned; as a :class:`DeferredResult` if that is asynchronous.
 
     Raises:
-        RpcError: if an asynchronous function returns something other than a future.
-        OperatorError: if a torch operator does not accept the arguments.
+        RpcError: if an asynchronous function returned something other than a future.
     """
-    try:
-        value = function(*args, **kwargs)
-    except TypeError as e:
-        if torch.jit._builtins._find_builtin(function) is None:  # type: ignore[no-untyped-call]
-            raise
-        raise OperatorError(
-            f"Overloaded torch operator invoked from Python failed to match any schema: {e}"
-        ) from e
     if getattr(function, MARK, None) is None:
         return value
-    if not isinstance(value, torch._C.Future):
+    if not isinstance(value, CppFuture):
         raise RpcError(
             f"Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
             f"but {getattr(function, '__qualname__', function)} returned {type(value)}"
         )
     return DeferredResult(value)
+
+
+def check_operator(function: Callable[..., Any], error: TypeError) -> None:
+    """Check that ``error``, which ``function`` raised, is not that of a torch operator.
+
+    Raises:
+        OperatorError: if it is, in the words of torch's RPC.
+    """
+    if is_torch_operator(function):
+        raise OperatorError(
+            f"Overloaded torch operator invoked from Python failed to match any schema: {error}"
+        ) from error

@@ -10,8 +10,7 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any, TypeVar
 
@@ -20,10 +19,11 @@ import torch
 from zmqgrad.errors import RpcError
 from zmqgrad.rpc.calls import Description, describe
 from zmqgrad.rpc.raising import copy_exception, error_of_callback, raise_copy
+from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
-from zmqgrad.wire.tensors.streams import NO_COPIES, record_copies
+from zmqgrad.wire.tensors.streams import NO_COPIES, DeviceCopies, record_copies
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,7 @@ class PythonFuture(torch.futures.Future[T]):
     Thread-safe; ``await`` works in any running event loop.
     """
 
-    _failed = False
-    _arrived = NO_COPIES  # tensors on devices, in the thread that set the result
-    _failure_outcomes: tuple[Promise[Any], ...] = ()  # set if this fails; written under _failures_lock
+    _copies = NO_COPIES  # what the thread that set the result copied to devices
 
     def wait(self) -> T:
         """Wait for the result.
@@ -51,20 +49,10 @@ class PythonFuture(torch.futures.Future[T]):
             Exception: a copy of the error that was set.
         """
         if not self.done():  # torch waits in C++, where Ctrl-C cannot interrupt it (DESIGN 16.10)
-            done: Promise[None] = Promise()
-            super().add_done_callback(_setter(done))
+            done: Promise[Any] = Promise()
+            CppFuture.add_done_callback(self, done.set_result)
             done.wait_done()
-        result: T = super().wait()
-        if self._arrived is not NO_COPIES:
-            self._arrived.wait_on_current_stream()
-        return result
-
-    def value(self) -> T:
-        """The result of a future that is done, as in a callback."""
-        result: T = super().value()
-        if self._arrived is not NO_COPIES:
-            self._arrived.wait_on_current_stream()
-        return result
+        return super().wait()
 
     def set_exception(self, result: Exception) -> None:  # type: ignore[override]  # torch's stub asks for T
         """Set an error, of which each ``wait`` raises a copy: see Note [Errors of futures].
@@ -74,11 +62,15 @@ class PythonFuture(torch.futures.Future[T]):
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
-        self._set_unwrap_func(raise_copy)
+        set_unwrap_func(self, raise_copy)
         self.set_result(copy_exception(result))
-        self._failed = True
-        for outcome in self._failure_outcomes:
-            outcome.set_result(self)
+
+    def _set_copied(self, result: T, copies: DeviceCopies) -> None:
+        """Set the result, of which ``copies`` went to devices; ``wait`` makes the streams wait for them."""
+        if copies is not NO_COPIES:
+            self._copies = copies
+            set_unwrap_func(self, lambda _: copies.wait_on_current_stream())
+        self.set_result(result)
 
     def then(self, callback: Callable[[Any], S]) -> PythonFuture[S]:
         """A future of the result of ``callback(self)``, which runs once this one is done.
@@ -94,8 +86,7 @@ class PythonFuture(torch.futures.Future[T]):
             except Exception as e:
                 child.set_exception(error_of_callback(e))
             else:
-                child._arrived = self._arrived.extend_events()
-                child.set_result(value)
+                child._set_copied(value, self._copies.extend_events())
 
         self.add_done_callback(call)
         return child
@@ -141,36 +132,9 @@ class PythonFuture(torch.futures.Future[T]):
         return f"<{type(self).__name__} {'done' if self.done() else 'pending'}>"
 
 
-_failures_lock = threading.Lock()
-
-
-@contextmanager
-def watch_failures(futures: Sequence[PythonFuture[Any]], outcome: Promise[Any]) -> Iterator[None]:
-    """Inside the context, ``outcome`` is set to the first of ``futures`` that fails or has failed."""
-    with _failures_lock:
-        for future in futures:
-            future._failure_outcomes += (outcome,)
-    try:
-        for future in futures:
-            if future._failed:
-                outcome.set_result(future)
-        yield
-    finally:
-        with _failures_lock:
-            for future in futures:
-                future._failure_outcomes = tuple(o for o in future._failure_outcomes if o is not outcome)
-
-
 def _check_callable(callback: object) -> None:
     if not callable(callback):
         raise TypeError(f"incompatible function arguments. A callback must be callable, not {callback!r}")
-
-
-def _setter(outcome: Promise[None]) -> Callable[[object], None]:
-    def set_outcome(_: object) -> None:
-        outcome.set_result(None)
-
-    return set_outcome
 
 
 class RpcFuture(PythonFuture[T]):
@@ -188,7 +152,7 @@ class RpcFuture(PythonFuture[T]):
     def __init__(
         self, reply: Promise[Inbound], queue: CompletionQueue, description: Description = "", peer: int = -1
     ) -> None:
-        torch._C.Future.__init__(self, [])  # what torch's own __init__ does after checking the devices
+        CppFuture.__init__(self, [])  # what torch's own __init__ does after checking the devices
         self._reply = reply
         self._queue = queue
         self.description = description
@@ -207,8 +171,9 @@ class RpcFuture(PythonFuture[T]):
         if reply is None:
             return
         try:
+            copies = NO_COPIES
             if self._queue.tracks_streams:
-                value, self._arrived = record_copies(partial(self._queue.decode, reply))
+                value, copies = record_copies(partial(self._queue.decode, reply))
             else:
                 value = self._queue.decode(reply)
         except Exception as e:
@@ -219,7 +184,7 @@ class RpcFuture(PythonFuture[T]):
             )
             raise
         else:
-            self.set_result(value)
+            self._set_copied(value, copies)
 
     def wait(self) -> T:
         """Wait for the result.
@@ -240,10 +205,7 @@ class RpcFuture(PythonFuture[T]):
                 if reply.done():
                     self.complete()
         # Done soon: at most, another thread is just decoding the reply.
-        result: T = torch.futures.Future.wait(self)
-        if self._arrived is not NO_COPIES:
-            self._arrived.wait_on_current_stream()
-        return result
+        return torch.futures.Future.wait(self)
 
     def add_done_callback(self, callback: Callable[[Any], None]) -> None:
         """Call ``callback(self)`` when this is done, or at once if it is. What it raises is logged."""
@@ -313,7 +275,7 @@ class CompletionQueue:
             return None
         return partial(self._run, running)
 
-    def pass_on(self) -> None:
+    def flush(self) -> None:
         """Submit what is ready, in a reading thread that will not call :meth:`drain` soon."""
         if self._ready:
             self._submit_run()

@@ -2,28 +2,25 @@
 
 rpc.wait_all(rpc.broadcast(["worker1", "worker2"], load, args=(weights,)))
 
-Importing this module replaces ``torch.futures.wait_all`` and ``collect_all``: in C++, torch does not see that
-one of our futures has failed, and would wait for the others first. The replacements return at the first
-failure, as torch documents it, and Ctrl-C interrupts them. Calls without our futures go to torch unchanged.
+``torch.futures.wait_all`` and ``collect_all`` accept the same futures, but raise an error only when all
+of them are done: C++ does not see that a Python future failed. They block in C++, where Ctrl-C cannot
+interrupt them and the thread pool does not see that one of its threads waits.
 """
 
 from __future__ import annotations
 
-import functools
+import itertools
 import logging
-import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-import torch
-
-from zmqgrad.errors import PeerLostError, RpcTimeoutError
+from zmqgrad.errors import ArgumentTypeError, PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.rpc.futures import PythonFuture, RpcFuture, watch_failures
+from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT, check_timeout
 from zmqgrad.rpc.serialization.context import SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
+from zmqgrad.rpc.torch_internals import CppFuture
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 
@@ -78,7 +75,7 @@ def broadcast(
 def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
     """Wait for all ``futures``, logging the progress from time to time.
 
-    Like ``torch.futures.wait_all``, it returns as soon as one of them fails.
+    Raises as soon as one of them fails. Ctrl-C interrupts it, and another thread of the pool works meanwhile.
 
     Args:
         futures: any ``torch.futures.Future``.
@@ -89,93 +86,45 @@ def wait_all(futures: Iterable[Any], timeout: float = 0.0) -> list[Any]:
 
     Raises:
         RpcTimeoutError: if they are not done in time.
+        ArgumentTypeError: if one of them is not a future.
         Exception: what the first future to fail raised.
     """
     futures = list(futures)
+    for future in futures:
+        if not isinstance(future, CppFuture):
+            raise ArgumentTypeError(
+                f"incompatible function arguments: {future!r} is not a torch.futures.Future"
+            )
     deadline = Deadline.after(check_timeout(timeout) or None)
-    with _first_failure(futures) as outcome:
-        while not outcome.wait_done(min(LOG_INTERVAL_SECONDS, deadline.left())):
-            progress = f"{sum(future.done() for future in futures)} of {len(futures)} calls are done"
-            if deadline.passed():
-                raise RpcTimeoutError(f"{progress} after {timeout} s")
-            logger.warning("%s", progress)
-        return _results(futures, outcome)
-
-
-@contextmanager
-def _first_failure(futures: list[Any]) -> Iterator[Promise[Any]]:
-    """An outcome that is set to the first of ``futures`` that fails, or to None once all are done."""
-    collected = _collect_in_torch(futures)  # raises if one of them is not a future
-    outcome: Promise[Any] = Promise()
-    torch._C.Future.add_done_callback(collected, lambda _: outcome.set_result(None))
-    with watch_failures([future for future in futures if isinstance(future, PythonFuture)], outcome):
-        yield outcome
-
-
-def _results(futures: list[Any], outcome: Promise[Any]) -> list[Any]:
-    failed = outcome.result()
+    settled = _first_failure(futures)
+    while not settled.wait_done(min(LOG_INTERVAL_SECONDS, deadline.left())):
+        progress = f"{sum(future.done() for future in futures)} of {len(futures)} calls are done"
+        if deadline.passed():
+            raise RpcTimeoutError(f"{progress} after {timeout} s")
+        logger.warning("%s", progress)
+    failed = settled.result()
     if failed is not None:
         failed.wait()  # raises
     return [future.wait() for future in futures]
 
 
-_wait_in_torch = torch.futures.wait_all
-_collect_in_torch = torch.futures.collect_all
+def _first_failure(futures: Sequence[Any]) -> Promise[Any]:
+    """A promise of the first of ``futures`` that fails, or of None once all of them are done."""
+    settled: Promise[Any] = Promise()
+    unfinished = itertools.count(len(futures) - 1, -1)  # counts down; ``next`` is atomic
 
-
-@functools.wraps(_wait_in_torch)
-def _wait_all_early(futures: list[Any]) -> list[Any]:
-    if not any(isinstance(future, PythonFuture) for future in futures):
-        return _wait_in_torch(futures)
-    with _first_failure(futures) as outcome:
-        outcome.wait_done()
-        return _results(futures, outcome)
-
-
-@functools.wraps(_collect_in_torch)
-def _collect_all_early(futures: list[Any]) -> torch.futures.Future[Any]:
-    if not any(isinstance(future, PythonFuture) for future in futures):
-        return _collect_in_torch(futures)
-    collected: PythonFuture[list[Any]] = PythonFuture()
-    watch = ExitStack()
-    outcome = watch.enter_context(_first_failure(futures))
-
-    def settle(_: object) -> None:
-        watch.close()
+    def on_done(future: Any) -> None:
         try:
-            _results(futures, outcome)
-        except Exception as e:
-            collected.set_exception(e)
+            CppFuture.wait(future)
+        except Exception:
+            settled.set_result(future)
         else:
-            collected.set_result(list(futures))
+            if not next(unfinished):
+                settled.set_result(None)
 
-    outcome.add_done_callback(settle)
-    return collected
-
-
-torch.futures.wait_all = _wait_all_early
-torch.futures.collect_all = _collect_all_early
-
-
-_thread_local_var = threading.local()
-
-
-@contextmanager
-def _wait_all() -> Iterator[None]:
-    """Waits, at its end, for the futures that ``rpc_async`` returned inside it (torch's private name)."""
-    futures = _thread_local_var.future_list = []
-    try:
-        yield
-    finally:
-        try:
-            wait_all(futures)
-        finally:
-            del _thread_local_var.future_list
-
-
-def note_future(future: RpcFuture[Any]) -> RpcFuture[Any]:
-    """Record a future of ``rpc_async`` for :func:`_wait_all`, and return it."""
-    futures = getattr(_thread_local_var, "future_list", None)
-    if futures is not None:
-        futures.append(future)
-    return future
+    if not futures:
+        settled.set_result(None)
+    for future in futures:
+        # Not the method of RpcFuture, which would complete each future in a task of its own.
+        CppFuture.add_done_callback(future, on_done)
+    return settled

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -103,16 +104,12 @@ class RpcBackendOptions:
             )
         self.device_maps = {to: to_device_map(each) for to, each in dict(self.device_maps or {}).items()}
         self.devices = to_devices(self.devices or ())
-        if type(self.io_threads) is not int or not 1 <= self.io_threads <= MAX_IO_THREADS:
+        if not _is_integer(self.io_threads, 1, MAX_IO_THREADS):
             raise ConfigurationError(
                 f"io_threads must be a number from 1 to {MAX_IO_THREADS}, not {self.io_threads!r}"
             )
-        self.arena()  # raises now, not later
-        self.inflight()
-        self.spin_seconds()
-        if self.local_fast_path not in (None, True, False):
-            raise ArgumentTypeError(f"local_fast_path must be a bool, not {self.local_fast_path!r}")
-        self.uses_fast_path()
+        for check in self.arena, self.inflight, self.spin_seconds, self.uses_fast_path:
+            check()  # raises now, not later
 
     def set_device_map(self, to: str, device_map: Mapping[Any, Any]) -> None:
         """Add to the device map for worker ``to``.
@@ -154,57 +151,56 @@ class RpcBackendOptions:
                 raise ConfigurationError(f"{what} names devices that are not among `devices`")
 
     def arena(self) -> ArenaSettings:
-        """The settings of this worker's arena, with the defaults of the environment.
+        """The settings of this worker's arena.
 
         Raises:
             ConfigurationError: if they are invalid.
         """
-        limit, threshold = self.arena_limit, self.arena_threshold
-        if limit is None:
-            limit = environment.arena_limit()
-        if threshold is None:
-            threshold = environment.arena_threshold()
         return ArenaSettings(
-            default_limit() if limit is None else limit, THRESHOLD if threshold is None else threshold
+            self._setting("arena_limit", default_limit()), self._setting("arena_threshold", THRESHOLD)
         )
 
     def inflight(self) -> int:
-        """Bytes that may be in flight to each peer, with the default of the environment; 0: no limit.
+        """Bytes that may be in flight to each peer; 0: no limit.
 
         Raises:
             ConfigurationError: if the value is invalid.
         """
-        given = self.inflight_bytes
-        if given is None:
-            given = environment.inflight_bytes()
-        return INFLIGHT if given is None else _bytes(given, "inflight_bytes")
+        value: int = self._setting("inflight_bytes", INFLIGHT)
+        if not _is_integer(value, 0):
+            raise ConfigurationError(f"inflight_bytes must be a number of bytes, at least 0, not {value!r}")
+        return value
 
     def spin_seconds(self) -> float:
-        """Seconds for which a thread spins before it blocks, with the default of the environment.
+        """Seconds for which a thread spins before it blocks.
 
         Raises:
             ConfigurationError: if the value is invalid.
         """
-        given = self.spin_us
-        if given is None:
-            given = environment.spin_us()
-        if given is None:
-            return SPIN_SECONDS
-        if isinstance(given, bool) or not isinstance(given, int) or not 0 <= given <= MAX_SPIN_US:
+        value: int = self._setting("spin_us", round(SPIN_SECONDS * 1e6))
+        if not _is_integer(value, 0, MAX_SPIN_US):
             raise ConfigurationError(
-                f"spin_us must be a number of microseconds from 0 to {MAX_SPIN_US}, not {given!r}"
+                f"spin_us must be a number of microseconds from 0 to {MAX_SPIN_US}, not {value!r}"
             )
-        return given / 1e6
+        return value / 1e6
 
     def uses_fast_path(self) -> bool:
-        """Whether to use the local fast path, with the default of the environment.
+        """Whether to use the local fast path.
 
         Raises:
-            ConfigurationError: if the environment variable is malformed.
+            ConfigurationError: if the value is invalid.
         """
-        if self.local_fast_path is None:
-            return environment.local_fast_path()
-        return self.local_fast_path
+        value: bool = self._setting("local_fast_path", True)
+        if value not in (True, False):
+            raise ArgumentTypeError(f"local_fast_path must be a bool, not {value!r}")
+        return value
+
+    def _setting(self, name: str, default: Any) -> Any:
+        """The option ``name``; if None, the setting of that name in the environment, or else ``default``."""
+        value = getattr(self, name)
+        if value is None:
+            value = getattr(environment, name)()
+        return default if value is None else value
 
     @property
     def limits(self) -> LivenessTimeouts:
@@ -240,10 +236,8 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         )
 
 
-def _bytes(given: Any, name: str) -> int:
-    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
-        raise ConfigurationError(f"{name} must be a number of bytes, at least 0, not {given!r}")
-    return given
+def _is_integer(value: object, lowest: int, highest: float = math.inf) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and lowest <= value <= highest
 
 
 def check_timeout(value: Any, name: str = "timeout") -> float:

@@ -1,12 +1,11 @@
-"""Calls in ``torch.profiler``: a range ``rpc_sync#function(worker0 -> worker1)`` around each.
+"""Ranges of calls in ``torch.profiler``, such as ``rpc_sync#function(worker0 -> worker1)``.
 
-On the caller a range spans what the calling thread does: for ``rpc_sync`` the whole call, for ``rpc_async``
-and ``remote`` the sending. On the callee ``rpc_serve#...`` spans the function. A profiler records the thread
-that started it; engine threads show where it was told to record all
-(``experimental_config=_ExperimentalConfig(profile_all_threads=True)``).
+On the caller a range covers the work of the calling thread: for ``rpc_sync`` the whole call, for
+``rpc_async`` and ``remote`` the sending. On the callee ``rpc_serve#...`` covers the function. A profiler
+records the thread that started it, and engine threads only with
+``experimental_config=_ExperimentalConfig(profile_all_threads=True)``.
 
-While no profiler is active, a call costs two checks of a flag, and one whether served calls are profiled
-(:mod:`zmqgrad.rpc.server_process_global_profiler`).
+Served calls can also be profiled by :mod:`zmqgrad.rpc.server_process_global_profiler`.
 """
 
 from __future__ import annotations
@@ -15,48 +14,35 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.autograd import profiler
+from torch.autograd.profiler import record_function
 
 from zmqgrad.rpc.calls import describe
+from zmqgrad.rpc.torch_internals import profiled_anywhere as profiled_anywhere
+from zmqgrad.rpc.torch_internals import profiled_here as profiled_here
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.core import WorkerCore
 
-_profiler_enabled = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
+_NOT_PROFILED = nullcontext()
 
 served_by: list[Any] = []
 """The active profiles of served calls."""
 
 record_served: Callable[[], Any] = nullcontext
-"""Returns a range that records for these profiles; set together with the first of them."""
-
-
-def profiled_here() -> bool:
-    """Whether a profiler may record the calling thread. (One for all threads sets no flag of the thread.)"""
-    return profiler._is_profiler_enabled or _profiler_enabled()
-
-
-def profiled_anywhere() -> bool:
-    """Whether a profiler records any thread of this process."""
-    return profiler._is_profiler_enabled
-
-
-def serving_is_profiled() -> bool:
-    """Whether served calls are recorded."""
-    return profiler._is_profiler_enabled or bool(served_by)
+"""Returns a range that records for these profiles. Set when the first of them starts."""
 
 
 def caller_range(how: str, worker: WorkerCore, to: object, what: Any) -> Any:
-    """A range for a call that ``worker`` makes; ``how`` is sync, async or remote."""
+    """A range for a call that ``worker`` makes, if it is profiled; ``how`` is sync, async or remote."""
+    if not profiled_here():
+        return _NOT_PROFILED
     callee = worker.membership.find(to).name
-    return profiler.record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
+    return record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
 
 
 def callee_range(worker: WorkerCore, source: int, what: Any) -> Any:
-    """A range for a function that ``worker`` runs for worker ``source``."""
-    if served_by and not profiler._is_profiler_enabled:
-        return record_served()
+    """A range for a function that ``worker`` runs for worker ``source``, if it is profiled."""
+    if not profiled_anywhere():
+        return record_served() if served_by else _NOT_PROFILED
     caller = worker.membership.name_of(source)
-    return profiler.record_function(f"rpc_serve#{describe(what)}({caller} -> {worker.name})")
+    return record_function(f"rpc_serve#{describe(what)}({caller} -> {worker.name})")

@@ -57,8 +57,8 @@ class ReliableSender:
             backoff: how long this attempt waits for it, in multiples of :data:`RETRY_SECONDS`.
         """
 
-        def on_done(outcome: Promise[Inbound]) -> None:
-            error = outcome.exception()
+        def on_done(promise: Promise[Inbound]) -> None:
+            error = promise.exception()
             if error is None:
                 if on_ack is not None:
                     on_ack()

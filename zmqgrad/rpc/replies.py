@@ -23,8 +23,8 @@ class ReplyDecoder:
         self._references = references
         self.queue = CompletionQueue(
             worker.submit,
-            worker.timekeeper.call_later,
-            self._decode_outcome,
+            worker.timer.call_later,
+            self._decode_reply,
             bool(worker.membership.own.device_maps),  # replies arrive on devices only by these maps
         )
 
@@ -48,13 +48,13 @@ class ReplyDecoder:
         references = self._references.of(inbound.envelope.source)
         return deserialize(message.payload, inbound.frames, tensors, references)
 
-    def _decode_outcome(self, outcome: Promise[Inbound]) -> Any:
-        return self.decode(outcome.result())
+    def _decode_reply(self, promise: Promise[Inbound]) -> Any:
+        return self.decode(promise.result())
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """A future of the value of ``call``."""
-        future = call.future = RpcFuture(call.outcome, self.queue, call.description, call.peer)
-        call.outcome.add_done_callback(future.on_reply)
+        future = call.future = RpcFuture(call.promise, self.queue, call.description, call.peer)
+        call.promise.add_done_callback(future.on_reply)
         return future
 
     def future_of(self, reply: Promise[Inbound]) -> RpcFuture[Any]:

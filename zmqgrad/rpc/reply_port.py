@@ -22,8 +22,8 @@ DRAIN_SECONDS = 1.0
 """Delay after which a channel is drained whose thread left before its reply arrived."""
 
 
-class _WakingOutcome(Promise[T]):
-    """An outcome that wakes the thread at the reply channel when another thread sets it.
+class _WakingPromise(Promise[T]):
+    """A promise that wakes the thread at the reply channel when another thread sets it.
 
     The thread that is going to wait must create it.
     """
@@ -56,26 +56,26 @@ class ReplyPort:
         self._abandoned = abandoned
         self.number = 0 if channel is None else channel.number
 
-    def outcome(self) -> Promise[Any]:
-        """A new outcome that :meth:`receive` can wait for, in the calling thread."""
-        return Promise() if self._channel is None else _WakingOutcome(self._channel)
+    def promise(self) -> Promise[Any]:
+        """A new promise that :meth:`receive` can wait for, in the calling thread."""
+        return Promise() if self._channel is None else _WakingPromise(self._channel)
 
-    def receive(self, outcome: Promise[Any], deadline: float) -> Inbound | None:
-        """Wait until a message arrives at this port, ``outcome`` is set, or ``deadline`` passes.
+    def receive(self, promise: Promise[Any], deadline: float) -> Inbound | None:
+        """Wait until a message arrives at this port, ``promise`` is set, or ``deadline`` passes.
 
         Args:
-            outcome: made by :meth:`outcome` of this port.
+            promise: made by :meth:`promise` of this port.
             deadline: by the worker's clock; infinite for none.
 
         Returns:
-            The message, which the caller must handle; None if ``outcome`` is set or the deadline has passed.
+            The message, which the caller must handle; None if ``promise`` is set or the deadline has passed.
         """
         channel, now = self._channel, self._clock.now
         if channel is None:
-            outcome.wait_done(None if deadline == math.inf else max(0.0, deadline - now()))
+            promise.wait_done(None if deadline == math.inf else max(0.0, deadline - now()))
             return None
         with blocking_section():
-            while not outcome.done():
+            while not promise.done():
                 left = None if deadline == math.inf else max(0.0, deadline - now())
                 inbound = channel.receive(left)
                 if inbound is not None or left == 0.0:

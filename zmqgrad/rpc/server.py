@@ -20,7 +20,7 @@ from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import REQUEST, RESPONSE, Cancel, Goodbye, Message, MessageType, RemoteCall
-from zmqgrad.wire.tensors.modes import function_modes
+from zmqgrad.wire.tensors.torch_internals import function_modes
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Server:
             self._on_reply(inbound)
             return None
         self.served += 1
-        self._completions.pass_on()  # the task of this thread may take long
+        self._completions.flush()  # the task of this thread may take long
         handler = self._hooks.requests.get(kind)
         if handler is None:
             logger.warning("%s: no handler for %s", self._worker.name, type(inbound.message).__name__)
@@ -92,7 +92,7 @@ class Server:
     def on_unexpected(self, inbound: Inbound) -> None:
         """Handle a message that arrived at a reply port whose thread did not wait for it."""
         task = self.on_message(inbound)
-        self._completions.pass_on()
+        self._completions.flush()
         if task is not None:
             try:
                 self._worker.submit(task)
@@ -158,7 +158,7 @@ class Server:
         self,
         inbound: Inbound,
         message: Message,
-        packed: SerializedPayload = SERIALIZED_NONE,
+        serialized: SerializedPayload = SERIALIZED_NONE,
         description: str = "",
     ) -> None:
         """Send ``message`` as the reply to ``inbound``.
@@ -173,13 +173,13 @@ class Server:
             if source in self._lost:
                 raise self._worker.loss_of(source, f"the reply to {description}")
             if self._hooks.request_interceptor is not None:
-                message = self._hooks.request_interceptor(source, message, packed.tensors, description)
+                message = self._hooks.request_interceptor(source, message, serialized.tensors, description)
             port = envelope.channel
             if port and cancelled():  # no thread waits at the port any more; the receiver reads it instead
                 port = 0
-            self._mailbox.send(source, message, envelope.message_id, packed.frames, port)
+            self._mailbox.send(source, message, envelope.message_id, serialized.frames, port)
         except BaseException:
-            self._references.unfork_all(packed.payload.forks)
+            self._references.unfork_all(serialized.payload.forks)
             raise
 
     def reply_error(self, inbound: Inbound, error: BaseException) -> None:

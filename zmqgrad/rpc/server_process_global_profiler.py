@@ -1,4 +1,4 @@
-"""Profile whatever a worker runs for others, in all its threads: torch's legacy profiler, by torch's name.
+"""Profiles all calls that a worker serves, in all its threads, with torch's legacy profiler.
 
     profile = rpc.remote("worker1", rpc._server_process_global_profile)
     profile.rpc_sync().__enter__()
@@ -6,8 +6,8 @@
     profile.rpc_sync().__exit__(None, None, None)
     print(profile.rpc_sync().key_averages())
 
-Each call that is served meanwhile is recorded by itself; several profiles may be active at a time. For what
-the calling side does, and for everything else, there is ``torch.profiler``.
+The profiler records each served call separately; several profiles may be active at a time. Use
+``torch.profiler`` for the calling side and for everything else.
 """
 
 from __future__ import annotations
@@ -16,20 +16,25 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-import torch
 from torch.autograd import profiler_legacy
-from torch.autograd.profiler_util import EventList
 
 from zmqgrad.rpc import profiling
+from zmqgrad.rpc.torch_internals import (
+    event_tree,
+    parse_legacy_records,
+    profiler_enabled_here,
+    start_legacy_profiler,
+    stop_legacy_profiler,
+)
 
 __all__ = ["_server_process_global_profile"]
 
 
 class _server_process_global_profile(profiler_legacy.profile):
-    """As ``torch.autograd.profiler_legacy.profile``, whose arguments it takes, for all calls that are served.
+    """A ``torch.autograd.profiler_legacy.profile``, with the same arguments, for all calls that are served.
 
-    Afterwards ``function_events`` has the events of all of them, and ``process_global_function_events`` a
-    list for each call.
+    After the profile, ``function_events`` has the events of all calls, and
+    ``process_global_function_events`` has one list of events for each call.
     """
 
     process_global_function_events: list[list[Any]]
@@ -37,43 +42,42 @@ class _server_process_global_profile(profiler_legacy.profile):
     def _start_trace(self) -> None:
         self._records: list[Any] = []  # one for each call; appending needs no lock
         profiling.served_by.append(self)
-        profiling.record_served = _recorded
+        profiling.record_served = _record_call
 
-    def note(self, records: Any) -> None:
-        """What was recorded of one call."""
+    def add(self, records: Any) -> None:
+        """Add the records of one call."""
         self._records.append(records)
 
     def __exit__(self, exc_type: Any, exc_val: Any, exc_tb: Any) -> Literal[False]:
         if not self.enabled:
             return False
         profiling.served_by.remove(self)
-        first = _beginning(self._records[0]) if self._records else None
-        parsed = [_events_since(first, records) for records in self._records]
+        start = _start_mark(self._records[0]) if self._records else None
+        parsed = [_parse_events(records, start) for records in self._records]
         self._records = []
         self.process_global_function_events = parsed
-        self.function_events = EventList(  # type: ignore[no-untyped-call]
+        self.function_events = event_tree(
             [event for events in parsed for event in events],
             use_device="cuda" if self.use_cuda else None,
             profile_memory=self.profile_memory,
             with_flops=self.with_flops,
         )
-        self.function_events._build_tree()  # type: ignore[no-untyped-call]
         return False
 
 
-def _beginning(records: Any) -> Any:
-    """The mark that the profiler sets first in what it records of a call."""
+def _start_mark(records: Any) -> Any:
+    """The mark with which the records of a call begin."""
     return next(mark for thread in records for mark in thread if mark.name() == "__start_profile")
 
 
-def _events_since(first: Any, records: Any) -> list[Any]:
-    """The events of one call, timed since ``first``, the beginning of another.
+def _parse_events(records: Any, start: Any) -> list[Any]:
+    """Return the events of one call, with times relative to ``start``, the start mark of the first call.
 
-    Torch times them since the beginning of their own call. Then those of several calls that one thread served
-    seem to be at the same time, and some within others.
+    Torch's times are relative to the call's own start, so the events of successive calls of one thread would
+    overlap, and some would seem nested in others.
     """
-    events: list[Any] = profiler_legacy._parse_legacy_records(records)  # type: ignore[no-untyped-call]
-    later = first.cpu_elapsed_us(_beginning(records))
+    events: list[Any] = parse_legacy_records(records)
+    later = start.cpu_elapsed_us(_start_mark(records))
     for event in events:
         event.time_range.start += later
         event.time_range.end += later
@@ -81,16 +85,16 @@ def _events_since(first: Any, records: Any) -> list[Any]:
 
 
 @contextmanager
-def _recorded() -> Iterator[None]:
-    """Record what the calling thread does, for the profiles that are active now."""
-    takers = list(profiling.served_by)
-    if not takers or torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
-        yield  # as part of a call that is being recorded, or of something else that is
+def _record_call() -> Iterator[None]:
+    """Context that records the calling thread, for the profiles that are active at its start."""
+    profiles = list(profiling.served_by)
+    if not profiles or profiler_enabled_here():
+        yield  # the thread is being recorded already, as part of another call for example
         return
-    torch.autograd._enable_profiler_legacy(takers[-1].config())  # type: ignore[attr-defined]
+    start_legacy_profiler(profiles[-1].config())
     try:
         yield
     finally:
-        records = torch.autograd._disable_profiler_legacy()  # type: ignore[attr-defined]
-        for taker in takers:
-            taker.note(records)
+        records = stop_legacy_profiler()
+        for profile in profiles:
+            profile.add(records)

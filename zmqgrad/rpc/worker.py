@@ -1,7 +1,7 @@
 """The assembly of a worker: its parts, its start, its end, and what a lost peer means for each part.
 
 There may be several workers in one process. The threads of a worker are the receiver's, the thread pool's and
-the timer's: the receiver sets outcomes and queues requests, engine threads run user code, and a thread that
+the timer's: the receiver sets promises and queues requests, engine threads run user code, and a thread that
 waits for a call decodes the reply itself.
 """
 
@@ -53,7 +53,7 @@ class Worker(WorkerCore):
         _workers.add(self)
         self.references = ReferenceTable(self)
         self.contexts = PeerContexts(membership, self.references, self.hooks)
-        self.ports = ReplyPorts(mailbox, self.timekeeper, clock)
+        self.ports = ReplyPorts(mailbox, self.timer, clock)
         self.client = Client(self, self.ports, self.contexts, self.references)
         self.replies = ReplyDecoder(self, self.references)
         self.server = Server(self, self.client, self.references, self.replies.queue)
@@ -126,13 +126,13 @@ class Worker(WorkerCore):
 
     def start(self) -> None:
         """Start threads; calls can be made and are served from here on."""
-        self.timekeeper.start()
+        self.timer.start()
         self.mailbox.start(
             self.server.on_message,
             self._address_of,
             self.pool,
             self.lose,
-            self.timekeeper,
+            self.timer,
             self.on_suspected,
             self.replies.queue.drain,
         )
@@ -163,11 +163,11 @@ class Worker(WorkerCore):
         self.replies.queue.finish()
         self.references.close()
         self.mailbox.close()
-        self.timekeeper.close()
+        self.timer.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait until ``deadline`` for all threads to end; returns the names of those that have not."""
-        left = self.pool.join(deadline) + self.timekeeper.join(deadline)
+        left = self.pool.join(deadline) + self.timer.join(deadline)
         return left + self.mailbox.join(deadline)
 
     def __repr__(self) -> str:

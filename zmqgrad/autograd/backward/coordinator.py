@@ -47,7 +47,7 @@ class Coordinator:
         """Under a profiler: the queue by which the calling thread receives, and so records, all requests."""
         ports = worker.ports
         self._port = ports.at_receiver if self.inbox is not None else ports.acquire_any(context.peers())
-        self.detector = TerminationDetector(worker.id, self._port.outcome)
+        self.detector = TerminationDetector(worker.id, self._port.promise)
         self._finished = False
 
     def run(self, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:

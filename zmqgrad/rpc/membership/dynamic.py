@@ -119,7 +119,7 @@ class DynamicGroup(Group):
         if reason == LEFT and any(call.peer == worker_id for call in worker.client.pending.all()):
             # It has replied to all calls, but its last replies may be unread here. Its name is free already.
             worker.membership.depart(worker_id)
-            worker.timekeeper.call_later(LAST_REPLIES_GRACE_SECONDS, lambda: worker.lose(worker_id, reason))
+            worker.timer.call_later(LAST_REPLIES_GRACE_SECONDS, lambda: worker.lose(worker_id, reason))
         else:
             worker.lose(worker_id, reason)
 

@@ -32,19 +32,19 @@ class Lookup:
     def wait(self, seconds: float | None) -> bool:
         """Wait until a query that starts from now on has ended; False if it does not within ``seconds``."""
         with self._lock:
-            outcome = self._next
-            if outcome is None:
-                outcome = self._next = Promise()
+            promise = self._next
+            if promise is None:
+                promise = self._next = Promise()
             if self._thread is None:
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
-        return outcome.wait_done(seconds)
+        return promise.wait_done(seconds)
 
     def _run(self) -> None:
         while True:
             with self._lock:
-                outcome, self._next = self._next, None
-                if outcome is None:
+                promise, self._next = self._next, None
+                if promise is None:
                     self._thread = None
                     return
             try:
@@ -52,7 +52,7 @@ class Lookup:
             except Exception:  # the records that others have written may be malformed
                 logger.exception("%s failed", self._name)
             finally:
-                outcome.set_result(None)
+                promise.set_result(None)
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait for the thread, whose query must be about to end; names it if it does not by ``deadline``."""

@@ -68,7 +68,7 @@ def drain(worker: Worker, is_idle: Callable[[Deadline], bool], deadline: Deadlin
         worker.ports.drain()  # a backward pass that failed may leave requests unread
         pending = worker.client.pending.all()
         for call in pending:
-            call.outcome.wait_done(min(deadline.left(), LOG_INTERVAL_SECONDS))
+            call.promise.wait_done(min(deadline.left(), LOG_INTERVAL_SECONDS))
         idle = is_idle(deadline.capped(LOG_INTERVAL_SECONDS))
         still = [call for call in worker.client.pending.all() if call in pending]
         if idle and not still:

@@ -16,7 +16,7 @@ from zmqgrad.rpc.current import current_worker_or_none
 from zmqgrad.rpc.futures import PythonFuture
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
 from zmqgrad.rpc.options import UNSET_RPC_TIMEOUT
-from zmqgrad.rpc.profiling import caller_range, profiled_here
+from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref import proxies
 from zmqgrad.rpc.rref.handle import Handle
 from zmqgrad.rpc.serialization.context import SerializedByReference
@@ -113,14 +113,14 @@ class RRef(SerializedByReference, Generic[T]):
         return self._own_value(self._worker.resolve_timeout(UNSET_RPC_TIMEOUT))
 
     def _own_value(self, seconds: float) -> T:
-        outcome = self.handle.outcome
-        assert outcome is not None
-        if not outcome.wait_done(seconds or None):
+        promise = self.handle.promise
+        assert promise is not None
+        if not promise.wait_done(seconds or None):
             raise RpcTimeoutError(
                 f"RPC ran for more than set timeout ({seconds * 1000:.0f} ms) and will now be marked with an "
                 f"error: making the value of {self} on {self._worker.name}"
             )
-        result: T = outcome.result()
+        result: T = promise.result()
         wait_for_default_streams((result,))
         return result
 
@@ -138,8 +138,8 @@ class RRef(SerializedByReference, Generic[T]):
         seconds = self._worker.resolve_timeout(timeout)
         if self.is_owner():
             return self._own_value(seconds)
-        if self.handle.outcome is not None:
-            self.handle.outcome.result()  # raises if its creation failed
+        if self.handle.promise is not None:
+            self.handle.promise.result()  # raises if its creation failed
         self._worker.references.check_alive(self.handle, "to_here() on it")
         message = RRefFetch(self.handle.rref_id, seconds)
         worker, owner = self._worker, self.handle.owner
@@ -210,10 +210,8 @@ class RRef(SerializedByReference, Generic[T]):
             known: PythonFuture[Any] = PythonFuture()
             known.set_result(type(self._own_value(worker.resolve_timeout(timeout))))
             return known
-        if profiled_here():
-            with caller_range("async", worker, owner, _rref_typeof_on_owner):
-                return worker.future(worker.call(owner, _rref_typeof_on_owner, (self,), None, timeout))
-        return worker.future(worker.call(owner, _rref_typeof_on_owner, (self,), None, timeout))
+        with caller_range("async", worker, owner, _rref_typeof_on_owner):
+            return worker.future(worker.call(owner, _rref_typeof_on_owner, (self,), None, timeout))
 
     def _get_future(self) -> PythonFuture[Any]:
         """A future (of None) that is done when the owner has created the value, or has failed to."""
@@ -301,16 +299,16 @@ def call_remote(
     peer = worker.membership.find_here(to)
     if peer is None:
         peer, seconds = worker.client.find_peer(to, seconds)
-    reference, packed = serialize_call(function, args, kwargs, worker.contexts.for_calls(peer))
+    reference, serialized = serialize_call(function, args, kwargs, worker.contexts.for_calls(peer))
     references = worker.references
     handle = references.own_later() if peer.id == worker.id else references.reference(peer.id)
     rref = RRef._of(worker, handle)
-    message = RemoteCall(reference, packed.payload, handle.rref_id, handle.fork_id, seconds)
+    message = RemoteCall(reference, serialized.payload, handle.rref_id, handle.fork_id, seconds)
     try:
         call = worker.request(
             peer.id,
             message,
-            packed,
+            serialized,
             seconds,
             function,
             keepalive=handle,
@@ -319,38 +317,38 @@ def call_remote(
     except BaseException:
         references.abort_remote(handle)
         raise
-    handle.creation = call.outcome
-    if call.outcome.done():
-        _forget_if_made(handle, call.outcome)  # the reply arrived before the assignment
+    handle.creation = call.promise
+    if call.promise.done():
+        _forget_if_made(handle, call.promise)  # the reply arrived before the assignment
     return rref
 
 
-def _forget_if_made(handle: Handle, answer: Promise[Inbound]) -> None:
-    """Only a failure is worth keeping the answer."""
-    if answer.exception() is None and not isinstance(answer.result().message, ExceptionReply):
+def _forget_if_made(handle: Handle, reply: Promise[Inbound]) -> None:
+    """Drop the reply unless creation failed."""
+    if reply.exception() is None and not isinstance(reply.result().message, ExceptionReply):
         handle.creation = None
 
 
 _TIMED_OUT = f"{RpcTimeoutError.__module__}.{RpcTimeoutError.__qualname__}"
 
 
-def _created(handle: Handle, answer: Promise[Inbound]) -> None:
+def _created(handle: Handle, reply: Promise[Inbound]) -> None:
     """Handle the reply of a remote call. Must be quick: the receiver's thread may run it."""
-    error = answer.exception()
+    error = reply.exception()
     if isinstance(error, RpcTimeoutError):
         error = RpcTimeoutError(
             f"RRef creation via rpc.remote() timed out, so there may be no value: {error}"
         )
-    if error is None and isinstance(message := answer.result().message, ExceptionReply):
+    if error is None and isinstance(message := reply.result().message, ExceptionReply):
         text = f"On {message.worker}:\n{message.text}\n{message.traceback}"
         # The callee may notice the timeout first; the error is the same on both sides.
         kind = RpcTimeoutError if message.kind == _TIMED_OUT else RRefError
         error = kind(f"RRef creation via rpc.remote() failed. {text}")
-    _forget_if_made(handle, answer)
+    _forget_if_made(handle, reply)
     if error is not None:
-        failed: Promise[Any] = handle.outcome if handle.outcome is not None else Promise()
+        failed: Promise[Any] = handle.promise if handle.promise is not None else Promise()
         failed.set_exception(error)
-        handle.outcome = failed
+        handle.promise = failed
     if handle.fork_id:
         # After a failure as well: the owner may have registered it and must be notified of its deletion.
         handle.table.confirm(handle.fork_id)

@@ -1,4 +1,4 @@
-"""The state of an RRef: ids, the owner, and on the owner the outcome that holds the value.
+"""The state of an RRef: ids, the owner, and on the owner the promise that holds the value.
 
 A handle can outlive its RRef, because a pending call holds the handle as well. When nothing holds the handle
 any more, the owner is notified that the reference is deleted.
@@ -27,8 +27,8 @@ class Handle(SerializedByReference):
         "__weakref__",
         "creation",
         "fork_id",
-        "outcome",
         "owner",
+        "promise",
         "rref_id",
         "table",
         "type_name",
@@ -41,14 +41,14 @@ class Handle(SerializedByReference):
         rref_id: int,
         fork_id: int,
         owner: int,
-        outcome: Promise[Any] | None = None,
+        promise: Promise[Any] | None = None,
         type_name: str = "",
     ) -> None:
         self.table = table
         self.rref_id = rref_id
         self.fork_id = fork_id
         self.owner = owner
-        self.outcome = outcome  # on the owner: the value; on a user: None unless creation failed
+        self.promise = promise  # on the owner: the value; on a user: None unless creation failed
         self.type_name = type_name
         self.value_type: PythonFuture[Any] | None = None  # once requested
         self.creation: Promise[Inbound] | None = None  # the owner's reply, if this worker requested the value

@@ -14,8 +14,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.calls import PendingCall
-from zmqgrad.rpc.functions import run
-from zmqgrad.rpc.profiling import caller_range, profiled_here
+from zmqgrad.rpc.functions import check_result
+from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.serialization.naming import method_reference
 from zmqgrad.rpc.serialization.serializer import serialize_arguments
 
@@ -65,18 +65,14 @@ class Proxy:
 def sync(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
     """Call method ``name`` of the value and return its result."""
     worker = rref._worker
-    if profiled_here():
-        with caller_range("sync", worker, rref.handle.owner, name):
-            return worker.decode(worker.wait(_call_method(rref, timeout, name, args, kwargs)))
-    return worker.decode(worker.wait(_call_method(rref, timeout, name, args, kwargs, waits=True)))
+    with caller_range("sync", worker, rref.handle.owner, name):
+        return worker.decode(worker.wait(_call_method(rref, timeout, name, args, kwargs, waits=True)))
 
 
 def asynchronous(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
     """Call method ``name`` of the value and return a future of its result."""
-    if profiled_here():
-        with caller_range("async", rref._worker, rref.handle.owner, name):
-            return rref._worker.future(_call_method(rref, timeout, name, args, kwargs))
-    return rref._worker.future(_call_method(rref, timeout, name, args, kwargs))
+    with caller_range("async", rref._worker, rref.handle.owner, name):
+        return rref._worker.future(_call_method(rref, timeout, name, args, kwargs))
 
 
 def remote(rref: RRef[Any], timeout: float, name: str, args: Any, kwargs: Any) -> Any:
@@ -107,9 +103,9 @@ def _call_method(
         )
     worker.references.check_alive(rref.handle, f"method {name} on it")
     peer = worker.membership.record(rref.handle.owner)
-    packed = serialize_arguments(args, kwargs, worker.contexts.for_calls(peer))
+    serialized = serialize_arguments(args, kwargs, worker.contexts.for_calls(peer))
     reference = method_reference(rref.handle.rref_id, name)
-    return worker.request_call(peer.id, reference, packed, seconds, f"method {name}", rref.handle, waits)
+    return worker.request_call(peer.id, reference, serialized, seconds, f"method {name}", rref.handle, waits)
 
 
 def _check_attribute(rref: RRef[Any], seconds: float, name: str) -> None:
@@ -119,4 +115,5 @@ def _check_attribute(rref: RRef[Any], seconds: float, name: str) -> None:
 
 def call_own_method(rref: RRef[Any], seconds: float, name: str, args: Any, kwargs: Any) -> Any:
     """Call method ``name`` of the value. Runs on the owner."""
-    return run(getattr(rref._own_value(seconds), name), args, kwargs)
+    method = getattr(rref._own_value(seconds), name)
+    return check_result(method, method(*args, **kwargs))

@@ -89,9 +89,9 @@ class ReferenceTable:
 
     def own(self, value: Any) -> Handle:
         """A handle of a value of this worker, which has no forks yet."""
-        outcome: Promise[Any] = Promise()
-        outcome.set_result(value)
-        return Handle(self, self._ids.next(), 0, self._worker.id, outcome)
+        promise: Promise[Any] = Promise()
+        promise.set_result(value)
+        return Handle(self, self._ids.next(), 0, self._worker.id, promise)
 
     def own_later(self) -> Handle:
         """A handle of a value that a remote call of this worker to itself will create."""
@@ -129,7 +129,7 @@ class ReferenceTable:
         self._released.append(fork_id)
         if not self._flush_scheduled:
             self._flush_scheduled = True
-            self._worker.timekeeper.call_later(FLUSH_SECONDS, self.flush_releases)
+            self._worker.timer.call_later(FLUSH_SECONDS, self.flush_releases)
 
     def flush_releases(self) -> None:
         """Notify owners of the references that were deleted here."""
@@ -179,8 +179,8 @@ class ReferenceTable:
             )
         fork_id = self._ids.next()
         if handle.owner == self._worker.id:
-            assert handle.outcome is not None
-            shared = self._owned.share(handle.rref_id, handle.outcome, fork_id, peer)
+            assert handle.promise is not None
+            shared = self._owned.share(handle.rref_id, handle.promise, fork_id, peer)
         else:
             with self._lock:
                 shared = peer not in self._lost
@@ -195,12 +195,12 @@ class ReferenceTable:
     def import_fork(self, owner: int, rref_id: int, fork_id: int, parent: int, type_name: str) -> Any:
         """The RRef of a fork that arrived here."""
         if owner == self._worker.id:
-            outcome = self._owned.find(rref_id)
+            promise = self._owned.find(rref_id)
             if parent == self._worker.id:
                 self._carry_out(self._owned.delete(((rref_id, fork_id),)))
             else:
                 self._carry_out([SendChildAccept(parent, rref_id, fork_id)])
-            return self.make_rref(Handle(self, rref_id, 0, owner, outcome, type_name))
+            return self.make_rref(Handle(self, rref_id, 0, owner, promise, type_name))
         with self._lock:
             effects = [] if owner in self._lost else self._user.import_fork(rref_id, fork_id, owner, parent)
         self._carry_out(effects)
@@ -268,8 +268,8 @@ class ReferenceTable:
             self._lost.add(peer)
             self._views.pop(peer, None)
             effects += self._user.lose(peer)
-        for rref_id, outcome in orphans.items():
-            outcome.set_exception(self._worker.loss_of(peer, f"the call that makes value {show_id(rref_id)}"))
+        for rref_id, promise in orphans.items():
+            promise.set_exception(self._worker.loss_of(peer, f"the call that makes value {show_id(rref_id)}"))
         self._carry_out(effects)
 
     # ---- effects ----------------------------------------------------------------------------------------
@@ -286,10 +286,10 @@ class ReferenceTable:
             if isinstance(effect, SendDelete):
                 deletes.setdefault(effect.owner, []).append((effect.rref_id, effect.fork_id))
             elif isinstance(effect, DropValue):
-                outcome = self._owned.drop(effect.rref_id)
-                if outcome is not None:
-                    dropped.append(outcome)
-                    del outcome  # only the list may keep it
+                promise = self._owned.drop(effect.rref_id)
+                if promise is not None:
+                    dropped.append(promise)
+                    del promise  # only the list may keep it
             elif isinstance(effect, SendForkRequest):
                 request = RRefForkRequest(effect.rref_id, effect.fork_id)
                 send(effect.owner, request, lambda f=effect.fork_id: self.confirm(f))  # type: ignore[misc]

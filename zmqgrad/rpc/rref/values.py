@@ -2,7 +2,7 @@
 
 A value is kept while any worker holds a fork of it (R1), or until the call that creates it has arrived:
 messages of two peers are not ordered, so a third worker may register a fork, or fetch the value, before that
-call arrives. It then gets the outcome that the call will set.
+call arrives. It then gets the promise that the call will set.
 
 Only :meth:`OwnedValues.value` waits, and nothing here sends: methods return the effects of the protocol, or
 what they drop, to the caller. Thread-safe; the lock is never held while a user's object is freed.
@@ -24,7 +24,7 @@ MIN_RECENT_VALUES = 10_000
 
 
 class OwnedValues:
-    """rref id -> the outcome that holds the value, or will. ``owner``: the name of the worker, for errors."""
+    """rref id -> the promise that holds the value, or will. ``owner``: the name of the worker, for errors."""
 
     def __init__(self, owner: str) -> None:
         self._name = owner
@@ -41,7 +41,7 @@ class OwnedValues:
     # ---- values -----------------------------------------------------------------------------------------
 
     def find(self, rref_id: int) -> Promise[Any]:
-        """The outcome of ``rref_id``, created if necessary.
+        """The promise of ``rref_id``, created if necessary.
 
         Raises:
             RRefError: if the value was dropped, or if this worker was shut down.
@@ -49,32 +49,32 @@ class OwnedValues:
         with self._lock:
             if rref_id in self._dropped:
                 raise RRefError(f"value {show_id(rref_id)} of {self._name} is gone: nothing referred to it")
-            outcome = self._values.get(rref_id)
-            if outcome is None and self._closed:  # the call arrived during close()
+            promise = self._values.get(rref_id)
+            if promise is None and self._closed:  # the call arrived during close()
                 raise self._never_made()
-            return self._await(rref_id) if outcome is None else outcome
+            return self._await(rref_id) if promise is None else promise
 
     def _await(self, rref_id: int) -> Promise[Any]:
-        """A new outcome of a value that will be created. Called with the lock held."""
+        """A new promise of a value that will be created. Called with the lock held."""
         self._awaited.add(rref_id)
-        outcome = self._values[rref_id] = Promise()
-        return outcome
+        promise = self._values[rref_id] = Promise()
+        return promise
 
     def create_pending(self, holder: int, rref_id: int, fork_id: int) -> Promise[Any]:
-        """The outcome of ``rref_id``, which is about to be created for ``holder``.
+        """The promise of ``rref_id``, which is about to be created for ``holder``.
 
         Raises:
             RRefError: as :meth:`find`.
         """
-        outcome = self.find(rref_id)
+        promise = self.find(rref_id)
         with self._lock:
             self._awaited.discard(rref_id)
             if fork_id and holder not in self._lost:
                 self._forks.note(rref_id, fork_id, holder)
-        return outcome
+        return promise
 
     def value_ready(self, rref_id: int) -> None:
-        """Note that the outcome of :meth:`create_pending` has been set."""
+        """Note that the promise of :meth:`create_pending` has been set."""
         with self._lock:
             if not self._forks.knows(rref_id):  # created for this worker itself: its handle keeps it
                 self._values.pop(rref_id, None)
@@ -87,22 +87,22 @@ class OwnedValues:
             RpcTimeoutError: if it is not created in time.
             Exception: the error of its creation.
         """
-        outcome = self.find(rref_id)
-        if not outcome.wait_done(timeout):
+        promise = self.find(rref_id)
+        if not promise.wait_done(timeout):
             raise RpcTimeoutError(
                 f"RPC ran for more than set timeout ({(timeout or 0.0) * 1000:.0f} ms): value "
                 f"{show_id(rref_id)} of {self._name} was not made within it"
             )
-        return outcome.result()
+        return promise.result()
 
     # ---- forks ------------------------------------------------------------------------------------------
 
-    def share(self, rref_id: int, outcome: Promise[Any], fork_id: int, holder: int) -> bool:
+    def share(self, rref_id: int, promise: Promise[Any], fork_id: int, holder: int) -> bool:
         """Register fork ``fork_id`` for ``holder``. Returns False if that is lost."""
         with self._lock:
             if holder in self._lost:
                 return False
-            self._values[rref_id] = outcome
+            self._values[rref_id] = promise
             self._dropped.discard(rref_id)  # it had no forks; now it has one again
             self._forks.note(rref_id, fork_id, holder)
             return True
@@ -125,7 +125,7 @@ class OwnedValues:
         return effects
 
     def drop(self, rref_id: int) -> Promise[Any] | None:
-        """Drop ``rref_id``, unless it has forks again. Returns the outcome that held the value."""
+        """Drop ``rref_id``, unless it has forks again. Returns the promise that held the value."""
         with self._lock:
             if self._forks.knows(rref_id) or rref_id in self._awaited:
                 return None  # another fork was sent since the last one was deleted, or will be registered
@@ -135,7 +135,7 @@ class OwnedValues:
     # ---- ending -----------------------------------------------------------------------------------------
 
     def lose(self, peer: int) -> tuple[list[Effect], dict[int, Promise[Any]]]:
-        """Remove the forks of a lost peer. Returns effects, and outcomes that nobody will set."""
+        """Remove the forks of a lost peer. Returns effects, and promises that nobody will set."""
         with self._lock:
             self._lost.add(peer)
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
@@ -147,14 +147,14 @@ class OwnedValues:
         return effects, orphans
 
     def close(self) -> None:
-        """Drop everything; outcomes that are not set fail."""
+        """Drop everything; promises that are not set fail."""
         with self._lock:
             self._closed = True
             values, self._values = self._values, {}
             self._awaited.clear()
             self._forks = OwnerForks()
-        for outcome in values.values():
-            outcome.set_exception(self._never_made())
+        for promise in values.values():
+            promise.set_exception(self._never_made())
         values.clear()
 
     def _never_made(self) -> RRefError:

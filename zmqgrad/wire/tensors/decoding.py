@@ -16,7 +16,8 @@ from zmqgrad.wire.messages import Blob, BlobLocation, Layout, TensorDescriptor, 
 from zmqgrad.wire.tensors.batches import decode_batch
 from zmqgrad.wire.tensors.devices import copy_to_device
 from zmqgrad.wire.tensors.dtypes import DTYPES, NAMES
-from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, modes_disabled
+from zmqgrad.wire.tensors.modes import modes_disabled
+from zmqgrad.wire.tensors.torch_internals import dispatch_modes, function_modes
 
 _memmove = ctypes.memmove
 

@@ -15,8 +15,9 @@ from zmqgrad.wire.tensors.batches import MIN_TENSORS, make_batches
 from zmqgrad.wire.tensors.blobs import MANY_BYTES, Blobs, blob_of
 from zmqgrad.wire.tensors.devices import CPU, Devices, NoDeviceMapping, no_mapping_text, stage_to_host
 from zmqgrad.wire.tensors.dtypes import NAMES
-from zmqgrad.wire.tensors.modes import dispatch_modes, function_modes, modes_disabled
+from zmqgrad.wire.tensors.modes import modes_disabled
 from zmqgrad.wire.tensors.sharing import Sharing, extent
+from zmqgrad.wire.tensors.torch_internals import dispatch_modes, function_modes
 
 MAX_GAPPED_BYTES = 8 << 10
 """A view of at most this size, gaps included, is sent with its gaps and keeps its strides."""

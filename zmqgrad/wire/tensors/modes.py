@@ -11,23 +11,21 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import ParamSpec, TypeVar
 
-import torch
-from torch.utils._python_dispatch import _disable_current_modes
+from zmqgrad.wire.tensors.torch_internals import (
+    disable_dispatch_modes,
+    disable_torch_function,
+    dispatch_modes,
+    function_modes,
+)
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-"""Number of active function modes, such as a default device. Called for every message, so not wrapped."""
-
-dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
-"""Number of active dispatch modes, such as ``FakeTensorMode``."""
 
 
 @contextmanager
 def modes_disabled() -> Iterator[None]:
     """Context in which no mode is active."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
+    with disable_torch_function(), disable_dispatch_modes():
         yield
 
 

@@ -1,0 +1,94 @@
+"""What the rpc layer uses of torch's private API behaves as it relies on.
+
+Each test fails with the name of what a torch release has changed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd import profiler_legacy
+
+from zmqgrad.rpc import torch_internals
+
+
+def test_cpp_future_is_the_base_of_torchs_future() -> None:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    assert isinstance(future, torch_internals.CppFuture)
+    assert isinstance(torch.futures.collect_all([]), torch_internals.CppFuture)
+
+
+def test_cpp_future_init_takes_a_list_of_devices() -> None:
+    class Derived(torch.futures.Future[int]):
+        def __init__(self) -> None:
+            torch_internals.CppFuture.__init__(self, [])
+
+    future = Derived()
+    future.set_result(1)
+    assert future.wait() == 1
+
+
+def test_add_done_callback_passes_the_python_object() -> None:
+    seen: list[object] = []
+    future: torch.futures.Future[int] = torch.futures.Future()
+    torch_internals.CppFuture.add_done_callback(future, seen.append)
+    future.set_result(1)
+    assert seen == [future]
+
+
+def test_set_unwrap_func_is_called_by_every_kind_of_wait() -> None:
+    seen: list[int] = []
+    future: torch.futures.Future[int] = torch.futures.Future()
+    torch_internals.set_unwrap_func(future, seen.append)
+    future.set_result(3)
+    assert (future.wait(), future.value()) == (3, 3)
+    assert seen == [3, 3]
+    assert torch.futures.wait_all([future]) == [3]
+    assert len(seen) > 2
+    before = len(seen)
+    torch.futures.collect_all([future]).wait()
+    assert len(seen) > before
+
+
+def test_set_unwrap_func_may_raise() -> None:
+    def refuse(value: Any) -> None:
+        raise KeyError(value)
+
+    failed, done = torch.futures.Future[int](), torch.futures.Future[int]()
+    torch_internals.set_unwrap_func(failed, refuse)
+    failed.set_result(3)
+    done.set_result(1)
+    gathered = torch.futures.collect_all([done, failed])
+    for wait in failed.wait, failed.value, gathered.wait, gathered.value:
+        with pytest.raises(KeyError, match="3"):
+            wait()
+    with pytest.raises(KeyError, match="3"):
+        torch.futures.wait_all([done, failed])
+
+
+def test_profiler_flags() -> None:
+    assert not torch_internals.profiler_enabled_here()
+    assert not torch_internals.profiled_anywhere()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert torch_internals.profiler_enabled_here()
+        assert torch_internals.profiled_anywhere()
+
+
+def test_legacy_profiler() -> None:
+    torch_internals.start_legacy_profiler(profiler_legacy.profile().config())  # type: ignore[no-untyped-call]
+    try:
+        torch.ones(2) + 1
+    finally:
+        records = torch_internals.stop_legacy_profiler()
+    marks = [mark.name() for thread in records for mark in thread]
+    assert "__start_profile" in marks
+    events = torch_internals.parse_legacy_records(records)
+    names = {event.name for event in torch_internals.event_tree(events, use_device=None)}
+    assert "aten::add" in names
+
+
+def test_is_torch_operator() -> None:
+    assert torch_internals.is_torch_operator(torch.add)
+    assert not torch_internals.is_torch_operator(test_is_torch_operator)

@@ -1,0 +1,54 @@
+"""All that this layer uses of torch's private API; ``tests/rpc/test_torch_internals.py`` checks it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.autograd import profiler, profiler_legacy
+from torch.autograd.profiler_util import EventList
+
+CppFuture = torch._C.Future
+"""The C++ class under ``torch.futures.Future``. ``collect_all`` and C++'s ``then`` return plain instances."""
+
+set_unwrap_func: Callable[[Any, Callable[[Any], object]], None] = torch._C.Future._set_unwrap_func
+"""(future, function): ``wait`` and ``value`` of the future call the function with the result first.
+
+``torch.futures.Future.set_exception`` raises errors in it. ``torch.futures.wait_all`` and ``collect_all``
+call the functions of their futures, but no method that a Python subclass overrides.
+"""
+
+profiler_enabled_here: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
+"""Whether a profiler records the calling thread."""
+
+start_legacy_profiler: Callable[[Any], None] = torch.autograd._enable_profiler_legacy  # type: ignore[attr-defined]
+"""Begins to record the calling thread, by the config of a ``profiler_legacy.profile``."""
+
+stop_legacy_profiler: Callable[[], Any] = torch.autograd._disable_profiler_legacy  # type: ignore[attr-defined]
+"""Ends recording the calling thread; returns the records."""
+
+parse_legacy_records: Callable[[Any], list[Any]] = profiler_legacy._parse_legacy_records
+"""Converts the records of the legacy profiler to events."""
+
+
+def profiled_anywhere() -> bool:
+    """Whether a profiler records any thread of this process."""
+    return profiler._is_profiler_enabled
+
+
+def profiled_here() -> bool:
+    """Whether a profiler may record the calling thread. (One for all threads sets no flag of the thread.)"""
+    return profiler._is_profiler_enabled or profiler_enabled_here()
+
+
+def event_tree(events: list[Any], **options: Any) -> EventList:
+    """Return ``events`` as a list that knows which event contains which; ``options`` are its settings."""
+    tree = EventList(events, **options)  # type: ignore[no-untyped-call]
+    tree._build_tree()  # type: ignore[no-untyped-call]
+    return tree
+
+
+def is_torch_operator(function: Callable[..., Any]) -> bool:
+    """Whether ``function`` is an operator that TorchScript knows, such as ``torch.add``."""
+    return torch.jit._builtins._find_builtin(function) is not None  # type: ignore[no-untyped-call]
