@@ -26,10 +26,10 @@ from zmqgrad.transport.data_plane import frames_size
 from zmqgrad.transport.heartbeat import SCHEME
 from zmqgrad.transport.local.channels import MAX_CHANNELS, channel_endpoint
 from zmqgrad.transport.local.writer import BacklogWriter
-from zmqgrad.transport.security import Keys
-from zmqgrad.transport.session_socket import SessionSocket, send_all
+from zmqgrad.transport.security import Keys, secure_client
+from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sessions import Sessions
-from zmqgrad.transport.zap import HANDSHAKE_MS, key_caller
+from zmqgrad.transport.sockets import send_all, set_up
 
 logger = logging.getLogger(__name__)
 
@@ -264,7 +264,7 @@ class ConnectionPool:
         try:
             if endpoint.startswith("tcp:"):
                 connection.session = self._sessions.open(
-                    peer, endpoint, known.incarnation, connection.epoch, connection.lock, self._keyed_dealer
+                    peer, endpoint, known.incarnation, connection.epoch, connection.lock, self._secure_dealer
                 )
             else:
                 connection.socket = self._dealer()
@@ -284,13 +284,13 @@ class ConnectionPool:
 
     def _dealer(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        set_up(socket)
+        set_up_unbounded(socket)
         return socket
 
-    def _keyed_dealer(self) -> zmq.Socket[bytes]:
+    def _secure_dealer(self) -> zmq.Socket[bytes]:
         socket = self._dealer()
         if self._keys is not None:
-            key_caller(socket, self._keys)
+            secure_client(socket, self._keys)
         return socket
 
     def _connect_local(self, connection: Connection, endpoint: str = "") -> local.LocalConnection | None:
@@ -375,12 +375,11 @@ def _knows_nobody(peer: int) -> PeerAddress:
     raise UnknownPeerError(f"no address is known for worker {peer}: the mailbox was not started")
 
 
-def set_up(socket: zmq.Socket[bytes]) -> None:
-    """What every socket of ours is given at birth."""
-    socket.linger = 0
+def set_up_unbounded(socket: zmq.Socket[bytes]) -> None:
+    """Sets the options of a mailbox's sockets. Credit bounds what is queued, not libzmq."""
+    set_up(socket)
     socket.sndhwm = 0
     socket.rcvhwm = 0
-    socket.handshake_ivl = HANDSHAKE_MS
 
 
 def best_endpoint(endpoints: Sequence[str]) -> str:

@@ -14,7 +14,7 @@ import threading
 from typing import Protocol
 
 from zmqgrad.runtime.spinning import UNSOLICITED_SPIN_SECONDS, SpinBudget, Spinner
-from zmqgrad.transport.wakeup import Wakeup
+from zmqgrad.transport.polling import Wakeup
 
 MAX_EVENTS = 64
 """How many events one poll returns at most."""

@@ -26,7 +26,7 @@ from typing import Any
 
 import zmq
 
-from zmqgrad.errors import AddressInUseError, TransportError, UnknownPeerError
+from zmqgrad.errors import UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
@@ -35,8 +35,9 @@ from zmqgrad.transport import local
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, OnIdle, Resolver, Suspected, Timer
+from zmqgrad.transport.bind_policy import bind
 from zmqgrad.transport.bulk import split
-from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up
+from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up_unbounded
 from zmqgrad.transport.data_plane import OWN, DataPlane
 from zmqgrad.transport.flow_control import INFLIGHT
 from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor, heartbeat_endpoint
@@ -45,10 +46,9 @@ from zmqgrad.transport.local import LocalListener
 from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
 from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.receiver import Receiver
-from zmqgrad.transport.security import Keys
+from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.tap import Tap, Tapped
-from zmqgrad.transport.zap import ZapAuthenticator, key_listener
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Ack, Message, MessageType
@@ -132,7 +132,7 @@ class ZmqMailbox:
         )
         router = self._context.socket(zmq.ROUTER)
         try:
-            set_up(router)
+            set_up_unbounded(router)
             self._endpoints = tuple(self._bind(router, tcp_host))
             self._receiver = Receiver(
                 name,
@@ -157,15 +157,15 @@ class ZmqMailbox:
         return LocalListener(endpoint, poll, self._job, self.incarnation)
 
     def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None) -> list[str]:
-        bound = [_bind(router, self._ipc_address(router))]
+        bound = [bind(router, self._ipc_address(router))]
         if tcp_host is not None:
             shown = f"[{tcp_host}]" if ":" in tcp_host else tcp_host
             if ":" in tcp_host:
                 router.setsockopt(zmq.IPV6, 1)
             if self._keys is not None:  # after ipc was bound, which needs none
                 ZapAuthenticator(self._name, self._context, self._keys)
-                key_listener(router, self._keys)
-            bound.append(_bind(router, f"tcp://{shown}:*"))
+                secure_server(router, self._keys)
+            bound.append(bind(router, f"tcp://{shown}:*"))
         return bound
 
     def _ipc_address(self, router: zmq.Socket[bytes]) -> str:
@@ -389,12 +389,3 @@ def _unheard(peer: int, silent: float) -> None:
 
 def _drop(inbound: Inbound) -> None:
     logger.debug("no handler yet for %s", inbound.message)
-
-
-def _bind(socket: zmq.Socket[bytes], address: str) -> str:
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as e:
-        kind = AddressInUseError if e.errno == zmq.EADDRINUSE else TransportError
-        raise kind(f"cannot listen on {address}: {e}") from e
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

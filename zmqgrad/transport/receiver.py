@@ -28,6 +28,7 @@ from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.base import Buffer, Handler, Inbound, OnIdle
 from zmqgrad.transport.leader_poller import LeaderPoller, make_leader_poller
 from zmqgrad.transport.local import LocalListener
+from zmqgrad.transport.sockets import get_int
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import Manifest
@@ -94,7 +95,7 @@ class Receiver:
         self.malformed = 0
         socket.bind(self._inproc)
         self._poller = make_leader_poller(budget)
-        self._router_number = _number(socket, zmq.FD)
+        self._router_number = get_int(socket, zmq.FD)
         self._poller.register(self._router_number, select.POLLIN)
         self._local = self._open_local(listen)
         self._arrived: deque[bytes] = deque()
@@ -135,7 +136,7 @@ class Receiver:
     def promote(self) -> None:
         """One that stands by is to read: at once, if there is a message that was read or that libzmq has."""
         if self._at_router:
-            self._at_router = bool(_number(self._socket, _EVENTS) & _POLLIN)
+            self._at_router = bool(get_int(self._socket, _EVENTS) & _POLLIN)
         self._poller.promote(at_once=bool(self._arrived) or self._at_router)
 
     def reads_here(self) -> bool:
@@ -199,7 +200,7 @@ class Receiver:
     def _from_router(self) -> Inbound | None:
         """The next message at the ROUTER; None if there is none, or it was none of ours."""
         socket = self._socket
-        if not _number(socket, _EVENTS) & _POLLIN:
+        if not get_int(socket, _EVENTS) & _POLLIN:
             self._at_router = False
             return None
         self._in_a_row += 1
@@ -313,9 +314,3 @@ class Receiver:
 
 def _nothing() -> None:
     """There is nothing to be done."""
-
-
-def _number(socket: zmq.Socket[bytes], option: int) -> int:
-    value = socket.getsockopt(option)
-    assert isinstance(value, int)
-    return value

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import zmq
 
 from zmqgrad.transport.base import Buffer
-from zmqgrad.transport.monitor import CONNECT_FAILED, CONNECTED, DISCONNECTED, SocketMonitor
 from zmqgrad.transport.session import Incoming, Outgoing
+from zmqgrad.transport.sockets import CONNECT_FAILED, CONNECTED, DISCONNECTED, SocketMonitor, send_all
 from zmqgrad.wire.frames import write_session
 
 logger = logging.getLogger(__name__)
@@ -33,12 +33,6 @@ STABLE_SECONDS = 1.0
 
 UNSTABLE_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 1.0
 """Others are after the first, which doubles each time that no connection comes about, up to the second."""
-
-ZERO_COPY_BYTES = 256 << 10
-"""Frames of at least this size are handed to libzmq without a copy; the sender must not write to them."""
-
-NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As numbers: joining pyzmq's enumerations takes as long as a small message."""
 
 
 class Hooks(NamedTuple):
@@ -236,15 +230,3 @@ class SessionSocket:
         """Send nothing any more; what libzmq has may take ``linger`` ms to leave. Idempotent."""
         self._reopen_at = math.inf
         self._close_socket(linger)
-
-
-def send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:
-    """Queue a message of several frames."""
-    if not frames:
-        socket.send(first, NOBLOCK)
-        return
-    socket.send(first, _NOBLOCK_MORE)
-    last = len(frames) - 1
-    for i, frame in enumerate(frames):
-        flags = NOBLOCK if i == last else _NOBLOCK_MORE
-        socket.send(frame, flags, copy=len(frame) < ZERO_COPY_BYTES)

@@ -16,7 +16,6 @@ import math
 import os
 import secrets
 import select
-import socket as sockets
 import threading
 import weakref
 from collections import deque
@@ -29,9 +28,12 @@ from zmqgrad.runtime import blocking
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
-from zmqgrad.transport.context import acquire_context, release_context
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
-from zmqgrad.transport.monitor import (
+from zmqgrad.transport.polling import Wakeup
+from zmqgrad.transport.query import LOCAL_JOB, SPIN_RECENCY_SECONDS, spin_budget
+from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
+from zmqgrad.transport.security import Keys
+from zmqgrad.transport.sockets import (
     CONNECTED,
     DISCONNECTED,
     HANDSHAKE_CUT,
@@ -39,12 +41,11 @@ from zmqgrad.transport.monitor import (
     HANDSHAKE_FAILED,
     HANDSHAKE_MALFORMED,
     MECHANISM_MISMATCH,
+    NOBLOCK,
+    ZERO_COPY_BYTES,
     SocketMonitor,
+    get_int,
 )
-from zmqgrad.transport.query import LOCAL_JOB, RECENTLY_SECONDS, ZERO_COPY_BYTES, set_up, spin_budget
-from zmqgrad.transport.security import Keys
-from zmqgrad.transport.wakeup import Wakeup
-from zmqgrad.transport.zap import key_caller
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
@@ -54,22 +55,13 @@ MAX_IDLE = 8
 REPEAT_SECONDS = (1.0, 2.0, 5.0)
 """When a query is repeated for the first, second and third time; then as after the last one."""
 
-RECONNECT_MS, MAX_RECONNECT_MS = 10, 250
-"""Pause between attempts to connect, which doubles from the first to the second."""
-
-CONNECT_MS = 5000
-"""How long one attempt may take."""
-
 SUSPICIOUS_HANDSHAKES = 3
 """After so many handshakes that the server cut off, see whether it has another secret."""
-
-PROBE_SECONDS = 2.0
 
 QUICK_SECONDS = 0.1
 """Within this time nearly all queries are replied to."""
 
 _MAX_POLL_MS = 1 << 30
-_NOBLOCK = int(zmq.NOBLOCK)
 _PING = 0
 """The number of a channel's own pings. Queries begin with 1."""
 
@@ -248,7 +240,7 @@ class _Channel:
             try:
                 fast.send(packet)
                 sent = True
-                if self._began - before < RECENTLY_SECONDS:
+                if self._began - before < SPIN_RECENCY_SECONDS:
                     self._spin(self._poll_for)
                 data = fast.receive(0)
                 envelope, reply = decode(data)
@@ -330,7 +322,7 @@ class _Channel:
             self._open_dealer()
             assert self._dealer is not None
         packet = self._packet
-        self._dealer.send(packet, _NOBLOCK, copy=len(packet) < ZERO_COPY_BYTES)
+        self._dealer.send(packet, NOBLOCK, copy=len(packet) < ZERO_COPY_BYTES)
 
     def _repeat(self) -> None:
         """No reply has come for a while: the server renews a query that waits, or it did not arrive."""
@@ -348,22 +340,15 @@ class _Channel:
         """Ask for a sign of life, and for the address of the fast path."""
         assert self._dealer is not None
         ping = encode(StorePing(secrets.token_hex(8)), 0, self.id, _PING)
-        self._dealer.send(ping, _NOBLOCK)
+        self._dealer.send(ping, NOBLOCK)
 
     def _open_dealer(self) -> None:
         client = self._client
-        context = acquire_context()
-        try:
-            dealer: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        except zmq.ZMQError as e:
-            release_context()
-            raise TransportError(f"no socket can be had to connect to {client.address}: {e}") from e
-        self._dealer = dealer
+        self._dealer = dealer = open_client_socket(zmq.DEALER, client.address, client.keys)
         self._connected = self._lost = False
-        set_up_caller(dealer, client.address, client.keys)
         try:
             self._monitor = SocketMonitor(dealer, CONNECTED | DISCONNECTED | HANDSHAKE_FAILED)
-            self._dealer_number = int(dealer.getsockopt(zmq.FD))
+            self._dealer_number = get_int(dealer, zmq.FD)
             self._poll.register(self._dealer_number, select.POLLIN)
             self._poll.register(self._monitor.number, select.POLLIN)
             dealer.connect(client.address)
@@ -379,8 +364,7 @@ class _Channel:
             self._poll.unregister(self._dealer_number)
             monitor.close()
         if dealer is not None:
-            dealer.close(linger=0)
-            release_context()
+            close_client_socket(dealer)
         self._dealer_number = -1
 
     # ---- receiving --------------------------------------------------------------------------------------
@@ -390,7 +374,7 @@ class _Channel:
         assert self._dealer is not None
         while True:
             try:
-                frames = self._dealer.recv_multipart(_NOBLOCK, copy=False)
+                frames = self._dealer.recv_multipart(NOBLOCK, copy=False)
             except zmq.Again:
                 return None
             if len(frames) != 1:
@@ -547,53 +531,6 @@ class _Channel:
         """In a fork: the connections are the other process's."""
         if self._local is not None:
             self._local.close()
-
-
-def set_up_caller(socket: zmq.Socket[bytes], address: str, keys: Keys | None) -> None:
-    """What a socket that connects to a server is given at birth."""
-    set_up(socket)
-    socket.ipv6 = _needs_ipv6(address)
-    socket.reconnect_ivl = RECONNECT_MS
-    socket.reconnect_ivl_max = MAX_RECONNECT_MS
-    socket.connect_timeout = CONNECT_MS
-    if keys is not None:
-        key_caller(socket, keys)
-
-
-def _needs_ipv6(address: str) -> bool:
-    """Whether ``address`` is of IPv6, or a name that has no other: libzmq tries one address of a name."""
-    host = address.removeprefix("tcp://").rpartition(":")[0]
-    if "[" in host:
-        return True
-    try:
-        sockets.getaddrinfo(host, None, sockets.AF_INET)
-        return False
-    except OSError:
-        pass
-    try:
-        sockets.getaddrinfo(host, None, sockets.AF_INET6)
-        return True
-    except OSError:
-        return False  # it may be known later
-
-
-def speaks_curve(address: str) -> bool:
-    """Whether a server that asks for a secret is at ``address``; it says so to one who offers none."""
-    context = acquire_context()
-    try:
-        with context.socket(zmq.DEALER) as probe:
-            set_up_caller(probe, address, None)
-            monitor = SocketMonitor(probe, CONNECTED | HANDSHAKE_FAILED)
-            try:
-                probe.connect(address)
-                poll = select.poll()
-                poll.register(monitor.number, select.POLLIN)
-                poll.poll(PROBE_SECONDS * 1000)
-                return any(event.value == MECHANISM_MISMATCH for event in monitor.read())
-            finally:
-                monitor.close()
-    finally:
-        release_context()
 
 
 def _milliseconds(seconds: float) -> int:

@@ -16,10 +16,10 @@ from collections.abc import Callable
 import zmq
 
 from zmqgrad.transport import local
-from zmqgrad.transport.bind import bind_tcp
-from zmqgrad.transport.query import set_up
-from zmqgrad.transport.security import Keys
-from zmqgrad.transport.zap import key_listener
+from zmqgrad.transport.bind_policy import bind_tcp
+from zmqgrad.transport.query.sockets import set_up_query_socket
+from zmqgrad.transport.security import Keys, secure_server
+from zmqgrad.transport.sockets import NOBLOCK, NOBLOCK_MORE, get_int
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Message
 
@@ -30,8 +30,6 @@ NONCE = b"\xff"
 
 MAX_NONCES = 100_000
 """How many are remembered; a client unsubscribes from each when it has served."""
-
-_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Publisher:
@@ -65,34 +63,34 @@ class Publisher:
         self._socket = context.socket(zmq.XPUB)
         self._unread = True  # the descriptor does not tell again of what it has told
         try:
-            set_up(self._socket)
+            set_up_query_socket(self._socket)
             if local.supported():
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
                 self.endpoint = f"ipc://@zmqgrad-watch-{secrets.token_hex(16)}"
                 self._socket.bind(self.endpoint)
             if keys is not None:  # after ipc was bound, which needs none
-                key_listener(self._socket, keys)
-            bound = bind_tcp(self._socket, address, keyed=keys is not None)
+                secure_server(self._socket, keys)
+            bound = bind_tcp(self._socket, address, secured=keys is not None)
         except BaseException:
             self._socket.close(linger=0)
             raise
         self.port = int(bound.rpartition(":")[2])
-        self.number = int(self._socket.getsockopt(zmq.FD))
+        self.number = get_int(self._socket, zmq.FD)
         """The descriptor to poll; see :meth:`read`."""
 
     def publish(self, topic: bytes, message: Message) -> None:
         """Publish ``message`` under ``topic``. Subscribers that are slow may not get it."""
         self.published += 1
         self._unread = True
-        self._socket.send(topic, _NOBLOCK_MORE)
-        self._socket.send(encode(message, 0, self._incarnation, 0), _NOBLOCK)
+        self._socket.send(topic, NOBLOCK_MORE)
+        self._socket.send(encode(message, 0, self._incarnation, 0), NOBLOCK)
 
     def read(self) -> None:
         """Take in subscriptions. To be called when ``number`` is ready."""
         self._unread = False
         try:
             while True:
-                said = self._socket.recv(_NOBLOCK)
+                said = self._socket.recv(NOBLOCK)
                 if said[1:2] == NONCE:
                     self._note(said[2:], subscribed=said[0] == 1)
         except zmq.Again:

@@ -24,22 +24,25 @@ from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
-from zmqgrad.transport.bind import bind_tcp
+from zmqgrad.transport.bind_policy import bind_tcp
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
-from zmqgrad.transport.monitor import (
+from zmqgrad.transport.polling import MAX_SECONDS, READ, WRITE, Poller, Wakeup
+from zmqgrad.transport.query import LOCAL_JOB, SPIN_RECENCY_SECONDS, spin_budget
+from zmqgrad.transport.query.sockets import set_up_query_socket
+from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
+from zmqgrad.transport.sockets import (
     ACCEPT_FAILED,
     ACCEPTED,
     CONNECTED,
     DISCONNECTED,
     HANDSHAKE_FAILED,
+    NOBLOCK,
+    NOBLOCK_MORE,
+    ZERO_COPY_BYTES,
     SocketMonitor,
+    get_int,
 )
-from zmqgrad.transport.poller import MAX_SECONDS, READ, WRITE, Poller
-from zmqgrad.transport.query import LOCAL_JOB, RECENTLY_SECONDS, ZERO_COPY_BYTES, set_up, spin_budget
-from zmqgrad.transport.security import Keys
-from zmqgrad.transport.wakeup import Wakeup
-from zmqgrad.transport.zap import ZapAuthenticator, key_listener
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.frames import read_envelope
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
@@ -68,8 +71,6 @@ REBIND_SECONDS = 1.0
 
 Route = bytes | LocalConnection
 """Where a reply goes: the ROUTER's routing id of a client, or its connection on the fast path."""
-
-_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
 
 
 class Service(Protocol):
@@ -154,17 +155,17 @@ class QueryServer:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
         self._router = self.context.socket(zmq.ROUTER)
         try:
-            set_up(self._router)
+            set_up_query_socket(self._router)
             self._router.router_mandatory = True
             self._router.sndhwm = self._router.rcvhwm = MAX_UNREAD
             if keys is not None:
                 ZapAuthenticator(name, self.context, keys)
-                key_listener(self._router, keys)
+                secure_server(self._router, keys)
             self._monitor = SocketMonitor(
                 self._router, ACCEPTED | ACCEPT_FAILED | CONNECTED | HANDSHAKE_FAILED | DISCONNECTED
             )
             try:
-                self.endpoint = bind_tcp(self._router, address, keyed=keys is not None, listen_fd=listen_fd)
+                self.endpoint = bind_tcp(self._router, address, secured=keys is not None, listen_fd=listen_fd)
             except BaseException:
                 self._monitor.close()
                 raise
@@ -174,7 +175,7 @@ class QueryServer:
             raise
         self._wakeup = Wakeup()
         self._poller = Poller()
-        self._router_number = int(self._router.getsockopt(zmq.FD))
+        self._router_number = get_int(self._router, zmq.FD)
         self.register(self._router_number, self._read_router)
         self.register(self._monitor.number, self._read_monitor)
         self.register(self._wakeup.number, self._end)
@@ -262,7 +263,7 @@ class QueryServer:
                 self._read_router()
             service.settle()
             before, last = last, now()
-            spins = last - before < RECENTLY_SECONDS
+            spins = last - before < SPIN_RECENCY_SECONDS
 
     def _poll(self, seconds: float) -> list[tuple[int, int]]:
         return self._poller.poll(seconds, POLL_BURST)
@@ -311,7 +312,7 @@ class QueryServer:
         try:
             for _ in range(BURST):
                 self._more = True
-                self._receive(receive(_NOBLOCK, copy=False))
+                self._receive(receive(NOBLOCK, copy=False))
         except zmq.Again:
             self._more = False
 
@@ -463,7 +464,7 @@ class QueryServer:
 
     def _rebind(self) -> None:
         try:
-            bind_tcp(self._router, self.endpoint, keyed=self._keys is not None)
+            bind_tcp(self._router, self.endpoint, secured=self._keys is not None)
             self._unbound_until = math.inf
         except TransportError as e:
             logger.debug("%s: cannot listen again yet: %s", self.name, e)
@@ -477,8 +478,8 @@ class QueryServer:
         try:
             if isinstance(route, bytes):
                 self._more = True
-                self._router.send(route, _NOBLOCK_MORE)
-                self._router.send(data, _NOBLOCK, copy=len(data) < ZERO_COPY_BYTES)
+                self._router.send(route, NOBLOCK_MORE)
+                self._router.send(data, NOBLOCK, copy=len(data) < ZERO_COPY_BYTES)
             else:
                 if len(data) > MAX_PACKET_BYTES:
                     refusal = StoreRefused(Refusal.TOO_LARGE, f"{len(data)} bytes")

@@ -15,15 +15,14 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
-from zmqgrad.errors import ProtocolError, TransportError
+from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Source, Task
-from zmqgrad.transport.context import acquire_context, release_context
 from zmqgrad.transport.leader_poller import make_leader_poller
-from zmqgrad.transport.monitor import CONNECTED, DISCONNECTED, SocketMonitor
-from zmqgrad.transport.query.client import set_up_caller
+from zmqgrad.transport.polling import Wakeup
+from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket
 from zmqgrad.transport.security import Keys
-from zmqgrad.transport.wakeup import Wakeup
+from zmqgrad.transport.sockets import CONNECTED, DISCONNECTED, NOBLOCK, SocketMonitor, get_int
 from zmqgrad.wire.codec import decode
 from zmqgrad.wire.messages import Message
 
@@ -31,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 BURST = 256
 """Notifications received before what is to be done about them is done."""
-
-_NOBLOCK = int(zmq.NOBLOCK)
 
 
 class Subscriber:
@@ -81,16 +78,10 @@ class Subscriber:
             if self._closed:
                 return
             self._disconnect()
-            context = acquire_context()
-            try:
-                socket: zmq.Socket[bytes] = context.socket(zmq.SUB)
-            except zmq.ZMQError as e:
-                release_context()
-                raise TransportError(f"no socket can be had to connect to {endpoint}: {e}") from e
+            socket = open_client_socket(zmq.SUB, endpoint, keys if endpoint.startswith("tcp:") else None)
             self._socket, self.endpoint = socket, endpoint
-            set_up_caller(socket, endpoint, keys if endpoint.startswith("tcp:") else None)
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED)
-            self._numbers = (int(socket.getsockopt(zmq.FD)), self._monitor.number)
+            self._numbers = (get_int(socket, zmq.FD), self._monitor.number)
             for number in self._numbers:
                 self._poller.register(number, select.POLLIN)
             socket.connect(endpoint)
@@ -129,8 +120,7 @@ class Subscriber:
             self._monitor.close()
             self._monitor = None
         if socket is not None:
-            socket.close(linger=0)
-            release_context()
+            close_client_socket(socket)
 
     # ---- a source of tasks ------------------------------------------------------------------------------
 
@@ -171,7 +161,7 @@ class Subscriber:
                 broken |= any(event.kind == DISCONNECTED for event in events)
             try:
                 for _ in range(BURST):
-                    received.append(self._socket.recv_multipart(_NOBLOCK, copy=False))
+                    received.append(self._socket.recv_multipart(NOBLOCK, copy=False))
                 self._wakeup.set()  # there may be more
             except zmq.Again:
                 pass
