@@ -5,6 +5,7 @@ Not :mod:`selectors`: its bookkeeping costs as much as a server's whole work for
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import sys
@@ -15,6 +16,15 @@ READ, WRITE = 1, 4
 
 MAX_SECONDS = 3600.0
 """Longest timeout of one poll: both epoll and poll count milliseconds in 31 bits."""
+
+_MAX_MILLISECONDS = 1 << 30
+
+
+def to_milliseconds(seconds: float | None) -> int:
+    """Returns the timeout for ``select.poll``: rounded up, at least 1 ms; negative for no limit."""
+    if seconds is None:
+        return -1
+    return min(_MAX_MILLISECONDS, max(1, math.ceil(seconds * 1000))) if seconds < 1e6 else _MAX_MILLISECONDS
 
 
 class _Poll:

@@ -23,13 +23,12 @@ from functools import partial
 from zmqgrad.runtime.spinning import SpinBudget, Spinner
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.local.listener import LocalListener
+from zmqgrad.transport.polling import to_milliseconds
 
 logger = logging.getLogger(__name__)
 
 MAX_CHANNELS = 8
 """How many threads of a worker can wait at channels at a time."""
-
-MAX_WAIT_MS = 1 << 30
 
 Decode = Callable[[bytes], "Inbound | None"]
 """A packet to a message; None for what is malformed and has been counted."""
@@ -74,9 +73,7 @@ class ReplyChannel:
     def receive(self, seconds: float | None) -> Inbound | None:
         """The next message; None if there is none within ``seconds`` (None: no limit), or after a wake-up."""
         while not self._arrived:
-            ready = self._spinner.spin(self._poll.poll) or self._poll.poll(
-                -1 if seconds is None else min(int(seconds * 1000) + 1, MAX_WAIT_MS)
-            )
+            ready = self._spinner.spin(self._poll.poll) or self._poll.poll(to_milliseconds(seconds))
             over = not ready
             for number, _ in ready:
                 if number == self._wakeup:

@@ -1,8 +1,9 @@
 """Queries and replies between many light clients and one server: the transport of the store.
 
     client.py      QueryClient: a pool of channels, one query at a time on each
-    channel.py     sends a query, repeats it, and receives the reply: by dealer.py or the local fast path
-    pending.py     pure: the query under way, which messages answer it, and when to repeat it
+    channel.py     sends a query and receives the reply, by a DEALER or the local fast path
+    pending.py     pure: which messages answer the query, and when to repeat it
+    dealer.py      a DEALER, and what its handshakes tell about the server
     server.py      QueryServer: one thread, a ROUTER and a local listener
     admission.py   pure: which clients are connected, and the limit on their number
     publisher.py   notifications: the server's XPUB          subscriber.py   and the client's SUB
