@@ -5,6 +5,7 @@
     pending.py     pure: which messages answer the query, and when to repeat it
     dealer.py      a DEALER, and what its handshakes tell about the server
     server.py      QueryServer: one thread, a ROUTER and a local listener
+    router.py      the server's ROUTER: binds it, and counts connections
     admission.py   pure: which clients are connected, and the limit on their number
     publisher.py   notifications: the server's XPUB          subscriber.py   and the client's SUB
     sockets.py     options of all these sockets, and the context that clients share
