@@ -185,7 +185,7 @@ class SendWindow:
             self.give_back(peer, True, credit.answers)
 
     def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
-        """Wakes the granted waiters, and tells ``peer`` what the next one waits for."""
+        """Wakes the granted waiters, and requests the credit that the next one needs."""
         for waiter in granted:
             waiter.granted.set_result(None)
         self._request_credit(peer, reply, account)

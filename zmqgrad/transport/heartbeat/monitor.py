@@ -238,17 +238,17 @@ class HeartbeatMonitor:
         if watched.socket is None:
             return
         try:
-            said = watched.socket.recv(PINGS_AT_ONCE)
+            data = watched.socket.recv(PINGS_AT_ONCE)
         except BlockingIOError:
             return
         except OSError as e:
             self._broken(watched, e.errno or 0, connecting=not watched.greeting)
             return
-        if not said:
+        if not data:
             self._broken(watched, 0, connecting=False)
             return
         if len(watched.greeting) < TOKEN_SIZE:
-            watched.greeting += said
+            watched.greeting += data
             if watched.token and not watched.token.startswith(watched.greeting[:TOKEN_SIZE]):
                 self._lose(watched, f"another process listens at {watched.address.rpartition('/')[0]} now")
                 return
