@@ -14,23 +14,9 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.tap import Tap
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.lazy_frame import Buffer, Frame
+from zmqgrad.wire.lazy_frame import Buffer as Buffer
+from zmqgrad.wire.lazy_frame import Frame as Frame
 from zmqgrad.wire.messages import Message
-
-__all__ = [
-    "Buffer",
-    "Frame",
-    "Handler",
-    "Inbound",
-    "Lost",
-    "Mailbox",
-    "OnIdle",
-    "PeerAddress",
-    "ReplyChannel",
-    "Resolver",
-    "Suspected",
-    "Timer",
-]
 
 
 class Inbound(NamedTuple):
