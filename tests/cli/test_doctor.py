@@ -13,7 +13,7 @@ from zmqgrad.__main__ import main
 from zmqgrad.cli import checks
 from zmqgrad.cli.checks import Check, Status, all_checks
 from zmqgrad.cli.doctor import table
-from zmqgrad.transport import about
+from zmqgrad.transport import capabilities
 
 
 @pytest.fixture(autouse=True)
@@ -68,9 +68,9 @@ def test_an_unfit_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
 
 
 def test_what_the_system_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(about, "arena_problem", lambda: "no memfd")
-    monkeypatch.setattr(about, "ipc_problem", lambda: "no ipc")
-    monkeypatch.setattr(about, "has_curve", lambda: False)
+    monkeypatch.setattr(capabilities, "arena_problem", lambda: "no memfd")
+    monkeypatch.setattr(capabilities, "ipc_problem", lambda: "no ipc")
+    monkeypatch.setattr(capabilities, "has_curve", lambda: False)
     assert [found(name).status for name in ("memfd", "ipc", "libsodium")] == [Status.WARNING] * 3
 
 

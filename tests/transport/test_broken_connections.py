@@ -13,7 +13,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import bulk, session
 from zmqgrad.transport.base import Inbound, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.security import Keys, keys_of
+from zmqgrad.transport.security import Keys, load_keys
 from zmqgrad.wire.messages import Call, Hello, Payload, Result
 
 WAIT = 60.0
@@ -76,7 +76,7 @@ def port_of(mailbox: ZmqMailbox) -> int:
 
 @pytest.fixture(params=["open", "keyed"])
 def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
-    pair = Pair(keys_of("the secret of this job, of 33 bytes") if request.param == "keyed" else None)
+    pair = Pair(load_keys("the secret of this job, of 33 bytes") if request.param == "keyed" else None)
     try:
         yield pair
     finally:

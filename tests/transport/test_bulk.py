@@ -134,7 +134,7 @@ def test_a_chunk_that_cannot_be_right_is_refused(chunk: Chunk, frames: list[byte
 def test_a_chunk_that_does_not_follow_ends_its_frame(following: Chunk) -> None:
     assembly = Reassembler()
     assembly.add(3, Chunk(1, 0, 10), [bytearray(5)])
-    with pytest.raises(ProtocolError, match="where 5 of 10 were there"):
+    with pytest.raises(ProtocolError, match="5 of 10 bytes were received"):
         assembly.add(3, following, [bytearray(5)])
     with pytest.raises(ProtocolError, match="missing"):
         assembly.complete(3, Manifest((Piece(0, 1, 0, 10),), (Window(0, 0, 10),)), [])

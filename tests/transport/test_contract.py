@@ -14,8 +14,7 @@ from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
-from zmqgrad.transport.security import Keys, keys_of
-from zmqgrad.transport.zap import key_caller
+from zmqgrad.transport.security import Keys, load_keys, secure_client
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import StoreSet
 
@@ -59,7 +58,7 @@ class OverZmq:
             stranger = self._strangers[endpoint] = self._context.socket(zmq.DEALER)
             stranger.linger = 0
             if self._keys is not None:
-                key_caller(stranger, self._keys)
+                secure_client(stranger, self._keys)
             stranger.connect(endpoint)
         self._strangers[endpoint].send_multipart(list(frames))
 
@@ -126,17 +125,17 @@ class TestOverTcp(MailboxContract, KeepsOrder):
 class TestOverCurve(MailboxContract, KeepsOrder):
     @pytest.fixture
     def kind(self) -> Kind:
-        return OverZmq("tcp", keys_of(SECRET))
+        return OverZmq("tcp", load_keys(SECRET))
 
 
 def test_nobody_without_the_secret_is_heard() -> None:
     """(P4): nothing of what strangers send is even decoded; nobody without the secret is sent to."""
-    ours, theirs = keys_of(SECRET), keys_of("another secret of some length")
+    ours, theirs = load_keys(SECRET), load_keys("another secret of some length")
     assert ours is not None
     assert theirs is not None
     kind, arrived = OverZmq("tcp", ours), SimpleQueue[Inbound]()
     mailbox = kind.open("ours", 1)
-    others = [ZmqMailbox("s", 7, keys=keys) for keys in (None, theirs, Keys(ours.listener, theirs.caller))]
+    others = [ZmqMailbox("s", 7, keys=keys) for keys in (None, theirs, Keys(ours.server, theirs.client))]
     try:
         mailbox.start(arrived.put, lambda peer: PeerAddress(others[0].endpoints[1:2]))
         for other in others:

@@ -11,8 +11,8 @@ import zmq
 from zmq.utils import z85
 
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.transport.exposure import check_exposure
-from zmqgrad.transport.security import keys_of
+from zmqgrad.transport.bind_policy import check_bind_address
+from zmqgrad.transport.security import load_keys
 
 SECRET = "the secret of this job"
 
@@ -34,47 +34,47 @@ def file(tmp_path: Path) -> Path:
 def test_the_same_secret_gives_the_same_keys_wherever_it_stands(
     monkeypatch: pytest.MonkeyPatch, file: Path
 ) -> None:
-    assert keys_of() is None
-    expected = keys_of(SECRET)
-    assert keys_of(SECRET.encode()) == expected
+    assert load_keys() is None
+    expected = load_keys(SECRET)
+    assert load_keys(SECRET.encode()) == expected
     monkeypatch.setenv("ZMQGRAD_SECRET", SECRET)
-    assert keys_of() == expected
-    assert keys_of("another secret, which wins") != expected
+    assert load_keys() == expected
+    assert load_keys("another secret, which wins") != expected
     monkeypatch.delenv("ZMQGRAD_SECRET")
     monkeypatch.setenv("ZMQGRAD_SECRET_FILE", str(file))
-    assert keys_of() == expected
+    assert load_keys() == expected
 
 
 def test_keys_are_pairs_and_show_themselves_to_nobody() -> None:
-    keys = keys_of(SECRET)
+    keys = load_keys(SECRET)
     assert keys is not None
     for pair in keys:
         assert zmq.curve_public(z85.encode(pair.private)) == z85.encode(pair.public)
-    assert len({*keys.listener, *keys.caller}) == 4
+    assert len({*keys.server, *keys.client}) == 4
     assert repr(keys) == "<Keys>"
 
 
 def test_what_cannot_be_a_secret(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     with pytest.raises(TypeError, match="must be str or bytes, not int"):
-        keys_of(7)  # type: ignore[arg-type]
+        load_keys(7)  # type: ignore[arg-type]
     for short in ("", "hunter2"):
         with pytest.raises(
             ConfigurationError, match=rf"the secret has {len(short)} bytes \(at least 16\).*openssl"
         ):
-            keys_of(short)
+            load_keys(short)
     monkeypatch.setenv("ZMQGRAD_SECRET", "hunter2")
     with pytest.raises(ConfigurationError, match="ZMQGRAD_SECRET has 7 bytes"):
-        keys_of()
+        load_keys()
     monkeypatch.setenv("ZMQGRAD_SECRET_FILE", str(file))
     with pytest.raises(ConfigurationError, match="both ZMQGRAD_SECRET and ZMQGRAD_SECRET_FILE"):
-        keys_of()
+        load_keys()
     monkeypatch.delenv("ZMQGRAD_SECRET")
     file.write_text("  hunter2\n\n")
     with pytest.raises(ConfigurationError, match=f"{re.escape(repr(str(file)))} has 7 bytes"):
-        keys_of()
+        load_keys()
     file.unlink()
     with pytest.raises(ConfigurationError, match=r"cannot read the secret's file .*No such file"):
-        keys_of()
+        load_keys()
 
 
 def test_a_file_that_everybody_reads_is_pointed_out(
@@ -82,18 +82,18 @@ def test_a_file_that_everybody_reads_is_pointed_out(
 ) -> None:
     monkeypatch.setenv("ZMQGRAD_SECRET_FILE", str(file))
     with caplog.at_level(logging.WARNING):
-        keys_of()
+        load_keys()
         assert not caplog.text
         file.chmod(0o644)
-        keys_of()
+        load_keys()
     assert f"chmod 600 {file}" in caplog.text
 
 
 def test_a_secret_opens_the_network(monkeypatch: pytest.MonkeyPatch) -> None:
     for address in ("tcp://127.0.0.1:1", "tcp://localhost:1", "ipc://@x"):
-        check_exposure(address, keyed=False)
-    check_exposure("tcp://0.0.0.0:1", keyed=True)
+        check_bind_address(address, secured=False)
+    check_bind_address("tcp://0.0.0.0:1", secured=True)
     with pytest.raises(ConfigurationError, match=r"0\.0\.0\.0:1 without a secret.*ZMQGRAD_SECRET"):
-        check_exposure("tcp://0.0.0.0:1", keyed=False)
+        check_bind_address("tcp://0.0.0.0:1", secured=False)
     monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
-    check_exposure("tcp://0.0.0.0:1", keyed=False)
+    check_bind_address("tcp://0.0.0.0:1", secured=False)

@@ -16,9 +16,9 @@ from typing import NamedTuple
 from zmqgrad import __version__, environment
 from zmqgrad.cli.run import usable_port, worker_environments
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.transport import about
-from zmqgrad.transport.exposure import check_exposure, facing_address
-from zmqgrad.transport.security import keys_of
+from zmqgrad.transport import capabilities
+from zmqgrad.transport.bind_policy import check_bind_address, facing_address
+from zmqgrad.transport.security import load_keys
 
 SELF_TEST_SECONDS = 120.0
 """Time limit of the two workers of the self-test, including importing torch."""
@@ -59,7 +59,7 @@ def _versions() -> Check:
 
 
 def _packages() -> Check:
-    found, absent = [f"libzmq {about.libzmq_version()}"], []
+    found, absent = [f"libzmq {capabilities.libzmq_version()}"], []
     for name in ("torch", "pyzmq", "msgspec", "cloudpickle"):
         try:
             found.append(f"{name} {importlib.metadata.version(name)}")
@@ -73,7 +73,7 @@ def _packages() -> Check:
 
 
 def _encryption() -> Check:
-    if about.has_curve():
+    if capabilities.has_curve():
         return Check("libsodium", Status.OK, "libzmq can encrypt (CURVE)")
     return Check(
         "libsodium",
@@ -84,14 +84,14 @@ def _encryption() -> Check:
 
 
 def _ipc() -> Check:
-    problem = about.ipc_problem()
+    problem = capabilities.ipc_problem()
     if problem:
         return Check("ipc", Status.WARNING, f"not usable ({problem}): workers of this host will use tcp")
     return Check("ipc", Status.OK, "chosen between workers of this host")
 
 
 def _shared_memory() -> Check:
-    problem = about.arena_problem()
+    problem = capabilities.arena_problem()
     if problem:
         return Check(
             "memfd", Status.WARNING, f"{problem}: large tensors go through sockets, many times slower"
@@ -114,7 +114,7 @@ def _address() -> Check:
     why = f"faces MASTER_ADDR {host}" if launch.master_addr else "MASTER_ADDR is not set: this host only"
     try:
         facing = facing_address(host, launch.master_port or 0)
-        check_exposure(f"tcp://{facing}:0", keys_of() is not None)
+        check_bind_address(f"tcp://{facing}:0", load_keys() is not None)
     except OSError as e:
         return Check("address", Status.BAD, f"no route to MASTER_ADDR {host}: {e}")
     except ConfigurationError as e:
@@ -146,7 +146,7 @@ def _open_files() -> Check:
 
 def _secret() -> Check:
     try:
-        if keys_of() is not None:
+        if load_keys() is not None:
             name = environment.SECRET if environment.secret() else environment.SECRET_FILE
             return Check("secret", Status.OK, f"{name} is set: traffic between hosts is encrypted")
     except ConfigurationError as e:

@@ -11,7 +11,7 @@ from zmqgrad.cli.signals import SignalInbox
 from zmqgrad.errors import ConfigurationError, JournalError, TransportError
 from zmqgrad.store.addresses import check_port, listening_address
 from zmqgrad.store.server import StoreServer
-from zmqgrad.transport.security import keys_of, read_secret
+from zmqgrad.transport.security import load_keys, read_secret
 
 HELP = "Serve a key-value store until interrupted."
 
@@ -80,7 +80,7 @@ def execute(arguments: argparse.Namespace) -> int:
     port = arguments.port
     if port is None:
         port = DEFAULT_PORT if arguments.listen_fd is None else 0
-    address = listening_address(arguments.host, check_port(port), keys_of(secret) is not None)
+    address = listening_address(arguments.host, check_port(port), load_keys(secret) is not None)
     with SignalInbox() as signals:
         try:
             server = StoreServer(

@@ -18,7 +18,7 @@ from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.store.sidecar import MAX_TIMEOUT_SECONDS
-from zmqgrad.transport.exposure import is_loopback
+from zmqgrad.transport.bind_policy import is_loopback
 from zmqgrad.transport.probe import Probe, Server
 
 CTCPStore: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]  # torch's stubs lack it

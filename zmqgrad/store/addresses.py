@@ -7,7 +7,7 @@ import socket
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.transport.exposure import is_loopback
+from zmqgrad.transport.bind_policy import is_loopback
 
 
 def check_port(port: int) -> int:

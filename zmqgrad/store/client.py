@@ -16,7 +16,7 @@ from zmqgrad.store.finalizer import Finalizer
 from zmqgrad.store.server import StoreServer, servers
 from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
-from zmqgrad.transport.security import keys_of
+from zmqgrad.transport.security import load_keys
 from zmqgrad.wire.messages import StoreAdd, StoreNumber, StoreSet, StoreWait
 
 _JOINED = f"{INTERNAL_PREFIX}workers/joined"
@@ -75,7 +75,7 @@ class TCPStore(Store):
         connecting_address(host_name, check_port(port))
         if port == 0 and not is_master:
             raise ConfigurationError("a client needs the port of its master, not 0")
-        keyed = keys_of(secret) is not None
+        keyed = load_keys(secret) is not None
         self._host = host_name
         self._secret = secret
         self._server = (

@@ -1,12 +1,15 @@
-"""Sends and receives messages. The only layer that imports zmq; it does not interpret messages.
+"""Sends and receives messages without interpreting them. The only layer that imports zmq.
 
-Start with :mod:`~zmqgrad.transport.base` (the contracts). Guarantees: while both workers live, a message
-between them arrives exactly once, whatever happens to the connections
-(:mod:`~zmqgrad.transport.session`), but messages may overtake one another; a send blocks only for credit,
-with a deadline (:mod:`~zmqgrad.transport.flow_control`); malformed bytes cost a counter and a log line, never
-a thread (P5); ``close()`` requests the end, ``join()`` waits for it.
+    base.py          the contract, kept by mailbox.py (ZeroMQ) and memory/ (in memory, with fault injection)
+    mailbox.py  ->   receiver.py, leader_poller.py: in   |  connections.py: out  |  heartbeat/: liveness
+                     local/: fast path of one host       |  session*.py: exactly once, over tcp
+                     data_plane.py: frames, by arena/ (shared memory), flow_control.py and bulk.py (chunks)
+    query/           client and server of the store      |  sockets.py, polling.py, security.py
 
-Threads of a mailbox: one for heartbeats; one that helps to copy large tensors; the ZAP authenticator, if
-there is a secret; and those of libzmq. Threads of the pool that it is given read messages, one at a time
-(:mod:`~zmqgrad.transport.leader_poller`).
+While both workers live, a message arrives exactly once even if connections break, but messages may overtake
+one another. A send blocks only for credit, with a deadline. Malformed bytes cost a counter and a log line,
+never a thread (P5). ``close()`` requests the end and ``join()`` waits for it.
+
+Threads of a mailbox: heartbeats, a copier of large tensors, the ZAP authenticator if there is a secret, and
+libzmq's. Threads of the pool read messages, one at a time.
 """

@@ -1,7 +1,7 @@
-"""What a transport is: mailboxes that take typed messages to the mailboxes of peers.
+"""The contract of a transport: a mailbox delivers typed messages to the mailboxes of peers.
 
 Traffic is one-way: a mailbox receives on one socket of its own and sends on one per peer, requests and
-responses alike (DESIGN section 4). Two implementations keep this contract and pass one suite:
+responses alike (DESIGN section 4). Two implementations fulfil this contract and pass one test suite:
 :class:`~zmqgrad.transport.mailbox.ZmqMailbox` and :class:`~zmqgrad.transport.memory.MemoryMailbox`.
 """
 
@@ -14,32 +14,18 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.tap import Tap
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.lazy_frame import Buffer, Frame
+from zmqgrad.wire.lazy_frame import Buffer as Buffer
+from zmqgrad.wire.lazy_frame import Frame as Frame
 from zmqgrad.wire.messages import Message
-
-__all__ = [
-    "Buffer",
-    "Frame",
-    "Handler",
-    "Inbound",
-    "Lost",
-    "Mailbox",
-    "OnIdle",
-    "PeerAddress",
-    "ReplyChannel",
-    "Resolver",
-    "Suspected",
-    "Timer",
-]
 
 
 class Inbound(NamedTuple):
-    """A message that arrived. ``frames`` are those after the header.
+    """A message that arrived.
 
-    They are ours to keep and write to.
-
-    ``size`` counts the bytes of all frames, the header's included; ``by_socket`` those of frames that came
-    through a socket, without the header's.
+    Args:
+        frames: the frames after the header; the handler may keep them and write to them.
+        size: bytes of all frames, including the header.
+        by_socket: bytes of the frames that arrived through a socket, without the header.
     """
 
     envelope: Envelope
@@ -49,9 +35,9 @@ class Inbound(NamedTuple):
     by_socket: int = 0
 
     def let_go(self) -> None:
-        """Drop the frames: what was built on them keeps what it needs.
+        """Drops the frames; tensors built on them keep the memory that they need.
 
-        With the last of that, memory of the sender's goes back by the answer, not only after it.
+        If none does, a block of the sender's shared memory is released with the reply, not after it.
         """
         if isinstance(self.frames, list):
             self.frames.clear()
@@ -60,59 +46,58 @@ class Inbound(NamedTuple):
 Handler = Callable[[Inbound], Task | None]
 """Called with one message at a time; must not block and must not run user code.
 
-It may give a task, which does what takes longer, and is run in a thread of the pool.
+Longer work is returned as a task, which runs in a thread of the pool.
 """
 
 OnIdle = Callable[[], Task | None]
-"""Called by the thread that reads when nothing more is at hand: is there something to be done before it
-waits? Like a handler's, the task runs in an engine thread."""
+"""Called by the reading thread before it blocks. May return a task, which runs like a handler's."""
 
 
 class PeerAddress(NamedTuple):
-    """Where a peer is: the endpoints of its mailbox, best first, and its incarnation (0: not known)."""
+    """The endpoints of a peer's mailbox, best first, and its incarnation (0: unknown)."""
 
     endpoints: Sequence[str]
     incarnation: int = 0
 
 
 Resolver = Callable[[int], PeerAddress]
-"""Worker id to its address. Raises ``UnknownPeerError``."""
+"""Maps a worker id to its address. Raises ``UnknownPeerError``."""
 
 
 Lost = Callable[[int, str], None]
-"""Told of a peer that is gone, and why that is believed; must not block."""
+"""Called with a lost peer and the reason; must not block."""
 
 Suspected = Callable[[int, float], None]
-"""Told of a peer that has been silent for so many seconds; 0: it answers again. Must not block."""
+"""Called with a suspected peer and its seconds of silence; 0: it replies again. Must not block."""
 
 
 class ReplyChannel(Protocol):
-    """Where one thread waits for replies (see :mod:`zmqgrad.transport.local.channels`)."""
+    """Receives the replies to one thread (see :mod:`zmqgrad.transport.local.channels`)."""
 
     @property
     def number(self) -> int:
-        """What the envelope of a request says; not 0."""
+        """The channel number in the envelope of a request; never 0."""
         ...
 
     def receive(self, seconds: float | None) -> Inbound | None:
-        """The next message; None if there is none within ``seconds`` (None: no limit), or after a wake-up."""
+        """Returns the next message; None after ``seconds`` (None: no limit) or a wake-up without one."""
         ...
 
     def wake(self) -> None:
-        """Let the thread that waits here look around. From any thread."""
+        """Makes :meth:`receive` return. From any thread."""
         ...
 
     @property
     def release(self) -> Callable[[], None]:
-        """To be called by the thread that waited: it waits no more."""
+        """Returns the channel to its mailbox. Called by the thread that acquired it."""
         ...
 
 
 class Timer(Protocol):
-    """Who runs what has to wait (:class:`~zmqgrad.runtime.timer.TimerThread`)."""
+    """Runs callbacks later (:class:`~zmqgrad.runtime.timer.TimerThread`)."""
 
     def call_later(self, seconds: float, job: Callable[[], None]) -> object:
-        """Run ``job`` in ``seconds``. Safe inside finalizers."""
+        """Runs ``job`` in ``seconds``. Safe inside finalizers."""
         ...
 
 
@@ -125,7 +110,7 @@ class Mailbox(Protocol):
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where peers can send to, best first."""
+        """The addresses at which peers reach this mailbox, best first."""
         ...
 
     def start(
@@ -138,21 +123,24 @@ class Mailbox(Protocol):
         suspected: Suspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
-        """Begin to receive; look peers up by ``resolve`` at the first message to them.
+        """Starts to receive.
 
-        Tasks of the handler run in ``pool``; without one, in the receiver's own thread. ``lost``
-        hears of peers that were sent to and are gone, ``suspected`` of those that have fallen silent.
-        ``timer`` runs what the mailbox does now and then. ``on_idle`` lets what a handler has put off be done
-        for many messages at once.
+        Args:
+            handler: called with each message.
+            resolve: looks up the address of a peer at the first message to it.
+            pool: runs the tasks of the handler; None: the receiver's own thread does.
+            lost, suspected: called when a peer that was sent to is lost, or silent.
+            timer: runs periodic work; None: the mailbox starts one.
+            on_idle: called before the reading thread blocks, so a handler can batch work.
         """
         ...
 
     def acquire_channel(self, peer: int) -> ReplyChannel | None:
-        """A channel by which ``peer`` can reply to the calling thread; None if none is to be had."""
+        """Returns a channel by which ``peer`` can reply to the calling thread; None if none is free."""
         ...
 
     def acquire_idle_channels(self) -> Sequence[ReplyChannel]:
-        """All channels that nobody waits at, to be read and released."""
+        """Acquires all idle channels, to be read and released."""
         ...
 
     def send(
@@ -164,17 +152,17 @@ class Mailbox(Protocol):
         channel: int = 0,
         patience: float = 0.0,
     ) -> None:
-        """Queue ``message`` for ``peer``; ``frames`` have been copied or handed over when this returns.
+        """Queues ``message`` for ``peer``; ``frames`` were copied or handed over when this returns.
 
-        Waits while too much is on its way to ``peer`` already (:mod:`zmqgrad.transport.flow_control`).
+        Waits while too many bytes are in flight to ``peer`` (:mod:`zmqgrad.transport.flow_control`).
 
         Args:
-            channel: of a request, the number of the channel at which its sender waits; of a reply, that of
-                the request's envelope.
-            patience: seconds that it may wait; 0: no limit.
+            channel: for a request, the number of the reply channel at which its sender waits; for a reply,
+                the number in the request's envelope.
+            patience: how many seconds to wait at most; 0: no limit.
 
         Raises:
-            CongestionError: if it has waited for so long.
+            CongestionError: if it waited that long.
             ClosedError: after :meth:`close`.
             UnknownPeerError: if the resolver does not know the peer.
         """
@@ -185,17 +173,17 @@ class Mailbox(Protocol):
         ...
 
     def forget(self, peer: int) -> None:
-        """Drop the connection to ``peer``; the next message looks it up anew."""
+        """Drops the connection to ``peer``; the next message resolves its address again."""
         ...
 
     def close(self) -> None:
-        """Send and receive no more; what was queued may be lost. Idempotent."""
+        """Stops sending and receiving; queued messages may be lost. Idempotent."""
         ...
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for threads and sockets to end; names those that did not."""
+        """Waits for threads and sockets to end. Returns the names of those that have not by ``deadline``."""
         ...
 
     def statistics(self) -> dict[str, Any]:
-        """Counters: messages and bytes in and out, malformed messages."""
+        """Returns counters: messages and bytes in and out, malformed messages."""
         ...

@@ -1,11 +1,10 @@
-"""Large frames go through sockets in chunks, and are put together in memory that is kept warm.
+"""Splits large frames into chunks for sockets, and reassembles them in memory that is reused.
 
-libzmq takes memory for each frame as it arrives. Up to 32 MB it is memory that was used before; beyond that,
-malloc maps it anew each time, and every page of it faults: 64 MB took 200 ms over loopback, of which copying
-is a tenth. In chunks they take 80, with the copy that puts them together. Several connections were no faster
-than one here.
+libzmq allocates memory for each frame that arrives. Up to 32 MB, malloc reuses memory; beyond that it maps
+new memory each time, and every page faults: 64 MB took 200 ms over loopback, a tenth of it for copying. In
+chunks they take 80 ms, including the copy that reassembles them. Several connections were no faster than one.
 
-The chunks of a frame come before its message on the same connection, in order, and its manifest names them.
+The chunks of a frame precede its message on the same connection, in order, and the manifest names them.
 """
 
 from __future__ import annotations
@@ -28,28 +27,32 @@ from zmqgrad.transport.base import Buffer, Timer
 from zmqgrad.wire.messages import Chunk, Manifest, Piece, Window
 
 CHUNK = 4 << 20
-"""Bytes of a chunk."""
+"""Size of a chunk in bytes."""
 
 LEAST = 32 << 20
-"""Frames of more bytes are cut: what malloc, which cannot be asked, maps anew each time."""
+"""Frames of more bytes are split: malloc would map new memory for them each time."""
 
-LEAST_WARM = 1 << 20
-"""Copies of at least this size are made in memory that is kept warm."""
+MIN_POOLED_BYTES = 1 << 20
+"""Copies of at least this size use pooled memory."""
 
 MAX_STREAMS = 1024
-"""Frames of one peer that are on their way in chunks at a time."""
+"""Maximum number of incomplete frames of one peer."""
 
 KEPT = 512 << 20
-"""Bytes of free buffers that are kept warm at most."""
+"""Maximum size of all free buffers in the pool, in bytes."""
 
 TRIM_SECONDS = 30.0
-"""Free buffers that were not used for so long, or at most twice that, go back to the system."""
+"""A pool that was not used for this long, or at most twice that, frees its buffers."""
 
 _numbers = itertools.count(1)
 
 
 def split(load: Load) -> tuple[Load, list[tuple[Chunk, memoryview]]]:
-    """``load`` without its large frames, and those in chunks, to be sent before it."""
+    """Splits the large frames of ``load``.
+
+    Returns:
+        ``load`` without them, and their chunks, to be sent before it.
+    """
     if all(len(frame) <= LEAST for frame in load.frames):
         return load, []
     manifest = load.manifest or Manifest()
@@ -72,60 +75,60 @@ def split(load: Load) -> tuple[Load, list[tuple[Chunk, memoryview]]]:
 
 
 class _PartialFrame:
-    """A frame on its way."""
+    """A frame of which some chunks have arrived."""
 
-    __slots__ = ("array", "came", "size")
+    __slots__ = ("array", "received", "size")
 
     def __init__(self, array: Any, size: int) -> None:
         self.array = array
         self.size = size
-        self.came = 0
+        self.received = 0
 
     def add(self, chunk: Chunk, data: Buffer) -> None:
         size = len(data)
-        if chunk.offset != self.came or chunk.total != self.size or self.came + size > self.size:
+        if chunk.offset != self.received or chunk.total != self.size or self.received + size > self.size:
             raise ProtocolError(
-                f"a chunk of {size} bytes at {chunk.offset} of {chunk.total} came where {self.came} of "
-                f"{self.size} were there"
+                f"a chunk of {size} bytes at {chunk.offset} of {chunk.total} does not continue a frame of "
+                f"which {self.received} of {self.size} bytes were received"
             )
         source = (ctypes.c_char * size).from_buffer(data)
-        ctypes.memmove(ctypes.addressof(self.array) + self.came, source, size)  # the GIL is free meanwhile
-        self.came += size
+        ctypes.memmove(ctypes.addressof(self.array) + self.received, source, size)  # releases the GIL
+        self.received += size
 
 
 class Reassembler:
-    """Frames of peers that come in chunks. Used by the thread that reads; forgets from any."""
+    """The incomplete frames of all peers. Used by the reading thread; :meth:`forget` by any."""
 
     def __init__(self) -> None:
         self.buffers = BufferPool()
         self._streams: dict[tuple[int, int], _PartialFrame] = {}  # by peer and number
 
     def add(self, peer: int, chunk: Chunk, frames: Sequence[Buffer]) -> None:
-        """Take in a chunk, which came with ``frames``.
+        """Adds a chunk, whose data is the only one of ``frames``.
 
         Raises:
-            ProtocolError: if it does not follow the one before.
+            ProtocolError: if it does not continue the frame.
         """
         key = peer, chunk.stream
         stream = self._streams.get(key)
         try:
             if len(frames) != 1 or not len(frames[0]):
-                raise ProtocolError(f"a chunk came with {len(frames)} frames")
+                raise ProtocolError(f"a chunk has {len(frames)} frames")
             if stream is None:
                 if sum(1 for p, _ in list(self._streams) if p == peer) >= MAX_STREAMS:
-                    raise ProtocolError(f"more than {MAX_STREAMS} frames of worker {peer} came in part")
+                    raise ProtocolError(f"more than {MAX_STREAMS} incomplete frames of worker {peer}")
                 if chunk.offset:
                     raise ProtocolError(f"the beginning of a frame of worker {peer} is missing")
                 stream = self._streams[key] = _PartialFrame(self.buffers.take(chunk.total), chunk.total)
             stream.add(chunk, frames[0])
-        except (ProtocolError, OSError, OverflowError, ValueError) as e:  # no memory; or what is no size
+        except (ProtocolError, OSError, OverflowError, ValueError) as e:  # no memory, or an invalid size
             self._streams.pop(key, None)
             raise ProtocolError(f"a chunk of worker {peer} was dropped: {e}") from e
 
     def complete(
         self, peer: int, manifest: Manifest, frames: Sequence[Buffer]
     ) -> tuple[Manifest, list[Buffer]]:
-        """``manifest`` and ``frames`` of a message as they were before they were cut.
+        """Restores the manifest and frames of a message as they were before :func:`split`.
 
         Raises:
             ProtocolError: if a chunk is missing.
@@ -140,34 +143,34 @@ class Reassembler:
                     whole += itertools.islice(following, 1)
                 continue
             stream = self._streams.pop((peer, piece.block), None)
-            if stream is None or not stream.came == stream.size == piece.size:
+            if stream is None or not stream.received == stream.size == piece.size:
                 raise ProtocolError(f"chunks of a frame of worker {peer} are missing")
             pieces.append(Piece(size=piece.size))
             whole.append(memoryview(stream.array).cast("B"))
         return replace(manifest, pieces=tuple(pieces)), [*whole, *following]
 
     def forget(self, peer: int) -> None:
-        """No more will come of what ``peer`` began."""
+        """Drops the incomplete frames of ``peer``."""
         for key in [key for key in list(self._streams) if key[0] == peer]:
             self._streams.pop(key, None)
 
     def close(self) -> None:
-        """Forget everybody. What is in use stays valid."""
+        """Drops everything. Buffers in use stay valid."""
         self._streams.clear()
         self.buffers.close()
 
 
 def _new_memory(size: int) -> mmap.mmap:
-    # Private: a fork keeps what it has, whatever this process does with the memory later.
+    # Private: a forked child keeps its contents when this process reuses the memory.
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without; it is only quicker to fill
+        with contextlib.suppress(OSError):  # not supported; huge pages only save time
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
 
 class BufferPool:
-    """Memory for large frames that is used again when nothing refers to it any more."""
+    """Memory for large frames, which is reused when nothing refers to it any more."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards all but the deque
@@ -179,14 +182,14 @@ class BufferPool:
         self._closed = False
 
     def start(self, timer: Timer | None) -> None:
-        """From here on, what is not used goes back to the system in time."""
+        """Frees unused buffers by ``timer`` from now on."""
         self._timer = timer
 
     def take(self, size: int) -> Any:
-        """A ctypes array of ``size`` bytes; its memory is used again when it has died.
+        """Returns a ctypes array of ``size`` bytes, whose memory is reused when it is garbage.
 
         Raises:
-            OSError, ValueError, OverflowError: if there is no such memory.
+            OSError, ValueError, OverflowError: if that memory cannot be allocated.
         """
         with self._lock:
             self._collect()
@@ -205,16 +208,16 @@ class BufferPool:
         return array
 
     def copy(self, frame: bytearray | memoryview) -> Buffer:
-        """A copy of ``frame``."""
+        """Returns a copy of ``frame``."""
         size = len(frame)
-        if size < LEAST_WARM:
+        if size < MIN_POOLED_BYTES:
             return bytes(frame)
         array = self.take(size)
         memoryview(array).cast("B")[:] = frame
         return memoryview(array).cast("B")
 
     def _collect(self) -> None:
-        """Called with the lock held."""
+        """Collects freed buffers, within the limit. Called with the lock held."""
         while self._freed:
             self._free.append(self._freed.popleft())
         while sum(map(len, self._free)) > (0 if self._closed else KEPT):
@@ -232,13 +235,13 @@ class BufferPool:
             self._timer.call_later(TRIM_SECONDS, self._trim)
 
     def close(self) -> None:
-        """Keep nothing any more."""
+        """Frees all buffers, now or when they are returned."""
         with self._lock:
             self._closed = True
             self._collect()
 
     def kept(self) -> int:
-        """Bytes that are kept warm."""
+        """Returns the size of all free buffers in bytes."""
         with self._lock:
             self._collect()
             return sum(map(len, self._free))

@@ -1,12 +1,13 @@
-"""Outgoing connections: to each peer a DEALER, and beside it, on one host, the fast path past libzmq.
+"""Outgoing connections: a DEALER to each peer, and on one host the fast path beside it.
 
-Within a host the DEALER connects by ipc, which does not break while both ends live. Over tcp it belongs to a
-session (:mod:`~zmqgrad.transport.session`).
+Within a host the DEALER connects by ipc, which does not break while both processes run. Over tcp it belongs
+to a session (:mod:`~zmqgrad.transport.session`). Small messages to peers of this host use
+:mod:`zmqgrad.transport.local` instead: they go to the peer's receiver, or to the reply channel at which one
+of its threads waits.
 
-A connection is written by whichever thread has something to send, under its lock (a ZeroMQ socket may move
-between threads across a lock). High-water marks are zero: a send never blocks inside libzmq (DESIGN section
-4). Small messages to peers of this host go by :mod:`zmqgrad.transport.local`: to their receiver, or to the
-reply channel at which a thread of theirs waits.
+Threads and locks: any thread sends, under the lock of the connection (a ZeroMQ socket may move between
+threads across a lock). High-water marks are zero, so a send never blocks inside libzmq (DESIGN section 4).
+The pool's lock guards its tables; the two are never held together.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from zmqgrad.transport.data_plane import frames_size
 from zmqgrad.transport.heartbeat import SCHEME
 from zmqgrad.transport.local.channels import MAX_CHANNELS, channel_endpoint
 from zmqgrad.transport.local.writer import BacklogWriter
-from zmqgrad.transport.security import Keys
-from zmqgrad.transport.session_socket import SessionSocket, send_all
+from zmqgrad.transport.security import Keys, secure_client
+from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sessions import Sessions
-from zmqgrad.transport.zap import HANDSHAKE_MS, key_caller
+from zmqgrad.transport.sockets import send_all, set_up
 
 logger = logging.getLogger(__name__)
 
 Connected = Callable[[int, str, Sequence[str]], None]
-"""Told of a peer that is sent to from now on: the endpoint, and all its endpoints."""
+"""Called with a new connection: the peer, the endpoint in use, and all endpoints of the peer."""
 
 
 class Connection:
-    """The way out to one peer. ``lock`` guards everything but ``local``, which has a lock of its own."""
+    """The connection to one peer. ``lock`` guards all but ``local``, which has a lock of its own."""
 
     __slots__ = (
         "endpoint",
@@ -57,14 +58,14 @@ class Connection:
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.socket: zmq.Socket[bytes] | None = None
-        """By ipc."""
+        """The DEALER by ipc."""
         self.session: SessionSocket | None = None
-        """By tcp."""
+        """The session by tcp."""
         self.epoch = 0
-        """How many sessions with the peer were given up."""
+        """How many sessions with the peer were abandoned."""
         self.local: local.LocalConnection | None = None
         self.local_retry = False
-        """Is it worth trying again to connect by the fast path?"""
+        """Whether the listener was only busy, so that the fast path should be tried again."""
         self.endpoint = ""
         self.incarnation = 0
         self.messages = 0
@@ -73,11 +74,11 @@ class Connection:
 
     @property
     def is_open(self) -> bool:
-        """Is it known where the peer is?"""
+        """Whether there is a DEALER or a session."""
         return self.socket is not None or self.session is not None
 
     def close_local(self) -> None:
-        """From now on everything goes by the DEALER."""
+        """Closes the fast path; from now on the DEALER carries everything."""
         connection, self.local = self.local, None
         if connection is not None:
             self.messages += connection.sent
@@ -89,11 +90,11 @@ class ConnectionPool:
     """The connections of one mailbox to its peers, opened as they are needed.
 
     Args:
-        name: of the worker, for errors and threads.
-        keys: by tcp, talk only to those who have them.
-        job: what the fast path asks of a peer to be its own.
-        fast: use the fast path where it can be.
-        sessions: those of the mailbox.
+        name: of the worker, used in errors and names of threads.
+        keys: the job's, required of peers by tcp; None: they are not authenticated.
+        job: identifies the job to the fast path.
+        fast: whether to use the fast path where the system supports it.
+        sessions: of the mailbox.
         connected: called for each new connection, with its lock held.
     """
 
@@ -107,7 +108,7 @@ class ConnectionPool:
         sessions: Sessions,
         connected: Connected,
     ) -> None:
-        self.resolve: Resolver = _knows_nobody
+        self.resolve: Resolver = _raise_unknown_peer
         self._name = name
         self._context = context
         self._keys = keys
@@ -121,9 +122,9 @@ class ConnectionPool:
         self._lock = threading.Lock()  # guards all below, and _closed
         self._peers: dict[int, Connection] = {}
         self.known: Callable[[int], Connection | None] = self._peers.get
-        """The connection to a peer, if it was ever sent to."""
+        """Returns the connection to a peer; None if nothing was ever sent to it."""
         self.same_host: set[int] = set()
-        """The peers that are reached within this host, by the fast path too."""
+        """The peers on this host that the fast path may reach."""
         self._channels: dict[tuple[int, int], Connection] = {}  # by peer and number of the reply channel
 
     def __len__(self) -> int:
@@ -131,11 +132,11 @@ class ConnectionPool:
 
     @property
     def closed(self) -> bool:
-        """Are there to be no new ones?"""
+        """Whether :meth:`close` was called."""
         return self._closed
 
     def to(self, peer: int) -> Connection:
-        """The connection to ``peer``, which may have yet to be opened."""
+        """Returns the connection to ``peer``, which may not be open yet."""
         return self.known(peer) or self._new(peer)
 
     def _new(self, peer: int) -> Connection:
@@ -143,20 +144,20 @@ class ConnectionPool:
             return self._peers.setdefault(peer, Connection())
 
     def open(self, peer: int, connection: Connection) -> None:
-        """Connect, if that has not been done: then it is known whether the peer is on this host.
+        """Connects unless that was done before; afterwards ``connection.endpoint`` is known.
 
         Raises:
-            ClosedError, UnknownPeerError, TransportError: if that cannot be.
+            ClosedError, UnknownPeerError, TransportError: if it cannot connect.
         """
         with connection.lock:
             if not connection.is_open:
                 self._connect(peer, connection)
 
     def acknowledge(self, peer: int) -> None:
-        """Send an acknowledgement to ``peer``, unless it was forgotten.
+        """Sends an acknowledgement to ``peer``, unless it was forgotten.
 
         Raises:
-            ClosedError, UnknownPeerError, TransportError: if that cannot be.
+            ClosedError, UnknownPeerError, TransportError: if it cannot connect.
         """
         connection = self.to(peer)
         with connection.lock:
@@ -175,11 +176,12 @@ class ConnectionPool:
         parts: Sequence[tuple[bytearray, memoryview]],
         awaited: bool,
     ) -> None:
-        """Queue a message; ``parts`` are chunks, each with its own header, that go before it.
+        """Queues a message.
 
         Args:
-            small: it may go by the fast path.
-            awaited: its sender goes on to wait, or somebody waits for it. Otherwise it may be one of many.
+            small: whether the fast path may carry it.
+            parts: chunks to send before it, each with its own header.
+            awaited: whether a thread waits for it or for its reply. Otherwise it may be one of many.
         """
         if small and connection.endpoint and self._send_fast(connection, first, awaited):
             return
@@ -212,7 +214,7 @@ class ConnectionPool:
                 raise
 
     def _send_fast(self, connection: Connection, packet: bytearray, awaited: bool) -> bool:
-        """Send by the fast path. False if that cannot be now, or ever."""
+        """Sends by the fast path. Returns False if that is not possible, now or ever."""
         fast = connection.local
         if fast is None and connection.local_retry:
             fast = self._connect_local(connection)
@@ -231,13 +233,13 @@ class ConnectionPool:
         return True
 
     def send_to_channel(self, peer: int, number: int, packet: bytearray) -> bool:
-        """Send to reply channel ``number`` of ``peer``. False if that cannot be now, or ever."""
+        """Sends to reply channel ``number`` of ``peer``. Returns False if that is not possible."""
         connection = self._channels.get((peer, number)) or self._open_channel(peer, number)
         return connection is not None and self._send_fast(connection, packet, True)
 
     def _open_channel(self, peer: int, number: int) -> Connection | None:
         main = self._peers.get(peer)
-        # The connection to the ROUTER is the one that heartbeats watch, so it must exist before any other.
+        # Opening the connection to the ROUTER starts the heartbeats, so it must exist before any other.
         if number > MAX_CHANNELS or main is None or not main.is_open or peer not in self.same_host:
             return None
         with self._lock:
@@ -264,7 +266,7 @@ class ConnectionPool:
         try:
             if endpoint.startswith("tcp:"):
                 connection.session = self._sessions.open(
-                    peer, endpoint, known.incarnation, connection.epoch, connection.lock, self._keyed_dealer
+                    peer, endpoint, known.incarnation, connection.epoch, connection.lock, self._secure_dealer
                 )
             else:
                 connection.socket = self._dealer()
@@ -284,24 +286,24 @@ class ConnectionPool:
 
     def _dealer(self) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.DEALER)
-        set_up(socket)
+        set_up_unbounded(socket)
         return socket
 
-    def _keyed_dealer(self) -> zmq.Socket[bytes]:
+    def _secure_dealer(self) -> zmq.Socket[bytes]:
         socket = self._dealer()
         if self._keys is not None:
-            key_caller(socket, self._keys)
+            secure_client(socket, self._keys)
         return socket
 
     def _connect_local(self, connection: Connection, endpoint: str = "") -> local.LocalConnection | None:
-        """Connect by the fast path; the listener has still to accept that. None if that cannot be now."""
+        """Opens the fast path, which the listener must still accept. Returns None if that fails."""
         connection.local_retry = False
         try:
             opened = local.connect(
                 endpoint or connection.endpoint, self._job, connection.incarnation, self._writer.add
             )
         except BlockingIOError:
-            connection.local_retry = True  # too many wait to be accepted there
+            connection.local_retry = True  # too many connections wait to be accepted
             return None
         except OSError as e:
             logger.debug("%s: no fast path to %s: %s", self._name, connection.endpoint, e)
@@ -310,25 +312,25 @@ class ConnectionPool:
         return opened
 
     def forget(self, peer: int) -> None:
-        """Drop the connection to ``peer``; what was queued for it is lost."""
-        # Its place stays: a thread that is about to send by it must find this one, or nobody would ever
-        # close the socket that it opens.
+        """Drops the connection to ``peer``; what was queued for it is lost."""
+        # The Connection stays in the table: a thread that is about to send may open a socket in it, which
+        # close() must find.
         for connection in self.all(peer):
             _shut(connection, linger=0)
         self._sessions.drop(peer)
-        with self._lock:  # its channels are found anew, where it then is
+        with self._lock:  # its channels may have another address then
             for key in [key for key in self._channels if key[0] == peer]:
                 del self._channels[key]
 
     def all(self, peer: int | None = None) -> list[Connection]:
-        """All connections, those to reply channels as well; or those to ``peer``."""
+        """Returns all connections, including those to reply channels; with ``peer``, only its own."""
         with self._lock:
             own = [c for number, c in self._peers.items() if peer is None or number == peer]
             channels = [c for (number, _), c in self._channels.items() if peer is None or number == peer]
         return own + channels
 
     def counts(self) -> tuple[int, int, int]:
-        """Messages, bytes of headers, and bytes of frames sent so far."""
+        """Returns the messages, bytes of headers, and bytes of frames sent so far."""
         messages = header_bytes = frame_bytes = 0
         for connection in self.all():
             fast = connection.local
@@ -338,23 +340,23 @@ class ConnectionPool:
         return messages, header_bytes, frame_bytes
 
     def peers_connected(self) -> int:
-        """To how many peers a connection is open."""
+        """Returns to how many peers a connection is open."""
         return sum(connection.is_open for connection in list(self._peers.values()))
 
     def close(self) -> bool:
-        """No new ones from now on. False if that was so already."""
+        """Refuses new connections from now on. Returns False if it did already."""
         with self._lock:
             before, self._closed = self._closed, True
             return not before
 
     def shut(self, linger: int) -> None:
-        """Close all sockets; ``linger`` is how many ms unsent messages may take to leave."""
+        """Closes all sockets; unsent messages may take ``linger`` ms to leave."""
         self._writer.close()
         for connection in self.all():
             _shut(connection, linger)
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for threads; names those that have not ended by ``deadline``."""
+        """Waits for threads. Returns the names of those that have not ended by ``deadline``."""
         return self._writer.join(deadline)
 
 
@@ -371,25 +373,24 @@ def _shut(connection: Connection, linger: int) -> None:
         connection.epoch += 1
 
 
-def _knows_nobody(peer: int) -> PeerAddress:
+def _raise_unknown_peer(peer: int) -> PeerAddress:
     raise UnknownPeerError(f"no address is known for worker {peer}: the mailbox was not started")
 
 
-def set_up(socket: zmq.Socket[bytes]) -> None:
-    """What every socket of ours is given at birth."""
-    socket.linger = 0
+def set_up_unbounded(socket: zmq.Socket[bytes]) -> None:
+    """Sets the options of a mailbox's sockets. Credit bounds what is queued, not libzmq."""
+    set_up(socket)
     socket.sndhwm = 0
     socket.rcvhwm = 0
-    socket.handshake_ivl = HANDSHAKE_MS
 
 
 def best_endpoint(endpoints: Sequence[str]) -> str:
-    """The first endpoint that can be reached from here.
+    """Returns the first endpoint that can be reached from here.
 
-    An ipc address is tried for real: boot ids are equal across containers that share nothing.
+    An ipc address is probed by connecting: equal boot ids do not prove a common network namespace.
 
     Raises:
-        UnknownPeerError: if there is none.
+        UnknownPeerError: if no endpoint can be reached.
     """
     for endpoint in endpoints:
         if endpoint.startswith(SCHEME):

@@ -40,7 +40,7 @@ BATCHES = 4
 LOG_INTERVAL_SECONDS = 5.0
 """How often a sender that waits reports that to its peer. The first time, it logs a warning."""
 
-Say = Callable[[int, Message], None]
+Notify = Callable[[int, Message], None]
 """Queues a small message for a peer. Must not raise because of that peer."""
 
 
@@ -81,37 +81,37 @@ class SendWindow:
     Args:
         name: of the worker, for the log.
         limit: bytes in flight to each peer; 0 means no limit.
-        say: notifies a peer that a message waits for it.
+        notify: notifies a peer that a message waits for it.
     """
 
-    def __init__(self, name: str, limit: int, say: Say) -> None:
+    def __init__(self, name: str, limit: int, notify: Notify) -> None:
         self.limit = limit
         self.waits = 0
         self._name = name
-        self._say = say
+        self._notify = notify
         self._lock = threading.Lock()  # guards all but the constants
-        self._accounts: dict[tuple[int, bool], _CreditAccount] = {}  # by peer, and whether for answers
+        self._accounts: dict[tuple[int, bool], _CreditAccount] = {}  # by peer, and whether for replies
         self._closed = False
 
-    def take(self, peer: int, answer: bool, size: int, *, wait: bool = True) -> bool:
+    def take(self, peer: int, reply: bool, size: int, *, wait: bool = True) -> bool:
         """Counts ``size`` bytes as in flight to ``peer``. Returns False if the caller must :meth:`wait`
         instead."""
         if not self.limit:
             return True
         with self._lock:
-            account = self._account(peer, answer)
+            account = self._account(peer, reply)
             if wait and (account.waiting or not account.has_room(size)):
                 return False
             account.sent += size
             return True
 
-    def _account(self, peer: int, answer: bool) -> _CreditAccount:
-        account = self._accounts.get((peer, answer))
+    def _account(self, peer: int, reply: bool) -> _CreditAccount:
+        account = self._accounts.get((peer, reply))
         if account is None:
-            account = self._accounts[peer, answer] = _CreditAccount(self.limit)
+            account = self._accounts[peer, reply] = _CreditAccount(self.limit)
         return account
 
-    def wait(self, peer: int, answer: bool, size: int, seconds: float) -> None:
+    def wait(self, peer: int, reply: bool, size: int, seconds: float) -> None:
         """Waits up to ``seconds`` (0: no limit) until ``size`` bytes may be sent to ``peer``, and counts
         them.
 
@@ -122,31 +122,31 @@ class SendWindow:
         with self._lock:
             if self._closed:
                 raise ClosedError(f"the mailbox of {self._name} is closed")
-            account, waiter = self._account(peer, answer), _Waiter(size, Promise())
+            account, waiter = self._account(peer, reply), _Waiter(size, Promise())
             account.waiting.append(waiter)
             granted = account.grant()
             is_first = len(account.waiting) <= 1  # else the first waiter reports to the peer
             self.waits += 1
         if is_first:
-            self._go_on(peer, answer, account, granted)
+            self._resume(peer, reply, account, granted)
         try:
-            self._wait(peer, answer, account, waiter, Deadline.after(seconds or None))
+            self._wait(peer, reply, account, waiter, Deadline.after(seconds or None))
         except BaseException:
-            self._withdraw(peer, answer, account, waiter)
+            self._withdraw(peer, reply, account, waiter)
             raise
 
     def _wait(
-        self, peer: int, answer: bool, account: _CreditAccount, waiter: _Waiter, deadline: Deadline
+        self, peer: int, reply: bool, account: _CreditAccount, waiter: _Waiter, deadline: Deadline
     ) -> None:
-        granted, said = waiter.granted, False
+        granted, logged = waiter.granted, False
         while not granted.wait_done(deadline.capped(LOG_INTERVAL_SECONDS).left()):
             what = f"{self._name}: {self._describe(peer, account)}"
             if deadline.passed():
                 raise CongestionError(what)
-            if not said:
-                said = True
+            if not logged:
+                logged = True
                 logger.warning("%s", what)
-            self._ask(peer, answer, account, again=True)
+            self._request_credit(peer, reply, account, again=True)
         granted.result()
 
     def _describe(self, peer: int, account: _CreditAccount) -> str:
@@ -155,7 +155,7 @@ class SendWindow:
             f"{account.sent} bytes that it was sent (ZMQGRAD_INFLIGHT_BYTES is {self.limit})"
         )
 
-    def _withdraw(self, peer: int, answer: bool, account: _CreditAccount, waiter: _Waiter) -> None:
+    def _withdraw(self, peer: int, reply: bool, account: _CreditAccount, waiter: _Waiter) -> None:
         """Removes ``waiter``, which may have been granted its bytes at the last moment."""
         with self._lock:
             if waiter in account.waiting:
@@ -164,18 +164,18 @@ class SendWindow:
             elif waiter.granted.exception() is None:
                 account.sent = max(0, account.sent - waiter.size)
             granted = account.grant()
-        self._go_on(peer, answer, account, granted)
+        self._resume(peer, reply, account, granted)
 
-    def give_back(self, peer: int, answer: bool, size: int) -> None:
+    def give_back(self, peer: int, reply: bool, size: int) -> None:
         """Returns credit: ``peer`` has consumed ``size`` bytes, or they were not sent after all."""
         with self._lock:
-            account = self._accounts.get((peer, answer))
+            account = self._accounts.get((peer, reply))
             if account is None:  # forgotten, or an error of the peer
                 return
             account.sent = max(0, account.sent - size)
             granted = account.grant()
         if granted or account.waiting:
-            self._go_on(peer, answer, account, granted)
+            self._resume(peer, reply, account, granted)
 
     def on_credit(self, peer: int, credit: Credit) -> None:
         """Handles a message in which ``peer`` returns credit."""
@@ -184,22 +184,22 @@ class SendWindow:
         if credit.answers:
             self.give_back(peer, True, credit.answers)
 
-    def _go_on(self, peer: int, answer: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
-        """Wakes the granted waiters, and tells ``peer`` what the next one waits for."""
+    def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
+        """Wakes the granted waiters, and requests the credit that the next one needs."""
         for waiter in granted:
             waiter.granted.set_result(None)
-        self._ask(peer, answer, account)
+        self._request_credit(peer, reply, account)
 
-    def _ask(self, peer: int, answer: bool, account: _CreditAccount, again: bool = False) -> None:
+    def _request_credit(self, peer: int, reply: bool, account: _CreditAccount, again: bool = False) -> None:
         with self._lock:
             needed = account.needed()
         if needed:
-            self._say(peer, CreditWanted(0, needed, again) if answer else CreditWanted(needed, 0, again))
+            self._notify(peer, CreditWanted(0, needed, again) if reply else CreditWanted(needed, 0, again))
 
     def forget(self, peer: int) -> None:
         """Drops the account of ``peer``; messages that wait for it fail."""
         with self._lock:
-            dropped = [a for a in (self._accounts.pop((peer, answer), None) for answer in (False, True)) if a]
+            dropped = [a for a in (self._accounts.pop((peer, reply), None) for reply in (False, True)) if a]
             waiting = _take_waiting(dropped)
         why = f"the way from {self._name} to worker {peer} was dropped while a message waited for it"
         for waiter in waiting:
@@ -254,60 +254,60 @@ class ReceiveWindow:
 
     Args:
         limit: of this worker; peers may have another one.
-        say: sends credit to a peer.
+        notify: sends credit to a peer.
     """
 
-    def __init__(self, limit: int, say: Say) -> None:
+    def __init__(self, limit: int, notify: Notify) -> None:
         self._batch = max(1, limit // BATCHES)
-        self._say = say
+        self._notify = notify
         self._lock = threading.Lock()  # guards _peers
         self._peers: dict[tuple[int, bool], _Unacked] = {}
 
-    def received(self, peer: int, answer: bool, size: int) -> None:
+    def received(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes of frames that arrived from ``peer``."""
         with self._lock:
-            self._unacked(peer, answer).held += size
+            self._unacked(peer, reply).held += size
 
-    def consumed(self, peer: int, answer: bool, size: int) -> None:
+    def consumed(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes as consumed, and returns credit if it is due."""
         with self._lock:
-            unacked = self._unacked(peer, answer)
+            unacked = self._unacked(peer, reply)
             unacked.held = max(0, unacked.held - size)  # the peer may have been forgotten since
             unacked.taken += size
-            told = self._due(unacked)
-        self._tell(peer, answer, told)
+            credit = self._due(unacked)
+        self._return_credit(peer, reply, credit)
 
     def credit_requested(self, peer: int, message: CreditWanted) -> None:
         """Handles a message in which ``peer`` asks for credit."""
-        for answer, needed in ((False, message.requests), (True, message.answers)):
+        for reply, needed in ((False, message.requests), (True, message.answers)):
             if needed:
                 with self._lock:
-                    unacked = self._unacked(peer, answer)
+                    unacked = self._unacked(peer, reply)
                     unacked.due = min(unacked.due, needed)
                     if message.again and unacked.held + unacked.taken < needed:
                         unacked.taken = needed - unacked.held  # the rest was lost with a connection
-                    told = self._due(unacked)
-                self._tell(peer, answer, told)
+                    credit = self._due(unacked)
+                self._return_credit(peer, reply, credit)
 
-    def _unacked(self, peer: int, answer: bool) -> _Unacked:
-        unacked = self._peers.get((peer, answer))
+    def _unacked(self, peer: int, reply: bool) -> _Unacked:
+        unacked = self._peers.get((peer, reply))
         if unacked is None:
-            unacked = self._peers[peer, answer] = _Unacked(self._batch)
+            unacked = self._peers[peer, reply] = _Unacked(self._batch)
         return unacked
 
     def _due(self, unacked: _Unacked) -> int:
         """Takes the credit to return now. Called with the lock held."""
-        told = unacked.taken if unacked.taken >= unacked.due else 0
-        if told:
+        credit = unacked.taken if unacked.taken >= unacked.due else 0
+        if credit:
             unacked.taken, unacked.due = 0, self._batch
-        return told
+        return credit
 
-    def _tell(self, peer: int, answer: bool, told: int) -> None:
-        if told:
-            self._say(peer, Credit(0, told) if answer else Credit(told, 0))
+    def _return_credit(self, peer: int, reply: bool, credit: int) -> None:
+        if credit:
+            self._notify(peer, Credit(0, credit) if reply else Credit(credit, 0))
 
     def forget(self, peer: int) -> None:
         """Drops the counts of ``peer``."""
         with self._lock:
-            for answer in (False, True):
-                self._peers.pop((peer, answer), None)
+            for reply in (False, True):
+                self._peers.pop((peer, reply), None)

@@ -1,9 +1,9 @@
 """Polls file descriptors for the threads of a pool, by leader/followers (Schmidt et al., POSA2).
 
-One thread, the leader, reads. Before it runs a task it promotes: the followers already block in the kernel,
-so that wakes none of them; only the next message makes one of them the leader. Of several, the kernel wakes
-the one that came last, whose caches are the warmest. A thread that returns from its task leads again if no
-follower was woken meanwhile, and then spins before it blocks.
+One thread, the leader, reads. Before it runs a task, it gives up the lead. The followers already block in the
+kernel, so that wakes none of them; the next message makes one of them the leader: the one that blocked last,
+whose caches are the warmest. A thread that returns from its task leads again if no follower was woken
+meanwhile, and then spins before it blocks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 from typing import Protocol
 
 from zmqgrad.runtime.spinning import UNSOLICITED_SPIN_SECONDS, SpinBudget, Spinner
-from zmqgrad.transport.wakeup import Wakeup
+from zmqgrad.transport.polling import Wakeup
 
 MAX_EVENTS = 64
 """How many events one poll returns at most."""
@@ -105,8 +105,8 @@ class EpollLeaderPoller:
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """As :class:`LeaderPoller`."""
         # Threads that wait for replies at their own channels need the processor next.
-        looks = seconds is None and self._spin_budget is not None and not self._spin_budget.waiting
-        ready = (looks and self._spinner.spin(self._inner.poll)) or self._inner.poll(seconds, MAX_EVENTS)
+        spins = seconds is None and self._spin_budget is not None and not self._spin_budget.waiting
+        ready = (spins and self._spinner.spin(self._inner.poll)) or self._inner.poll(seconds, MAX_EVENTS)
         return self._clear_wakeup(ready) if self._woken else ready
 
     def _clear_wakeup(self, ready: list[tuple[int, int]]) -> list[tuple[int, int]]:

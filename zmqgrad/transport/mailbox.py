@@ -1,14 +1,12 @@
-"""The mailbox over ZeroMQ: ROUTER in, one DEALER a peer out, ipc on one host and tcp between hosts.
+"""The mailbox over ZeroMQ: receives by a ROUTER, and sends by one DEALER per peer; ipc on one host, else tcp.
 
 It assembles the receiver (:mod:`~zmqgrad.transport.receiver`), the outgoing connections
 (:mod:`~zmqgrad.transport.connections`), the fast path within a host with its reply channels
-(:mod:`~zmqgrad.transport.local`), and the heartbeats (:mod:`~zmqgrad.transport.heartbeat`).
+(:mod:`~zmqgrad.transport.local`), the heartbeats (:mod:`~zmqgrad.transport.heartbeat`), and the data plane
+(:mod:`~zmqgrad.transport.data_plane`), which decides how frames are transferred.
 
-On Linux the ipc address lies in the abstract namespace, so a killed process leaves no file behind, and
-the kernel's word for the peer's user id is checked at connect. Elsewhere it is a socket in a private
-directory (0700).
-
-How frames travel is decided in :mod:`~zmqgrad.transport.data_plane`.
+On Linux the ipc address is in the abstract namespace, so a killed process leaves no file behind, and libzmq
+checks the peer's user id. Elsewhere it is a socket in a private directory (0700).
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from zmqgrad.errors import AddressInUseError, TransportError, UnknownPeerError
+from zmqgrad.errors import UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
@@ -35,8 +33,9 @@ from zmqgrad.transport import local
 from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, OnIdle, Resolver, Suspected, Timer
+from zmqgrad.transport.bind_policy import bind
 from zmqgrad.transport.bulk import split
-from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up
+from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up_unbounded
 from zmqgrad.transport.data_plane import OWN, DataPlane
 from zmqgrad.transport.flow_control import INFLIGHT
 from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor, heartbeat_endpoint
@@ -45,10 +44,9 @@ from zmqgrad.transport.local import LocalListener
 from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
 from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.receiver import Receiver
-from zmqgrad.transport.security import Keys
+from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.tap import Tap, Tapped
-from zmqgrad.transport.zap import ZapAuthenticator, key_listener
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Ack, Message, MessageType
@@ -56,31 +54,31 @@ from zmqgrad.wire.messages import Ack, Message, MessageType
 logger = logging.getLogger(__name__)
 
 UNCHANGED = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, MessageType.FORWARD_AUTOGRAD_REQ})
-"""Requests of a user's program, which leaves their tensors unchanged until they are done. What other messages
-carry may change as soon as they are sent, and may have to be sent again."""
+"""Requests of the user's program, which does not modify their tensors before they are done. Tensors of other
+messages may change as soon as they are sent; between hosts they are copied, as they may have to be resent."""
 
 UNSEEN = frozenset({MessageType.CHUNK, MessageType.ACK})
-"""What the tap does not see: parts of messages, and less."""
+"""Messages that the tap does not see: parts of others, and acknowledgements."""
 
 NO_LOAD = Load(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
 
 class ZmqMailbox:
-    """One worker's ROUTER and DEALERs. Binds at birth; receives once started.
+    """One worker's ROUTER and DEALERs. The constructor binds; :meth:`start` begins to receive.
 
     Args:
-        name: of the worker, for its threads.
+        name: of the worker, used in the names of its threads.
         worker_id: 0 to 65535.
-        tcp_host: address to listen on with tcp, at a port that the system picks; None for ipc alone.
-        arena: how much memory to share with workers of this host; by default none.
+        tcp_host: address to listen on by tcp, at a port that the system chooses; None: ipc only.
+        arena: settings of the memory shared with workers of this host; by default none is.
         timeouts: of the failure detector.
-        inflight: bytes of frames that may be on their way to each peer; 0: no limit.
-        keys: by tcp, talk to none but those who have them; None: to whoever comes.
-        io_threads: of libzmq.
-        look: seconds for which a thread spins before it sleeps.
-        job: which job this belongs to, so that another's processes are refused by the fast path.
-        fast_path: use it (see :mod:`~zmqgrad.transport.local`), where the system has what it needs.
+        inflight: limit of the bytes of frames in flight to each peer; 0: no limit.
+        keys: the job's; by tcp, all peers must have them. None: tcp is not authenticated.
+        io_threads: number of I/O threads of libzmq.
+        spin_seconds: how long a thread spins before it blocks.
+        job: identifies the job; the fast path refuses processes of other jobs.
+        fast_path: whether to use it (:mod:`~zmqgrad.transport.local`) where the system supports it.
 
     Raises:
         TransportError: if a socket cannot be bound.
@@ -132,7 +130,7 @@ class ZmqMailbox:
         )
         router = self._context.socket(zmq.ROUTER)
         try:
-            set_up(router)
+            set_up_unbounded(router)
             self._endpoints = tuple(self._bind(router, tcp_host))
             self._receiver = Receiver(
                 name,
@@ -157,15 +155,15 @@ class ZmqMailbox:
         return LocalListener(endpoint, poll, self._job, self.incarnation)
 
     def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None) -> list[str]:
-        bound = [_bind(router, self._ipc_address(router))]
+        bound = [bind(router, self._ipc_address(router))]
         if tcp_host is not None:
             shown = f"[{tcp_host}]" if ":" in tcp_host else tcp_host
             if ":" in tcp_host:
                 router.setsockopt(zmq.IPV6, 1)
-            if self._keys is not None:  # after ipc was bound, which needs none
+            if self._keys is not None:  # after ipc was bound: it stays unencrypted
                 ZapAuthenticator(self._name, self._context, self._keys)
-                key_listener(router, self._keys)
-            bound.append(_bind(router, f"tcp://{shown}:*"))
+                secure_server(router, self._keys)
+            bound.append(bind(router, f"tcp://{shown}:*"))
         return bound
 
     def _ipc_address(self, router: zmq.Socket[bytes]) -> str:
@@ -178,7 +176,7 @@ class ZmqMailbox:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where peers can send to: ipc, then tcp; last, where those of other hosts ask whether it lives."""
+        """The addresses at which peers reach this mailbox: ipc, tcp, and the heartbeat endpoint last."""
         return self._endpoints
 
     def start(
@@ -191,11 +189,11 @@ class ZmqMailbox:
         suspected: Suspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
-        """Begin to receive, in a thread of ``pool`` if there is one, and to watch those that are sent to."""
+        """As :class:`~zmqgrad.transport.base.Mailbox`."""
         if lost is not None:
             self._lost = lost
             self._heartbeats = HeartbeatMonitor(
-                self._name, self._listener, self._lose, suspected or _unheard, self._timeouts
+                self._name, self._listener, self._lose, suspected or _log_suspected, self._timeouts
             )
         if timer is None:
             timer = self._own_timer = TimerThread(self._name)
@@ -212,7 +210,7 @@ class ZmqMailbox:
 
     def _received(self, inbound: Inbound) -> Task | None:
         if self.tap is not None and inbound.envelope.type not in UNSEEN:
-            self._show(inbound)
+            self._call_tap(inbound)
         if inbound.envelope.type in OWN:
             self._plane.heard(inbound)
             return None
@@ -222,23 +220,23 @@ class ZmqMailbox:
         return task
 
     def _decode(self, first: bytes) -> Inbound | None:
-        """What came in by a reply channel."""
+        """Decodes a packet of a reply channel."""
         inbound = self._receiver.decode(first, ())
         if self.tap is not None and inbound is not None:
-            self._show(inbound)
+            self._call_tap(inbound)
         return inbound
 
-    def _show(self, inbound: Inbound) -> None:
+    def _call_tap(self, inbound: Inbound) -> None:
         assert self.tap is not None
         envelope = inbound.envelope
         self.tap(Tapped(False, envelope.source, envelope, inbound.message, inbound.size))
 
     def acquire_channel(self, peer: int) -> ReplyChannel | None:
-        """A reply channel, if ``peer`` is on this host (so it reaches us) and not too many threads wait."""
+        """As ``Mailbox``. Only peers of this host can reach a reply channel."""
         return self._channels.acquire() if peer in self._connections.same_host else None
 
     def acquire_idle_channels(self) -> Sequence[ReplyChannel]:
-        """All reply channels that nobody waits at, to be read and released."""
+        """As :class:`~zmqgrad.transport.base.Mailbox`."""
         return self._channels.acquire_idle()
 
     def send(
@@ -250,7 +248,7 @@ class ZmqMailbox:
         channel: int = 0,
         patience: float = 0.0,
     ) -> None:
-        """Queue ``message`` for ``peer``. Frames of ``ZERO_COPY_BYTES`` and more must not change after."""
+        """As ``Mailbox``. Frames of ``ZERO_COPY_BYTES`` and more must not be modified afterwards."""
         pool = self._connections
         connection = pool.known(peer) or pool.to(peer)
         load = NO_LOAD
@@ -279,7 +277,7 @@ class ZmqMailbox:
             self.tap(Tapped(True, peer, envelope, message, len(first) + sum(map(len, frames))))
 
     def _send_behind(self, peer: int, message: Message) -> None:
-        """Queue a message without frames that overtakes none which was sent before."""
+        """Queues a message without frames behind all that were sent to ``peer`` before."""
         first = encode(message, self.worker_id, self.incarnation, 0)
         self._connections.send(peer, self._connections.to(peer), first, (), False, (), False)
 
@@ -289,7 +287,7 @@ class ZmqMailbox:
             self._heartbeats.watch(peer, heartbeat)
 
     def monitor(self, peer: int) -> None:
-        """Monitors ``peer`` by heartbeats, even if nothing was sent to it."""
+        """As :class:`~zmqgrad.transport.base.Mailbox`."""
         known = self._connections.resolve(peer).endpoints
         try:
             self._watch(peer, best_endpoint(known), known)
@@ -298,14 +296,14 @@ class ZmqMailbox:
                 self._lose(peer, str(e))
 
     def forget(self, peer: int) -> None:
-        """Drop the connection to ``peer``; what was queued for it is lost."""
+        """As ``Mailbox``. What was queued for ``peer`` is lost."""
         if self._heartbeats is not None:
             self._heartbeats.forget(peer)
         self._connections.forget(peer)
         self._plane.forget(peer)
 
     def close(self, linger: int = 0) -> None:
-        """Stop; ``linger`` is how many ms unsent messages may take to leave. Idempotent."""
+        """Stops sending and receiving; unsent messages may take ``linger`` ms to leave. Idempotent."""
         if not self._connections.close():
             return
         self._sessions.close()
@@ -322,7 +320,7 @@ class ZmqMailbox:
             self._own_timer.close()
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for the receiver and for libzmq; names what has not ended by ``deadline``."""
+        """As :class:`~zmqgrad.transport.base.Mailbox`."""
         left = self._receiver.join(deadline)
         if self._heartbeats is not None:
             left += self._heartbeats.join(deadline)
@@ -333,8 +331,8 @@ class ZmqMailbox:
             return left
         if not self._channels.join(deadline.timeout()):
             return [f"{self._name}-channels"]
-        self._connections.shut(0)  # a send that raced with close may have connected anew
-        # term() waits for sockets that are still open, which should be none, and knows no deadline.
+        self._connections.shut(0)  # a send that raced with close may have connected
+        # term() has no timeout, and would wait for a socket that was left open.
         ending = threading.Thread(target=self._context.term, name=f"{self._name}-term", daemon=True)
         ending.start()
         ending.join(deadline.timeout())
@@ -349,9 +347,9 @@ class ZmqMailbox:
             self._directory = None
 
     def statistics(self) -> dict[str, Any]:
-        """Messages in and out, bytes by path, arena, connected peers, what waits, malformed messages.
+        """Returns messages and bytes in and out, by path, and the state of arena, credit and sessions.
 
-        Paths: ``inline`` (beside the header), ``frames`` (of a socket), ``arena`` (shared memory).
+        Paths: ``inline`` (in the header frame), ``frames`` (through a socket), ``arena`` (shared memory).
         """
         messages, header_bytes, frame_bytes = self._connections.counts()
         exchange, receiver = self._plane.exchange, self._receiver
@@ -383,18 +381,9 @@ class ZmqMailbox:
         return f"<ZmqMailbox {self._name} id={self.worker_id} at {self._endpoints[0]}: {state}>"
 
 
-def _unheard(peer: int, silent: float) -> None:
+def _log_suspected(peer: int, silent: float) -> None:
     logger.debug("worker %d has been silent for %.1f s", peer, silent)
 
 
 def _drop(inbound: Inbound) -> None:
     logger.debug("no handler yet for %s", inbound.message)
-
-
-def _bind(socket: zmq.Socket[bytes], address: str) -> str:
-    try:
-        socket.bind(address)
-    except zmq.ZMQError as e:
-        kind = AddressInUseError if e.errno == zmq.EADDRINUSE else TransportError
-        raise kind(f"cannot listen on {address}: {e}") from e
-    return socket.getsockopt_string(zmq.LAST_ENDPOINT)

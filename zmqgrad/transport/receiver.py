@@ -1,12 +1,13 @@
-"""The receiving half of a mailbox: one thread at a time reads one ROUTER and one local listener.
+"""The receiving half of a mailbox: one thread at a time reads the ROUTER and the local listener.
 
-With a thread pool, that is a thread of the pool, and others stand by
+With a thread pool, threads of the pool take turns, by leader/followers
 (:mod:`~zmqgrad.transport.leader_poller`, :meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without
-one, it is a thread of the receiver's own. It reads, decodes and hands on; it never runs user code and never
-stops for what a stranger sends (P5). Small messages of this host come by the fast path
-(:mod:`~zmqgrad.transport.local`), all others by the ROUTER, whose file descriptor tells when to look (and
-says nothing more before all that is there has been read). Closing is a message to itself over ``inproc``,
-known by a token that nobody outside the process can have.
+one, the receiver has a thread of its own. The reading thread decodes messages and passes them to the handler.
+It runs no user code, and malformed messages do not end it (P5).
+
+Small messages of this host arrive by the fast path (:mod:`~zmqgrad.transport.local`), all others by the
+ROUTER. The ROUTER's file descriptor reports new messages only after all earlier ones were read. To stop, the
+receiver sends itself a random token over ``inproc``, which no other process can know.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.transport.base import Buffer, Handler, Inbound, OnIdle
 from zmqgrad.transport.leader_poller import LeaderPoller, make_leader_poller
 from zmqgrad.transport.local import LocalListener
+from zmqgrad.transport.sockets import get_int
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import Manifest
@@ -38,29 +40,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_STRANGERS = 1000
-"""How many senders of garbage are remembered, so that each is logged once."""
+"""How many senders of malformed messages are remembered, so that each is logged once."""
 
 ROUTER_BURST = 16
-"""After so many messages of the ROUTER, look whether some have come by the fast path."""
+"""Messages read from the ROUTER in a row before the fast path has its turn."""
 
 _EVENTS, _RCVMORE, _POLLIN = int(zmq.EVENTS), int(zmq.RCVMORE), int(zmq.POLLIN)
-"""As numbers: pyzmq has enumerations, and joining two of those takes as long as asking libzmq."""
+"""Plain integers: combining pyzmq's enumerations takes as long as a call into libzmq."""
 
 FindFrames = Callable[[int, Manifest, Sequence[Buffer]], Sequence[Buffer]]
-"""(who sent it, manifest, the frames that came) -> the frames of the message."""
+"""(sender, manifest, received frames) -> the frames of the message."""
 
 Accept = Callable[[Envelope, int], bool]
-"""(envelope, bytes of all that came with it) -> whether to deliver it."""
+"""(envelope, bytes of the whole message) -> whether to deliver it."""
 
 
 class Receiver:
     """Reads ``socket`` and calls ``handler`` for each message; without a pool, in ``<name>-receiver``.
 
     Args:
-        listen: makes the listener of the fast path, for a gate; None: everything comes by the ROUTER.
-        find_frames: returns the frames of a message that came with a manifest; it may raise
-            ``ProtocolError``.
-        accept: of a message that belongs to a session, whether to deliver it.
+        listen: creates the listener of the fast path for a poller; None: there is no fast path.
+        find_frames: returns the frames of a message that has a manifest; may raise ``ProtocolError``.
+        accept: called for messages that belong to a session.
+        budget: how long a thread spins before it blocks.
     """
 
     def __init__(
@@ -87,20 +89,20 @@ class Receiver:
         self._started = False
         self._ended: Promise[None] = Promise()
         self._closed = False
-        self._reader = 0  # the thread that reads just now
+        self._reader = 0  # id of the reading thread; 0: none
         self.messages = 0
         self.header_bytes = 0
         self.frame_bytes = 0
         self.malformed = 0
         socket.bind(self._inproc)
         self._poller = make_leader_poller(budget)
-        self._router_number = _number(socket, zmq.FD)
+        self._router_number = get_int(socket, zmq.FD)
         self._poller.register(self._router_number, select.POLLIN)
         self._local = self._open_local(listen)
         self._arrived: deque[bytes] = deque()
-        self._at_router = True  # perhaps there is something to be read
-        self._in_a_row = 0  # messages of the ROUTER
-        self._over = False
+        self._at_router = True  # whether the ROUTER may have messages
+        self._in_a_row = 0  # messages read from the ROUTER
+        self._stopped = False
 
     def _open_local(self, listen: Callable[[LeaderPoller], LocalListener] | None) -> LocalListener | None:
         try:
@@ -110,7 +112,7 @@ class Receiver:
             return None
 
     def start(self, handler: Handler, pool: ThreadPool | None = None, on_idle: OnIdle | None = None) -> None:
-        """Begin to read."""
+        """Starts to read. Arguments as :meth:`~zmqgrad.transport.base.Mailbox.start`."""
         self._handler = handler
         self._on_idle = on_idle or self._on_idle
         self._started = True
@@ -121,32 +123,32 @@ class Receiver:
 
     def _run(self) -> None:
         while (task := self.read()) is not None:
-            self._reader = threading.get_ident()  # nobody reads meanwhile
+            self._reader = threading.get_ident()  # no thread reads meanwhile
             task()
 
     def wait_for_lead(self) -> bool:
-        """Wait until the calling thread is to read; False: it is over."""
+        """As :class:`~zmqgrad.runtime.thread_pool.Source`."""
         return self._poller.wait_for_lead()
 
     def try_lead(self) -> bool:
-        """The calling thread is to read, unless another does."""
+        """As :class:`~zmqgrad.runtime.thread_pool.Source`."""
         return self._poller.try_lead()
 
     def promote(self) -> None:
-        """One that stands by is to read: at once, if there is a message that was read or that libzmq has."""
+        """As ``Source``. A follower is woken at once if there is a message already."""
         if self._at_router:
-            self._at_router = bool(_number(self._socket, _EVENTS) & _POLLIN)
+            self._at_router = bool(get_int(self._socket, _EVENTS) & _POLLIN)
         self._poller.promote(at_once=bool(self._arrived) or self._at_router)
 
     def reads_here(self) -> bool:
-        """Does nobody read while the calling thread waits?"""
+        """Returns whether the calling thread is the reading thread, so must not wait for messages."""
         return self._reader == threading.get_ident()
 
     def read(self) -> Task | None:
-        """Read until there is a task, or it is over (None)."""
+        """Reads until a message results in a task. Returns None at the end."""
         self._reader = threading.get_ident()
         try:
-            while not self._over:
+            while not self._stopped:
                 if self._arrived:
                     inbound = self.decode(self._arrived.popleft(), (), b"local")
                 elif self._at_router:
@@ -154,12 +156,12 @@ class Receiver:
                 else:
                     task = self._on_idle()
                     if task is None:
-                        self._look(None)
+                        self._poll(None)
                         continue
                     self._reader = 0
                     return task
                 task = None if inbound is None else self._deliver(inbound)
-                inbound = None  # while nothing comes, the last message must not be kept alive
+                inbound = None  # else it would stay alive until the next message
                 if task is not None:
                     self._reader = 0
                     return task
@@ -169,8 +171,8 @@ class Receiver:
         self._shut()
         return None
 
-    def _look(self, seconds: float | None) -> None:
-        """See what has come, or wait for it."""
+    def _poll(self, seconds: float | None) -> None:
+        """Waits up to ``seconds`` (None: no limit) for events, and handles them."""
         arrived = self._arrived
         for number, _ in self._poller.poll(seconds):
             if number == self._router_number:
@@ -181,7 +183,7 @@ class Receiver:
                 arrived.extend(self._local.read(number))
 
     def watch(self, number: int, readable: Callable[[], None]) -> None:
-        """Call ``readable``, in the thread that reads, when that descriptor is readable. From any thread."""
+        """Makes the reading thread call ``readable`` when that descriptor is readable. From any thread."""
         self._watched[number] = readable
         self._poller.register(number, select.POLLIN)
 
@@ -192,23 +194,23 @@ class Receiver:
             logger.exception("%s: handling an event of a connection failed", self._name)
 
     def unwatch(self, number: int) -> None:
-        """Not any more. Before the descriptor is closed."""
+        """Undoes :meth:`watch`. Must be called before the descriptor is closed."""
         del self._watched[number]
         self._poller.unregister(number)
 
     def _from_router(self) -> Inbound | None:
-        """The next message at the ROUTER; None if there is none, or it was none of ours."""
+        """Returns the next message of the ROUTER; None if there is none, or it must not be delivered."""
         socket = self._socket
-        if not _number(socket, _EVENTS) & _POLLIN:
+        if not get_int(socket, _EVENTS) & _POLLIN:
             self._at_router = False
             return None
         self._in_a_row += 1
         if self._in_a_row % ROUTER_BURST == 0:
-            self._look(0)
+            self._poll(0)
         identity, first = socket.recv(), socket.recv()
         frames = self._rest() if socket.getsockopt(_RCVMORE) else ()
         if first == self._stop_token:
-            self._over = True
+            self._stopped = True
             return None
         return self.decode(first, frames, identity)
 
@@ -220,7 +222,7 @@ class Receiver:
         self._ended.set_result(None)
 
     def _rest(self) -> list[Buffer]:
-        """The frames after the first: ours, writable, and received without a copy."""
+        """Receives the frames after the first without a copy; they are writable."""
         frames: list[Buffer] = []
         while True:
             frame = self._socket.recv(copy=False)
@@ -229,7 +231,11 @@ class Receiver:
                 return frames
 
     def decode(self, first: bytes, frames: Sequence[Buffer], identity: bytes = b"channel") -> Inbound | None:
-        """The message of these frames; None, and counted, if it is none of ours. From any thread."""
+        """Decodes a message. From any thread.
+
+        Returns:
+            None if it is malformed, which is counted, or must not be delivered.
+        """
         self.header_bytes += len(first)
         by_socket = 0
         for frame in frames:
@@ -240,7 +246,7 @@ class Receiver:
             envelope, manifest, message = decode_all(first)
         except ProtocolError as e:
             self._refuse(identity, e)
-            self._pass_over(first)
+            self._acknowledge_malformed(first)
             return None
         if (envelope.sequence or envelope.acknowledged) and not self._accept(
             envelope, len(first) + by_socket
@@ -253,7 +259,7 @@ class Receiver:
                 self._refuse(identity, e)
                 return None
             for piece in manifest.pieces:
-                if piece.block and not piece.segment:  # it came before, in chunks
+                if piece.block and not piece.segment:  # it was received before, in chunks
                     by_socket += piece.size
         self.messages += 1
         size = len(first)
@@ -261,12 +267,12 @@ class Receiver:
             size += len(each)
         return Inbound(envelope, message, found, size, by_socket)
 
-    def _pass_over(self, first: bytes) -> None:
-        """What cannot be read counts as received in its session, or it would be sent again for ever."""
+    def _acknowledge_malformed(self, first: bytes) -> None:
+        """Counts a malformed message as received in its session, else it would be resent forever."""
         try:
             envelope = read_envelope(first)
         except ProtocolError:
-            return  # of a stranger
+            return  # not from a worker
         if envelope.sequence:
             self._accept(envelope, len(first))
 
@@ -290,7 +296,7 @@ class Receiver:
         logger.warning("%s: dropped a malformed message (%s)", self._name, error)
 
     def close(self) -> None:
-        """Stop reading. Idempotent."""
+        """Stops reading. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -305,17 +311,11 @@ class Receiver:
             waker.send(self._stop_token)
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait until nobody reads any more; gives a name if that has not come by ``deadline``."""
+        """Waits until no thread reads. Returns a name if that has not happened by ``deadline``."""
         if self._started and not self._ended.wait_done(deadline.timeout()):
             return [f"{self._name}-receiver"]
         return []
 
 
 def _nothing() -> None:
-    """There is nothing to be done."""
-
-
-def _number(socket: zmq.Socket[bytes], option: int) -> int:
-    value = socket.getsockopt(option)
-    assert isinstance(value, int)
-    return value
+    """The default of ``on_idle``."""

@@ -1,11 +1,11 @@
-"""Who belongs to the job: whoever has its secret. The keys of CURVE, on every tcp socket, follow from that.
+"""CURVE keys derived from the job's secret, and the ZAP authenticator that admits only their holders.
 
-CURVE (https://rfc.zeromq.org/spec/26/) encrypts with keys that are made for each connection, so what was
-recorded stays secret though the job's secret becomes known. Both ends prove that they have the secret before
-either receives a message: one who connects must know the listener's public key, which is told to nobody, and
-must have the job's other key, too, which :mod:`~zmqgrad.transport.zap` checks.
+CURVE (https://rfc.zeromq.org/spec/26/) encrypts every tcp connection with keys of its own, so recorded
+traffic stays secret even if the job's secret leaks later. Both ends prove that they have the secret before
+either receives a message: a client must know the server's public key, which is never published, and must
+itself have the job's client key, which the authenticator checks (https://rfc.zeromq.org/spec/27/).
 
-Sockets that only processes of this user can reach (ipc) are not keyed.
+Sockets that only processes of this user can reach (ipc) are not encrypted.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import stat
+import threading
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -25,52 +26,57 @@ from zmqgrad.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
 
-SHORTEST = 16
-"""Bytes of a secret; whoever has recorded a connection can try out short ones at leisure."""
+MIN_SECRET_BYTES = 16
+"""Shorter secrets can be guessed from recorded traffic by trying them all."""
 
-_MAKE_ONE = "`openssl rand -hex 32` makes one"
+_ZAP_DOMAIN = b"zmqgrad"
+_ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 
 
 class KeyPair(NamedTuple):
-    """A key that may be told, and the one that belongs to it."""
+    """A CURVE key pair."""
 
     public: bytes
     private: bytes
 
 
 class Keys(NamedTuple):
-    """A job's: of whoever listens, and of whoever connects. Every process of the job has both."""
+    """The key pairs of a job, which all its processes have: for sockets that bind, and that connect."""
 
-    listener: KeyPair
-    caller: KeyPair
+    server: KeyPair
+    client: KeyPair
 
-    def __repr__(self) -> str:  # never to a log
+    def __repr__(self) -> str:  # keys must not appear in logs
         return "<Keys>"
 
 
-def keys_of(secret: str | bytes | None = None) -> Keys | None:
-    """The keys that follow from ``secret``; from that of the environment if it is None; None without any.
+def load_keys(secret: str | bytes | None = None) -> Keys | None:
+    """Derives the job's keys from ``secret``, or from the environment's if it is None.
+
+    Returns:
+        The keys; None if there is no secret.
 
     Raises:
-        TypeError, ConfigurationError: if it cannot be one, or is said twice, or its file cannot be read.
+        TypeError: if ``secret`` is neither str nor bytes.
+        ConfigurationError: if the secret is too short, set twice, or its file cannot be read.
     """
     if secret is None:
-        said, path = environment.secret(), environment.secret_file()
-        if said is not None and path is not None:
+        value, path = environment.secret(), environment.secret_file()
+        if value is not None and path is not None:
             raise ConfigurationError(f"both {environment.SECRET} and {environment.SECRET_FILE} are set")
         if path is not None:
             return _derive(read_secret(path))
-        return None if said is None else _derive(_checked(said.encode(), environment.SECRET))
+        return None if value is None else _derive(_checked(value.encode(), environment.SECRET))
     if not isinstance(secret, (str, bytes)):
         raise TypeError(f"a secret must be str or bytes, not {type(secret).__name__}")
     return _derive(_checked(secret.encode() if isinstance(secret, str) else secret, "the secret"))
 
 
 def read_secret(path: str) -> bytes:
-    """The secret in the file at ``path``, less blanks and line ends around it.
+    """Reads the secret from the file at ``path``, without surrounding white space.
 
     Raises:
-        ConfigurationError: if it cannot be read, or is too short.
+        ConfigurationError: if the file cannot be read, or the secret is too short.
     """
     try:
         secret = Path(path).read_bytes()
@@ -83,8 +89,10 @@ def read_secret(path: str) -> bytes:
 
 
 def _checked(secret: bytes, name: str) -> bytes:
-    if len(secret) < SHORTEST:
-        raise ConfigurationError(f"{name} has {len(secret)} bytes (at least {SHORTEST}): {_MAKE_ONE}")
+    if len(secret) < MIN_SECRET_BYTES:
+        raise ConfigurationError(
+            f"{name} has {len(secret)} bytes (at least {MIN_SECRET_BYTES}): `openssl rand -hex 32` makes one"
+        )
     return secret
 
 
@@ -97,3 +105,53 @@ def _pair(secret: bytes, role: bytes) -> KeyPair:
     private = hashlib.blake2b(hashlib.sha512(secret).digest(), digest_size=32, person=b"zg-" + role).digest()
     public = z85.decode(zmq.curve_public(z85.encode(private)))
     return KeyPair(public, private)
+
+
+def secure_server(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Requires the job's keys of every peer at addresses that ``socket`` binds from now on.
+
+    A :class:`ZapAuthenticator` must be running in its context.
+    """
+    socket.curve_server = True
+    socket.curve_secretkey = keys.server.private
+    socket.zap_domain = _ZAP_DOMAIN
+
+
+def secure_client(socket: zmq.Socket[bytes], keys: Keys) -> None:
+    """Requires the job's keys of every server that ``socket`` connects to from now on."""
+    socket.curve_serverkey = keys.server.public
+    socket.curve_publickey = keys.client.public
+    socket.curve_secretkey = keys.client.private
+
+
+class ZapAuthenticator:
+    """Authenticates the peers of all sockets of ``context``, in a thread ``<name>-zap`` that ends with it."""
+
+    def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
+        self._client_key = keys.client.public
+        self._socket = context.socket(zmq.REP)
+        self._socket.linger = 0
+        try:
+            self._socket.bind(_ZAP_ENDPOINT)
+        except BaseException:
+            self._socket.close()
+            raise
+        self._thread = threading.Thread(target=self._run, name=f"{name}-zap", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            while True:
+                # RFC 27: version, request, domain, address, identity, mechanism, credentials
+                version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
+                accepted = mechanism == b"CURVE" and credentials == [self._client_key]
+                if not accepted:
+                    logger.warning(
+                        "refused %s, which has not the job's key", address.decode(errors="replace")
+                    )
+                code, text = (b"200", b"OK") if accepted else (b"400", b"another secret")
+                self._socket.send_multipart([version, request, code, text, b"", b""])
+        except zmq.ContextTerminated:
+            pass  # the owner of the context has closed it
+        finally:
+            self._socket.close(linger=0)

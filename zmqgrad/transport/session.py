@@ -1,21 +1,20 @@
-"""Sessions: messages between two workers are delivered once and in order, whatever breaks. Pure.
+"""Sessions: messages between two workers are delivered once and in order, even if connections break. Pure.
 
-A session is what one incarnation of a worker sends to one incarnation of another. Each message has a
-sequence number, and every message in the other direction acknowledges all that has arrived (cumulative
-acknowledgement). The sender keeps what is not acknowledged. When a connection breaks, or nothing is
-acknowledged for too long, it opens another and sends all of that again, in order (go-back-N). The receiver
-delivers the number that it expects, and drops what it has delivered before (a duplicate) and what comes
-after a gap (the lost message will be sent again first). What is sent again goes in bursts, each when the one
-before is acknowledged: a connection that breaks again and again would else carry the same messages each time.
+A session carries messages from one incarnation of a worker to one incarnation of another. Each message has a
+sequence number, and every message in the other direction acknowledges all that have arrived (cumulative
+acknowledgement). The sender keeps unacknowledged messages. When a connection breaks, or acknowledgements are
+overdue, it opens another connection and resends them in order (go-back-N). The receiver delivers the number
+that it expects. It drops duplicates, and messages after a gap, since the missing one is resent first.
+Messages are resent in bursts, each when the last is acknowledged: otherwise a connection that breaks
+repeatedly would carry the same messages every time.
 
-A sender that gives a session up (its peer was lost, or has left) and later sends to the same incarnation
-begins a new *epoch*: the upper bits of its sequence numbers. The receiver begins anew with it, too.
+A sender that abandons a session (its peer was lost, or has left) and later sends to the same incarnation
+begins a new *epoch*: the upper bits of its sequence numbers. The receiver restarts its count then.
 
-What is kept is bounded by the credit of :mod:`~zmqgrad.transport.flow_control`, which counts what the
-receiver has not consumed; small messages come on top.
+The credit of :mod:`~zmqgrad.transport.flow_control` bounds what is kept, except for small messages.
 
-The timeouts follow RFC 6298 in one thing only, that they double: round trips are not measured, as the
-receiver may take its time to acknowledge, and what is resent too early costs bandwidth, not correctness.
+As in RFC 6298, timeouts double. Unlike there, round trips are not measured: the receiver may delay an
+acknowledgement, and resending too early costs bandwidth, not correctness.
 """
 
 from __future__ import annotations
@@ -29,54 +28,54 @@ from typing import Generic, TypeVar
 M = TypeVar("M")
 
 EPOCH_BITS = 40
-"""Of a sequence number, these count messages. Those above count epochs."""
+"""The lower bits of a sequence number count messages, those above count epochs."""
 
 _FIRST = 1
 _COUNTER = (1 << EPOCH_BITS) - 1
 
 RESEND_SECONDS = 3.0
-"""Nothing acknowledged for this long while something should be: open another connection and send it again."""
+"""Initial timeout for an acknowledgement; then all is resent on another connection."""
 
 RESEND_BYTES_PER_SECOND = 4 << 20
-"""What a slow network carries: so much longer is waited where much is on its way."""
+"""Assumed rate of a slow network: the timeout grows with the bytes in flight."""
 
 MAX_RESEND_SECONDS = 30.0
-"""Each attempt that brings no acknowledgement doubles the time to the next, up to this."""
+"""Maximum that doubling the timeout reaches."""
 
 BURST_MESSAGES = 256
 BURST_BYTES = 32 << 20
-"""So much may be unacknowledged while messages are sent again."""
+"""Limits of what is unacknowledged while messages are resent."""
 
 ACK_SECONDS = 0.02
-"""How long an acknowledgement waits for a message that takes it along."""
+"""How long an acknowledgement waits for a message that can carry it."""
 
 ACK_MESSAGES = 512
 ACK_BYTES = 8 << 20
-"""So much that was delivered is acknowledged at once, if no message has taken that along before."""
+"""After this much was delivered, it is acknowledged without waiting for a message."""
 
 
 class Outgoing(Generic[M]):
-    """The sender's half. ``message`` is whatever the sender needs to send it again.
+    """The sending half. A message is any value from which the sender can send it again.
 
-    What is looked at for every message is an attribute, not a method: a call takes as long as the rest.
+    What is read for every message is an attribute: a method call would take as long as the rest.
     """
 
     def __init__(self, epoch: int = 0) -> None:
         self.acknowledged = epoch << EPOCH_BITS
-        """Every number up to this has arrived."""
+        """All numbers up to this were acknowledged."""
         self.due = math.inf
-        """When :meth:`is_overdue` should be asked; infinite if nothing is unacknowledged."""
+        """When to call :meth:`is_overdue`; infinite if nothing is unacknowledged."""
         self.size = 0
-        """Bytes of all that is kept."""
+        """Bytes of all kept messages."""
         self.behind = False
-        """Was something not yet sent on the present connection? Then :meth:`to_send` says what is next."""
+        """Whether kept messages must still be sent on this connection, as :meth:`to_send` returns them."""
         self._next = self.acknowledged + _FIRST
         self._kept: deque[tuple[int, int, M]] = deque()
-        self._in_flight = 0  # so many of them, from the first, were sent on the present connection
+        self._in_flight = 0  # how many of the first were sent on this connection
         self._timeout = RESEND_SECONDS
 
     def add(self, message: M, size: int, now: float) -> int:
-        """Keep ``message``, which is sent now unless this is ``behind``. Returns its sequence number."""
+        """Keeps ``message``; the caller sends it now unless ``behind``. Returns its sequence number."""
         sequence = self._next
         self._next = sequence + 1
         self._kept.append((sequence, size, message))
@@ -91,9 +90,9 @@ class Outgoing(Generic[M]):
         return now + self._timeout + self.size / RESEND_BYTES_PER_SECOND if self._kept else math.inf
 
     def acknowledge(self, sequence: int, now: float) -> bool:
-        """The receiver has everything up to ``sequence``. Was any of it not acknowledged before?"""
+        """Drops all messages up to ``sequence``. Returns whether any was unacknowledged before."""
         if not self.acknowledged < sequence < self._next:
-            return False  # an old one, or of somebody who acknowledges what was never sent
+            return False  # outdated, or of a message that was never sent
         self.acknowledged = sequence
         kept = self._kept
         while kept and kept[0][0] <= sequence:
@@ -106,13 +105,13 @@ class Outgoing(Generic[M]):
         return True
 
     def reconnect(self, now: float) -> None:
-        """A connection was opened: nothing has been sent on it yet."""
+        """Begins a new connection, on which nothing was sent yet."""
         self._in_flight = 0
         self.behind = bool(self._kept)
         self.due = self._deadline(now)
 
     def to_send(self) -> list[tuple[int, M]]:
-        """What is to be sent now, in order, after a reconnect: a burst of (sequence number, message)."""
+        """Returns the next burst to send after a reconnect: (sequence number, message) in order."""
         kept, first = self._kept, self._in_flight
         burst, size = [], sum([each[1] for each in islice(kept, min(first, BURST_MESSAGES))])
         for sequence, bytes_of_it, message in islice(kept, first, BURST_MESSAGES):
@@ -125,7 +124,7 @@ class Outgoing(Generic[M]):
         return burst
 
     def is_overdue(self, now: float) -> bool:
-        """Whether acknowledgements have failed to come for too long. Each time, the next time is later."""
+        """Returns whether acknowledgements are overdue; if so, doubles the timeout."""
         if now < self.due:
             return False
         self._timeout = min(2 * self._timeout, MAX_RESEND_SECONDS)
@@ -137,7 +136,7 @@ class Outgoing(Generic[M]):
 
 
 class Verdict(enum.Enum):
-    """What becomes of a message that came."""
+    """What to do with a received message. Only DELIVER passes it on."""
 
     DELIVER = enum.auto()
     DUPLICATE = enum.auto()
@@ -145,24 +144,24 @@ class Verdict(enum.Enum):
 
 
 class Incoming:
-    """The receiver's half.
+    """The receiving half.
 
-    One thread calls :meth:`receive`, others :meth:`acknowledgement` meanwhile: each assigns in an order that
-    costs an acknowledgement too many at worst.
+    One thread calls :meth:`receive` while others call :meth:`acknowledgement`, without a lock: the order of
+    assignments causes one superfluous acknowledgement at worst.
     """
 
     def __init__(self) -> None:
         self.delivered = 0
-        """The last number that was delivered: what to acknowledge."""
+        """The last number that was delivered, to be acknowledged."""
         self.due = math.inf
-        """When an acknowledgement should go without a message that takes it along; infinite for never."""
+        """When to send an acknowledgement of its own; infinite for never."""
         self.duplicates = 0
         self.gaps = 0
         self._acknowledged = 0
         self._unacknowledged_bytes = 0
 
     def receive(self, sequence: int, size: int, now: float) -> Verdict:
-        """A message with this number came."""
+        """Registers a received message of ``size`` bytes."""
         delivered = self.delivered
         if sequence != delivered + 1 and not (
             sequence & _COUNTER == _FIRST and sequence >> EPOCH_BITS > delivered >> EPOCH_BITS
@@ -171,7 +170,7 @@ class Incoming:
                 self.gaps += 1
                 return Verdict.GAP
             self.duplicates += 1
-            self.due = now  # the sender has not heard of it, or would not send it again
+            self.due = now  # the acknowledgement was lost
             return Verdict.DUPLICATE
         self.delivered = sequence
         self._unacknowledged_bytes += size
@@ -182,7 +181,7 @@ class Incoming:
         return Verdict.DELIVER
 
     def acknowledgement(self) -> int:
-        """What a message to the sender, which is about to go, acknowledges."""
+        """Returns the number for the next message to the sender to acknowledge."""
         self.due = math.inf
         self._unacknowledged_bytes = 0
         self._acknowledged = self.delivered

@@ -1,8 +1,8 @@
-"""The DEALER of a session: what it sends over tcp arrives once and in order, though connections break.
+"""The DEALER of a session: messages over tcp arrive once and in order, even if connections break.
 
-Nothing is sent before the handshake has succeeded, so nothing waits in libzmq's queue for a connection: what
-is unacknowledged is kept by :class:`~zmqgrad.transport.session.Outgoing` alone. When the connection breaks,
-the DEALER is closed and another one sends all of that again.
+Nothing is sent before the handshake has succeeded, so no message waits for a connection in libzmq's queue:
+only :class:`~zmqgrad.transport.session.Outgoing` keeps what is unacknowledged. When the connection breaks,
+the DEALER is closed, and another one resends all of that.
 """
 
 from __future__ import annotations
@@ -16,51 +16,44 @@ from typing import NamedTuple
 import zmq
 
 from zmqgrad.transport.base import Buffer
-from zmqgrad.transport.monitor import CONNECT_FAILED, CONNECTED, DISCONNECTED, SocketMonitor
 from zmqgrad.transport.session import Incoming, Outgoing
+from zmqgrad.transport.sockets import CONNECT_FAILED, CONNECTED, DISCONNECTED, SocketMonitor, send_all
 from zmqgrad.wire.frames import write_session
 
 logger = logging.getLogger(__name__)
 
-CONNECT_MS = 3000
-"""A connection that is not accepted within this time is tried again."""
+CONNECT_TIMEOUT_MS = 3000
+"""Timeout of one connection attempt."""
 
 NEVER = -1
-"""libzmq must not reconnect by itself: it would send what was queued since, before what was lost."""
+"""Reconnect interval. By itself libzmq would send what was queued since before what was lost."""
 
 STABLE_SECONDS = 1.0
-"""A connection that lasted for this long is opened again at once."""
+"""A connection that lasted this long is reopened at once."""
 
 UNSTABLE_SECONDS, MAX_BACKOFF_SECONDS = 0.05, 1.0
-"""Others are after the first, which doubles each time that no connection comes about, up to the second."""
-
-ZERO_COPY_BYTES = 256 << 10
-"""Frames of at least this size are handed to libzmq without a copy; the sender must not write to them."""
-
-NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-"""As numbers: joining pyzmq's enumerations takes as long as a small message."""
+"""Others are reopened after the first, which doubles up to the second while attempts fail."""
 
 
 class Hooks(NamedTuple):
-    """What a session needs of its owner."""
+    """How a session has its monitor polled."""
 
     watch: Callable[[int, SessionSocket], None]
-    """Call :meth:`SessionSocket.on_events` from now on when this descriptor is readable."""
+    """Makes the reader call :meth:`SessionSocket.on_events` whenever this descriptor is readable."""
     unwatch: Callable[[int], None]
-    """Not any more."""
+    """Stops that."""
 
 
 class SessionSocket:
-    """Sends to one incarnation of one peer. ``lock`` guards all of it; the caller holds it.
+    """Sends to one incarnation of one peer. ``lock`` guards all attributes; callers must hold it.
 
     Args:
         name: of the worker, for the log.
-        endpoint: where the peer is.
-        target: its incarnation; 0: whichever is there.
+        endpoint: of the peer.
+        target: incarnation of the peer; 0: any.
         epoch: see :mod:`~zmqgrad.transport.session`.
-        make_socket: makes a DEALER that is ready to connect.
-        hooks: see there.
-        ack: the message that carries nothing but an acknowledgement.
+        make_socket: returns a DEALER that is ready to connect.
+        ack: an encoded message that carries only an acknowledgement.
     """
 
     def __init__(
@@ -79,9 +72,9 @@ class SessionSocket:
         self.target = target
         self.lock = lock
         self.incoming: Incoming | None = None
-        """What came of the peer, which each message acknowledges."""
-        self.heard = 0
-        """The highest number that the peer has acknowledged; taken in by :meth:`take_in`. Needs no lock."""
+        """The receiving half, which each message acknowledges."""
+        self.peer_acknowledged = 0
+        """The highest number that the peer has acknowledged, for :meth:`apply_ack`. Needs no lock."""
         self.reconnects = self.resends = 0
         self._name = name
         self._endpoint = endpoint
@@ -103,7 +96,7 @@ class SessionSocket:
         socket = self._make_socket()
         try:
             socket.reconnect_ivl = NEVER
-            socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_MS)
+            socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED | CONNECT_FAILED)
             self._hooks.watch(self._monitor.number, self)
             socket.connect(self._endpoint)
@@ -113,13 +106,13 @@ class SessionSocket:
         self._socket = socket
 
     def send(self, first: bytearray, frames: Sequence[Buffer], now: float) -> None:
-        """Send a message, or keep it until that can be. Neither ``first`` nor ``frames`` may change after."""
+        """Sends a message, or keeps it until it can. ``first`` and ``frames`` must not be modified after."""
         size = len(first)
         for frame in frames:
             size += len(frame)
         outgoing = self.outgoing
-        if self.heard > outgoing.acknowledged:
-            self.take_in(now)
+        if self.peer_acknowledged > outgoing.acknowledged:
+            self.apply_ack(now)
         sequence = outgoing.add((first, frames), size, now)
         if outgoing.behind or not self._ready:
             return
@@ -127,22 +120,22 @@ class SessionSocket:
             self._transmit(sequence, first, frames)
         except zmq.Again:
             self._ready = False
-        except BaseException:  # half of it may be in the pipe, which nothing must follow
-            self._broke(now)
+        except BaseException:  # the pipe may hold half a message, which nothing must follow
+            self._on_broken(now)
             raise
 
-    def _send_on(self) -> None:
-        """What was left over for want of a connection, or of room in the burst."""
+    def _send_pending(self) -> None:
+        """Sends what waits for a connection, or for the acknowledgement of the last burst."""
         try:
             for sequence, message in self.outgoing.to_send():
                 self._transmit(sequence, *message)
-        except zmq.Again:  # the connection has broken, of which the monitor is about to tell
+        except zmq.Again:  # the connection broke; the monitor will report it
             self._ready = False
 
-    def take_in(self, now: float) -> None:
-        """Drop what the peer has acknowledged, and send what waited for that."""
-        if self.outgoing.acknowledge(self.heard, now) and self._ready and self.outgoing.behind:
-            self._send_on()
+    def apply_ack(self, now: float) -> None:
+        """Drops what the peer has acknowledged, and sends what waited for that."""
+        if self.outgoing.acknowledge(self.peer_acknowledged, now) and self._ready and self.outgoing.behind:
+            self._send_pending()
 
     def _transmit(self, sequence: int, first: bytearray, frames: Sequence[Buffer]) -> None:
         assert self._socket is not None
@@ -156,7 +149,7 @@ class SessionSocket:
         send_all(self._socket, first, frames)
 
     def send_ack(self) -> None:
-        """Send an acknowledgement, as soon as that can be."""
+        """Sends an acknowledgement, now or once connected."""
         self._ack_wanted = not self._ready
         if self._ready:
             try:
@@ -165,21 +158,21 @@ class SessionSocket:
                 self._ready, self._ack_wanted = False, True
 
     def on_events(self, now: float) -> None:
-        """The monitor has something to tell. Harmless if it has not."""
+        """Handles the events of the monitor. Harmless if there are none."""
         while self._socket is not None and (events := self._monitor.read()):
             for event in events:
                 if event.kind == CONNECTED:
                     self._ready = self._connected = True
                     self._backoff = UNSTABLE_SECONDS
                     self.outgoing.reconnect(now)
-                    self._send_on()
+                    self._send_pending()
                     if self._ack_wanted:
                         self.send_ack()
                 else:
-                    self._broke(now)
-                    break  # what follows is of the socket that was closed
+                    self._on_broken(now)
+                    break  # later events belong to the closed socket
 
-    def _broke(self, now: float) -> None:
+    def _on_broken(self, now: float) -> None:
         if self._connected:
             self.reconnects += 1
             logger.info(
@@ -199,17 +192,17 @@ class SessionSocket:
     def _try_to_open(self, now: float) -> None:
         try:
             self._open(now)
-        except zmq.ZMQError as e:  # too many open files, say
+        except zmq.ZMQError as e:  # such as too many open files
             logger.warning("%s cannot connect to %s now: %s", self._name, self._endpoint, e)
             self._reopen_at = now + MAX_BACKOFF_SECONDS
 
     def on_time(self, now: float) -> None:
-        """See whether acknowledgements have failed to come for too long, or it is time to connect again."""
+        """Reconnects if it is time to, or if acknowledgements are overdue."""
         if self._reopen_at <= now:
             self._try_to_open(now)
             return
-        if self.heard > self.outgoing.acknowledged:
-            self.take_in(now)
+        if self.peer_acknowledged > self.outgoing.acknowledged:
+            self.apply_ack(now)
         if self._socket is not None and self.outgoing.is_overdue(now):
             logger.info(
                 "%s: nothing was acknowledged by %s for long, %d messages will be sent again",
@@ -221,7 +214,7 @@ class SessionSocket:
             self._try_to_open(now)
 
     def next_due(self) -> float:
-        """When :meth:`on_time` should be called; infinite for never."""
+        """Returns when :meth:`on_time` must be called; infinite for never."""
         return min(self._reopen_at, self.outgoing.due)
 
     def _close_socket(self, linger: int = 0) -> None:
@@ -233,18 +226,6 @@ class SessionSocket:
             socket.close(linger=linger)
 
     def close(self, linger: int) -> None:
-        """Send nothing any more; what libzmq has may take ``linger`` ms to leave. Idempotent."""
+        """Stops sending; what libzmq has queued may take ``linger`` ms to leave. Idempotent."""
         self._reopen_at = math.inf
         self._close_socket(linger)
-
-
-def send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:
-    """Queue a message of several frames."""
-    if not frames:
-        socket.send(first, NOBLOCK)
-        return
-    socket.send(first, _NOBLOCK_MORE)
-    last = len(frames) - 1
-    for i, frame in enumerate(frames):
-        flags = NOBLOCK if i == last else _NOBLOCK_MORE
-        socket.send(frame, flags, copy=len(frame) < ZERO_COPY_BYTES)

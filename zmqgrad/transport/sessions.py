@@ -1,7 +1,7 @@
-"""The sessions of a mailbox: what was received of whom, and who does what at what time.
+"""All sessions of a mailbox, and their timeouts. :mod:`~zmqgrad.transport.session` has the protocol.
 
-See :mod:`~zmqgrad.transport.session` for the protocol. Messages and events come in the thread that reads,
-acknowledgements and timeouts in the timer's; the latter is armed for the earliest of them only.
+Threads: the reading thread handles messages and connection events; the timer's thread sends acknowledgements
+and handles timeouts. The timer is armed for the earliest of them only.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from zmqgrad.wire.frames import Envelope
 logger = logging.getLogger(__name__)
 
 MIN_SECONDS = 0.001
-"""Not armed again for what is due so little earlier."""
+"""The timer is not armed again for an event that is earlier by less than this."""
 
 
 class Watcher(Protocol):
-    """Who polls file descriptors."""
+    """Polls file descriptors (:class:`~zmqgrad.transport.receiver.Receiver`)."""
 
     def watch(self, number: int, readable: Callable[[], None]) -> None:
-        """Call ``readable`` when the descriptor is. From any thread."""
+        """Calls ``readable`` whenever the descriptor is readable. From any thread."""
         ...
 
     def unwatch(self, number: int) -> None:
-        """Not any more."""
+        """Undoes :meth:`watch`."""
         ...
 
 
 MAX_INCOMING = 1 << 17
-"""Incarnations whose messages are counted; then the first is dropped. A job has at most 65,536 workers."""
+"""Maximum number of incarnations with a receiving half; beyond it, the oldest is dropped. A job has at most
+65,536 workers."""
 
-PROMPT_BYTES = 1 << 20
-PROMPT_MESSAGES = 64
-"""Acknowledgements of so much are taken in at once; others with the next message that is sent, or in time."""
+PROMPT_ACK_BYTES = 1 << 20
+PROMPT_ACK_MESSAGES = 64
+"""Acknowledgements of this much are applied at once; others with the next message sent, or by the timer."""
 
 
 class _Peer:
-    """Both halves of the sessions with one incarnation of a peer."""
+    """Both halves of the session with one incarnation of a peer."""
 
     __slots__ = ("incarnation", "incoming", "session")
 
@@ -58,8 +59,8 @@ class _Peer:
         self.incoming = incoming
         self.session: SessionSocket | None = None
 
-    def meet(self, session: SessionSocket) -> None:
-        """``session`` sends to this peer, perhaps to another incarnation."""
+    def attach(self, session: SessionSocket) -> None:
+        """Joins ``session`` as the sending half if it sends to this incarnation."""
         if session.target in (0, self.incarnation):
             self.session = session
             session.incoming = self.incoming
@@ -70,9 +71,9 @@ class Sessions:
 
     Args:
         name: of the worker.
-        incarnation: of the worker: what is meant for another is not delivered.
-        ack: the message that carries nothing but an acknowledgement.
-        acknowledge: sends an acknowledgement to a peer by its :class:`SessionSocket`.
+        incarnation: of the worker; messages for another one are not delivered.
+        ack: an encoded message that carries only an acknowledgement.
+        acknowledge: sends an acknowledgement to a peer through its :class:`SessionSocket`.
     """
 
     def __init__(
@@ -95,11 +96,11 @@ class Sessions:
         self._incoming: dict[tuple[int, int], Incoming] = {}  # by peer and incarnation
         self._outgoing: dict[int, SessionSocket] = {}
         self.armed_at = math.inf
-        """When the timer will look after all. Whoever knows of something due before calls :meth:`arm`."""
+        """When the timer fires. For an earlier event, :meth:`arm` must be called."""
         self._closed = False
 
     def start(self, timer: Timer, watcher: Watcher) -> None:
-        """Before the first session."""
+        """Sets the timer and the watcher. Must be called before the first session opens."""
         self._timer, self._watcher = timer, watcher
 
     def open(
@@ -111,7 +112,7 @@ class Sessions:
         lock: threading.Lock,
         make_socket: Callable[[], zmq.Socket[bytes]],
     ) -> SessionSocket:
-        """Begin to send to ``target``, an incarnation of ``peer``. The caller holds ``lock``."""
+        """Opens a session to ``target``, an incarnation of ``peer``. The caller holds ``lock``."""
         session = SessionSocket(
             self._name,
             endpoint,
@@ -126,11 +127,11 @@ class Sessions:
         self._outgoing[peer] = session
         known = self._peers.get(peer)
         if known is not None:
-            known.meet(session)
+            known.attach(session)
         return session
 
     def drop(self, peer: int) -> None:
-        """Nothing is sent to ``peer`` any more, acknowledgements neither."""
+        """Forgets the session to ``peer``; it gets no acknowledgements any more."""
         self._outgoing.pop(peer, None)
         known = self._peers.get(peer)
         if known is not None:
@@ -142,25 +143,25 @@ class Sessions:
     # ---- receiving --------------------------------------------------------------------------------------
 
     def receive(self, envelope: Envelope, size: int) -> bool:
-        """In the thread that reads: takes in a message of a session. Returns whether to deliver it."""
+        """Registers a received message of a session. Returns whether to deliver it. Reading thread only."""
         if envelope.target and envelope.target != self._incarnation:
             self.misdirected += 1
             return False
         peer = self._peers.get(envelope.source)
         if peer is None or peer.incarnation != envelope.incarnation:
-            peer = self._meet(envelope)
+            peer = self._find_peer(envelope)
         now = self._clock.now()
         session = peer.session
-        if session is not None and envelope.acknowledged > session.heard:
-            session.heard = envelope.acknowledged
+        if session is not None and envelope.acknowledged > session.peer_acknowledged:
+            session.peer_acknowledged = envelope.acknowledged
             outgoing = session.outgoing
             if (
                 outgoing.behind
-                or outgoing.size >= PROMPT_BYTES
-                or session.heard - outgoing.acknowledged >= PROMPT_MESSAGES
+                or outgoing.size >= PROMPT_ACK_BYTES
+                or session.peer_acknowledged - outgoing.acknowledged >= PROMPT_ACK_MESSAGES
             ):
                 with session.lock:
-                    session.take_in(now)
+                    session.apply_ack(now)
         if not envelope.sequence:
             return True
         incoming = peer.incoming
@@ -169,25 +170,25 @@ class Sessions:
             self.arm(incoming.due)
         return verdict is Verdict.DELIVER
 
-    def _meet(self, envelope: Envelope) -> _Peer:
-        """The sender of a message, which is not that of the last one by its number."""
+    def _find_peer(self, envelope: Envelope) -> _Peer:
+        """Returns the sender of a message that the worker id alone does not identify."""
         source, incarnation = envelope.source, envelope.incarnation
         incoming = self._incoming.get((source, incarnation))
         if incoming is not None:
-            return _Peer(incarnation, incoming)  # what an older incarnation sent
+            return _Peer(incarnation, incoming)  # from an older incarnation
         if len(self._incoming) >= MAX_INCOMING:
             del self._incoming[next(iter(self._incoming))]
         incoming = self._incoming[source, incarnation] = Incoming()
         peer = self._peers[source] = _Peer(incarnation, incoming)
         session = self._outgoing.get(source)
         if session is not None:
-            peer.meet(session)
+            peer.attach(session)
         return peer
 
-    # ---- in time ----------------------------------------------------------------------------------------
+    # ---- timeouts ----------------------------------------------------------------------------------------
 
     def arm(self, due: float) -> None:
-        """Something is due then."""
+        """Makes the timer fire at ``due`` or earlier."""
         if due < self.armed_at - MIN_SECONDS and not self._closed and self._timer is not None:
             self.armed_at = due
             self._timer.call_later(max(0.0, due - self._clock.now()), self._on_time)
@@ -200,7 +201,7 @@ class Sessions:
         due = math.inf
         for (peer, _), incoming in list(self._incoming.items()):
             if incoming.due <= now:
-                incoming.acknowledgement()  # whether it can be sent or not: a duplicate asks for it again
+                incoming.acknowledgement()  # even if sending fails: a duplicate asks for it again
                 try:
                     self._acknowledge(peer)
                 except ZmqgradError as e:
@@ -227,11 +228,11 @@ class Sessions:
         self.arm(due)
 
     def close(self) -> None:
-        """Nothing is due any more. Idempotent."""
+        """Ignores the timer from now on. Idempotent."""
         self._closed = True
 
     def statistics(self) -> dict[str, Any]:
-        """Messages kept, resent, and received twice; broken connections."""
+        """Returns counts of messages kept, resent and received twice, and of broken connections."""
         outgoing = list(self._outgoing.values())
         incoming = list(self._incoming.values())
         return {

@@ -1,6 +1,6 @@
-"""The hook of a tracer: it is called with every message that is sent or received.
+"""The hook for tracing: a tap is called with every message that is sent or received.
 
-A tap must be quick and must not raise; it runs in the sending or the receiving thread. With no tap the
+A tap runs in the sending or the receiving thread, so it must be quick and must not raise. Without a tap, the
 cost is one comparison with None.
 """
 
@@ -14,7 +14,7 @@ from zmqgrad.wire.messages import Message
 
 
 class Tapped(NamedTuple):
-    """A message on its way. ``peer`` is the other worker, ``size`` all bytes of all frames."""
+    """A message that is sent or received. ``peer`` is the other worker, ``size`` the bytes of all frames."""
 
     outgoing: bool
     peer: int

@@ -11,7 +11,7 @@ from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc.membership import bootstrap
 from zmqgrad.rpc.membership.bootstrap import listening_host
 from zmqgrad.store import FileStore, HashStore, PrefixStore
-from zmqgrad.transport import exposure
+from zmqgrad.transport import bind_policy
 
 OURS = "203.0.113.5"  # as is the next, of documentation: nobody has it
 MASTER = "198.51.100.7"
@@ -24,10 +24,10 @@ def facing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     def from_here(host: str, port: int) -> str:
         if host == "no-such-host":
             raise OSError("nobody knows it")
-        return "127.0.0.1" if exposure.is_loopback(host) else OURS
+        return "127.0.0.1" if bind_policy.is_loopback(host) else OURS
 
     monkeypatch.setattr(bootstrap, "facing_address", from_here)
-    monkeypatch.setattr(exposure, "facing_address", from_here)
+    monkeypatch.setattr(bind_policy, "facing_address", from_here)
 
     def chosen(path: Path, **variables: str) -> str:
         for name in ("MASTER_ADDR", "ZMQGRAD_ALLOW_INSECURE", "ZMQGRAD_SECRET", "ZMQGRAD_SECRET_FILE"):
@@ -52,7 +52,7 @@ def test_who_meets_by_a_file_listens_where_others_can_reach(
         facing(tmp_path, MASTER_ADDR=MASTER)
     with pytest.raises(ConfigurationError, match="no route to no-such-host"):
         facing(tmp_path, MASTER_ADDR="no-such-host")
-    monkeypatch.setattr(exposure, "_ELSEWHERE", ("no-such-host",))
+    monkeypatch.setattr(bind_policy, "_UNASSIGNED_ADDRESSES", ("no-such-host",))
     assert facing(tmp_path, ZMQGRAD_ALLOW_INSECURE="1") == "127.0.0.1", "there is no other host"
 
 

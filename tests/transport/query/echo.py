@@ -9,14 +9,14 @@ from collections.abc import Callable
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.query.server import QueryServer, Route
-from zmqgrad.transport.security import Keys, keys_of
+from zmqgrad.transport.security import Keys, load_keys
 from zmqgrad.wire.messages import Message, StoreAdd, StoreDone, StoreGet, StoreNumber, StoreValue
 
 PATIENCE = 20.0
 LOOPBACK = "tcp://127.0.0.1:*"
 
-_ours = keys_of("the secret of this job, and no other")
-_theirs = keys_of("the secret of another job altogether")
+_ours = load_keys("the secret of this job, and no other")
+_theirs = load_keys("the secret of another job altogether")
 assert _ours is not None
 assert _theirs is not None
 OURS, THEIRS = _ours, _theirs

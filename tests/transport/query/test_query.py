@@ -25,11 +25,10 @@ from zmqgrad.errors import (
 )
 from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.transport import local
-from zmqgrad.transport.exposure import is_loopback
+from zmqgrad.transport.bind_policy import is_loopback
 from zmqgrad.transport.query.client import QueryClient
 from zmqgrad.transport.query.server import QueryServer
-from zmqgrad.transport.security import Keys, keys_of
-from zmqgrad.transport.zap import key_caller
+from zmqgrad.transport.security import Keys, load_keys, secure_client
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Message, StoreAdd, StoreDone, StoreGet, StorePing, StoreRefused, StoreValue
 
@@ -356,7 +355,7 @@ def test_garbage_is_counted_and_logged_once(
         stranger.linger = 0
         stranger.rcvtimeo = int(PATIENCE * 1000)
         if keys is not None:
-            key_caller(stranger, keys)
+            secure_client(stranger, keys)
         stranger.connect(running.server.endpoint)
         for _ in range(3):
             stranger.send_multipart(frames)
@@ -465,7 +464,7 @@ def test_nothing_but_loopback_without_leave(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
     with pytest.raises(ConfigurationError, match=r"without a secret.*ZMQGRAD_ALLOW_INSECURE=1"):
         QueryServer("open", "tcp://*:*")
-    QueryServer("keyed", "tcp://*:*", keys=keys_of("a secret of twenty-odd bytes")).stop()
+    QueryServer("keyed", "tcp://*:*", keys=load_keys("a secret of twenty-odd bytes")).stop()
     monkeypatch.setenv("ZMQGRAD_ALLOW_INSECURE", "1")
     running = Running("tcp://*:*")
     with closing(QueryClient(f"tcp://127.0.0.1:{running.server.port}")) as client:

@@ -14,14 +14,14 @@ from zmqgrad.rpc.membership.worker_info import check_rank
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, Store, TCPStore
-from zmqgrad.transport.exposure import (
-    check_exposure,
+from zmqgrad.transport.bind_policy import (
+    check_bind_address,
     facing_address,
-    may_be_exposed,
+    may_bind_publicly,
     own_address,
 )
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.security import keys_of
+from zmqgrad.transport.security import load_keys
 
 _generation = 1
 """Number of the group of fixed size that this process is in, or joins next; equal in all its workers."""
@@ -99,7 +99,7 @@ def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -
         arena=options.arena(),
         timeouts=options.limits,
         inflight=options.inflight(),
-        keys=keys_of(),
+        keys=load_keys(),
         io_threads=options.io_threads,
         spin_seconds=options.spin_seconds(),
         job=job,
@@ -116,15 +116,15 @@ def listening_host(store: Store) -> str:
     Raises:
         ConfigurationError: if listening on the address is not allowed, or no route leads to the host.
     """
-    beneath, keyed = getattr(store, "underlying_store", store), keys_of() is not None
+    beneath, keyed = getattr(store, "underlying_store", store), load_keys() is not None
     host, port = getattr(beneath, "host", None), getattr(beneath, "port", 0)
     if isinstance(beneath, FileStore):
         host = environment.read_launch().master_addr
         if host is None:
-            return own_address() if may_be_exposed(keyed) else "127.0.0.1"
+            return own_address() if may_bind_publicly(keyed) else "127.0.0.1"
     try:
         facing = facing_address(host or "127.0.0.1", port)
     except OSError as e:
         raise ConfigurationError(f"no route to {host}, where the workers of this group meet: {e}") from e
-    check_exposure(f"tcp://{facing}:0", keyed)
+    check_bind_address(f"tcp://{facing}:0", keyed)
     return facing

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.local import unix_name
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ def is_reachable(endpoint: str, refused_seconds: float = 0.0) -> bool:
     if endpoint.startswith("ipc://"):
         with sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM) as probe:
             probe.setblocking(False)
-            return probe.connect_ex(unix_path(endpoint)) == 0
+            return probe.connect_ex(unix_name(endpoint)) == 0
     scheme, _, address = endpoint.partition("://")
     if scheme not in ("tcp", "heartbeat"):
         return True
@@ -168,12 +169,6 @@ def is_on_this_host(endpoint: str) -> bool:
         return True
     host = host_and_port(address)[0]
     return host == "::1" or host.startswith("127.")
-
-
-def unix_path(endpoint: str) -> str:
-    """Returns the path of an ipc endpoint as the system expects it."""
-    path = endpoint.removeprefix("ipc://")
-    return "\0" + path[1:] if path.startswith("@") else path
 
 
 def host_and_port(address: str) -> tuple[str, int]:

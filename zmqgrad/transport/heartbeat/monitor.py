@@ -28,10 +28,10 @@ from zmqgrad.transport.heartbeat.failure_detector import (
     Refusals,
     host_and_port,
     is_on_this_host,
-    unix_path,
 )
 from zmqgrad.transport.heartbeat.protocol import PING, PINGS_AT_ONCE, SCHEME, TOKEN_SIZE, read, write
 from zmqgrad.transport.heartbeat.server import HeartbeatListener, HeartbeatServer
+from zmqgrad.transport.local import unix_name
 
 logger = logging.getLogger(__name__)
 
@@ -184,7 +184,7 @@ class HeartbeatMonitor:
             elif change is LivenessChange.FROZEN:
                 self._lose(watched, f"its process has said nothing for {silent:.0f} s, though it exists")
             elif change is LivenessChange.SUSPECTED:
-                self._tell(self._suspected, watched.peer, silent)
+                self._notify(self._suspected, watched.peer, silent)
             if watched.peer not in self._peers:
                 continue
             if watched.socket is None:
@@ -208,7 +208,7 @@ class HeartbeatMonitor:
         try:
             if watched.local:
                 opened = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-                target: Any = unix_path(watched.address)
+                target: Any = unix_name(watched.address)
             else:
                 target = host_and_port(watched.address.removeprefix(SCHEME))
                 opened = sockets.socket(
@@ -238,23 +238,23 @@ class HeartbeatMonitor:
         if watched.socket is None:
             return
         try:
-            said = watched.socket.recv(PINGS_AT_ONCE)
+            data = watched.socket.recv(PINGS_AT_ONCE)
         except BlockingIOError:
             return
         except OSError as e:
             self._broken(watched, e.errno or 0, connecting=not watched.greeting)
             return
-        if not said:
+        if not data:
             self._broken(watched, 0, connecting=False)
             return
         if len(watched.greeting) < TOKEN_SIZE:
-            watched.greeting += said
+            watched.greeting += data
             if watched.token and not watched.token.startswith(watched.greeting[:TOKEN_SIZE]):
                 self._lose(watched, f"another process listens at {watched.address.rpartition('/')[0]} now")
                 return
         watched.refusals.clear()
         if watched.detector.heard(self._clock.now()) is LivenessChange.RECOVERED:
-            self._tell(self._suspected, watched.peer, 0.0)
+            self._notify(self._suspected, watched.peer, 0.0)
 
     def _broken(self, watched: _Peer, error: int, *, connecting: bool) -> None:
         """Handles a connection that broke or could not be opened."""
@@ -289,11 +289,11 @@ class HeartbeatMonitor:
     def _lose(self, watched: _Peer, why: str) -> None:
         self._drop(watched)
         silent = self._clock.now() - watched.detector.last_heard
-        self._tell(self._lost, watched.peer, f"{why} (last heard of {silent:.1f} s before)")
+        self._notify(self._lost, watched.peer, f"{why} (last heard of {silent:.1f} s before)")
 
-    def _tell(self, listener: Callable[[int, Any], None], peer: int, what: Any) -> None:
+    def _notify(self, callback: Callable[[int, Any], None], peer: int, what: Any) -> None:
         try:
-            listener(peer, what)
+            callback(peer, what)
         except Exception:
             logger.exception("the callback for worker %d (%s) failed", peer, what)
 

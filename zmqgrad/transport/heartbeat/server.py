@@ -9,18 +9,16 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import resource
 import secrets
 import selectors
 import socket as sockets
-import struct
 from typing import Any
 
 from zmqgrad.errors import TransportError
 from zmqgrad.runtime.clock import Clock
-from zmqgrad.transport.heartbeat.failure_detector import unix_path
 from zmqgrad.transport.heartbeat.protocol import PINGS_AT_ONCE, SCHEME, SUFFIX, TOKEN_SIZE, read, write
+from zmqgrad.transport.local import is_same_user, unix_name
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +41,7 @@ class HeartbeatListener:
         self.sockets: list[sockets.socket] = []
         self.endpoint: str | None = None
         try:
-            self._listen(sockets.AF_UNIX, unix_path(ipc_endpoint + SUFFIX))
+            self._listen(sockets.AF_UNIX, unix_name(ipc_endpoint + SUFFIX))
             if tcp_host is not None:
                 family = sockets.AF_INET6 if ":" in tcp_host else sockets.AF_INET
                 port = self._listen(family, (tcp_host, 0)).getsockname()[1]
@@ -100,23 +98,23 @@ class HeartbeatServer:
             self._selector.unregister(listening)
             self._paused[listening] = self._clock.now() + PAUSE_SECONDS
             return
-        if not _same_user(peer):
+        if peer.family == sockets.AF_UNIX and not is_same_user(peer):
             peer.close()
             return
         if len(self._peers) >= self._most:
             self._disconnect(next(iter(self._peers)))
         peer.setblocking(False)
         self._peers[peer] = None
-        self._selector.register(peer, selectors.EVENT_READ, self._answer)
+        self._selector.register(peer, selectors.EVENT_READ, self._echo)
         write(peer, self._listener.token)
 
-    def _answer(self, peer: sockets.socket) -> None:
+    def _echo(self, peer: sockets.socket) -> None:
         if peer not in self._peers:
             return  # disconnected a moment ago
-        asked = read(peer)
-        if asked:
-            write(peer, asked[:PINGS_AT_ONCE])
-        elif asked is not None:
+        pings = read(peer)
+        if pings:
+            write(peer, pings[:PINGS_AT_ONCE])
+        elif pings is not None:
             self._disconnect(peer)
 
     def _disconnect(self, peer: sockets.socket) -> None:
@@ -144,11 +142,3 @@ class HeartbeatServer:
 def _max_peers() -> int:
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return MAX_PEERS if allowed == resource.RLIM_INFINITY else max(1, min(MAX_PEERS, allowed // 2))
-
-
-def _same_user(peer: sockets.socket) -> bool:
-    """Whether a process of this user has connected. True for tcp, where that is not known."""
-    if peer.family != sockets.AF_UNIX or not hasattr(sockets, "SO_PEERCRED"):
-        return True
-    _, user, _ = struct.unpack("3i", peer.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, 12))
-    return bool(user == os.getuid())

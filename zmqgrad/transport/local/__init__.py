@@ -1,19 +1,19 @@
 """The fast path between processes of one host and user: small messages by ``SOCK_SEQPACKET``, past libzmq.
 
-libzmq hands every message to an I/O thread, which wakes the reader: the two wake-ups cost more than the
-message. So messages of one frame and at most :data:`MAX_PACKET_BYTES` go by a Unix socket beside the
-ROUTER. The kernel keeps message boundaries and tells the peer's user (``SO_PEERCRED``), so there is no
-framing and no handshake of ours but one packet each way, by which a process of another job is refused
-(:mod:`~zmqgrad.transport.local.connection`). The names lie in Linux's abstract namespace: they end with
+libzmq passes every message to an I/O thread, which wakes the reader: the two wake-ups cost more than the
+message. So messages of one frame and at most :data:`MAX_PACKET_BYTES` use a Unix socket beside the ROUTER.
+The kernel preserves message boundaries and reports the peer's user (``SO_PEERCRED``), so no framing is
+needed. The handshake is one packet each way, and refuses processes of other jobs
+(:mod:`~zmqgrad.transport.local.connection`). The names are in Linux's abstract namespace: they vanish with
 their process, and are private to the network namespace.
 
-A process accepts connections by a :class:`LocalListener`, which its reader polls. A thread that waits for a
-reply may own one itself, a :class:`~zmqgrad.transport.local.channels.ReplyChannel`, and so reads the reply
-without another thread. Sends never block: what the kernel does not accept waits in order behind a
-:class:`~zmqgrad.transport.local.writer.BacklogWriter`.
+The reader of a process polls a :class:`LocalListener`. A thread that waits for a reply may own a listener of
+its own, a :class:`~zmqgrad.transport.local.channels.ReplyChannel`, and read the reply without another thread.
+Sends never block: what the kernel does not accept is queued, and
+:class:`~zmqgrad.transport.local.writer.BacklogWriter` sends it later.
 
-Mailboxes and the store use the same classes. Where this is not available (:func:`supported`) or switched off,
-everything goes through ZeroMQ, and nothing above transport can tell.
+Mailboxes and the store use the same classes. Where the fast path is not :func:`supported`, or switched off,
+everything uses ZeroMQ; the layers above transport see no difference.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Reply channels: replies that are read by the very thread that waits for them.
+"""Reply channels: the thread that waits for a reply reads it itself.
 
-A reply that the receiver reads still has to wake the thread that asked, which costs as much as the way
+A reply that the receiver reads must still wake the requesting thread, which costs as much as the transfer
 between the processes. So a thread that is about to wait acquires a channel, a :class:`LocalListener` of its
-own, names it in the envelope of its request, and blocks in a system call until the reply is there. Channels
-are few, and only for peers of this host. A thread that gets none, or whose reply is not one small packet,
-receives it through the receiver.
+own, names it in the envelope of its request, and blocks in a system call until the reply arrives. There are
+few channels, and only peers of this host can use them. A thread without a channel gets its reply through the
+receiver, as does one whose reply is not one small packet.
 
-What ends a wait from elsewhere (a reply that came to the receiver, a lost peer, the end of this worker)
-wakes the channel.
+Other events that end the wait (a reply at the receiver, a lost peer, a shutdown) wake the channel.
 """
 
 from __future__ import annotations
@@ -23,25 +22,24 @@ from functools import partial
 from zmqgrad.runtime.spinning import SpinBudget, Spinner
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.local.listener import LocalListener
+from zmqgrad.transport.polling import to_milliseconds
 
 logger = logging.getLogger(__name__)
 
 MAX_CHANNELS = 8
-"""How many threads of a worker can wait at channels at a time."""
-
-MAX_WAIT_MS = 1 << 30
+"""How many threads of a worker can use channels at a time."""
 
 Decode = Callable[[bytes], "Inbound | None"]
-"""A packet to a message; None for what is malformed and has been counted."""
+"""Decodes a packet; returns None if it is malformed, which is counted."""
 
 
 def channel_endpoint(endpoint: str, number: int = 0) -> str:
-    """Where channel ``number`` of the worker at ``endpoint`` (ipc) is; 0: its receiver."""
+    """Returns the endpoint of channel ``number`` of the worker at ``endpoint`` (ipc); 0: of its receiver."""
     return f"{endpoint}-{number}"
 
 
 class ReplyChannel:
-    """One channel, held by one thread at a time.
+    """One channel, used by one thread at a time.
 
     Raises:
         OSError: if it cannot listen.
@@ -60,7 +58,7 @@ class ReplyChannel:
         self._spinner = Spinner(budget)
         self._decode = decode
         self.release: Callable[[], None] = partial(free, self)
-        """The calling thread waits no more."""
+        """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
         self._arrived: deque[bytes] = deque()
         self._poll = select.poll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -72,11 +70,9 @@ class ReplyChannel:
         self._poll.register(self._wakeup, select.POLLIN)
 
     def receive(self, seconds: float | None) -> Inbound | None:
-        """The next message; None if there is none within ``seconds`` (None: no limit), or after a wake-up."""
+        """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
         while not self._arrived:
-            ready = self._spinner.spin(self._poll.poll) or self._poll.poll(
-                -1 if seconds is None else min(int(seconds * 1000) + 1, MAX_WAIT_MS)
-            )
+            ready = self._spinner.spin(self._poll.poll) or self._poll.poll(to_milliseconds(seconds))
             over = not ready
             for number, _ in ready:
                 if number == self._wakeup:
@@ -89,16 +85,16 @@ class ReplyChannel:
         return self._decode(self._arrived.popleft())
 
     def wake(self) -> None:
-        """Let the thread that waits here look around. From any thread."""
+        """As :class:`~zmqgrad.transport.base.ReplyChannel`."""
         os.eventfd_write(self._wakeup, 1)
 
     def close(self) -> None:
-        """Called by :class:`ReplyChannels` for a channel that nobody holds."""
+        """Called by :class:`ReplyChannels` for a channel that no thread uses."""
         self._listener.close()
-        self.release = _nothing  # it held the channel: only the cycle collector would end that, and __del__
+        self.release = _nothing  # breaks a reference cycle that would delay __del__
 
     def __del__(self) -> None:
-        # Not in close(): another thread may be about to wake this, and the number could be another file's.
+        # Not in close(): another thread may be about to wake this, and the number could be reused.
         if hasattr(self, "_listener"):
             os.close(self._wakeup)
 
@@ -108,13 +104,12 @@ def _nothing() -> None:
 
 
 class ReplyChannels:
-    """The channels of one mailbox, made as they are needed.
+    """The channels of one mailbox, created as they are needed.
 
     Args:
-        endpoint: the mailbox's ipc address; a channel's is derived from it.
-        listen: listens at an endpoint, for a poll.
-        decode: makes messages of packets.
-        budget: of the threads of this mailbox.
+        endpoint: the mailbox's ipc address, from which those of the channels are derived.
+        listen: creates a listener at an endpoint, for a poll.
+        budget: how long the threads of this mailbox spin.
     """
 
     def __init__(
@@ -136,7 +131,7 @@ class ReplyChannels:
         self._all_closed = threading.Condition(self._lock)
 
     def acquire(self) -> ReplyChannel | None:
-        """A channel for the calling thread, which releases it; None if none is to be had."""
+        """Returns a channel for the calling thread, which must release it; None if none is free."""
         with self._lock:
             if self._free:
                 self._spin_budget.waiting += 1
@@ -149,7 +144,7 @@ class ReplyChannels:
                     self._made, self._listen, self._endpoint, self._decode, self._take_back, self._spin_budget
                 )
             except OSError as e:
-                self._made = MAX_CHANNELS  # what does not work now will not work later
+                self._made = MAX_CHANNELS  # it would fail again
                 logger.debug("no more reply channels: %s", e)
                 return None
             self._open += 1
@@ -157,7 +152,7 @@ class ReplyChannels:
             return channel
 
     def acquire_idle(self) -> list[ReplyChannel]:
-        """All channels that nobody holds, for the calling thread, which releases them."""
+        """Acquires all idle channels for the calling thread, which must release them."""
         with self._lock:
             idle, self._free = self._free, []
             self._spin_budget.waiting += len(idle)
@@ -177,13 +172,13 @@ class ReplyChannels:
         self._all_closed.notify_all()
 
     def close(self) -> None:
-        """No more channels. Those that are held are closed when they are released. Idempotent."""
+        """Closes idle channels now, and the others when they are released. Idempotent."""
         with self._lock:
             self._closed = True
             while self._free:
                 self._shut(self._free.pop())
 
     def join(self, seconds: float | None) -> bool:
-        """Wait until all are closed; False if that has not come within ``seconds``."""
+        """Waits until all are closed. Returns whether that happened within ``seconds``."""
         with self._lock:
             return self._all_closed.wait_for(lambda: self._open == 0, seconds)

@@ -1,8 +1,8 @@
 """One ``SOCK_SEQPACKET`` connection: every packet is a message.
 
-The first packet from the connecting side is a :class:`Hello`, which names the job and the incarnation that
-it wants to reach; the accepting side answers with :data:`WELCOME`, or closes. Both only guard against
-mistakes (an address read from another job's store): the same user counts as trusted.
+The connecting side begins with a :class:`Hello`, which names its job and the incarnation that it wants to
+reach; the accepting side replies :data:`WELCOME`, or closes. That only guards against mistakes, such as an
+address read from another job's store: processes of the same user are trusted.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from collections.abc import Callable
 import msgspec
 
 MAX_PACKET_BYTES = 16 << 10
-"""Bytes of the largest message that goes this way. The kernel keeps a packet in one piece of memory."""
+"""Size limit of messages. The kernel keeps a packet in contiguous memory."""
 
 SEND_BUFFER_BYTES = 4 << 20
-"""What the kernel is asked to keep of what the peer has not read. It allows less: some 560 small packets."""
+"""Requested size of the kernel's send buffer. It allows less: some 560 small packets."""
 
 PROTOCOL = "zmqgrad-local-1"
 WELCOME = b"welcome"
 
-_RECEIVE_BYTES = MAX_PACKET_BYTES + 1  # one more, so that a packet that was cut off shows
+_RECEIVE_BYTES = MAX_PACKET_BYTES + 1  # one more reveals a truncated packet
 _NOW = socket.MSG_DONTWAIT | getattr(socket, "MSG_NOSIGNAL", 0)
 
 
@@ -40,27 +40,27 @@ class Hello(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 
 
 def supported() -> bool:
-    """Whether this system has all that the fast path needs: Linux has."""
+    """Returns whether this system supports the fast path, as Linux does."""
     return sys.platform == "linux" and hasattr(socket, "SOCK_SEQPACKET")
 
 
 def unix_name(endpoint: str) -> str:
-    """The name by which the system knows an ipc endpoint: abstract (``@``) names begin with a zero byte."""
+    """Returns the socket name of an ipc endpoint: abstract (``@``) names begin with a zero byte."""
     path = endpoint.removeprefix("ipc://")
     return "\0" + path[1:] if path.startswith("@") else path
 
 
 def is_same_user(connected: socket.socket) -> bool:
-    """Whether the process at the other end runs as our user. True where the system does not tell (macOS)."""
+    """Returns whether the peer process runs as our user. True if the system does not report it (macOS)."""
     if sys.platform != "linux":
-        return True  # addresses lie in a private directory there
+        return True  # addresses are in a private directory there
     size = struct.calcsize("3i")
     _, user, _ = struct.unpack("3i", connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size))
     return bool(user == os.getuid())
 
 
 def accepts_us(endpoint: str) -> bool:
-    """Whether a process of our own user listens at ``endpoint`` (ipc). Another user's would hang up later."""
+    """Returns whether a process of our own user listens at ``endpoint`` (ipc)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(unix_name(endpoint)) == 0 and is_same_user(probe)
@@ -69,16 +69,16 @@ def accepts_us(endpoint: str) -> bool:
 def connect(
     endpoint: str, job: bytes, incarnation: int, on_backlog: Callable[[LocalConnection], None]
 ) -> LocalConnection:
-    """A connection to the listener at ``endpoint``, not ready before the listener has accepted it.
+    """Connects to the listener at ``endpoint``. The connection is not ready before the listener accepts it.
 
     Args:
-        job: the sender's.
-        incarnation: of the process that is meant to listen there.
+        job: of this process.
+        incarnation: of the process that should listen there.
         on_backlog: see :class:`LocalConnection`.
 
     Raises:
-        BlockingIOError: if too many connections wait to be accepted there: try again later.
-        OSError: if nobody of our user listens there.
+        BlockingIOError: if too many connections wait to be accepted there; a later attempt may succeed.
+        OSError: if no process of our user listens there.
     """
     opened = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -98,9 +98,9 @@ class LocalConnection:
     """One end of a connection. :meth:`send` may be called from any thread, the rest by one thread at a time.
 
     Args:
-        on_backlog: called with this when the kernel accepts no more: :meth:`flush` must be called once the
-            socket can be written to. Called with the lock held, so it must only note that.
-        ready: whether the peer has accepted this connection already.
+        on_backlog: called when the kernel accepts no more: :meth:`flush` must then be called once the socket
+            is writable. Called with the lock held, so it must only register the connection.
+        ready: whether the peer has already accepted this connection.
     """
 
     __slots__ = (
@@ -137,32 +137,32 @@ class LocalConnection:
             return packet
 
         self.receive: Callable[..., bytes] = receive
-        """The next packet; empty at the end. Raises BlockingIOError if none is there, else OSError.
+        """Returns the next packet; empty at the end. Raises BlockingIOError if there is none, or OSError.
 
-        With flags 0 it waits for one, as long as :meth:`limit_waits` says.
+        With flags 0 it waits for one, as long as :meth:`limit_waits` allows.
         """
 
     def is_ready(self) -> bool:
-        """Whether the peer has accepted this connection. Nothing may be sent before.
+        """Returns whether the peer has accepted this connection. Nothing may be sent before.
 
         Raises:
-            OSError: if it refused, or is gone.
+            OSError: if the peer refused it, or has ended.
         """
         if not self._ready:
             try:
-                said = self.receive()
+                packet = self.receive()
             except BlockingIOError:
                 return False
-            if said != WELCOME:
+            if packet != WELCOME:
                 raise ConnectionRefusedError("the listener belongs to another job, or has closed")
             self._ready = True
         return True
 
     def send(self, packet: bytes | bytearray, *, keep_gil: bool = False) -> None:
-        """Send ``packet``, or queue it behind those that wait.
+        """Sends ``packet``, or queues it behind earlier ones.
 
         Args:
-            keep_gil: do not release the interpreter for the system call, as this is one packet of many.
+            keep_gil: whether to hold the GIL during the system call, for one packet of many.
 
         Raises:
             OSError: if the connection is broken. The packet was not sent.
@@ -182,7 +182,7 @@ class LocalConnection:
             self._backlog.append(bytes(packet))
 
     def flush(self) -> bool:
-        """Send what waits, as far as the kernel accepts it. True if nothing waits any more.
+        """Sends queued packets as far as the kernel accepts them. Returns whether the queue is empty.
 
         Raises:
             OSError: if the connection is broken.
@@ -198,25 +198,25 @@ class LocalConnection:
             return True
 
     def limit_waits(self, seconds: float) -> None:
-        """Let ``receive(0)`` wait for so long. By the kernel's own timeout, as Python's costs a ``poll``."""
+        """Limits how long ``receive(0)`` waits, by the kernel's timeout: Python's costs a ``poll``."""
         self._socket.setblocking(True)
         micros = max(1, round(seconds * 1e6))
         limit = struct.pack("@ll", micros // 1_000_000, micros % 1_000_000)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def hang_up(self) -> None:
-        """End the connection for the thread that waits in ``receive(0)``. From any thread."""
+        """Interrupts the thread that waits in ``receive(0)`` by ending the connection. From any thread."""
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
-            pass  # the peer was first, or it is closed
+            pass  # it has ended already
 
     def backlog(self) -> int:
-        """How many packets wait."""
+        """Returns how many packets are queued."""
         return len(self._backlog)
 
     def close(self) -> None:
-        """Close it; what waits is dropped. Idempotent."""
+        """Closes the connection and drops queued packets. Idempotent."""
         self.number = -1
         self._backlog.clear()
         self._socket.close()
@@ -228,15 +228,15 @@ _send.restype = ctypes.c_ssize_t
 
 
 def send_with_gil(number: int, packet: bytes | bytearray) -> None:
-    """As ``socket.send`` on descriptor ``number``, without blocking, and without releasing the interpreter.
+    """As ``socket.send`` on descriptor ``number``, without blocking, and without releasing the GIL.
 
-    Python releases it for each system call. With many calls in flight, the thread that reads their replies
-    then takes it for one reply, and the sender waits until that thread sleeps again: two changes of threads
-    for each message.
+    Python releases the GIL for each system call. With many calls in flight, the thread that reads their
+    replies then takes it for one reply, and the sender waits until that thread blocks again: two thread
+    switches per message.
 
     Raises:
         BlockingIOError: if the kernel accepts nothing now. OSError: if the connection is broken.
     """
     if _send(number, bytes(packet), len(packet), _NOW) < 0:
         error = ctypes.get_errno()
-        raise OSError(error, os.strerror(error))  # of the subclass that belongs to the number
+        raise OSError(error, os.strerror(error))  # Python chooses the subclass

@@ -1,4 +1,4 @@
-"""Accepts the connections of peers on this host, and reads what they send."""
+"""Accepts the connections of peers on this host, and reads their packets."""
 
 from __future__ import annotations
 
@@ -26,38 +26,38 @@ ACCEPT_BACKLOG = 1024
 """Connections that may wait to be accepted; the system may allow fewer."""
 
 MAX_CONNECTIONS = 16_384
-"""What is beyond comes by ZeroMQ."""
+"""Peers beyond this limit use ZeroMQ."""
 
 BURST = 16
-"""Packets read from one connection before others have their turn."""
+"""Packets read from one connection in a row before others have their turn."""
 
 PROBE_INTERVAL = 4
-"""While packets come one by one, every so many reads look for a second one: it would announce a burst."""
+"""While packets arrive one by one, every 4th read tries a second one, which would announce a burst."""
 
 
 class Registry(Protocol):
-    """What polls file descriptors."""
+    """Polls file descriptors."""
 
     def register(self, number: int, mask: int, /) -> None:
-        """Poll ``number`` for ``mask`` (``select.POLLIN``)."""
+        """Polls ``number`` for ``mask`` (``select.POLLIN``)."""
         ...
 
     def unregister(self, number: int, /) -> None:
-        """Poll it no more."""
+        """Stops polling ``number``."""
         ...
 
 
 class LocalListener:
-    """Listens at ``endpoint`` (ipc), and reads from all who have connected. Used by one thread at a time.
+    """Listens at ``endpoint`` (ipc), and reads from all connections. Used by one thread at a time.
 
     Args:
         endpoint: see :func:`~zmqgrad.transport.local.connection.unix_name`.
-        poll: where the listening socket and the connections are registered for reading.
+        poll: polls the listening socket and the connections for reading.
         job: connections of other jobs are refused.
-        incarnation: connections that are meant for another process are refused.
-        on_backlog: see :class:`LocalConnection`; None: nothing is ever sent from here.
+        incarnation: connections for another process are refused.
+        on_backlog: see :class:`LocalConnection`; None: nothing is sent by these connections.
         on_closed: called with a connection that has ended, before it is closed.
-        max_connections: how many are accepted.
+        max_connections: further connections are refused.
 
     Raises:
         OSError: if it cannot listen there.
@@ -75,17 +75,17 @@ class LocalListener:
     ) -> None:
         self.endpoint = endpoint
         self.connections: dict[int, LocalConnection] = {}
-        """Those that were accepted and not refused, by file descriptor."""
+        """The accepted connections, by file descriptor."""
         self.bursting = False
-        """Whether the last read found several packets."""
+        """Whether the last burst had several packets."""
         self._poll = poll
         self._job = job
         self._incarnation = incarnation
-        self._on_backlog = on_backlog or _note_nothing
+        self._on_backlog = on_backlog or _ignore_backlog
         self._on_closed = on_closed
         self._max_connections = max_connections
         self._reads = 0
-        self._new: dict[int, socket.socket] = {}  # whose hello has not come yet
+        self._new: dict[int, socket.socket] = {}  # connected sockets that have not sent a hello
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listening.setblocking(False)
@@ -97,10 +97,10 @@ class LocalListener:
         poll.register(self._listening.fileno(), select.POLLIN)
 
     def read(self, number: int) -> Sequence[bytes]:
-        """The packets that have come by file descriptor ``number``, which is ready."""
+        """Returns the packets that arrived at file descriptor ``number``, which is ready."""
         connection = self.connections.get(number)
         if connection is None:
-            self._greet(number)
+            self._handshake(number)
             return ()
         self._reads += 1
         try:
@@ -125,21 +125,21 @@ class LocalListener:
                 packets.append(packet)
         except BlockingIOError:
             pass
-        except OSError as e:  # which the next read finds, too
+        except OSError as e:  # the next read reports it, too
             logger.debug("%s: a connection is broken: %s", self.endpoint, e)
         self.bursting = len(packets) > 1
         return packets
 
-    def _greet(self, number: int) -> None:
-        """The listening socket is ready, or one that has not said hello."""
+    def _handshake(self, number: int) -> None:
+        """Handles the listening socket, or the hello of a new connection."""
         new = self._new.get(number)
         if new is None:
             if number == self._listening.fileno():
                 self._accept()
             return
         try:
-            said = new.recv(4096)
-            hello = msgspec.msgpack.decode(said, type=Hello) if said else None
+            packet = new.recv(4096)
+            hello = msgspec.msgpack.decode(packet, type=Hello) if packet else None
         except BlockingIOError:
             return
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
@@ -147,26 +147,26 @@ class LocalListener:
             hello = None
         del self._new[number]
         full = len(self.connections) >= self._max_connections
-        if hello is None or full or not self._is_meant(hello) or not _sends(new, WELCOME):
+        if hello is None or full or not self._is_for_us(hello) or not _sends(new, WELCOME):
             self._poll.unregister(number)
             new.close()
             return
         self.connections[number] = LocalConnection(new, self._on_backlog, ready=True)
 
-    def _is_meant(self, hello: Hello) -> bool:
-        meant = hello == Hello(PROTOCOL, self._job, self._incarnation)
-        if not meant:
+    def _is_for_us(self, hello: Hello) -> bool:
+        matches = hello == Hello(PROTOCOL, self._job, self._incarnation)
+        if not matches:
             logger.warning(
                 "%s: refused a connection that was meant for another job or process", self.endpoint
             )
-        return meant
+        return matches
 
     def _accept(self) -> None:
         try:
             accepted, _ = self._listening.accept()
         except OSError as e:
             if e.errno in (errno.EMFILE, errno.ENFILE):
-                # Left waiting, it would keep the poll from sleeping. Refused, it comes by ZeroMQ.
+                # A connection left waiting would keep the poll from blocking. Refused, it uses ZeroMQ.
                 self._refuse_without_descriptor()
             logger.debug("%s: nothing accepted: %s", self.endpoint, e)
             return
@@ -179,7 +179,7 @@ class LocalListener:
         self._poll.register(accepted.fileno(), select.POLLIN)
 
     def _refuse_without_descriptor(self) -> None:
-        """Stop listening: this process has no descriptor left to accept anybody with."""
+        """Stops listening, as this process has no descriptor left for a connection."""
         logger.warning("%s: this process has no more file descriptors: peers come by ZeroMQ", self.endpoint)
         self._poll.unregister(self._listening.fileno())
         self._listening.close()
@@ -192,13 +192,13 @@ class LocalListener:
         connection.close()
 
     def drop(self, connection: LocalConnection) -> None:
-        """Close ``connection``, unless it has ended."""
+        """Closes ``connection`` unless it has ended."""
         number = connection.number
         if self.connections.get(number) is connection:
             self._end(number, connection)
 
     def close(self) -> None:
-        """Listen and read no more. Idempotent."""
+        """Stops listening and reading. Idempotent."""
         self._listening.close()
         for new in self._new.values():
             new.close()
@@ -217,5 +217,5 @@ def _sends(new: socket.socket, packet: bytes) -> bool:
     return True
 
 
-def _note_nothing(connection: LocalConnection) -> None:
-    """For those who only receive."""
+def _ignore_backlog(connection: LocalConnection) -> None:
+    """The default of ``on_backlog``: nothing is sent."""

@@ -1,4 +1,4 @@
-"""Sends what the kernel did not accept at once, in a thread that exists only where that has happened."""
+"""Sends packets that the kernel did not accept at once, in a thread that starts when that first happens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class BacklogWriter:
         self._wakeup = -1
 
     def add(self, connection: LocalConnection) -> None:
-        """``connection`` has a backlog. Only notes that; from any thread."""
+        """Registers ``connection``, which has a backlog. From any thread; does not block."""
         with self._lock:
             if self._closed:
                 return
@@ -57,16 +57,16 @@ class BacklogWriter:
             os.close(self._wakeup)
 
     def _flushed(self, connection: LocalConnection) -> bool:
-        """Whether nothing of ``connection`` waits any more, be it that it is broken."""
+        """Flushes ``connection``. Returns whether that is done, or the connection is broken."""
         try:
             return connection.flush()
-        except OSError as e:  # its next sender finds that, too
+        except OSError as e:  # the next sender gets the error, too
             logger.debug("%s: %d packets are lost with their peer: %s", self._name, connection.backlog(), e)
             connection.close()
             return True
 
     def close(self) -> None:
-        """Flush no more. Idempotent."""
+        """Stops flushing. Idempotent."""
         with self._lock:
             if not self._closed:
                 self._closed = True
@@ -74,7 +74,7 @@ class BacklogWriter:
                     os.eventfd_write(self._wakeup, 1)
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for the thread; returns its name if it has not ended by ``deadline``."""
+        """Waits for the thread. Returns its name if it has not ended by ``deadline``."""
         if self._thread is None:
             return []
         self._thread.join(deadline.timeout())

@@ -1,8 +1,8 @@
 """Publishes notifications: the server's half of the watch channel, an XPUB in the server's thread.
 
-Topics are matched by prefix, and libzmq sends a subscriber's topics in sorted order when it connects again.
-So the topic of a *nonce*, which a client subscribes to after what it wants, sorts behind all others: once
-it is seen here, everything that the client subscribed to before is in place.
+Topics are matched by prefix, and a subscriber that reconnects sends its topics in sorted order. A client
+subscribes last to a *nonce*, a topic that sorts behind all others: once the server sees it, all subscriptions
+that the client made before are in place.
 """
 
 from __future__ import annotations
@@ -16,32 +16,30 @@ from collections.abc import Callable
 import zmq
 
 from zmqgrad.transport import local
-from zmqgrad.transport.bind import bind_tcp
-from zmqgrad.transport.query import set_up
-from zmqgrad.transport.security import Keys
-from zmqgrad.transport.zap import key_listener
+from zmqgrad.transport.bind_policy import bind_tcp
+from zmqgrad.transport.query.sockets import set_up_query_socket
+from zmqgrad.transport.security import Keys, secure_server
+from zmqgrad.transport.sockets import NOBLOCK, NOBLOCK_MORE, get_int
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Message
 
 logger = logging.getLogger(__name__)
 
 NONCE = b"\xff"
-"""Topics of nonces begin so. No other does: UTF-8 has no such byte."""
+"""Prefix of the topics of nonces. No other topic has it: UTF-8 has no such byte."""
 
 MAX_NONCES = 100_000
-"""How many are remembered; a client unsubscribes from each when it has served."""
-
-_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""How many nonces are remembered; a client unsubscribes from each after use."""
 
 
 class Publisher:
     """An XPUB at an ipc endpoint for this host, and at a tcp port. Used by the server's thread alone.
 
     Args:
-        context: the server's, which has an authenticator if there are ``keys``.
-        incarnation: the server's.
-        address: like the server's, for tcp; port ``*`` lets the system pick one.
-        on_nonce: called with each nonce that a client has subscribed to.
+        context: of the server; with ``keys`` it has an authenticator.
+        incarnation: of the server.
+        address: tcp address to listen on; port ``*`` lets the system choose one.
+        on_nonce: called with each nonce that a client subscribes to.
 
     Raises:
         AddressInUseError, ConfigurationError, TransportError: as ``bind_tcp``.
@@ -63,51 +61,51 @@ class Publisher:
         self._on_nonce = on_nonce
         self._nonces: OrderedDict[str, None] = OrderedDict()
         self._socket = context.socket(zmq.XPUB)
-        self._unread = True  # the descriptor does not tell again of what it has told
+        self._unread = True  # the descriptor does not report again what it has reported
         try:
-            set_up(self._socket)
+            set_up_query_socket(self._socket)
             if local.supported():
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
                 self.endpoint = f"ipc://@zmqgrad-watch-{secrets.token_hex(16)}"
                 self._socket.bind(self.endpoint)
-            if keys is not None:  # after ipc was bound, which needs none
-                key_listener(self._socket, keys)
-            bound = bind_tcp(self._socket, address, keyed=keys is not None)
+            if keys is not None:  # after ipc was bound: it stays unencrypted
+                secure_server(self._socket, keys)
+            bound = bind_tcp(self._socket, address, secured=keys is not None)
         except BaseException:
             self._socket.close(linger=0)
             raise
         self.port = int(bound.rpartition(":")[2])
-        self.number = int(self._socket.getsockopt(zmq.FD))
+        self.number = get_int(self._socket, zmq.FD)
         """The descriptor to poll; see :meth:`read`."""
 
     def publish(self, topic: bytes, message: Message) -> None:
-        """Publish ``message`` under ``topic``. Subscribers that are slow may not get it."""
+        """Publishes ``message`` under ``topic``. Slow subscribers may miss it."""
         self.published += 1
         self._unread = True
-        self._socket.send(topic, _NOBLOCK_MORE)
-        self._socket.send(encode(message, 0, self._incarnation, 0), _NOBLOCK)
+        self._socket.send(topic, NOBLOCK_MORE)
+        self._socket.send(encode(message, 0, self._incarnation, 0), NOBLOCK)
 
     def read(self) -> None:
-        """Take in subscriptions. To be called when ``number`` is ready."""
+        """Reads subscriptions. Must be called when ``number`` is ready."""
         self._unread = False
         try:
             while True:
-                said = self._socket.recv(_NOBLOCK)
-                if said[1:2] == NONCE:
-                    self._note(said[2:], subscribed=said[0] == 1)
+                event = self._socket.recv(NOBLOCK)
+                if event[1:2] == NONCE:
+                    self._on_nonce_topic(event[2:], subscribed=event[0] == 1)
         except zmq.Again:
             return
 
     def read_if_unread(self) -> None:
-        """As :meth:`read`, if something may have come that ``number`` does not tell of."""
+        """As :meth:`read`, if there may be subscriptions that ``number`` does not report."""
         if self._unread:
             self.read()
 
-    def _note(self, said: bytes, subscribed: bool) -> None:
+    def _on_nonce_topic(self, topic: bytes, subscribed: bool) -> None:
         try:
-            nonce = said.decode()
+            nonce = topic.decode()
         except UnicodeDecodeError:
-            return  # a stranger's
+            return  # not from a client of ours
         if not subscribed:
             self._nonces.pop(nonce, None)
             return
@@ -117,9 +115,9 @@ class Publisher:
         self._on_nonce(nonce)
 
     def has_seen(self, nonce: str) -> bool:
-        """Whether a client is subscribed to ``nonce``."""
+        """Returns whether a client is subscribed to ``nonce``."""
         return nonce in self._nonces
 
     def close(self) -> None:
-        """Idempotent."""
+        """Closes the socket. Idempotent."""
         self._socket.close(linger=0)

@@ -1,11 +1,11 @@
-"""Receives queries and sends the replies: the store's server, one thread over one ROUTER.
+"""Receives queries and sends the replies: the store's server, one thread over a ROUTER and a local listener.
 
-Unlike a mailbox, it serves many light clients, whom it does not know before they ask. Clients of its own host
-and user may use the fast path (:mod:`~zmqgrad.transport.local`), whose address the reply to a ping tells. A
-query is known by client and number, and may come more than once, by either way: see
-:mod:`~zmqgrad.transport.query.client`.
+Unlike a mailbox, it serves many light clients that it does not know in advance. Clients of its own host and
+user may use the fast path (:mod:`~zmqgrad.transport.local`), whose address the reply to a ping announces. A
+query is identified by client and number, and may arrive more than once and by either path: see
+:mod:`~zmqgrad.transport.query.channel`.
 
-What a stranger sends costs a counter and a line in the log (P5).
+Malformed messages cost a counter and a log line (P5).
 """
 
 from __future__ import annotations
@@ -14,32 +14,23 @@ import logging
 import math
 import secrets
 import threading
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
 import zmq
 
-from zmqgrad.errors import ProtocolError, TransportError
+from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
-from zmqgrad.transport.bind import bind_tcp
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
-from zmqgrad.transport.monitor import (
-    ACCEPT_FAILED,
-    ACCEPTED,
-    CONNECTED,
-    DISCONNECTED,
-    HANDSHAKE_FAILED,
-    SocketMonitor,
-)
-from zmqgrad.transport.poller import MAX_SECONDS, READ, WRITE, Poller
-from zmqgrad.transport.query import LOCAL_JOB, RECENTLY_SECONDS, ZERO_COPY_BYTES, set_up, spin_budget
+from zmqgrad.transport.polling import MAX_SECONDS, READ, WRITE, Poller, Wakeup
+from zmqgrad.transport.query import LOCAL_JOB, SPIN_RECENCY_SECONDS, spin_budget
+from zmqgrad.transport.query.admission import Admission
+from zmqgrad.transport.query.router import MAX_UNREAD_REPLIES, RouterSocket
 from zmqgrad.transport.security import Keys
-from zmqgrad.transport.wakeup import Wakeup
-from zmqgrad.transport.zap import ZapAuthenticator, key_listener
+from zmqgrad.transport.sockets import NOBLOCK
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
 from zmqgrad.wire.frames import read_envelope
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
@@ -47,63 +38,55 @@ from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreR
 logger = logging.getLogger(__name__)
 
 MAX_CLIENTS = 16_384
-"""How many clients are served; a store that several threads use is one for each of them."""
-
-MAX_UNREAD = 16
-"""Replies that may wait for a client to read them. One has a single query at a time, and a ping."""
+"""Default limit of the number of clients; a store counts once for each thread that uses it."""
 
 MAX_OFFENDERS = 1000
-"""How many senders of garbage are remembered, so that each is logged once."""
+"""How many senders of malformed messages are remembered, so that each is logged once."""
 
-BURST = 64
+ROUTER_BURST = 64
 """Messages read from the ROUTER before the fast path has its turn."""
 
-POLL_BURST = 256
+MAX_POLL_EVENTS = 256
 
 LINGER_MS = 500
 """How long the last replies may take to leave when the server stops."""
 
-REBIND_SECONDS = 1.0
-"""How long the server does not listen after the process ran out of file descriptors."""
-
 Route = bytes | LocalConnection
 """Where a reply goes: the ROUTER's routing id of a client, or its connection on the fast path."""
 
-_NOBLOCK, _NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
-
 
 class Service(Protocol):
-    """What a server does with queries. Called in the server's thread alone."""
+    """Executes the queries of a server. Called in the server's thread only."""
 
     def handle(self, route: Route, client: int, number: int, query: Message) -> None:
-        """Reply to query ``number`` of ``client`` by :meth:`QueryServer.reply`, now or in a later call."""
+        """Replies to query ``number`` of ``client`` by :meth:`QueryServer.reply`, now or in a later call."""
         ...
 
     def settle(self) -> None:
-        """What had come has been handled; the server is about to wait for more."""
+        """Called after a batch of queries, before the server waits for more."""
         ...
 
     def do_due(self, now: float) -> float:
-        """Do what was due by ``now``. Returns when something is due next; infinite for never."""
+        """Does what was due by ``now``. Returns when something is due next; infinite for never."""
         ...
 
     def stopping(self) -> None:
-        """The last chance to reply."""
+        """Called when the server stops, while it can still reply."""
         ...
 
     def stopped(self) -> None:
-        """Serving has ended, however that came: close what was made with the server's context."""
+        """Called at the end, even after an error: closes sockets made with the server's context."""
         ...
 
 
 class QueryServer:
-    """Receives queries at ``address`` (``tcp://127.0.0.1:*`` for a port that the system picks).
+    """Receives queries at ``address`` (``tcp://127.0.0.1:*`` lets the system choose the port).
 
     Args:
-        keys: only clients that have them are served; None: all are.
-        listen_fd: a socket that was bound to the port of ``address`` by somebody else.
+        keys: the job's; only clients that have them are served. None: all are.
+        listen_fd: file descriptor of a socket that is already bound to the port of ``address``.
         max_clients: how many clients are served.
-        fast_path: let clients of this host use it, where the system has what it needs.
+        fast_path: whether clients of this host may use it, if the system supports it.
 
     Raises:
         AddressInUseError: if another socket listens there.
@@ -125,62 +108,40 @@ class QueryServer:
         self.name = name
         self.incarnation = secrets.randbits(63)
         self.requests = 0
-        """How many queries have come."""
+        """How many queries were received."""
         self.malformed = 0
-        """How often somebody sent what was no query, or did not get through the handshake."""
+        """How many messages were malformed, and how many handshakes failed."""
         self.undeliverable = 0
         """How many replies were dropped, as the client was gone or did not read them."""
         self.refuses_newcomers = False
-        """Are pings left unanswered, with which a client begins? May be set in any thread."""
-        self._keys = keys
+        """Set to leave pings unanswered, so no new client begins. From any thread."""
         self._clock = clock
-        self._max_clients = max_clients
         self._lock = threading.Lock()  # guards _stopped and _serving
         self._stopped = False
         self._serving = False
         self._ending = False
         self._due = math.inf
-        self._unbound_until = math.inf
-        self._was_unbound = False
         self._offenders: set[str] = set()
-        self._accepted = self._connected = self._failed = self._disconnected = 0  # tcp connections
-        self._by_tcp: OrderedDict[int, None] = OrderedDict()  # clients that have pinged by tcp alone
-        self._by_local: dict[LocalConnection, int] = {}  # clients that have pinged by the fast path
-        self._local_clients: set[int] = set()  # the same
-        self._surplus: set[bytes] = set()  # routing ids of clients too many
-        self._blocked: dict[int, LocalConnection] = {}  # by descriptor: those with a backlog
+        self._backlogged: dict[int, LocalConnection] = {}  # by descriptor
         self._actions: dict[int, Callable[[], None]] = {}  # by descriptor: what to do when it is ready
-        self._more = False  # the ROUTER's descriptor does not tell again of what it has told
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
-        self._router = self.context.socket(zmq.ROUTER)
-        try:
-            set_up(self._router)
-            self._router.router_mandatory = True
-            self._router.sndhwm = self._router.rcvhwm = MAX_UNREAD
-            if keys is not None:
-                ZapAuthenticator(name, self.context, keys)
-                key_listener(self._router, keys)
-            self._monitor = SocketMonitor(
-                self._router, ACCEPTED | ACCEPT_FAILED | CONNECTED | HANDSHAKE_FAILED | DISCONNECTED
-            )
-            try:
-                self.endpoint = bind_tcp(self._router, address, keyed=keys is not None, listen_fd=listen_fd)
-            except BaseException:
-                self._monitor.close()
-                raise
-        except BaseException:
-            self._router.close(linger=0)
-            self.context.term()
-            raise
-        self._wakeup = Wakeup()
         self._poller = Poller()
-        self._router_number = int(self._router.getsockopt(zmq.FD))
-        self.register(self._router_number, self._read_router)
-        self.register(self._monitor.number, self._read_monitor)
+        self._wakeup = Wakeup()
+        self._local = self._open_local(max_clients) if fast_path and local.supported() else None
+        self._connections = {} if self._local is None else self._local.connections
+        self._admission = Admission(max_clients, self._connections)
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(1)
+        try:
+            self._router = RouterSocket(name, self.context, address, keys, listen_fd, self._admission, clock)
+        except BaseException:
+            self._close(None)
+            raise
+        self.endpoint = self._router.endpoint
+        self._router_unread = False  # its descriptor does not report again what it has reported
+        self.register(self._router.number, self._read_router)
+        self.register(self._router.monitor_number, self._read_monitor)
         self.register(self._wakeup.number, self._end)
-        self._local = self._open_local() if fast_path and local.supported() else None
 
-    def _open_local(self) -> LocalListener | None:
+    def _open_local(self, max_clients: int) -> LocalListener | None:
         endpoint = f"ipc://@zmqgrad-store-{secrets.token_hex(16)}"
         try:
             return LocalListener(
@@ -188,9 +149,9 @@ class QueryServer:
                 self._poller,
                 LOCAL_JOB,
                 self.incarnation,
-                self._note_backlog,
-                self._forget_connection,
-                self._max_clients,
+                self._on_backlog,
+                self._on_connection_closed,
+                max_clients,
             )
         except OSError as e:
             logger.warning("%s has no fast path, all queries come by ZeroMQ: %s", self.name, e)
@@ -203,25 +164,23 @@ class QueryServer:
 
     @property
     def clients(self) -> int:
-        """How many clients are connected. One that changes to the fast path counts once."""
-        fast = 0 if self._local is None else len(self._local.connections)
-        connected = self._connected - (self._disconnected - self._failed)
-        return fast + min(connected, len(self._by_tcp))
+        """How many clients are connected. A client that changes to the fast path counts once."""
+        return self._admission.clients
 
     @property
     def pending(self) -> int:
         """How many tcp connections are in the handshake."""
-        return max(0, self._accepted - self._connected - self._failed)
+        return self._admission.pending
 
     # ---- the thread -------------------------------------------------------------------------------------
 
     def register(self, number: int, action: Callable[[], None]) -> None:
-        """Have the server's thread call ``action`` when file descriptor ``number`` can be read."""
+        """Makes the server's thread call ``action`` whenever file descriptor ``number`` is readable."""
         self._actions[number] = action
         self._poller.register(number, READ)
 
     def serve(self, service: Service) -> None:
-        """Hand queries to ``service`` until :meth:`stop`; then close all sockets. Blocks."""
+        """Passes queries to ``service`` until :meth:`stop`; then closes all sockets. Blocks."""
         with self._lock:
             if self._serving or self._stopped:
                 return
@@ -234,49 +193,47 @@ class QueryServer:
             service.stopped()
             with self._lock:
                 self._stopped = True
-                self._close()
+                self._close(self._router)
 
     def _loop(self, service: Service) -> None:
-        poll, actions, now = self._poller.poll, self._actions, self._clock.now
+        poll, actions, connections, now = self._poller.poll, self._actions, self._connections, self._clock.now
         spin = Spinner(spin_budget()).spin
-        connections = {} if self._local is None else self._local.connections
-        read, read_otherwise = self._read_connection, self._read_local
+        read, on_local_event = self._read_connection, self._on_local_event
         last, spins = -math.inf, False
         while not self._ending:
-            seconds: float | None = 0.0 if self._more else None
-            if self._due != math.inf and not self._more:
+            seconds: float | None = 0.0 if self._router_unread else None
+            if self._due != math.inf and not self._router_unread:
                 seconds = self._due - now()
                 if seconds <= 0:
                     self._do_due()
                     continue
                 seconds = min(seconds, MAX_SECONDS)
-            for number, mask in (spins and spin(self._poll)) or poll(seconds, POLL_BURST):
+            for number, mask in (spins and spin(self._poll)) or poll(seconds, MAX_POLL_EVENTS):
                 connection = connections.get(number)
                 if connection is not None and mask == READ:
                     read(connection)
                 elif (action := actions.get(number)) is not None:
                     action()
                 else:
-                    read_otherwise(number, mask)
-            if self._more:
+                    on_local_event(number, mask)
+            if self._router_unread:
                 self._read_router()
             service.settle()
             before, last = last, now()
-            spins = last - before < RECENTLY_SECONDS
+            spins = last - before < SPIN_RECENCY_SECONDS
 
     def _poll(self, seconds: float) -> list[tuple[int, int]]:
-        return self._poller.poll(seconds, POLL_BURST)
+        return self._poller.poll(seconds, MAX_POLL_EVENTS)
 
     def _do_due(self) -> None:
         now, self._due = self._clock.now(), math.inf
-        if now >= self._unbound_until:
-            self._rebind()
-        self.wake_by(self._unbound_until)
+        self._router.rebind(now)
+        self.wake_by(self._router.rebind_at)
         self.wake_by(self._service.do_due(now))
         self._service.settle()
 
     def wake_by(self, moment: float) -> None:
-        """Call the service's ``do_due`` at ``moment``, or capped. Only in the server's thread."""
+        """Makes the server call the service's ``do_due`` no later than ``moment``. Server's thread only."""
         if moment < self._due:
             self._due = moment
 
@@ -285,7 +242,7 @@ class QueryServer:
         self._ending = True
 
     def stop(self) -> None:
-        """Let :meth:`serve` return. Safe from any thread; idempotent."""
+        """Makes :meth:`serve` return. Safe from any thread; idempotent."""
         with self._lock:
             if self._stopped:
                 return
@@ -293,198 +250,130 @@ class QueryServer:
             if self._serving:
                 self._wakeup.set()
             else:
-                self._close()
+                self._close(self._router)
 
-    def _close(self) -> None:
+    def _close(self, router: RouterSocket | None) -> None:
         if self._local is not None:
             self._local.close()
-        self._monitor.close()
-        self._router.close(linger=LINGER_MS)
+        if router is not None:
+            router.close(LINGER_MS)
         self._poller.close()
         self._wakeup.close()
         self.context.term()  # waits until the last replies have left, or for LINGER_MS
 
-    # ---- in ---------------------------------------------------------------------------------------------
+    # ---- receiving --------------------------------------------------------------------------------------
 
     def _read_router(self) -> None:
-        receive = self._router.recv_multipart
+        receive = self._router.receive
         try:
-            for _ in range(BURST):
-                self._more = True
-                self._receive(receive(_NOBLOCK, copy=False))
+            for _ in range(ROUTER_BURST):
+                self._router_unread = True
+                frames = receive(NOBLOCK, copy=False)
+                frame = frames[-1]
+                data = frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
+                if len(frames) == 2:
+                    self._receive(frames[0].bytes, data, frame)
+                else:
+                    error = ProtocolError(f"a query of {len(frames) - 1} frames (expected one)")
+                    self._on_malformed(frames[0].bytes, data, frame, error)
         except zmq.Again:
-            self._more = False
+            self._router_unread = False
 
-    def _receive(self, frames: list[zmq.Frame]) -> None:
+    def _read_connection(self, connection: LocalConnection) -> None:
+        """Reads one packet of the fast path."""
         try:
-            route, frame = frames
-            data = frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
+            packet = connection.receive()
+        except BlockingIOError:
+            return
+        except OSError as e:
+            logger.debug("%s: a client of this host is gone: %s", self.name, e)
+            packet = b""
+        if packet:
+            self._receive(connection, packet, None)
+        else:
+            self._drop(connection)
+
+    def _receive(self, route: Route, data: bytes | memoryview, frame: zmq.Frame | None) -> None:
+        """Handles a message that arrived by either path; ``frame`` is None by the fast path."""
+        try:
             envelope, query = decode(data)
-        except (ProtocolError, ValueError) as e:
-            self._complain(frames, e)
+        except ProtocolError as e:
+            self._on_malformed(route, data, frame, e)
             return
         client, number = envelope.incarnation, envelope.message_id
         if type(query) is StorePing:
-            self._pong(route.bytes, client, number, query)
-        elif self._surplus and route.bytes in self._surplus:
-            self._refuse_surplus(route.bytes, number)
+            self._on_ping(route, client, number, query)
+        elif self._admission.surplus and route in self._admission.surplus:
+            self._refuse_surplus(route, number)
         else:
             self.requests += 1
             try:
-                self._handle_query(route.bytes, client, number, query)
+                self._handle_query(route, client, number, query)
             except Exception:
-                self._log_failure(query)
+                logger.exception("%s: handling %s failed", self.name, type(query).__name__)
 
-    def _log_failure(self, query: Message) -> None:
-        logger.exception("%s: handling %s failed", self.name, type(query).__name__)
-
-    def _complain(self, frames: list[zmq.Frame], error: Exception) -> None:
-        """Count and log a message that is no query, and tell the client, if it speaks another version."""
-        try:
-            address = str(frames[-1].get("Peer-Address"))
-        except zmq.ZMQError:  # libzmq knows none of a peer that speaks ZMTP 1
-            address = "tcp"
-        if not isinstance(error, ProtocolError):
-            error = ProtocolError(f"a query of {len(frames) - 1} frames (expected one)")
-        self._note_offence(address, error)
-        self._reply_malformed(frames[0].bytes, frames[-1].bytes, error)
-
-    def _reply_malformed(self, route: Route, data: bytes, error: Exception) -> None:
+    def _on_malformed(
+        self, route: Route, data: bytes | memoryview, frame: zmq.Frame | None, error: ProtocolError
+    ) -> None:
+        """Counts and logs a malformed message. Replies if at least its envelope can be read."""
+        self._count_malformed("a process of this host" if frame is None else _peer_address(frame), error)
         try:
             number = read_envelope(data).message_id
         except ProtocolError:
-            return  # a stranger would not understand
+            return  # not a client of ours
         self.reply(route, number, StoreRefused(Refusal.INVALID, str(error)))
 
-    def _note_offence(self, address: str, error: Exception) -> None:
+    def _count_malformed(self, address: str, error: object) -> None:
         self.malformed += 1
         if address not in self._offenders and len(self._offenders) < MAX_OFFENDERS:
             self._offenders.add(address)
             logger.warning("%s: dropped a malformed query from %s (%s)", self.endpoint, address, error)
 
-    def _read_connection(self, connection: LocalConnection) -> None:
-        """A packet has come by the fast path."""
-        try:
-            packet = connection.receive()
-            if not packet:
-                self._drop(connection)
-                return
-            envelope, query = decode(packet)
-        except BlockingIOError:
-            return
-        except OSError as e:
-            logger.debug("%s: a client of this host is gone: %s", self.name, e)
-            self._drop(connection)
-        except ProtocolError as e:
-            self._note_offence("a process of this host", e)
-            self._reply_malformed(connection, packet, e)
-        else:
-            if type(query) is StorePing:
-                self._pong(connection, envelope.incarnation, envelope.message_id, query)
-                return
-            self.requests += 1
-            try:
-                self._handle_query(connection, envelope.incarnation, envelope.message_id, query)
-            except Exception:
-                self._log_failure(query)
+    def _read_monitor(self) -> None:
+        for _ in range(self._router.read_events()):
+            self._count_malformed("tcp", "a handshake failed: no ZeroMQ, or another secret")
+        self.wake_by(self._router.rebind_at)
 
-    def _read_local(self, number: int, mask: int) -> None:
-        """Something else is to be done about the fast path: accept a connection, or end or flush one."""
-        if self._local is None:
-            return
-        connection = self._local.connections.get(number)
-        if connection is None:
-            self._local.read(number)
-            return
-        if number in self._blocked and mask & WRITE:
-            self._flush(number)
-        if mask & ~WRITE:
-            self._read_connection(connection)
-
-    def _drop(self, connection: LocalConnection) -> None:
-        assert self._local is not None
-        self._local.drop(connection)
-
-    def _pong(self, route: Route, client: int, number: int, query: StorePing) -> None:
-        """A client begins, or wants to know whether its connection still works."""
+    def _on_ping(self, route: Route, client: int, number: int, query: StorePing) -> None:
+        """Replies to a client that begins, or that tests whether its connection still works."""
         if self.refuses_newcomers:
-            return  # it will find the next store here when this one has closed the connection
+            return  # it will find the next server here when this one has closed the connection
+        admission = self._admission
         if isinstance(route, LocalConnection):
-            self._by_tcp.pop(client, None)
-            self._by_local[route] = client
-            self._local_clients.add(client)
-        elif client not in self._by_tcp and client not in self._local_clients:
+            admission.add_local(route, client)
+        elif not admission.knows(client):
             self._read_monitor()
-            if self.clients >= self._max_clients:
-                self._surplus.add(route)
+            if not admission.has_room():
+                admission.surplus.add(route)
                 self._refuse_surplus(route, number)
                 return
-            self._by_tcp[client] = None
-            if len(self._by_tcp) > 2 * self._max_clients:
-                self._by_tcp.popitem(last=False)
+            admission.add_tcp(client)
         endpoint = "" if self._local is None else self._local.endpoint
         self.reply(route, number, StorePong(query.nonce, endpoint))
 
     def _refuse_surplus(self, route: Route, number: int) -> None:
-        said = f"it serves {self._max_clients} connections already, which is its limit"
-        self.reply(route, number, StoreRefused(Refusal.LIMIT, said))
+        text = f"it serves {self._admission.limit} connections already, which is its limit"
+        self.reply(route, number, StoreRefused(Refusal.LIMIT, text))
 
-    def _read_monitor(self) -> None:
-        while events := self._monitor.read():
-            for kind, _ in events:
-                if kind == ACCEPTED:
-                    self._accepted += 1
-                elif kind == CONNECTED:
-                    self._connected += 1
-                elif kind == DISCONNECTED:
-                    self._disconnected += 1
-                elif kind == ACCEPT_FAILED:
-                    self._unbind()
-                else:
-                    self._failed += 1
-                    self._note_offence(
-                        "tcp", ProtocolError("a handshake failed: no ZeroMQ, or another secret")
-                    )
-        if self.clients < self._max_clients:
-            self._surplus.clear()
-
-    def _unbind(self) -> None:
-        """The process has no descriptors left. libzmq would try to accept again without a pause."""
-        if self._unbound_until == math.inf:
-            logger.log(
-                logging.DEBUG if self._was_unbound else logging.WARNING,
-                "%s: no more file descriptors; new clients have to wait until others have left",
-                self.endpoint,
-            )
-            self._was_unbound = True
-            self._router.unbind(self.endpoint)
-            self._unbound_until = self._clock.now() + REBIND_SECONDS
-            self.wake_by(self._unbound_until)
-
-    def _rebind(self) -> None:
-        try:
-            bind_tcp(self._router, self.endpoint, keyed=self._keys is not None)
-            self._unbound_until = math.inf
-        except TransportError as e:
-            logger.debug("%s: cannot listen again yet: %s", self.name, e)
-            self._unbound_until = self._clock.now() + REBIND_SECONDS
-
-    # ---- out --------------------------------------------------------------------------------------------
+    # ---- replying ---------------------------------------------------------------------------------------
 
     def reply(self, route: Route, number: int, message: Message) -> bool:
-        """Reply to query ``number``. False if that is known not to arrive. Only in the server's thread."""
+        """Replies to query ``number``. Server's thread only.
+
+        Returns:
+            False if the reply is known not to arrive.
+        """
         data = encode(message, 0, self.incarnation, number)
         try:
             if isinstance(route, bytes):
-                self._more = True
-                self._router.send(route, _NOBLOCK_MORE)
-                self._router.send(data, _NOBLOCK, copy=len(data) < ZERO_COPY_BYTES)
+                self._router_unread = True
+                self._router.send(route, data)
             else:
                 if len(data) > MAX_PACKET_BYTES:
                     refusal = StoreRefused(Refusal.TOO_LARGE, f"{len(data)} bytes")
                     data = encode(refusal, 0, self.incarnation, number)
                 route.send(data)
-                if self._blocked and route.backlog() > MAX_UNREAD:
+                if self._backlogged and route.backlog() > MAX_UNREAD_REPLIES:
                     raise OSError("a client that does not read its replies")
             return True
         except (zmq.ZMQError, OSError) as e:
@@ -494,25 +383,47 @@ class QueryServer:
                 self._drop(route)
             return False
 
-    def _note_backlog(self, connection: LocalConnection) -> None:
-        """``connection`` takes no more just now. Called by :meth:`reply`."""
-        self._blocked[connection.number] = connection
+    # ---- connections of the fast path -------------------------------------------------------------------
+
+    def _on_local_event(self, number: int, mask: int) -> None:
+        """Handles all but packets: new connections, and those that have ended or accept data again."""
+        if self._local is None:
+            return
+        connection = self._connections.get(number)
+        if connection is None:
+            self._local.read(number)
+            return
+        if number in self._backlogged and mask & WRITE:
+            self._flush(connection)
+        if mask & ~WRITE:
+            self._read_connection(connection)
+
+    def _on_backlog(self, connection: LocalConnection) -> None:
+        """Polls ``connection`` until the kernel accepts more. Called by :meth:`reply`."""
+        self._backlogged[connection.number] = connection
         self._poller.modify(connection.number, READ | WRITE)
 
-    def _flush(self, number: int) -> None:
-        connection = self._blocked[number]
+    def _flush(self, connection: LocalConnection) -> None:
         try:
             flushed = connection.flush()
         except OSError as e:
             logger.debug("%s: a client of this host is gone: %s", self.name, e)
-            flushed = True  # reading from it finds that, too
+            flushed = True  # the next read finds that, too
         if flushed:
-            del self._blocked[number]
-            self._poller.modify(number, READ)
+            del self._backlogged[connection.number]
+            self._poller.modify(connection.number, READ)
 
-    def _forget_connection(self, connection: LocalConnection) -> None:
-        """``connection`` has ended."""
-        self._blocked.pop(connection.number, None)
-        client = self._by_local.pop(connection, None)
-        if client is not None:
-            self._local_clients.discard(client)
+    def _drop(self, connection: LocalConnection) -> None:
+        assert self._local is not None
+        self._local.drop(connection)
+
+    def _on_connection_closed(self, connection: LocalConnection) -> None:
+        self._backlogged.pop(connection.number, None)
+        self._admission.remove_local(connection)
+
+
+def _peer_address(frame: zmq.Frame) -> str:
+    try:
+        return str(frame.get("Peer-Address"))
+    except zmq.ZMQError:  # libzmq knows none of a peer that speaks ZMTP 1
+        return "tcp"

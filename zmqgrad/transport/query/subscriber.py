@@ -1,8 +1,8 @@
 """Receives notifications: the client's half of the watch channel, a SUB.
 
-What was published while the connection was broken is lost; libzmq connects again and subscribes to the same
-topics, and the owner is told, so that it can read what it has missed. What is to be done about a notification
-is done by the thread that has received it, while another receives the next: no other thread is woken for it.
+Notifications are lost while the connection is broken. libzmq reconnects and subscribes to the same topics,
+and the owner is notified so that it can read what it missed. The thread that receives a notification also
+runs its tasks, while another thread receives the next: no thread is woken for them.
 """
 
 from __future__ import annotations
@@ -15,35 +15,32 @@ from collections.abc import Callable, Iterable
 
 import zmq
 
-from zmqgrad.errors import ProtocolError, TransportError
+from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Source, Task
-from zmqgrad.transport.context import acquire_context, release_context
 from zmqgrad.transport.leader_poller import make_leader_poller
-from zmqgrad.transport.monitor import CONNECTED, DISCONNECTED, SocketMonitor
-from zmqgrad.transport.query.client import set_up_caller
+from zmqgrad.transport.polling import Wakeup
+from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket
 from zmqgrad.transport.security import Keys
-from zmqgrad.transport.wakeup import Wakeup
+from zmqgrad.transport.sockets import CONNECTED, DISCONNECTED, NOBLOCK, SocketMonitor, get_int
 from zmqgrad.wire.codec import decode
 from zmqgrad.wire.messages import Message
 
 logger = logging.getLogger(__name__)
 
 BURST = 256
-"""Notifications received before what is to be done about them is done."""
-
-_NOBLOCK = int(zmq.NOBLOCK)
+"""Notifications received in a row before their tasks run."""
 
 
 class Subscriber:
-    """A SUB that can be moved from one publisher to another. A :class:`Source` of tasks.
+    """A SUB that can change its publisher. A :class:`Source` of tasks.
 
     Args:
-        name: for log lines and the thread. on_message: called with each notification, in order; must be
-        quick, and must not raise. Returns what is to be done about it, which may take its time, and in
-        which nothing must be raised.
+        name: for log lines.
+        on_message: called with each notification, in order; must be quick. Returns tasks, which may take
+            longer. Neither may raise.
         on_broken: called when notifications may have been lost.
-        serve_from: has threads of others read this, and run the tasks (``ThreadPool.serve_from``).
+        serve_from: makes the threads of a pool read this and run the tasks (``ThreadPool.serve_from``).
     """
 
     def __init__(
@@ -55,7 +52,7 @@ class Subscriber:
     ) -> None:
         self.name = name
         self.endpoint = ""
-        """Where it is connected to."""
+        """The endpoint it is connected to; empty for none."""
         self.malformed = 0
         self._on_message = on_message
         self._on_broken = on_broken
@@ -72,7 +69,7 @@ class Subscriber:
         serve_from(self)
 
     def connect(self, endpoint: str, keys: Keys | None) -> None:
-        """Receive from ``endpoint`` from now on, and from nowhere else. Nothing is subscribed to there.
+        """Receives from ``endpoint`` only, from now on. All subscriptions are dropped.
 
         Raises:
             TransportError: if the system has no socket left.
@@ -81,31 +78,25 @@ class Subscriber:
             if self._closed:
                 return
             self._disconnect()
-            context = acquire_context()
-            try:
-                socket: zmq.Socket[bytes] = context.socket(zmq.SUB)
-            except zmq.ZMQError as e:
-                release_context()
-                raise TransportError(f"no socket can be had to connect to {endpoint}: {e}") from e
+            socket = open_client_socket(zmq.SUB, endpoint, keys if endpoint.startswith("tcp:") else None)
             self._socket, self.endpoint = socket, endpoint
-            set_up_caller(socket, endpoint, keys if endpoint.startswith("tcp:") else None)
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED)
-            self._numbers = (int(socket.getsockopt(zmq.FD)), self._monitor.number)
+            self._numbers = (get_int(socket, zmq.FD), self._monitor.number)
             for number in self._numbers:
                 self._poller.register(number, select.POLLIN)
             socket.connect(endpoint)
         self._wakeup.set()
 
     def subscribe(self, *topics: bytes) -> None:
-        """Subscribe to ``topics``, in that order. Without effect after :meth:`close`."""
+        """Subscribes to ``topics``, in that order. No effect after :meth:`close`."""
         with self._lock:
             if self._socket is not None:
                 for topic in topics:
                     self._socket.subscribe(topic)
-        self._wakeup.set()  # libzmq may have taken what the descriptor told of
+        self._wakeup.set()  # libzmq may have read what the descriptor reported
 
     def unsubscribe(self, topic: bytes) -> None:
-        """Undo :meth:`subscribe`, if the publisher is still the same."""
+        """Undoes :meth:`subscribe`, if the publisher is still the same."""
         with self._lock:
             if self._socket is not None:
                 try:
@@ -115,7 +106,7 @@ class Subscriber:
         self._wakeup.set()
 
     def disconnect(self) -> None:
-        """Receive from nowhere, until :meth:`connect`."""
+        """Stops receiving until :meth:`connect`."""
         with self._lock:
             self._disconnect()
 
@@ -129,8 +120,7 @@ class Subscriber:
             self._monitor.close()
             self._monitor = None
         if socket is not None:
-            socket.close(linger=0)
-            release_context()
+            close_client_socket(socket)
 
     # ---- a source of tasks ------------------------------------------------------------------------------
 
@@ -171,7 +161,7 @@ class Subscriber:
                 broken |= any(event.kind == DISCONNECTED for event in events)
             try:
                 for _ in range(BURST):
-                    received.append(self._socket.recv_multipart(_NOBLOCK, copy=False))
+                    received.append(self._socket.recv_multipart(NOBLOCK, copy=False))
                 self._wakeup.set()  # there may be more
             except zmq.Again:
                 pass
@@ -195,7 +185,7 @@ class Subscriber:
         self._tasks.extend(self._on_message(message))
 
     def _end(self) -> None:
-        """Nobody reads any more."""
+        """Closes everything when reading ends."""
         with self._lock:
             self._closed = True
             self._disconnect()
@@ -204,10 +194,10 @@ class Subscriber:
         self._ended.set()
 
     def close(self) -> None:
-        """Stop receiving. Idempotent; safe from any thread."""
+        """Stops receiving. Idempotent; safe from any thread."""
         self._closed = True
         self._wakeup.set()
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait until nobody reads any more; returns a name if that has not come by ``deadline``."""
+        """Waits until no thread reads. Returns a name if that has not happened by ``deadline``."""
         return [] if self._ended.wait(deadline.timeout()) else [f"{self.name}-subscriber"]

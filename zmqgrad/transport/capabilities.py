@@ -1,4 +1,4 @@
-"""What the ZeroMQ library and the system offer here."""
+"""Reports what the installed ZeroMQ library and this system support."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from zmqgrad.transport.arena.segment import Segment, supported
 
 
 def libzmq_version() -> str:
-    """Of the library beneath pyzmq."""
+    """Returns the version of the library beneath pyzmq."""
     return zmq.zmq_version()
 
 
 def has_curve() -> bool:
-    """Was it built with libsodium, and so can encrypt?"""
+    """Returns whether libzmq was built with CURVE encryption."""
     return zmq.has("curve")
 
 
 def ipc_problem() -> str:
-    """Why two processes of this host could not meet by ipc; empty if they can."""
+    """Returns why processes of this host cannot communicate by ipc; empty if they can."""
     if not zmq.has("ipc"):
         return "libzmq was built without ipc"
     context = zmq.Context()
@@ -36,7 +36,7 @@ def ipc_problem() -> str:
 
 
 def arena_problem() -> str:
-    """Why tensors could not go through shared memory; empty if they can."""
+    """Returns why tensors cannot be sent through shared memory; empty if they can."""
     if not supported():
         return "this system has no sealed memfd (it needs Linux and /proc)"
     try:

@@ -1,0 +1,60 @@
+"""The query under way on a channel, without sockets: repetition, and which messages answer it."""
+
+from __future__ import annotations
+
+import pytest
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.transport.local import MAX_PACKET_BYTES
+from zmqgrad.transport.query.pending import PING_NUMBER, REPEAT_SECONDS, Arrival, PendingQuery
+from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePong, StoreRefused
+
+LIMIT = StoreRefused(Refusal.LIMIT, "")
+TOO_LARGE = StoreRefused(Refusal.TOO_LARGE, "")
+
+
+@pytest.fixture
+def query() -> PendingQuery:
+    return PendingQuery(7, bytearray(b"query"), 100.0, 1000.0)
+
+
+def test_it_is_repeated_at_growing_intervals(query: PendingQuery) -> None:
+    now = 100.0
+    for seconds in (*REPEAT_SECONDS, REPEAT_SECONDS[-1], REPEAT_SECONDS[-1]):
+        assert query.seconds_to_wait(now) == seconds
+        assert not query.must_repeat(now + seconds - 0.1)
+        now += seconds
+        assert query.must_repeat(now)
+
+
+def test_no_wait_exceeds_the_deadline() -> None:
+    assert PendingQuery(7, bytearray(), 100.0, 100.25).seconds_to_wait(100.0) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("number", "message", "arrival"),
+    [
+        (7, StoreDone(), Arrival.REPLY),
+        (7, LIMIT, Arrival.REPLY),
+        (7, TOO_LARGE, Arrival.TOO_LARGE),
+        (6, StoreDone(), Arrival.NO_REPLY),
+        (6, TOO_LARGE, Arrival.NO_REPLY),
+        (PING_NUMBER, StorePong("", ""), Arrival.NO_REPLY),
+        (PING_NUMBER, LIMIT, Arrival.REPLY),
+    ],
+)
+def test_what_a_message_means(query: PendingQuery, number: int, message: Message, arrival: Arrival) -> None:
+    query.peer_responded = False
+    assert query.receive(number, message) is arrival
+    assert query.peer_responded
+
+
+def test_a_second_refusal_of_a_large_query_changes_nothing() -> None:
+    query = PendingQuery(7, bytearray(MAX_PACKET_BYTES + 1), 100.0, 1000.0)
+    assert query.is_large
+    assert query.receive(7, TOO_LARGE) is Arrival.NO_REPLY
+
+
+def test_a_reply_to_a_query_that_was_never_sent(query: PendingQuery) -> None:
+    with pytest.raises(ProtocolError, match="query 8"):
+        query.receive(8, StoreDone())

@@ -1,0 +1,149 @@
+"""Binds tcp sockets. Without a secret, only loopback addresses are allowed, unless the user opts out.
+
+Also finds the address under which other hosts reach this one.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import socket as sockets
+
+import zmq
+
+from zmqgrad import environment
+from zmqgrad.errors import AddressInUseError, ConfigurationError, TransportError
+
+ACCEPT_BACKLOG = 4096
+"""Maximum number of connections that wait to be accepted; the system may allow fewer."""
+
+_UNASSIGNED_ADDRESSES = ("192.0.2.1", "2001:db8::1")
+"""Reserved for documentation, so the default route leads there. Nothing is sent to them."""
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether ``host``, an address or ``localhost``, cannot be reached from other hosts."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def facing_address(host: str, port: int) -> str:
+    """Returns the address of this machine on the route to ``host``.
+
+    Raises:
+        OSError: if ``host`` has no address, or there is no route to it.
+    """
+    if is_loopback(host):
+        return "127.0.0.1"
+    family, kind, _, _, address = sockets.getaddrinfo(host, port, type=sockets.SOCK_DGRAM)[0]
+    with sockets.socket(family, kind) as probe:
+        probe.connect(address)  # a datagram socket chooses a route and sends nothing
+        facing: str = probe.getsockname()[0]
+        return facing
+
+
+def own_address() -> str:
+    """Returns the address of this machine on the default route; loopback if there is none."""
+    for unassigned in _UNASSIGNED_ADDRESSES:
+        try:
+            return facing_address(unassigned, 9)
+        except OSError:
+            continue  # no route
+    return "127.0.0.1"
+
+
+def may_bind_publicly(secured: bool) -> bool:
+    """Returns whether sockets may listen beyond loopback; ``secured``: they authenticate their peers."""
+    return secured or environment.allows_insecure()
+
+
+def check_bind_address(address: str, secured: bool) -> None:
+    """Refuses to listen without authentication where other hosts could connect.
+
+    Raises:
+        ConfigurationError: naming the address, and what to do.
+    """
+    if not address.startswith("tcp://"):
+        return
+    host = address[len("tcp://") :].rpartition(":")[0]
+    if is_loopback(host) or may_bind_publicly(secured):
+        return
+    raise ConfigurationError(
+        f"will not listen on {address} without a secret: anybody who reaches this address could read and "
+        f"write. Give all processes of the job the same {environment.SECRET} (or {environment.SECRET_FILE}; "
+        f"`openssl rand -hex 32` makes one), or use 127.0.0.1 if they are all on this host. On a network "
+        f"where you trust every machine, {environment.ALLOW_INSECURE}=1 does without"
+    )
+
+
+def bind(socket: zmq.Socket[bytes], address: str) -> str:
+    """Binds ``socket`` to ``address``. Returns the address with its port.
+
+    Raises:
+        AddressInUseError: if another socket listens there.
+        TransportError: if it cannot be bound for another reason.
+    """
+    try:
+        socket.bind(address)
+    except zmq.ZMQError as e:
+        if e.errno == zmq.EADDRINUSE:
+            raise AddressInUseError(
+                f"cannot listen on {address}: another socket does. Choose another port, or end the process "
+                f"that has this one"
+            ) from e
+        raise TransportError(f"cannot listen on {address}: {e}") from e
+    return socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+
+def bind_tcp(socket: zmq.Socket[bytes], address: str, *, secured: bool, listen_fd: int | None = None) -> str:
+    """Binds ``socket`` to ``address`` (``tcp://host:port``; port ``*`` lets the system choose one).
+
+    Args:
+        secured: whether peers must prove that they have the job's secret.
+        listen_fd: file descriptor of a socket that is already bound to that port; ``socket`` takes it over.
+
+    Returns:
+        The address with its port.
+
+    Raises:
+        AddressInUseError, TransportError: as :func:`bind`.
+        ConfigurationError: if other hosts could connect and nothing protects the traffic, or if ``listen_fd``
+            is not a tcp socket bound to that port; then the descriptor is left as it was.
+    """
+    socket.ipv6 = "[" in address
+    socket.backlog = ACCEPT_BACKLOG
+    if listen_fd is None:
+        check_bind_address(address, secured)
+        return bind(socket, address)
+    address = _listen(listen_fd, address.rpartition(":")[2], secured=secured)
+    socket.set(zmq.USE_FD, listen_fd)
+    try:
+        return bind(socket, address)
+    finally:
+        socket.set(zmq.USE_FD, -1)  # later addresses of this socket get descriptors of their own
+
+
+def _listen(number: int, port: str, *, secured: bool) -> str:
+    """Listens on file descriptor ``number``, which stays the caller's. Returns its address."""
+    try:
+        bound = sockets.socket(fileno=number)
+    except OSError as e:
+        raise ConfigurationError(f"file descriptor {number} is no socket to listen at: {e.strerror}") from e
+    try:
+        if bound.family not in (sockets.AF_INET, sockets.AF_INET6) or bound.type != sockets.SOCK_STREAM:
+            raise ConfigurationError(f"file descriptor {number} is no tcp socket")
+        host, own = bound.getsockname()[:2]
+        if not own or port not in ("*", str(own)):
+            raise ConfigurationError(f"file descriptor {number} is bound to port {own}, not {port}")
+        address = f"tcp://[{host}]:{own}" if ":" in host else f"tcp://{host}:{own}"
+        check_bind_address(address, secured)
+        bound.listen(ACCEPT_BACKLOG)
+        bound.setblocking(False)
+        return address
+    except OSError as e:
+        raise TransportError(f"cannot listen at file descriptor {number}: {e}") from e
+    finally:
+        bound.detach()

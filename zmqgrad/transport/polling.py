@@ -1,0 +1,89 @@
+"""Polling of file descriptors: :data:`Poller` is epoll where there is one, and :class:`Wakeup` interrupts it.
+
+Not :mod:`selectors`: its bookkeeping costs as much as a server's whole work for a small query.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import sys
+import threading
+
+READ, WRITE = 1, 4
+"""Event masks, of epoll and of poll alike."""
+
+MAX_SECONDS = 3600.0
+"""Longest timeout of one poll: both epoll and poll count milliseconds in 31 bits."""
+
+_MAX_MILLISECONDS = 1 << 30
+
+
+def to_milliseconds(seconds: float | None) -> int:
+    """Returns the timeout for ``select.poll``: rounded up, at least 1 ms; negative for no limit."""
+    if seconds is None:
+        return -1
+    return min(_MAX_MILLISECONDS, max(1, math.ceil(seconds * 1000))) if seconds < 1e6 else _MAX_MILLISECONDS
+
+
+class _Poll:
+    """Wraps ``select.poll`` in the interface of ``select.epoll``."""
+
+    def __init__(self) -> None:
+        poller = select.poll()
+        self.register, self.modify, self.unregister = poller.register, poller.modify, poller.unregister
+        self._poll = poller.poll
+
+    def poll(self, seconds: float | None, most: int) -> list[tuple[int, int]]:
+        """Returns ready descriptors with their events. Waits up to ``seconds`` (None: no limit)."""
+        return self._poll(None if seconds is None else seconds * 1000)
+
+    def close(self) -> None:
+        """Does nothing: poll has no descriptor of its own."""
+
+
+if sys.platform == "linux":
+    Poller = select.epoll
+else:
+    Poller = _Poll
+
+
+class Wakeup:
+    """Wakes a thread that polls ``number``, which is readable from :meth:`set` to :meth:`clear`."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()  # guards _closed: a closed descriptor's number may be reused
+        self._closed = False
+        if hasattr(os, "eventfd"):
+            self.number = self._write = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        else:
+            self.number, self._write = os.pipe()
+            os.set_blocking(self.number, False)
+            os.set_blocking(self._write, False)
+
+    def set(self) -> None:
+        """Makes the descriptor readable. From any thread; no effect after :meth:`close`."""
+        with self._lock:
+            if not self._closed:
+                try:
+                    os.write(self._write, (1).to_bytes(8, "little"))
+                except BlockingIOError:
+                    return  # the pipe is full, hence readable
+
+    def clear(self) -> None:
+        """Makes the descriptor unreadable."""
+        try:
+            while len(os.read(self.number, 4096)) == 4096:
+                pass
+        except BlockingIOError:
+            return  # another thread has cleared it
+
+    def close(self) -> None:
+        """Closes the descriptor. Idempotent."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self.number)
+                if self._write != self.number:
+                    os.close(self._write)

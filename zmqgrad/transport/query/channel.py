@@ -1,0 +1,277 @@
+"""A channel: sends one query at a time and receives the reply, in the calling thread.
+
+A channel has an id and numbers its queries. It sends by a DEALER; once the server has announced that it is on
+this host, by the fast path (:mod:`~zmqgrad.transport.local`), and by the DEALER only what is too large for
+that. Connections break and servers restart, so a query is repeated until its reply arrives: as soon as the
+channel has reconnected, and every few seconds. The server replies to a repetition as it did before, and
+drops a waiting query that is no longer repeated.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import select
+from collections.abc import Callable
+
+from zmqgrad.errors import ClosedError, ProtocolError
+from zmqgrad.runtime.clock import Clock
+from zmqgrad.runtime.spinning import Spinner
+from zmqgrad.transport import local
+from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
+from zmqgrad.transport.polling import to_milliseconds
+from zmqgrad.transport.query import LOCAL_JOB, SPIN_RECENCY_SECONDS, spin_budget
+from zmqgrad.transport.query.dealer import DealerConnection, LocalAddress, ServerInfo
+from zmqgrad.transport.query.pending import PING_NUMBER, Arrival, PendingQuery
+from zmqgrad.wire.codec import decode, encode
+from zmqgrad.wire.messages import Message, StorePing, StorePong, StoreRefused
+
+QUICK_SECONDS = 0.1
+"""Nearly all queries are answered within this time."""
+
+
+class QueryChannel:
+    """Sends one query at a time. Used by one thread at a time.
+
+    Args:
+        server: shared by the channels of a client.
+        fast_path: whether the fast path may be used.
+        closing: descriptor that becomes readable when the client is closed.
+        closed_error: returns the error to raise if the client is closed, else None.
+    """
+
+    def __init__(
+        self,
+        server: ServerInfo,
+        fast_path: bool,
+        closing: int,
+        closed_error: Callable[[], ClosedError | None],
+        clock: Clock,
+    ) -> None:
+        self.id = secrets.randbits(63)
+        self._server = server
+        self._fast_path = fast_path
+        self._closed_error = closed_error
+        self._now = clock.now
+        self._number = PING_NUMBER  # of the last query
+        self._started = -math.inf  # when the last query was sent first
+        self._query = PendingQuery(self._number, bytearray(), 0.0, 0.0)
+        self._trouble = ""  # the last problem, for error messages
+        self._dealer: DealerConnection | None = None
+        self._keep_dealer = False  # large messages have needed it
+        self._local: LocalConnection | None = None
+        self._local_number = -1
+        self._accepted: LocalConnection | None = None  # the same, once the server has accepted it
+        self._spin = Spinner(spin_budget()).spin
+        self._poll = select.poll()
+        self._poll_for = self._poll.poll
+        self._poll.register(closing, select.POLLIN)
+
+    def request(self, message: Message, seconds: float) -> Message:
+        """Sends ``message`` until its reply arrives. Arguments and errors as ``QueryClient.request``."""
+        self._number = number = self._number + 1
+        packet = encode(message, 0, self.id, number)
+        before, self._started = self._started, self._now()
+        fast, sent, data = self._accepted, False, None
+        if fast is not None and seconds >= QUICK_SECONDS and len(packet) <= MAX_PACKET_BYTES:
+            # Nearly all replies arrive at once. Few steps here: processes that take turns find little of
+            # their code in the caches, and pay for each line.
+            try:
+                fast.send(packet)
+                sent = True
+                if self._started - before < SPIN_RECENCY_SECONDS:
+                    self._spin(self._poll_for)
+                data = fast.receive(0)
+                envelope, reply = decode(data)
+                if envelope.message_id == number and type(reply) is not StoreRefused:
+                    return reply
+            except BlockingIOError:
+                pass  # the reply takes longer
+            except OSError as e:
+                self._close_local(str(e))
+                sent = False
+            except ProtocolError:
+                pass  # _complete() decodes it again, and reports the error
+        self._query = PendingQuery(number, packet, self._now(), self._started + seconds)
+        return self._complete(sent, data)
+
+    def _complete(self, sent: bool, data: bytes | None) -> Message:
+        """Repeats the query until its reply arrives; ``data`` was already received by the fast path."""
+        query = self._query
+        if not sent:
+            self._send()
+        reply = None if data is None else self._on_local_packet(data)
+        while reply is None and (reply := self._receive(query.seconds_to_wait(self._now()))) is None:
+            now = self._now()
+            if now >= query.deadline:
+                raise TimeoutError(self._explain())
+            if query.must_repeat(now):
+                self._repeat()
+        if self._local is not None and self._dealer is not None and not self._keep_dealer:
+            self._close_dealer()
+        return reply
+
+    def _explain(self) -> str:
+        trouble = (self._dealer is not None and self._dealer.trouble) or self._trouble
+        return f"no reply from {self._server.address}{f' ({trouble})' if trouble else ''}"
+
+    # ---- sending ----------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        """Sends the query by the fast path if that is open and the query is small, else by the DEALER."""
+        fast = self._local
+        if fast is None and self._dealer is None:
+            fast = self._open_local()
+        if fast is not None and not self._query.is_large:
+            try:
+                if not fast.backlog():
+                    fast.send(self._query.packet)
+                return
+            except OSError as e:
+                self._close_local(str(e))
+        self._send_by_dealer()
+
+    def _send_by_dealer(self) -> None:
+        if self._dealer is None:
+            self._dealer = DealerConnection(self._server, self._poll, self.id)
+        self._keep_dealer = self._keep_dealer or self._local is not None
+        self._dealer.send(self._query.packet)
+
+    def _repeat(self) -> None:
+        """Sends the query again: either it was lost, or it waits at the server and must be renewed."""
+        if self._dealer is not None and (self._local is None or self._query.is_large):
+            if not self._dealer.connected:
+                return  # it is queued in the socket, and leaves with the next connection
+            if self._query.peer_responded:
+                self._query.peer_responded = False
+                self._dealer.ping()
+            else:
+                self._close_dealer()  # the peer is gone, though no event reported it
+        self._send()
+
+    # ---- receiving --------------------------------------------------------------------------------------
+
+    def _receive(self, seconds: float) -> Message | None:
+        """Returns the reply. None if it has not arrived within ``seconds``, or another event was handled."""
+        dealer = self._dealer
+        while dealer is not None and (data := dealer.receive()) is not None:
+            if (reply := self._on_message(data)) is not None:
+                return reply
+        for number, _ in self._spin(self._poll_for) or self._poll_for(to_milliseconds(seconds)):
+            if number == self._local_number:
+                if (reply := self._read_local()) is not None:
+                    return reply
+            elif self._dealer is None or number != self._dealer.number:  # the DEALER is read next time
+                self._raise_if_closed()
+                if self._dealer is not None and self._dealer.read_events():
+                    self._dealer.ping()
+                    self._send_by_dealer()
+        return None
+
+    def _raise_if_closed(self) -> None:
+        error = self._closed_error()
+        if error is not None:
+            raise error
+
+    def _on_message(self, data: bytes | memoryview) -> Message | None:
+        """Handles a received message. Returns it if it is the reply.
+
+        Raises:
+            ProtocolError: if it is malformed.
+        """
+        envelope, message = decode(data)
+        arrival = self._query.receive(envelope.message_id, message)
+        if arrival is Arrival.REPLY:
+            return message
+        if arrival is Arrival.TOO_LARGE:
+            self._query.is_large = True
+            self._send()
+        elif isinstance(message, StorePong) and self._fast_path and message.endpoint:
+            self._server.local = LocalAddress(envelope.incarnation, message.endpoint)
+            if self._local is None:
+                self._open_local()
+        return None
+
+    # ---- the fast path ----------------------------------------------------------------------------------
+
+    def _open_local(self) -> LocalConnection | None:
+        """Connects to the server if it is on this host. Packets wait until it has accepted the connection."""
+        server = self._server.local
+        if server is None:
+            return None
+        try:
+            fast = local.connect(server.endpoint, LOCAL_JOB, server.incarnation, self._on_backlog)
+        except BlockingIOError:
+            return None  # too many connections wait to be accepted
+        except OSError:
+            self._server.local = None  # another host, or another container
+            return None
+        fast.limit_waits(QUICK_SECONDS)
+        self._local, self._local_number = fast, fast.number
+        self._poll.register(fast.number, select.POLLIN)
+        fast.send(encode(StorePing(""), 0, self.id, PING_NUMBER))  # identifies the channel that came by tcp
+        return fast
+
+    def _on_backlog(self, connection: LocalConnection) -> None:
+        self._poll.modify(connection.number, select.POLLIN | select.POLLOUT)
+
+    def _read_local(self) -> Message | None:
+        fast = self._local
+        assert fast is not None
+        try:
+            if fast.backlog() and fast.flush():
+                self._poll.modify(self._local_number, select.POLLIN)
+            if not fast.is_ready():
+                return None
+            self._accepted = fast
+            return self._on_local_packet(fast.receive())
+        except BlockingIOError:
+            return None
+        except OSError as e:
+            self._close_local(str(e))
+            self._send()
+            return None
+
+    def _on_local_packet(self, data: bytes) -> Message | None:
+        """As :meth:`_on_message`; empty ``data`` is the end of the connection."""
+        if data:
+            return self._on_message(data)
+        self._raise_if_closed()
+        self._close_local("the server closed the connection")
+        self._send()
+        return None
+
+    # ---- closing ----------------------------------------------------------------------------------------
+
+    def _close_local(self, reason: str) -> None:
+        fast, self._local, self._accepted = self._local, None, None
+        self._trouble = reason
+        if fast is not None:
+            self._server.local = None  # the server may have restarted at another endpoint
+            self._poll.unregister(self._local_number)
+            self._local_number = -1
+            fast.close()
+
+    def _close_dealer(self) -> None:
+        dealer, self._dealer = self._dealer, None
+        self._keep_dealer = False
+        if dealer is not None:
+            self._trouble = dealer.trouble or self._trouble
+            dealer.close()
+
+    def hang_up(self) -> None:
+        """Interrupts a thread that waits in the kernel for a packet. From any thread."""
+        fast = self._accepted
+        if fast is not None:
+            fast.hang_up()
+
+    def close(self) -> None:
+        """Closes both connections. Called by the thread that uses the channel. Idempotent."""
+        self._close_dealer()
+        if self._local is not None:
+            self._close_local("closed")
+
+    def abandon(self) -> None:
+        """In a forked child: closes the child's copy of the connection that the parent uses."""
+        if self._local is not None:
+            self._local.close()

@@ -1,0 +1,157 @@
+"""A DEALER that is connected to the server, and the outcome of its handshakes."""
+
+from __future__ import annotations
+
+import secrets
+import select
+from typing import NamedTuple
+
+import zmq
+
+from zmqgrad.errors import ProtocolError, SecretError, TransportError
+from zmqgrad.transport.query.pending import PING_NUMBER
+from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
+from zmqgrad.transport.security import Keys
+from zmqgrad.transport.sockets import (
+    CONNECTED,
+    DISCONNECTED,
+    HANDSHAKE_CUT,
+    HANDSHAKE_DENIED,
+    HANDSHAKE_FAILED,
+    HANDSHAKE_MALFORMED,
+    MECHANISM_MISMATCH,
+    NOBLOCK,
+    ZERO_COPY_BYTES,
+    SocketMonitor,
+    get_int,
+)
+from zmqgrad.wire.codec import COPY_LIMIT_BYTES, encode
+from zmqgrad.wire.messages import StorePing
+
+MAX_CUT_HANDSHAKES = 3
+"""After this many handshakes in a row that the server cut off, test whether it has another secret."""
+
+
+class LocalAddress(NamedTuple):
+    """The server's endpoint of the fast path, and its incarnation."""
+
+    incarnation: int
+    endpoint: str
+
+
+class ServerInfo:
+    """What the channels of one client know about their server. Updated by any of their threads."""
+
+    def __init__(self, address: str, keys: Keys | None) -> None:
+        self.address = address
+        self.keys = keys
+        self.local: LocalAddress | None = None
+        """Where the fast path connects; None if that is unknown, or does not work."""
+        self.was_connected = False
+        """Whether any handshake has ever succeeded, so the secret is right."""
+
+
+class DealerConnection:
+    """A DEALER and its monitor, registered with ``poll``. Used by one thread at a time.
+
+    Args:
+        client: the id of the channel, which its pings carry.
+
+    Raises:
+        TransportError: if the system has no socket left, or the address is malformed.
+    """
+
+    def __init__(self, server: ServerInfo, poll: select.poll, client: int) -> None:
+        self.connected = False
+        self.trouble = ""
+        """The last problem, for error messages."""
+        self._server = server
+        self._poll = poll
+        self._client = client
+        self._interrupted = False  # the connection broke: what was sent may be lost
+        self._cut_handshakes = 0  # in a row
+        self._monitor: SocketMonitor | None = None
+        self._socket = open_client_socket(zmq.DEALER, server.address, server.keys)
+        self.number = get_int(self._socket, zmq.FD)
+        try:
+            self._monitor = SocketMonitor(self._socket, CONNECTED | DISCONNECTED | HANDSHAKE_FAILED)
+            poll.register(self.number, select.POLLIN)
+            poll.register(self._monitor.number, select.POLLIN)
+            self._socket.connect(server.address)
+        except zmq.ZMQError as e:
+            self.close()
+            raise TransportError(f"cannot connect to {server.address}: {e}") from e
+        self.ping()
+
+    def send(self, packet: bytearray) -> None:
+        """Queues ``packet``, which leaves as soon as there is a connection."""
+        self._socket.send(packet, NOBLOCK, copy=len(packet) < ZERO_COPY_BYTES)
+
+    def ping(self) -> None:
+        """Asks the server to respond, and for the address of its fast path."""
+        self.send(encode(StorePing(secrets.token_hex(8)), 0, self._client, PING_NUMBER))
+
+    def receive(self) -> bytes | memoryview | None:
+        """Returns the next message. Must be called until it returns None before ``number`` is polled again.
+
+        Raises:
+            ProtocolError: if the message has several frames.
+        """
+        try:
+            frames = self._socket.recv_multipart(NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        if len(frames) != 1:
+            raise ProtocolError(
+                f"{self._server.address} replied with {len(frames)} frames (expected one): is it a store?"
+            )
+        frame = frames[0]
+        return frame.bytes if len(frame) <= COPY_LIMIT_BYTES else frame.buffer
+
+    def read_events(self) -> bool:
+        """Handles the events of the monitor.
+
+        Returns:
+            Whether the connection was re-established, so that what was sent before may be lost.
+
+        Raises:
+            SecretError: if handshakes fail, and will go on failing.
+        """
+        reconnected = False
+        while self._monitor is not None and (events := self._monitor.read()):
+            for kind, value in events:
+                if kind == CONNECTED:
+                    self.connected = self._server.was_connected = True
+                    self._cut_handshakes = 0
+                    reconnected, self._interrupted = reconnected or self._interrupted, False
+                elif kind != DISCONNECTED:
+                    self._on_handshake_failed(kind, value)
+                elif self.connected:
+                    self.trouble = "it closes connections"
+                    self.connected, self._interrupted = False, True
+        return reconnected
+
+    def _on_handshake_failed(self, kind: int, value: int) -> None:
+        server = self._server
+        if kind == HANDSHAKE_DENIED or (kind == HANDSHAKE_MALFORMED and value == MECHANISM_MISMATCH):
+            if server.keys is None:
+                raise SecretError("the other end wants a secret, and there is none here")
+            raise SecretError("the other end has no secret, or another one")
+        self.trouble = "connections are cut off during the handshake: is it a store?"
+        if kind != HANDSHAKE_CUT or server.keys is None or server.was_connected:
+            return
+        self._cut_handshakes += 1
+        if self._cut_handshakes >= MAX_CUT_HANDSHAKES:
+            self._cut_handshakes = 0
+            if speaks_curve(server.address):
+                raise SecretError("the other end has another secret")
+
+    def close(self) -> None:
+        """Closes the socket. Idempotent."""
+        monitor, self._monitor = self._monitor, None
+        if monitor is not None:
+            self._poll.unregister(monitor.number)
+            self._poll.unregister(self.number)
+            monitor.close()
+        if not self._socket.closed:
+            close_client_socket(self._socket)

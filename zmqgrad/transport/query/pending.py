@@ -1,0 +1,84 @@
+"""The query under way on a channel: which messages answer it, and when it is repeated. Pure.
+
+A channel numbers its queries and sends one at a time. A query is repeated until its reply arrives, so a
+channel may receive further replies to queries that are answered already.
+"""
+
+from __future__ import annotations
+
+import enum
+from itertools import chain, repeat
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.transport.local.connection import MAX_PACKET_BYTES
+from zmqgrad.wire.messages import Message, Refusal, StoreRefused
+
+REPEAT_SECONDS = (1.0, 2.0, 5.0)
+"""Intervals before the first, second and third repetition. Later ones use the last."""
+
+PING_NUMBER = 0
+"""Message id of a channel's pings. Queries begin with 1."""
+
+
+class Arrival(enum.Enum):
+    """What a received message means for the query under way."""
+
+    REPLY = enum.auto()
+    TOO_LARGE = enum.auto()
+    """The reply exceeds the fast path: the query must be sent by the DEALER."""
+    NO_REPLY = enum.auto()
+    """It answers a ping, or an earlier query that was repeated."""
+
+
+class PendingQuery:
+    """One query, from its first transmission to its reply.
+
+    Args:
+        number: message id of the query.
+        packet: its bytes.
+        deadline: when it fails.
+    """
+
+    __slots__ = ("_intervals", "_repeat_at", "deadline", "is_large", "number", "packet", "peer_responded")
+
+    def __init__(self, number: int, packet: bytearray, now: float, deadline: float) -> None:
+        self.number = number
+        self.packet = packet
+        self.deadline = deadline
+        self.is_large = len(packet) > MAX_PACKET_BYTES
+        """Whether the query or its reply is too large for the fast path."""
+        self.peer_responded = True
+        """Whether anything was received since the last repetition."""
+        self._intervals = chain(REPEAT_SECONDS, repeat(REPEAT_SECONDS[-1]))
+        self._repeat_at = now + next(self._intervals)
+
+    def seconds_to_wait(self, now: float) -> float:
+        """Returns how long to wait for the reply before :meth:`must_repeat` or the deadline."""
+        return min(self.deadline, self._repeat_at) - now
+
+    def must_repeat(self, now: float) -> bool:
+        """Returns whether the query must be sent again now, and schedules the next repetition if so."""
+        if now < self._repeat_at:
+            return False
+        self._repeat_at = now + next(self._intervals)
+        return True
+
+    def receive(self, number: int, message: Message) -> Arrival:
+        """Classifies a received message.
+
+        Args:
+            number: the message id in its envelope.
+
+        Raises:
+            ProtocolError: if it answers a query that was never sent.
+        """
+        self.peer_responded = True
+        if number == self.number:
+            if type(message) is StoreRefused and message.reason is Refusal.TOO_LARGE:
+                return Arrival.NO_REPLY if self.is_large else Arrival.TOO_LARGE
+            return Arrival.REPLY
+        if number == PING_NUMBER and type(message) is StoreRefused:
+            return Arrival.REPLY  # the server has too many clients
+        if number > self.number:
+            raise ProtocolError(f"a reply to query {number}, not to {self.number}")
+        return Arrival.NO_REPLY

@@ -1,0 +1,138 @@
+"""The ZeroMQ sockets of queries and notifications: their options, and the context that clients share.
+
+The context is shared so that a store client costs no thread of its own. It exists while a client has a
+socket; afterwards no thread is left. Mailboxes and servers have contexts of their own.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket as sockets
+import threading
+
+import zmq
+
+from zmqgrad.errors import TransportError
+from zmqgrad.transport.security import Keys, secure_client
+from zmqgrad.transport.sockets import (
+    CONNECTED,
+    HANDSHAKE_FAILED,
+    MECHANISM_MISMATCH,
+    SocketMonitor,
+    set_up,
+)
+from zmqgrad.wire.frames import MAX_HEADER
+
+RECONNECT_MS, MAX_RECONNECT_MS = 10, 250
+"""Initial pause between connection attempts, and the maximum that doubling it reaches."""
+
+CONNECT_TIMEOUT_MS = 5000
+"""How long one connection attempt may take."""
+
+PROBE_SECONDS = 2.0
+"""How long :func:`speaks_curve` waits for the server."""
+
+_lock = threading.Lock()  # guards _context and _users
+_context: zmq.Context[zmq.Socket[bytes]] | None = None
+_users = 0
+
+
+def set_up_query_socket(socket: zmq.Socket[bytes]) -> None:
+    """Sets the options that clients and servers have in common."""
+    set_up(socket)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER)
+    # A host that vanishes without closing its connections is noticed within 40 s.
+    socket.tcp_keepalive = 1
+    socket.tcp_keepalive_idle = 20
+    socket.tcp_keepalive_intvl = 5
+    socket.tcp_keepalive_cnt = 4
+
+
+def open_client_socket(kind: int, address: str, keys: Keys | None) -> zmq.Socket[bytes]:
+    """Returns a socket that is ready to connect to ``address``. Close it by :func:`close_client_socket`.
+
+    Raises:
+        TransportError: if the system has no socket left.
+    """
+    context = _acquire_context()
+    try:
+        socket: zmq.Socket[bytes] = context.socket(kind)
+    except zmq.ZMQError as e:
+        _release_context()
+        raise TransportError(f"no socket can be had to connect to {address}: {e}") from e
+    set_up_query_socket(socket)
+    socket.ipv6 = _needs_ipv6(address)
+    socket.reconnect_ivl = RECONNECT_MS
+    socket.reconnect_ivl_max = MAX_RECONNECT_MS
+    socket.connect_timeout = CONNECT_TIMEOUT_MS
+    if keys is not None:
+        secure_client(socket, keys)
+    return socket
+
+
+def close_client_socket(socket: zmq.Socket[bytes]) -> None:
+    """Closes ``socket``; the last one ends the shared context."""
+    socket.close(linger=0)
+    _release_context()
+
+
+def _acquire_context() -> zmq.Context[zmq.Socket[bytes]]:
+    global _context, _users
+    with _lock:
+        if _context is None:
+            _context = zmq.Context(1)
+            _context.set(zmq.MAX_SOCKETS, _context.get(zmq.SOCKET_LIMIT))
+        _users += 1
+        return _context
+
+
+def _release_context() -> None:
+    global _context, _users
+    with _lock:
+        _users -= 1
+        if _users:
+            return
+        ending, _context = _context, None
+    if ending is not None:
+        ending.term()
+
+
+def _needs_ipv6(address: str) -> bool:
+    """Returns whether ``address`` is IPv6, or a name with IPv6 addresses only: libzmq tries one of a name."""
+    host = address.removeprefix("tcp://").rpartition(":")[0]
+    if "[" in host:
+        return True
+    return not _resolves(host, sockets.AF_INET) and _resolves(host, sockets.AF_INET6)
+
+
+def _resolves(host: str, family: int) -> bool:
+    try:
+        return bool(sockets.getaddrinfo(host, None, family))
+    except OSError:
+        return False
+
+
+def speaks_curve(address: str) -> bool:
+    """Returns whether the server at ``address`` requires a secret: it reports that to clients without one."""
+    probe = open_client_socket(zmq.DEALER, address, None)
+    monitor = SocketMonitor(probe, CONNECTED | HANDSHAKE_FAILED)
+    try:
+        probe.connect(address)
+        poll = select.poll()
+        poll.register(monitor.number, select.POLLIN)
+        poll.poll(PROBE_SECONDS * 1000)
+        return any(event.value == MECHANISM_MISMATCH for event in monitor.read())
+    finally:
+        monitor.close()
+        close_client_socket(probe)
+
+
+def _forget_context() -> None:
+    """In a forked child, the context and its threads belong to the parent."""
+    global _lock, _context, _users
+    _lock, _context, _users = threading.Lock(), None, 0
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_context)

@@ -1,0 +1,116 @@
+"""ZeroMQ sockets: the options that all of ours have, sending several frames, and connection events."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import zmq
+
+from zmqgrad.wire.lazy_frame import Buffer
+
+HANDSHAKE_TIMEOUT_MS = 10_000
+"""How long a peer may take for the ZMTP handshake, authentication included."""
+
+ZERO_COPY_BYTES = 256 << 10
+"""Frames of at least this size are handed to libzmq without a copy; the sender must not write to them."""
+
+NOBLOCK, NOBLOCK_MORE = int(zmq.NOBLOCK), int(zmq.NOBLOCK | zmq.SNDMORE)
+"""Plain integers: combining pyzmq's enumerations takes as long as sending a small message."""
+
+CONNECTED = int(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+DISCONNECTED = int(zmq.EVENT_DISCONNECTED)
+CONNECT_FAILED = int(zmq.EVENT_CLOSED)
+"""The connection was refused, or not accepted in time."""
+ACCEPTED = int(zmq.EVENT_ACCEPTED)
+ACCEPT_FAILED = int(zmq.EVENT_ACCEPT_FAILED)
+HANDSHAKE_CUT = int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL)
+"""The peer closed the connection during the handshake. A CURVE peer does so if it has other keys."""
+HANDSHAKE_MALFORMED = int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+HANDSHAKE_DENIED = int(zmq.EVENT_HANDSHAKE_FAILED_AUTH)
+HANDSHAKE_FAILED = HANDSHAKE_CUT | HANDSHAKE_MALFORMED | HANDSHAKE_DENIED
+
+MECHANISM_MISMATCH = int(zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH)
+"""Value of HANDSHAKE_MALFORMED: one side encrypts, the other does not. libzmq does not try again."""
+
+MAX_EVENTS = 64
+"""Events that one read of a monitor returns; handling one may close the monitor."""
+
+_monitor_numbers = itertools.count()
+_unpack_event = struct.Struct("=HI").unpack_from
+
+
+def set_up(socket: zmq.Socket[bytes]) -> None:
+    """Sets the options that every socket has: nothing lingers, and a handshake has a time limit."""
+    socket.linger = 0
+    socket.handshake_ivl = HANDSHAKE_TIMEOUT_MS
+
+
+def get_int(socket: zmq.Socket[bytes], option: int) -> int:
+    """Returns an integer option of ``socket``."""
+    value = socket.getsockopt(option)
+    assert isinstance(value, int)
+    return value
+
+
+def send_all(socket: zmq.Socket[bytes], first: Buffer, frames: Sequence[Buffer]) -> None:
+    """Queues a message of the frames ``first`` and ``frames``."""
+    if not frames:
+        socket.send(first, NOBLOCK)
+        return
+    socket.send(first, NOBLOCK_MORE)
+    last = len(frames) - 1
+    for i, frame in enumerate(frames):
+        flags = NOBLOCK if i == last else NOBLOCK_MORE
+        socket.send(frame, flags, copy=len(frame) < ZERO_COPY_BYTES)
+
+
+class SocketEvent(NamedTuple):
+    """A connection event: a constant of this module, and its value (``zmq_socket_monitor(3)``)."""
+
+    kind: int
+    value: int
+
+
+class SocketMonitor:
+    """Reports connection events of ``socket`` (``zmq_socket_monitor(3)``). ``number`` is polled, then read.
+
+    Must be created before the socket binds or connects, and used by one thread at a time.
+
+    Args:
+        events: the kinds to report, as a sum of constants of this module. Unread events are kept, so ask for
+            few.
+    """
+
+    def __init__(self, socket: zmq.Socket[bytes], events: int) -> None:
+        address = f"inproc://zmqgrad-monitor-{os.getpid()}-{next(_monitor_numbers)}"
+        socket.monitor(address, events)
+        self._socket = socket
+        self._pair: zmq.Socket[bytes] = socket.context.socket(zmq.PAIR)
+        self._pair.linger = 0
+        # libzmq's I/O thread would block on a full monitor, and stop all its other sockets.
+        self._pair.rcvhwm = 0
+        self._pair.connect(address)
+        self.number = get_int(self._pair, zmq.FD)
+        self.read()  # a descriptor of libzmq reports nothing new before everything was read
+
+    def read(self) -> list[SocketEvent]:
+        """Returns the next events. Call it until it returns none before ``number`` is polled again."""
+        events: list[SocketEvent] = []
+        try:
+            while len(events) < MAX_EVENTS:
+                event, _ = self._pair.recv_multipart(zmq.NOBLOCK)
+                events.append(SocketEvent(*_unpack_event(event)))
+        except zmq.Again:
+            pass
+        return events
+
+    def close(self) -> None:
+        """Stops reporting. Must be called before the socket is closed. Idempotent."""
+        if not self._pair.closed:
+            if not self._socket.closed:
+                self._socket.disable_monitor()
+            self._pair.close(linger=0)
