@@ -15,9 +15,9 @@ from tests.transport.contract import Office, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport import bulk
-from zmqgrad.transport.arena.exchange import Load, _in_frames
 from zmqgrad.transport.bulk import BufferPool, Reassembler, split
 from zmqgrad.transport.flow_control import INFLIGHT
+from zmqgrad.transport.shared_memory.transport import PreparedFrames, _in_frames
 from zmqgrad.transport.tap import Tapped
 from zmqgrad.wire.messages import Chunk, Hello, Manifest, MessageType, Piece, StoreSet, Window
 
@@ -32,7 +32,7 @@ def some_bytes(size: int) -> bytes:
     return random.Random(size).randbytes(size)
 
 
-def carry(assembly: Reassembler, load: Load) -> tuple[Manifest | None, list[Any]]:
+def carry(assembly: Reassembler, load: PreparedFrames) -> tuple[Manifest | None, list[Any]]:
     """Send ``load`` in chunks; what the other side makes of it."""
     rest, parts = split(load)
     for chunk, data in parts:
@@ -59,14 +59,14 @@ def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
 
 
 def test_what_is_small_is_not_cut() -> None:
-    load = Load(None, [bytes(4000)])
+    load = PreparedFrames(None, [bytes(4000)])
     assert split(load) == (load, [])
 
 
 def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
     assembly = Reassembler()
-    _, (first,) = carry(assembly, Load(None, [some_bytes(8000)]))
-    _, (second,) = carry(assembly, Load(None, [some_bytes(8001)]))
+    _, (first,) = carry(assembly, PreparedFrames(None, [some_bytes(8000)]))
+    _, (second,) = carry(assembly, PreparedFrames(None, [some_bytes(8001)]))
     assert bytes(first) == some_bytes(8000)
     assert assembly.buffers.kept() == 0
     first[:3] = b"own"  # it is the reader's
@@ -77,7 +77,7 @@ def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
     del part
     gc.collect()
     assert assembly.buffers.kept() == 8000
-    _, (third,) = carry(assembly, Load(None, [some_bytes(7000)]))
+    _, (third,) = carry(assembly, PreparedFrames(None, [some_bytes(7000)]))
     assert assembly.buffers.kept() == 0
     assert [bytes(second), bytes(third)] == [some_bytes(8001), some_bytes(7000)]
     assembly.close()

@@ -23,8 +23,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.base import Buffer, Timer
+from zmqgrad.transport.shared_memory.transport import PreparedFrames
 from zmqgrad.wire.messages import Chunk, Manifest, Piece, Window
 
 CHUNK = 4 << 20
@@ -48,7 +48,7 @@ TRIM_SECONDS = 30.0
 _numbers = itertools.count(1)
 
 
-def split(load: Load) -> tuple[Load, list[tuple[Chunk, memoryview]]]:
+def split(load: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
     """``load`` without its large frames, and those in chunks, to be sent before it."""
     if all(len(frame) <= LEAST for frame in load.frames):
         return load, []
@@ -68,7 +68,7 @@ def split(load: Load) -> tuple[Load, list[tuple[Chunk, memoryview]]]:
             (Chunk(pieces[i].block, start, size), view[start : start + CHUNK])
             for start in range(0, size, CHUNK)
         ]
-    return Load(replace(manifest, pieces=tuple(pieces), windows=windows), rest), chunks
+    return PreparedFrames(replace(manifest, pieces=tuple(pieces), windows=windows), rest), chunks
 
 
 class _PartialFrame:

@@ -1,8 +1,8 @@
 """How the frames of a message travel: through shared memory, or through a socket, within credit and in
 chunks.
 
-Each mailbox has one. It combines three mechanisms that are independent of one another: the arena
-(:mod:`~zmqgrad.transport.arena.exchange`), credit (:mod:`~zmqgrad.transport.flow_control`) and chunks
+Each mailbox has one. It combines three mechanisms that are independent of one another: shared
+memory (:mod:`~zmqgrad.transport.shared_memory`), credit (:mod:`~zmqgrad.transport.flow_control`) and chunks
 (:mod:`~zmqgrad.transport.bulk`).
 """
 
@@ -14,11 +14,11 @@ from typing import Any
 
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.thread_pool import Task
-from zmqgrad.transport.arena.exchange import Exchange, Load, Send
-from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
+from zmqgrad.transport.shared_memory.settings import ArenaSettings
+from zmqgrad.transport.shared_memory.transport import PreparedFrames, Send, SharedMemoryTransport
 from zmqgrad.wire.lazy_frame import LazyFrame
 from zmqgrad.wire.messages import (
     RESPONSE,
@@ -67,7 +67,7 @@ class DataPlane:
         send_behind: Callable[[int, Message], None],
         may_wait: Callable[[], bool],
     ) -> None:
-        self.exchange = Exchange(name, arena, send, may_wait)
+        self.exchange = SharedMemoryTransport(name, arena, send, may_wait)
         self.owes = self.exchange.owes
         """Is there memory to give back to that peer?"""
         self.send_window = SendWindow(name, inflight, self._say)
@@ -96,7 +96,7 @@ class DataPlane:
 
     def load(
         self, peer: int, local: bool, message: Message, frames: Sequence[Frame], patience: float
-    ) -> Load:
+    ) -> PreparedFrames:
         """``frames`` ready to go to ``peer``, which is on this host if ``local``.
 
         Waits, ``patience`` seconds at most (0: no limit), if they have to go through the socket and too much
@@ -126,7 +126,7 @@ class DataPlane:
         """``frames``, which stay as they are though the tensors that they show are changed."""
         return [f if isinstance(f, (bytes, LazyFrame)) else self._reassembler.buffers.copy(f) for f in frames]
 
-    def unload(self, peer: int, message: Message, load: Load) -> None:
+    def unload(self, peer: int, message: Message, load: PreparedFrames) -> None:
         """``load`` could not be sent after all."""
         self.exchange.unload(peer, load)
         if load.frames:

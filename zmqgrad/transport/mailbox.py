@@ -32,8 +32,6 @@ from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
-from zmqgrad.transport.arena.exchange import Load
-from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, OnIdle, Resolver, Suspected, Timer
 from zmqgrad.transport.bulk import split
 from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up
@@ -47,6 +45,8 @@ from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.sessions import Sessions
+from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
+from zmqgrad.transport.shared_memory.transport import PreparedFrames
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.transport.zap import ZapAuthenticator, key_listener
 from zmqgrad.wire.codec import encode
@@ -62,7 +62,7 @@ carry may change as soon as they are sent, and may have to be sent again."""
 UNSEEN = frozenset({MessageType.CHUNK, MessageType.ACK})
 """What the tap does not see: parts of messages, and less."""
 
-NO_LOAD = Load(None, ())
+NO_FRAMES = PreparedFrames(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
 
@@ -253,7 +253,7 @@ class ZmqMailbox:
         """Queue ``message`` for ``peer``. Frames of ``ZERO_COPY_BYTES`` and more must not change after."""
         pool = self._connections
         connection = pool.known(peer) or pool.to(peer)
-        load = NO_LOAD
+        load = NO_FRAMES
         if frames or self._plane.owes(peer):
             if not connection.is_open:
                 pool.open(peer, connection)  # only then is it known whether the peer is on this host

@@ -12,10 +12,10 @@ import zmq
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.arena import settings
-from zmqgrad.transport.arena.segment import supported
-from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.shared_memory import settings
+from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.settings import THRESHOLD, ArenaSettings, default_limit
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sealed shared memory")

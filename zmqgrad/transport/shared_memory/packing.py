@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from zmqgrad.transport.arena.allocator import ALIGNMENT
+from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
 from zmqgrad.wire.messages import Window
 
 LARGE = 128 << 10

@@ -24,7 +24,7 @@ def rounded(size: int) -> int:
     return -(-max(size, 1) // step) * step
 
 
-class Allocator:
+class FreeList:
     """The free ranges of ``size`` bytes. ``touched`` is where what was never used begins."""
 
     def __init__(self, size: int) -> None:
@@ -93,4 +93,4 @@ class Allocator:
         del self._by_end[offset + size]
 
     def __repr__(self) -> str:
-        return f"<Allocator: {self.used} of {self.size} bytes in {len(self._blocks)} blocks>"
+        return f"<FreeList: {self.used} of {self.size} bytes in {len(self._blocks)} blocks>"

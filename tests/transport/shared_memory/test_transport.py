@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 
 from tests.support.messages import messages_of
 from zmqgrad.errors import ProtocolError, UnknownPeerError
-from zmqgrad.transport.arena import forks
-from zmqgrad.transport.arena.exchange import Exchange, Load
-from zmqgrad.transport.arena.packing import LARGE
-from zmqgrad.transport.arena.segment import supported
-from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.shared_memory import forks
+from zmqgrad.transport.shared_memory.packing import LARGE
+from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
+from zmqgrad.transport.shared_memory.transport import PreparedFrames, SharedMemoryTransport
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release, Window
 
@@ -38,7 +38,7 @@ class Side:
         self.other: Side | None = None
         self.said: list[Message] = []
         self.jobs: list[Callable[[], None]] = []
-        self.exchange = Exchange(f"worker{worker_id}", settings, self.send, lambda: may_wait)
+        self.exchange = SharedMemoryTransport(f"worker{worker_id}", settings, self.send, lambda: may_wait)
         self.exchange.start(self)
 
     def call_later(self, seconds: float, job: Callable[[], None]) -> None:
@@ -59,7 +59,7 @@ class Side:
             self.other.exchange.open(self.id, through_bytes(load.manifest), [])
         assert self.other.exchange.heard(self.id, message, message_id)
 
-    def pass_on(self, frames: Sequence[Any], local: bool = True) -> tuple[Load, Sequence[Any]]:
+    def pass_on(self, frames: Sequence[Any], local: bool = True) -> tuple[PreparedFrames, Sequence[Any]]:
         """Send ``frames``; how they went, and what the other side sees."""
         assert self.other is not None
         load = self.exchange.load(self.other.id, local, frames)
@@ -86,7 +86,7 @@ def copies(frames: Sequence[Any]) -> list[bytearray]:
     return [bytearray(f) for f in frames]
 
 
-def by_arena(load: Load) -> bool:
+def by_arena(load: PreparedFrames) -> bool:
     return load.manifest is not None and any(p.segment for p in load.manifest.pieces)
 
 
@@ -205,7 +205,7 @@ def test_what_could_not_be_sent_comes_back(sides: tuple[Side, Side]) -> None:
     b.exchange.unload(0, load)
     assert b.lent == 0
     assert b.exchange.owes(0)
-    b.exchange.unload(0, Load(None, ()))
+    b.exchange.unload(0, PreparedFrames(None, ()))
 
 
 # ---- the other way --------------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ def test_what_could_not_be_sent_comes_back(sides: tuple[Side, Side]) -> None:
 def test_off_and_other_hosts_and_small_messages_use_frames() -> None:
     for a, b in pair(OFF):
         load, _ = a.pass_on([bytes(MB)])
-        assert load == Load(None, [bytes(MB)])
+        assert load == PreparedFrames(None, [bytes(MB)])
         assert (a.said, b.said) == ([], [])
         assert a.exchange.statistics()["fallbacks"] == {"off": 1}
     for a, _ in pair():
@@ -635,7 +635,7 @@ def test_answers_to_nothing_and_of_others_change_nothing(sides: tuple[Side, Side
 def test_a_peer_cannot_have_everything_mapped(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("zmqgrad.transport.arena.borrowings.MAX_SEGMENTS", 0)
+    monkeypatch.setattr("zmqgrad.transport.shared_memory.mapped_blocks.MAX_SEGMENTS", 0)
     a, _ = sides
     a.warm()
     assert "0 segments are mapped" in a.exchange.statistics()["refused_by"][1]

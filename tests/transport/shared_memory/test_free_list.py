@@ -6,19 +6,19 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from zmqgrad.transport.arena.allocator import ALIGNMENT, COARSE, PAGE, Allocator, rounded
+from zmqgrad.transport.shared_memory.free_list import ALIGNMENT, COARSE, PAGE, FreeList, rounded
 
 SIZE = 1 << 20
 
 
-class AllocatorAgainstModel(RuleBasedStateMachine):
+class FreeListAgainstModel(RuleBasedStateMachine):
     """The model knows which spans are taken; whatever is not, is free."""
 
     offsets: Bundle[int] = Bundle("offsets")
 
     def __init__(self) -> None:
         super().__init__()
-        self.space = Allocator(SIZE)
+        self.space = FreeList(SIZE)
         self.taken: dict[int, int] = {}
         self.reached = 0
 
@@ -70,11 +70,11 @@ class AllocatorAgainstModel(RuleBasedStateMachine):
         assert all(offset % ALIGNMENT == 0 for offset in self.taken)
 
 
-TestAllocator = AllocatorAgainstModel.TestCase
+TestFreeList = FreeListAgainstModel.TestCase
 
 
 def test_all_of_it_can_be_taken_and_comes_back_in_one_piece() -> None:
-    space = Allocator(SIZE)
+    space = FreeList(SIZE)
     offsets = [space.take(ALIGNMENT) for _ in range(SIZE // ALIGNMENT)]
     assert None not in offsets
     assert space.take(1) is None
@@ -91,7 +91,7 @@ def test_sizes_are_rounded_up_to_what_keeps_blocks_aligned() -> None:
 
 
 def test_a_block_that_came_back_is_used_again_before_fresh_memory() -> None:
-    space = Allocator(SIZE)
+    space = FreeList(SIZE)
     first = space.take(100_000)
     second = space.take(100_000)
     assert first is not None
@@ -103,4 +103,4 @@ def test_a_block_that_came_back_is_used_again_before_fresh_memory() -> None:
 
 @pytest.mark.parametrize("size", [0, 1, 63])
 def test_nothing_fits_into_less_than_a_line(size: int) -> None:
-    assert Allocator(size).take(1) is None
+    assert FreeList(size).take(1) is None

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.support.interpreter import run_python
-from zmqgrad.transport.arena.segment import NONCE, MappedSegment, Segment, supported
+from zmqgrad.transport.shared_memory.segment import NONCE, MappedSegment, Segment, supported
 from zmqgrad.wire.messages import ArenaOffer
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable
 
 from zmqgrad.runtime.future import Promise
-from zmqgrad.transport.arena.lender import Borrower, Lender, Loan
+from zmqgrad.transport.shared_memory.arena import BlockAllocator, Lease, LeaseState
 from zmqgrad.wire.messages import Message
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ LONGEST_WAIT = 0.25
 NO_ANSWER = "no answer yet"
 
 
-class Desk:
+class AccessNegotiator:
     """Lends what ``lender`` has.
 
     Args:
@@ -41,25 +41,25 @@ class Desk:
     def __init__(
         self,
         name: str,
-        lender: Lender,
+        lender: BlockAllocator,
         say: Callable[[int, Message, int], None],
         may_wait: Callable[[], bool],
     ) -> None:
         self.lender = lender
-        self.borrowers: dict[int, Borrower] = {}
+        self.borrowers: dict[int, LeaseState] = {}
         self._name = name
         self._say = say
         self._may_wait = may_wait
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards borrowers and _offers
-        self._offers: dict[int, tuple[Borrower, int]] = {}  # message id -> of whom, and which segment
+        self._offers: dict[int, tuple[LeaseState, int]] = {}  # message id -> of whom, and which segment
 
-    def lend(self, peer: int, sizes: list[int]) -> list[Loan] | str:
+    def lend(self, peer: int, sizes: list[int]) -> list[Lease] | str:
         """A block for each of ``sizes``; or else why there is none (``full``, ``refused``, ...)."""
         borrower = self.borrowers.get(peer)
         if borrower is None:
             with self._lock:
-                borrower = self.borrowers.setdefault(peer, Borrower(peer))
+                borrower = self.borrowers.setdefault(peer, LeaseState(peer))
         if borrower.refused:
             return "refused"
         blocks = self.lender.lend(borrower, sizes)
@@ -73,7 +73,7 @@ class Desk:
                 return why
         return blocks
 
-    def _await_answer(self, borrower: Borrower, size: int) -> bool:
+    def _await_answer(self, borrower: LeaseState, size: int) -> bool:
         """Wait for the answer to an offer, no longer than it takes to send ``size`` bytes by a socket."""
         answer = borrower.answer
         if size < WORTH_WAITING or answer is None or borrower.is_slow or not self._may_wait():
@@ -81,7 +81,7 @@ class Desk:
         borrower.is_slow = not answer.wait_done(min(size / SOCKET_SPEED, LONGEST_WAIT))
         return not borrower.is_slow
 
-    def _offer(self, borrower: Borrower, sizes: list[int]) -> str:
+    def _offer(self, borrower: LeaseState, sizes: list[int]) -> str:
         """Offer memory in which blocks of ``sizes`` fit; gives why there is none of it yet."""
         try:
             offer = self.lender.room_for(borrower, sizes)
@@ -101,7 +101,7 @@ class Desk:
         """Offer memory for ``size`` bytes to ``peer``, unless it was offered some already."""
         if peer not in self.borrowers:
             with self._lock:
-                borrower = self.borrowers.setdefault(peer, Borrower(peer))
+                borrower = self.borrowers.setdefault(peer, LeaseState(peer))
             self._offer(borrower, [size])
 
     def answered(self, peer: int, nonce: bytes, why: str, number: int) -> None:

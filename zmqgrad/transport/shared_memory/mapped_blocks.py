@@ -3,7 +3,7 @@
 A block is in use as long as anything is built on it; a weak reference notices the end, and its callback
 only enqueues (DESIGN 16.3). What is built on a block is the reader's own: its maker does not touch it before
 it is released. Nor is it released while a fork of this process may look at it: see Note [Forks and blocks] in
-:mod:`~zmqgrad.transport.arena.forks`.
+:mod:`~zmqgrad.transport.shared_memory.forks`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.arena import forks
-from zmqgrad.transport.arena.allocator import ALIGNMENT
-from zmqgrad.transport.arena.debts import Debts
-from zmqgrad.transport.arena.segment import NONCE, MappedSegment, supported
 from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.shared_memory import forks
+from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
+from zmqgrad.transport.shared_memory.pending_releases import PendingReleases
+from zmqgrad.transport.shared_memory.segment import NONCE, MappedSegment, supported
 from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Piece, Window
 
 MAX_SEGMENTS = 64
@@ -99,13 +99,13 @@ class _Source:
         return len(self._in_use), len(self._pinned)
 
 
-class Borrowings:
+class MappedBlocks:
     """Blocks of peers. ``owing`` is called, at any line of any thread, when there is one to give back."""
 
     def __init__(self, owing: Callable[[], None]) -> None:
         self._owing = owing
         self._sources: dict[tuple[int, int], _Source] = {}  # by peer and segment id
-        self.debts = Debts()
+        self.debts = PendingReleases()
         self._closed = False
 
     def accept(self, peer: int, offer: ArenaOffer) -> ArenaAnswer:

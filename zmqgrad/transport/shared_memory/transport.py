@@ -1,8 +1,7 @@
 """What a mailbox does with frames: into the arena where the peer can read it, side by side where not.
 
-Whether a peer can is found out at the first message that is large enough
-(:mod:`~zmqgrad.transport.arena.desk`). If the answer is no, or is not here in time, or the arena is full,
-frames travel as frames, and a counter says why.
+Whether a peer can is found out at the first message that is large enough. If the answer is no, or is not here
+in time, or the arena is full, frames travel as frames, and a counter says why.
 
 Blocks that are done with go back in the manifest of the next message to their owner, or after
 :data:`RELEASE_SECONDS` in a message of their own.
@@ -18,15 +17,15 @@ from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.arena import forks
-from zmqgrad.transport.arena.borrowings import Borrowings
-from zmqgrad.transport.arena.copier import Copier
-from zmqgrad.transport.arena.desk import Desk
-from zmqgrad.transport.arena.lender import Lender, Loan
-from zmqgrad.transport.arena.packing import arrange
-from zmqgrad.transport.arena.segment import supported
-from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Timer
+from zmqgrad.transport.shared_memory import forks
+from zmqgrad.transport.shared_memory.arena import BlockAllocator, Lease
+from zmqgrad.transport.shared_memory.copier import Copier
+from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
+from zmqgrad.transport.shared_memory.negotiator import AccessNegotiator
+from zmqgrad.transport.shared_memory.packing import arrange
+from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.lazy_frame import Frame, materialize
 from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release
 
@@ -50,14 +49,14 @@ class Send(Protocol):
         ...
 
 
-class Load(NamedTuple):
+class PreparedFrames(NamedTuple):
     """Frames ready to send: what stands before the header, and what follows it."""
 
     manifest: Manifest | None
     frames: Sequence[Buffer]
 
 
-class Exchange:
+class SharedMemoryTransport:
     """What one mailbox does with shared memory.
 
     Args:
@@ -75,11 +74,11 @@ class Exchange:
         self._send = send
         self._pid = os.getpid()
         lends = settings.limit and supported()
-        self._lender = Lender(settings.limit if lends else 0)
-        self._desk = Desk(name, self._lender, self._say, may_wait) if lends else None
+        self._lender = BlockAllocator(settings.limit if lends else 0)
+        self._desk = AccessNegotiator(name, self._lender, self._say, may_wait) if lends else None
         self._copier = Copier(name)
         self._copy = self._copier.copy
-        self._borrowings = Borrowings(self._owing)
+        self._borrowings = MappedBlocks(self._owing)
         self.owes = self._borrowings.debts.owed
         """Is there a block to give back to that peer?"""
         self._timer: Timer | None = None
@@ -96,11 +95,11 @@ class Exchange:
 
     # ---- sending ----------------------------------------------------------------------------------------
 
-    def load(self, peer: int, local: bool, frames: Sequence[Frame]) -> Load:
+    def load(self, peer: int, local: bool, frames: Sequence[Frame]) -> PreparedFrames:
         """``frames`` ready for ``peer``, which is on this host if ``local``; with what it gets back."""
         released = self._borrowings.debts.take(peer)
         if not frames:
-            return Load(Manifest(released=released) if released else None, ())
+            return PreparedFrames(Manifest(released=released) if released else None, ())
         sizes = [len(f) for f in frames]
         total = sum(sizes)
         if total >= self._threshold:
@@ -108,7 +107,7 @@ class Exchange:
             blocks = self._lend(peer, local, pieces)
             if blocks is not None:
                 placed = tuple([Piece(b.segment.id, b.number, b.offset, b.size) for b in blocks])
-                load = Load(Manifest(placed, windows, released), ())
+                load = PreparedFrames(Manifest(placed, windows, released), ())
                 try:
                     for window, frame in zip(windows, frames, strict=True):
                         block = blocks[window.piece]
@@ -120,7 +119,7 @@ class Exchange:
                 return load
         return _in_frames(frames, sizes, released)
 
-    def unload(self, peer: int, load: Load) -> None:
+    def unload(self, peer: int, load: PreparedFrames) -> None:
         """``load`` could not be sent after all."""
         if load.manifest is not None:
             self._borrowings.debts.untake(peer, load.manifest.released)
@@ -128,7 +127,7 @@ class Exchange:
             if blocks and self._desk is not None:
                 self._desk.release(peer, blocks)
 
-    def _lend(self, peer: int, local: bool, sizes: list[int]) -> list[Loan] | None:
+    def _lend(self, peer: int, local: bool, sizes: list[int]) -> list[Lease] | None:
         if self._desk is None or self._pid != os.getpid():
             self.fallbacks["off"] += 1
             return None
@@ -239,11 +238,13 @@ class Exchange:
         }
 
 
-def _in_frames(frames: Sequence[Frame], sizes: Sequence[int], released: tuple[int, ...]) -> Load:
+def _in_frames(frames: Sequence[Frame], sizes: Sequence[int], released: tuple[int, ...]) -> PreparedFrames:
     """``frames`` without an arena; if they are many, the small ones side by side."""
     pieces, windows = arrange(sizes) if len(frames) >= JOIN else (sizes, ())
     if len(pieces) == len(frames):
-        return Load(Manifest(released=released) if released else None, [materialize(f) for f in frames])
+        return PreparedFrames(
+            Manifest(released=released) if released else None, [materialize(f) for f in frames]
+        )
     joined: list[Any] = [None] * len(pieces)
     for window, frame in zip(windows, frames, strict=True):
         if window.size == pieces[window.piece]:
@@ -252,4 +253,4 @@ def _in_frames(frames: Sequence[Frame], sizes: Sequence[int], released: tuple[in
         if joined[window.piece] is None:
             joined[window.piece] = bytearray(pieces[window.piece])
         joined[window.piece][window.offset : window.offset + window.size] = materialize(frame)
-    return Load(Manifest(tuple(Piece(size=s) for s in pieces), windows, released), joined)
+    return PreparedFrames(Manifest(tuple(Piece(size=s) for s in pieces), windows, released), joined)

@@ -18,7 +18,7 @@ from tests.support.processes import run_processes
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.errors import PeerLostError
-from zmqgrad.transport.arena.segment import supported
+from zmqgrad.transport.shared_memory.segment import supported
 
 pytestmark = [
     pytest.mark.processes,

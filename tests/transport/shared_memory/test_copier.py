@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.arena import copier as module
-from zmqgrad.transport.arena.copier import Copier
+from zmqgrad.transport.shared_memory import copier as module
+from zmqgrad.transport.shared_memory.copier import Copier
 
 SMALL = 1 << 12
 

@@ -22,7 +22,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
-from zmqgrad.transport.arena.allocator import PAGE, Allocator
+from zmqgrad.transport.shared_memory.free_list import PAGE, FreeList
 from zmqgrad.wire.lazy_frame import Frame, LazyFrame
 from zmqgrad.wire.messages import ArenaOffer
 
@@ -65,7 +65,7 @@ class Segment:
         self.id = secrets.randbits(62) + 1
         self.size = -(-size // PAGE) * PAGE
         self.nonce = secrets.token_bytes(NONCE)
-        self.space = Allocator(self.size)
+        self.space = FreeList(self.size)
         self._descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(self._descriptor, self.size)

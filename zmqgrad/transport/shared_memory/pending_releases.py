@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from zmqgrad.wire.messages import MAX_TENSORS
 
 
-class Debts:
+class PendingReleases:
     """Blocks to give back, by peer. From any thread; who notices that one is done with only enqueues."""
 
     def __init__(self) -> None:

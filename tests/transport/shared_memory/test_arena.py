@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from zmqgrad.transport.arena.lender import SEGMENT, Borrower, Lender, Loan
-from zmqgrad.transport.arena.segment import NONCE, MappedSegment, supported
+from zmqgrad.transport.shared_memory.arena import SEGMENT, BlockAllocator, Lease, LeaseState
+from zmqgrad.transport.shared_memory.segment import NONCE, MappedSegment, supported
 from zmqgrad.wire.messages import ArenaOffer
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
@@ -17,8 +17,8 @@ MB = 1 << 20
 
 
 @pytest.fixture
-def lender() -> Iterator[Lender]:
-    made = Lender(64 * MB)
+def lender() -> Iterator[BlockAllocator]:
+    made = BlockAllocator(64 * MB)
     yield made
     made.close()
 
@@ -26,9 +26,9 @@ def lender() -> Iterator[Lender]:
 class Reader:
     """A peer: maps what it is offered."""
 
-    def __init__(self, lender: Lender, peer: int = 1) -> None:
+    def __init__(self, lender: BlockAllocator, peer: int = 1) -> None:
         self.lender = lender
-        self.borrower = Borrower(peer)
+        self.borrower = LeaseState(peer)
         self.mapped: dict[int, MappedSegment] = {}
 
     def accept(self, *sizes: int) -> ArenaOffer | None:
@@ -40,7 +40,7 @@ class Reader:
             assert self.lender.answered(self.borrower, nonce, offer.segment, "")
         return offer
 
-    def borrow(self, *sizes: int) -> list[Loan]:
+    def borrow(self, *sizes: int) -> list[Lease]:
         """Blocks that must be there."""
         loans = self.lender.lend(self.borrower, sizes)
         if loans is None:
@@ -50,11 +50,11 @@ class Reader:
         return loans
 
 
-def lent(lender: Lender) -> int:
+def lent(lender: BlockAllocator) -> int:
     return lender.statistics()["blocks_lent"]
 
 
-def test_nothing_is_lent_to_who_has_not_mapped(lender: Lender) -> None:
+def test_nothing_is_lent_to_who_has_not_mapped(lender: BlockAllocator) -> None:
     reader = Reader(lender)
     assert lender.lend(reader.borrower, [10]) is None
     assert lender.room_for(reader.borrower, [10]) is not None
@@ -63,7 +63,7 @@ def test_nothing_is_lent_to_who_has_not_mapped(lender: Lender) -> None:
 
 
 @pytest.mark.parametrize("nonce", [b"", b"x" * NONCE, b"x"])
-def test_a_wrong_proof_is_a_refusal(lender: Lender, nonce: bytes) -> None:
+def test_a_wrong_proof_is_a_refusal(lender: BlockAllocator, nonce: bytes) -> None:
     reader = Reader(lender)
     offer = lender.room_for(reader.borrower, [10])
     assert offer is not None
@@ -72,7 +72,7 @@ def test_a_wrong_proof_is_a_refusal(lender: Lender, nonce: bytes) -> None:
     assert lender.lend(reader.borrower, [10]) is None
 
 
-def test_blocks_come_back_and_are_lent_again(lender: Lender) -> None:
+def test_blocks_come_back_and_are_lent_again(lender: BlockAllocator) -> None:
     reader = Reader(lender)
     (one,) = reader.borrow(MB)
     (two,) = reader.borrow(MB)
@@ -84,7 +84,7 @@ def test_blocks_come_back_and_are_lent_again(lender: Lender) -> None:
     assert lent(lender) == 2
 
 
-def test_what_is_released_twice_frees_nothing_else(lender: Lender) -> None:
+def test_what_is_released_twice_frees_nothing_else(lender: BlockAllocator) -> None:
     reader = Reader(lender)
     (one,) = reader.borrow(MB)
     lender.release(reader.borrower, [one.number])
@@ -95,7 +95,7 @@ def test_what_is_released_twice_frees_nothing_else(lender: Lender) -> None:
     assert lender.strange == 3
 
 
-def test_nobody_can_release_another_s_block(lender: Lender) -> None:
+def test_nobody_can_release_another_s_block(lender: BlockAllocator) -> None:
     one, two = Reader(lender, 1), Reader(lender, 2)
     (loan,) = one.borrow(MB)
     two.borrow(MB)
@@ -104,7 +104,7 @@ def test_nobody_can_release_another_s_block(lender: Lender) -> None:
     assert lender.strange == 1
 
 
-def test_all_or_nothing(lender: Lender) -> None:
+def test_all_or_nothing(lender: BlockAllocator) -> None:
     reader = Reader(lender)
     reader.borrow(40 * MB)
     assert lender.lend(reader.borrower, [MB, 30 * MB]) is None
@@ -112,7 +112,7 @@ def test_all_or_nothing(lender: Lender) -> None:
     assert lender.room_for(reader.borrower, [MB, 30 * MB]) is None  # beyond the limit
 
 
-def test_a_lost_reader_gives_back_its_blocks(lender: Lender) -> None:
+def test_a_lost_reader_gives_back_its_blocks(lender: BlockAllocator) -> None:
     one, two = Reader(lender, 1), Reader(lender, 2)
     one.borrow(MB, MB)
     two.borrow(MB)
@@ -122,7 +122,7 @@ def test_a_lost_reader_gives_back_its_blocks(lender: Lender) -> None:
     assert lender.lend(one.borrower, [MB]) is None
 
 
-def test_not_while_its_process_still_looks_at_them(lender: Lender) -> None:
+def test_not_while_its_process_still_looks_at_them(lender: BlockAllocator) -> None:
     """1. A worker leaves, its program keeps a tensor. 2. Its block is not written again, 3. until it dies."""
     one, two = Reader(lender, 1), Reader(lender, 2)
     (loan,) = one.borrow(MB)
@@ -138,7 +138,7 @@ def test_not_while_its_process_still_looks_at_them(lender: Lender) -> None:
 
 
 def test_a_block_larger_than_a_segment_has_one_of_its_own() -> None:
-    lender = Lender(5 * SEGMENT)
+    lender = BlockAllocator(5 * SEGMENT)
     reader = Reader(lender)
     (small,) = reader.borrow(MB)
     (large,) = reader.borrow(SEGMENT + MB)
@@ -153,7 +153,7 @@ def test_a_block_larger_than_a_segment_has_one_of_its_own() -> None:
 def test_blocks_that_grow_and_come_back_find_room_as_long_as_the_limit_allows(
     limit: int, largest: int
 ) -> None:
-    lender = Lender(limit * SEGMENT)
+    lender = BlockAllocator(limit * SEGMENT)
     reader = Reader(lender)
     for size in [MB, *range(SEGMENT // 2, largest * SEGMENT, SEGMENT // 4)]:
         loans = reader.borrow(size)
@@ -173,22 +173,22 @@ def test_where_a_large_segment_cannot_be_had_a_small_one_does(monkeypatch: pytes
         truncate(descriptor, size)
 
     monkeypatch.setattr(os, "ftruncate", bounded)
-    lender = Lender(4 * SEGMENT)
+    lender = BlockAllocator(4 * SEGMENT)
     (loan,) = Reader(lender).borrow(MB)
     assert loan.segment.size == SEGMENT // 16
     with pytest.raises(OSError, match="too large"):
-        lender.room_for(Borrower(2), [SEGMENT])
+        lender.room_for(LeaseState(2), [SEGMENT])
     lender.close()
 
 
-def test_a_second_reader_is_offered_what_is_there(lender: Lender) -> None:
+def test_a_second_reader_is_offered_what_is_there(lender: BlockAllocator) -> None:
     one, two = Reader(lender, 1), Reader(lender, 2)
     one.borrow(MB)
     two.borrow(MB)
     assert lender.statistics()["segments"] == 1
 
 
-def test_memory_goes_back_after_two_looks_without_use(lender: Lender) -> None:
+def test_memory_goes_back_after_two_looks_without_use(lender: BlockAllocator) -> None:
     reader = Reader(lender)
     (loan,) = reader.borrow(8 * MB)
     loan.segment.write(loan.offset, bytes(8 * MB))
@@ -199,7 +199,7 @@ def test_memory_goes_back_after_two_looks_without_use(lender: Lender) -> None:
     assert lender.statistics()["memory"] < MB
 
 
-def test_a_closed_one_lends_nothing(lender: Lender) -> None:
+def test_a_closed_one_lends_nothing(lender: BlockAllocator) -> None:
     reader = Reader(lender)
     (loan,) = reader.borrow(MB)
     lender.close()

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.transport.arena.allocator import ALIGNMENT
-from zmqgrad.transport.arena.packing import LARGE, arrange
+from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
+from zmqgrad.transport.shared_memory.packing import LARGE, arrange
 
 sizes = st.lists(st.integers(0, 500) | st.integers(LARGE - 1, LARGE + 1), max_size=20)
 

@@ -15,8 +15,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from zmqgrad.runtime.future import Promise
-from zmqgrad.transport.arena.allocator import PAGE, rounded
-from zmqgrad.transport.arena.segment import NONCE, Segment
+from zmqgrad.transport.shared_memory.free_list import PAGE, rounded
+from zmqgrad.transport.shared_memory.segment import NONCE, Segment
 from zmqgrad.wire.messages import ArenaOffer
 
 logger = logging.getLogger(__name__)
@@ -28,7 +28,7 @@ FEW = 3
 """Where the limit allows no more than so many segments, there is a single one."""
 
 
-class Loan(NamedTuple):
+class Lease(NamedTuple):
     """A block that a peer has."""
 
     number: int
@@ -37,14 +37,14 @@ class Loan(NamedTuple):
     size: int
 
 
-class Borrower:
+class LeaseState:
     """One peer, as long as it lives. Touched with the lender's lock held, but for what is about answers."""
 
     def __init__(self, peer: int) -> None:
         self.peer = peer
         self.locks: dict[int, int] = {}  # segment id -> the byte that this peer locks, of all offered
         self.mapped: set[int] = set()  # ids of the segments that it has mapped
-        self.loans: dict[int, Loan] = {}
+        self.loans: dict[int, Lease] = {}
         self.refused = ""  # why it takes no blocks
         self.lost = False
         self.answer: Promise[None] | None = None  # set once it has answered the last offer
@@ -62,10 +62,10 @@ class Borrower:
 
     def __repr__(self) -> str:
         said = f"refused: {self.refused}" if self.refused else f"{len(self.loans)} blocks"
-        return f"<Borrower {self.peer}: {said}>"
+        return f"<LeaseState {self.peer}: {said}>"
 
 
-class Lender:
+class BlockAllocator:
     """Segments of up to ``limit`` bytes together, and who has what of them."""
 
     def __init__(self, limit: int) -> None:
@@ -73,14 +73,14 @@ class Lender:
         self.strange = 0  # releases of blocks that the peer did not have
         self._lock = threading.Lock()  # guards everything
         self._segments: list[Segment] = []
-        self._departed: list[Borrower] = []  # lost, but something of them still maps segments
+        self._departed: list[LeaseState] = []  # lost, but something of them still maps segments
         self._numbers = itertools.count(1)
         self._byte = itertools.count(1)
         self._used = False  # was anything lent since the last look of trim?
         self._trimmed = True
         self._closed = False
 
-    def lend(self, borrower: Borrower, sizes: Sequence[int]) -> list[Loan] | None:
+    def lend(self, borrower: LeaseState, sizes: Sequence[int]) -> list[Lease] | None:
         """A block for each of ``sizes``, of what ``borrower`` has mapped; None if there is no room."""
         with self._lock:
             if self._closed or borrower.lost:
@@ -88,7 +88,7 @@ class Lender:
             if self._departed:
                 self._reclaim()
             self._used, self._trimmed = True, False
-            loans: list[Loan] = []
+            loans: list[Lease] = []
             for size in sizes:
                 loan = self._take(borrower, size)
                 if loan is None:
@@ -99,15 +99,15 @@ class Lender:
                 borrower.loans[loan.number] = loan
             return loans
 
-    def _take(self, borrower: Borrower, size: int) -> Loan | None:
+    def _take(self, borrower: LeaseState, size: int) -> Lease | None:
         for segment in self._segments:
             if segment.id in borrower.mapped:
                 offset = segment.space.take(size)
                 if offset is not None:
-                    return Loan(next(self._numbers), segment, offset, size)
+                    return Lease(next(self._numbers), segment, offset, size)
         return None
 
-    def release(self, borrower: Borrower, numbers: Iterable[int]) -> None:
+    def release(self, borrower: LeaseState, numbers: Iterable[int]) -> None:
         """``borrower`` has finished with these blocks."""
         with self._lock:
             loans = [borrower.loans.pop(n, None) for n in numbers]
@@ -115,11 +115,11 @@ class Lender:
             self.strange += len(loans) - len(mine)
             self._free(mine)
 
-    def _free(self, loans: Iterable[Loan]) -> None:
+    def _free(self, loans: Iterable[Lease]) -> None:
         for loan in loans:
             loan.segment.take_back(loan.offset)
 
-    def room_for(self, borrower: Borrower, sizes: Sequence[int]) -> ArenaOffer | None:
+    def room_for(self, borrower: LeaseState, sizes: Sequence[int]) -> ArenaOffer | None:
         """What to offer to ``borrower`` so that blocks of ``sizes`` fit; None if there is nothing to offer.
 
         That may be a segment that others have, or a new one, if the limit allows.
@@ -160,7 +160,7 @@ class Lender:
                 return Segment(size)
         return Segment(sizes[-1])
 
-    def answered(self, borrower: Borrower, nonce: bytes, segment_id: int, why: str) -> bool:
+    def answered(self, borrower: LeaseState, nonce: bytes, segment_id: int, why: str) -> bool:
         """``borrower`` answered an offer; has it mapped the segment?"""
         with self._lock:
             segment = next((s for s in self._segments if s.id == segment_id), None)
@@ -170,7 +170,7 @@ class Lender:
             borrower.refused = why or "the proof is wrong"
             return False
 
-    def lose(self, borrower: Borrower) -> None:
+    def lose(self, borrower: LeaseState) -> None:
         """``borrower`` is gone; its blocks come back as soon as nothing of it maps them any more."""
         with self._lock:
             borrower.lost = True
