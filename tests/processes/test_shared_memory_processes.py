@@ -112,7 +112,7 @@ def check_blocks_come_back_with_the_answer() -> None:
     back = 0
     for _ in range(20):
         rpc.rpc_sync("worker1", consume, args=(torch.zeros(N),))
-        back += rpc.get_stats()["arena"]["blocks_lent"] == 0
+        back += rpc.get_stats()["arena"]["blocks_leased"] == 0
     assert back >= 10
 
 
@@ -218,7 +218,7 @@ def a_reader_is_killed(rank: int) -> tuple[int, list[str]]:
             x = torch.full((N,), float(i))
             assert rpc.rpc_sync("worker2", echo, args=(x,)).equal(x)
         for _ in range(1000):  # what worker 2 has finished with comes back with its next answers
-            lent = rpc.get_stats()["arena"]["blocks_lent"]
+            lent = rpc.get_stats()["arena"]["blocks_leased"]
             if lent == 0:
                 break
             rpc.rpc_sync("worker2", echo, args=(1,))

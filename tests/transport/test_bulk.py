@@ -17,7 +17,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.transport import bulk
 from zmqgrad.transport.bulk import BufferPool, Reassembler, split
 from zmqgrad.transport.flow_control import INFLIGHT
-from zmqgrad.transport.shared_memory.transport import PreparedFrames, _in_frames
+from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket
 from zmqgrad.transport.tap import Tapped
 from zmqgrad.wire.messages import Chunk, Hello, Manifest, MessageType, Piece, StoreSet, Window
 
@@ -47,7 +47,7 @@ def carry(assembly: Reassembler, load: PreparedFrames) -> tuple[Manifest | None,
 def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
     """Whether small ones are joined (many frames) or not."""
     frames = [some_bytes(n) for n in sizes]
-    load = _in_frames(frames, sizes, (7,))
+    load = pack_for_socket(frames, sizes, (7,))
     manifest, came = carry(Reassembler(), load)
     assert [bytes(f) for f in came] == [bytes(f) for f in load.frames]
     if any(n > 4000 for n in sizes):

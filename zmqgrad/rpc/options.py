@@ -16,7 +16,7 @@ from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.runtime.spinning import SPIN_SECONDS
 from zmqgrad.transport.flow_control import INFLIGHT
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
-from zmqgrad.transport.shared_memory.settings import THRESHOLD, ArenaSettings, default_limit
+from zmqgrad.transport.shared_memory.settings import THRESHOLD_BYTES, ArenaSettings, default_limit
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
@@ -165,7 +165,7 @@ class RpcBackendOptions:
         if threshold is None:
             threshold = environment.arena_threshold()
         return ArenaSettings(
-            default_limit() if limit is None else limit, THRESHOLD if threshold is None else threshold
+            default_limit() if limit is None else limit, THRESHOLD_BYTES if threshold is None else threshold
         )
 
     def inflight(self) -> int:

@@ -24,7 +24,7 @@ from msgspec.structs import replace
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.base import Buffer, Timer
-from zmqgrad.transport.shared_memory.transport import PreparedFrames
+from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.wire.messages import Chunk, Manifest, Piece, Window
 
 CHUNK = 4 << 20
@@ -48,16 +48,16 @@ TRIM_SECONDS = 30.0
 _numbers = itertools.count(1)
 
 
-def split(load: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
-    """``load`` without its large frames, and those in chunks, to be sent before it."""
-    if all(len(frame) <= LEAST for frame in load.frames):
-        return load, []
-    manifest = load.manifest or Manifest()
-    pieces = list(manifest.pieces) or [Piece(size=len(f)) for f in load.frames]
-    windows = manifest.windows or tuple(Window(i, 0, len(f)) for i, f in enumerate(load.frames))
+def split(prepared: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
+    """``prepared`` without its large frames, and those in chunks, to be sent before it."""
+    if all(len(frame) <= LEAST for frame in prepared.frames):
+        return prepared, []
+    manifest = prepared.manifest or Manifest()
+    pieces = list(manifest.pieces) or [Piece(size=len(f)) for f in prepared.frames]
+    windows = manifest.windows or tuple(Window(i, 0, len(f)) for i, f in enumerate(prepared.frames))
     chunks: list[tuple[Chunk, memoryview]] = []
     rest: list[Buffer] = []
-    for i, frame in enumerate(load.frames):
+    for i, frame in enumerate(prepared.frames):
         size = len(frame)
         if size <= LEAST:
             rest.append(frame)

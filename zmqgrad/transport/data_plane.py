@@ -17,8 +17,9 @@ from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
+from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
-from zmqgrad.transport.shared_memory.transport import PreparedFrames, Send, SharedMemoryTransport
+from zmqgrad.transport.shared_memory.transport import Send, SharedMemoryTransport
 from zmqgrad.wire.lazy_frame import LazyFrame
 from zmqgrad.wire.messages import (
     RESPONSE,
@@ -67,9 +68,9 @@ class DataPlane:
         send_behind: Callable[[int, Message], None],
         may_wait: Callable[[], bool],
     ) -> None:
-        self.exchange = SharedMemoryTransport(name, arena, send, may_wait)
-        self.owes = self.exchange.owes
-        """Is there memory to give back to that peer?"""
+        self.shared_memory = SharedMemoryTransport(name, arena, send, may_wait)
+        self.has_releases = self.shared_memory.has_releases
+        """Returns, as a truth value, whether there are blocks to release to a peer."""
         self.send_window = SendWindow(name, inflight, self._say)
         self._name = name
         self._receive_window = ReceiveWindow(inflight, self._say)
@@ -80,7 +81,7 @@ class DataPlane:
 
     def start(self, timer: Timer | None) -> None:
         """``timer`` runs what is done now and then."""
-        self.exchange.start(timer)
+        self.shared_memory.start(timer)
         self._reassembler.buffers.start(timer)
 
     def _say(self, peer: int, message: Message, message_id: int = 0) -> None:
@@ -94,7 +95,7 @@ class DataPlane:
 
     # ---- going ------------------------------------------------------------------------------------------
 
-    def load(
+    def prepare(
         self, peer: int, local: bool, message: Message, frames: Sequence[Frame], patience: float
     ) -> PreparedFrames:
         """``frames`` ready to go to ``peer``, which is on this host if ``local``.
@@ -105,32 +106,32 @@ class DataPlane:
         Raises:
             CongestionError, ClosedError: as :meth:`SendWindow.wait`.
         """
-        load = self.exchange.load(peer, local, frames)
-        if not load.frames:
-            return load
-        answer, size = bool(message.TYPE & RESPONSE), frames_size(load.frames)
+        prepared = self.shared_memory.prepare(peer, local, frames)
+        if not prepared.frames:
+            return prepared
+        answer, size = bool(message.TYPE & RESPONSE), frames_size(prepared.frames)
         if self.send_window.take(peer, answer, size, wait=self._may_wait()):
-            return load
-        self.exchange.unload(peer, load)  # what goes back by this message must not wait with it
+            return prepared
+        self.shared_memory.rollback(peer, prepared)  # what goes back by this message must not wait with it
         self.send_window.wait(peer, answer, size, patience)
         try:
-            load = self.exchange.load(peer, local, frames)
+            prepared = self.shared_memory.prepare(peer, local, frames)
         except BaseException:
             self.send_window.give_back(peer, answer, size)
             raise
-        if not load.frames:  # by now there is shared memory for them
+        if not prepared.frames:  # by now there is shared memory for them
             self.send_window.give_back(peer, answer, size)
-        return load
+        return prepared
 
     def copies(self, frames: Sequence[Frame]) -> list[Frame]:
         """``frames``, which stay as they are though the tensors that they show are changed."""
         return [f if isinstance(f, (bytes, LazyFrame)) else self._reassembler.buffers.copy(f) for f in frames]
 
-    def unload(self, peer: int, message: Message, load: PreparedFrames) -> None:
-        """``load`` could not be sent after all."""
-        self.exchange.unload(peer, load)
-        if load.frames:
-            self.send_window.give_back(peer, bool(message.TYPE & RESPONSE), frames_size(load.frames))
+    def rollback(self, peer: int, message: Message, prepared: PreparedFrames) -> None:
+        """``prepared`` could not be sent after all."""
+        self.shared_memory.rollback(peer, prepared)
+        if prepared.frames:
+            self.send_window.give_back(peer, bool(message.TYPE & RESPONSE), frames_size(prepared.frames))
 
     # ---- coming -----------------------------------------------------------------------------------------
 
@@ -142,9 +143,9 @@ class DataPlane:
         """
         if any([piece.block and not piece.segment for piece in manifest.pieces]):
             manifest, frames = self._reassembler.complete(peer, manifest, frames)
-        return self.exchange.open(peer, manifest, frames)
+        return self.shared_memory.open(peer, manifest, frames)
 
-    def heard(self, inbound: Inbound) -> None:
+    def on_message(self, inbound: Inbound) -> None:
         """One of the messages in ``OWN``.
 
         Raises:
@@ -158,9 +159,9 @@ class DataPlane:
         elif isinstance(message, Chunk):
             self._reassembler.add(source, message, inbound.frames)
         elif inbound.envelope.type != MessageType.ACK:  # its envelope has said all
-            self.exchange.heard(source, message, inbound.envelope.message_id)
+            self.shared_memory.on_message(source, message, inbound.envelope.message_id)
 
-    def take_in(self, inbound: Inbound, handler: Handler) -> Task | None:
+    def deliver(self, inbound: Inbound, handler: Handler) -> Task | None:
         """Hand on a message whose frames came through a socket.
 
         It counts as taken in as soon as it queues behind nothing here: when its task begins, or at once.
@@ -186,7 +187,7 @@ class DataPlane:
 
     def forget(self, peer: int) -> None:
         """The way to ``peer`` was dropped: nothing that was on it will arrive, either way."""
-        self.exchange.forget(peer)
+        self.shared_memory.forget(peer)
         self._reassembler.forget(peer)
         self._receive_window.forget(peer)
         self.send_window.forget(peer)  # last: those who wait for it now fail
@@ -194,13 +195,13 @@ class DataPlane:
     def close(self) -> None:
         """Lend, wait and keep nothing any more. Tensors that were received stay valid. Idempotent."""
         self.send_window.close()
-        self.exchange.close()
+        self.shared_memory.close()
         self._reassembler.close()
 
     def statistics(self) -> dict[str, Any]:
         """Of the arena, of what is on its way, and of memory that is kept warm."""
         return {
-            "arena": self.exchange.statistics(),
+            "arena": self.shared_memory.statistics(),
             "inflight": self.send_window.statistics(),
             "kept_warm": self._reassembler.buffers.kept(),
         }

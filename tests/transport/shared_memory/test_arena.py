@@ -1,4 +1,4 @@
-"""The lender: who has what, and when it comes back."""
+"""The arena: which peer may read which block, and when a block is used again."""
 
 from __future__ import annotations
 
@@ -7,206 +7,225 @@ from collections.abc import Iterator
 
 import pytest
 
-from zmqgrad.transport.shared_memory.arena import SEGMENT, BlockAllocator, Lease, LeaseState
-from zmqgrad.transport.shared_memory.segment import NONCE, MappedSegment, supported
-from zmqgrad.wire.messages import ArenaOffer
+from zmqgrad.transport.shared_memory.arena import NO_REPLY, SEGMENT_BYTES, Arena, Lease
+from zmqgrad.transport.shared_memory.segment import NONCE_BYTES, MappedSegment, supported
+from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
 
 MB = 1 << 20
 
 
+class Host:
+    """An arena, and the offers that it has sent."""
+
+    def __init__(self, limit: int) -> None:
+        self.offers: dict[int, tuple[ArenaOffer, int]] = {}
+        self.arena = Arena(limit, self.send, lambda: False)
+
+    def send(self, peer: int, offer: ArenaOffer, offer_id: int) -> None:
+        assert peer not in self.offers  # one at a time
+        self.offers[peer] = offer, offer_id
+
+    @property
+    def leased(self) -> int:
+        found: int = self.arena.statistics()["blocks_leased"]
+        return found
+
+
 @pytest.fixture
-def lender() -> Iterator[BlockAllocator]:
-    made = BlockAllocator(64 * MB)
+def host() -> Iterator[Host]:
+    made = Host(64 * MB)
     yield made
-    made.close()
+    made.arena.close()
 
 
 class Reader:
-    """A peer: maps what it is offered."""
+    """A peer that maps what it is offered."""
 
-    def __init__(self, lender: BlockAllocator, peer: int = 1) -> None:
-        self.lender = lender
-        self.borrower = LeaseState(peer)
+    def __init__(self, host: Host, peer: int = 1) -> None:
+        self.host = host
+        self.arena = host.arena
+        self.peer = peer
         self.mapped: dict[int, MappedSegment] = {}
 
-    def accept(self, *sizes: int) -> ArenaOffer | None:
-        """Take an offer for blocks of ``sizes`` and answer it."""
-        offer = self.lender.room_for(self.borrower, sizes)
-        if offer is not None:
-            mapped = self.mapped[offer.segment] = MappedSegment(offer)
-            nonce = mapped.read(offer.nonce_at, NONCE)
-            assert self.lender.answered(self.borrower, nonce, offer.segment, "")
-        return offer
+    def accept(self) -> None:
+        """Map the segment that was offered, and reply."""
+        offer, offer_id = self.host.offers.pop(self.peer)
+        mapped = self.mapped[offer.segment] = MappedSegment(offer)
+        self.arena.on_reply(self.peer, ArenaAnswer(mapped.nonce), offer_id)
 
-    def borrow(self, *sizes: int) -> list[Lease]:
-        """Blocks that must be there."""
-        loans = self.lender.lend(self.borrower, sizes)
-        if loans is None:
-            self.accept(*sizes)
-            loans = self.lender.lend(self.borrower, sizes)
-        assert loans is not None
-        return loans
+    def lease(self, *sizes: int) -> list[Lease]:
+        """Lease blocks, which must succeed after at most one offer."""
+        leases = self.arena.lease(self.peer, sizes)
+        if isinstance(leases, str):
+            self.accept()
+            leases = self.arena.lease(self.peer, sizes)
+        assert not isinstance(leases, str)
+        return leases
 
-
-def lent(lender: BlockAllocator) -> int:
-    return lender.statistics()["blocks_lent"]
+    def release(self, *leases: Lease) -> None:
+        self.arena.release(self.peer, [lease.number for lease in leases])
 
 
-def test_nothing_is_lent_to_who_has_not_mapped(lender: BlockAllocator) -> None:
-    reader = Reader(lender)
-    assert lender.lend(reader.borrower, [10]) is None
-    assert lender.room_for(reader.borrower, [10]) is not None
-    assert lender.lend(reader.borrower, [10]) is None
-    assert lender.room_for(reader.borrower, [10]) is None  # the answer is on its way
+def test_nothing_is_leased_before_the_peer_has_mapped_the_segment(host: Host) -> None:
+    reader = Reader(host)
+    for _ in range(2):  # the second time, the reply is still on its way
+        assert host.arena.lease(1, [10]) == NO_REPLY
+    reader.accept()
+    assert len(reader.lease(10)) == 1
 
 
-@pytest.mark.parametrize("nonce", [b"", b"x" * NONCE, b"x"])
-def test_a_wrong_proof_is_a_refusal(lender: BlockAllocator, nonce: bytes) -> None:
-    reader = Reader(lender)
-    offer = lender.room_for(reader.borrower, [10])
-    assert offer is not None
-    assert not lender.answered(reader.borrower, nonce, offer.segment, "")
-    assert reader.borrower.refused
-    assert lender.lend(reader.borrower, [10]) is None
+@pytest.mark.parametrize("nonce", [b"", b"x" * NONCE_BYTES, b"x"])
+def test_a_wrong_nonce_is_a_refusal(host: Host, nonce: bytes) -> None:
+    host.arena.lease(1, [10])
+    _, offer_id = host.offers.pop(1)
+    host.arena.on_reply(1, ArenaAnswer(nonce), offer_id)
+    assert host.arena.statistics()["refused_by"] == {1: "the nonce is wrong"}
+    assert host.arena.lease(1, [10]) == "refused"
+    assert host.offers == {}
 
 
-def test_blocks_come_back_and_are_lent_again(lender: BlockAllocator) -> None:
-    reader = Reader(lender)
-    (one,) = reader.borrow(MB)
-    (two,) = reader.borrow(MB)
+def test_blocks_are_leased_again_after_their_release(host: Host) -> None:
+    reader = Reader(host)
+    (one,) = reader.lease(MB)
+    (two,) = reader.lease(MB)
     assert one.offset != two.offset
-    lender.release(reader.borrower, [one.number])
-    (three,) = reader.borrow(MB)
+    reader.release(one)
+    (three,) = reader.lease(MB)
     assert three.offset == one.offset
     assert three.number not in (one.number, two.number)
-    assert lent(lender) == 2
+    assert host.leased == 2
 
 
-def test_what_is_released_twice_frees_nothing_else(lender: BlockAllocator) -> None:
-    reader = Reader(lender)
-    (one,) = reader.borrow(MB)
-    lender.release(reader.borrower, [one.number])
-    (two,) = reader.borrow(MB)
+def test_a_repeated_release_frees_nothing_else(host: Host) -> None:
+    reader = Reader(host)
+    (one,) = reader.lease(MB)
+    reader.release(one)
+    (two,) = reader.lease(MB)
     assert two.offset == one.offset
-    lender.release(reader.borrower, [one.number, one.number, 10**9])
-    assert lent(lender) == 1
-    assert lender.strange == 3
+    host.arena.release(1, [one.number, one.number, 10**9])
+    assert host.leased == 1
+    assert host.arena.statistics()["unknown_releases"] == 3
 
 
-def test_nobody_can_release_another_s_block(lender: BlockAllocator) -> None:
-    one, two = Reader(lender, 1), Reader(lender, 2)
-    (loan,) = one.borrow(MB)
-    two.borrow(MB)
-    lender.release(two.borrower, [loan.number])
-    assert lent(lender) == 2
-    assert lender.strange == 1
+def test_a_peer_cannot_release_a_block_of_another(host: Host) -> None:
+    one, two = Reader(host, 1), Reader(host, 2)
+    (lease,) = one.lease(MB)
+    two.lease(MB)
+    two.release(lease)
+    assert host.leased == 2
+    assert host.arena.statistics()["unknown_releases"] == 1
 
 
-def test_all_or_nothing(lender: BlockAllocator) -> None:
-    reader = Reader(lender)
-    reader.borrow(40 * MB)
-    assert lender.lend(reader.borrower, [MB, 30 * MB]) is None
-    assert lent(lender) == 1
-    assert lender.room_for(reader.borrower, [MB, 30 * MB]) is None  # beyond the limit
+def test_all_blocks_or_none(host: Host) -> None:
+    reader = Reader(host)
+    reader.lease(40 * MB)
+    assert host.arena.lease(1, [MB, 30 * MB]) == "full"
+    assert host.leased == 1
+    assert host.offers == {}
 
 
-def test_a_lost_reader_gives_back_its_blocks(lender: BlockAllocator) -> None:
-    one, two = Reader(lender, 1), Reader(lender, 2)
-    one.borrow(MB, MB)
-    two.borrow(MB)
+def test_blocks_of_a_lost_reader_are_freed(host: Host) -> None:
+    one, two = Reader(host, 1), Reader(host, 2)
+    one.lease(MB, MB)
+    two.lease(MB)
     one.mapped.clear()
-    lender.lose(one.borrower)
-    assert lent(lender) == 1
-    assert lender.lend(one.borrower, [MB]) is None
+    host.arena.forget(1)
+    assert host.leased == 1
+    assert host.arena.lease(1, [MB]) == NO_REPLY  # it gets a new offer
 
 
-def test_not_while_its_process_still_looks_at_them(lender: BlockAllocator) -> None:
+def test_blocks_of_a_lost_reader_are_kept_while_they_are_mapped(host: Host) -> None:
     """1. A worker leaves, its program keeps a tensor. 2. Its block is not written again, 3. until it dies."""
-    one, two = Reader(lender, 1), Reader(lender, 2)
-    (loan,) = one.borrow(MB)
-    kept = one.mapped[loan.segment.id].block(loan.offset, loan.size)
+    one, two = Reader(host, 1), Reader(host, 2)
+    (lease,) = one.lease(MB)
+    kept = one.mapped[lease.segment.id].block(lease.offset, lease.size)
     one.mapped.clear()
-    lender.lose(one.borrower)
-    assert lent(lender) == 1
-    assert two.borrow(MB)[0].offset != loan.offset
+    host.arena.forget(1)
+    assert host.leased == 1
+    assert two.lease(MB)[0].offset != lease.offset
     del kept
-    lender.reclaim()
-    assert lent(lender) == 1
-    assert two.borrow(MB)[0].offset == loan.offset
+    host.arena.reclaim()
+    assert host.leased == 1
+    assert two.lease(MB)[0].offset == lease.offset
 
 
-def test_a_block_larger_than_a_segment_has_one_of_its_own() -> None:
-    lender = BlockAllocator(5 * SEGMENT)
-    reader = Reader(lender)
-    (small,) = reader.borrow(MB)
-    (large,) = reader.borrow(SEGMENT + MB)
+def test_a_block_larger_than_a_segment_has_a_segment_of_its_own() -> None:
+    host = Host(5 * SEGMENT_BYTES)
+    reader = Reader(host)
+    (small,) = reader.lease(MB)
+    (large,) = reader.lease(SEGMENT_BYTES + MB)
     assert large.segment is not small.segment
-    assert large.segment.size > SEGMENT
-    assert lender.statistics()["segments"] == 2
-    assert lender.statistics()["memory"] < MB  # nothing has been written yet
-    lender.close()
+    assert large.segment.size > SEGMENT_BYTES
+    assert host.arena.statistics()["segments"] == 2
+    assert host.arena.statistics()["memory"] < MB  # nothing has been written yet
+    host.arena.close()
 
 
 @pytest.mark.parametrize(("limit", "largest"), [(6, 5), (4, 3), (3, 3), (2, 2)])
-def test_blocks_that_grow_and_come_back_find_room_as_long_as_the_limit_allows(
-    limit: int, largest: int
-) -> None:
-    lender = BlockAllocator(limit * SEGMENT)
-    reader = Reader(lender)
-    for size in [MB, *range(SEGMENT // 2, largest * SEGMENT, SEGMENT // 4)]:
-        loans = reader.borrow(size)
-        lender.release(reader.borrower, [loan.number for loan in loans])
-    assert lender.statistics()["segments"] == (1 if limit == largest else 2)
-    assert lender.statistics()["memory"] < MB
-    lender.close()
+def test_growing_blocks_find_room_as_long_as_the_limit_allows(limit: int, largest: int) -> None:
+    host = Host(limit * SEGMENT_BYTES)
+    reader = Reader(host)
+    for size in [MB, *range(SEGMENT_BYTES // 2, largest * SEGMENT_BYTES, SEGMENT_BYTES // 4)]:
+        reader.release(*reader.lease(size))
+    assert host.arena.statistics()["segments"] == (1 if limit == largest else 2)
+    assert host.arena.statistics()["memory"] < MB
+    host.arena.close()
 
 
-def test_where_a_large_segment_cannot_be_had_a_small_one_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smaller_segment_where_the_system_refuses_a_large_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """As with a bound on address space (ulimit -v)."""
     truncate = os.ftruncate
 
     def bounded(descriptor: int, size: int) -> None:
-        if size > SEGMENT // 2:
+        if size > SEGMENT_BYTES // 2:
             raise OSError(27, "File too large")
         truncate(descriptor, size)
 
     monkeypatch.setattr(os, "ftruncate", bounded)
-    lender = BlockAllocator(4 * SEGMENT)
-    (loan,) = Reader(lender).borrow(MB)
-    assert loan.segment.size == SEGMENT // 16
-    with pytest.raises(OSError, match="too large"):
-        lender.room_for(LeaseState(2), [SEGMENT])
-    lender.close()
+    host = Host(4 * SEGMENT_BYTES)
+    (lease,) = Reader(host).lease(MB)
+    assert lease.segment.size == SEGMENT_BYTES // 16
+    assert host.arena.lease(2, [SEGMENT_BYTES]) == "no memory"
+    host.arena.close()
 
 
-def test_a_second_reader_is_offered_what_is_there(lender: BlockAllocator) -> None:
-    one, two = Reader(lender, 1), Reader(lender, 2)
-    one.borrow(MB)
-    two.borrow(MB)
-    assert lender.statistics()["segments"] == 1
+def test_a_second_reader_is_offered_the_same_segment(host: Host) -> None:
+    one, two = Reader(host, 1), Reader(host, 2)
+    one.lease(MB)
+    two.lease(MB)
+    assert host.arena.statistics()["segments"] == 1
 
 
-def test_memory_goes_back_after_two_looks_without_use(lender: BlockAllocator) -> None:
-    reader = Reader(lender)
-    (loan,) = reader.borrow(8 * MB)
-    loan.segment.write(loan.offset, bytes(8 * MB))
-    lender.release(reader.borrower, [loan.number])
-    assert lender.trim() == 0  # it was used just now
-    assert lender.trim() >= 7 * MB
-    assert lender.trim() == 0
-    assert lender.statistics()["memory"] < MB
+def test_memory_returns_to_the_system_at_the_second_trim_without_use(host: Host) -> None:
+    reader = Reader(host)
+    (lease,) = reader.lease(8 * MB)
+    lease.segment.write(lease.offset, bytes(8 * MB))
+    reader.release(lease)
+    assert host.arena.trim() == 0  # it was used just now
+    assert host.arena.trim() >= 7 * MB
+    assert host.arena.trim() == 0
+    assert host.arena.statistics()["memory"] < MB
 
 
-def test_a_closed_one_lends_nothing(lender: BlockAllocator) -> None:
-    reader = Reader(lender)
-    (loan,) = reader.borrow(MB)
-    lender.close()
-    lender.close()
-    assert lender.lend(reader.borrower, [1]) is None
-    assert lender.room_for(reader.borrower, [1]) is None
-    lender.release(reader.borrower, [loan.number])
-    lender.lose(reader.borrower)
-    lender.reclaim()
-    assert lender.trim() == 0
+def test_a_closed_arena_leases_nothing(host: Host) -> None:
+    reader = Reader(host)
+    (lease,) = reader.lease(MB)
+    host.arena.close()
+    host.arena.close()
+    assert host.arena.lease(1, [1]) == "full"
+    assert host.offers == {}
+    reader.release(lease)
+    host.arena.forget(1)
+    host.arena.reclaim()
+    assert host.arena.trim() == 0
+
+
+def test_only_the_first_message_of_a_peer_introduces_the_arena(host: Host) -> None:
+    host.arena.introduce(1, MB)
+    assert list(host.offers) == [1]
+    host.arena.introduce(1, MB)
+    Reader(host).accept()
+    host.arena.introduce(1, MB)
+    assert (host.offers, host.leased) == ({}, 0)

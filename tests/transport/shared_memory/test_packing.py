@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
-from zmqgrad.transport.shared_memory.packing import LARGE, arrange
+from zmqgrad.transport.shared_memory.packing import OWN_BUFFER_BYTES, plan
 
-sizes = st.lists(st.integers(0, 500) | st.integers(LARGE - 1, LARGE + 1), max_size=20)
+sizes = st.lists(st.integers(0, 500) | st.integers(OWN_BUFFER_BYTES - 1, OWN_BUFFER_BYTES + 1), max_size=20)
 
 
 @given(sizes)
 def test_every_frame_has_a_place_of_its_own(sizes: list[int]) -> None:
-    pieces, windows = arrange(sizes)
+    pieces, windows = plan(sizes)
     assert [w.size for w in windows] == sizes
     assert all(w.offset % ALIGNMENT == 0 for w in windows)
     for number, size in enumerate(pieces):
@@ -27,9 +27,9 @@ def test_every_frame_has_a_place_of_its_own(sizes: list[int]) -> None:
 
 @given(sizes)
 def test_large_frames_are_alone_and_small_ones_together(sizes: list[int]) -> None:
-    pieces, windows = arrange(sizes)
-    large = [w for w in windows if w.size >= LARGE]
+    pieces, windows = plan(sizes)
+    large = [w for w in windows if w.size >= OWN_BUFFER_BYTES]
     assert all(w.offset == 0 and pieces[w.piece] == w.size for w in large)
     assert len({w.piece for w in large}) == len(large)
-    assert len({w.piece for w in windows if w.size < LARGE}) <= 1
+    assert len({w.piece for w in windows if w.size < OWN_BUFFER_BYTES}) <= 1
     assert len(pieces) == len({w.piece for w in windows})

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import select
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,12 +17,14 @@ from hypothesis import strategies as st
 
 from tests.support.messages import messages_of
 from zmqgrad.errors import ProtocolError, UnknownPeerError
+from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
 from zmqgrad.transport.shared_memory import forks
-from zmqgrad.transport.shared_memory.packing import LARGE
+from zmqgrad.transport.shared_memory.arena import SOCKET_BYTES_PER_SECOND
+from zmqgrad.transport.shared_memory.packing import OWN_BUFFER_BYTES, PreparedFrames
 from zmqgrad.transport.shared_memory.segment import supported
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
-from zmqgrad.transport.shared_memory.transport import PreparedFrames, SharedMemoryTransport
+from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release, Window
 
@@ -38,8 +42,8 @@ class Side:
         self.other: Side | None = None
         self.said: list[Message] = []
         self.jobs: list[Callable[[], None]] = []
-        self.exchange = SharedMemoryTransport(f"worker{worker_id}", settings, self.send, lambda: may_wait)
-        self.exchange.start(self)
+        self.transport = SharedMemoryTransport(f"worker{worker_id}", settings, self.send, lambda: may_wait)
+        self.transport.start(self)
 
     def call_later(self, seconds: float, job: Callable[[], None]) -> None:
         self.jobs.append(job)
@@ -54,18 +58,18 @@ class Side:
         if self.other is None:
             raise UnknownPeerError("nobody is there")
         self.said.append(message)
-        load = self.exchange.load(peer, True, [])
+        load = self.transport.prepare(peer, True, [])
         if load.manifest is not None:
-            self.other.exchange.open(self.id, through_bytes(load.manifest), [])
-        assert self.other.exchange.heard(self.id, message, message_id)
+            self.other.transport.open(self.id, through_bytes(load.manifest), [])
+        self.other.transport.on_message(self.id, message, message_id)
 
     def pass_on(self, frames: Sequence[Any], local: bool = True) -> tuple[PreparedFrames, Sequence[Any]]:
         """Send ``frames``; how they went, and what the other side sees."""
         assert self.other is not None
-        load = self.exchange.load(self.other.id, local, frames)
+        load = self.transport.prepare(self.other.id, local, frames)
         if load.manifest is None:
             return load, load.frames
-        got = self.other.exchange.open(self.id, through_bytes(load.manifest), copies(load.frames))
+        got = self.other.transport.open(self.id, through_bytes(load.manifest), copies(load.frames))
         return load, got
 
     def warm(self) -> None:
@@ -73,8 +77,8 @@ class Side:
         self.pass_on([bytes(2000)])
 
     @property
-    def lent(self) -> int:
-        found: int = self.exchange.statistics()["blocks_lent"]
+    def leased(self) -> int:
+        found: int = self.transport.statistics()["blocks_leased"]
         return found
 
 
@@ -101,8 +105,8 @@ def pair(settings: ArenaSettings = SETTINGS) -> Iterator[tuple[Side, Side]]:
     try:
         yield a, b
     finally:
-        a.exchange.close()
-        b.exchange.close()
+        a.transport.close()
+        b.transport.close()
 
 
 # ---- the way there --------------------------------------------------------------------------------------
@@ -119,11 +123,15 @@ def test_the_first_goes_by_frames_and_asks_and_the_next_by_the_arena(sides: tupl
     assert by_arena(second)
     assert second.frames == ()
     assert list(map(bytes, got)) == [frame]
-    assert a.exchange.statistics()["fallbacks"] == {"no answer yet": 1}
+    assert a.transport.statistics()["fallbacks"] == {"no answer yet": 1}
 
 
 @given(
-    frames=st.lists(st.integers(0, 300) | st.sampled_from([LARGE - 1, LARGE, LARGE + 1, 70_000]), max_size=12)
+    frames=st.lists(
+        st.integers(0, 300)
+        | st.sampled_from([OWN_BUFFER_BYTES - 1, OWN_BUFFER_BYTES, OWN_BUFFER_BYTES + 1, 70_000]),
+        max_size=12,
+    )
 )
 def test_frames_of_any_size_arrive_whole(frames: list[int]) -> None:
     sent = [os.urandom(size) for size in frames]
@@ -134,7 +142,7 @@ def test_frames_of_any_size_arrive_whole(frames: list[int]) -> None:
             assert list(map(bytes, got)) == sent
             assert by_arena(load) == (local and sum(frames) >= SETTINGS.threshold)
         del got
-        assert b.exchange.statistics()["blocks_in_use"] == 0
+        assert b.transport.statistics()["blocks_in_use"] == 0
 
 
 def test_what_arrives_is_the_reader_s_own(sides: tuple[Side, Side]) -> None:
@@ -151,21 +159,21 @@ def test_a_block_goes_back_with_the_next_message(sides: tuple[Side, Side]) -> No
     a, b = sides
     a.warm()
     b.warm()
-    _, got = a.pass_on([bytes(2000), bytes(LARGE)])
-    assert a.lent == 2
-    assert not b.exchange.owes(0)
+    _, got = a.pass_on([bytes(2000), bytes(OWN_BUFFER_BYTES)])
+    assert a.leased == 2
+    assert not b.transport.has_releases(0)
     one = got[0][5:10]
     del got
     gc.collect()
-    assert b.exchange.owes(0)
+    assert b.transport.has_releases(0)
     b.pass_on([])
-    assert a.lent == 1  # of the other, something is left
+    assert a.leased == 1  # of the other, something is left
     del one
     b.pass_on([bytes(2000)])
-    assert a.lent == 0
+    assert a.leased == 0
 
 
-@pytest.mark.parametrize("sizes", [[2000], [2000, 3000], [LARGE, 100]])
+@pytest.mark.parametrize("sizes", [[2000], [2000, 3000], [OWN_BUFFER_BYTES, 100]])
 def test_who_lets_go_of_a_message_gives_its_blocks_back_with_the_answer(
     sizes: list[int], sides: tuple[Side, Side]
 ) -> None:
@@ -173,11 +181,11 @@ def test_who_lets_go_of_a_message_gives_its_blocks_back_with_the_answer(
     a.warm()
     b.warm()
     _, frames = a.pass_on([bytes(size) for size in sizes])
-    assert not b.exchange.owes(0)
+    assert not b.transport.has_releases(0)
     Inbound(Envelope(0, 0, 0, 0), Release(), frames, 0).let_go()
-    assert b.exchange.owes(0)
+    assert b.transport.has_releases(0)
     b.pass_on([])
-    assert a.lent == 0
+    assert a.leased == 0
 
 
 def test_a_block_goes_back_in_time_if_nothing_else_is_said(sides: tuple[Side, Side]) -> None:
@@ -185,11 +193,11 @@ def test_a_block_goes_back_in_time_if_nothing_else_is_said(sides: tuple[Side, Si
     a.warm()
     for _ in range(3):
         a.pass_on([bytes(2000)])
-    assert a.lent == 3
+    assert a.leased == 3
     assert len(b.jobs) == 1  # one timer, however many
     b.run_jobs()
     assert [m for m in b.said if isinstance(m, Release)] == [Release()]
-    assert a.lent == 0
+    assert a.leased == 0
     a.pass_on([bytes(2000)])
     assert len(b.jobs) == 1  # and it is set anew
 
@@ -199,13 +207,13 @@ def test_what_could_not_be_sent_comes_back(sides: tuple[Side, Side]) -> None:
     a.warm()
     b.warm()
     a.pass_on([bytes(2000)])
-    load = b.exchange.load(0, True, [bytes(2000)])
+    load = b.transport.prepare(0, True, [bytes(2000)])
     assert load.manifest is not None
     assert len(load.manifest.released) == 1
-    b.exchange.unload(0, load)
-    assert b.lent == 0
-    assert b.exchange.owes(0)
-    b.exchange.unload(0, PreparedFrames(None, ()))
+    b.transport.rollback(0, load)
+    assert b.leased == 0
+    assert b.transport.has_releases(0)
+    b.transport.rollback(0, PreparedFrames(None, ()))
 
 
 # ---- the other way --------------------------------------------------------------------------------------
@@ -216,20 +224,20 @@ def test_off_and_other_hosts_and_small_messages_use_frames() -> None:
         load, _ = a.pass_on([bytes(MB)])
         assert load == PreparedFrames(None, [bytes(MB)])
         assert (a.said, b.said) == ([], [])
-        assert a.exchange.statistics()["fallbacks"] == {"off": 1}
+        assert a.transport.statistics()["fallbacks"] == {"off": 1}
     for a, _ in pair():
         a.pass_on([bytes(MB)], local=False)
         a.pass_on([bytes(999)])
         assert a.said == []
-        assert a.exchange.statistics()["fallbacks"] == {"other host": 1}
+        assert a.transport.statistics()["fallbacks"] == {"other host": 1}
 
 
 def test_statistics_have_the_same_names_where_the_arena_is_off() -> None:
     on, off = Side(0), Side(1, OFF)
-    assert on.exchange.statistics().keys() == off.exchange.statistics().keys()
-    assert (off.exchange.statistics()["limit"], off.lent) == (0, 0)
+    assert on.transport.statistics().keys() == off.transport.statistics().keys()
+    assert (off.transport.statistics()["limit"], off.leased) == (0, 0)
     for side in (on, off):
-        side.exchange.close()
+        side.transport.close()
 
 
 def test_one_that_lends_nothing_still_reads() -> None:
@@ -241,9 +249,9 @@ def test_one_that_lends_nothing_still_reads() -> None:
     assert bytes(got[0]) == b"x" * 2000
     del got
     b.run_jobs()
-    assert a.lent == 0
-    a.exchange.close()
-    b.exchange.close()
+    assert a.leased == 0
+    a.transport.close()
+    b.transport.close()
 
 
 def test_a_full_arena_falls_back_and_recovers(sides: tuple[Side, Side]) -> None:
@@ -253,8 +261,8 @@ def test_a_full_arena_falls_back_and_recovers(sides: tuple[Side, Side]) -> None:
     load, got = a.pass_on([b"x" * (10 * MB)])
     assert not by_arena(load)
     assert bytes(got[0]) == b"x" * (10 * MB)
-    assert a.exchange.fallbacks["full"] == 1
-    assert a.lent == 1
+    assert a.transport.fallbacks["full"] == 1
+    assert a.leased == 1
     del kept
     b.run_jobs()
     assert by_arena(a.pass_on([bytes(10 * MB)])[0])
@@ -265,7 +273,7 @@ def test_what_can_never_fit_is_not_asked_for_again_and_again(sides: tuple[Side, 
     a.warm()
     for _ in range(3):
         assert not by_arena(a.pass_on([bytes(17 * MB)])[0])
-    assert a.exchange.fallbacks["full"] == 3
+    assert a.transport.fallbacks["full"] == 3
     assert [type(m) for m in a.said] == [ArenaOffer, ArenaAnswer]
 
 
@@ -279,7 +287,7 @@ def test_a_system_without_memory_falls_back(
     monkeypatch.setattr(os, "memfd_create", refuse)
     for _ in range(2):
         assert not by_arena(a.pass_on([bytes(2000)])[0])
-    assert a.exchange.fallbacks == {"no memory": 2}
+    assert a.transport.fallbacks == {"no memory": 2}
 
 
 def test_a_segment_that_cannot_be_mapped_falls_back_silently(
@@ -298,7 +306,7 @@ def test_a_segment_that_cannot_be_mapped_falls_back_silently(
         load, got = a.pass_on([b"x" * 2000])
         assert not by_arena(load)
         assert bytes(got[0]) == b"x" * 2000
-    stats = a.exchange.statistics()
+    stats = a.transport.statistics()
     assert stats["fallbacks"] == {"no answer yet": 1, "refused": 3}
     assert "Permission denied" in stats["refused_by"][1]
     assert [type(m) for m in a.said] == [ArenaOffer]  # asked once
@@ -325,43 +333,64 @@ def test_a_large_message_waits_for_the_answer_and_goes_by_the_arena_at_once() ->
     load, seen = a.pass_on([bytes(MB)])
     assert by_arena(load)
     assert copies(seen) == [bytes(MB)]
-    assert a.exchange.fallbacks == {}
+    assert a.transport.fallbacks == {}
     for side in (a, b):
-        side.exchange.close()
+        side.transport.close()
 
 
-def test_a_peer_that_does_not_answer_is_waited_for_once() -> None:
+def test_a_peer_that_does_not_reply_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
     a, b = patient_pair()
-    b.exchange.heard = lambda *_: True  # type: ignore[method-assign]
-    assert not by_arena(a.pass_on([bytes(MB)])[0])
-    assert a.exchange._desk is not None
-    (borrower,) = a.exchange._desk.borrowers.values()
-    assert borrower.is_slow
-    assert not by_arena(a.pass_on([bytes(MB)])[0])
-    assert a.exchange.fallbacks == {"no answer yet": 2}
-    assert borrower.answer is not None
-    assert not borrower.answer.done()
-    a.exchange.forget(1)
-    assert borrower.answer.done()
+    b.transport.on_message = lambda *_: None  # type: ignore[method-assign]
+    waits: list[float | None] = []
+
+    def wait_done(promise: Promise[None], timeout: float | None = None) -> bool:
+        waits.append(timeout)
+        return promise.done()
+
+    monkeypatch.setattr(Promise, "wait_done", wait_done)
+    for _ in range(3):
+        assert not by_arena(a.pass_on([bytes(MB)])[0])
+    assert a.transport.fallbacks == {"no answer yet": 3}
+    assert waits == [MB / SOCKET_BYTES_PER_SECOND]
     for side in (a, b):
-        side.exchange.close()
+        side.transport.close()
+
+
+@pytest.mark.parametrize("end", [lambda t: t.forget(1), lambda t: t.close()], ids=["lost", "closed"])
+def test_the_end_of_a_peer_ends_the_wait_for_its_reply(
+    end: Callable[[SharedMemoryTransport], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zmqgrad.transport.shared_memory.arena.SOCKET_BYTES_PER_SECOND", 1)
+    monkeypatch.setattr("zmqgrad.transport.shared_memory.arena.MAX_WAIT_SECONDS", 60.0)
+    a, b = patient_pair()
+    offered = threading.Event()
+    b.transport.on_message = lambda *_: offered.set()  # type: ignore[method-assign]
+    sender = threading.Thread(target=lambda: a.pass_on([bytes(MB)]))
+    sender.start()
+    assert offered.wait(20)
+    a.other = None  # nothing more is sent
+    end(a.transport)
+    sender.join(20)
+    assert not sender.is_alive()
+    for side in (a, b):
+        side.transport.close()
 
 
 def test_a_peer_that_never_answers_gets_frames(sides: tuple[Side, Side]) -> None:
     a, _ = sides
     asked: list[Message] = []
-    a.exchange._send = lambda peer, message, message_id: asked.append(message)
+    a.transport._send_message = lambda peer, message, message_id: asked.append(message)
     for _ in range(3):
         assert not by_arena(a.pass_on([bytes(2000)])[0])
     assert len(asked) == 1
-    assert a.exchange.fallbacks == {"no answer yet": 3}
+    assert a.transport.fallbacks == {"no answer yet": 3}
 
 
 def test_nobody_there_is_no_error_of_the_exchange() -> None:
     a = Side(0)
-    load = a.exchange.load(1, True, [bytes(2000)])
+    load = a.transport.prepare(1, True, [bytes(2000)])
     assert load.frames
-    a.exchange.close()
+    a.transport.close()
 
 
 # ---- ends -----------------------------------------------------------------------------------------------
@@ -371,11 +400,11 @@ def test_blocks_of_a_lost_peer_come_back(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
     _, got = a.pass_on([bytes(2000)])
-    b.exchange.forget(0)  # its process is gone, and with it
+    b.transport.forget(0)  # its process is gone, and with it
     del got
-    assert a.lent == 1
-    a.exchange.forget(1)
-    assert a.lent == 0
+    assert a.leased == 1
+    a.transport.forget(1)
+    assert a.leased == 0
     a.other = b
     assert not by_arena(a.pass_on([bytes(2000)])[0])  # it is asked anew
     assert by_arena(a.pass_on([bytes(2000)])[0])
@@ -385,13 +414,13 @@ def test_a_peer_that_left_and_keeps_a_tensor_keeps_its_block(sides: tuple[Side, 
     a, b = sides
     a.warm()
     _, got = a.pass_on([b"x" * 2000])
-    b.exchange.close()
-    a.exchange.forget(1)
-    assert a.lent == 1
+    b.transport.close()
+    a.transport.forget(1)
+    assert a.leased == 1
     assert bytes(got[0]) == b"x" * 2000
     del got
-    a.exchange._release()
-    assert a.lent == 0
+    a.transport._release()
+    assert a.leased == 0
 
 
 def test_the_late_loss_of_a_former_self_frees_nothing_that_the_new_one_looks_at() -> None:
@@ -400,29 +429,29 @@ def test_the_late_loss_of_a_former_self_frees_nothing_that_the_new_one_looks_at(
     a.other, former.other, new.other = former, a, a
     a.warm()
     _, old_blocks = a.pass_on([b"o" * 2000])
-    a.exchange.forget(1)
+    a.transport.forget(1)
     a.other = new
     a.warm()
     _, (mine,) = a.pass_on([b"n" * 2000])
-    a.exchange.forget(1)  # late
+    a.transport.forget(1)  # late
     del old_blocks
-    former.exchange.close()
-    a.exchange._release()
-    assert a.lent == 1  # the new one's alone
+    former.transport.close()
+    a.transport._release()
+    assert a.leased == 1  # the new one's alone
     a.warm()
     for _ in range(20):
         a.pass_on([b"x" * 2000])
     assert bytes(mine) == b"n" * 2000
     for side in (a, new):
-        side.exchange.close()
+        side.transport.close()
 
 
 def test_what_was_received_outlives_both(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
     _, (kept,) = a.pass_on([b"x" * 2000])
-    a.exchange.close()
-    b.exchange.close()
+    a.transport.close()
+    b.transport.close()
     kept[0:1] = b"y"
     assert bytes(kept) == b"y" + b"x" * 1999
     b.jobs.clear()
@@ -443,15 +472,43 @@ def test_a_fork_sees_what_it_had(sides: tuple[Side, Side]) -> None:
         os._exit(0 if bytes(got[0]) == b"x" * 2000 else 1)
     del got
     b.run_jobs()
-    assert a.lent == 1
+    assert a.leased == 1
     a.pass_on([b"y" * 2000])
     os.write(write, b".")
-    assert b.exchange.statistics()["blocks_pinned"] == 1
+    assert b.transport.statistics()["blocks_pinned"] == 1
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-    b.exchange._release()
-    assert (b.exchange.statistics()["blocks_pinned"], a.lent) == (0, 0)
+    b.transport._release()
+    assert (b.transport.statistics()["blocks_pinned"], a.leased) == (0, 0)
     os.close(read)
     os.close(write)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_keeps_nothing_mapped_for_a_closed_transport(sides: tuple[Side, Side]) -> None:
+    """Nothing can be released any more, so the parent needs no copy of what the child sees."""
+    a, b = sides
+    a.warm()
+    _, got = a.pass_on([bytes(2000)])
+    read, write = os.pipe()
+    children = []
+    for close in (b.transport.close, lambda: None):  # pinned before, and never
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        children.append(child)
+        close()
+    array = weakref.ref(got[0].obj)
+    del got
+    gc.collect()
+    assert array() is None
+    os.close(write)
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(read)
+    forks.unpin_ended()
+    assert forks._living == []
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -476,20 +533,21 @@ def test_what_several_forks_saw_goes_back_after_the_last_of_them(sides: tuple[Si
     second = fork(False)
     del got, more
     b.run_jobs()
-    assert a.lent == 2
+    assert a.leased == 2
     os.waitpid(second, 0)
-    b.exchange._release()
-    assert a.lent == 1
+    b.transport._release()
+    assert a.leased == 1
     os.waitpid(first, 0)
-    b.exchange._release()
-    assert a.lent == 1  # its own fork lives
+    b.transport._release()
+    assert a.leased == 1  # its own fork lives
     os.write(write, b".")
     (living,) = forks._living
+    assert living._pipe is not None
     eof = select.poll()
-    eof.register(living._ends[0], select.POLLHUP)
+    eof.register(living._pipe[0], select.POLLHUP)
     assert eof.poll(20_000)
-    b.exchange._release()
-    assert (b.exchange.statistics()["blocks_pinned"], a.lent) == (0, 0)
+    b.transport._release()
+    assert (b.transport.statistics()["blocks_pinned"], a.leased) == (0, 0)
     os.close(read)
     os.close(write)
     assert sorted(os.listdir("/proc/self/fd")) == before
@@ -520,26 +578,29 @@ def window(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
 @pytest.mark.parametrize(
     ("corrupt", "says"),
     [
-        (piece({"segment": 0}), "more frames than came"),
-        (piece({"segment": 1}), "never offered"),
-        (piece({"segment": 2**64 - 1}), "never offered"),
-        (piece({"offset": 16 * MB}), "does not lie in its segment"),
-        (piece({"offset": 16 * MB - 64}), "does not lie in its segment"),
-        (piece({"offset": 65}), "does not lie in its segment"),
-        (piece({"offset": BIG}), "does not lie in its segment"),
-        (piece({"size": 0}), "does not lie in its segment"),
-        (piece({"size": 16 * MB}), "does not lie in its segment"),
-        (piece({"size": BIG}), "does not lie in its segment"),
-        (piece({"size": 5}), "lies in a piece of 5"),
-        (window({"piece": 2}), "piece 2 of 1"),
+        (piece({"segment": 0}), "more frames than the message has"),
+        (piece({"segment": 1}), "never offered by"),
+        (piece({"segment": 2**64 - 1}), "never offered by"),
+        (piece({"offset": 16 * MB}), "is not within its segment"),
+        (piece({"offset": 16 * MB - 64}), "is not within its segment"),
+        (piece({"offset": 65}), "is not within its segment"),
+        (piece({"offset": BIG}), "is not within its segment"),
+        (piece({"size": 0}), "is not within its segment"),
+        (piece({"size": 16 * MB}), "is not within its segment"),
+        (piece({"size": BIG}), "is not within its segment"),
+        (piece({"size": 5}), "exceeds its buffer of 5"),
+        (window({"piece": 2}), "buffer 2 of 1"),
         (window({"piece": BIG}), "of 1"),
-        (window({"offset": 1}), "lies in a piece of"),
-        (window({"offset": BIG}), "lies in a piece of"),
-        (window({"size": 2001}), "lies in a piece of"),
-        (window({"size": BIG}), "lies in a piece of"),
-        (lambda m: msgspec.structs.replace(m, pieces=()), "piece 0 of 0"),
-        (lambda m: msgspec.structs.replace(m, pieces=m.pieces * 2), "came twice"),
-        (lambda m: msgspec.structs.replace(m, pieces=(*m.pieces, Piece())), "more frames than came"),
+        (window({"offset": 1}), "exceeds its buffer of"),
+        (window({"offset": BIG}), "exceeds its buffer of"),
+        (window({"size": 2001}), "exceeds its buffer of"),
+        (window({"size": BIG}), "exceeds its buffer of"),
+        (lambda m: msgspec.structs.replace(m, pieces=()), "buffer 0 of 0"),
+        (lambda m: msgspec.structs.replace(m, pieces=m.pieces * 2), "was received twice"),
+        (
+            lambda m: msgspec.structs.replace(m, pieces=(*m.pieces, Piece())),
+            "more frames than the message has",
+        ),
     ],
 )
 def test_a_corrupt_descriptor_is_refused(
@@ -547,22 +608,22 @@ def test_a_corrupt_descriptor_is_refused(
 ) -> None:
     a, b = sides
     a.warm()
-    load = a.exchange.load(1, True, [bytes(2000)])
+    load = a.transport.prepare(1, True, [bytes(2000)])
     assert load.manifest is not None
     with pytest.raises(ProtocolError, match=says):
-        b.exchange.open(0, corrupt(load.manifest), [])
-    assert b.exchange.statistics()["blocks_in_use"] == 0
-    got = b.exchange.open(0, load.manifest, [])  # the good one still does
+        b.transport.open(0, corrupt(load.manifest), [])
+    assert b.transport.statistics()["blocks_in_use"] == 0
+    got = b.transport.open(0, load.manifest, [])  # the good one still does
     assert bytes(got[0]) == bytes(2000)
 
 
 def test_frames_that_no_manifest_speaks_of_are_refused(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    load = a.exchange.load(1, True, [bytes(2000)])
+    load = a.transport.prepare(1, True, [bytes(2000)])
     assert load.manifest is not None
     with pytest.raises(ProtocolError, match="fewer than the 1 frames"):
-        b.exchange.open(0, load.manifest, [b"more"])
+        b.transport.open(0, load.manifest, [b"more"])
 
 
 def test_a_block_that_is_in_use_cannot_come_again(sides: tuple[Side, Side]) -> None:
@@ -570,8 +631,8 @@ def test_a_block_that_is_in_use_cannot_come_again(sides: tuple[Side, Side]) -> N
     a.warm()
     load, got = a.pass_on([bytes(2000)])
     assert load.manifest is not None
-    with pytest.raises(ProtocolError, match="came twice"):
-        b.exchange.open(0, load.manifest, [])
+    with pytest.raises(ProtocolError, match="was received twice"):
+        b.transport.open(0, load.manifest, [])
     assert bytes(got[0]) == bytes(2000)
 
 
@@ -579,7 +640,7 @@ def test_a_block_that_is_in_use_cannot_come_again(sides: tuple[Side, Side]) -> N
 def test_no_manifest_whatever_does_harm(data: st.DataObject) -> None:
     for a, b in pair():
         a.warm()
-        load = a.exchange.load(1, True, [b"x" * 2000])
+        load = a.transport.prepare(1, True, [b"x" * 2000])
         assert load.manifest is not None
         segment = load.manifest.pieces[0].segment
         drawn = data.draw(messages_of(Manifest))
@@ -589,30 +650,30 @@ def test_no_manifest_whatever_does_harm(data: st.DataObject) -> None:
         )
         frames = [bytearray(n) for n in data.draw(st.lists(st.integers(0, 50), max_size=3))]
         try:
-            got = b.exchange.open(0, Manifest(pieces, drawn.windows, drawn.released), frames)
+            got = b.transport.open(0, Manifest(pieces, drawn.windows, drawn.released), frames)
         except ProtocolError:
             continue
         for one in got:
             bytes(one)  # readable to its end
 
 
-def test_strange_releases_are_counted_and_free_nothing(sides: tuple[Side, Side]) -> None:
+def test_unknown_releases_are_counted_and_free_nothing(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
     load, got = a.pass_on([bytes(2000)])
     assert load.manifest is not None
     number = load.manifest.pieces[0].block
-    a.exchange.open(2, Manifest(released=(number,)), [])  # of somebody who has nothing
-    a.exchange.open(1, Manifest(released=(number + 5, 2**63)), [])
-    assert a.lent == 1
-    assert a.exchange.statistics()["strange_releases"] == 2
+    a.transport.open(2, Manifest(released=(number,)), [])  # of somebody who has nothing
+    a.transport.open(1, Manifest(released=(number + 5, 2**63)), [])
+    assert a.leased == 1
+    assert a.transport.statistics()["unknown_releases"] == 2
     del got
     assert b.jobs
 
 
 def test_answers_to_nothing_and_of_others_change_nothing(sides: tuple[Side, Side]) -> None:
     a, _ = sides
-    a.exchange.heard(1, ArenaAnswer(b"x" * 16), 77)
+    a.transport.on_message(1, ArenaAnswer(b"x" * 16), 77)
     assert a.other is not None
     silent = a.other
     a.other = None
@@ -622,14 +683,14 @@ def test_answers_to_nothing_and_of_others_change_nothing(sides: tuple[Side, Side
         assert isinstance(message, ArenaOffer)
         offers.append((message, message_id))
 
-    a.exchange._send = keep
-    a.exchange.load(1, True, [bytes(2000)])
+    a.transport._send_message = keep
+    a.transport.prepare(1, True, [bytes(2000)])
     ((offer, message_id),) = offers
-    a.exchange.heard(2, ArenaAnswer(b""), message_id)  # another peer refuses for it
+    a.transport.on_message(2, ArenaAnswer(b""), message_id)  # another peer refuses for it
     silent.other = None
-    answer = silent.exchange._borrowings.accept(0, offer)
-    a.exchange.heard(1, answer, message_id)
-    assert by_arena(a.exchange.load(1, True, [bytes(2000)]))
+    answer = silent.transport._mapped_blocks.map(0, offer)
+    a.transport.on_message(1, answer, message_id)
+    assert by_arena(a.transport.prepare(1, True, [bytes(2000)]))
 
 
 def test_a_peer_cannot_have_everything_mapped(
@@ -638,14 +699,14 @@ def test_a_peer_cannot_have_everything_mapped(
     monkeypatch.setattr("zmqgrad.transport.shared_memory.mapped_blocks.MAX_SEGMENTS", 0)
     a, _ = sides
     a.warm()
-    assert "0 segments are mapped" in a.exchange.statistics()["refused_by"][1]
+    assert "0 segments are mapped" in a.transport.statistics()["refused_by"][1]
 
 
 def test_windows_may_name_frames_and_blocks_alike(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    load = a.exchange.load(1, True, [b"b" * 2000])
+    load = a.transport.prepare(1, True, [b"b" * 2000])
     assert load.manifest is not None
     mixed = Manifest((*load.manifest.pieces, Piece()), (Window(1, 2, 3), *load.manifest.windows))
-    got = b.exchange.open(0, mixed, [b"abcdefgh"])
+    got = b.transport.open(0, mixed, [b"abcdefgh"])
     assert list(map(bytes, got)) == [b"cde", b"b" * 2000]

@@ -1,8 +1,11 @@
-"""The arena of one worker: blocks of its segments, lent to peers until they release them.
+"""The arena of one worker: blocks of its segments, leased to peers that have proved that they can read them.
 
-A block has a number that is never used again, so that a release heard twice, or late, frees nothing that is
-in use. A peer that is lost gives back its blocks; but not while its process, or a fork of it, still maps the
-segment: a worker may have left and its program still hold tensors.
+Before the first lease, a peer is offered a segment. It maps the segment and sends back the nonce found there;
+host or boot ids are never compared. A message waits for that reply no longer than a socket would take for it.
+
+Each lease has a number that is never used again, so a repeated or late release frees nothing that is in use.
+The leases of a lost peer end as soon as no process maps the segment on its behalf: a worker may have left its
+group while its program, or a fork of it, still holds tensors.
 """
 
 from __future__ import annotations
@@ -11,25 +14,35 @@ import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 from zmqgrad.runtime.future import Promise
-from zmqgrad.transport.shared_memory.free_list import PAGE, rounded
-from zmqgrad.transport.shared_memory.segment import NONCE, Segment
-from zmqgrad.wire.messages import ArenaOffer
+from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, block_size
+from zmqgrad.transport.shared_memory.segment import NONCE_BYTES, Segment
+from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer
 
 logger = logging.getLogger(__name__)
 
-SEGMENT = 1 << 30
-"""Bytes of a segment (of address space: memory is taken as it is used), unless a block needs more."""
+SEGMENT_BYTES = 1 << 30
+"""Size of a segment, unless a block needs more. Memory is only allocated as it is written."""
 
-FEW = 3
-"""Where the limit allows no more than so many segments, there is a single one."""
+SINGLE_SEGMENT_FACTOR = 3
+"""A limit of at most this many segments is covered by one segment of the whole size."""
+
+SOCKET_BYTES_PER_SECOND = 1 << 29
+"""Approximate throughput of a socket within one host."""
+
+MIN_WAIT_BYTES = 1 << 20
+MAX_WAIT_SECONDS = 0.25
+"""Messages of at least ``MIN_WAIT_BYTES`` wait for the reply to an offer, at most ``MAX_WAIT_SECONDS``."""
+
+NO_REPLY = "no answer yet"
+"""Reason for a fallback to the socket: the peer has not replied to an offer."""
 
 
 class Lease(NamedTuple):
-    """A block that a peer has."""
+    """A block that one peer may read until it releases it."""
 
     number: int
     segment: Segment
@@ -38,162 +51,219 @@ class Lease(NamedTuple):
 
 
 class LeaseState:
-    """One peer, as long as it lives. Touched with the lender's lock held, but for what is about answers."""
+    """Segments offered to one peer and mapped by it, and its leases. Guarded by the arena's lock."""
 
-    def __init__(self, peer: int) -> None:
-        self.peer = peer
-        self.locks: dict[int, int] = {}  # segment id -> the byte that this peer locks, of all offered
-        self.mapped: set[int] = set()  # ids of the segments that it has mapped
-        self.loans: dict[int, Lease] = {}
-        self.refused = ""  # why it takes no blocks
-        self.lost = False
-        self.answer: Promise[None] | None = None  # set once it has answered the last offer
-        self.is_slow = False  # that was waited for in vain
+    def __init__(self) -> None:
+        self.locks: dict[
+            int, int
+        ] = {}  # segment id -> the byte that this peer locks; of all offered segments
+        self.mapped: set[int] = set()  # ids of the segments that this peer has mapped
+        self.leases: dict[int, Lease] = {}
+        self.offered: Segment | None = None  # offered and not yet replied to
+        self.offer_id = 0
+        self.replied: Promise[None] | None = None  # completed by the reply to the last offer
+        self.is_slow = False  # a message has waited for that reply in vain
+        self.refused = ""  # why this peer cannot read the arena
 
     def settle(self) -> None:
-        """It has answered, or never will."""
-        if self.answer is not None:
-            self.answer.set_result(None)
-
-    @property
-    def waiting(self) -> bool:
-        """Is an answer of it on its way?"""
-        return len(self.locks) > len(self.mapped)
-
-    def __repr__(self) -> str:
-        said = f"refused: {self.refused}" if self.refused else f"{len(self.loans)} blocks"
-        return f"<LeaseState {self.peer}: {said}>"
+        """Wake the threads that wait for a reply: it has been received, or never will be."""
+        if self.replied is not None:
+            self.replied.set_result(None)
 
 
-class BlockAllocator:
-    """Segments of up to ``limit`` bytes together, and who has what of them."""
+class Arena:
+    """Allocates blocks of at most ``limit`` bytes in all, and leases them to peers. Thread-safe.
 
-    def __init__(self, limit: int) -> None:
+    Args:
+        limit: of all segments together, in bytes; 0 disables the arena.
+        send: sends an offer to a peer under a message id.
+        may_wait: returns whether the calling thread may wait for a message of a peer. The receiver must not.
+    """
+
+    def __init__(
+        self, limit: int, send: Callable[[int, ArenaOffer, int], None], may_wait: Callable[[], bool]
+    ) -> None:
         self.limit = limit
-        self.strange = 0  # releases of blocks that the peer did not have
-        self._lock = threading.Lock()  # guards everything
+        self._send = send
+        self._may_wait = may_wait
+        self._lock = threading.Lock()  # guards everything below
         self._segments: list[Segment] = []
-        self._departed: list[LeaseState] = []  # lost, but something of them still maps segments
-        self._numbers = itertools.count(1)
-        self._byte = itertools.count(1)
-        self._used = False  # was anything lent since the last look of trim?
+        self._peers: dict[int, LeaseState] = {}
+        self._departed: list[LeaseState] = []  # lost peers with leases in segments that are still mapped
+        self._lease_numbers = itertools.count(1)
+        self._offer_ids = itertools.count(1)
+        self._lock_bytes = itertools.count(1)
+        self._unknown_releases = 0
+        self._used = False  # something was leased since the last trim
         self._trimmed = True
         self._closed = False
 
-    def lend(self, borrower: LeaseState, sizes: Sequence[int]) -> list[Lease] | None:
-        """A block for each of ``sizes``, of what ``borrower`` has mapped; None if there is no room."""
-        with self._lock:
-            if self._closed or borrower.lost:
+    # ---- leases -----------------------------------------------------------------------------------------
+
+    def lease(self, peer: int, sizes: Sequence[int]) -> list[Lease] | str:
+        """Lease a block of each of ``sizes`` to ``peer``: all or none.
+
+        Returns:
+            The leases, or the reason for having none: ``refused``, ``full``, ``no memory`` or ``NO_REPLY``.
+        """
+        result = self._try_lease(peer, sizes)
+        if result == NO_REPLY and self._wait_for_reply(peer, sum(sizes)):
+            result = self._try_lease(peer, sizes)
+        return result
+
+    def _try_lease(self, peer: int, sizes: Sequence[int]) -> list[Lease] | str:
+        """Lease blocks of mapped segments. Without room in these, offers a segment to ``peer``."""
+        try:
+            with self._lock:
+                state = self._peers.get(peer)
+                if state is None:
+                    state = self._peers[peer] = LeaseState()
+                if state.refused:
+                    return "refused"
+                leases = self._allocate(state, sizes)
+                if leases is not None:
+                    return leases
+                if state.offered is not None:
+                    return NO_REPLY
+                segment = self._segment_for(state, sum(map(block_size, sizes)))
+                if segment is None:
+                    return "full"
+                lock = state.locks[segment.id] = next(self._lock_bytes)
+                state.offered, state.offer_id, state.replied = segment, next(self._offer_ids), Promise()
+                offer = segment.offer(lock)
+        except OSError as e:
+            logger.debug("no shared memory for worker %d: %s", peer, e)
+            return "no memory"
+        self._send(peer, offer, state.offer_id)
+        return NO_REPLY
+
+    def _allocate(self, state: LeaseState, sizes: Sequence[int]) -> list[Lease] | None:
+        """Lease blocks of segments that the peer has mapped; None if there is no room."""
+        if self._departed:
+            self._reclaim()
+        self._used, self._trimmed = True, False
+        leases: list[Lease] = []
+        for size in sizes:
+            for segment in self._segments:
+                if segment.id in state.mapped:
+                    offset = segment.free_list.allocate(size)
+                    if offset is not None:
+                        leases.append(Lease(next(self._lease_numbers), segment, offset, size))
+                        break
+            else:
+                _free(leases)
                 return None
-            if self._departed:
-                self._reclaim()
-            self._used, self._trimmed = True, False
-            loans: list[Lease] = []
-            for size in sizes:
-                loan = self._take(borrower, size)
-                if loan is None:
-                    self._free(loans)
-                    return None
-                loans.append(loan)
-            for loan in loans:
-                borrower.loans[loan.number] = loan
-            return loans
+        for lease in leases:
+            state.leases[lease.number] = lease
+        return leases
 
-    def _take(self, borrower: LeaseState, size: int) -> Lease | None:
-        for segment in self._segments:
-            if segment.id in borrower.mapped:
-                offset = segment.space.take(size)
-                if offset is not None:
-                    return Lease(next(self._numbers), segment, offset, size)
-        return None
-
-    def release(self, borrower: LeaseState, numbers: Iterable[int]) -> None:
-        """``borrower`` has finished with these blocks."""
+    def release(self, peer: int, numbers: Iterable[int]) -> None:
+        """End leases of ``peer``: it has finished with them, or they were not sent."""
         with self._lock:
-            loans = [borrower.loans.pop(n, None) for n in numbers]
-            mine = [loan for loan in loans if loan is not None]
-            self.strange += len(loans) - len(mine)
-            self._free(mine)
+            state = self._peers.get(peer)
+            if state is None:
+                return
+            found = [state.leases.pop(n, None) for n in numbers]
+            leases = [lease for lease in found if lease is not None]
+            self._unknown_releases += len(found) - len(leases)
+            _free(leases)
 
-    def _free(self, loans: Iterable[Lease]) -> None:
-        for loan in loans:
-            loan.segment.take_back(loan.offset)
+    # ---- offers -----------------------------------------------------------------------------------------
 
-    def room_for(self, borrower: LeaseState, sizes: Sequence[int]) -> ArenaOffer | None:
-        """What to offer to ``borrower`` so that blocks of ``sizes`` fit; None if there is nothing to offer.
+    def introduce(self, peer: int, size: int) -> None:
+        """Offer memory for ``size`` bytes to ``peer``, unless it has been offered some."""
+        if peer not in self._peers:
+            result = self._try_lease(peer, [size])
+            if not isinstance(result, str):  # another thread made an offer, which was accepted
+                self.release(peer, [lease.number for lease in result])
 
-        That may be a segment that others have, or a new one, if the limit allows.
+    def _segment_for(self, state: LeaseState, needed: int) -> Segment | None:
+        """Return a segment that the peer has not been offered, if need be a new one; None beyond the limit.
 
         Raises:
-            OSError: if the system gives no memory.
+            OSError: if the system has no memory or descriptor for a new one.
         """
-        with self._lock:
-            if self._closed or borrower.lost or borrower.waiting:
-                return None  # wait for it
-            needed = sum(map(rounded, sizes))
-            known = [s for s in self._segments if s.id not in borrower.locks]
-            segment = next((s for s in known if s.size - s.space.used >= needed), None) or self._grow(needed)
-            if segment is None:
-                return None
-            lock = next(self._byte)
-            offer = segment.offer(lock)
-            borrower.locks[segment.id] = lock
-            return offer
-
-    def _grow(self, needed: int) -> Segment | None:
+        if self._closed:
+            return None
+        for segment in self._segments:
+            if segment.id not in state.locks and segment.size - segment.free_list.used >= needed:
+                return segment
         left = self.limit - sum(s.size for s in self._segments)
-        least = needed + PAGE  # for the nonce
+        least = needed + PAGE_BYTES  # with the nonce
         if left < least:
             return None
-        usual = min(max(SEGMENT, least), left)
-        sizes = [usual, max(least, usual // 16)]
-        if least > SEGMENT or left <= FEW * SEGMENT:
-            sizes.insert(0, left)  # of several, none might have room for a block that the limit allows
-        segment = self._make_first_of(sizes)
-        self._segments.append(segment)
-        return segment
-
-    def _make_first_of(self, sizes: Sequence[int]) -> Segment:
-        """A segment. A bound on address space or file sizes (ulimit) may have room for a later size alone."""
+        usual = min(max(SEGMENT_BYTES, least), left)
+        sizes = [usual, max(least, usual // 16)]  # ulimit may forbid the first size and allow the second
+        if least > SEGMENT_BYTES or left <= SINGLE_SEGMENT_FACTOR * SEGMENT_BYTES:
+            sizes.insert(0, left)  # of several segments, none might have room for a block within the limit
         for size in sizes[:-1]:
             with contextlib.suppress(OSError):
-                return Segment(size)
-        return Segment(sizes[-1])
+                self._segments.append(Segment(size))
+                break
+        else:
+            self._segments.append(Segment(sizes[-1]))
+        return self._segments[-1]
 
-    def answered(self, borrower: LeaseState, nonce: bytes, segment_id: int, why: str) -> bool:
-        """``borrower`` answered an offer; has it mapped the segment?"""
-        with self._lock:
-            segment = next((s for s in self._segments if s.id == segment_id), None)
-            if segment is not None and nonce == segment.nonce:
-                borrower.mapped.add(segment_id)
-                return True
-            borrower.refused = why or "the proof is wrong"
+    def _wait_for_reply(self, peer: int, size: int) -> bool:
+        """Wait for the reply to an offer, no longer than a socket takes to send ``size`` bytes."""
+        state = self._peers.get(peer)
+        if size < MIN_WAIT_BYTES or state is None or state.is_slow or not self._may_wait():
             return False
+        if state.replied is None:
+            return False
+        seconds = min(size / SOCKET_BYTES_PER_SECOND, MAX_WAIT_SECONDS)
+        state.is_slow = not state.replied.wait_done(seconds)
+        return not state.is_slow
 
-    def lose(self, borrower: LeaseState) -> None:
-        """``borrower`` is gone; its blocks come back as soon as nothing of it maps them any more."""
+    def on_reply(self, peer: int, reply: ArenaAnswer, offer_id: int) -> None:
+        """Process the reply of ``peer`` to an offer. Replies to no offer, or to an old one, are ignored."""
         with self._lock:
-            borrower.lost = True
-            self._departed.append(borrower)
-            self._reclaim()
+            state = self._peers.get(peer)
+            if state is None or state.offered is None or state.offer_id != offer_id:
+                return
+            segment, state.offered = state.offered, None
+            if reply.nonce == segment.nonce:
+                state.mapped.add(segment.id)
+            else:
+                state.refused = reply.why or "the nonce is wrong"
+            state.is_slow = False
+        state.settle()
+        if state.refused:
+            logger.debug("worker %d cannot map shared memory: %s", peer, state.refused)
+
+    # ---- lost peers, unused memory ----------------------------------------------------------------------
+
+    def forget(self, peer: int) -> None:
+        """End the leases of a lost ``peer`` once no process maps them. If it returns, it gets an offer."""
+        with self._lock:
+            state = self._peers.pop(peer, None)
+            if state is None:
+                return
+            if not self._closed:
+                self._departed.append(state)
+                self._reclaim()
+        state.settle()
 
     def reclaim(self) -> None:
-        """Take back what those who are gone have let go since."""
+        """Free the blocks that lost peers have unmapped since."""
         with self._lock:
-            if self._departed and not self._closed:
-                self._reclaim()
+            self._reclaim()
 
     def _reclaim(self) -> None:
-        for borrower in self._departed:
-            held = {s.id for s in self._segments if s.is_held(borrower.locks.get(s.id, 0))}
-            back = [loan for loan in borrower.loans.values() if loan.segment.id not in held]
-            for loan in back:
-                del borrower.loans[loan.number]
-            self._free(back)
-        self._departed = [b for b in self._departed if b.loans]
+        for state in self._departed:
+            mapped = {s.id for s in self._segments if s.is_mapped_by_peer(state.locks.get(s.id, 0))}
+            unmapped = [lease for lease in state.leases.values() if lease.segment.id not in mapped]
+            for lease in unmapped:
+                del state.leases[lease.number]
+            _free(unmapped)
+        self._departed = [state for state in self._departed if state.leases]
 
     def trim(self) -> int:
-        """Give memory that was not used since the last time back to the system; gives how many bytes."""
+        """Return free memory to the system, if nothing was leased since the last call.
+
+        Returns:
+            The number of bytes that were returned.
+        """
         with self._lock:
             used, self._used = self._used, False
             if self._closed or used or self._trimmed:
@@ -203,22 +273,31 @@ class BlockAllocator:
             return sum(s.trim() for s in self._segments)
 
     def close(self) -> None:
-        """Lend no more; what is lent stays valid. Idempotent."""
+        """Lease no more. Leased blocks stay valid for their readers. Idempotent."""
         with self._lock:
-            if not self._closed:
-                self._closed = True
-                for segment in self._segments:
-                    segment.close()
-                self._segments, self._departed = [], []
+            self._closed = True
+            for segment in self._segments:
+                segment.close()
+            peers = list(self._peers.values())
+            self._segments, self._departed = [], []
+            self._peers.clear()
+        for state in peers:
+            state.settle()
 
-    def statistics(self) -> dict[str, int]:
-        """The limit, segments and their memory, blocks and bytes that are lent, strange releases."""
+    def statistics(self) -> dict[str, Any]:
+        """Return the limit, the use of memory, the leases, and why peers refused."""
         with self._lock:
             return {
                 "limit": self.limit,
                 "segments": len(self._segments),
                 "memory": sum(s.memory() for s in self._segments),
-                "blocks_lent": sum(len(s.space) - 1 for s in self._segments),
-                "bytes_lent": sum(s.space.used - rounded(NONCE) for s in self._segments),
-                "strange_releases": self.strange,
+                "blocks_leased": sum(len(s.free_list) - 1 for s in self._segments),
+                "bytes_leased": sum(s.free_list.used - block_size(NONCE_BYTES) for s in self._segments),
+                "unknown_releases": self._unknown_releases,
+                "refused_by": {peer: s.refused for peer, s in self._peers.items() if s.refused},
             }
+
+
+def _free(leases: Iterable[Lease]) -> None:
+    for lease in leases:
+        lease.segment.free_list.free(lease.offset)

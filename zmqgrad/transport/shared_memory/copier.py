@@ -1,7 +1,7 @@
-"""Copies of large memory by two threads at a time.
+"""Copies large memory with two threads.
 
-One core cannot use all of the memory's bandwidth: on a machine with two, 64 MB took 6.2 ms by both instead
-of 8.5. While the sender copies, its peer waits for the message, so the other core is free, as a rule.
+One core cannot use the whole memory bandwidth: on a machine with two, copying 64 MB takes 6.2 ms with both
+and 8.5 ms with one. The other core is usually idle, as the peer waits for the message.
 """
 
 from __future__ import annotations
@@ -13,69 +13,66 @@ from queue import SimpleQueue
 from typing import Any
 
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
 
-LARGE = 8 << 20
-"""Bytes from which on two threads copy: with less, waking the second costs more than it brings."""
+MIN_SPLIT_BYTES = 8 << 20
+"""Smaller copies use one thread: waking the second costs more than it saves."""
 
-HUGE = 160 << 20
-"""From so many bytes on the C library writes past the caches, if it is given them in one piece; one thread
-that does takes less time than two that do not (256 MB: 25 to 34 ms)."""
-
-ALIGNMENT = 64
-"""The second half begins at a cache line."""
+MAX_SPLIT_BYTES = 160 << 20
+"""From this size on, the C library copies with non-temporal stores, which bypass the caches, if it gets the
+copy in one piece. One thread is then faster than two (256 MB: 25 ms instead of 34)."""
 
 Source = Any
-"""What ``ctypes.memmove`` copies from: bytes, or an array of ctypes on a buffer."""
+"""A source for ``ctypes.memmove``: bytes, or a ctypes array on a buffer."""
 
 
 class Copier:
-    """Copies for the threads of one worker; the second thread is named ``<name>-copier``.
+    """Copies for the threads of one worker, with a helper thread named ``<name>-copier``.
 
-    It helps one copy at a time; who comes meanwhile copies alone.
+    The helper takes part in one copy at a time. A copy that starts meanwhile uses one thread.
     """
 
     def __init__(self, name: str) -> None:
         self._name = f"{name}-copier"
-        self._lock = threading.Lock()  # held by whose copy is helped with, and to start and to end the thread
+        self._lock = threading.Lock()  # held during a copy with the helper, and to start and stop the helper
         self._jobs: SimpleQueue[tuple[int, int, int, threading.Lock] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._closed = (os.cpu_count() or 1) < 2
-        self.helped = 0
+        self.split_copies = 0
 
-    def copy(self, to: int, source: Source, size: int) -> None:
-        """Copy ``size`` bytes of ``source`` to address ``to``. The GIL is free meanwhile."""
-        # Of bytes ctypes gives the address only by a cast, which makes a cycle that keeps them for long.
-        alone = not LARGE <= size < HUGE or isinstance(source, bytes) or self._closed
-        if alone or not self._lock.acquire(blocking=False):
-            ctypes.memmove(to, source, size)
+    def copy(self, destination: int, source: Source, size: int) -> None:
+        """Copy ``size`` bytes of ``source`` to the address ``destination``, without the GIL."""
+        # ctypes gives the address of bytes only by a cast, whose reference cycle would keep them for long.
+        single = not MIN_SPLIT_BYTES <= size < MAX_SPLIT_BYTES or isinstance(source, bytes) or self._closed
+        if single or not self._lock.acquire(blocking=False):
+            ctypes.memmove(destination, source, size)
             return
         try:
-            self._copy_together(to, source, size)
+            if self._start_helper():
+                self._split_copy(destination, ctypes.addressof(source), size)
+            else:
+                ctypes.memmove(destination, source, size)
         finally:
             self._lock.release()
 
-    def _copy_together(self, to: int, source: Source, size: int) -> None:
-        if not self._has_helper():
-            ctypes.memmove(to, source, size)
-            return
+    def _split_copy(self, destination: int, source: int, size: int) -> None:
         half = size // 2 // ALIGNMENT * ALIGNMENT
-        address = ctypes.addressof(source)
-        done = threading.Lock()  # one for each copy: an interrupted one must not answer for the next
+        done = threading.Lock()  # one per copy: an interrupted copy must not complete the next
         done.acquire()
-        self._jobs.put((to + half, address + half, size - half, done))
+        self._jobs.put((destination + half, source + half, size - half, done))
         try:
-            ctypes.memmove(to, address, half)
+            ctypes.memmove(destination, source, half)
         finally:
-            _wait(done)  # whatever happened: the memory must stay what it is until both have finished
-        self.helped += 1
+            _wait(done)  # even after an exception: the helper uses the memory until it is done
+        self.split_copies += 1
 
-    def _has_helper(self) -> bool:
-        """Called with the lock held."""
+    def _start_helper(self) -> bool:
+        """Return whether the helper runs, and start it at the first call. The caller holds the lock."""
         if self._thread is None and not self._closed:
             thread = threading.Thread(target=self._help, name=self._name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system has no more threads for us
+            except RuntimeError:  # the system's limit of threads is reached
                 self._closed = True
                 return False
             self._thread = thread
@@ -83,18 +80,18 @@ class Copier:
 
     def _help(self) -> None:
         while (job := self._jobs.get()) is not None:
-            to, source, size, done = job
-            ctypes.memmove(to, source, size)
+            destination, source, size, done = job
+            ctypes.memmove(destination, source, size)
             done.release()
 
     def close(self) -> None:
-        """End the thread; who copies now copies alone. Idempotent."""
+        """Stop the helper. Later copies use one thread. Idempotent."""
         with self._lock:
             self._closed = True
         self._jobs.put(None)
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for the thread; gives its name if it has not ended by ``deadline``."""
+        """Wait for the helper to end. Returns its name if it has not by ``deadline``."""
         thread = self._thread
         if thread is None:
             return []
@@ -103,13 +100,13 @@ class Copier:
 
 
 def _wait(done: threading.Lock) -> None:
-    """Wait until ``done`` is released, whatever signals come; they take effect afterwards."""
+    """Acquire ``done``. An exception of a signal handler (Ctrl-C) is raised only then."""
     interrupted: BaseException | None = None
     while True:
         try:
             done.acquire()
             break
-        except BaseException as e:  # Ctrl-C
+        except BaseException as e:
             interrupted = e
     if interrupted is not None:
         raise interrupted

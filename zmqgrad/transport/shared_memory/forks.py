@@ -1,10 +1,10 @@
-"""Note [Forks and blocks]: what a fork of this process looks at, and until when.
+"""Note [Forks and blocks]: which blocks a fork of this process may read, and until when.
 
-A fork sees the blocks that were in use, for shared memory is not copied by a fork. Were the parent to release
-them, the child's tensors would change under it. So what is in use at a fork is *pinned*: it is not released
-before the fork has ended, nor the forks that it made. A pipe tells: all of them hold its other end, which the
-kernel closes with the last one. Nobody has to wait for children, and programs that fork again and again (a
-data loader at each epoch) keep no more than what their living children see.
+Shared memory is not copied by a fork. If the parent released a block, the child's tensors would change under
+it. So a fork pins the blocks in use: the parent keeps references to them until the fork, and all forks made
+by it, have ended. A pipe shows that: they hold its write end, which the kernel closes with the last of them.
+Nobody has to wait for children, and a program that forks repeatedly (a data loader at each epoch) keeps only
+the blocks that living children can read.
 """
 
 from __future__ import annotations
@@ -13,129 +13,117 @@ import contextlib
 import os
 import threading
 import weakref
-from collections.abc import Iterable
 from typing import Protocol
 
 
 class Pinnable(Protocol):
-    """What has blocks that forks can see. Known here as long as somebody else knows it."""
+    """Holds blocks that forks can read."""
 
-    def pin(self) -> list[int]:
-        """Release none of the blocks that are in use now, until each was unpinned as often; gives them."""
+    def pin(self, fork: Fork) -> bool:
+        """Keep all blocks that are in use until ``unpin(fork)``. Returns whether there are any."""
         ...
 
-    def unpin(self, blocks: Iterable[int]) -> None:
-        """A fork that saw ``blocks`` has ended."""
+    def unpin(self, fork: Fork) -> None:
+        """Drop what was kept for ``fork``, which has ended."""
         ...
 
 
-_known: weakref.WeakValueDictionary[int, Pinnable] = weakref.WeakValueDictionary()
+_watched: weakref.WeakValueDictionary[int, Pinnable] = weakref.WeakValueDictionary()
 
 
-class _Fork:
-    """A fork of this process, and what it may look at."""
+class Fork:
+    """A fork of this process, with the pipe that shows whether it exists."""
 
     def __init__(self) -> None:
-        self._pinned: list[tuple[weakref.ref[Pinnable], list[int]]] = []
-        self._ends: list[int] = []  # of the pipe: where this process reads, and what the fork holds
-        # Without a pipe nobody can tell that the fork has ended: pinned for good.
-        with contextlib.suppress(OSError):
-            self._ends += os.pipe()
-            os.set_blocking(self._ends[0], False)
+        self._pipe: tuple[int, int] | None = None
+        with contextlib.suppress(OSError):  # no descriptors left: pinned for good, as nothing shows its end
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[0], False)
 
-    def pin(self) -> None:
-        """It may look at all that is in use now."""
-        for reference in _known.valuerefs():
-            found = reference()
-            if found is not None and (blocks := found.pin()):
-                self._pinned.append((weakref.ref(found), blocks))
+    def pin(self) -> bool:
+        """Pin all blocks in use. Returns whether there are any."""
+        watched = [reference() for reference in _watched.valuerefs()]
+        return any([each.pin(self) for each in watched if each is not None])
 
-    def keep(self, end: int) -> None:
-        """This process needs but this end: 0, the parent; 1, the fork."""
-        if self._ends:
-            os.close(self._ends[1 - end])
+    def unpin(self) -> None:
+        """Unpin the blocks, and close the read end."""
+        for reference in _watched.valuerefs():
+            if (each := reference()) is not None:
+                each.unpin(self)
+        self.close(0)
 
-    def keep_nothing(self) -> None:
-        """This process is another fork."""
-        if self._ends:
-            os.close(self._ends[0])
+    def close(self, end: int) -> None:
+        """Close the read end (0) or the write end (1) of the pipe in this process."""
+        if self._pipe is not None:
+            os.close(self._pipe[end])
 
     def has_ended(self) -> bool:
-        """Does nobody hold the other end?"""
-        if not self._ends:
+        """Return whether all processes that hold the write end have ended."""
+        if self._pipe is None:
             return False
         try:
-            return os.read(self._ends[0], 1) == b""
+            return os.read(self._pipe[0], 1) == b""
         except BlockingIOError:
             return False
 
-    def forget(self) -> None:
-        """It has ended: what it alone has pinned is free."""
-        for reference, blocks in self._pinned:
-            found = reference()
-            if found is not None:
-                found.unpin(blocks)
-        self.keep_nothing()
-
-    def sees_nothing(self) -> bool:
-        """Was nothing in use?"""
-        return not self._pinned
-
 
 class _Forking(threading.local):
-    fork: _Fork | None = None
-    """What the calling thread is about to make."""
+    fork: Fork | None = None
+    """The fork that the calling thread is about to make."""
 
 
 _forking = _Forking()
-_living: list[_Fork] = []
-_lock = threading.RLock()  # guards _living, and how often each block is pinned
+_living: list[Fork] = []
+_lock = threading.RLock()  # guards _living
 
 
 def watch(pinnable: Pinnable) -> None:
-    """From now on forks pin what ``pinnable`` has in use."""
-    _known[id(pinnable)] = pinnable
+    """Let forks pin the blocks of ``pinnable`` from now on. Keeps no reference to it."""
+    _watched[id(pinnable)] = pinnable
 
 
-def release_ended() -> None:
-    """Unpin what forks saw that have ended. Not for finalizers."""
+def unwatch(pinnable: Pinnable) -> None:
+    """Forks pin no more blocks of ``pinnable``."""
+    _watched.pop(id(pinnable), None)
+
+
+def unpin_ended() -> None:
+    """Unpin the blocks of forks that have ended. Must not be called by finalizers."""
     if not _living:
         return
     with _lock:
-        for fork in [fork for fork in _living if fork.has_ended()]:
+        ended = [fork for fork in _living if fork.has_ended()]
+        for fork in ended:
             _living.remove(fork)
-            fork.forget()
+    for fork in ended:
+        fork.unpin()
 
 
 def _before() -> None:
-    release_ended()
-    if _known:
-        _forking.fork = fork = _Fork()
-        with _lock:
-            fork.pin()
+    unpin_ended()
+    if _watched:
+        _forking.fork = fork = Fork()
+        fork.pin()
 
 
 def _in_parent() -> None:
     fork, _forking.fork = _forking.fork, None
     if fork is None:
         return
-    fork.keep(0)
-    with _lock:
-        fork.pin()  # once more: another thread may have opened a block in between
-        if fork.sees_nothing():
-            fork.forget()
-        else:
+    fork.close(1)
+    if fork.pin():  # again: another thread may have opened a block since
+        with _lock:
             _living.append(fork)
+    else:
+        fork.unpin()
 
 
 def _in_child() -> None:
     global _lock
     _lock = threading.RLock()  # another thread may have held it
     fork, _forking.fork = _forking.fork, None
-    if fork is not None:
-        fork.keep(1)  # until the very end
-    for other in _living:
-        other.keep_nothing()  # they are the parent's to watch
+    for each in [*_living, *([fork] if fork is not None else [])]:
+        each.close(0)  # only the parent reads; the write end of ``fork`` stays open until this process ends
     _living.clear()
 
 

@@ -1,8 +1,8 @@
-"""Which bytes of a segment are free. Pure: numbers in, numbers out; the caller holds a lock.
+"""Best-fit allocation of the bytes of one segment. Pure: numbers in, numbers out; the caller holds a lock.
 
-Best fit, lowest address among equals: what was used before is used again, so it stays warm (fresh memory
-costs a page fault every 4 KB, ten times what copying costs), and the untouched end of a segment, being the
-largest free range, is touched last. Neighbours that are free become one range.
+Among free ranges of equal size, the one at the lowest offset is used. Memory that was used before is thus
+used again and stays warm (a fresh page costs ten times as much as copying into it), and the untouched end of
+a segment, which is its largest free range, is touched last. Adjacent free ranges are merged.
 """
 
 from __future__ import annotations
@@ -10,50 +10,59 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 
 ALIGNMENT = 64
-"""Blocks begin at multiples of so many bytes: a cache line, and enough for every dtype."""
+"""Blocks begin at multiples of this many bytes: a cache line, and enough for every dtype."""
 
-PAGE = 4096
-"""Blocks of :data:`COARSE` bytes and more are multiples of a page: sizes nearly alike fit each other."""
+PAGE_BYTES = 4096
+"""Blocks of at least :data:`PAGE_GRANULAR_BYTES` are multiples of a page, so blocks of similar size fit each
+other's place."""
 
-COARSE = 64 << 10
+PAGE_GRANULAR_BYTES = 64 << 10
 
 
-def rounded(size: int) -> int:
-    """The bytes that a block for ``size`` bytes takes."""
-    step = PAGE if size >= COARSE else ALIGNMENT
-    return -(-max(size, 1) // step) * step
+def align_up(size: int, alignment: int = ALIGNMENT) -> int:
+    """Round ``size`` up to a multiple of ``alignment``."""
+    return -(-size // alignment) * alignment
+
+
+def block_size(size: int) -> int:
+    """Return the number of bytes allocated for a request of ``size`` bytes."""
+    return align_up(max(size, 1), PAGE_BYTES if size >= PAGE_GRANULAR_BYTES else ALIGNMENT)
 
 
 class FreeList:
-    """The free ranges of ``size`` bytes. ``touched`` is where what was never used begins."""
+    """Free and allocated ranges of ``size`` bytes.
+
+    ``high_water`` is the end of the highest block allocated since the last :meth:`reset_high_water`: memory
+    beyond it was never written. ``used`` counts the allocated bytes, ``len`` the blocks.
+    """
 
     def __init__(self, size: int) -> None:
         self.size = size // ALIGNMENT * ALIGNMENT
-        self.touched = 0
+        self.high_water = 0
         self.used = 0
-        self._blocks: dict[int, int] = {}  # offset -> size, of what is taken
-        self._by_size: list[tuple[int, int]] = []  # (size, offset) of what is free, sorted
-        self._by_start: dict[int, int] = {}  # offset -> size
-        self._by_end: dict[int, int] = {}  # end -> offset
+        self._blocks: dict[int, int] = {}  # offset -> size of each block
+        self._by_size: list[tuple[int, int]] = []  # (size, offset) of each free range, sorted
+        self._by_start: dict[int, int] = {}  # offset -> size of each free range
+        self._by_end: dict[int, int] = {}  # end -> offset of each free range
         if self.size:
             self._add(0, self.size)
 
-    def take(self, size: int) -> int | None:
-        """The offset of a block of at least ``size`` bytes; None if no free range is large enough."""
-        wanted = rounded(size)
-        place = bisect_left(self._by_size, (wanted, -1))
-        if place == len(self._by_size):
+    def allocate(self, size: int) -> int | None:
+        """Return the offset of a new block of at least ``size`` bytes, or None if no free range fits."""
+        needed = block_size(size)
+        index = bisect_left(self._by_size, (needed, -1))
+        if index == len(self._by_size):
             return None
-        found, offset = self._by_size[place]
+        found, offset = self._by_size[index]
         self._remove(offset, found)
-        if found > wanted:
-            self._add(offset + wanted, found - wanted)
-        self._blocks[offset] = wanted
-        self.used += wanted
-        self.touched = max(self.touched, offset + wanted)
+        if found > needed:
+            self._add(offset + needed, found - needed)
+        self._blocks[offset] = needed
+        self.used += needed
+        self.high_water = max(self.high_water, offset + needed)
         return offset
 
-    def give_back(self, offset: int) -> None:
+    def free(self, offset: int) -> None:
         """Free the block at ``offset``.
 
         Raises:
@@ -72,12 +81,12 @@ class FreeList:
         self._add(offset, size)
 
     def free_ranges(self) -> list[tuple[int, int]]:
-        """``(offset, size)`` of what is free, by offset."""
+        """Return ``(offset, size)`` of each free range, by offset."""
         return sorted(self._by_start.items())
 
-    def untouch(self) -> None:
-        """What is free behind the last block counts as never used: its memory was given back."""
-        self.touched = max((offset + size for offset, size in self._blocks.items()), default=0)
+    def reset_high_water(self) -> None:
+        """Lower ``high_water`` to the end of the last block, after the memory beyond it was given back."""
+        self.high_water = max((offset + size for offset, size in self._blocks.items()), default=0)
 
     def __len__(self) -> int:
         return len(self._blocks)

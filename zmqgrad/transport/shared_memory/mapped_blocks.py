@@ -1,187 +1,199 @@
-"""What peers have lent to this worker: their segments, the blocks in use, and those to give back.
+"""The receiving side: segments of peers that are mapped here, their blocks in use, and blocks to release.
 
-A block is in use as long as anything is built on it; a weak reference notices the end, and its callback
-only enqueues (DESIGN 16.3). What is built on a block is the reader's own: its maker does not touch it before
-it is released. Nor is it released while a fork of this process may look at it: see Note [Forks and blocks] in
+A block is in use as long as anything is built on it. A weak reference notices the end; its callback only
+enqueues the release. Until it is released, a block belongs to its reader: the sender does not write to it. It
+is not released while a fork of this process may read it: see Note [Forks and blocks] in
 :mod:`~zmqgrad.transport.shared_memory.forks`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
-from zmqgrad.transport.shared_memory.pending_releases import PendingReleases
-from zmqgrad.transport.shared_memory.segment import NONCE, MappedSegment, supported
-from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Piece, Window
+from zmqgrad.transport.shared_memory.segment import MappedSegment, supported
+from zmqgrad.wire.messages import MAX_TENSORS, ArenaAnswer, ArenaOffer, Manifest, Piece, Window
 
 MAX_SEGMENTS = 64
-"""Segments of one peer that are mapped at most."""
+"""Maximum number of segments of one peer that are mapped."""
 
 
-class _Use(weakref.ref[Any]):
-    """Notices the end of what block ``block`` is built on, at a third of the cost of ``weakref.finalize``."""
+class _BlockRef(weakref.ref[Any]):
+    """Weak reference to the array of a block, at a third of the cost of ``weakref.finalize``."""
 
     __slots__ = ("block",)
     block: int
 
 
-class _Source:
-    """One mapped segment, and which of its blocks are in use."""
+class _PeerSegment:
+    """One mapped segment with its blocks in use. Numbers of dead blocks are appended to ``released``."""
 
-    def __init__(self, mapped: MappedSegment, dead: deque[int], tell: Callable[[], None]) -> None:
-        self.mapped = mapped
-        self._in_use: dict[int, _Use] = {}
-        self._pinned: Counter[int] = Counter()  # how many living forks may look at a block
-        self._done: set[int] = set()  # blocks that only forks look at any more
-        self._dead = dead
-        self._tell = tell
+    def __init__(self, mapped: MappedSegment, released: deque[int], on_release: Callable[[], None]) -> None:
+        self._mapped = mapped
+        self._released = released
+        self._on_release = on_release
+        self._in_use: dict[int, _BlockRef] = {}
+        self._pins: dict[forks.Fork, list[Any]] = {}  # the arrays that each living fork may read
         forks.watch(self)
 
     def open(self, piece: Piece) -> memoryview:
-        """The bytes of a block, which is in use until nothing refers to them."""
+        """Return the bytes of a block, which is in use until nothing refers to them."""
         block, offset, size = piece.block, piece.offset, piece.size
         if block in self._in_use:
-            raise ProtocolError(f"block {block} came twice")
-        if offset % ALIGNMENT or not 0 < size <= self.mapped.size - offset:
+            raise ProtocolError(f"block {block} was received twice")
+        if offset % ALIGNMENT or not 0 < size <= self._mapped.size - offset:
             raise ProtocolError(
-                f"a block of {size} bytes at {offset} does not lie in its segment of {self.mapped.size}"
+                f"a block of {size} bytes at {offset} is not within its segment of {self._mapped.size}"
             )
-        array = self.mapped.block(offset, size)
-        use = _Use(array, self._died)
-        use.block = block
-        self._in_use[block] = use
+        array = self._mapped.block(offset, size)
+        reference = self._in_use[block] = _BlockRef(array, self._on_death)
+        reference.block = block
         return memoryview(array).cast("B")
 
-    def _died(self, use: _Use) -> None:
-        """A callback of the collector: runs at any line of any thread, and so enqueues and nothing else."""
-        block = use.block
-        self._in_use.pop(block, None)
-        if not self._pinned:
-            self._dead.append(block)
-            self._tell()
-            return
-        self._done.add(block)
-        if block not in self._pinned:
-            self._let_go(block)
+    def _on_death(self, reference: _BlockRef) -> None:
+        """Called by the collector at any line of any thread, so it only enqueues."""
+        self._in_use.pop(reference.block, None)
+        self._released.append(reference.block)
+        self._on_release()
 
-    def _let_go(self, block: int) -> None:
-        """Nobody looks at it any more. Two threads may come to see that, of which one releases it."""
-        try:
-            self._done.remove(block)
-        except KeyError:
-            return
-        self._dead.append(block)
-        self._tell()
+    def pin(self, fork: forks.Fork) -> bool:
+        """Implements :meth:`forks.Pinnable.pin`."""
+        arrays = [reference() for reference in list(self._in_use.values())]
+        self._pins[fork] = [array for array in arrays if array is not None]
+        return bool(self._pins[fork])
 
-    def pin(self) -> list[int]:
-        """As :meth:`forks.Pinnable.pin`."""
-        blocks = list(self._in_use)
-        self._pinned.update(blocks)
-        return blocks
+    def unpin(self, fork: forks.Fork) -> None:
+        """Implements :meth:`forks.Pinnable.unpin`."""
+        self._pins.pop(fork, None)
 
-    def unpin(self, blocks: Iterable[int]) -> None:
-        """As :meth:`forks.Pinnable.unpin`."""
-        for block in blocks:
-            self._pinned[block] -= 1
-            if self._pinned[block] <= 0:
-                del self._pinned[block]
-                self._let_go(block)
+    def close(self) -> None:
+        """Unmap with the last block in use. Nothing will be released, so forks need not keep anything."""
+        forks.unwatch(self)
+        self._pins.clear()
 
     def counts(self) -> tuple[int, int]:
-        """Blocks in use, and blocks pinned."""
-        return len(self._in_use), len(self._pinned)
+        """Return the numbers of blocks in use and of blocks pinned by forks."""
+        pinned = {id(array) for arrays in list(self._pins.values()) for array in arrays}
+        return len(self._in_use), len(pinned)
 
 
 class MappedBlocks:
-    """Blocks of peers. ``owing`` is called, at any line of any thread, when there is one to give back."""
+    """Blocks of peers.
 
-    def __init__(self, owing: Callable[[], None]) -> None:
-        self._owing = owing
-        self._sources: dict[tuple[int, int], _Source] = {}  # by peer and segment id
-        self.debts = PendingReleases()
+    Args:
+        on_release: called at any line of any thread when there is a block to release.
+    """
+
+    def __init__(self, on_release: Callable[[], None]) -> None:
+        self._on_release = on_release
+        self._segments: dict[tuple[int, int], _PeerSegment] = {}  # by peer and segment id
+        self._released: dict[int, deque[int]] = {}  # by peer; filled by finalizers
         self._closed = False
+        self.has_releases: Callable[[int], object] = self._released.get
+        """Returns, as a truth value, whether there are blocks to release to a peer."""
 
-    def accept(self, peer: int, offer: ArenaOffer) -> ArenaAnswer:
-        """Map what ``peer`` offers; the answer to it, whether or not that went well."""
+    def map(self, peer: int, offer: ArenaOffer) -> ArenaAnswer:
+        """Map the segment that ``peer`` offers.
+
+        Returns:
+            The reply: the nonce, or the reason why the segment cannot be mapped.
+        """
         if not supported():
             return ArenaAnswer(b"", "this system has no shared memory of this kind")
-        if sum(1 for p, _ in self._sources if p == peer) >= MAX_SEGMENTS:
+        if sum(1 for p, _ in list(self._segments) if p == peer) >= MAX_SEGMENTS:
             return ArenaAnswer(b"", f"{MAX_SEGMENTS} segments are mapped already")
         try:
             mapped = MappedSegment(offer)
-            nonce = mapped.read(offer.nonce_at, NONCE)
         except (OSError, ValueError, OverflowError) as e:
             return ArenaAnswer(b"", str(e))
-        self._sources[peer, offer.segment] = _Source(mapped, self.debts.to(peer), self._owing)
-        if self._closed:  # meanwhile
-            self._sources.clear()
-        return ArenaAnswer(nonce)
+        released = self._released.setdefault(peer, deque())
+        self._segments[peer, offer.segment] = _PeerSegment(mapped, released, self._on_release)
+        if self._closed:  # by another thread, meanwhile
+            self._segments.clear()
+        return ArenaAnswer(mapped.nonce)
 
-    def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
-        """The frames of a message of ``peer``; a list, so that they can be let go of (``Inbound.let_go``).
+    def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> list[Buffer]:
+        """Return the frames of a message of ``peer``. ``Inbound.let_go`` can empty the list.
 
         Raises:
-            ProtocolError: if the manifest does not fit the segments or the frames that came.
+            ProtocolError: if the manifest contradicts the segments or the ZeroMQ ``frames``.
         """
-        if not manifest.windows and not manifest.pieces:
-            return frames
-        windows = manifest.windows
-        if len(windows) == len(manifest.pieces) == 1 and not frames:
-            view = self._open(peer, manifest.pieces[0], iter(()))
-            return [view if windows[0] == Window(0, 0, len(view)) else _window(windows[0], (view,))]
         following = iter(frames)
-        pieces = [self._open(peer, piece, following) for piece in manifest.pieces]
+        buffers = [self._open(peer, piece, following) for piece in manifest.pieces]
         if next(following, None) is not None:
-            raise ProtocolError(f"a manifest speaks of fewer than the {len(frames)} frames that came")
-        return [_window(w, pieces) for w in windows]
+            raise ProtocolError(f"the manifest refers to fewer than the {len(frames)} frames of the message")
+        return [_slice(window, buffers) for window in manifest.windows]
 
-    def _open(self, peer: int, piece: Piece, following: Any) -> memoryview:
+    def _open(self, peer: int, piece: Piece, following: Iterator[Buffer]) -> memoryview:
         if not piece.segment:
             frame = next(following, None)
             if frame is None:
-                raise ProtocolError("a manifest speaks of more frames than came")
+                raise ProtocolError("the manifest refers to more frames than the message has")
             return memoryview(frame)
-        source = self._sources.get((peer, piece.segment))
-        if source is None:
-            raise ProtocolError(f"a block came of segment {piece.segment}, which worker {peer} never offered")
-        return source.open(piece)
+        segment = self._segments.get((peer, piece.segment))
+        if segment is None:
+            raise ProtocolError(f"segment {piece.segment} of a block was never offered by worker {peer}")
+        return segment.open(piece)
+
+    def take_releases(self, peer: int) -> tuple[int, ...]:
+        """Return blocks to release to ``peer``, as many as a manifest holds. The caller must send them."""
+        released = self._released.get(peer)
+        taken: list[int] = []
+        while released and len(taken) < MAX_TENSORS:
+            try:
+                taken.append(released.popleft())
+            except IndexError:  # another thread took the last one
+                break
+        return tuple(taken)
+
+    def restore_releases(self, peer: int, blocks: Sequence[int]) -> None:
+        """Put back what :meth:`take_releases` returned and could not be sent."""
+        released = self._released.get(peer)
+        if released is not None:
+            released.extend(blocks)
+
+    def peers_with_releases(self) -> list[int]:
+        """Return the peers with blocks to release."""
+        return [peer for peer, released in list(self._released.items()) if released]
 
     def forget(self, peer: int) -> None:
-        """``peer`` is gone: its segments stay mapped as long as something is built on them, no longer."""
-        self.debts.forget(peer)
-        for key in [k for k in self._sources if k[0] == peer]:
-            self._sources.pop(key, None)
+        """Drop the segments of a lost ``peer``; they stay mapped as long as something is built on them."""
+        self._released.pop(peer, None)
+        for key in [key for key in list(self._segments) if key[0] == peer]:
+            segment = self._segments.pop(key, None)
+            if segment is not None:
+                segment.close()
 
     def close(self) -> None:
-        """Forget everybody."""
+        """Drop the segments of all peers, as :meth:`forget`. Idempotent."""
         self._closed = True
-        self.debts.clear()
-        self._sources.clear()
+        for peer in {peer for peer, _ in list(self._segments)}:
+            self.forget(peer)
+        self._released.clear()
 
     def statistics(self) -> dict[str, int]:
-        """Segments mapped, blocks in use, blocks that a fork keeps from going back."""
-        sources = list(self._sources.values())
+        """Return the numbers of mapped segments, of blocks in use, and of those that forks keep in use."""
+        counts = [segment.counts() for segment in list(self._segments.values())]
         return {
-            "segments_mapped": len(sources),
-            "blocks_in_use": sum(s.counts()[0] for s in sources),
-            "blocks_pinned": sum(s.counts()[1] for s in sources),
+            "segments_mapped": len(counts),
+            "blocks_in_use": sum(in_use for in_use, _ in counts),
+            "blocks_pinned": sum(pinned for _, pinned in counts),
         }
 
 
-def _window(window: Window, pieces: Sequence[memoryview]) -> memoryview:
-    if window.piece >= len(pieces):
-        raise ProtocolError(f"a frame lies in piece {window.piece} of {len(pieces)}")
-    piece = pieces[window.piece]
+def _slice(window: Window, buffers: Sequence[memoryview]) -> memoryview:
+    if window.piece >= len(buffers):
+        raise ProtocolError(f"a frame is a slice of buffer {window.piece} of {len(buffers)}")
+    buffer = buffers[window.piece]
     end = window.offset + window.size
-    if end > len(piece):
+    if end > len(buffer):
         raise ProtocolError(
-            f"a frame of {window.size} bytes at {window.offset} lies in a piece of {len(piece)}"
+            f"a frame of {window.size} bytes at {window.offset} exceeds its buffer of {len(buffer)}"
         )
-    return piece[window.offset : end]
+    return buffer[window.offset : end]

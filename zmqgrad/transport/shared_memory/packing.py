@@ -1,36 +1,66 @@
-"""How frames share pieces of memory. Pure: sizes in, places out.
+"""How frames share buffers: which buffers a message needs, and which slice of them each frame is.
 
-Large frames have a piece each, so that each goes back when its own tensor dies. Small ones lie side by side
-in one piece: a hundred small tensors are one block, or one frame, not a hundred.
+Each large frame has a buffer of its own, which is released when its own tensor dies. Small frames are slices
+of one buffer: a hundred small tensors are one block, or one ZeroMQ frame, not a hundred.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
-from zmqgrad.wire.messages import Window
+from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.shared_memory.free_list import align_up
+from zmqgrad.wire.lazy_frame import Frame, materialize
+from zmqgrad.wire.messages import Manifest, Piece, Window
 
-LARGE = 128 << 10
-"""Frames of at least so many bytes have a piece to themselves."""
+OWN_BUFFER_BYTES = 128 << 10
+"""Frames of at least this size have a buffer of their own."""
+
+MIN_FRAMES_TO_JOIN = 8
+"""With fewer frames, joining small ones for a socket saves less than it costs."""
 
 
-def arrange(sizes: Sequence[int]) -> tuple[list[int], tuple[Window, ...]]:
-    """The size of each piece, and for each of the frames of ``sizes`` where it lies."""
-    if len(sizes) == 1:
-        return [max(sizes[0], 1)], (Window(0, 0, sizes[0]),)
-    pieces: list[int] = []
-    windows: list[Window] = []
-    shared = -1  # number of the piece that small frames share
+class PreparedFrames(NamedTuple):
+    """Frames ready to be sent: the manifest before the message's header, and the ZeroMQ frames after it."""
+
+    manifest: Manifest | None
+    frames: Sequence[Buffer]
+
+
+def plan(sizes: Sequence[int]) -> tuple[list[int], tuple[Window, ...]]:
+    """Return the size of each buffer, and the slice for each frame of ``sizes``."""
+    buffers: list[int] = []
+    slices: list[Window] = []
+    shared = -1  # index of the buffer that small frames share
     for size in sizes:
-        if size >= LARGE:
-            windows.append(Window(len(pieces), 0, size))
-            pieces.append(size)
+        if size >= OWN_BUFFER_BYTES:
+            slices.append(Window(len(buffers), 0, size))
+            buffers.append(size)
             continue
         if shared < 0:
-            shared = len(pieces)
-            pieces.append(0)
-        start = -(-pieces[shared] // ALIGNMENT) * ALIGNMENT
-        windows.append(Window(shared, start, size))
-        pieces[shared] = max(start + size, 1)  # no piece is empty, even if all its frames are
-    return pieces, tuple(windows)
+            shared = len(buffers)
+            buffers.append(0)
+        start = align_up(buffers[shared])
+        slices.append(Window(shared, start, size))
+        buffers[shared] = max(start + size, 1)  # a block has at least one byte, even for empty frames
+    return buffers, tuple(slices)
+
+
+def pack_for_socket(
+    frames: Sequence[Frame], sizes: Sequence[int], released: tuple[int, ...]
+) -> PreparedFrames:
+    """Return ``frames`` as ZeroMQ frames; of many frames, small ones are joined: each costs system calls."""
+    buffers, slices = plan(sizes) if len(frames) >= MIN_FRAMES_TO_JOIN else (sizes, ())
+    if len(buffers) == len(frames):
+        manifest = Manifest(released=released) if released else None
+        return PreparedFrames(manifest, [materialize(f) for f in frames])
+    joined: list[Any] = [None] * len(buffers)
+    for part, frame in zip(slices, frames, strict=True):
+        if part.size == buffers[part.piece]:
+            joined[part.piece] = materialize(frame)
+            continue
+        if joined[part.piece] is None:
+            joined[part.piece] = bytearray(buffers[part.piece])
+        joined[part.piece][part.offset : part.offset + part.size] = materialize(frame)
+    return PreparedFrames(Manifest(tuple(Piece(size=s) for s in buffers), slices, released), joined)

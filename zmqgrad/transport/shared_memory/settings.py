@@ -1,4 +1,4 @@
-"""How much memory an arena may take, and from where on it is used."""
+"""Settings of shared memory: how much a worker may lease, and for which messages it is used."""
 
 from __future__ import annotations
 
@@ -8,33 +8,33 @@ from pathlib import Path
 
 from zmqgrad.errors import ConfigurationError
 
-THRESHOLD = 16 << 10
-"""Messages whose frames have fewer bytes go through the socket.
+THRESHOLD_BYTES = 16 << 10
+"""Messages with fewer bytes of frames go through the socket.
 
-A message without frames of its own can use the same-host fast path, so with shared memory a round trip of
-20 KB takes four fifths of the time, and one of 96 KB seven tenths.
+A message without frames can use the same-host fast path, so with shared memory a round trip of 20 KB takes
+four fifths of the time, and one of 96 KB seven tenths.
 """
 
-SHARE = 4
-"""An arena may grow to one part in so many of the memory that this process may use."""
+MEMORY_DIVISOR = 4
+"""By default an arena may grow to the memory that this process may use, divided by this."""
 
-_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+_CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class ArenaSettings:
-    """Settings of the arena of one worker.
+    """Settings of one worker's arena.
 
     Args:
-        limit: bytes that it may lend at a time; 0: the arena is off. Memory is taken as it is used.
-        threshold: a message whose tensors (and other large parts) have at least so many bytes goes by it.
+        limit: bytes that may be leased at a time; 0 disables the arena. Memory is allocated as it is written.
+        threshold: size in bytes from which the frames (tensors and other large parts) of a message use it.
 
     Raises:
-        ConfigurationError: if a value cannot be right.
+        ConfigurationError: if a value is not a number of bytes.
     """
 
     limit: int
-    threshold: int = THRESHOLD
+    threshold: int = THRESHOLD_BYTES
 
     def __post_init__(self) -> None:
         for name in ("limit", "threshold"):
@@ -47,16 +47,16 @@ OFF = ArenaSettings(0)
 
 
 def default_limit() -> int:
-    """A quarter of the machine's memory, or of what this container may use."""
+    """Return a quarter of the memory of the machine, or of the limit of this container, in bytes."""
     try:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):
         return 1 << 30
-    for path in _LIMITS:
+    for path in _CGROUP_LIMITS:
         try:
             text = Path(path).read_text().strip()
         except OSError:
             continue
-        if text.isdecimal():  # cgroup v2 says "max" for no limit, v1 a huge number
+        if text.isdecimal():  # no limit is "max" in cgroup v2, a huge number in v1
             memory = min(memory, int(text))
-    return max(0, memory // SHARE)
+    return max(0, memory // MEMORY_DIVISOR)

@@ -1,10 +1,10 @@
-"""What a mailbox does with frames: into the arena where the peer can read it, side by side where not.
+"""What a mailbox does with frames: shared memory if the peer can read it, a socket otherwise.
 
-Whether a peer can is found out at the first message that is large enough. If the answer is no, or is not here
-in time, or the arena is full, frames travel as frames, and a counter says why.
+Whether a peer can is determined with the first message that is large enough. If the peer cannot, has not
+replied yet, or the arena is full, the frames go through the socket, and a counter says why.
 
-Blocks that are done with go back in the manifest of the next message to their owner, or after
-:data:`RELEASE_SECONDS` in a message of their own.
+Blocks are released by the manifest of the next message to their owner, or after :data:`RELEASE_SECONDS` by a
+message of their own.
 """
 
 from __future__ import annotations
@@ -13,57 +13,46 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import Buffer, Timer
 from zmqgrad.transport.shared_memory import forks
-from zmqgrad.transport.shared_memory.arena import BlockAllocator, Lease
+from zmqgrad.transport.shared_memory.arena import Arena, Lease
 from zmqgrad.transport.shared_memory.copier import Copier
 from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
-from zmqgrad.transport.shared_memory.negotiator import AccessNegotiator
-from zmqgrad.transport.shared_memory.packing import arrange
+from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan
 from zmqgrad.transport.shared_memory.segment import supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
-from zmqgrad.wire.lazy_frame import Frame, materialize
+from zmqgrad.wire.lazy_frame import Frame
 from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release
 
 logger = logging.getLogger(__name__)
 
 RELEASE_SECONDS = 0.05
-"""Blocks that are done with wait so long for a message that takes them along."""
-
-JOIN = 8
-"""From so many frames on, small ones are joined where there is no arena: each costs system calls."""
+"""How long released blocks wait for a message that can carry the release."""
 
 TRIM_SECONDS = 30.0
-"""Free memory of an arena that nobody used for so long, or at most twice that, goes back to the system."""
+"""Free memory of an arena that was not used for once to twice this time returns to the system."""
 
 
 class Send(Protocol):
-    """How the exchange says something itself."""
+    """Sends a control message, as :meth:`Mailbox.send`."""
 
     def __call__(self, peer: int, message: Message, message_id: int) -> None:
         """Queue ``message`` for ``peer``."""
         ...
 
 
-class PreparedFrames(NamedTuple):
-    """Frames ready to send: what stands before the header, and what follows it."""
-
-    manifest: Manifest | None
-    frames: Sequence[Buffer]
-
-
 class SharedMemoryTransport:
-    """What one mailbox does with shared memory.
+    """The shared memory of one mailbox: its arena, and the blocks that it has mapped.
 
     Args:
         name: of the worker.
-        settings: of its arena; where that is off, it lends nothing, and still reads what others lend.
+        settings: of its arena. If that is disabled, blocks of peers are still mapped.
         send: of the mailbox.
-        may_wait: may the calling thread wait for an answer of a peer? (Not the one that reads them.)
+        may_wait: returns whether the calling thread may wait for a message of a peer. The receiver must not.
     """
 
     def __init__(
@@ -71,186 +60,164 @@ class SharedMemoryTransport:
     ) -> None:
         self._name = name
         self._threshold = settings.threshold
-        self._send = send
+        self._send_message = send
         self._pid = os.getpid()
-        lends = settings.limit and supported()
-        self._lender = BlockAllocator(settings.limit if lends else 0)
-        self._desk = AccessNegotiator(name, self._lender, self._say, may_wait) if lends else None
+        self._arena = Arena(settings.limit if supported() else 0, self._send, may_wait)
         self._copier = Copier(name)
         self._copy = self._copier.copy
-        self._borrowings = MappedBlocks(self._owing)
-        self.owes = self._borrowings.debts.owed
-        """Is there a block to give back to that peer?"""
+        self._mapped_blocks = MappedBlocks(self._on_release)
+        self.has_releases = self._mapped_blocks.has_releases
+        """Returns, as a truth value, whether there are blocks to release to a peer."""
         self._timer: Timer | None = None
-        self._armed = False
-        self._trimming = False
+        self._release_scheduled = False
+        self._trim_scheduled = False
         self._closed = False
         self.fallbacks: Counter[str] = Counter()
         self.bytes_out = 0
         self.bytes_in = 0
 
     def start(self, timer: Timer | None) -> None:
-        """From here on, blocks go back in time even if nothing else is said."""
+        """Release blocks by ``timer`` if no other message does."""
         self._timer = timer
 
     # ---- sending ----------------------------------------------------------------------------------------
 
-    def load(self, peer: int, local: bool, frames: Sequence[Frame]) -> PreparedFrames:
-        """``frames`` ready for ``peer``, which is on this host if ``local``; with what it gets back."""
-        released = self._borrowings.debts.take(peer)
+    def prepare(self, peer: int, local: bool, frames: Sequence[Frame]) -> PreparedFrames:
+        """Copy ``frames`` to shared memory if possible. The manifest releases blocks of ``peer``.
+
+        Args:
+            peer: the receiver.
+            local: whether it is on this host.
+            frames: of one message.
+
+        Returns:
+            What to send. If that fails, the caller must call :meth:`rollback`.
+        """
+        released = self._mapped_blocks.take_releases(peer)
         if not frames:
             return PreparedFrames(Manifest(released=released) if released else None, ())
         sizes = [len(f) for f in frames]
         total = sum(sizes)
         if total >= self._threshold:
-            pieces, windows = arrange(sizes)
-            blocks = self._lend(peer, local, pieces)
-            if blocks is not None:
-                placed = tuple([Piece(b.segment.id, b.number, b.offset, b.size) for b in blocks])
-                load = PreparedFrames(Manifest(placed, windows, released), ())
+            buffers, slices = plan(sizes)
+            leases = self._lease(peer, local, buffers)
+            if leases is not None:
+                placed = tuple([Piece(b.segment.id, b.number, b.offset, b.size) for b in leases])
+                prepared = PreparedFrames(Manifest(placed, slices, released), ())
                 try:
-                    for window, frame in zip(windows, frames, strict=True):
-                        block = blocks[window.piece]
-                        block.segment.write(block.offset + window.offset, frame, self._copy)
-                except BaseException:  # Ctrl-C, too, while much is copied
-                    self.unload(peer, load)
+                    for part, frame in zip(slices, frames, strict=True):
+                        lease = leases[part.piece]
+                        lease.segment.write(lease.offset + part.offset, frame, self._copy)
+                except BaseException:  # including Ctrl-C, as large copies take long
+                    self.rollback(peer, prepared)
                     raise
                 self.bytes_out += total
-                return load
-        return _in_frames(frames, sizes, released)
+                return prepared
+        return pack_for_socket(frames, sizes, released)
 
-    def unload(self, peer: int, load: PreparedFrames) -> None:
-        """``load`` could not be sent after all."""
-        if load.manifest is not None:
-            self._borrowings.debts.untake(peer, load.manifest.released)
-            blocks = [p.block for p in load.manifest.pieces if p.segment]
-            if blocks and self._desk is not None:
-                self._desk.release(peer, blocks)
+    def rollback(self, peer: int, prepared: PreparedFrames) -> None:
+        """Undo :meth:`prepare`: ``prepared`` was not sent."""
+        if prepared.manifest is not None:
+            self._mapped_blocks.restore_releases(peer, prepared.manifest.released)
+            self._arena.release(peer, [p.block for p in prepared.manifest.pieces if p.segment])
 
-    def _lend(self, peer: int, local: bool, sizes: list[int]) -> list[Lease] | None:
-        if self._desk is None or self._pid != os.getpid():
-            self.fallbacks["off"] += 1
+    def _lease(self, peer: int, local: bool, sizes: list[int]) -> list[Lease] | None:
+        if not self._arena.limit or self._pid != os.getpid():
+            result: list[Lease] | str = "off"
+        else:
+            result = self._arena.lease(peer, sizes) if local else "other host"
+        if isinstance(result, str):
+            self.fallbacks[result] += 1
             return None
-        if not local:
-            self.fallbacks["other host"] += 1
-            return None
-        blocks = self._desk.lend(peer, sizes)
-        if isinstance(blocks, str):
-            self.fallbacks[blocks] += 1
-            return None
-        if not self._trimming:
-            self._trimming = True
-            self._later(TRIM_SECONDS, self._trim)
-        return blocks
+        if not self._trim_scheduled:
+            self._trim_scheduled = True
+            self._schedule(TRIM_SECONDS, self._trim)
+        return result
 
-    def _say(self, peer: int, message: Message, message_id: int) -> None:
+    def _send(self, peer: int, message: Message, message_id: int) -> None:
         try:
-            self._send(peer, message, message_id)
+            self._send_message(peer, message, message_id)
         except ZmqgradError as e:
-            logger.debug("%s cannot tell worker %d %s: %s", self._name, peer, message, e)
+            logger.debug("%s cannot send %s to worker %d: %s", self._name, message, peer, e)
 
     # ---- receiving --------------------------------------------------------------------------------------
 
     def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
-        """The frames of a message that came with ``manifest``; takes in what it releases.
+        """Return the frames of a message of ``peer``, and end the leases that its manifest releases.
 
         Raises:
-            ProtocolError: if it does not fit what came, or what was lent.
+            ProtocolError: if the manifest contradicts the ZeroMQ ``frames`` or the segments of ``peer``.
         """
-        if manifest.released and self._desk is not None:
-            self._desk.release(peer, manifest.released)
+        if manifest.released:
+            self._arena.release(peer, manifest.released)
         if not manifest.pieces and not manifest.windows:
             return frames
-        opened = self._borrowings.open(peer, manifest, frames)
+        opened = self._mapped_blocks.open(peer, manifest, frames)
         self.bytes_in += sum([p.size for p in manifest.pieces if p.segment])
         return opened
 
-    def heard(self, peer: int, message: Message, message_id: int) -> bool:
-        """In the reading thread: is ``message`` for the exchange? Then it is dealt with."""
+    def on_message(self, peer: int, message: Message, message_id: int) -> None:
+        """Process an offer of a peer, a reply to an offer, or a release. Called by the receiver."""
         if isinstance(message, ArenaOffer):
-            answer = self._borrowings.accept(peer, message)
-            self._say(peer, answer, message_id)
-            if answer.nonce and self._desk is not None:
-                # Who has much to say may be answered with much; and it is on this host, which is now certain.
-                self._desk.offer_first(peer, self._threshold)
+            reply = self._mapped_blocks.map(peer, message)
+            self._send(peer, reply, message_id)
+            if reply.nonce and self._arena.limit:
+                # Large requests may have large replies. The peer is certainly on this host.
+                self._arena.introduce(peer, self._threshold)
         elif isinstance(message, ArenaAnswer):
-            if self._desk is not None:
-                self._desk.answered(peer, message.nonce, message.why, message_id)
-        elif not isinstance(message, Release):
-            return False
-        return True
+            self._arena.on_reply(peer, message, message_id)
+        # A Release has done its work by its manifest.
 
-    # ---- giving back ------------------------------------------------------------------------------------
+    # ---- releases and unused memory ---------------------------------------------------------------------
 
-    def _owing(self) -> None:
+    def _on_release(self) -> None:
         """Called by finalizers: enqueues. See Note [Finalizers only enqueue]."""
-        if not self._armed:
-            self._armed = True
-            self._later(RELEASE_SECONDS, self._release)
+        if not self._release_scheduled:
+            self._release_scheduled = True
+            self._schedule(RELEASE_SECONDS, self._release)
 
-    def _later(self, seconds: float, job: Callable[[], None]) -> None:
-        if self._timer is not None and not self._closed:
+    def _schedule(self, seconds: float, job: Callable[[], None]) -> None:
+        # In a fork, another thread may hold the timer's lock for ever.
+        if self._timer is not None and not self._closed and self._pid == os.getpid():
             self._timer.call_later(seconds, job)
 
     def _release(self) -> None:
-        self._armed = False  # what ends from here on arms anew
-        forks.release_ended()
-        for peer in self._borrowings.debts.creditors():
+        self._release_scheduled = False  # first: later releases schedule the next call
+        forks.unpin_ended()
+        for peer in self._mapped_blocks.peers_with_releases():
             if not self._closed:
-                self._say(peer, Release(), 0)  # its manifest says it all
-        if self._desk is not None:
-            self._desk.lender.reclaim()
+                self._send(peer, Release(), 0)  # with a manifest, which contains the releases
+        self._arena.reclaim()
 
     def _trim(self) -> None:
-        if self._desk is not None and not self._closed:
-            given = self._desk.lender.trim()
-            if given:
-                logger.debug("%s gave %d bytes of its arena back", self._name, given)
-            self._later(TRIM_SECONDS, self._trim)
+        if not self._closed:
+            trimmed = self._arena.trim()
+            if trimmed:
+                logger.debug("%s returned %d bytes of its arena to the system", self._name, trimmed)
+            self._schedule(TRIM_SECONDS, self._trim)
 
-    # ---- ends -------------------------------------------------------------------------------------------
+    # ---- the end ----------------------------------------------------------------------------------------
 
     def forget(self, peer: int) -> None:
-        """The way to ``peer`` was dropped; if it comes back, it is asked anew."""
-        self._borrowings.forget(peer)
-        if self._desk is not None:
-            self._desk.forget(peer)
+        """Drop all state of ``peer``. If it returns, it gets a new offer."""
+        self._mapped_blocks.forget(peer)
+        self._arena.forget(peer)
 
     def close(self) -> None:
-        """Lend and release no more. Tensors that were received stay valid. Idempotent."""
+        """Stop leasing and releasing. Tensors that were received stay valid. Idempotent."""
         self._closed = True
-        self._borrowings.close()
+        self._mapped_blocks.close()
         self._copier.close()
-        if self._desk is not None:
-            self._desk.close()
+        self._arena.close()
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for threads; names those that have not ended by ``deadline``."""
+        """Wait for threads. Returns the names of those that have not ended by ``deadline``."""
         return self._copier.join(deadline)
 
     def statistics(self) -> dict[str, Any]:
-        """Use of the arena, fallbacks by their reason, and who refused why."""
+        """Return the use of the arena and of mapped blocks, and the messages that went through a socket."""
         return {
-            **self._lender.statistics(),
-            **self._borrowings.statistics(),
+            **self._arena.statistics(),
+            **self._mapped_blocks.statistics(),
             "fallbacks": dict(self.fallbacks),
-            "refused_by": self._desk.refused_by() if self._desk is not None else {},
         }
-
-
-def _in_frames(frames: Sequence[Frame], sizes: Sequence[int], released: tuple[int, ...]) -> PreparedFrames:
-    """``frames`` without an arena; if they are many, the small ones side by side."""
-    pieces, windows = arrange(sizes) if len(frames) >= JOIN else (sizes, ())
-    if len(pieces) == len(frames):
-        return PreparedFrames(
-            Manifest(released=released) if released else None, [materialize(f) for f in frames]
-        )
-    joined: list[Any] = [None] * len(pieces)
-    for window, frame in zip(windows, frames, strict=True):
-        if window.size == pieces[window.piece]:
-            joined[window.piece] = materialize(frame)
-            continue
-        if joined[window.piece] is None:
-            joined[window.piece] = bytearray(pieces[window.piece])
-        joined[window.piece][window.offset : window.offset + window.size] = materialize(frame)
-    return PreparedFrames(Manifest(tuple(Piece(size=s) for s in pieces), windows, released), joined)
