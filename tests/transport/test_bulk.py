@@ -19,7 +19,7 @@ from zmqgrad.transport.bulk import BufferPool, Reassembler, split
 from zmqgrad.transport.flow_control import INFLIGHT
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket
 from zmqgrad.transport.tap import Tapped
-from zmqgrad.wire.messages import Chunk, Hello, Manifest, MessageType, Piece, StoreSet, Window
+from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Hello, Manifest, MessageType, StoreSet
 
 
 @pytest.fixture(autouse=True)
@@ -53,8 +53,8 @@ def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
     if any(n > 4000 for n in sizes):
         assert manifest is not None
         assert manifest.released == (7,)
-        assert all(p.segment == p.block == 0 for p in manifest.pieces)
-        windows = [bytes(came[w.piece])[w.offset : w.offset + w.size] for w in manifest.windows]
+        assert all(p.segment == p.block == 0 for p in manifest.buffers)
+        windows = [bytes(came[w.buffer])[w.offset : w.offset + w.size] for w in manifest.slices]
         assert windows == frames
 
 
@@ -137,12 +137,12 @@ def test_a_chunk_that_does_not_follow_ends_its_frame(following: Chunk) -> None:
     with pytest.raises(ProtocolError, match="where 5 of 10 were there"):
         assembly.add(3, following, [bytearray(5)])
     with pytest.raises(ProtocolError, match="missing"):
-        assembly.complete(3, Manifest((Piece(0, 1, 0, 10),), (Window(0, 0, 10),)), [])
+        assembly.complete(3, Manifest((FrameBuffer(0, 1, 0, 10),), (FrameSlice(0, 0, 10),)), [])
 
 
 def test_a_message_whose_chunks_are_not_all_there_is_refused() -> None:
     assembly = Reassembler()
-    manifest = Manifest((Piece(0, 1, 0, 10),), (Window(0, 0, 10),))
+    manifest = Manifest((FrameBuffer(0, 1, 0, 10),), (FrameSlice(0, 0, 10),))
     assembly.add(3, Chunk(1, 0, 10), [bytearray(9)])
     for peer in (4, 3, 3):  # of another; in part; and then no more at all
         with pytest.raises(ProtocolError, match="missing"):

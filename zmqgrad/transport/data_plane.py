@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 OWN = frozenset(
     {
         MessageType.ARENA_OFFER,
-        MessageType.ARENA_ANSWER,
+        MessageType.ARENA_REPLY,
         MessageType.RELEASE,
         MessageType.CREDIT,
         MessageType.CREDIT_WANTED,
@@ -141,7 +141,7 @@ class DataPlane:
         Raises:
             ProtocolError: if they do not fit each other, or what came before.
         """
-        if any([piece.block and not piece.segment for piece in manifest.pieces]):
+        if any([buffer.block and not buffer.segment for buffer in manifest.buffers]):
             manifest, frames = self._reassembler.complete(peer, manifest, frames)
         return self.shared_memory.open(peer, manifest, frames)
 

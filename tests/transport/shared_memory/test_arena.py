@@ -9,7 +9,7 @@ import pytest
 
 from zmqgrad.transport.shared_memory.arena import NO_REPLY, SEGMENT_BYTES, Arena, Lease
 from zmqgrad.transport.shared_memory.segment import NONCE_BYTES, MappedSegment, supported
-from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer
+from zmqgrad.wire.messages import ArenaOffer, ArenaReply
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
 
@@ -53,7 +53,7 @@ class Reader:
         """Map the segment that was offered, and reply."""
         offer, offer_id = self.host.offers.pop(self.peer)
         mapped = self.mapped[offer.segment] = MappedSegment(offer)
-        self.arena.on_reply(self.peer, ArenaAnswer(mapped.nonce), offer_id)
+        self.arena.on_reply(self.peer, ArenaReply(mapped.nonce), offer_id)
 
     def lease(self, *sizes: int) -> list[Lease]:
         """Lease blocks, which must succeed after at most one offer."""
@@ -80,7 +80,7 @@ def test_nothing_is_leased_before_the_peer_has_mapped_the_segment(host: Host) ->
 def test_a_wrong_nonce_is_a_refusal(host: Host, nonce: bytes) -> None:
     host.arena.lease(1, [10])
     _, offer_id = host.offers.pop(1)
-    host.arena.on_reply(1, ArenaAnswer(nonce), offer_id)
+    host.arena.on_reply(1, ArenaReply(nonce), offer_id)
     assert host.arena.statistics()["refused_by"] == {1: "the nonce is wrong"}
     assert host.arena.lease(1, [10]) == "refused"
     assert host.offers == {}

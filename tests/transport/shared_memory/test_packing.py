@@ -1,4 +1,4 @@
-"""Where frames lie in their pieces."""
+"""Where frames lie in their buffers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ sizes = st.lists(st.integers(0, 500) | st.integers(OWN_BUFFER_BYTES - 1, OWN_BUF
 
 @given(sizes)
 def test_every_frame_has_a_place_of_its_own(sizes: list[int]) -> None:
-    pieces, windows = plan(sizes)
-    assert [w.size for w in windows] == sizes
-    assert all(w.offset % ALIGNMENT == 0 for w in windows)
-    for number, size in enumerate(pieces):
-        inside = sorted((w.offset, w.offset + w.size) for w in windows if w.piece == number)
+    buffers, slices = plan(sizes)
+    assert [w.size for w in slices] == sizes
+    assert all(w.offset % ALIGNMENT == 0 for w in slices)
+    for number, size in enumerate(buffers):
+        inside = sorted((w.offset, w.offset + w.size) for w in slices if w.buffer == number)
         assert inside
         assert inside[-1][1] <= size
         assert all(one[1] <= two[0] for one, two in pairwise(inside))
@@ -27,9 +27,9 @@ def test_every_frame_has_a_place_of_its_own(sizes: list[int]) -> None:
 
 @given(sizes)
 def test_large_frames_are_alone_and_small_ones_together(sizes: list[int]) -> None:
-    pieces, windows = plan(sizes)
-    large = [w for w in windows if w.size >= OWN_BUFFER_BYTES]
-    assert all(w.offset == 0 and pieces[w.piece] == w.size for w in large)
-    assert len({w.piece for w in large}) == len(large)
-    assert len({w.piece for w in windows if w.size < OWN_BUFFER_BYTES}) <= 1
-    assert len(pieces) == len({w.piece for w in windows})
+    buffers, slices = plan(sizes)
+    large = [w for w in slices if w.size >= OWN_BUFFER_BYTES]
+    assert all(w.offset == 0 and buffers[w.buffer] == w.size for w in large)
+    assert len({w.buffer for w in large}) == len(large)
+    assert len({w.buffer for w in slices if w.size < OWN_BUFFER_BYTES}) <= 1
+    assert len(buffers) == len({w.buffer for w in slices})

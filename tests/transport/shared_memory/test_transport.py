@@ -26,7 +26,7 @@ from zmqgrad.transport.shared_memory.segment import supported
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
 from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release, Window
+from zmqgrad.wire.messages import ArenaOffer, ArenaReply, FrameBuffer, FrameSlice, Manifest, Message, Release
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
 
@@ -91,7 +91,7 @@ def copies(frames: Sequence[Any]) -> list[bytearray]:
 
 
 def by_arena(load: PreparedFrames) -> bool:
-    return load.manifest is not None and any(p.segment for p in load.manifest.pieces)
+    return load.manifest is not None and any(p.segment for p in load.manifest.buffers)
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_the_first_goes_by_frames_and_asks_and_the_next_by_the_arena(sides: tupl
     assert by_arena(second)
     assert second.frames == ()
     assert list(map(bytes, got)) == [frame]
-    assert a.transport.statistics()["fallbacks"] == {"no answer yet": 1}
+    assert a.transport.statistics()["fallbacks"] == {"no reply yet": 1}
 
 
 @given(
@@ -274,7 +274,7 @@ def test_what_can_never_fit_is_not_asked_for_again_and_again(sides: tuple[Side, 
     for _ in range(3):
         assert not by_arena(a.pass_on([bytes(17 * MB)])[0])
     assert a.transport.fallbacks["full"] == 3
-    assert [type(m) for m in a.said] == [ArenaOffer, ArenaAnswer]
+    assert [type(m) for m in a.said] == [ArenaOffer, ArenaReply]
 
 
 def test_a_system_without_memory_falls_back(
@@ -307,7 +307,7 @@ def test_a_segment_that_cannot_be_mapped_falls_back_silently(
         assert not by_arena(load)
         assert bytes(got[0]) == b"x" * 2000
     stats = a.transport.statistics()
-    assert stats["fallbacks"] == {"no answer yet": 1, "refused": 3}
+    assert stats["fallbacks"] == {"no reply yet": 1, "refused": 3}
     assert "Permission denied" in stats["refused_by"][1]
     assert [type(m) for m in a.said] == [ArenaOffer]  # asked once
     assert not caplog.records
@@ -350,7 +350,7 @@ def test_a_peer_that_does_not_reply_is_waited_for_once(monkeypatch: pytest.Monke
     monkeypatch.setattr(Promise, "wait_done", wait_done)
     for _ in range(3):
         assert not by_arena(a.pass_on([bytes(MB)])[0])
-    assert a.transport.fallbacks == {"no answer yet": 3}
+    assert a.transport.fallbacks == {"no reply yet": 3}
     assert waits == [MB / SOCKET_BYTES_PER_SECOND]
     for side in (a, b):
         side.transport.close()
@@ -383,7 +383,7 @@ def test_a_peer_that_never_answers_gets_frames(sides: tuple[Side, Side]) -> None
     for _ in range(3):
         assert not by_arena(a.pass_on([bytes(2000)])[0])
     assert len(asked) == 1
-    assert a.transport.fallbacks == {"no answer yet": 3}
+    assert a.transport.fallbacks == {"no reply yet": 3}
 
 
 def test_nobody_there_is_no_error_of_the_exchange() -> None:
@@ -559,18 +559,18 @@ def test_what_several_forks_saw_goes_back_after_the_last_of_them(sides: tuple[Si
 BIG = 2**62
 
 
-def piece(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
+def buffer(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
     def corrupt(m: Manifest) -> Manifest:
-        changed = msgspec.structs.replace(m.pieces[0], **change)
-        return msgspec.structs.replace(m, pieces=(changed, *m.pieces[1:]))
+        changed = msgspec.structs.replace(m.buffers[0], **change)
+        return msgspec.structs.replace(m, buffers=(changed, *m.buffers[1:]))
 
     return corrupt
 
 
-def window(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
+def frame(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
     def corrupt(m: Manifest) -> Manifest:
-        changed = msgspec.structs.replace(m.windows[0], **change)
-        return msgspec.structs.replace(m, windows=(changed, *m.windows[1:]))
+        changed = msgspec.structs.replace(m.slices[0], **change)
+        return msgspec.structs.replace(m, slices=(changed, *m.slices[1:]))
 
     return corrupt
 
@@ -578,27 +578,27 @@ def window(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
 @pytest.mark.parametrize(
     ("corrupt", "says"),
     [
-        (piece({"segment": 0}), "more frames than the message has"),
-        (piece({"segment": 1}), "never offered by"),
-        (piece({"segment": 2**64 - 1}), "never offered by"),
-        (piece({"offset": 16 * MB}), "is not within its segment"),
-        (piece({"offset": 16 * MB - 64}), "is not within its segment"),
-        (piece({"offset": 65}), "is not within its segment"),
-        (piece({"offset": BIG}), "is not within its segment"),
-        (piece({"size": 0}), "is not within its segment"),
-        (piece({"size": 16 * MB}), "is not within its segment"),
-        (piece({"size": BIG}), "is not within its segment"),
-        (piece({"size": 5}), "exceeds its buffer of 5"),
-        (window({"piece": 2}), "buffer 2 of 1"),
-        (window({"piece": BIG}), "of 1"),
-        (window({"offset": 1}), "exceeds its buffer of"),
-        (window({"offset": BIG}), "exceeds its buffer of"),
-        (window({"size": 2001}), "exceeds its buffer of"),
-        (window({"size": BIG}), "exceeds its buffer of"),
-        (lambda m: msgspec.structs.replace(m, pieces=()), "buffer 0 of 0"),
-        (lambda m: msgspec.structs.replace(m, pieces=m.pieces * 2), "was received twice"),
+        (buffer({"segment": 0}), "more frames than the message has"),
+        (buffer({"segment": 1}), "never offered by"),
+        (buffer({"segment": 2**64 - 1}), "never offered by"),
+        (buffer({"offset": 16 * MB}), "is not within its segment"),
+        (buffer({"offset": 16 * MB - 64}), "is not within its segment"),
+        (buffer({"offset": 65}), "is not within its segment"),
+        (buffer({"offset": BIG}), "is not within its segment"),
+        (buffer({"size": 0}), "is not within its segment"),
+        (buffer({"size": 16 * MB}), "is not within its segment"),
+        (buffer({"size": BIG}), "is not within its segment"),
+        (buffer({"size": 5}), "exceeds its buffer of 5"),
+        (frame({"buffer": 2}), "buffer 2 of 1"),
+        (frame({"buffer": BIG}), "of 1"),
+        (frame({"offset": 1}), "exceeds its buffer of"),
+        (frame({"offset": BIG}), "exceeds its buffer of"),
+        (frame({"size": 2001}), "exceeds its buffer of"),
+        (frame({"size": BIG}), "exceeds its buffer of"),
+        (lambda m: msgspec.structs.replace(m, buffers=()), "buffer 0 of 0"),
+        (lambda m: msgspec.structs.replace(m, buffers=m.buffers * 2), "was received twice"),
         (
-            lambda m: msgspec.structs.replace(m, pieces=(*m.pieces, Piece())),
+            lambda m: msgspec.structs.replace(m, buffers=(*m.buffers, FrameBuffer())),
             "more frames than the message has",
         ),
     ],
@@ -642,15 +642,15 @@ def test_no_manifest_whatever_does_harm(data: st.DataObject) -> None:
         a.warm()
         load = a.transport.prepare(1, True, [b"x" * 2000])
         assert load.manifest is not None
-        segment = load.manifest.pieces[0].segment
+        segment = load.manifest.buffers[0].segment
         drawn = data.draw(messages_of(Manifest))
         pieces = tuple(
             msgspec.structs.replace(p, segment=data.draw(st.sampled_from([p.segment, segment, 0])))
-            for p in drawn.pieces
+            for p in drawn.buffers
         )
         frames = [bytearray(n) for n in data.draw(st.lists(st.integers(0, 50), max_size=3))]
         try:
-            got = b.transport.open(0, Manifest(pieces, drawn.windows, drawn.released), frames)
+            got = b.transport.open(0, Manifest(pieces, drawn.slices, drawn.released), frames)
         except ProtocolError:
             continue
         for one in got:
@@ -662,7 +662,7 @@ def test_unknown_releases_are_counted_and_free_nothing(sides: tuple[Side, Side])
     a.warm()
     load, got = a.pass_on([bytes(2000)])
     assert load.manifest is not None
-    number = load.manifest.pieces[0].block
+    number = load.manifest.buffers[0].block
     a.transport.open(2, Manifest(released=(number,)), [])  # of somebody who has nothing
     a.transport.open(1, Manifest(released=(number + 5, 2**63)), [])
     assert a.leased == 1
@@ -673,7 +673,7 @@ def test_unknown_releases_are_counted_and_free_nothing(sides: tuple[Side, Side])
 
 def test_answers_to_nothing_and_of_others_change_nothing(sides: tuple[Side, Side]) -> None:
     a, _ = sides
-    a.transport.on_message(1, ArenaAnswer(b"x" * 16), 77)
+    a.transport.on_message(1, ArenaReply(b"x" * 16), 77)
     assert a.other is not None
     silent = a.other
     a.other = None
@@ -686,7 +686,7 @@ def test_answers_to_nothing_and_of_others_change_nothing(sides: tuple[Side, Side
     a.transport._send_message = keep
     a.transport.prepare(1, True, [bytes(2000)])
     ((offer, message_id),) = offers
-    a.transport.on_message(2, ArenaAnswer(b""), message_id)  # another peer refuses for it
+    a.transport.on_message(2, ArenaReply(b""), message_id)  # another peer refuses for it
     silent.other = None
     answer = silent.transport._mapped_blocks.map(0, offer)
     a.transport.on_message(1, answer, message_id)
@@ -707,6 +707,6 @@ def test_windows_may_name_frames_and_blocks_alike(sides: tuple[Side, Side]) -> N
     a.warm()
     load = a.transport.prepare(1, True, [b"b" * 2000])
     assert load.manifest is not None
-    mixed = Manifest((*load.manifest.pieces, Piece()), (Window(1, 2, 3), *load.manifest.windows))
+    mixed = Manifest((*load.manifest.buffers, FrameBuffer()), (FrameSlice(1, 2, 3), *load.manifest.slices))
     got = b.transport.open(0, mixed, [b"abcdefgh"])
     assert list(map(bytes, got)) == [b"cde", b"b" * 2000]

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.shared_memory.free_list import PAGE_BYTES, block_size
 from zmqgrad.transport.shared_memory.segment import NONCE_BYTES, Segment
-from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer
+from zmqgrad.wire.messages import ArenaOffer, ArenaReply
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ MIN_WAIT_BYTES = 1 << 20
 MAX_WAIT_SECONDS = 0.25
 """Messages of at least ``MIN_WAIT_BYTES`` wait for the reply to an offer, at most ``MAX_WAIT_SECONDS``."""
 
-NO_REPLY = "no answer yet"
+NO_REPLY = "no reply yet"
 """Reason for a fallback to the socket: the peer has not replied to an offer."""
 
 
@@ -215,7 +215,7 @@ class Arena:
         state.is_slow = not state.replied.wait_done(seconds)
         return not state.is_slow
 
-    def on_reply(self, peer: int, reply: ArenaAnswer, offer_id: int) -> None:
+    def on_reply(self, peer: int, reply: ArenaReply, offer_id: int) -> None:
         """Process the reply of ``peer`` to an offer. Replies to no offer, or to an old one, are ignored."""
         with self._lock:
             state = self._peers.get(peer)

@@ -18,7 +18,7 @@ from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.shared_memory import forks
 from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
 from zmqgrad.transport.shared_memory.segment import MappedSegment, supported
-from zmqgrad.wire.messages import MAX_TENSORS, ArenaAnswer, ArenaOffer, Manifest, Piece, Window
+from zmqgrad.wire.messages import MAX_TENSORS, ArenaOffer, ArenaReply, FrameBuffer, FrameSlice, Manifest
 
 MAX_SEGMENTS = 64
 """Maximum number of segments of one peer that are mapped."""
@@ -42,9 +42,9 @@ class _PeerSegment:
         self._pins: dict[forks.Fork, list[Any]] = {}  # the arrays that each living fork may read
         forks.watch(self)
 
-    def open(self, piece: Piece) -> memoryview:
+    def open(self, buffer: FrameBuffer) -> memoryview:
         """Return the bytes of a block, which is in use until nothing refers to them."""
-        block, offset, size = piece.block, piece.offset, piece.size
+        block, offset, size = buffer.block, buffer.offset, buffer.size
         if block in self._in_use:
             raise ProtocolError(f"block {block} was received twice")
         if offset % ALIGNMENT or not 0 < size <= self._mapped.size - offset:
@@ -98,25 +98,25 @@ class MappedBlocks:
         self.has_releases: Callable[[int], object] = self._released.get
         """Returns, as a truth value, whether there are blocks to release to a peer."""
 
-    def map(self, peer: int, offer: ArenaOffer) -> ArenaAnswer:
+    def map(self, peer: int, offer: ArenaOffer) -> ArenaReply:
         """Map the segment that ``peer`` offers.
 
         Returns:
             The reply: the nonce, or the reason why the segment cannot be mapped.
         """
         if not supported():
-            return ArenaAnswer(b"", "this system has no shared memory of this kind")
+            return ArenaReply(b"", "this system has no shared memory of this kind")
         if sum(1 for p, _ in list(self._segments) if p == peer) >= MAX_SEGMENTS:
-            return ArenaAnswer(b"", f"{MAX_SEGMENTS} segments are mapped already")
+            return ArenaReply(b"", f"{MAX_SEGMENTS} segments are mapped already")
         try:
             mapped = MappedSegment(offer)
         except (OSError, ValueError, OverflowError) as e:
-            return ArenaAnswer(b"", str(e))
+            return ArenaReply(b"", str(e))
         released = self._released.setdefault(peer, deque())
         self._segments[peer, offer.segment] = _PeerSegment(mapped, released, self._on_release)
         if self._closed:  # by another thread, meanwhile
             self._segments.clear()
-        return ArenaAnswer(mapped.nonce)
+        return ArenaReply(mapped.nonce)
 
     def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> list[Buffer]:
         """Return the frames of a message of ``peer``. ``Inbound.let_go`` can empty the list.
@@ -125,21 +125,21 @@ class MappedBlocks:
             ProtocolError: if the manifest contradicts the segments or the ZeroMQ ``frames``.
         """
         following = iter(frames)
-        buffers = [self._open(peer, piece, following) for piece in manifest.pieces]
+        buffers = [self._open(peer, buffer, following) for buffer in manifest.buffers]
         if next(following, None) is not None:
             raise ProtocolError(f"the manifest refers to fewer than the {len(frames)} frames of the message")
-        return [_slice(window, buffers) for window in manifest.windows]
+        return [_slice(part, buffers) for part in manifest.slices]
 
-    def _open(self, peer: int, piece: Piece, following: Iterator[Buffer]) -> memoryview:
-        if not piece.segment:
+    def _open(self, peer: int, buffer: FrameBuffer, following: Iterator[Buffer]) -> memoryview:
+        if not buffer.segment:
             frame = next(following, None)
             if frame is None:
                 raise ProtocolError("the manifest refers to more frames than the message has")
             return memoryview(frame)
-        segment = self._segments.get((peer, piece.segment))
+        segment = self._segments.get((peer, buffer.segment))
         if segment is None:
-            raise ProtocolError(f"segment {piece.segment} of a block was never offered by worker {peer}")
-        return segment.open(piece)
+            raise ProtocolError(f"segment {buffer.segment} of a block was never offered by worker {peer}")
+        return segment.open(buffer)
 
     def take_releases(self, peer: int) -> tuple[int, ...]:
         """Return blocks to release to ``peer``, as many as a manifest holds. The caller must send them."""
@@ -187,13 +187,13 @@ class MappedBlocks:
         }
 
 
-def _slice(window: Window, buffers: Sequence[memoryview]) -> memoryview:
-    if window.piece >= len(buffers):
-        raise ProtocolError(f"a frame is a slice of buffer {window.piece} of {len(buffers)}")
-    buffer = buffers[window.piece]
-    end = window.offset + window.size
+def _slice(part: FrameSlice, buffers: Sequence[memoryview]) -> memoryview:
+    if part.buffer >= len(buffers):
+        raise ProtocolError(f"a frame is a slice of buffer {part.buffer} of {len(buffers)}")
+    buffer = buffers[part.buffer]
+    end = part.offset + part.size
     if end > len(buffer):
         raise ProtocolError(
-            f"a frame of {window.size} bytes at {window.offset} exceeds its buffer of {len(buffer)}"
+            f"a frame of {part.size} bytes at {part.offset} exceeds its buffer of {len(buffer)}"
         )
-    return buffer[window.offset : end]
+    return buffer[part.offset : end]

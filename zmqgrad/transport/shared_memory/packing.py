@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.shared_memory.free_list import align_up
 from zmqgrad.wire.lazy_frame import Frame, materialize
-from zmqgrad.wire.messages import Manifest, Piece, Window
+from zmqgrad.wire.messages import FrameBuffer, FrameSlice, Manifest
 
 OWN_BUFFER_BYTES = 128 << 10
 """Frames of at least this size have a buffer of their own."""
@@ -28,21 +28,21 @@ class PreparedFrames(NamedTuple):
     frames: Sequence[Buffer]
 
 
-def plan(sizes: Sequence[int]) -> tuple[list[int], tuple[Window, ...]]:
+def plan(sizes: Sequence[int]) -> tuple[list[int], tuple[FrameSlice, ...]]:
     """Return the size of each buffer, and the slice for each frame of ``sizes``."""
     buffers: list[int] = []
-    slices: list[Window] = []
+    slices: list[FrameSlice] = []
     shared = -1  # index of the buffer that small frames share
     for size in sizes:
         if size >= OWN_BUFFER_BYTES:
-            slices.append(Window(len(buffers), 0, size))
+            slices.append(FrameSlice(len(buffers), 0, size))
             buffers.append(size)
             continue
         if shared < 0:
             shared = len(buffers)
             buffers.append(0)
         start = align_up(buffers[shared])
-        slices.append(Window(shared, start, size))
+        slices.append(FrameSlice(shared, start, size))
         buffers[shared] = max(start + size, 1)  # a block has at least one byte, even for empty frames
     return buffers, tuple(slices)
 
@@ -57,10 +57,10 @@ def pack_for_socket(
         return PreparedFrames(manifest, [materialize(f) for f in frames])
     joined: list[Any] = [None] * len(buffers)
     for part, frame in zip(slices, frames, strict=True):
-        if part.size == buffers[part.piece]:
-            joined[part.piece] = materialize(frame)
+        if part.size == buffers[part.buffer]:
+            joined[part.buffer] = materialize(frame)
             continue
-        if joined[part.piece] is None:
-            joined[part.piece] = bytearray(buffers[part.piece])
-        joined[part.piece][part.offset : part.offset + part.size] = materialize(frame)
-    return PreparedFrames(Manifest(tuple(Piece(size=s) for s in buffers), slices, released), joined)
+        if joined[part.buffer] is None:
+            joined[part.buffer] = bytearray(buffers[part.buffer])
+        joined[part.buffer][part.offset : part.offset + part.size] = materialize(frame)
+    return PreparedFrames(Manifest(tuple(FrameBuffer(size=s) for s in buffers), slices, released), joined)

@@ -26,7 +26,7 @@ from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_soc
 from zmqgrad.transport.shared_memory.segment import supported
 from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.lazy_frame import Frame
-from zmqgrad.wire.messages import ArenaAnswer, ArenaOffer, Manifest, Message, Piece, Release
+from zmqgrad.wire.messages import ArenaOffer, ArenaReply, FrameBuffer, Manifest, Message, Release
 
 logger = logging.getLogger(__name__)
 
@@ -102,11 +102,11 @@ class SharedMemoryTransport:
             buffers, slices = plan(sizes)
             leases = self._lease(peer, local, buffers)
             if leases is not None:
-                placed = tuple([Piece(b.segment.id, b.number, b.offset, b.size) for b in leases])
+                placed = tuple([FrameBuffer(b.segment.id, b.number, b.offset, b.size) for b in leases])
                 prepared = PreparedFrames(Manifest(placed, slices, released), ())
                 try:
                     for part, frame in zip(slices, frames, strict=True):
-                        lease = leases[part.piece]
+                        lease = leases[part.buffer]
                         lease.segment.write(lease.offset + part.offset, frame, self._copy)
                 except BaseException:  # including Ctrl-C, as large copies take long
                     self.rollback(peer, prepared)
@@ -119,7 +119,7 @@ class SharedMemoryTransport:
         """Undo :meth:`prepare`: ``prepared`` was not sent."""
         if prepared.manifest is not None:
             self._mapped_blocks.restore_releases(peer, prepared.manifest.released)
-            self._arena.release(peer, [p.block for p in prepared.manifest.pieces if p.segment])
+            self._arena.release(peer, [p.block for p in prepared.manifest.buffers if p.segment])
 
     def _lease(self, peer: int, local: bool, sizes: list[int]) -> list[Lease] | None:
         if not self._arena.limit or self._pid != os.getpid():
@@ -150,10 +150,10 @@ class SharedMemoryTransport:
         """
         if manifest.released:
             self._arena.release(peer, manifest.released)
-        if not manifest.pieces and not manifest.windows:
+        if not manifest.buffers and not manifest.slices:
             return frames
         opened = self._mapped_blocks.open(peer, manifest, frames)
-        self.bytes_in += sum([p.size for p in manifest.pieces if p.segment])
+        self.bytes_in += sum([p.size for p in manifest.buffers if p.segment])
         return opened
 
     def on_message(self, peer: int, message: Message, message_id: int) -> None:
@@ -164,7 +164,7 @@ class SharedMemoryTransport:
             if reply.nonce and self._arena.limit:
                 # Large requests may have large replies. The peer is certainly on this host.
                 self._arena.introduce(peer, self._threshold)
-        elif isinstance(message, ArenaAnswer):
+        elif isinstance(message, ArenaReply):
             self._arena.on_reply(peer, message, message_id)
         # A Release has done its work by its manifest.
 
