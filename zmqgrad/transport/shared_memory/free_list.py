@@ -26,7 +26,8 @@ def align_up(size: int, alignment: int = ALIGNMENT) -> int:
 
 def block_size(size: int) -> int:
     """Return the number of bytes allocated for a request of ``size`` bytes."""
-    return align_up(max(size, 1), PAGE_BYTES if size >= PAGE_GRANULAR_BYTES else ALIGNMENT)
+    step = PAGE_BYTES if size >= PAGE_GRANULAR_BYTES else ALIGNMENT
+    return -(-size // step) * step or ALIGNMENT
 
 
 class FreeList:

@@ -144,6 +144,8 @@ class MappedBlocks:
     def take_releases(self, peer: int) -> tuple[int, ...]:
         """Return blocks to release to ``peer``, as many as a manifest holds. The caller must send them."""
         released = self._released.get(peer)
+        if not released:
+            return ()
         taken: list[int] = []
         while released and len(taken) < MAX_TENSORS:
             try:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from zmqgrad.transport.base import Buffer
-from zmqgrad.transport.shared_memory.free_list import align_up
+from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
 from zmqgrad.wire.lazy_frame import Frame, materialize
 from zmqgrad.wire.messages import FrameBuffer, FrameSlice, Manifest
 
@@ -41,7 +41,7 @@ def plan(sizes: Sequence[int]) -> tuple[list[int], tuple[FrameSlice, ...]]:
         if shared < 0:
             shared = len(buffers)
             buffers.append(0)
-        start = align_up(buffers[shared])
+        start = -(-buffers[shared] // ALIGNMENT) * ALIGNMENT
         slices.append(FrameSlice(shared, start, size))
         buffers[shared] = max(start + size, 1)  # a block has at least one byte, even for empty frames
     return buffers, tuple(slices)
