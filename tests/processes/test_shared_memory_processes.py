@@ -1,4 +1,4 @@
-"""Shared memory between real processes: all that travels, what is kept, and who is killed."""
+"""Shared memory between real processes: what is sent, what is kept, and what a killed reader leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 N = 100_000
-"""Elements of a tensor that goes by the arena."""
+"""Elements of a tensor that uses the arena."""
 
 MB = 1 << 20
 
@@ -42,7 +42,7 @@ def join(rank: int) -> None:
             stats = rpc.get_stats()
             if stats["sent_by_path"]["arena"] and stats["received_by_path"]["arena"]:
                 return
-        raise AssertionError(f"nothing goes by the arena: {stats}")
+        raise AssertionError(f"nothing uses the arena: {stats}")
 
 
 def echo(value: Any) -> Any:
@@ -107,7 +107,7 @@ def consume(value: Any) -> None:
     del value
 
 
-def check_blocks_come_back_with_the_answer() -> None:
+def check_blocks_are_released_with_the_reply() -> None:
     """So the next call finds the same memory, still warm; only what is sent back stays a call longer."""
     back = 0
     for _ in range(20):
@@ -164,7 +164,7 @@ def everything(rank: int) -> list[str]:
         kept = [rpc.rpc_sync("worker1", torch.full, args=((N,), float(i))) for i in range(10)]
         check_what_travels()
         check_gradients()
-        check_blocks_come_back_with_the_answer()
+        check_blocks_are_released_with_the_reply()
         check_memory_is_flat()
         assert all(t.eq(float(i)).all() for i, t in enumerate(kept))
     rpc.shutdown()

@@ -14,7 +14,7 @@ sizes = st.lists(st.integers(0, 500) | st.integers(OWN_BUFFER_BYTES - 1, OWN_BUF
 
 
 @given(sizes)
-def test_every_frame_has_a_place_of_its_own(sizes: list[int]) -> None:
+def test_every_frame_has_a_slice_of_its_own(sizes: list[int]) -> None:
     buffers, slices = plan(sizes)
     assert [w.size for w in slices] == sizes
     assert all(w.offset % ALIGNMENT == 0 for w in slices)

@@ -1,4 +1,4 @@
-"""The exchange: two of them side by side, what goes which way, and what bad peers can do to it."""
+"""Two transports side by side: which path frames take, and what malicious peers can do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SETTINGS = ArenaSettings(16 * MB, threshold=1000)
 
 
 class Side:
-    """An exchange whose messages reach the other side at once; ``jobs`` wait until they are run."""
+    """A transport whose messages reach the other side at once; ``jobs`` wait until they are run."""
 
     def __init__(self, worker_id: int, settings: ArenaSettings = SETTINGS, may_wait: bool = False) -> None:
         self.id = worker_id
@@ -56,25 +56,25 @@ class Side:
     def send(self, peer: int, message: Message, message_id: int) -> None:
         """As a mailbox does it."""
         if self.other is None:
-            raise UnknownPeerError("nobody is there")
+            raise UnknownPeerError("no such peer")
         self.said.append(message)
-        load = self.transport.prepare(peer, True, [])
-        if load.manifest is not None:
-            self.other.transport.open(self.id, through_bytes(load.manifest), [])
+        prepared = self.transport.prepare(peer, True, [])
+        if prepared.manifest is not None:
+            self.other.transport.open(self.id, through_bytes(prepared.manifest), [])
         self.other.transport.on_message(self.id, message, message_id)
 
-    def pass_on(self, frames: Sequence[Any], local: bool = True) -> tuple[PreparedFrames, Sequence[Any]]:
+    def transfer(self, frames: Sequence[Any], local: bool = True) -> tuple[PreparedFrames, Sequence[Any]]:
         """Send ``frames``; how they went, and what the other side sees."""
         assert self.other is not None
-        load = self.transport.prepare(self.other.id, local, frames)
-        if load.manifest is None:
-            return load, load.frames
-        got = self.other.transport.open(self.id, through_bytes(load.manifest), copies(load.frames))
-        return load, got
+        prepared = self.transport.prepare(self.other.id, local, frames)
+        if prepared.manifest is None:
+            return prepared, prepared.frames
+        got = self.other.transport.open(self.id, through_bytes(prepared.manifest), copies(prepared.frames))
+        return prepared, got
 
     def warm(self) -> None:
         """Let the other side map the arena."""
-        self.pass_on([bytes(2000)])
+        self.transfer([bytes(2000)])
 
     @property
     def leased(self) -> int:
@@ -90,8 +90,8 @@ def copies(frames: Sequence[Any]) -> list[bytearray]:
     return [bytearray(f) for f in frames]
 
 
-def by_arena(load: PreparedFrames) -> bool:
-    return load.manifest is not None and any(p.segment for p in load.manifest.buffers)
+def uses_arena(prepared: PreparedFrames) -> bool:
+    return prepared.manifest is not None and any(p.segment for p in prepared.manifest.buffers)
 
 
 @pytest.fixture
@@ -109,18 +109,18 @@ def pair(settings: ArenaSettings = SETTINGS) -> Iterator[tuple[Side, Side]]:
         b.transport.close()
 
 
-# ---- the way there --------------------------------------------------------------------------------------
+# ---- through the arena ----------------------------------------------------------------------------------
 
 
-def test_the_first_goes_by_frames_and_asks_and_the_next_by_the_arena(sides: tuple[Side, Side]) -> None:
+def test_the_first_message_makes_an_offer_and_the_next_uses_the_arena(sides: tuple[Side, Side]) -> None:
     a, _ = sides
     frame = os.urandom(2000)
-    first, got = a.pass_on([frame])
-    assert not by_arena(first)
+    first, got = a.transfer([frame])
+    assert not uses_arena(first)
     assert list(map(bytes, got)) == [frame]
     assert isinstance(a.said[0], ArenaOffer)
-    second, got = a.pass_on([frame])
-    assert by_arena(second)
+    second, got = a.transfer([frame])
+    assert uses_arena(second)
     assert second.frames == ()
     assert list(map(bytes, got)) == [frame]
     assert a.transport.statistics()["fallbacks"] == {"no reply yet": 1}
@@ -138,96 +138,96 @@ def test_frames_of_any_size_arrive_whole(frames: list[int]) -> None:
     for a, b in pair():
         a.warm()
         for local in (True, False):
-            load, got = a.pass_on(sent, local)
+            prepared, got = a.transfer(sent, local)
             assert list(map(bytes, got)) == sent
-            assert by_arena(load) == (local and sum(frames) >= SETTINGS.threshold)
+            assert uses_arena(prepared) == (local and sum(frames) >= SETTINGS.threshold)
         del got
         assert b.transport.statistics()["blocks_in_use"] == 0
 
 
-def test_what_arrives_is_the_reader_s_own(sides: tuple[Side, Side]) -> None:
+def test_a_received_frame_belongs_to_the_reader(sides: tuple[Side, Side]) -> None:
     a, _ = sides
     a.warm()
-    _, (one,) = a.pass_on([b"a" * 2000])
+    _, (one,) = a.transfer([b"a" * 2000])
     one[:5] = b"mine!"
-    _, (two,) = a.pass_on([b"b" * 2000])
+    _, (two,) = a.transfer([b"b" * 2000])
     assert bytes(one) == b"mine!" + b"a" * 1995
     assert bytes(two) == b"b" * 2000
 
 
-def test_a_block_goes_back_with_the_next_message(sides: tuple[Side, Side]) -> None:
+def test_a_block_is_released_with_the_next_message(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
     b.warm()
-    _, got = a.pass_on([bytes(2000), bytes(OWN_BUFFER_BYTES)])
+    _, got = a.transfer([bytes(2000), bytes(OWN_BUFFER_BYTES)])
     assert a.leased == 2
     assert not b.transport.has_releases(0)
     one = got[0][5:10]
     del got
     gc.collect()
     assert b.transport.has_releases(0)
-    b.pass_on([])
+    b.transfer([])
     assert a.leased == 1  # of the other, something is left
     del one
-    b.pass_on([bytes(2000)])
+    b.transfer([bytes(2000)])
     assert a.leased == 0
 
 
 @pytest.mark.parametrize("sizes", [[2000], [2000, 3000], [OWN_BUFFER_BYTES, 100]])
-def test_who_lets_go_of_a_message_gives_its_blocks_back_with_the_answer(
+def test_blocks_of_a_dropped_message_are_released_with_the_reply(
     sizes: list[int], sides: tuple[Side, Side]
 ) -> None:
     a, b = sides
     a.warm()
     b.warm()
-    _, frames = a.pass_on([bytes(size) for size in sizes])
+    _, frames = a.transfer([bytes(size) for size in sizes])
     assert not b.transport.has_releases(0)
     Inbound(Envelope(0, 0, 0, 0), Release(), frames, 0).let_go()
     assert b.transport.has_releases(0)
-    b.pass_on([])
+    b.transfer([])
     assert a.leased == 0
 
 
-def test_a_block_goes_back_in_time_if_nothing_else_is_said(sides: tuple[Side, Side]) -> None:
+def test_a_block_is_released_in_time_without_other_messages(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
     for _ in range(3):
-        a.pass_on([bytes(2000)])
+        a.transfer([bytes(2000)])
     assert a.leased == 3
     assert len(b.jobs) == 1  # one timer, however many
     b.run_jobs()
     assert [m for m in b.said if isinstance(m, Release)] == [Release()]
     assert a.leased == 0
-    a.pass_on([bytes(2000)])
+    a.transfer([bytes(2000)])
     assert len(b.jobs) == 1  # and it is set anew
 
 
-def test_what_could_not_be_sent_comes_back(sides: tuple[Side, Side]) -> None:
+def test_rollback_frees_the_blocks_of_an_unsent_message(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
     b.warm()
-    a.pass_on([bytes(2000)])
-    load = b.transport.prepare(0, True, [bytes(2000)])
-    assert load.manifest is not None
-    assert len(load.manifest.released) == 1
-    b.transport.rollback(0, load)
+    a.transfer([bytes(2000)])
+    prepared = b.transport.prepare(0, True, [bytes(2000)])
+    assert prepared.manifest is not None
+    assert len(prepared.manifest.released) == 1
+    b.transport.rollback(0, prepared)
     assert b.leased == 0
     assert b.transport.has_releases(0)
     b.transport.rollback(0, PreparedFrames(None, ()))
 
 
-# ---- the other way --------------------------------------------------------------------------------------
+# ---- through frames -------------------------------------------------------------------------------------
 
 
 def test_off_and_other_hosts_and_small_messages_use_frames() -> None:
     for a, b in pair(OFF):
-        load, _ = a.pass_on([bytes(MB)])
-        assert load == PreparedFrames(None, [bytes(MB)])
+        prepared, _ = a.transfer([bytes(MB)])
+        assert prepared == PreparedFrames(None, [bytes(MB)])
         assert (a.said, b.said) == ([], [])
         assert a.transport.statistics()["fallbacks"] == {"off": 1}
     for a, _ in pair():
-        a.pass_on([bytes(MB)], local=False)
-        a.pass_on([bytes(999)])
+        a.transfer([bytes(MB)], local=False)
+        a.transfer([bytes(999)])
         assert a.said == []
         assert a.transport.statistics()["fallbacks"] == {"other host": 1}
 
@@ -240,12 +240,12 @@ def test_statistics_have_the_same_names_where_the_arena_is_off() -> None:
         side.transport.close()
 
 
-def test_one_that_lends_nothing_still_reads() -> None:
+def test_a_disabled_arena_still_maps_blocks_of_peers() -> None:
     a, b = Side(0), Side(1, OFF)
     a.other, b.other = b, a
     a.warm()
-    load, got = a.pass_on([b"x" * 2000])
-    assert by_arena(load)
+    prepared, got = a.transfer([b"x" * 2000])
+    assert uses_arena(prepared)
     assert bytes(got[0]) == b"x" * 2000
     del got
     b.run_jobs()
@@ -257,22 +257,22 @@ def test_one_that_lends_nothing_still_reads() -> None:
 def test_a_full_arena_falls_back_and_recovers(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    _, kept = a.pass_on([bytes(10 * MB)])
-    load, got = a.pass_on([b"x" * (10 * MB)])
-    assert not by_arena(load)
+    _, kept = a.transfer([bytes(10 * MB)])
+    prepared, got = a.transfer([b"x" * (10 * MB)])
+    assert not uses_arena(prepared)
     assert bytes(got[0]) == b"x" * (10 * MB)
     assert a.transport.fallbacks["full"] == 1
     assert a.leased == 1
     del kept
     b.run_jobs()
-    assert by_arena(a.pass_on([bytes(10 * MB)])[0])
+    assert uses_arena(a.transfer([bytes(10 * MB)])[0])
 
 
-def test_what_can_never_fit_is_not_asked_for_again_and_again(sides: tuple[Side, Side]) -> None:
+def test_a_message_beyond_the_limit_makes_no_repeated_offers(sides: tuple[Side, Side]) -> None:
     a, _ = sides
     a.warm()
     for _ in range(3):
-        assert not by_arena(a.pass_on([bytes(17 * MB)])[0])
+        assert not uses_arena(a.transfer([bytes(17 * MB)])[0])
     assert a.transport.fallbacks["full"] == 3
     assert [type(m) for m in a.said] == [ArenaOffer, ArenaReply]
 
@@ -286,7 +286,7 @@ def test_a_system_without_memory_falls_back(
     a, _ = sides
     monkeypatch.setattr(os, "memfd_create", refuse)
     for _ in range(2):
-        assert not by_arena(a.pass_on([bytes(2000)])[0])
+        assert not uses_arena(a.transfer([bytes(2000)])[0])
     assert a.transport.fallbacks == {"no memory": 2}
 
 
@@ -303,8 +303,8 @@ def test_a_segment_that_cannot_be_mapped_falls_back_silently(
         patch.setattr(os, "readlink", refuse)
         a.warm()
     for _ in range(3):
-        load, got = a.pass_on([b"x" * 2000])
-        assert not by_arena(load)
+        prepared, got = a.transfer([b"x" * 2000])
+        assert not uses_arena(prepared)
         assert bytes(got[0]) == b"x" * 2000
     stats = a.transport.statistics()
     assert stats["fallbacks"] == {"no reply yet": 1, "refused": 3}
@@ -312,13 +312,13 @@ def test_a_segment_that_cannot_be_mapped_falls_back_silently(
     assert [type(m) for m in a.said] == [ArenaOffer]  # asked once
     assert not caplog.records
     b.warm()
-    assert by_arena(b.pass_on([bytes(2000)])[0])  # the other direction has its own answer
+    assert uses_arena(b.transfer([bytes(2000)])[0])  # the other direction has its own answer
 
 
-def test_who_maps_a_peer_s_memory_offers_its_own(sides: tuple[Side, Side]) -> None:
+def test_mapping_a_peer_s_memory_leads_to_an_offer_of_one_s_own(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    assert by_arena(b.pass_on([bytes(2000)])[0])  # so large answers go by the arena from the first on
+    assert uses_arena(b.transfer([bytes(2000)])[0])  # so large answers go by the arena from the first on
 
 
 def patient_pair() -> tuple[Side, Side]:
@@ -328,10 +328,10 @@ def patient_pair() -> tuple[Side, Side]:
     return a, b
 
 
-def test_a_large_message_waits_for_the_answer_and_goes_by_the_arena_at_once() -> None:
+def test_a_large_message_waits_for_the_reply_and_uses_the_arena_at_once() -> None:
     a, b = patient_pair()
-    load, seen = a.pass_on([bytes(MB)])
-    assert by_arena(load)
+    prepared, seen = a.transfer([bytes(MB)])
+    assert uses_arena(prepared)
     assert copies(seen) == [bytes(MB)]
     assert a.transport.fallbacks == {}
     for side in (a, b):
@@ -349,7 +349,7 @@ def test_a_peer_that_does_not_reply_is_waited_for_once(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(Promise, "wait_done", wait_done)
     for _ in range(3):
-        assert not by_arena(a.pass_on([bytes(MB)])[0])
+        assert not uses_arena(a.transfer([bytes(MB)])[0])
     assert a.transport.fallbacks == {"no reply yet": 3}
     assert waits == [MB / SOCKET_BYTES_PER_SECOND]
     for side in (a, b):
@@ -365,7 +365,7 @@ def test_the_end_of_a_peer_ends_the_wait_for_its_reply(
     a, b = patient_pair()
     offered = threading.Event()
     b.transport.on_message = lambda *_: offered.set()  # type: ignore[method-assign]
-    sender = threading.Thread(target=lambda: a.pass_on([bytes(MB)]))
+    sender = threading.Thread(target=lambda: a.transfer([bytes(MB)]))
     sender.start()
     assert offered.wait(20)
     a.other = None  # nothing more is sent
@@ -376,44 +376,44 @@ def test_the_end_of_a_peer_ends_the_wait_for_its_reply(
         side.transport.close()
 
 
-def test_a_peer_that_never_answers_gets_frames(sides: tuple[Side, Side]) -> None:
+def test_a_peer_that_never_replies_gets_frames(sides: tuple[Side, Side]) -> None:
     a, _ = sides
     asked: list[Message] = []
     a.transport._send_message = lambda peer, message, message_id: asked.append(message)
     for _ in range(3):
-        assert not by_arena(a.pass_on([bytes(2000)])[0])
+        assert not uses_arena(a.transfer([bytes(2000)])[0])
     assert len(asked) == 1
     assert a.transport.fallbacks == {"no reply yet": 3}
 
 
-def test_nobody_there_is_no_error_of_the_exchange() -> None:
+def test_an_unreachable_peer_is_no_error_of_the_transport() -> None:
     a = Side(0)
-    load = a.transport.prepare(1, True, [bytes(2000)])
-    assert load.frames
+    prepared = a.transport.prepare(1, True, [bytes(2000)])
+    assert prepared.frames
     a.transport.close()
 
 
 # ---- ends -----------------------------------------------------------------------------------------------
 
 
-def test_blocks_of_a_lost_peer_come_back(sides: tuple[Side, Side]) -> None:
+def test_blocks_of_a_lost_peer_are_freed(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    _, got = a.pass_on([bytes(2000)])
+    _, got = a.transfer([bytes(2000)])
     b.transport.forget(0)  # its process is gone, and with it
     del got
     assert a.leased == 1
     a.transport.forget(1)
     assert a.leased == 0
     a.other = b
-    assert not by_arena(a.pass_on([bytes(2000)])[0])  # it is asked anew
-    assert by_arena(a.pass_on([bytes(2000)])[0])
+    assert not uses_arena(a.transfer([bytes(2000)])[0])  # it is asked anew
+    assert uses_arena(a.transfer([bytes(2000)])[0])
 
 
 def test_a_peer_that_left_and_keeps_a_tensor_keeps_its_block(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    _, got = a.pass_on([b"x" * 2000])
+    _, got = a.transfer([b"x" * 2000])
     b.transport.close()
     a.transport.forget(1)
     assert a.leased == 1
@@ -423,16 +423,16 @@ def test_a_peer_that_left_and_keeps_a_tensor_keeps_its_block(sides: tuple[Side, 
     assert a.leased == 0
 
 
-def test_the_late_loss_of_a_former_self_frees_nothing_that_the_new_one_looks_at() -> None:
+def test_a_late_loss_of_a_former_incarnation_frees_no_block_of_the_new_one() -> None:
     """A peer died and started again under its number; its death is told once more, and late."""
     a, former, new = Side(0), Side(1), Side(1)
     a.other, former.other, new.other = former, a, a
     a.warm()
-    _, old_blocks = a.pass_on([b"o" * 2000])
+    _, old_blocks = a.transfer([b"o" * 2000])
     a.transport.forget(1)
     a.other = new
     a.warm()
-    _, (mine,) = a.pass_on([b"n" * 2000])
+    _, (mine,) = a.transfer([b"n" * 2000])
     a.transport.forget(1)  # late
     del old_blocks
     former.transport.close()
@@ -440,16 +440,16 @@ def test_the_late_loss_of_a_former_self_frees_nothing_that_the_new_one_looks_at(
     assert a.leased == 1  # the new one's alone
     a.warm()
     for _ in range(20):
-        a.pass_on([b"x" * 2000])
+        a.transfer([b"x" * 2000])
     assert bytes(mine) == b"n" * 2000
     for side in (a, new):
         side.transport.close()
 
 
-def test_what_was_received_outlives_both(sides: tuple[Side, Side]) -> None:
+def test_a_received_frame_outlives_both_transports(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    _, (kept,) = a.pass_on([b"x" * 2000])
+    _, (kept,) = a.transfer([b"x" * 2000])
     a.transport.close()
     b.transport.close()
     kept[0:1] = b"y"
@@ -464,7 +464,7 @@ def test_a_fork_sees_what_it_had(sides: tuple[Side, Side]) -> None:
     """1. A process with a block forks. 2. The parent lets go of it. 3. The child does not see it change."""
     a, b = sides
     a.warm()
-    _, got = a.pass_on([b"x" * 2000])
+    _, got = a.transfer([b"x" * 2000])
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -473,7 +473,7 @@ def test_a_fork_sees_what_it_had(sides: tuple[Side, Side]) -> None:
     del got
     b.run_jobs()
     assert a.leased == 1
-    a.pass_on([b"y" * 2000])
+    a.transfer([b"y" * 2000])
     os.write(write, b".")
     assert b.transport.statistics()["blocks_pinned"] == 1
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -488,7 +488,7 @@ def test_a_fork_keeps_nothing_mapped_for_a_closed_transport(sides: tuple[Side, S
     """Nothing can be released any more, so the parent needs no copy of what the child sees."""
     a, b = sides
     a.warm()
-    _, got = a.pass_on([bytes(2000)])
+    _, got = a.transfer([bytes(2000)])
     read, write = os.pipe()
     children = []
     for close in (b.transport.close, lambda: None):  # pinned before, and never
@@ -512,7 +512,7 @@ def test_a_fork_keeps_nothing_mapped_for_a_closed_transport(sides: tuple[Side, S
 
 
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_what_several_forks_saw_goes_back_after_the_last_of_them(sides: tuple[Side, Side]) -> None:
+def test_a_block_seen_by_several_forks_is_released_after_the_last(sides: tuple[Side, Side]) -> None:
     """One block that two forks and a fork of a fork look at, and one that the second alone sees."""
     a, b = sides
     a.warm()
@@ -527,9 +527,9 @@ def test_what_several_forks_saw_goes_back_after_the_last_of_them(sides: tuple[Si
             os._exit(0)
         return child
 
-    _, got = a.pass_on([b"x" * 2000])
+    _, got = a.transfer([b"x" * 2000])
     first = fork(True)
-    _, more = a.pass_on([b"y" * 2000])
+    _, more = a.transfer([b"y" * 2000])
     second = fork(False)
     del got, more
     b.run_jobs()
@@ -553,7 +553,7 @@ def test_what_several_forks_saw_goes_back_after_the_last_of_them(sides: tuple[Si
     assert sorted(os.listdir("/proc/self/fd")) == before
 
 
-# ---- bad peers ------------------------------------------------------------------------------------------
+# ---- malicious peers ------------------------------------------------------------------------------------
 
 
 BIG = 2**62
@@ -608,41 +608,41 @@ def test_a_corrupt_descriptor_is_refused(
 ) -> None:
     a, b = sides
     a.warm()
-    load = a.transport.prepare(1, True, [bytes(2000)])
-    assert load.manifest is not None
+    prepared = a.transport.prepare(1, True, [bytes(2000)])
+    assert prepared.manifest is not None
     with pytest.raises(ProtocolError, match=says):
-        b.transport.open(0, corrupt(load.manifest), [])
+        b.transport.open(0, corrupt(prepared.manifest), [])
     assert b.transport.statistics()["blocks_in_use"] == 0
-    got = b.transport.open(0, load.manifest, [])  # the good one still does
+    got = b.transport.open(0, prepared.manifest, [])  # the good one still does
     assert bytes(got[0]) == bytes(2000)
 
 
-def test_frames_that_no_manifest_speaks_of_are_refused(sides: tuple[Side, Side]) -> None:
+def test_frames_that_no_manifest_refers_to_are_refused(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    load = a.transport.prepare(1, True, [bytes(2000)])
-    assert load.manifest is not None
+    prepared = a.transport.prepare(1, True, [bytes(2000)])
+    assert prepared.manifest is not None
     with pytest.raises(ProtocolError, match="fewer than the 1 frames"):
-        b.transport.open(0, load.manifest, [b"more"])
+        b.transport.open(0, prepared.manifest, [b"more"])
 
 
-def test_a_block_that_is_in_use_cannot_come_again(sides: tuple[Side, Side]) -> None:
+def test_a_block_in_use_cannot_be_received_again(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    load, got = a.pass_on([bytes(2000)])
-    assert load.manifest is not None
+    prepared, got = a.transfer([bytes(2000)])
+    assert prepared.manifest is not None
     with pytest.raises(ProtocolError, match="was received twice"):
-        b.transport.open(0, load.manifest, [])
+        b.transport.open(0, prepared.manifest, [])
     assert bytes(got[0]) == bytes(2000)
 
 
 @given(st.data())
-def test_no_manifest_whatever_does_harm(data: st.DataObject) -> None:
+def test_no_manifest_does_harm(data: st.DataObject) -> None:
     for a, b in pair():
         a.warm()
-        load = a.transport.prepare(1, True, [b"x" * 2000])
-        assert load.manifest is not None
-        segment = load.manifest.buffers[0].segment
+        prepared = a.transport.prepare(1, True, [b"x" * 2000])
+        assert prepared.manifest is not None
+        segment = prepared.manifest.buffers[0].segment
         drawn = data.draw(messages_of(Manifest))
         pieces = tuple(
             msgspec.structs.replace(p, segment=data.draw(st.sampled_from([p.segment, segment, 0])))
@@ -660,9 +660,9 @@ def test_no_manifest_whatever_does_harm(data: st.DataObject) -> None:
 def test_unknown_releases_are_counted_and_free_nothing(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    load, got = a.pass_on([bytes(2000)])
-    assert load.manifest is not None
-    number = load.manifest.buffers[0].block
+    prepared, got = a.transfer([bytes(2000)])
+    assert prepared.manifest is not None
+    number = prepared.manifest.buffers[0].block
     a.transport.open(2, Manifest(released=(number,)), [])  # of somebody who has nothing
     a.transport.open(1, Manifest(released=(number + 5, 2**63)), [])
     assert a.leased == 1
@@ -671,7 +671,7 @@ def test_unknown_releases_are_counted_and_free_nothing(sides: tuple[Side, Side])
     assert b.jobs
 
 
-def test_answers_to_nothing_and_of_others_change_nothing(sides: tuple[Side, Side]) -> None:
+def test_replies_to_no_offer_and_of_other_peers_change_nothing(sides: tuple[Side, Side]) -> None:
     a, _ = sides
     a.transport.on_message(1, ArenaReply(b"x" * 16), 77)
     assert a.other is not None
@@ -690,10 +690,10 @@ def test_answers_to_nothing_and_of_others_change_nothing(sides: tuple[Side, Side
     silent.other = None
     answer = silent.transport._mapped_blocks.map(0, offer)
     a.transport.on_message(1, answer, message_id)
-    assert by_arena(a.transport.prepare(1, True, [bytes(2000)]))
+    assert uses_arena(a.transport.prepare(1, True, [bytes(2000)]))
 
 
-def test_a_peer_cannot_have_everything_mapped(
+def test_the_number_of_mapped_segments_is_bounded(
     sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("zmqgrad.transport.shared_memory.mapped_blocks.MAX_SEGMENTS", 0)
@@ -702,11 +702,13 @@ def test_a_peer_cannot_have_everything_mapped(
     assert "0 segments are mapped" in a.transport.statistics()["refused_by"][1]
 
 
-def test_windows_may_name_frames_and_blocks_alike(sides: tuple[Side, Side]) -> None:
+def test_slices_may_refer_to_frames_and_to_blocks(sides: tuple[Side, Side]) -> None:
     a, b = sides
     a.warm()
-    load = a.transport.prepare(1, True, [b"b" * 2000])
-    assert load.manifest is not None
-    mixed = Manifest((*load.manifest.buffers, FrameBuffer()), (FrameSlice(1, 2, 3), *load.manifest.slices))
+    prepared = a.transport.prepare(1, True, [b"b" * 2000])
+    assert prepared.manifest is not None
+    mixed = Manifest(
+        (*prepared.manifest.buffers, FrameBuffer()), (FrameSlice(1, 2, 3), *prepared.manifest.slices)
+    )
     got = b.transport.open(0, mixed, [b"abcdefgh"])
     assert list(map(bytes, got)) == [b"cde", b"b" * 2000]
