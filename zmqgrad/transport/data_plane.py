@@ -112,7 +112,7 @@ class DataPlane:
         answer, size = bool(message.TYPE & RESPONSE), frames_size(prepared.frames)
         if self.send_window.take(peer, answer, size, wait=self._may_wait()):
             return prepared
-        self.shared_memory.rollback(peer, prepared)  # what goes back by this message must not wait with it
+        self.shared_memory.rollback(peer, prepared)  # its releases must not wait with it
         self.send_window.wait(peer, answer, size, patience)
         try:
             prepared = self.shared_memory.prepare(peer, local, frames)

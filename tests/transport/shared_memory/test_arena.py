@@ -191,6 +191,16 @@ def test_a_smaller_segment_where_the_system_refuses_a_large_one(monkeypatch: pyt
     host.arena.close()
 
 
+def test_an_offer_that_fails_is_made_again(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: int) -> os.stat_result:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fstat", refuse)
+        assert host.arena.lease(1, [MB]) == "no memory"
+    assert len(Reader(host).lease(MB)) == 1
+
+
 def test_a_second_reader_is_offered_the_same_segment(host: Host) -> None:
     one, two = Reader(host, 1), Reader(host, 2)
     one.lease(MB)

@@ -128,13 +128,14 @@ class Arena:
                 segment = self._segment_for(state, sum(map(block_size, sizes)))
                 if segment is None:
                     return "full"
-                lock = state.locks[segment.id] = next(self._lock_bytes)
-                state.offered, state.offer_id, state.replied = segment, next(self._offer_ids), Promise()
-                offer = segment.offer(lock)
+                lock, offer_id = next(self._lock_bytes), next(self._offer_ids)
+                offer = segment.offer(lock)  # may raise: no state is changed before
+                state.locks[segment.id] = lock
+                state.offered, state.offer_id, state.replied = segment, offer_id, Promise()
         except OSError as e:
             logger.debug("no shared memory for worker %d: %s", peer, e)
             return "no memory"
-        self._send(peer, offer, state.offer_id)
+        self._send(peer, offer, offer_id)
         return NO_REPLY
 
     def _allocate(self, state: LeaseState, sizes: Sequence[int]) -> list[Lease] | None:
