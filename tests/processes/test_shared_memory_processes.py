@@ -202,7 +202,7 @@ def hold_and_die(x: torch.Tensor) -> None:
 def a_reader_is_killed(rank: int) -> tuple[int, list[str]]:
     """Worker 1 dies between descriptor and release: its blocks come back, and others see nothing of it."""
     join(rank)
-    lent = -1
+    leased = -1
     if rank == 0:
         kept = [rpc.rpc_sync("worker1", torch.full, args=((N,), float(i))) for i in range(3)]
         futures = [rpc.rpc_async("worker1", hold_and_die, args=(torch.rand(N),)) for _ in range(5)]
@@ -218,8 +218,8 @@ def a_reader_is_killed(rank: int) -> tuple[int, list[str]]:
             x = torch.full((N,), float(i))
             assert rpc.rpc_sync("worker2", echo, args=(x,)).equal(x)
         for _ in range(1000):  # what worker 2 has finished with comes back with its next answers
-            lent = rpc.get_stats()["arena"]["blocks_leased"]
-            if lent == 0:
+            leased = rpc.get_stats()["arena"]["blocks_leased"]
+            if leased == 0:
                 break
             rpc.rpc_sync("worker2", echo, args=(1,))
         with suppress(PeerLostError):  # worker 2 may have ended before its answer is here
@@ -227,7 +227,7 @@ def a_reader_is_killed(rank: int) -> tuple[int, list[str]]:
     else:
         assert told_to_go.wait(80)
     rpc.shutdown(graceful=False)
-    return lent, memory_of_ours()
+    return leased, memory_of_ours()
 
 
 @pytest.mark.timeout(120)
