@@ -38,15 +38,15 @@ def test_workers_share_no_object_by_accident() -> None:
 def test_the_network_records_what_was_said() -> None:
     with cluster(2) as c:
         rpc.rpc_sync(1, abs, args=(-1,))
-        said = [(p.envelope.source, p.target, p.envelope.type) for p in c.network.carried]
+        said = [(p.envelope.source, p.target, p.envelope.type) for p in c.network.history]
         assert said == [(0, 1, MessageType.CALL), (1, 0, MessageType.RESULT)]
 
 
 def test_two_clusters_know_nothing_of_each_other() -> None:
     with cluster(2) as one, cluster(2) as two:
         assert rpc.rpc_sync(1, abs, args=(-1,)) == 1
-        assert len(one.network.carried) == 0
-        assert len(two.network.carried) == 2
+        assert len(one.network.history) == 0
+        assert len(two.network.history) == 2
 
 
 def test_a_cluster_of_nobody_is_refused() -> None:

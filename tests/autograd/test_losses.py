@@ -359,8 +359,8 @@ def test_a_late_message_does_not_bring_a_pass_back(c3: Cluster) -> None:
         number = first.caught[0].message.pass_id  # type: ignore[attr-defined]
         wait_until(lambda: number not in context_there.passes, lambda: context_there.passes)
         with c3.network.changed:
-            for parcel in first.caught:
-                c3.network.deliver(parcel.copy())
+            for message in first.caught:
+                c3.network.deliver(message.copy())
         c3.network.wait_quiet()
         assert number not in context_there.passes
         assert get_gradients(ctx)[x].tolist() == [2.0 * (1 + ENDED_PASSES)]

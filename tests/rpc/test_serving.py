@@ -118,7 +118,7 @@ def test_a_call_over_time_is_cancelled_and_can_make_no_more(pair: Cluster, clock
     with pytest.raises(RpcTimeoutError, match=r"more than set timeout .5000 ms"):
         future.wait()
     stage.go_on.set()
-    pair.network.wait_carried(MessageType.RESULT, 2)
+    pair.network.wait_sent(MessageType.RESULT, 2)
     assert stage.seen[0] == (True, 0.0)
     assert "nobody waits any more" in str(stage.seen[1])
 
@@ -163,7 +163,7 @@ def test_a_caller_that_gives_up_tells_the_callee(pair: Cluster) -> None:
     pair.network.wait_quiet()
     for given_up in (queued, call):
         worker.client.cancel(given_up)
-    pair.network.wait_carried(MessageType.CANCEL, 2)
+    pair.network.wait_sent(MessageType.CANCEL, 2)
     pair.network.wait_quiet()
     stage.go_on.set()
     assert rpc.rpc_sync(1, left_here) == 20.0, "the one thread is free again"
@@ -177,7 +177,7 @@ def test_nobody_else_can_cancel_a_call() -> None:
         call = c.workers[0].call(1, stop_and_look)
         assert stage.running.wait(WAIT)
         c.workers[2].client._send_cancel(call)
-        c.network.wait_carried(MessageType.CANCEL)
+        c.network.wait_sent(MessageType.CANCEL)
         c.network.wait_quiet()
         stage.go_on.set()
         c.workers[0].wait(call)

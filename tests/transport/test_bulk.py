@@ -15,11 +15,11 @@ from tests.transport.contract import Office, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport import bulk
-from zmqgrad.transport.arena.exchange import Load, _in_frames
 from zmqgrad.transport.bulk import BufferPool, Reassembler, split
 from zmqgrad.transport.flow_control import INFLIGHT
+from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket
 from zmqgrad.transport.tap import Tapped
-from zmqgrad.wire.messages import Chunk, Hello, Manifest, MessageType, Piece, StoreSet, Window
+from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Hello, Manifest, MessageType, StoreSet
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def some_bytes(size: int) -> bytes:
     return random.Random(size).randbytes(size)
 
 
-def carry(assembly: Reassembler, load: Load) -> tuple[Manifest | None, list[Any]]:
+def carry(assembly: Reassembler, load: PreparedFrames) -> tuple[Manifest | None, list[Any]]:
     """Send ``load`` in chunks; what the other side makes of it."""
     rest, parts = split(load)
     for chunk, data in parts:
@@ -47,26 +47,26 @@ def carry(assembly: Reassembler, load: Load) -> tuple[Manifest | None, list[Any]
 def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
     """Whether small ones are joined (many frames) or not."""
     frames = [some_bytes(n) for n in sizes]
-    load = _in_frames(frames, sizes, (7,))
+    load = pack_for_socket(frames, sizes, (7,))
     manifest, came = carry(Reassembler(), load)
     assert [bytes(f) for f in came] == [bytes(f) for f in load.frames]
     if any(n > 4000 for n in sizes):
         assert manifest is not None
         assert manifest.released == (7,)
-        assert all(p.segment == p.block == 0 for p in manifest.pieces)
-        windows = [bytes(came[w.piece])[w.offset : w.offset + w.size] for w in manifest.windows]
+        assert all(p.segment == p.block == 0 for p in manifest.buffers)
+        windows = [bytes(came[w.buffer])[w.offset : w.offset + w.size] for w in manifest.slices]
         assert windows == frames
 
 
 def test_what_is_small_is_not_cut() -> None:
-    load = Load(None, [bytes(4000)])
+    load = PreparedFrames(None, [bytes(4000)])
     assert split(load) == (load, [])
 
 
 def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
     assembly = Reassembler()
-    _, (first,) = carry(assembly, Load(None, [some_bytes(8000)]))
-    _, (second,) = carry(assembly, Load(None, [some_bytes(8001)]))
+    _, (first,) = carry(assembly, PreparedFrames(None, [some_bytes(8000)]))
+    _, (second,) = carry(assembly, PreparedFrames(None, [some_bytes(8001)]))
     assert bytes(first) == some_bytes(8000)
     assert assembly.buffers.kept() == 0
     first[:3] = b"own"  # it is the reader's
@@ -77,7 +77,7 @@ def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
     del part
     gc.collect()
     assert assembly.buffers.kept() == 8000
-    _, (third,) = carry(assembly, Load(None, [some_bytes(7000)]))
+    _, (third,) = carry(assembly, PreparedFrames(None, [some_bytes(7000)]))
     assert assembly.buffers.kept() == 0
     assert [bytes(second), bytes(third)] == [some_bytes(8001), some_bytes(7000)]
     assembly.close()
@@ -137,12 +137,12 @@ def test_a_chunk_that_does_not_follow_ends_its_frame(following: Chunk) -> None:
     with pytest.raises(ProtocolError, match="5 of 10 bytes were received"):
         assembly.add(3, following, [bytearray(5)])
     with pytest.raises(ProtocolError, match="missing"):
-        assembly.complete(3, Manifest((Piece(0, 1, 0, 10),), (Window(0, 0, 10),)), [])
+        assembly.complete(3, Manifest((FrameBuffer(0, 1, 0, 10),), (FrameSlice(0, 0, 10),)), [])
 
 
 def test_a_message_whose_chunks_are_not_all_there_is_refused() -> None:
     assembly = Reassembler()
-    manifest = Manifest((Piece(0, 1, 0, 10),), (Window(0, 0, 10),))
+    manifest = Manifest((FrameBuffer(0, 1, 0, 10),), (FrameSlice(0, 0, 10),))
     assembly.add(3, Chunk(1, 0, 10), [bytearray(9)])
     for peer in (4, 3, 3):  # of another; in part; and then no more at all
         with pytest.raises(ProtocolError, match="missing"):

@@ -10,11 +10,11 @@ import zmq
 
 from tests.transport.contract import KeepsOrder, Kind, MailboxContract
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.memory import MemoryMailbox, MemoryNetwork
 from zmqgrad.transport.security import Keys, load_keys, secure_client
+from zmqgrad.transport.shared_memory.settings import ArenaSettings
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import StoreSet
 

@@ -113,7 +113,7 @@ def test_waiting_for_what_does_not_happen_ends(network: MemoryNetwork) -> None:
     ):
         held.wait(timeout=0.01)
     with pytest.raises(TimeoutError, match="nothing"):
-        network.wait_carried(MessageType.HELLO, timeout=0.01)
+        network.wait_sent(MessageType.HELLO, timeout=0.01)
 
 
 def test_delay_lets_others_go_past(office: Office, network: MemoryNetwork) -> None:
@@ -179,30 +179,32 @@ def test_faults_work_together_in_the_order_they_began(office: Office, network: M
         assert heard(network, b) == [3, 3]
 
 
-def test_it_records_what_it_carried_lost_or_not(office: Office, network: MemoryNetwork) -> None:
+def test_its_history_lists_messages_that_arrived_and_that_were_lost(
+    office: Office, network: MemoryNetwork
+) -> None:
     a, _ = office.pair()
     with network.drop(times=1):
         say(a, 1, 1, 2)
     say(a, 1, 3, message=GOODBYE)
-    network.wait_carried(MessageType.HELLO, 2)
-    assert [str(p) for p in network.carried] == [
+    network.wait_sent(MessageType.HELLO, 2)
+    assert [str(p) for p in network.history] == [
         "0 -> 1 HELLO #1 52 B",
         "0 -> 1 HELLO #2 52 B",
         "0 -> 1 GOODBYE #3 51 B",
     ]
-    assert [p.message for p in network.carried] == [HELLO, HELLO, GOODBYE]
+    assert [p.message for p in network.history] == [HELLO, HELLO, GOODBYE]
     assert repr(network).endswith("GOODBYE #3 51 B>")
 
 
 def test_the_record_is_bounded_and_holds_no_frames(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("zmqgrad.transport.memory.network.RECORD", 5)
+    monkeypatch.setattr("zmqgrad.transport.memory.network.HISTORY_MESSAGES", 5)
     with office_of(InMemory()) as office:
         a, b = office.pair()
         say(a, 1, *range(12))
         b.take(12)
         assert isinstance(office.kind, InMemory)
-        carried = office.kind.network.carried
-        assert [(p.envelope.message_id, p.frames) for p in carried] == [(i, ()) for i in range(7, 12)]
+        history = office.kind.network.history
+        assert [(p.envelope.message_id, p.frames) for p in history] == [(i, ()) for i in range(7, 12)]
 
 
 def test_what_is_sent_to_the_dead_is_counted(office: Office, network: MemoryNetwork) -> None:

@@ -328,7 +328,7 @@ def get_stats() -> dict[str, Any]:
     Returns:
         ``sent_by_path`` and ``received_by_path``: bytes sent ``inline`` (small values, beside the header), in
         ``frames`` (of a socket) and in the ``arena`` (shared memory). ``arena``: its ``limit``, the
-        ``memory`` it takes, ``bytes_lent`` to peers, ``blocks_in_use`` here of those lent by peers, the
+        ``memory`` it takes, ``bytes_leased`` to peers, ``blocks_in_use`` here of those leased by peers, the
         number of messages sent in frames instead (``fallbacks``, by reason), and the workers that cannot map
         it, with the reason (``refused_by``). ``inflight``: the ``limit`` of bytes in flight to a peer through
         sockets, and by worker id the ``bytes`` in flight and what is ``waiting`` for credit. ``kept_warm``:

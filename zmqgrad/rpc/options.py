@@ -15,9 +15,9 @@ from zmqgrad import environment
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.runtime.spinning import SPIN_SECONDS
-from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
 from zmqgrad.transport.flow_control import INFLIGHT
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
+from zmqgrad.transport.shared_memory.settings import THRESHOLD_BYTES, ArenaSettings, default_limit
 
 DEFAULT_RPC_TIMEOUT_SEC = 60.0
 DEFAULT_INIT_METHOD = "env://"
@@ -157,7 +157,7 @@ class RpcBackendOptions:
             ConfigurationError: if they are invalid.
         """
         return ArenaSettings(
-            self._setting("arena_limit", default_limit()), self._setting("arena_threshold", THRESHOLD)
+            self._setting("arena_limit", default_limit()), self._setting("arena_threshold", THRESHOLD_BYTES)
         )
 
     def inflight(self) -> int:

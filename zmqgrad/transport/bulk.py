@@ -22,9 +22,9 @@ from typing import Any
 from msgspec.structs import replace
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.transport.arena.exchange import Load
 from zmqgrad.transport.base import Buffer, Timer
-from zmqgrad.wire.messages import Chunk, Manifest, Piece, Window
+from zmqgrad.transport.shared_memory.packing import PreparedFrames
+from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Manifest
 
 CHUNK = 4 << 20
 """Size of a chunk in bytes."""
@@ -47,31 +47,31 @@ TRIM_SECONDS = 30.0
 _numbers = itertools.count(1)
 
 
-def split(load: Load) -> tuple[Load, list[tuple[Chunk, memoryview]]]:
-    """Splits the large frames of ``load``.
+def split(prepared: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
+    """Splits the large frames of ``prepared``.
 
     Returns:
-        ``load`` without them, and their chunks, to be sent before it.
+        ``prepared`` without them, and their chunks, to be sent before it.
     """
-    if all(len(frame) <= LEAST for frame in load.frames):
-        return load, []
-    manifest = load.manifest or Manifest()
-    pieces = list(manifest.pieces) or [Piece(size=len(f)) for f in load.frames]
-    windows = manifest.windows or tuple(Window(i, 0, len(f)) for i, f in enumerate(load.frames))
+    if all(len(frame) <= LEAST for frame in prepared.frames):
+        return prepared, []
+    manifest = prepared.manifest or Manifest()
+    buffers = list(manifest.buffers) or [FrameBuffer(size=len(f)) for f in prepared.frames]
+    slices = manifest.slices or tuple(FrameSlice(i, 0, len(f)) for i, f in enumerate(prepared.frames))
     chunks: list[tuple[Chunk, memoryview]] = []
     rest: list[Buffer] = []
-    for i, frame in enumerate(load.frames):
+    for i, frame in enumerate(prepared.frames):
         size = len(frame)
         if size <= LEAST:
             rest.append(frame)
             continue
-        pieces[i] = Piece(block=next(_numbers), size=size)
+        buffers[i] = FrameBuffer(block=next(_numbers), size=size)
         view = memoryview(frame)
         chunks += [
-            (Chunk(pieces[i].block, start, size), view[start : start + CHUNK])
+            (Chunk(buffers[i].block, start, size), view[start : start + CHUNK])
             for start in range(0, size, CHUNK)
         ]
-    return Load(replace(manifest, pieces=tuple(pieces), windows=windows), rest), chunks
+    return PreparedFrames(replace(manifest, buffers=tuple(buffers), slices=slices), rest), chunks
 
 
 class _PartialFrame:
@@ -135,19 +135,19 @@ class Reassembler:
         """
         following = iter(frames)
         whole: list[Buffer] = []
-        pieces: list[Piece] = []
-        for piece in manifest.pieces:
-            if piece.segment or not piece.block:
-                pieces.append(piece)
-                if not piece.segment:
+        buffers: list[FrameBuffer] = []
+        for buffer in manifest.buffers:
+            if buffer.segment or not buffer.block:
+                buffers.append(buffer)
+                if not buffer.segment:
                     whole += itertools.islice(following, 1)
                 continue
-            stream = self._streams.pop((peer, piece.block), None)
-            if stream is None or not stream.received == stream.size == piece.size:
+            stream = self._streams.pop((peer, buffer.block), None)
+            if stream is None or not stream.received == stream.size == buffer.size:
                 raise ProtocolError(f"chunks of a frame of worker {peer} are missing")
-            pieces.append(Piece(size=piece.size))
+            buffers.append(FrameBuffer(size=buffer.size))
             whole.append(memoryview(stream.array).cast("B"))
-        return replace(manifest, pieces=tuple(pieces)), [*whole, *following]
+        return replace(manifest, buffers=tuple(buffers)), [*whole, *following]
 
     def forget(self, peer: int) -> None:
         """Drops the incomplete frames of ``peer``."""

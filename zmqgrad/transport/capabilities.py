@@ -6,7 +6,7 @@ import os
 
 import zmq
 
-from zmqgrad.transport.arena.segment import Segment, supported
+from zmqgrad.transport.shared_memory.segment import Segment, supported
 
 
 def libzmq_version() -> str:

@@ -1,7 +1,7 @@
 """Decides how the frames of a message are transferred: by shared memory, or by a socket in chunks, on credit.
 
-Each mailbox has one. It combines three mechanisms that are independent of one another: the arena
-(:mod:`~zmqgrad.transport.arena.exchange`), credit (:mod:`~zmqgrad.transport.flow_control`) and chunks
+Each mailbox has one. It combines three mechanisms that are independent of one another: shared
+memory (:mod:`~zmqgrad.transport.shared_memory`), credit (:mod:`~zmqgrad.transport.flow_control`) and chunks
 (:mod:`~zmqgrad.transport.bulk`).
 """
 
@@ -13,11 +13,12 @@ from typing import Any
 
 from zmqgrad.errors import ZmqgradError
 from zmqgrad.runtime.thread_pool import Task
-from zmqgrad.transport.arena.exchange import Exchange, Load, Send
-from zmqgrad.transport.arena.settings import ArenaSettings
 from zmqgrad.transport.base import Buffer, Frame, Handler, Inbound, Timer
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
+from zmqgrad.transport.shared_memory.packing import PreparedFrames
+from zmqgrad.transport.shared_memory.settings import ArenaSettings
+from zmqgrad.transport.shared_memory.transport import Send, SharedMemoryTransport
 from zmqgrad.wire.lazy_frame import LazyFrame
 from zmqgrad.wire.messages import (
     RESPONSE,
@@ -34,7 +35,7 @@ logger = logging.getLogger(__name__)
 OWN = frozenset(
     {
         MessageType.ARENA_OFFER,
-        MessageType.ARENA_ANSWER,
+        MessageType.ARENA_REPLY,
         MessageType.RELEASE,
         MessageType.CREDIT,
         MessageType.CREDIT_WANTED,
@@ -66,9 +67,9 @@ class DataPlane:
         send_behind: Callable[[int, Message], None],
         may_wait: Callable[[], bool],
     ) -> None:
-        self.exchange = Exchange(name, arena, send, may_wait)
-        self.owes = self.exchange.owes
-        """Is there memory to give back to that peer?"""
+        self.shared_memory = SharedMemoryTransport(name, arena, send, may_wait)
+        self.has_releases = self.shared_memory.has_releases
+        """Returns, as a truth value, whether there are blocks to release to a peer."""
         self.send_window = SendWindow(name, inflight, self._notify)
         self._name = name
         self._receive_window = ReceiveWindow(inflight, self._notify)
@@ -79,7 +80,7 @@ class DataPlane:
 
     def start(self, timer: Timer | None) -> None:
         """Starts the periodic work, which ``timer`` runs."""
-        self.exchange.start(timer)
+        self.shared_memory.start(timer)
         self._reassembler.buffers.start(timer)
 
     def _notify(self, peer: int, message: Message, message_id: int = 0) -> None:
@@ -93,9 +94,9 @@ class DataPlane:
 
     # ---- sending ------------------------------------------------------------------------------------------
 
-    def load(
+    def prepare(
         self, peer: int, local: bool, message: Message, frames: Sequence[Frame], patience: float
-    ) -> Load:
+    ) -> PreparedFrames:
         """Prepares ``frames`` for ``peer``, which is on this host if ``local``.
 
         If they must use the socket and the peer's credit is used up, waits up to ``patience`` seconds (0: no
@@ -104,32 +105,32 @@ class DataPlane:
         Raises:
             CongestionError, ClosedError: as :meth:`SendWindow.wait`.
         """
-        load = self.exchange.load(peer, local, frames)
-        if not load.frames:
-            return load
-        reply, size = bool(message.TYPE & RESPONSE), frames_size(load.frames)
+        prepared = self.shared_memory.prepare(peer, local, frames)
+        if not prepared.frames:
+            return prepared
+        reply, size = bool(message.TYPE & RESPONSE), frames_size(prepared.frames)
         if self.send_window.take(peer, reply, size, wait=self._may_wait()):
-            return load
-        self.exchange.unload(peer, load)  # releases carried by this message must not wait
+            return prepared
+        self.shared_memory.rollback(peer, prepared)  # releases carried by this message must not wait
         self.send_window.wait(peer, reply, size, patience)
         try:
-            load = self.exchange.load(peer, local, frames)
+            prepared = self.shared_memory.prepare(peer, local, frames)
         except BaseException:
             self.send_window.give_back(peer, reply, size)
             raise
-        if not load.frames:  # by now there is shared memory for them
+        if not prepared.frames:  # by now there is shared memory for them
             self.send_window.give_back(peer, reply, size)
-        return load
+        return prepared
 
     def copies(self, frames: Sequence[Frame]) -> list[Frame]:
         """Returns copies of ``frames`` that later changes of the tensors do not affect."""
         return [f if isinstance(f, (bytes, LazyFrame)) else self._reassembler.buffers.copy(f) for f in frames]
 
-    def unload(self, peer: int, message: Message, load: Load) -> None:
-        """Undoes :meth:`load` for a message that could not be sent."""
-        self.exchange.unload(peer, load)
-        if load.frames:
-            self.send_window.give_back(peer, bool(message.TYPE & RESPONSE), frames_size(load.frames))
+    def rollback(self, peer: int, message: Message, prepared: PreparedFrames) -> None:
+        """Undoes :meth:`prepare` for a message that could not be sent."""
+        self.shared_memory.rollback(peer, prepared)
+        if prepared.frames:
+            self.send_window.give_back(peer, bool(message.TYPE & RESPONSE), frames_size(prepared.frames))
 
     # ---- receiving -----------------------------------------------------------------------------------------
 
@@ -139,11 +140,11 @@ class DataPlane:
         Raises:
             ProtocolError: if the manifest does not match the frames and chunks that were received.
         """
-        if any([piece.block and not piece.segment for piece in manifest.pieces]):
+        if any([buffer.block and not buffer.segment for buffer in manifest.buffers]):
             manifest, frames = self._reassembler.complete(peer, manifest, frames)
-        return self.exchange.open(peer, manifest, frames)
+        return self.shared_memory.open(peer, manifest, frames)
 
-    def heard(self, inbound: Inbound) -> None:
+    def on_message(self, inbound: Inbound) -> None:
         """Handles one of the messages in ``OWN``.
 
         Raises:
@@ -157,9 +158,9 @@ class DataPlane:
         elif isinstance(message, Chunk):
             self._reassembler.add(source, message, inbound.frames)
         elif inbound.envelope.type != MessageType.ACK:  # its envelope was handled by the session
-            self.exchange.heard(source, message, inbound.envelope.message_id)
+            self.shared_memory.on_message(source, message, inbound.envelope.message_id)
 
-    def take_in(self, inbound: Inbound, handler: Handler) -> Task | None:
+    def deliver(self, inbound: Inbound, handler: Handler) -> Task | None:
         """Passes a message whose frames came through a socket to ``handler``.
 
         It counts as consumed when its task begins, or at once if there is none.
@@ -185,7 +186,7 @@ class DataPlane:
 
     def forget(self, peer: int) -> None:
         """Drops all state of ``peer``: nothing in flight in either direction will arrive."""
-        self.exchange.forget(peer)
+        self.shared_memory.forget(peer)
         self._reassembler.forget(peer)
         self._receive_window.forget(peer)
         self.send_window.forget(peer)  # last: threads that wait for it now fail
@@ -193,13 +194,13 @@ class DataPlane:
     def close(self) -> None:
         """Stops sharing, waiting and pooling. Tensors that were received stay valid. Idempotent."""
         self.send_window.close()
-        self.exchange.close()
+        self.shared_memory.close()
         self._reassembler.close()
 
     def statistics(self) -> dict[str, Any]:
         """Returns the state of the arena, the bytes in flight, and the size of the buffer pool."""
         return {
-            "arena": self.exchange.statistics(),
+            "arena": self.shared_memory.statistics(),
             "inflight": self.send_window.statistics(),
             "kept_warm": self._reassembler.buffers.kept(),
         }

@@ -30,8 +30,6 @@ from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
-from zmqgrad.transport.arena.exchange import Load
-from zmqgrad.transport.arena.settings import OFF, ArenaSettings
 from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, OnIdle, Resolver, Suspected, Timer
 from zmqgrad.transport.bind_policy import bind
 from zmqgrad.transport.bulk import split
@@ -46,6 +44,8 @@ from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.receiver import Receiver
 from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
 from zmqgrad.transport.sessions import Sessions
+from zmqgrad.transport.shared_memory.packing import PreparedFrames
+from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.frames import Envelope
@@ -60,7 +60,7 @@ messages may change as soon as they are sent; between hosts they are copied, as 
 UNSEEN = frozenset({MessageType.CHUNK, MessageType.ACK})
 """Messages that the tap does not see: parts of others, and acknowledgements."""
 
-NO_LOAD = Load(None, ())
+NO_FRAMES = PreparedFrames(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
 
@@ -205,16 +205,16 @@ class ZmqMailbox:
         self._receiver.start(self._received, pool, on_idle)
 
     def _lose(self, peer: int, where: str) -> None:
-        self._plane.exchange.forget(peer)
+        self._plane.shared_memory.forget(peer)
         self._lost(peer, where)
 
     def _received(self, inbound: Inbound) -> Task | None:
         if self.tap is not None and inbound.envelope.type not in UNSEEN:
             self._call_tap(inbound)
         if inbound.envelope.type in OWN:
-            self._plane.heard(inbound)
+            self._plane.on_message(inbound)
             return None
-        task = self._plane.take_in(inbound, self._handler) if inbound.by_socket else self._handler(inbound)
+        task = self._plane.deliver(inbound, self._handler) if inbound.by_socket else self._handler(inbound)
         if task is not None:
             self._spin_budget.yield_cpu()
         return task
@@ -251,26 +251,26 @@ class ZmqMailbox:
         """As ``Mailbox``. Frames of ``ZERO_COPY_BYTES`` and more must not be modified afterwards."""
         pool = self._connections
         connection = pool.known(peer) or pool.to(peer)
-        load = NO_LOAD
-        if frames or self._plane.owes(peer):
+        prepared = NO_FRAMES
+        if frames or self._plane.has_releases(peer):
             if not connection.is_open:
                 pool.open(peer, connection)  # only then is it known whether the peer is on this host
             same_host = connection.endpoint.startswith("ipc:")
             if not same_host and message.TYPE not in UNCHANGED:
                 frames = self._plane.copies(frames)
-            load = self._plane.load(peer, same_host, message, frames, patience)
-        going, parts = load, NO_PARTS
+            prepared = self._plane.prepare(peer, same_host, message, frames, patience)
+        going, parts = prepared, NO_PARTS
         try:
-            if load.frames:
-                going, chunks = split(load)
+            if prepared.frames:
+                going, chunks = split(prepared)
                 parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
             first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
-            small = not load.frames and len(first) <= local.MAX_PACKET_BYTES
+            small = not prepared.frames and len(first) <= local.MAX_PACKET_BYTES
             to_channel = small and channel and message.is_awaited_by(peer)
             if not (to_channel and pool.send_to_channel(peer, channel, first)):
                 pool.send(peer, connection, first, going.frames, small, parts, bool(channel))
         except BaseException:
-            self._plane.unload(peer, message, load)
+            self._plane.rollback(peer, message, prepared)
             raise
         if self.tap is not None:
             envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, channel)
@@ -324,7 +324,7 @@ class ZmqMailbox:
         left = self._receiver.join(deadline)
         if self._heartbeats is not None:
             left += self._heartbeats.join(deadline)
-        left += self._plane.exchange.join(deadline) + self._connections.join(deadline)
+        left += self._plane.shared_memory.join(deadline) + self._connections.join(deadline)
         if left:
             return left
         if self._own_timer is not None and (left := self._own_timer.join(deadline)):
@@ -352,16 +352,16 @@ class ZmqMailbox:
         Paths: ``inline`` (in the header frame), ``frames`` (through a socket), ``arena`` (shared memory).
         """
         messages, header_bytes, frame_bytes = self._connections.counts()
-        exchange, receiver = self._plane.exchange, self._receiver
+        shared_memory, receiver = self._plane.shared_memory, self._receiver
         sent = {
             "inline": header_bytes,
             "frames": frame_bytes,
-            "arena": exchange.bytes_out,
+            "arena": shared_memory.bytes_out,
         }
         received = {
             "inline": receiver.header_bytes,
             "frames": receiver.frame_bytes,
-            "arena": exchange.bytes_in,
+            "arena": shared_memory.bytes_in,
         }
         return {
             "messages_sent": messages,

@@ -258,9 +258,9 @@ class Receiver:
             except ProtocolError as e:
                 self._refuse(identity, e)
                 return None
-            for piece in manifest.pieces:
-                if piece.block and not piece.segment:  # it was received before, in chunks
-                    by_socket += piece.size
+            for buffer in manifest.buffers:
+                if buffer.block and not buffer.segment:  # it was received before, in chunks
+                    by_socket += buffer.size
         self.messages += 1
         size = len(first)
         for each in found:

@@ -204,7 +204,7 @@ def test_a_reference_given_up_before_its_value_is_made(trio: Cluster) -> None:
         with pytest.raises(RpcTimeoutError):
             rref.to_here(timeout=0.05)
         del rref
-        trio.network.wait_carried(MessageType.RREF_USER_DELETE)
+        trio.network.wait_sent(MessageType.RREF_USER_DELETE)
         trio.network.wait_quiet()
 
 
@@ -258,7 +258,7 @@ def test_references_in_calls_that_cannot_be_rebuilt_or_are_not_run(trio: Cluster
             also.wait()
             with pytest.raises(RpcTimeoutError):
                 refused.to_here(timeout=0.05)
-            trio.network.wait_carried(MessageType.CANCEL)
+            trio.network.wait_sent(MessageType.CANCEL)
             del refused
 
 
@@ -356,7 +356,7 @@ def test_a_reference_that_came_and_went_before_its_value_is_made(trio: Cluster) 
         rref = rpc.remote(2, Value, args=(5,))
         held.wait()
         rpc.rpc_sync(1, str, args=(rref,))
-        trio.network.wait_carried(MessageType.RREF_USER_DELETE)
+        trio.network.wait_sent(MessageType.RREF_USER_DELETE)
         trio.network.wait_quiet()
     assert rref.to_here().content == 5
 
@@ -366,7 +366,7 @@ def test_a_value_whose_maker_died_before_its_call_came(trio: Cluster) -> None:
         rref = rpc.remote(2, Value)
         held.wait()
         fetching = rpc.rpc_async(1, fetch, args=(rref,))
-        trio.network.wait_carried(MessageType.RREF_FETCH)
+        trio.network.wait_sent(MessageType.RREF_FETCH)
         trio.network.wait_quiet()
         trio.workers[2].lose(0, "it fell over")
         with pytest.raises(PeerLostError, match="the call that makes value"):

@@ -162,5 +162,5 @@ def test_a_broadcast_is_packed_once_and_understood_by_all() -> None:
         for _ in range(2):
             futures = broadcast(["worker1", "worker2"], lambda x: x + k, args=(1,))
             assert [f.wait() for f in futures] == [3, 3]
-        names = [p.message for p in made.network.carried if isinstance(p.message, Call)]
+        names = [p.message for p in made.network.history if isinstance(p.message, Call)]
         assert len(names) == 4

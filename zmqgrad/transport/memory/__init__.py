@@ -1,10 +1,10 @@
-"""Mailboxes in memory: the same contract as over ZeroMQ, in one process, with a record and with faults.
+"""Mailboxes in memory: the contract of those over ZeroMQ, in one process, with a history and with faults.
 
-Ships with the product, for :mod:`zmqgrad.testing`. Each message is encoded and decoded like a real one
-and its frames are copied into fresh memory, so nobody shares an object by accident. Each mailbox
-delivers in a thread of its own named ``<name>-receiver``; messages between two workers arrive in the
-order sent, unless a fault (:mod:`~zmqgrad.transport.memory.faults`) says otherwise. A peer whose mailbox is
-closed loses what is sent to it, like a dead process.
+They ship with the product, for :mod:`zmqgrad.testing`. Each message is encoded, and its frames are copied, so
+workers share no objects by accident. Each mailbox delivers in a thread of its own, named ``<name>-receiver``.
+Messages between two workers arrive in the order in which they were sent, unless a fault
+(:mod:`~zmqgrad.transport.memory.faults`) is active. As with a dead process, messages to a closed mailbox are
+lost.
 """
 
 from __future__ import annotations

@@ -1,40 +1,44 @@
-"""What can go wrong between two mailboxes in memory: by message type, counted, inside a ``with``.
+"""Faults between mailboxes in memory: selected by message type, counted, active inside a ``with`` block.
 
     with network.drop(MessageType.RREF_ACK, times=2):
         ...                                  # the first two acknowledgements are lost
     with network.hold(MessageType.CALL, target=1) as held:
-        held.wait()                          # a call is on its way, and goes no further
+        held.wait()                          # a call has been sent and is kept back
         ...
         held.release()
 
-A fault sees each parcel once, as it is sent, and says what goes on from there. Leaving the ``with`` ends
-the fault and lets go what it held back. Nothing here looks at a clock: "late" is counted in messages, so
-that a test which passes once passes always.
+A fault sees each message once, when it is sent, and decides what is forwarded in its place. The end of the
+``with`` block ends the fault and delivers what it kept back. No fault depends on time: a delay is counted in
+messages, so a test that passes once passes always.
 """
 
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Collection
 from types import TracebackType
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message, MessageType
 
+if TYPE_CHECKING:
+    from zmqgrad.transport.memory.network import MemoryNetwork
+
 WAIT_SECONDS = 10.0
-"""How long the waits for tests wait, unless told otherwise."""
+"""Default timeout of waits."""
 
 Workers = int | Collection[int] | None
-"""One worker id, several, or (None) all."""
+"""One worker id, several, or None for all."""
 
 F = TypeVar("F", bound="Fault")
 
 
-class Parcel(NamedTuple):
-    """A message on its way. ``frames`` is what travels, ``size`` their bytes; the rest is for the eye."""
+class InFlightMessage(NamedTuple):
+    """A message between two mailboxes.
+
+    ``frames`` is what the receiver decodes, ``size`` the number of bytes. ``message`` is for inspection only.
+    """
 
     envelope: Envelope
     target: int
@@ -43,8 +47,8 @@ class Parcel(NamedTuple):
     size: int
     frames: tuple[bytearray, ...]
 
-    def copy(self) -> Parcel:
-        """The same in other memory."""
+    def copy(self) -> InFlightMessage:
+        """Return a copy with frames of its own."""
         return self._replace(frames=tuple(bytearray(f) for f in self.frames))
 
     def __str__(self) -> str:
@@ -52,97 +56,85 @@ class Parcel(NamedTuple):
         return f"{e.source} -> {self.target} {MessageType(e.type).name} #{e.message_id} {self.size} B"
 
 
-class Carrier(Protocol):
-    """What a fault needs of the network."""
-
-    changed: threading.Condition
-
-    def begin(self, fault: Fault) -> None:
-        """Ask ``fault`` about each parcel from now on."""
-        ...
-
-    def end(self, fault: Fault) -> None:
-        """Ask it no more."""
-        ...
-
-    def deliver(self, parcel: Parcel) -> None:
-        """Put ``parcel`` before its mailbox. Called with ``changed`` held."""
-        ...
-
-
 class Fault:
-    """One thing that goes wrong, to parcels of some type, from some workers, to some workers.
+    """A fault, as a context manager. ``caught`` lists the messages that it affected, oldest first.
 
-    ``caught`` lists the parcels it happened to, oldest first.
+    Args:
+        network: whose messages it affects.
+        kind: type of the affected messages; None: all types.
+        times: how many messages it affects; None: no limit.
+        source: the senders.
+        target: the receivers.
     """
 
     def __init__(
         self,
-        carrier: Carrier,
+        network: MemoryNetwork,
         kind: MessageType | None = None,
         times: int | None = None,
         source: Workers = None,
         target: Workers = None,
     ) -> None:
-        self._carrier = carrier
+        self._network = network
         self._kind = kind
         self._left = times
         self._source = _as_set(source)
         self._target = _as_set(target)
-        self.caught: list[Parcel] = []
+        self._held: list[InFlightMessage] = []
+        self.caught: list[InFlightMessage] = []
 
-    def pass_on(self, parcel: Parcel) -> list[Parcel]:
-        """What goes on now that ``parcel`` was sent. Called by the network, one parcel at a time."""
-        if not self._matches(parcel):
-            return [parcel]
+    def forward(self, message: InFlightMessage) -> list[InFlightMessage]:
+        """Return what is forwarded when ``message`` is sent. Called with the network's lock held."""
+        if not self._matches(message):
+            return [message]
         if self._left is not None:
             self._left -= 1
-        self.caught.append(parcel)
-        self._carrier.changed.notify_all()
-        return self._happen(parcel)
+        self.caught.append(message)
+        self._network.changed.notify_all()
+        return self._apply(message)
 
-    def _matches(self, parcel: Parcel) -> bool:
+    def _matches(self, message: InFlightMessage) -> bool:
         return (
             self._left != 0
-            and self._kind in (None, parcel.envelope.type)
-            and (self._source is None or parcel.envelope.source in self._source)
-            and (self._target is None or parcel.target in self._target)
+            and self._kind in (None, message.envelope.type)
+            and (self._source is None or message.envelope.source in self._source)
+            and (self._target is None or message.target in self._target)
         )
 
-    def _happen(self, parcel: Parcel) -> list[Parcel]:
-        """A matching parcel was sent: what goes on in its place?"""
+    def _apply(self, message: InFlightMessage) -> list[InFlightMessage]:
+        """Return what is forwarded instead of ``message``, which matches."""
         raise NotImplementedError
 
-    def _let_go(self) -> list[Parcel]:
-        """The fault ends: what goes on now?"""
-        return []
-
-    def choose(self, target: int, waiting: int) -> int:
-        """Which of the ``waiting`` parcels before ``target`` (0: the oldest) should it take next?"""
+    def choose(self, target: int, queued: int) -> int:
+        """Return the index of the message that ``target`` receives next, of ``queued`` (0: the oldest)."""
         return 0
 
     def wait(self, count: int = 1, timeout: float = WAIT_SECONDS) -> None:
-        """Wait until it has happened to ``count`` parcels.
+        """Wait until the fault has affected ``count`` messages.
 
         Raises:
-            TimeoutError: if it has not within ``timeout`` seconds.
+            TimeoutError: after ``timeout`` seconds.
         """
-        limit = Deadline.after(timeout)
-        with self._carrier.changed:
-            if not self._carrier.changed.wait_for(lambda: len(self.caught) >= count, limit.timeout()):
+        with self._network.changed:
+            if not self._network.changed.wait_for(lambda: len(self.caught) >= count, timeout):
                 raise TimeoutError(f"{self!r} within {timeout} s; waited for {count}")
 
     def __enter__(self: F) -> F:
-        self._carrier.begin(self)
+        self._network.begin(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with self._carrier.changed:
-            self._carrier.end(self)
-            for parcel in self._let_go():
-                self._carrier.deliver(parcel)
+        with self._network.changed:
+            self._network.end(self)
+            self._deliver_held(None)
+
+    def _deliver_held(self, count: int | None) -> None:
+        delivered = self._held[:count]
+        del self._held[:count]
+        for message in delivered:
+            self._network.deliver(message)
 
     def __repr__(self) -> str:
         what = "any message" if self._kind is None else self._kind.name
@@ -150,120 +142,101 @@ class Fault:
 
 
 class Drop(Fault):
-    """The parcel is lost."""
+    """Loses messages."""
 
-    def _happen(self, parcel: Parcel) -> list[Parcel]:
+    def _apply(self, message: InFlightMessage) -> list[InFlightMessage]:
         return []
 
 
 class Duplicate(Fault):
-    """The parcel arrives twice."""
+    """Delivers messages twice."""
 
-    def _happen(self, parcel: Parcel) -> list[Parcel]:
-        return [parcel, parcel.copy()]
+    def _apply(self, message: InFlightMessage) -> list[InFlightMessage]:
+        return [message, message.copy()]
 
 
 class Hold(Fault):
-    """The parcel waits until released; others overtake it."""
+    """Keeps messages back until :meth:`release`. Other messages overtake them."""
 
-    def __init__(
-        self,
-        carrier: Carrier,
-        kind: MessageType | None = None,
-        times: int | None = None,
-        source: Workers = None,
-        target: Workers = None,
-    ) -> None:
-        super().__init__(carrier, kind, times, source, target)
-        self._held: list[Parcel] = []
-
-    def _happen(self, parcel: Parcel) -> list[Parcel]:
-        self._held.append(parcel)
+    def _apply(self, message: InFlightMessage) -> list[InFlightMessage]:
+        self._held.append(message)
         return []
 
-    def _let_go(self) -> list[Parcel]:
-        held, self._held = self._held, []
-        return held
-
     def release(self, count: int | None = None) -> None:
-        """Let the ``count`` oldest go on (None: all), in the order in which they were sent."""
-        with self._carrier.changed:
-            going = self._held[:count]
-            del self._held[:count]
-            for parcel in going:
-                self._carrier.deliver(parcel)
+        """Deliver the ``count`` oldest messages (None: all), in the order in which they were sent."""
+        with self._network.changed:
+            self._deliver_held(count)
 
 
 class Delay(Hold):
-    """The parcel arrives only after ``by`` others, sent later, have gone past it."""
+    """Delivers each message after ``by`` later ones."""
 
     def __init__(
         self,
-        carrier: Carrier,
-        kind: MessageType | None = None,
-        times: int | None = None,
-        source: Workers = None,
-        target: Workers = None,
-        by: int = 1,
+        network: MemoryNetwork,
+        kind: MessageType | None,
+        times: int | None,
+        source: Workers,
+        target: Workers,
+        by: int,
     ) -> None:
-        super().__init__(carrier, kind, times, source, target)
+        super().__init__(network, kind, times, source, target)
         self._by = by
-        self._passed: list[int] = []  # for each held parcel, how many have overtaken it
+        self._overtaken: list[int] = []  # for each held message, by how many
 
-    def pass_on(self, parcel: Parcel) -> list[Parcel]:
-        going = super().pass_on(parcel)
-        if not going:
-            self._passed.append(0)
-            return going
-        self._passed = [n + 1 for n in self._passed]
-        due = sum(n >= self._by for n in self._passed)
-        going += self._held[:due]
-        del self._held[:due], self._passed[:due]
-        return going
+    def forward(self, message: InFlightMessage) -> list[InFlightMessage]:
+        forwarded = super().forward(message)
+        if not forwarded:
+            self._overtaken.append(0)
+            return forwarded
+        self._overtaken = [n + 1 for n in self._overtaken]
+        due = sum(n >= self._by for n in self._overtaken)
+        forwarded += self._held[:due]
+        del self._held[:due], self._overtaken[:due]
+        return forwarded
 
     def release(self, count: int | None = None) -> None:
-        """Let the ``count`` oldest go on (None: all) at once."""
-        with self._carrier.changed:
-            del self._passed[:count]
+        with self._network.changed:
+            del self._overtaken[:count]
             super().release(count)
 
 
 class Partition(Fault):
-    """Nothing goes between one side and the other, either way."""
+    """Loses all messages between two sides, in both directions. ``other``: None for all other workers."""
 
-    def __init__(self, carrier: Carrier, one: int | Collection[int], other: Workers = None) -> None:
-        super().__init__(carrier)
+    def __init__(self, network: MemoryNetwork, one: int | Collection[int], other: Workers = None) -> None:
+        super().__init__(network)
         self._one = _as_set(one) or frozenset()
         self._other = _as_set(other)
 
-    def _matches(self, parcel: Parcel) -> bool:
-        way = parcel.envelope.source, parcel.target
-        return self._crosses(*way) or self._crosses(*reversed(way))
+    def _matches(self, message: InFlightMessage) -> bool:
+        ends = message.envelope.source, message.target
+        return self._crosses(*ends) or self._crosses(*reversed(ends))
 
     def _crosses(self, here: int, there: int) -> bool:
         if self._other is None:
             return here in self._one and there not in self._one
         return here in self._one and there in self._other
 
-    def _happen(self, parcel: Parcel) -> list[Parcel]:
+    def _apply(self, message: InFlightMessage) -> list[InFlightMessage]:
         return []
 
 
 class Reorder(Fault):
-    """What waits before a mailbox at the same time is taken in an order drawn from a seed.
+    """Delivers the messages that are queued at a mailbox in a random order, drawn from ``seed``.
 
-    Nothing is kept waiting for it, so no conversation can stall. ``caught`` stays empty.
+    It keeps nothing back, so no exchange can stall. ``caught`` stays empty.
     """
 
-    def __init__(self, carrier: Carrier, seed: int, window: int = 8, target: Workers = None) -> None:
-        super().__init__(carrier, times=0, target=target)
+    def __init__(self, network: MemoryNetwork, seed: int, window: int = 8, target: Workers = None) -> None:
+        super().__init__(network, times=0, target=target)
         self._random = random.Random(seed)
         self._window = window
 
-    def choose(self, target: int, waiting: int) -> int:
+    def choose(self, target: int, queued: int) -> int:
         if self._target is not None and target not in self._target:
             return 0
-        return self._random.randrange(min(waiting, self._window))
+        return self._random.randrange(min(queued, self._window))
 
 
 def _as_set(workers: Workers) -> frozenset[int] | None:

@@ -1,4 +1,4 @@
-"""One worker's mailbox in memory: keeps the contract of :class:`~zmqgrad.transport.base.Mailbox`."""
+"""One worker's mailbox in memory: implements :class:`~zmqgrad.transport.base.Mailbox`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from zmqgrad.transport.base import (
     Suspected,
     Timer,
 )
-from zmqgrad.transport.memory.faults import Parcel
+from zmqgrad.transport.memory.faults import InFlightMessage
 from zmqgrad.transport.memory.network import MemoryNetwork
 from zmqgrad.transport.tap import Tap, Tapped
 from zmqgrad.wire.codec import decode, encode
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class MemoryMailbox:
-    """One worker's end of a :class:`MemoryNetwork`. Takes messages in at birth, delivers once started."""
+    """One worker's end of a :class:`MemoryNetwork`. Queues messages until it is started."""
 
     def __init__(self, network: MemoryNetwork, name: str, worker_id: int) -> None:
         self.worker_id = worker_id
@@ -46,20 +46,20 @@ class MemoryMailbox:
         self._arrived = threading.Condition(network.lock)
         self._inbox: list[tuple[bytearray, ...]] = []
         self._handling = False
-        self._ways: dict[int, str] = {}
+        self._peer_endpoints: dict[int, str] = {}
         self._counters = dict.fromkeys(
             ("messages_sent", "bytes_sent", "messages_received", "bytes_received", "malformed"), 0
         )
         self._handler: Handler | None = None
         self._on_idle: OnIdle | None = None
         self._pool: ThreadPool | None = None
-        self._resolve: Resolver = _knows_nobody
+        self._resolve: Resolver = _not_started
         self._thread = threading.Thread(target=self._run, name=f"{name}-receiver", daemon=True)
-        self._endpoint = network.join(self)
+        self._endpoint = network.register(self)
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        """Where peers can send to: ``memory://<n>``."""
+        """The address for peers: ``memory://<n>``."""
         return (self._endpoint,)
 
     def start(
@@ -72,13 +72,13 @@ class MemoryMailbox:
         suspected: Suspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
-        """Begin to deliver; ``handler`` is called in the receiver's thread. Nobody is ever ``lost`` here."""
+        """Start to deliver; ``handler`` runs in the receiver thread. No peer is ever reported as ``lost``."""
         del lost, timer, suspected
         self._handler, self._resolve, self._pool, self._on_idle = handler, resolve, pool, on_idle
         self._thread.start()
 
     def acquire_channel(self, peer: int) -> None:
-        """None: there are no reply channels in memory."""
+        """Return None: there are no reply channels in memory."""
 
     def send(
         self,
@@ -89,26 +89,24 @@ class MemoryMailbox:
         channel: int = 0,
         patience: float = 0.0,
     ) -> None:
-        """Queue ``message`` for ``peer``, however much is; see :class:`~zmqgrad.transport.base.Mailbox`."""
+        """Queue ``message`` for ``peer``. As :meth:`Mailbox.send`, but without flow control."""
         first = encode(message, self.worker_id, self.incarnation, message_id)
-        endpoint = self._way_to(peer)
+        endpoint = self._endpoint_of(peer)
         envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id)
-        copies = (
-            first,
-            *(bytearray(memoryview(materialize(f))) for f in frames),
-        )  # bytearray(5) would be five zeros
-        parcel = Parcel(envelope, peer, endpoint, message, sum(map(len, copies)), copies)
+        # An int as a frame is a TypeError, as with ZeroMQ, while bytearray(5) would be five zeros.
+        copies = (first, *(bytearray(memoryview(materialize(f))) for f in frames))
+        sent = InFlightMessage(envelope, peer, endpoint, message, sum(map(len, copies)), copies)
         with self._network.lock:
             self._counters["messages_sent"] += 1
-            self._counters["bytes_sent"] += parcel.size
-        self._network.carry(parcel)
+            self._counters["bytes_sent"] += sent.size
+        self._network.send(sent)
         if self.tap is not None:
-            self.tap(Tapped(True, peer, envelope, message, parcel.size))
+            self.tap(Tapped(True, peer, envelope, message, sent.size))
 
-    def _way_to(self, peer: int) -> str:
+    def _endpoint_of(self, peer: int) -> str:
         if not self.is_open:
             raise ClosedError(f"the mailbox of {self._name} is closed")
-        endpoint = self._ways.get(peer)
+        endpoint = self._peer_endpoints.get(peer)
         if endpoint is None:
             known = self._resolve(peer).endpoints  # with no lock held: it may ask a store
             endpoint = next((e for e in known if self._network.knows(e)), None)
@@ -116,18 +114,18 @@ class MemoryMailbox:
                 raise UnknownPeerError(
                     f"none of the addresses {list(known)} of worker {peer} is of this network"
                 )
-            self._ways[peer] = endpoint
+            self._peer_endpoints[peer] = endpoint
         return endpoint
 
-    def put(self, frames: tuple[bytearray, ...]) -> bool:
-        """Take ``frames`` in; False if closed. Called with the network's lock held."""
+    def enqueue(self, frames: tuple[bytearray, ...]) -> bool:
+        """Queue ``frames``. Returns False if closed. Called with the network's lock held."""
         if self.is_open:
             self._inbox.append(frames)
             self._arrived.notify()
         return self.is_open
 
-    def busy(self) -> bool:
-        """Does a message wait here, or is one being handled? Called with the network's lock held."""
+    def is_busy(self) -> bool:
+        """Return whether a message is queued or being handled. Called with the network's lock held."""
         return self.is_open and (bool(self._inbox) or self._handling)
 
     def _run(self) -> None:
@@ -174,18 +172,18 @@ class MemoryMailbox:
             logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
 
     def acquire_idle_channels(self) -> tuple[()]:
-        """There are none."""
+        """Return none: there are no reply channels in memory."""
         return ()
 
     def monitor(self, peer: int) -> None:
-        """Nobody is ever lost here."""
+        """Do nothing: no peer is ever lost in memory."""
 
     def forget(self, peer: int) -> None:
-        """Spinner ``peer`` up anew at the next message."""
-        self._ways.pop(peer, None)
+        """Resolve ``peer`` again for the next message."""
+        self._peer_endpoints.pop(peer, None)
 
     def close(self) -> None:
-        """Send and receive no more; what waits is lost. Idempotent."""
+        """Stop sending and receiving. Queued messages are lost. Idempotent."""
         with self._network.lock:
             self.is_open = False
             self._inbox.clear()
@@ -193,20 +191,20 @@ class MemoryMailbox:
             self._network.changed.notify_all()
 
     def join(self, deadline: Deadline) -> list[str]:
-        """Wait for the receiver; gives its name if it has not ended by ``deadline``."""
+        """Wait for the receiver thread. Returns its name if it has not ended by ``deadline``."""
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(deadline.timeout())
         return [self._thread.name] if self._thread.is_alive() else []
 
     def statistics(self) -> dict[str, Any]:
-        """Messages and bytes in and out, malformed messages, peers looked up."""
+        """Return messages and bytes in and out, malformed messages, and the number of peers sent to."""
         with self._network.lock:
-            return {**self._counters, "peers": len(self._ways)}
+            return {**self._counters, "peers": len(self._peer_endpoints)}
 
     def __repr__(self) -> str:
         state = f"{len(self._inbox)} waiting" if self.is_open else "closed"
         return f"<MemoryMailbox {self._name} id={self.worker_id} at {self._endpoint}: {state}>"
 
 
-def _knows_nobody(peer: int) -> PeerAddress:
+def _not_started(peer: int) -> PeerAddress:
     raise UnknownPeerError(f"no address is known for worker {peer}: the mailbox was not started")

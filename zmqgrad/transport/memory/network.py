@@ -1,7 +1,7 @@
-"""The network between mailboxes in memory: carries parcels past the faults, and remembers them.
+"""The network between mailboxes in memory: forwards messages through the active faults, and records them.
 
-Faults are begun by its methods, and end with the ``with`` that they stand in; the first to begin sees each
-parcel first. One lock guards the network and all of its mailboxes, so that a test can wait for any state of
+Its methods create faults, which are active inside their ``with`` block; the first that began sees each
+message first. One lock guards the network and all of its mailboxes, so that a test can wait for any state of
 the whole.
 """
 
@@ -20,7 +20,7 @@ from zmqgrad.transport.memory.faults import (
     Duplicate,
     Fault,
     Hold,
-    Parcel,
+    InFlightMessage,
     Partition,
     Reorder,
     Workers,
@@ -30,72 +30,72 @@ from zmqgrad.wire.messages import MessageType
 if TYPE_CHECKING:
     from zmqgrad.transport.memory.mailbox import MemoryMailbox
 
-RECORD = 10_000
-"""Parcels that a network remembers."""
+HISTORY_MESSAGES = 10_000
+"""How many messages a network remembers."""
 
 
 class MemoryNetwork:
-    """Joins mailboxes. ``carried`` lists the last parcels sent, less their frames; lost ones too."""
+    """Connects mailboxes. ``history`` lists the last messages sent, lost ones too, without their frames."""
 
     def __init__(self) -> None:
-        self.carried: deque[Parcel] = deque(maxlen=RECORD)
-        self.lock = threading.RLock()  # guards all here and in the mailboxes
+        self.history: deque[InFlightMessage] = deque(maxlen=HISTORY_MESSAGES)
+        self.lock = threading.RLock()  # guards everything here and in the mailboxes
         self.changed = threading.Condition(self.lock)
         self._faults: list[Fault] = []
         self._mailboxes: dict[str, MemoryMailbox] = {}
         self._numbers = itertools.count()
         self._lost = 0
 
-    def join(self, mailbox: MemoryMailbox) -> str:
-        """Take ``mailbox`` in; gives its endpoint."""
+    def register(self, mailbox: MemoryMailbox) -> str:
+        """Connect ``mailbox`` and return its endpoint."""
         with self.changed:
             endpoint = f"memory://{next(self._numbers)}"
             self._mailboxes[endpoint] = mailbox
             return endpoint
 
     def knows(self, endpoint: str) -> bool:
-        """Is, or was, there a mailbox at ``endpoint``?"""
+        """Return whether ``endpoint`` is that of a mailbox, open or closed."""
         with self.changed:
             return endpoint in self._mailboxes
 
-    def carry(self, parcel: Parcel) -> None:
-        """Send ``parcel`` on its way, past the faults."""
+    def send(self, message: InFlightMessage) -> None:
+        """Forward ``message`` through the faults to its mailbox."""
         with self.changed:
-            self.carried.append(parcel._replace(frames=()))
-            going = [parcel]
+            self.history.append(message._replace(frames=()))
+            forwarded = [message]
             for fault in self._faults:
-                going = [q for p in going for q in fault.pass_on(p)]
-            for p in going:
+                forwarded = [q for p in forwarded for q in fault.forward(p)]
+            for p in forwarded:
                 self.deliver(p)
             self.changed.notify_all()
 
-    def deliver(self, parcel: Parcel) -> None:
-        """Put ``parcel`` before its mailbox. Called with ``changed`` held."""
-        if not self._mailboxes[parcel.endpoint].put(parcel.frames):
+    def deliver(self, message: InFlightMessage) -> None:
+        """Queue ``message`` at its mailbox. Called with ``changed`` held."""
+        if not self._mailboxes[message.endpoint].enqueue(message.frames):
             self._lost += 1
 
-    def choose(self, target: int, waiting: int) -> int:
-        """Which of the ``waiting`` parcels should mailbox ``target`` take next? Called with the lock held."""
+    def choose(self, target: int, queued: int) -> int:
+        """Return the index of the message that ``target`` receives next. Called with the lock held."""
         for fault in self._faults:
-            chosen = fault.choose(target, waiting)
+            chosen = fault.choose(target, queued)
             if chosen:
                 return chosen
         return 0
 
     def begin(self, fault: Fault) -> None:
-        """Let ``fault`` happen from now on, after those that began before."""
+        """Activate ``fault``, after those that are active."""
         with self.changed:
             self._faults.append(fault)
 
     def end(self, fault: Fault) -> None:
-        """Let it happen no more."""
+        """Deactivate ``fault``."""
         with self.changed:
             self._faults.remove(fault)
 
     def inject(self, endpoint: str, frames: Sequence[bytes]) -> None:
-        """Put raw ``frames`` before a mailbox, as a stranger on the port would."""
+        """Queue raw ``frames`` at a mailbox, as any process that connects to a port can."""
         with self.changed:
-            self._mailboxes[endpoint].put(tuple(bytearray(f) for f in frames))
+            self._mailboxes[endpoint].enqueue(tuple(bytearray(f) for f in frames))
 
     def drop(
         self,
@@ -105,7 +105,7 @@ class MemoryNetwork:
         source: Workers = None,
         target: Workers = None,
     ) -> Drop:
-        """Lose the next ``times`` (None: all) parcels of type ``kind`` from ``source`` to ``target``."""
+        """Lose the next ``times`` messages of type ``kind`` from ``source`` to ``target`` (None: all)."""
         return Drop(self, kind, times, source, target)
 
     def duplicate(
@@ -116,7 +116,7 @@ class MemoryNetwork:
         source: Workers = None,
         target: Workers = None,
     ) -> Duplicate:
-        """Deliver them twice."""
+        """Deliver the messages selected as by :meth:`drop` twice."""
         return Duplicate(self, kind, times, source, target)
 
     def hold(
@@ -127,7 +127,7 @@ class MemoryNetwork:
         source: Workers = None,
         target: Workers = None,
     ) -> Hold:
-        """Keep them back until released: freezes a conversation at one step."""
+        """Keep the messages selected as by :meth:`drop` back until released."""
         return Hold(self, kind, times, source, target)
 
     def delay(
@@ -139,32 +139,32 @@ class MemoryNetwork:
         source: Workers = None,
         target: Workers = None,
     ) -> Delay:
-        """Let ``by`` parcels that are sent later go past each of them."""
+        """Deliver each of the messages selected as by :meth:`drop` after ``by`` later ones."""
         return Delay(self, kind, times, source, target, by)
 
     def reorder(self, seed: int, window: int = 8, *, target: Workers = None) -> Reorder:
-        """Deliver what waits before a mailbox in an order drawn from ``seed``, not in that of sending."""
+        """Deliver the messages queued at a mailbox in an order drawn from ``seed``, ``window`` at a time."""
         return Reorder(self, seed, window, target)
 
     def partition(self, one: int | Collection[int], other: Workers = None) -> Partition:
-        """Lose everything between ``one`` and ``other`` (None: everybody else), either way."""
+        """Lose all messages between ``one`` and ``other`` (None: all other workers), in both directions."""
         return Partition(self, one, other)
 
-    def wait_carried(self, kind: MessageType, count: int = 1, timeout: float = WAIT_SECONDS) -> None:
-        """Wait until ``count`` messages of type ``kind`` have been sent (as far as ``carried`` remembers).
+    def wait_sent(self, kind: MessageType, count: int = 1, timeout: float = WAIT_SECONDS) -> None:
+        """Wait until ``history`` contains ``count`` messages of type ``kind``.
 
         Raises:
-            TimeoutError: if they have not within ``timeout`` seconds.
+            TimeoutError: after ``timeout`` seconds.
         """
-        self._wait(lambda: sum(p.envelope.type == kind for p in self.carried) >= count, timeout)
+        self._wait(lambda: sum(p.envelope.type == kind for p in self.history) >= count, timeout)
 
     def wait_quiet(self, timeout: float = WAIT_SECONDS) -> None:
-        """Wait until no message waits before an open mailbox and no handler runs.
+        """Wait until no message is queued at an open mailbox and no handler runs.
 
         Raises:
-            TimeoutError: if that is not so within ``timeout`` seconds.
+            TimeoutError: after ``timeout`` seconds.
         """
-        self._wait(lambda: not any(m.busy() for m in self._mailboxes.values()), timeout)
+        self._wait(lambda: not any(m.is_busy() for m in self._mailboxes.values()), timeout)
 
     def _wait(self, condition: Callable[[], bool], timeout: float) -> None:
         with self.changed:
@@ -172,10 +172,10 @@ class MemoryNetwork:
                 raise TimeoutError(f"not within {timeout} s on {self!r}")
 
     def statistics(self) -> dict[str, int]:
-        """Mailboxes open, and parcels lost because the mailbox at the other end was closed."""
+        """Return the numbers of open mailboxes, and of messages lost because the receiver was closed."""
         with self.changed:
             return {"open": sum(m.is_open for m in self._mailboxes.values()), "lost": self._lost}
 
     def __repr__(self) -> str:
-        last = "; ".join(str(p) for p in list(self.carried)[-3:]) or "nothing"
-        return f"<MemoryNetwork of {len(self._mailboxes)} mailboxes; last carried: {last}>"
+        last = "; ".join(str(p) for p in list(self.history)[-3:]) or "nothing"
+        return f"<MemoryNetwork of {len(self._mailboxes)} mailboxes; last sent: {last}>"

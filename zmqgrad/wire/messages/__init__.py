@@ -85,8 +85,8 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
 
     HELLO                          reserved and never sent: every envelope identifies its sender
     GOODBYE                        the receiver was declared lost and gets no more messages
-    ARENA_OFFER                    asks whether the receiver can map this shared memory -> ARENA_ANSWER
-    ARENA_ANSWER                   reply: the nonce read there, or why it could not be read
+    ARENA_OFFER                    asks whether the receiver can map this shared memory -> ARENA_REPLY
+    ARENA_REPLY                    reply: the nonce read there, or why it could not be read
     RELEASE                        releases the shared-memory blocks listed in the manifest
     CREDIT                         this many more bytes were consumed
     CREDIT_WANTED                  the sender is out of credit: send CREDIT after this many more bytes
@@ -145,17 +145,17 @@ from zmqgrad.wire.messages.calls import (
 )
 from zmqgrad.wire.messages.delivery import (
     Ack,
-    ArenaAnswer,
     ArenaOffer,
+    ArenaReply,
     Chunk,
     Credit,
     CreditWanted,
+    FrameBuffer,
+    FrameSlice,
     Goodbye,
     Hello,
     Manifest,
-    Piece,
     Release,
-    Window,
 )
 from zmqgrad.wire.messages.payloads import (
     NO_TENSORS,
@@ -247,8 +247,8 @@ __all__ = [
     "RESPONSE",
     "UNKNOWN_WATCH",
     "Ack",
-    "ArenaAnswer",
     "ArenaOffer",
+    "ArenaReply",
     "BackwardAutogradReq",
     "BackwardAutogradResp",
     "Blob",
@@ -266,6 +266,8 @@ __all__ = [
     "ExceptionReply",
     "ForwardAutogradReq",
     "ForwardAutogradResp",
+    "FrameBuffer",
+    "FrameSlice",
     "Goodbye",
     "Hello",
     "Id",
@@ -283,7 +285,6 @@ __all__ = [
     "Name",
     "Payload",
     "PayloadFormat",
-    "Piece",
     "PrefixCallbackRegistered",
     "PrefixChanged",
     "ProgressReport",
@@ -341,6 +342,5 @@ __all__ = [
     "Text",
     "Value",
     "Values",
-    "Window",
     "WorkerId",
 ]

@@ -107,7 +107,7 @@ class MessageType(enum.IntEnum):
     HELLO = 0x70  # reserved, as GOODBYE
     GOODBYE = 0x71
     ARENA_OFFER = 0x72 | REQUEST
-    ARENA_ANSWER = 0x73 | RESPONSE
+    ARENA_REPLY = 0x73 | RESPONSE
     RELEASE = 0x74
     CREDIT = 0x75
     CREDIT_WANTED = 0x76

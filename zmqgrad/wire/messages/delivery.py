@@ -21,12 +21,12 @@ from zmqgrad.wire.messages.base import (
 )
 
 
-class Piece(WireStruct, frozen=True):
+class FrameBuffer(WireStruct, frozen=True):
     """Memory that contains frames: block ``block`` of the sender's arena, or a ZeroMQ frame.
 
     ``segment`` is the segment of the arena, in which the block has ``size`` bytes at ``offset``. If it is 0,
-    the piece is the next ZeroMQ frame of this message, or, if ``block`` is not 0, the frame that was received
-    in chunks as stream ``block``.
+    the buffer is the next ZeroMQ frame of this message, or, if ``block`` is not 0, the frame that was
+    received in chunks as stream ``block``.
     """
 
     segment: Id = 0
@@ -35,10 +35,10 @@ class Piece(WireStruct, frozen=True):
     size: Size = 0
 
 
-class Window(WireStruct, frozen=True):
-    """One frame: ``size`` bytes at ``offset`` of piece ``piece``."""
+class FrameSlice(WireStruct, frozen=True):
+    """One frame: ``size`` bytes at ``offset`` of the buffer with index ``buffer``."""
 
-    piece: Size
+    buffer: Size
     offset: Size
     size: Size
 
@@ -46,12 +46,12 @@ class Window(WireStruct, frozen=True):
 class Manifest(WireStruct, frozen=True):
     """Where the frames of a message are, and which shared-memory blocks are released.
 
-    Without ``windows``, the frames follow the message one by one. ``released`` lists blocks of the receiver's
+    Without ``slices``, the frames follow the message one by one. ``released`` lists blocks of the receiver's
     arena that the sender no longer uses.
     """
 
-    pieces: Annotated[tuple[Piece, ...], Meta(max_length=MAX_TENSORS)] = ()
-    windows: Annotated[tuple[Window, ...], Meta(max_length=MAX_TENSORS)] = ()
+    buffers: Annotated[tuple[FrameBuffer, ...], Meta(max_length=MAX_TENSORS)] = ()
+    slices: Annotated[tuple[FrameSlice, ...], Meta(max_length=MAX_TENSORS)] = ()
     released: Annotated[tuple[Id, ...], Meta(max_length=MAX_TENSORS)] = ()
 
 
@@ -94,10 +94,10 @@ class ArenaOffer(Message, frozen=True):
     lock: Size
 
 
-class ArenaAnswer(Message, frozen=True):
+class ArenaReply(Message, frozen=True):
     """Reply to ARENA_OFFER: the ``nonce`` that was read, or empty, and ``why`` it could not be read."""
 
-    TYPE: ClassVar[MessageType] = MessageType.ARENA_ANSWER
+    TYPE: ClassVar[MessageType] = MessageType.ARENA_REPLY
     nonce: Annotated[bytes, Meta(max_length=64)]
     why: Text = ""
 

@@ -1,4 +1,4 @@
-"""Shared memory between real processes: all that travels, what is kept, and who is killed."""
+"""Shared memory between real processes: what is sent, what is kept, and what a killed reader leaves."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.processes import run_processes
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.errors import PeerLostError
-from zmqgrad.transport.arena.segment import supported
+from zmqgrad.transport.shared_memory.segment import supported
 
 pytestmark = [
     pytest.mark.processes,
@@ -27,7 +27,7 @@ pytestmark = [
 ]
 
 N = 100_000
-"""Elements of a tensor that goes by the arena."""
+"""Elements of a tensor that uses the arena."""
 
 MB = 1 << 20
 
@@ -42,7 +42,7 @@ def join(rank: int) -> None:
             stats = rpc.get_stats()
             if stats["sent_by_path"]["arena"] and stats["received_by_path"]["arena"]:
                 return
-        raise AssertionError(f"nothing goes by the arena: {stats}")
+        raise AssertionError(f"nothing uses the arena: {stats}")
 
 
 def echo(value: Any) -> Any:
@@ -107,12 +107,12 @@ def consume(value: Any) -> None:
     del value
 
 
-def check_blocks_come_back_with_the_answer() -> None:
+def check_blocks_are_released_with_the_reply() -> None:
     """So the next call finds the same memory, still warm; only what is sent back stays a call longer."""
     back = 0
     for _ in range(20):
         rpc.rpc_sync("worker1", consume, args=(torch.zeros(N),))
-        back += rpc.get_stats()["arena"]["blocks_lent"] == 0
+        back += rpc.get_stats()["arena"]["blocks_leased"] == 0
     assert back >= 10
 
 
@@ -164,7 +164,7 @@ def everything(rank: int) -> list[str]:
         kept = [rpc.rpc_sync("worker1", torch.full, args=((N,), float(i))) for i in range(10)]
         check_what_travels()
         check_gradients()
-        check_blocks_come_back_with_the_answer()
+        check_blocks_are_released_with_the_reply()
         check_memory_is_flat()
         assert all(t.eq(float(i)).all() for i, t in enumerate(kept))
     rpc.shutdown()
@@ -202,7 +202,7 @@ def hold_and_die(x: torch.Tensor) -> None:
 def a_reader_is_killed(rank: int) -> tuple[int, list[str]]:
     """Worker 1 dies between descriptor and release: its blocks come back, and others see nothing of it."""
     join(rank)
-    lent = -1
+    leased = -1
     if rank == 0:
         kept = [rpc.rpc_sync("worker1", torch.full, args=((N,), float(i))) for i in range(3)]
         futures = [rpc.rpc_async("worker1", hold_and_die, args=(torch.rand(N),)) for _ in range(5)]
@@ -218,8 +218,8 @@ def a_reader_is_killed(rank: int) -> tuple[int, list[str]]:
             x = torch.full((N,), float(i))
             assert rpc.rpc_sync("worker2", echo, args=(x,)).equal(x)
         for _ in range(1000):  # what worker 2 has finished with comes back with its next answers
-            lent = rpc.get_stats()["arena"]["blocks_lent"]
-            if lent == 0:
+            leased = rpc.get_stats()["arena"]["blocks_leased"]
+            if leased == 0:
                 break
             rpc.rpc_sync("worker2", echo, args=(1,))
         with suppress(PeerLostError):  # worker 2 may have ended before its answer is here
@@ -227,7 +227,7 @@ def a_reader_is_killed(rank: int) -> tuple[int, list[str]]:
     else:
         assert told_to_go.wait(80)
     rpc.shutdown(graceful=False)
-    return lent, memory_of_ours()
+    return leased, memory_of_ours()
 
 
 @pytest.mark.timeout(120)

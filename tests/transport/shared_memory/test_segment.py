@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tests.support.interpreter import run_python
-from zmqgrad.transport.arena.segment import NONCE, MappedSegment, Segment, supported
+from zmqgrad.transport.shared_memory.segment import NONCE_BYTES, MappedSegment, Segment, supported
 from zmqgrad.wire.messages import ArenaOffer
 
 pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
@@ -34,7 +34,7 @@ def descriptors() -> set[str]:
 def test_what_is_written_on_one_side_is_read_on_the_other() -> None:
     segment = Segment(SIZE)
     mapped = MappedSegment(segment.offer(1))
-    assert mapped.read(segment.nonce_at, NONCE) == segment.nonce
+    assert mapped.nonce == segment.nonce
     for data in (b"bytes", bytearray(b"bytearray"), memoryview(b"read-only"), memoryview(bytearray(b"view"))):
         segment.write(4096, data)
         assert bytes(mapped.block(4096, len(data))) == bytes(data)
@@ -57,30 +57,30 @@ def test_it_cannot_shrink_or_grow() -> None:
 def test_it_takes_memory_only_as_it_is_used_and_gives_it_back() -> None:
     segment = Segment(1 << 40)  # more than any machine has
     assert segment.memory() < 1 << 16
-    at = segment.space.take(4 << 20)
+    at = segment.free_list.allocate(4 << 20)
     assert at is not None
     segment.write(at, bytes(4 << 20))
     assert segment.memory() >= 4 << 20
-    segment.space.give_back(at)
+    segment.free_list.free(at)
     assert segment.trim() >= 3 << 20
     assert segment.memory() < 1 << 20
     assert segment.trim() == 0
-    assert segment.nonce == MappedSegment(segment.offer(1)).read(segment.nonce_at, NONCE)
+    assert segment.nonce == MappedSegment(segment.offer(1)).nonce
     segment.close()
 
 
 def test_a_reader_is_noticed_until_the_last_block_dies() -> None:
     segment = Segment(SIZE)
     mapped = MappedSegment(segment.offer(7))
-    assert segment.is_held(7)
-    assert not segment.is_held(8)
+    assert segment.is_mapped_by_peer(7)
+    assert not segment.is_mapped_by_peer(8)
     block = mapped.block(4096, 10)
     view = memoryview(block)
     del mapped, block
-    assert segment.is_held(7)
+    assert segment.is_mapped_by_peer(7)
     del view
     gc.collect()
-    assert not segment.is_held(7)
+    assert not segment.is_mapped_by_peer(7)
     segment.close()
 
 
@@ -95,7 +95,7 @@ def test_one_byte_is_locked_by_one_reader() -> None:
 
 def test_what_was_mapped_outlives_its_maker() -> None:
     segment = Segment(SIZE)
-    at = segment.space.take(100)
+    at = segment.free_list.allocate(100)
     assert at is not None
     segment.write(at, b"x" * 100)
     mapped = MappedSegment(segment.offer(1))
@@ -143,7 +143,7 @@ def test_a_child_process_has_none_of_it() -> None:
         {"size": SIZE - 4096},
         {"size": 0},
         {"size": 2**62},
-        {"nonce_at": SIZE - NONCE + 1},
+        {"nonce_at": SIZE - NONCE_BYTES + 1},
         {"nonce_at": 2**62},
     ],
     ids=str,

@@ -12,10 +12,10 @@ import zmq
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.arena import settings
-from zmqgrad.transport.arena.segment import supported
-from zmqgrad.transport.arena.settings import THRESHOLD, ArenaSettings, default_limit
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.shared_memory import settings
+from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.settings import THRESHOLD_BYTES, ArenaSettings, default_limit
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sealed shared memory")
@@ -27,7 +27,7 @@ def test_linux_has_what_segments_are_made_of() -> None:
 def test_options_win_over_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZMQGRAD_ARENA_LIMIT", raising=False)
     monkeypatch.delenv("ZMQGRAD_ARENA_THRESHOLD", raising=False)
-    assert RpcBackendOptions().arena() == ArenaSettings(default_limit(), THRESHOLD)
+    assert RpcBackendOptions().arena() == ArenaSettings(default_limit(), THRESHOLD_BYTES)
     monkeypatch.setenv("ZMQGRAD_ARENA_LIMIT", "0")
     monkeypatch.setenv("ZMQGRAD_ARENA_THRESHOLD", "1M")
     assert RpcBackendOptions().arena() == ArenaSettings(0, 1 << 20)
@@ -48,11 +48,11 @@ def test_options_that_cannot_be(options: dict[str, Any]) -> None:
 def test_a_container_s_limit_counts(
     says: str, limit: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(settings, "_LIMITS", (str(tmp_path / "none"),))
+    monkeypatch.setattr(settings, "_CGROUP_LIMITS", (str(tmp_path / "none"),))
     machine = default_limit()
     assert machine > 100
     (tmp_path / "max").write_text(says)
-    monkeypatch.setattr(settings, "_LIMITS", (str(tmp_path / "none"), str(tmp_path / "max")))
+    monkeypatch.setattr(settings, "_CGROUP_LIMITS", (str(tmp_path / "none"), str(tmp_path / "max")))
     assert default_limit() == (machine if limit is None else limit)
 
 

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import pytest
 
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport.arena import copier as module
-from zmqgrad.transport.arena.copier import Copier
+from zmqgrad.transport.shared_memory import copier as module
+from zmqgrad.transport.shared_memory.copier import Copier
 
 SMALL = 1 << 12
 
 
 @pytest.fixture
 def copier(monkeypatch: pytest.MonkeyPatch) -> Iterator[Copier]:
-    monkeypatch.setattr(module, "LARGE", SMALL)
+    monkeypatch.setattr(module, "MIN_SPLIT_BYTES", SMALL)
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     made = Copier("test")
     yield made
@@ -40,7 +40,7 @@ def copied(copier: Copier, data: bytes | bytearray) -> bytes:
 def test_every_byte_arrives(copier: Copier, size: int, kind: type) -> None:
     data = kind(random.Random(size).randbytes(size))
     assert copied(copier, data) == data
-    assert copier.helped == (size >= SMALL and kind is bytearray)
+    assert copier.split_copies == (size >= SMALL and kind is bytearray)
 
 
 def test_many_threads_copy_at_once(copier: Copier) -> None:
@@ -88,5 +88,5 @@ def test_after_the_end_and_with_one_core_it_copies_alone(
     data = bytearray(range(256)) * 64
     for alone in (copier, Copier("single")):
         assert copied(alone, data) == data
-        assert alone.helped == 0
+        assert alone.split_copies == 0
         assert alone.join(Deadline.after(20)) == []

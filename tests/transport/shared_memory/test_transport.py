@@ -1,0 +1,714 @@
+"""Two transports side by side: which path frames take, and what malicious peers can do."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.support.messages import messages_of
+from zmqgrad.errors import ProtocolError, UnknownPeerError
+from zmqgrad.runtime.future import Promise
+from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.shared_memory import forks
+from zmqgrad.transport.shared_memory.arena import SOCKET_BYTES_PER_SECOND
+from zmqgrad.transport.shared_memory.packing import OWN_BUFFER_BYTES, PreparedFrames
+from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
+from zmqgrad.transport.shared_memory.transport import SharedMemoryTransport
+from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.messages import ArenaOffer, ArenaReply, FrameBuffer, FrameSlice, Manifest, Message, Release
+
+pytestmark = pytest.mark.skipif(not supported(), reason="this system has no sealed shared memory")
+
+MB = 1 << 20
+SETTINGS = ArenaSettings(16 * MB, threshold=1000)
+
+
+class Side:
+    """A transport whose messages reach the other side at once; ``jobs`` wait until they are run."""
+
+    def __init__(self, worker_id: int, settings: ArenaSettings = SETTINGS, may_wait: bool = False) -> None:
+        self.id = worker_id
+        self.other: Side | None = None
+        self.said: list[Message] = []
+        self.jobs: list[Callable[[], None]] = []
+        self.transport = SharedMemoryTransport(f"worker{worker_id}", settings, self.send, lambda: may_wait)
+        self.transport.start(self)
+
+    def call_later(self, seconds: float, job: Callable[[], None]) -> None:
+        self.jobs.append(job)
+
+    def run_jobs(self) -> None:
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            job()
+
+    def send(self, peer: int, message: Message, message_id: int) -> None:
+        """As a mailbox does it."""
+        if self.other is None:
+            raise UnknownPeerError("no such peer")
+        self.said.append(message)
+        prepared = self.transport.prepare(peer, True, [])
+        if prepared.manifest is not None:
+            self.other.transport.open(self.id, through_bytes(prepared.manifest), [])
+        self.other.transport.on_message(self.id, message, message_id)
+
+    def transfer(self, frames: Sequence[Any], local: bool = True) -> tuple[PreparedFrames, Sequence[Any]]:
+        """Send ``frames``; how they went, and what the other side sees."""
+        assert self.other is not None
+        prepared = self.transport.prepare(self.other.id, local, frames)
+        if prepared.manifest is None:
+            return prepared, prepared.frames
+        got = self.other.transport.open(self.id, through_bytes(prepared.manifest), copies(prepared.frames))
+        return prepared, got
+
+    def warm(self) -> None:
+        """Let the other side map the arena."""
+        self.transfer([bytes(2000)])
+
+    @property
+    def leased(self) -> int:
+        found: int = self.transport.statistics()["blocks_leased"]
+        return found
+
+
+def through_bytes(manifest: Manifest) -> Manifest:
+    return msgspec.msgpack.decode(msgspec.msgpack.encode(manifest), type=Manifest)
+
+
+def copies(frames: Sequence[Any]) -> list[bytearray]:
+    return [bytearray(f) for f in frames]
+
+
+def uses_arena(prepared: PreparedFrames) -> bool:
+    return prepared.manifest is not None and any(p.segment for p in prepared.manifest.buffers)
+
+
+@pytest.fixture
+def sides() -> Iterator[tuple[Side, Side]]:
+    yield from pair()
+
+
+def pair(settings: ArenaSettings = SETTINGS) -> Iterator[tuple[Side, Side]]:
+    a, b = Side(0, settings), Side(1, settings)
+    a.other, b.other = b, a
+    try:
+        yield a, b
+    finally:
+        a.transport.close()
+        b.transport.close()
+
+
+# ---- through the arena ----------------------------------------------------------------------------------
+
+
+def test_the_first_message_makes_an_offer_and_the_next_uses_the_arena(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    frame = os.urandom(2000)
+    first, got = a.transfer([frame])
+    assert not uses_arena(first)
+    assert list(map(bytes, got)) == [frame]
+    assert isinstance(a.said[0], ArenaOffer)
+    second, got = a.transfer([frame])
+    assert uses_arena(second)
+    assert second.frames == ()
+    assert list(map(bytes, got)) == [frame]
+    assert a.transport.statistics()["fallbacks"] == {"no reply yet": 1}
+
+
+@given(
+    frames=st.lists(
+        st.integers(0, 300)
+        | st.sampled_from([OWN_BUFFER_BYTES - 1, OWN_BUFFER_BYTES, OWN_BUFFER_BYTES + 1, 70_000]),
+        max_size=12,
+    )
+)
+def test_frames_of_any_size_arrive_whole(frames: list[int]) -> None:
+    sent = [os.urandom(size) for size in frames]
+    for a, b in pair():
+        a.warm()
+        for local in (True, False):
+            prepared, got = a.transfer(sent, local)
+            assert list(map(bytes, got)) == sent
+            assert uses_arena(prepared) == (local and sum(frames) >= SETTINGS.threshold)
+        del got
+        assert b.transport.statistics()["blocks_in_use"] == 0
+
+
+def test_a_received_frame_belongs_to_the_reader(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    a.warm()
+    _, (one,) = a.transfer([b"a" * 2000])
+    one[:5] = b"mine!"
+    _, (two,) = a.transfer([b"b" * 2000])
+    assert bytes(one) == b"mine!" + b"a" * 1995
+    assert bytes(two) == b"b" * 2000
+
+
+def test_a_block_is_released_with_the_next_message(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    b.warm()
+    _, got = a.transfer([bytes(2000), bytes(OWN_BUFFER_BYTES)])
+    assert a.leased == 2
+    assert not b.transport.has_releases(0)
+    one = got[0][5:10]
+    del got
+    gc.collect()
+    assert b.transport.has_releases(0)
+    b.transfer([])
+    assert a.leased == 1  # of the other, something is left
+    del one
+    b.transfer([bytes(2000)])
+    assert a.leased == 0
+
+
+@pytest.mark.parametrize("sizes", [[2000], [2000, 3000], [OWN_BUFFER_BYTES, 100]])
+def test_blocks_of_a_dropped_message_are_released_with_the_reply(
+    sizes: list[int], sides: tuple[Side, Side]
+) -> None:
+    a, b = sides
+    a.warm()
+    b.warm()
+    _, frames = a.transfer([bytes(size) for size in sizes])
+    assert not b.transport.has_releases(0)
+    Inbound(Envelope(0, 0, 0, 0), Release(), frames, 0).let_go()
+    assert b.transport.has_releases(0)
+    b.transfer([])
+    assert a.leased == 0
+
+
+def test_a_block_is_released_in_time_without_other_messages(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    for _ in range(3):
+        a.transfer([bytes(2000)])
+    assert a.leased == 3
+    assert len(b.jobs) == 1  # one timer, however many
+    b.run_jobs()
+    assert [m for m in b.said if isinstance(m, Release)] == [Release()]
+    assert a.leased == 0
+    a.transfer([bytes(2000)])
+    assert len(b.jobs) == 1  # and it is set anew
+
+
+def test_rollback_frees_the_blocks_of_an_unsent_message(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    b.warm()
+    a.transfer([bytes(2000)])
+    prepared = b.transport.prepare(0, True, [bytes(2000)])
+    assert prepared.manifest is not None
+    assert len(prepared.manifest.released) == 1
+    b.transport.rollback(0, prepared)
+    assert b.leased == 0
+    assert b.transport.has_releases(0)
+    b.transport.rollback(0, PreparedFrames(None, ()))
+
+
+# ---- through frames -------------------------------------------------------------------------------------
+
+
+def test_off_and_other_hosts_and_small_messages_use_frames() -> None:
+    for a, b in pair(OFF):
+        prepared, _ = a.transfer([bytes(MB)])
+        assert prepared == PreparedFrames(None, [bytes(MB)])
+        assert (a.said, b.said) == ([], [])
+        assert a.transport.statistics()["fallbacks"] == {"off": 1}
+    for a, _ in pair():
+        a.transfer([bytes(MB)], local=False)
+        a.transfer([bytes(999)])
+        assert a.said == []
+        assert a.transport.statistics()["fallbacks"] == {"other host": 1}
+
+
+def test_statistics_have_the_same_names_where_the_arena_is_off() -> None:
+    on, off = Side(0), Side(1, OFF)
+    assert on.transport.statistics().keys() == off.transport.statistics().keys()
+    assert (off.transport.statistics()["limit"], off.leased) == (0, 0)
+    for side in (on, off):
+        side.transport.close()
+
+
+def test_a_disabled_arena_still_maps_blocks_of_peers() -> None:
+    a, b = Side(0), Side(1, OFF)
+    a.other, b.other = b, a
+    a.warm()
+    prepared, got = a.transfer([b"x" * 2000])
+    assert uses_arena(prepared)
+    assert bytes(got[0]) == b"x" * 2000
+    del got
+    b.run_jobs()
+    assert a.leased == 0
+    a.transport.close()
+    b.transport.close()
+
+
+def test_a_full_arena_falls_back_and_recovers(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, kept = a.transfer([bytes(10 * MB)])
+    prepared, got = a.transfer([b"x" * (10 * MB)])
+    assert not uses_arena(prepared)
+    assert bytes(got[0]) == b"x" * (10 * MB)
+    assert a.transport.fallbacks["full"] == 1
+    assert a.leased == 1
+    del kept
+    b.run_jobs()
+    assert uses_arena(a.transfer([bytes(10 * MB)])[0])
+
+
+def test_a_message_beyond_the_limit_makes_no_repeated_offers(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    a.warm()
+    for _ in range(3):
+        assert not uses_arena(a.transfer([bytes(17 * MB)])[0])
+    assert a.transport.fallbacks["full"] == 3
+    assert [type(m) for m in a.said] == [ArenaOffer, ArenaReply]
+
+
+def test_a_system_without_memory_falls_back(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    a, _ = sides
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    for _ in range(2):
+        assert not uses_arena(a.transfer([bytes(2000)])[0])
+    assert a.transport.fallbacks == {"no memory": 2}
+
+
+def test_a_segment_that_cannot_be_mapped_falls_back_silently(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in a container with process numbers of its own, or where /proc hides what others have open."""
+
+    def refuse(path: str) -> str:
+        raise PermissionError(13, "Permission denied", path)
+
+    a, b = sides
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readlink", refuse)
+        a.warm()
+    for _ in range(3):
+        prepared, got = a.transfer([b"x" * 2000])
+        assert not uses_arena(prepared)
+        assert bytes(got[0]) == b"x" * 2000
+    stats = a.transport.statistics()
+    assert stats["fallbacks"] == {"no reply yet": 1, "refused": 3}
+    assert "Permission denied" in stats["refused_by"][1]
+    assert [type(m) for m in a.said] == [ArenaOffer]  # asked once
+    assert not caplog.records
+    b.warm()
+    assert uses_arena(b.transfer([bytes(2000)])[0])  # the other direction has its own answer
+
+
+def test_mapping_a_peer_s_memory_leads_to_an_offer_of_one_s_own(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    assert uses_arena(b.transfer([bytes(2000)])[0])  # so large answers go by the arena from the first on
+
+
+def patient_pair() -> tuple[Side, Side]:
+    """The first may wait for answers of the other."""
+    a, b = Side(0, may_wait=True), Side(1)
+    a.other, b.other = b, a
+    return a, b
+
+
+def test_a_large_message_waits_for_the_reply_and_uses_the_arena_at_once() -> None:
+    a, b = patient_pair()
+    prepared, seen = a.transfer([bytes(MB)])
+    assert uses_arena(prepared)
+    assert copies(seen) == [bytes(MB)]
+    assert a.transport.fallbacks == {}
+    for side in (a, b):
+        side.transport.close()
+
+
+def test_a_peer_that_does_not_reply_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = patient_pair()
+    b.transport.on_message = lambda *_: None  # type: ignore[method-assign]
+    waits: list[float | None] = []
+
+    def wait_done(promise: Promise[None], timeout: float | None = None) -> bool:
+        waits.append(timeout)
+        return promise.done()
+
+    monkeypatch.setattr(Promise, "wait_done", wait_done)
+    for _ in range(3):
+        assert not uses_arena(a.transfer([bytes(MB)])[0])
+    assert a.transport.fallbacks == {"no reply yet": 3}
+    assert waits == [MB / SOCKET_BYTES_PER_SECOND]
+    for side in (a, b):
+        side.transport.close()
+
+
+@pytest.mark.parametrize("end", [lambda t: t.forget(1), lambda t: t.close()], ids=["lost", "closed"])
+def test_the_end_of_a_peer_ends_the_wait_for_its_reply(
+    end: Callable[[SharedMemoryTransport], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zmqgrad.transport.shared_memory.arena.SOCKET_BYTES_PER_SECOND", 1)
+    monkeypatch.setattr("zmqgrad.transport.shared_memory.arena.MAX_WAIT_SECONDS", 60.0)
+    a, b = patient_pair()
+    offered = threading.Event()
+    b.transport.on_message = lambda *_: offered.set()  # type: ignore[method-assign]
+    sender = threading.Thread(target=lambda: a.transfer([bytes(MB)]))
+    sender.start()
+    assert offered.wait(20)
+    a.other = None  # nothing more is sent
+    end(a.transport)
+    sender.join(20)
+    assert not sender.is_alive()
+    for side in (a, b):
+        side.transport.close()
+
+
+def test_a_peer_that_never_replies_gets_frames(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    asked: list[Message] = []
+    a.transport._send_message = lambda peer, message, message_id: asked.append(message)
+    for _ in range(3):
+        assert not uses_arena(a.transfer([bytes(2000)])[0])
+    assert len(asked) == 1
+    assert a.transport.fallbacks == {"no reply yet": 3}
+
+
+def test_an_unreachable_peer_is_no_error_of_the_transport() -> None:
+    a = Side(0)
+    prepared = a.transport.prepare(1, True, [bytes(2000)])
+    assert prepared.frames
+    a.transport.close()
+
+
+# ---- ends -----------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_a_lost_peer_are_freed(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, got = a.transfer([bytes(2000)])
+    b.transport.forget(0)  # its process is gone, and with it
+    del got
+    assert a.leased == 1
+    a.transport.forget(1)
+    assert a.leased == 0
+    a.other = b
+    assert not uses_arena(a.transfer([bytes(2000)])[0])  # it is asked anew
+    assert uses_arena(a.transfer([bytes(2000)])[0])
+
+
+def test_a_peer_that_left_and_keeps_a_tensor_keeps_its_block(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, got = a.transfer([b"x" * 2000])
+    b.transport.close()
+    a.transport.forget(1)
+    assert a.leased == 1
+    assert bytes(got[0]) == b"x" * 2000
+    del got
+    a.transport._release()
+    assert a.leased == 0
+
+
+def test_a_late_loss_of_a_former_incarnation_frees_no_block_of_the_new_one() -> None:
+    """A peer died and started again under its number; its death is told once more, and late."""
+    a, former, new = Side(0), Side(1), Side(1)
+    a.other, former.other, new.other = former, a, a
+    a.warm()
+    _, old_blocks = a.transfer([b"o" * 2000])
+    a.transport.forget(1)
+    a.other = new
+    a.warm()
+    _, (mine,) = a.transfer([b"n" * 2000])
+    a.transport.forget(1)  # late
+    del old_blocks
+    former.transport.close()
+    a.transport._release()
+    assert a.leased == 1  # the new one's alone
+    a.warm()
+    for _ in range(20):
+        a.transfer([b"x" * 2000])
+    assert bytes(mine) == b"n" * 2000
+    for side in (a, new):
+        side.transport.close()
+
+
+def test_a_received_frame_outlives_both_transports(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    _, (kept,) = a.transfer([b"x" * 2000])
+    a.transport.close()
+    b.transport.close()
+    kept[0:1] = b"y"
+    assert bytes(kept) == b"y" + b"x" * 1999
+    b.jobs.clear()
+    del kept
+    assert not b.jobs
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_sees_what_it_had(sides: tuple[Side, Side]) -> None:
+    """1. A process with a block forks. 2. The parent lets go of it. 3. The child does not see it change."""
+    a, b = sides
+    a.warm()
+    _, got = a.transfer([b"x" * 2000])
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.read(read, 1)
+        os._exit(0 if bytes(got[0]) == b"x" * 2000 else 1)
+    del got
+    b.run_jobs()
+    assert a.leased == 1
+    a.transfer([b"y" * 2000])
+    os.write(write, b".")
+    assert b.transport.statistics()["blocks_pinned"] == 1
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    b.transport._release()
+    assert (b.transport.statistics()["blocks_pinned"], a.leased) == (0, 0)
+    os.close(read)
+    os.close(write)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_fork_keeps_nothing_mapped_for_a_closed_transport(sides: tuple[Side, Side]) -> None:
+    """Nothing can be released any more, so the parent needs no copy of what the child sees."""
+    a, b = sides
+    a.warm()
+    _, got = a.transfer([bytes(2000)])
+    read, write = os.pipe()
+    children = []
+    for close in (b.transport.close, lambda: None):  # pinned before, and never
+        child = os.fork()
+        if child == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        children.append(child)
+        close()
+    array = weakref.ref(got[0].obj)
+    del got
+    gc.collect()
+    assert array() is None
+    os.close(write)
+    for child in children:
+        os.waitpid(child, 0)
+    os.close(read)
+    forks.unpin_ended()
+    assert forks._living == []
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_block_seen_by_several_forks_is_released_after_the_last(sides: tuple[Side, Side]) -> None:
+    """One block that two forks and a fork of a fork look at, and one that the second alone sees."""
+    a, b = sides
+    a.warm()
+    before = sorted(os.listdir("/proc/self/fd"))
+    read, write = os.pipe()
+
+    def fork(again: bool) -> int:
+        child = os.fork()
+        if child == 0:
+            if again and os.fork() == 0:
+                os.read(read, 1)
+            os._exit(0)
+        return child
+
+    _, got = a.transfer([b"x" * 2000])
+    first = fork(True)
+    _, more = a.transfer([b"y" * 2000])
+    second = fork(False)
+    del got, more
+    b.run_jobs()
+    assert a.leased == 2
+    os.waitpid(second, 0)
+    b.transport._release()
+    assert a.leased == 1
+    os.waitpid(first, 0)
+    b.transport._release()
+    assert a.leased == 1  # its own fork lives
+    os.write(write, b".")
+    (living,) = forks._living
+    assert living._pipe is not None
+    eof = select.poll()
+    eof.register(living._pipe[0], select.POLLHUP)
+    assert eof.poll(20_000)
+    b.transport._release()
+    assert (b.transport.statistics()["blocks_pinned"], a.leased) == (0, 0)
+    os.close(read)
+    os.close(write)
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
+# ---- malicious peers ------------------------------------------------------------------------------------
+
+
+BIG = 2**62
+
+
+def buffer(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
+    def corrupt(m: Manifest) -> Manifest:
+        changed = msgspec.structs.replace(m.buffers[0], **change)
+        return msgspec.structs.replace(m, buffers=(changed, *m.buffers[1:]))
+
+    return corrupt
+
+
+def frame(change: dict[str, int]) -> Callable[[Manifest], Manifest]:
+    def corrupt(m: Manifest) -> Manifest:
+        changed = msgspec.structs.replace(m.slices[0], **change)
+        return msgspec.structs.replace(m, slices=(changed, *m.slices[1:]))
+
+    return corrupt
+
+
+@pytest.mark.parametrize(
+    ("corrupt", "says"),
+    [
+        (buffer({"segment": 0}), "more frames than the message has"),
+        (buffer({"segment": 1}), "never offered by"),
+        (buffer({"segment": 2**64 - 1}), "never offered by"),
+        (buffer({"offset": 16 * MB}), "is not within its segment"),
+        (buffer({"offset": 16 * MB - 64}), "is not within its segment"),
+        (buffer({"offset": 65}), "is not within its segment"),
+        (buffer({"offset": BIG}), "is not within its segment"),
+        (buffer({"size": 0}), "is not within its segment"),
+        (buffer({"size": 16 * MB}), "is not within its segment"),
+        (buffer({"size": BIG}), "is not within its segment"),
+        (buffer({"size": 5}), "exceeds its buffer of 5"),
+        (frame({"buffer": 2}), "buffer 2 of 1"),
+        (frame({"buffer": BIG}), "of 1"),
+        (frame({"offset": 1}), "exceeds its buffer of"),
+        (frame({"offset": BIG}), "exceeds its buffer of"),
+        (frame({"size": 2001}), "exceeds its buffer of"),
+        (frame({"size": BIG}), "exceeds its buffer of"),
+        (lambda m: msgspec.structs.replace(m, buffers=()), "buffer 0 of 0"),
+        (lambda m: msgspec.structs.replace(m, buffers=m.buffers * 2), "was received twice"),
+        (
+            lambda m: msgspec.structs.replace(m, buffers=(*m.buffers, FrameBuffer())),
+            "more frames than the message has",
+        ),
+    ],
+)
+def test_a_corrupt_descriptor_is_refused(
+    sides: tuple[Side, Side], corrupt: Callable[[Manifest], Manifest], says: str
+) -> None:
+    a, b = sides
+    a.warm()
+    prepared = a.transport.prepare(1, True, [bytes(2000)])
+    assert prepared.manifest is not None
+    with pytest.raises(ProtocolError, match=says):
+        b.transport.open(0, corrupt(prepared.manifest), [])
+    assert b.transport.statistics()["blocks_in_use"] == 0
+    got = b.transport.open(0, prepared.manifest, [])  # the good one still does
+    assert bytes(got[0]) == bytes(2000)
+
+
+def test_frames_that_no_manifest_refers_to_are_refused(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    prepared = a.transport.prepare(1, True, [bytes(2000)])
+    assert prepared.manifest is not None
+    with pytest.raises(ProtocolError, match="fewer than the 1 frames"):
+        b.transport.open(0, prepared.manifest, [b"more"])
+
+
+def test_a_block_in_use_cannot_be_received_again(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    prepared, got = a.transfer([bytes(2000)])
+    assert prepared.manifest is not None
+    with pytest.raises(ProtocolError, match="was received twice"):
+        b.transport.open(0, prepared.manifest, [])
+    assert bytes(got[0]) == bytes(2000)
+
+
+@given(st.data())
+def test_no_manifest_does_harm(data: st.DataObject) -> None:
+    for a, b in pair():
+        a.warm()
+        prepared = a.transport.prepare(1, True, [b"x" * 2000])
+        assert prepared.manifest is not None
+        segment = prepared.manifest.buffers[0].segment
+        drawn = data.draw(messages_of(Manifest))
+        pieces = tuple(
+            msgspec.structs.replace(p, segment=data.draw(st.sampled_from([p.segment, segment, 0])))
+            for p in drawn.buffers
+        )
+        frames = [bytearray(n) for n in data.draw(st.lists(st.integers(0, 50), max_size=3))]
+        try:
+            got = b.transport.open(0, Manifest(pieces, drawn.slices, drawn.released), frames)
+        except ProtocolError:
+            continue
+        for one in got:
+            bytes(one)  # readable to its end
+
+
+def test_unknown_releases_are_counted_and_free_nothing(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    prepared, got = a.transfer([bytes(2000)])
+    assert prepared.manifest is not None
+    number = prepared.manifest.buffers[0].block
+    a.transport.open(2, Manifest(released=(number,)), [])  # of somebody who has nothing
+    a.transport.open(1, Manifest(released=(number + 5, 2**63)), [])
+    assert a.leased == 1
+    assert a.transport.statistics()["unknown_releases"] == 2
+    del got
+    assert b.jobs
+
+
+def test_replies_to_no_offer_and_of_other_peers_change_nothing(sides: tuple[Side, Side]) -> None:
+    a, _ = sides
+    a.transport.on_message(1, ArenaReply(b"x" * 16), 77)
+    assert a.other is not None
+    silent = a.other
+    a.other = None
+    offers: list[tuple[ArenaOffer, int]] = []
+
+    def keep(peer: int, message: Message, message_id: int) -> None:
+        assert isinstance(message, ArenaOffer)
+        offers.append((message, message_id))
+
+    a.transport._send_message = keep
+    a.transport.prepare(1, True, [bytes(2000)])
+    ((offer, message_id),) = offers
+    a.transport.on_message(2, ArenaReply(b""), message_id)  # another peer refuses for it
+    silent.other = None
+    answer = silent.transport._mapped_blocks.map(0, offer)
+    a.transport.on_message(1, answer, message_id)
+    assert uses_arena(a.transport.prepare(1, True, [bytes(2000)]))
+
+
+def test_the_number_of_mapped_segments_is_bounded(
+    sides: tuple[Side, Side], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("zmqgrad.transport.shared_memory.mapped_blocks.MAX_SEGMENTS", 0)
+    a, _ = sides
+    a.warm()
+    assert "0 segments are mapped" in a.transport.statistics()["refused_by"][1]
+
+
+def test_slices_may_refer_to_frames_and_to_blocks(sides: tuple[Side, Side]) -> None:
+    a, b = sides
+    a.warm()
+    prepared = a.transport.prepare(1, True, [b"b" * 2000])
+    assert prepared.manifest is not None
+    mixed = Manifest(
+        (*prepared.manifest.buffers, FrameBuffer()), (FrameSlice(1, 2, 3), *prepared.manifest.slices)
+    )
+    got = b.transport.open(0, mixed, [b"abcdefgh"])
+    assert list(map(bytes, got)) == [b"cde", b"b" * 2000]

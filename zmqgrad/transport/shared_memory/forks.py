@@ -1,0 +1,131 @@
+"""Note [Forks and blocks]: which blocks a fork of this process may read, and until when.
+
+Shared memory is not copied by a fork. If the parent released a block, the child's tensors would change under
+it. So a fork pins the blocks in use: the parent keeps references to them until the fork, and all forks made
+by it, have ended. A pipe shows that: they hold its write end, which the kernel closes with the last of them.
+Nobody has to wait for children, and a program that forks repeatedly (a data loader at each epoch) keeps only
+the blocks that living children can read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from typing import Protocol
+
+
+class Pinnable(Protocol):
+    """Holds blocks that forks can read."""
+
+    def pin(self, fork: Fork) -> bool:
+        """Keep all blocks that are in use until ``unpin(fork)``. Returns whether there are any."""
+        ...
+
+    def unpin(self, fork: Fork) -> None:
+        """Drop what was kept for ``fork``, which has ended."""
+        ...
+
+
+_watched: weakref.WeakValueDictionary[int, Pinnable] = weakref.WeakValueDictionary()
+
+
+class Fork:
+    """A fork of this process, with the pipe that shows whether it exists."""
+
+    def __init__(self) -> None:
+        self._pipe: tuple[int, int] | None = None
+        with contextlib.suppress(OSError):  # no descriptors left: pinned for good, as nothing shows its end
+            self._pipe = os.pipe()
+            os.set_blocking(self._pipe[0], False)
+
+    def pin(self) -> bool:
+        """Pin all blocks in use. Returns whether there are any."""
+        watched = [reference() for reference in _watched.valuerefs()]
+        return any([each.pin(self) for each in watched if each is not None])
+
+    def unpin(self) -> None:
+        """Unpin the blocks, and close the read end."""
+        for reference in _watched.valuerefs():
+            if (each := reference()) is not None:
+                each.unpin(self)
+        self.close(0)
+
+    def close(self, end: int) -> None:
+        """Close the read end (0) or the write end (1) of the pipe in this process."""
+        if self._pipe is not None:
+            os.close(self._pipe[end])
+
+    def has_ended(self) -> bool:
+        """Return whether all processes that hold the write end have ended."""
+        if self._pipe is None:
+            return False
+        try:
+            return os.read(self._pipe[0], 1) == b""
+        except BlockingIOError:
+            return False
+
+
+class _Forking(threading.local):
+    fork: Fork | None = None
+    """The fork that the calling thread is about to make."""
+
+
+_forking = _Forking()
+_living: list[Fork] = []
+_lock = threading.RLock()  # guards _living
+
+
+def watch(pinnable: Pinnable) -> None:
+    """Let forks pin the blocks of ``pinnable`` from now on. Keeps no reference to it."""
+    _watched[id(pinnable)] = pinnable
+
+
+def unwatch(pinnable: Pinnable) -> None:
+    """Forks pin no more blocks of ``pinnable``."""
+    _watched.pop(id(pinnable), None)
+
+
+def unpin_ended() -> None:
+    """Unpin the blocks of forks that have ended. Must not be called by finalizers."""
+    if not _living:
+        return
+    with _lock:
+        ended = [fork for fork in _living if fork.has_ended()]
+        for fork in ended:
+            _living.remove(fork)
+    for fork in ended:
+        fork.unpin()
+
+
+def _before() -> None:
+    unpin_ended()
+    if _watched:
+        _forking.fork = fork = Fork()
+        fork.pin()
+
+
+def _in_parent() -> None:
+    fork, _forking.fork = _forking.fork, None
+    if fork is None:
+        return
+    fork.close(1)
+    if fork.pin():  # again: another thread may have opened a block since
+        with _lock:
+            _living.append(fork)
+    else:
+        fork.unpin()
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it
+    fork, _forking.fork = _forking.fork, None
+    for each in [*_living, *([fork] if fork is not None else [])]:
+        each.close(0)  # only the parent reads; the write end of ``fork`` stays open until this process ends
+    _living.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before, after_in_parent=_in_parent, after_in_child=_in_child)

@@ -1,0 +1,201 @@
+"""The receiving side: segments of peers that are mapped here, their blocks in use, and blocks to release.
+
+A block is in use as long as anything is built on it. A weak reference notices the end; its callback only
+enqueues the release. Until it is released, a block belongs to its reader: the sender does not write to it. It
+is not released while a fork of this process may read it: see Note [Forks and blocks] in
+:mod:`~zmqgrad.transport.shared_memory.forks`.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from zmqgrad.errors import ProtocolError
+from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.shared_memory import forks
+from zmqgrad.transport.shared_memory.free_list import ALIGNMENT
+from zmqgrad.transport.shared_memory.segment import MappedSegment, supported
+from zmqgrad.wire.messages import MAX_TENSORS, ArenaOffer, ArenaReply, FrameBuffer, FrameSlice, Manifest
+
+MAX_SEGMENTS = 64
+"""Maximum number of segments of one peer that are mapped."""
+
+
+class _BlockRef(weakref.ref[Any]):
+    """Weak reference to the array of a block, at a third of the cost of ``weakref.finalize``."""
+
+    __slots__ = ("block",)
+    block: int
+
+
+class _PeerSegment:
+    """One mapped segment with its blocks in use. Numbers of dead blocks are appended to ``released``."""
+
+    def __init__(self, mapped: MappedSegment, released: deque[int], on_release: Callable[[], None]) -> None:
+        self._mapped = mapped
+        self._released = released
+        self._on_release = on_release
+        self._in_use: dict[int, _BlockRef] = {}
+        self._pins: dict[forks.Fork, list[Any]] = {}  # the arrays that each living fork may read
+        forks.watch(self)
+
+    def open(self, buffer: FrameBuffer) -> memoryview:
+        """Return the bytes of a block, which is in use until nothing refers to them."""
+        block, offset, size = buffer.block, buffer.offset, buffer.size
+        if block in self._in_use:
+            raise ProtocolError(f"block {block} was received twice")
+        if offset % ALIGNMENT or not 0 < size <= self._mapped.size - offset:
+            raise ProtocolError(
+                f"a block of {size} bytes at {offset} is not within its segment of {self._mapped.size}"
+            )
+        array = self._mapped.block(offset, size)
+        reference = self._in_use[block] = _BlockRef(array, self._on_death)
+        reference.block = block
+        return memoryview(array).cast("B")
+
+    def _on_death(self, reference: _BlockRef) -> None:
+        """Called by the collector at any line of any thread, so it only enqueues."""
+        self._in_use.pop(reference.block, None)
+        self._released.append(reference.block)
+        self._on_release()
+
+    def pin(self, fork: forks.Fork) -> bool:
+        """Implements :meth:`forks.Pinnable.pin`."""
+        arrays = [reference() for reference in list(self._in_use.values())]
+        self._pins[fork] = [array for array in arrays if array is not None]
+        return bool(self._pins[fork])
+
+    def unpin(self, fork: forks.Fork) -> None:
+        """Implements :meth:`forks.Pinnable.unpin`."""
+        self._pins.pop(fork, None)
+
+    def close(self) -> None:
+        """Unmap with the last block in use. Nothing will be released, so forks need not keep anything."""
+        forks.unwatch(self)
+        self._pins.clear()
+
+    def counts(self) -> tuple[int, int]:
+        """Return the numbers of blocks in use and of blocks pinned by forks."""
+        pinned = {id(array) for arrays in list(self._pins.values()) for array in arrays}
+        return len(self._in_use), len(pinned)
+
+
+class MappedBlocks:
+    """Blocks of peers.
+
+    Args:
+        on_release: called at any line of any thread when there is a block to release.
+    """
+
+    def __init__(self, on_release: Callable[[], None]) -> None:
+        self._on_release = on_release
+        self._segments: dict[tuple[int, int], _PeerSegment] = {}  # by peer and segment id
+        self._released: dict[int, deque[int]] = {}  # by peer; filled by finalizers
+        self._closed = False
+        self.has_releases: Callable[[int], object] = self._released.get
+        """Returns, as a truth value, whether there are blocks to release to a peer."""
+
+    def map(self, peer: int, offer: ArenaOffer) -> ArenaReply:
+        """Map the segment that ``peer`` offers.
+
+        Returns:
+            The reply: the nonce, or the reason why the segment cannot be mapped.
+        """
+        if not supported():
+            return ArenaReply(b"", "this system has no shared memory of this kind")
+        if sum(1 for p, _ in list(self._segments) if p == peer) >= MAX_SEGMENTS:
+            return ArenaReply(b"", f"{MAX_SEGMENTS} segments are mapped already")
+        try:
+            mapped = MappedSegment(offer)
+        except (OSError, ValueError, OverflowError) as e:
+            return ArenaReply(b"", str(e))
+        released = self._released.setdefault(peer, deque())
+        self._segments[peer, offer.segment] = _PeerSegment(mapped, released, self._on_release)
+        if self._closed:  # by another thread, meanwhile
+            self._segments.clear()
+        return ArenaReply(mapped.nonce)
+
+    def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> list[Buffer]:
+        """Return the frames of a message of ``peer``. ``Inbound.let_go`` can empty the list.
+
+        Raises:
+            ProtocolError: if the manifest contradicts the segments or the ZeroMQ ``frames``.
+        """
+        following = iter(frames)
+        buffers = [self._open(peer, buffer, following) for buffer in manifest.buffers]
+        if next(following, None) is not None:
+            raise ProtocolError(f"the manifest refers to fewer than the {len(frames)} frames of the message")
+        return [_slice(part, buffers) for part in manifest.slices]
+
+    def _open(self, peer: int, buffer: FrameBuffer, following: Iterator[Buffer]) -> memoryview:
+        if not buffer.segment:
+            frame = next(following, None)
+            if frame is None:
+                raise ProtocolError("the manifest refers to more frames than the message has")
+            return memoryview(frame)
+        segment = self._segments.get((peer, buffer.segment))
+        if segment is None:
+            raise ProtocolError(f"segment {buffer.segment} of a block was never offered by worker {peer}")
+        return segment.open(buffer)
+
+    def take_releases(self, peer: int) -> tuple[int, ...]:
+        """Return blocks to release to ``peer``, as many as a manifest holds. The caller must send them."""
+        released = self._released.get(peer)
+        if not released:
+            return ()
+        taken: list[int] = []
+        while released and len(taken) < MAX_TENSORS:
+            try:
+                taken.append(released.popleft())
+            except IndexError:  # another thread took the last one
+                break
+        return tuple(taken)
+
+    def restore_releases(self, peer: int, blocks: Sequence[int]) -> None:
+        """Put back what :meth:`take_releases` returned and could not be sent."""
+        released = self._released.get(peer)
+        if released is not None:
+            released.extend(blocks)
+
+    def peers_with_releases(self) -> list[int]:
+        """Return the peers with blocks to release."""
+        return [peer for peer, released in list(self._released.items()) if released]
+
+    def forget(self, peer: int) -> None:
+        """Drop the segments of a lost ``peer``; they stay mapped as long as something is built on them."""
+        self._released.pop(peer, None)
+        for key in [key for key in list(self._segments) if key[0] == peer]:
+            segment = self._segments.pop(key, None)
+            if segment is not None:
+                segment.close()
+
+    def close(self) -> None:
+        """Drop the segments of all peers, as :meth:`forget`. Idempotent."""
+        self._closed = True
+        for peer in {peer for peer, _ in list(self._segments)}:
+            self.forget(peer)
+        self._released.clear()
+
+    def statistics(self) -> dict[str, int]:
+        """Return the numbers of mapped segments, of blocks in use, and of those that forks keep in use."""
+        counts = [segment.counts() for segment in list(self._segments.values())]
+        return {
+            "segments_mapped": len(counts),
+            "blocks_in_use": sum(in_use for in_use, _ in counts),
+            "blocks_pinned": sum(pinned for _, pinned in counts),
+        }
+
+
+def _slice(part: FrameSlice, buffers: Sequence[memoryview]) -> memoryview:
+    if part.buffer >= len(buffers):
+        raise ProtocolError(f"a frame is a slice of buffer {part.buffer} of {len(buffers)}")
+    buffer = buffers[part.buffer]
+    end = part.offset + part.size
+    if end > len(buffer):
+        raise ProtocolError(
+            f"a frame of {part.size} bytes at {part.offset} exceeds its buffer of {len(buffer)}"
+        )
+    return buffer[part.offset : end]

@@ -1,0 +1,223 @@
+"""What a mailbox does with frames: shared memory if the peer can read it, a socket otherwise.
+
+Whether a peer can is determined with the first message that is large enough. If the peer cannot, has not
+replied yet, or the arena is full, the frames go through the socket, and a counter says why.
+
+Blocks are released by the manifest of the next message to their owner, or after :data:`RELEASE_SECONDS` by a
+message of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from zmqgrad.errors import ZmqgradError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.base import Buffer, Timer
+from zmqgrad.transport.shared_memory import forks
+from zmqgrad.transport.shared_memory.arena import Arena, Lease
+from zmqgrad.transport.shared_memory.copier import Copier
+from zmqgrad.transport.shared_memory.mapped_blocks import MappedBlocks
+from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket, plan
+from zmqgrad.transport.shared_memory.segment import supported
+from zmqgrad.transport.shared_memory.settings import ArenaSettings
+from zmqgrad.wire.lazy_frame import Frame
+from zmqgrad.wire.messages import ArenaOffer, ArenaReply, FrameBuffer, Manifest, Message, Release
+
+logger = logging.getLogger(__name__)
+
+RELEASE_SECONDS = 0.05
+"""How long released blocks wait for a message that can carry the release."""
+
+TRIM_SECONDS = 30.0
+"""Free memory of an arena that was not used for once to twice this time returns to the system."""
+
+
+class Send(Protocol):
+    """Sends a control message, as :meth:`Mailbox.send`."""
+
+    def __call__(self, peer: int, message: Message, message_id: int) -> None:
+        """Queue ``message`` for ``peer``."""
+        ...
+
+
+class SharedMemoryTransport:
+    """The shared memory of one mailbox: its arena, and the blocks that it has mapped.
+
+    Args:
+        name: of the worker.
+        settings: of its arena. If that is disabled, blocks of peers are still mapped.
+        send: of the mailbox.
+        may_wait: returns whether the calling thread may wait for a message of a peer. The receiver must not.
+    """
+
+    def __init__(
+        self, name: str, settings: ArenaSettings, send: Send, may_wait: Callable[[], bool] = lambda: False
+    ) -> None:
+        self._name = name
+        self._threshold = settings.threshold
+        self._send_message = send
+        self._pid = os.getpid()
+        self._arena = Arena(settings.limit if supported() else 0, self._send, may_wait)
+        self._copier = Copier(name)
+        self._copy = self._copier.copy
+        self._mapped_blocks = MappedBlocks(self._on_release)
+        self.has_releases = self._mapped_blocks.has_releases
+        """Returns, as a truth value, whether there are blocks to release to a peer."""
+        self._timer: Timer | None = None
+        self._release_scheduled = False
+        self._trim_scheduled = False
+        self._closed = False
+        self.fallbacks: Counter[str] = Counter()
+        self.bytes_out = 0
+        self.bytes_in = 0
+
+    def start(self, timer: Timer | None) -> None:
+        """Release blocks by ``timer`` if no other message does."""
+        self._timer = timer
+
+    # ---- sending ----------------------------------------------------------------------------------------
+
+    def prepare(self, peer: int, local: bool, frames: Sequence[Frame]) -> PreparedFrames:
+        """Copy ``frames`` to shared memory if possible. The manifest releases blocks of ``peer``.
+
+        Args:
+            peer: the receiver.
+            local: whether it is on this host.
+            frames: of one message.
+
+        Returns:
+            What to send. If that fails, the caller must call :meth:`rollback`.
+        """
+        released = self._mapped_blocks.take_releases(peer)
+        if not frames:
+            return PreparedFrames(Manifest(released=released) if released else None, ())
+        sizes = [len(f) for f in frames]
+        total = sum(sizes)
+        if total >= self._threshold:
+            buffers, slices = plan(sizes)
+            leases = self._lease(peer, local, buffers)
+            if leases is not None:
+                placed = tuple([FrameBuffer(b.segment.id, b.number, b.offset, b.size) for b in leases])
+                prepared = PreparedFrames(Manifest(placed, slices, released), ())
+                try:
+                    for part, frame in zip(slices, frames, strict=True):
+                        lease = leases[part.buffer]
+                        lease.segment.write(lease.offset + part.offset, frame, self._copy)
+                except BaseException:  # including Ctrl-C, as large copies take long
+                    self.rollback(peer, prepared)
+                    raise
+                self.bytes_out += total
+                return prepared
+        return pack_for_socket(frames, sizes, released)
+
+    def rollback(self, peer: int, prepared: PreparedFrames) -> None:
+        """Undo :meth:`prepare`: ``prepared`` was not sent."""
+        if prepared.manifest is not None:
+            self._mapped_blocks.restore_releases(peer, prepared.manifest.released)
+            self._arena.release(peer, [p.block for p in prepared.manifest.buffers if p.segment])
+
+    def _lease(self, peer: int, local: bool, sizes: list[int]) -> list[Lease] | None:
+        if not self._arena.limit or self._pid != os.getpid():
+            result: list[Lease] | str = "off"
+        else:
+            result = self._arena.lease(peer, sizes) if local else "other host"
+        if isinstance(result, str):
+            self.fallbacks[result] += 1
+            return None
+        if not self._trim_scheduled:
+            self._trim_scheduled = True
+            self._schedule(TRIM_SECONDS, self._trim)
+        return result
+
+    def _send(self, peer: int, message: Message, message_id: int) -> None:
+        try:
+            self._send_message(peer, message, message_id)
+        except ZmqgradError as e:
+            logger.debug("%s cannot send %s to worker %d: %s", self._name, message, peer, e)
+
+    # ---- receiving --------------------------------------------------------------------------------------
+
+    def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> Sequence[Buffer]:
+        """Return the frames of a message of ``peer``, and end the leases that its manifest releases.
+
+        Raises:
+            ProtocolError: if the manifest contradicts the ZeroMQ ``frames`` or the segments of ``peer``.
+        """
+        if manifest.released:
+            self._arena.release(peer, manifest.released)
+        if not manifest.buffers and not manifest.slices:
+            return frames
+        opened = self._mapped_blocks.open(peer, manifest, frames)
+        self.bytes_in += sum([p.size for p in manifest.buffers if p.segment])
+        return opened
+
+    def on_message(self, peer: int, message: Message, message_id: int) -> None:
+        """Process an offer of a peer, a reply to an offer, or a release. Called by the receiver."""
+        if isinstance(message, ArenaOffer):
+            reply = self._mapped_blocks.map(peer, message)
+            self._send(peer, reply, message_id)
+            if reply.nonce and self._arena.limit:
+                # Large requests may have large replies. The peer is certainly on this host.
+                self._arena.introduce(peer, self._threshold)
+        elif isinstance(message, ArenaReply):
+            self._arena.on_reply(peer, message, message_id)
+        # A Release has done its work by its manifest.
+
+    # ---- releases and unused memory ---------------------------------------------------------------------
+
+    def _on_release(self) -> None:
+        """Called by finalizers: enqueues. See Note [Finalizers only enqueue]."""
+        if not self._release_scheduled:
+            self._release_scheduled = True
+            self._schedule(RELEASE_SECONDS, self._release)
+
+    def _schedule(self, seconds: float, job: Callable[[], None]) -> None:
+        # In a fork, another thread may hold the timer's lock for ever.
+        if self._timer is not None and not self._closed and self._pid == os.getpid():
+            self._timer.call_later(seconds, job)
+
+    def _release(self) -> None:
+        self._release_scheduled = False  # first: later releases schedule the next call
+        forks.unpin_ended()
+        for peer in self._mapped_blocks.peers_with_releases():
+            if not self._closed:
+                self._send(peer, Release(), 0)  # with a manifest, which contains the releases
+        self._arena.reclaim()
+
+    def _trim(self) -> None:
+        if not self._closed:
+            trimmed = self._arena.trim()
+            if trimmed:
+                logger.debug("%s returned %d bytes of its arena to the system", self._name, trimmed)
+            self._schedule(TRIM_SECONDS, self._trim)
+
+    # ---- the end ----------------------------------------------------------------------------------------
+
+    def forget(self, peer: int) -> None:
+        """Drop all state of ``peer``. If it returns, it gets a new offer."""
+        self._mapped_blocks.forget(peer)
+        self._arena.forget(peer)
+
+    def close(self) -> None:
+        """Stop leasing and releasing. Tensors that were received stay valid. Idempotent."""
+        self._closed = True
+        self._mapped_blocks.close()
+        self._copier.close()
+        self._arena.close()
+
+    def join(self, deadline: Deadline) -> list[str]:
+        """Wait for threads. Returns the names of those that have not ended by ``deadline``."""
+        return self._copier.join(deadline)
+
+    def statistics(self) -> dict[str, Any]:
+        """Return the use of the arena and of mapped blocks, and the messages that went through a socket."""
+        return {
+            **self._arena.statistics(),
+            **self._mapped_blocks.statistics(),
+            "fallbacks": dict(self.fallbacks),
+        }
