@@ -8,8 +8,8 @@ from types import TracebackType
 
 import torch
 
-from zmqgrad.autograd.backward.participant import MODES
 from zmqgrad.autograd.context import ActiveContext, Context, check_not_nested
+from zmqgrad.autograd.engine.participant import MODES
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.profiling import PASS_NAME, profiled
 from zmqgrad.autograd.roots import check_roots

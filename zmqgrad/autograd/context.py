@@ -21,7 +21,7 @@ from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id, split_id
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.backward.executor import LocalPass
+    from zmqgrad.autograd.engine.executor import LocalPass
 
 MAX_RELEASED_IDS = 10_000
 """How many ids of released contexts are kept, so that a late message does not create a context again."""

@@ -1,7 +1,7 @@
 """The hooks of autograd in RPC.
 
 Calls and replies that a thread sends inside a context are wrapped with its id. The receiver unwraps them, and
-runs the call and sends its reply inside the same context. Gradients (:mod:`~zmqgrad.autograd.backward`) and
+runs the call and sends its reply inside the same context. Gradients (:mod:`~zmqgrad.autograd.engine`) and
 releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 import torch
 
-from zmqgrad.autograd.backward.participant import Participant
 from zmqgrad.autograd.context import ActiveContext, Context, Contexts, active_context, wants_result_grad
+from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.autograd.send_recv import record_send

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
-from zmqgrad.autograd.backward.work_queue import Arrival, WorkQueue
 from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.engine.work_queue import Arrival, WorkQueue
 from zmqgrad.autograd.graph.accumulate import (
     AccumulateMode,
     accumulate_by_nodes,
