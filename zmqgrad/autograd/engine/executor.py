@@ -34,17 +34,22 @@ from zmqgrad.autograd.graph.hooks import (
 from zmqgrad.autograd.graph.node import (
     Gradient,
     added,
+    call_engine,
     evaluate_node,
-    outputs_of,
     release_saved_tensors,
-    run_engine,
     shared,
 )
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan, bits
-from zmqgrad.autograd.graph.undefined import UNDEFINED, is_python_function, reached, zero_placeholders
+from zmqgrad.autograd.graph.undefined import UNDEFINED, reached, zero_placeholders
 from zmqgrad.autograd.graph.walk import GraphWalk, condense
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
-from zmqgrad.autograd.send_recv import LEAF_NODE, RecvMetadata
+from zmqgrad.autograd.send_recv import RecvMetadata
+from zmqgrad.autograd.torch_internals import (
+    LEAF_NODE,
+    is_python_function,
+    outputs_of,
+    post_accumulate_hooks,
+)
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
@@ -276,7 +281,7 @@ class LocalPass:
     ) -> list[Result]:
         if not gradients:
             return [(edge, None, False) for edge in outgoing]
-        found = run_engine(gradients, gradients.values(), outgoing, self.retain_graph)
+        found = call_engine(gradients, outgoing, self.retain_graph)
         return list(zip(outgoing, found, shared(found), strict=True))
 
     def _node_by_node(self, group: Group, gradients: dict[Edge, torch.Tensor]) -> list[Result]:
@@ -350,7 +355,7 @@ class LocalPass:
             total = self.context.gradient(leaf)
         else:
             total = self.context.accumulate(leaf, hooked_grad, shared or hooked_grad is not gradient)
-        if leaf._post_accumulate_grad_hooks:  # the engine runs them without a gradient, too
+        if post_accumulate_hooks(leaf):  # the engine runs them without a gradient, too
             self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))
         for hook in after:
             hook((), (hooked_grad,))

@@ -20,8 +20,14 @@ import torch.distributed
 
 from zmqgrad.autograd.context import Context
 from zmqgrad.autograd.graph.hooks import grad_lock, hooks_registered, permanent_internal_hook, swapped_grads
-from zmqgrad.autograd.graph.node import run_leaf_nodes
-from zmqgrad.autograd.graph.undefined import is_python_function
+from zmqgrad.autograd.torch_internals import (
+    all_reduce,
+    mark_postponed,
+    postpones_all_reduce,
+    replica_of,
+    run_leaf_nodes,
+    tensor_hooks,
+)
 
 
 class AccumulateMode(enum.Enum):
@@ -56,12 +62,11 @@ def find_replicas(nodes: Iterable[Any]) -> list[Any]:
     """
     due: list[Any] = []
     for node in nodes:
-        known_by = getattr(node, "ddp_weakref", None) if is_python_function(node) else None
-        replica = None if known_by is None else known_by()
+        replica = replica_of(node)
         if replica is not None:
             with grad_lock():
                 _replicas.add(replica)
-            if replica.static_graph and not replica._static_graph_delay_allreduce_enqueued:
+            if postpones_all_reduce(replica):
                 permanent_internal_hook(node.register_prehook, _PostponeAllReduce(replica, due))
     return due
 
@@ -75,8 +80,8 @@ class _PostponeAllReduce:
 
     def __call__(self, _: Any) -> None:
         replica = self._replica()
-        if replica is not None and not replica._static_graph_delay_allreduce_enqueued:
-            replica._static_graph_delay_allreduce_enqueued = True
+        if replica is not None and postpones_all_reduce(replica):
+            mark_postponed(replica)
             self._due.append(replica)
 
 
@@ -94,7 +99,7 @@ def accumulate_by_nodes(
         with swapped_grads(leaves, before), _without_tensor_hooks(leaves):
             run_leaf_nodes(nodes, gradients)
             while due:
-                due.pop().reducer._delay_all_reduce()
+                all_reduce(due.pop())
             for leaf in leaves:
                 context.replace(leaf, _unaliased(leaf.grad))
 
@@ -123,7 +128,7 @@ def _without_tensor_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     own_thread = threading.get_ident()
     with ExitStack() as stack:
         for leaf in leaves:
-            hooks = leaf._backward_hooks
+            hooks = tensor_hooks(leaf)
             if hooks:
                 stack.callback(hooks.update, dict(hooks))
                 # For other devices the engine has threads of its own, which all passes share.

@@ -18,7 +18,6 @@ from zmqgrad.autograd.graph.accumulate import AccumulateMode
 from zmqgrad.autograd.graph.hooks import has_hooks
 from zmqgrad.autograd.graph.plan import Edge, Graph
 from zmqgrad.autograd.send_recv import (
-    LEAF_NODE,
     RECV_NODE,
     EdgeOrLeaf,
     RecvMetadata,
@@ -27,6 +26,7 @@ from zmqgrad.autograd.send_recv import (
     edge_or_leaf,
     recv_metadata,
 )
+from zmqgrad.autograd.torch_internals import LEAF_NODE
 
 
 class GraphWalk:
