@@ -7,7 +7,8 @@ releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -39,6 +40,9 @@ from zmqgrad.wire.messages import (
 
 _CALLS = (Call, RemoteCall, RRefFetch)
 _WRAPPED = (*_CALLS, Result, RemoteResult, RRefValue)
+
+
+_requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 def install(worker: Worker) -> None:
@@ -99,7 +103,7 @@ class Autograd:
 
     def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: Description) -> int:
         """Record a send of ``tensors``. Returns its id; 0 if none of them requires grad."""
-        differentiable = [t for t in tensors if t.requires_grad]
+        differentiable = list(filter(_requires_grad, tensors))
         if not differentiable:
             return 0
         autograd_id = self._worker.ids.next()

@@ -16,6 +16,9 @@ import torch
 from torch.autograd.graph import GradientEdge
 from torch.utils.hooks import RemovableHandle
 
+Edge = tuple[Any, int]
+"""A node, and the number of its output. Every ``GradientEdge`` begins with that."""
+
 Hooks = list[Callable[..., Any]]
 
 # ---- the engine ------------------------------------------------------------------------------------------
@@ -24,12 +27,12 @@ _run_backward: Callable[..., Any] | None = getattr(
     getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
 )
 
+_gradient_edge: Callable[[Edge], GradientEdge] = functools.partial(tuple.__new__, GradientEdge)
+"""Makes what the engine expects without a call of Python code; it reads the two items of an edge."""
+
 
 def run_engine(
-    starts: tuple[GradientEdge, ...],
-    gradients: tuple[torch.Tensor, ...],
-    ends: tuple[GradientEdge, ...],
-    retain_graph: bool,
+    starts: Iterable[Edge], gradients: tuple[torch.Tensor, ...], ends: Iterable[Edge], retain_graph: bool
 ) -> Sequence[torch.Tensor | None]:
     """Compute gradients at ``ends`` from those at ``starts``, like ``torch.autograd.grad``.
 
@@ -38,9 +41,18 @@ def run_engine(
     directly where torch allows it.
     """
     if _run_backward is None:
-        return torch.autograd.grad(starts, ends, gradients, retain_graph=retain_graph, allow_unused=True)
+        from_edges, to_edges = ([GradientEdge(node, i) for node, i in edges] for edges in (starts, ends))
+        return torch.autograd.grad(
+            from_edges, to_edges, gradients, retain_graph=retain_graph, allow_unused=True
+        )
     found: Sequence[torch.Tensor | None] = _run_backward(
-        starts, gradients, retain_graph, False, ends, True, accumulate_grad=False
+        tuple(map(_gradient_edge, starts)),
+        gradients,
+        retain_graph,
+        False,
+        tuple(map(_gradient_edge, ends)),
+        True,
+        accumulate_grad=False,
     )
     return found
 

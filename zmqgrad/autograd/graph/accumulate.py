@@ -19,7 +19,7 @@ import torch
 import torch.distributed
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.graph.hooks import grad_lock, hooks_registered, permanent_internal_hook, swapped_grads
+from zmqgrad.autograd.graph.hooks import grad_lock, permanent_internal_hook, swapped_grads
 from zmqgrad.autograd.torch_internals import (
     all_reduce,
     mark_postponed,
@@ -38,17 +38,19 @@ class AccumulateMode(enum.Enum):
     JOINT = "all leaves wait until all gradients are complete"
 
 
-def accumulate_mode() -> AccumulateMode:
-    """Return the mode that the current state of this process requires."""
+def accumulate_mode(hooks: bool) -> AccumulateMode:
+    """Return the mode that this process requires. ``hooks``: whether any hooks may be registered."""
     if may_have_replicas():
         return AccumulateMode.JOINT
-    return AccumulateMode.HOOKED if hooks_registered() else AccumulateMode.IMMEDIATE
+    return AccumulateMode.HOOKED if hooks else AccumulateMode.IMMEDIATE
 
 
 def may_have_replicas() -> bool:
     """Whether a parameter in this process may belong to a DDP replica."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _HAS_PROCESS_GROUPS and torch.distributed.is_initialized()
 
+
+_HAS_PROCESS_GROUPS = torch.distributed.is_available()
 
 _replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have unused parameters; guarded by `grad_lock`
 

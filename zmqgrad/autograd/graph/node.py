@@ -9,14 +9,12 @@ not free what the node has saved, and :func:`release_saved_tensors` does.
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.graph.hooks import internal_hook
 from zmqgrad.autograd.graph.plan import Edge
@@ -35,12 +33,7 @@ def call_engine(
     gradients: Mapping[Edge, torch.Tensor], ends: Iterable[Edge], retain_graph: bool
 ) -> Sequence[Gradient]:
     """Compute gradients at ``ends`` from ``gradients``, in one run of torch's engine."""
-    return run_engine(
-        tuple(itertools.starmap(GradientEdge, gradients)),
-        tuple(gradients.values()),
-        tuple(itertools.starmap(GradientEdge, ends)),
-        retain_graph,
-    )
+    return run_engine(gradients, tuple(gradients.values()), ends, retain_graph)
 
 
 def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -56,7 +49,7 @@ def shared(gradients: Sequence[Gradient]) -> list[bool]:
     A backward function or a hook may keep it, or return one tensor twice. Torch, too, looks at reference
     counts before it makes a gradient its own.
     """
-    return [count > _UNSHARED_COUNT for count in map(sys.getrefcount, gradients)]
+    return list(map(_UNSHARED_COUNT.__lt__, map(sys.getrefcount, gradients)))
 
 
 _UNSHARED_COUNT = next(map(sys.getrefcount, [object()]))
