@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -171,9 +171,13 @@ class Context:
 
     def gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of ``leaf`` so far."""
+        return self.gradients_of((leaf,))[0]
+
+    def gradients_of(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the gradient so far of each of ``leaves``; None where there is none."""
         with self._lock:
-            present = self._gradients.get(id(leaf))
-            return None if present is None else present[1]
+            found = map(self._gradients.get, map(id, leaves))
+            return [None if each is None else each[1] for each in found]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of all leaves so far."""
