@@ -189,7 +189,7 @@ class Context:
 
 
 _active_context: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
-_wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_answer", default=True)
+_wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_wants_result_grad", default=True)
 
 
 def active_context() -> Context | None:
@@ -284,7 +284,7 @@ class Contexts:
         maker, _ = split_id(context_id)
         why = f"no context() here made it, and no call of one that worker {maker} made came here"
         if released:
-            why = "it has been released: its 'with' block was left, or the worker that made it is gone"
+            why = "it has been released: its 'with' block was left, or the worker that created it has left"
         raise AutogradError(f"Could not find autograd context with id: {context_id}; {why}")
 
     def release(self, context_id: int) -> Context | None:

@@ -122,7 +122,7 @@ class Autograd:
         assert isinstance(message, ForwardAutogradReq)
         context = self.contexts.get_or_create(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
-        with ActiveContext(context, message.answer_wanted):
+        with ActiveContext(context, message.wants_result_grad):
             self._worker.callee.run(inbound, message.wrapped, tensors)
 
     def open_forward(self, inbound: Inbound) -> Unwrapped:

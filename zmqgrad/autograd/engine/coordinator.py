@@ -95,7 +95,7 @@ class Coordinator:
             if detector.steps == steps:
                 names = ", ".join(sorted({self._name(worker) for worker in detector.outstanding().values()}))
                 raise RpcTimeoutError(
-                    f"nothing was heard of the backward pass for {timeout} s; "
+                    f"no report of the backward pass arrived for {timeout} s; "
                     f"it waits for {names or 'reports'}"
                 )
         error = detector.error()
@@ -183,8 +183,8 @@ class Coordinator:
         ]
         raise AutogradError(
             "the backward pass cannot finish in FAST mode, which expects a gradient for everything that was "
-            "sent. Nothing came back for\n" + "\n".join(lines) + "\n"
-            "as no root depends on it. Do not ask for results that the loss does not use, call .detach() "
+            "sent. No gradient will arrive for\n" + "\n".join(lines) + "\n"
+            "as no root depends on it. Do not request results that the loss does not use, call .detach() "
             "on what need not be differentiated, or use mode='auto'."
         )
 

@@ -6,9 +6,9 @@ travel in one message (:mod:`~zmqgrad.autograd.engine.batch`). So the micro-batc
 that ran at the same time, take one message per worker instead of one each, and long computations do not
 delay other workers.
 
-A report lists what was handled, with everything that it set off. So the coordinator never takes a pass for
-finished that is not (:mod:`~zmqgrad.autograd.engine.termination`). Gradients for the worker of the
-coordinator carry the report.
+A report lists the handled requests and those that they set off. So the coordinator never mistakes a running
+pass for a finished one (:mod:`~zmqgrad.autograd.engine.termination`). A batch for the worker of the
+coordinator carries the report.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def find_replicas(nodes: Iterable[Any]) -> list[Any]:
     """Find the replicas that may have unused parameters among the nodes of a graph, before it runs.
 
     Returns:
-        A list. While the graph runs, replicas are added to it that have to be told to average once all leaves
-        have their gradients.
+        A list, to which replicas are added while the graph runs: those that must average once all leaves have
+        their gradients.
     """
     due: list[Any] = []
     for node in nodes:

@@ -1,7 +1,7 @@
 """Hooks of tensors and nodes, which run once, on the complete gradient, as in one process.
 
 Torch's engine runs the hooks of a tensor wherever it returns its gradient, which at a cut edge
-(:mod:`~zmqgrad.autograd.graph.plan`) is a partial sum; and it does not tell whether a node has hooks. So once
+(:mod:`~zmqgrad.autograd.graph.plan`) is a partial sum; and it does not show whether a node has hooks. So once
 a hook has been registered anywhere in this process, groups with cut edges run node by node
 (:mod:`~zmqgrad.autograd.graph.node`), and a leaf with hooks waits for its complete gradient.
 """

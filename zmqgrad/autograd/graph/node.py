@@ -63,7 +63,7 @@ def evaluate_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool =
         nothing follows, and everywhere if all ``gradients`` are None.
     """
     present = [i for i, g in enumerate(gradients) if g is not None]
-    # All of them: a node computes no gradients but those that the engine is asked for.
+    # All of them: a node computes only the gradients that are requested from the engine.
     targets = dict.fromkeys([edge for edge in node.next_functions if edge[0] is not None])
     if not present or not targets:
         return [None] * len(node.next_functions)
