@@ -44,14 +44,14 @@ def test_the_engine_computes_what_torch_does(direct: bool, monkeypatch: pytest.M
         monkeypatch.setattr(internals, "_run_backward", None)
     x, unused = leaf(), leaf()
     start, *ends = [tuple(get_gradient_edge(t))[:2] for t in (x * x, x, unused)]
-    found = internals.run_engine((start,), (torch.ones(3),), ends, True)
+    found = internals.run_engine({start: torch.ones(3)}, ends, True)
     assert found[0] is not None
     assert torch.equal(found[0], 2 * x)
     assert found[1] is None
     assert x.grad is None
-    internals.run_engine((start,), (torch.ones(3),), ends, False)
+    internals.run_engine({start: torch.ones(3)}, ends, False)
     with pytest.raises(RuntimeError, match="second time"):
-        internals.run_engine((start,), (torch.ones(3),), ends, False)
+        internals.run_engine({start: torch.ones(3)}, ends, False)
 
 
 @pytest.mark.parametrize("direct", [True, False])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,22 +32,22 @@ _gradient_edge: Callable[[Edge], GradientEdge] = functools.partial(tuple.__new__
 
 
 def run_engine(
-    starts: Iterable[Edge], gradients: tuple[torch.Tensor, ...], ends: Iterable[Edge], retain_graph: bool
+    gradients: Mapping[Edge, torch.Tensor], ends: Iterable[Edge], retain_graph: bool
 ) -> Sequence[torch.Tensor | None]:
-    """Compute gradients at ``ends`` from those at ``starts``, like ``torch.autograd.grad``.
+    """Compute gradients at ``ends`` from ``gradients``, like ``torch.autograd.grad``.
 
     ``torch.autograd.grad`` itself first checks and completes its arguments, which takes as long as the engine
     needs for a small graph; the first call also imports sympy (half a second). So the engine is called
     directly where torch allows it.
     """
     if _run_backward is None:
-        from_edges, to_edges = ([GradientEdge(node, i) for node, i in edges] for edges in (starts, ends))
+        starts, stops = ([GradientEdge(node, i) for node, i in edges] for edges in (gradients, ends))
         return torch.autograd.grad(
-            from_edges, to_edges, gradients, retain_graph=retain_graph, allow_unused=True
+            starts, stops, tuple(gradients.values()), retain_graph=retain_graph, allow_unused=True
         )
     found: Sequence[torch.Tensor | None] = _run_backward(
-        tuple(map(_gradient_edge, starts)),
-        gradients,
+        tuple(map(_gradient_edge, gradients)),
+        tuple(gradients.values()),
         retain_graph,
         False,
         tuple(map(_gradient_edge, ends)),

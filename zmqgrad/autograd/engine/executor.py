@@ -35,7 +35,6 @@ from zmqgrad.autograd.graph.hooks import (
 from zmqgrad.autograd.graph.node import (
     Gradient,
     added,
-    call_engine,
     evaluate_node,
     release_saved_tensors,
     shared,
@@ -50,6 +49,7 @@ from zmqgrad.autograd.torch_internals import (
     is_python_function,
     outputs_of,
     post_accumulate_hooks,
+    run_engine,
 )
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
@@ -246,19 +246,16 @@ class LocalPass:
                 at_recv[node][edge[1]] = gradient
             elif node in waiting:
                 complete.append((node, gradient, also_held))
-            elif self._is_leaf(node):
+            elif type(node) is LEAF_NODE and node not in plan.sinks:
                 if gradient is not UNDEFINED:
                     self.context.accumulate(node.variable, gradient, also_held)
             else:
                 with self._lock:
                     self._add(edge, gradient)
-        self._accumulate_all(complete)
+        if complete:
+            self._accumulate_all(complete)
         for node, found in at_recv.items():
             sink.send_gradients(recvs[node], found)
-
-    def _is_leaf(self, node: Any) -> bool:
-        """Whether ``node`` is a leaf that does not wait for its complete gradient."""
-        return type(node) is LEAF_NODE and node not in self._plan.sinks
 
     def _differentiate(self, groups: Sequence[Group], gradients: dict[Edge, torch.Tensor]) -> list[Result]:
         """Compute the gradients at the outgoing edges of ``groups`` from those at incoming edges.
@@ -288,9 +285,9 @@ class LocalPass:
                 results = self._call_engine({**placeholders, **defined}, outgoing)
         else:
             results = self._call_engine(gradients, outgoing)
-        missing: list[Edge] = []  # a leaf needs no mark
+        missing: list[Edge] = []  # a leaf needs no mark, unless it waits for its complete gradient
         for edge, found, _ in results:
-            if found is None and not self._is_leaf(edge[0]):
+            if found is None and (type(edge[0]) is not LEAF_NODE or edge[0] in sinks):
                 missing.append(edge)
         if missing:
             ends = reached(gradients, outgoing)
@@ -302,7 +299,7 @@ class LocalPass:
     ) -> list[Result]:
         if not gradients:
             return [(edge, None, False) for edge in outgoing]
-        found = call_engine(gradients, outgoing, self.retain_graph)
+        found = run_engine(gradients, outgoing, self.retain_graph)
         return list(zip(outgoing, found, shared(found), strict=True))
 
     def _node_by_node(self, group: Group, gradients: dict[Edge, torch.Tensor]) -> list[Result]:
@@ -359,7 +356,7 @@ class LocalPass:
 
         The hooks of the tensors have run. A gradient is ``UNDEFINED`` if nothing was produced.
         """
-        if complete and may_have_replicas():
+        if may_have_replicas():
             defined = [(node, gradient) for node, gradient, _ in complete if gradient is not UNDEFINED]
             if defined:
                 nodes, gradients = [node for node, _ in defined], [gradient for _, gradient in defined]

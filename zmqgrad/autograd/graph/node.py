@@ -29,13 +29,6 @@ class _Stop(Exception):
     """Stops the engine after the node has run."""
 
 
-def call_engine(
-    gradients: Mapping[Edge, torch.Tensor], ends: Iterable[Edge], retain_graph: bool
-) -> Sequence[Gradient]:
-    """Compute gradients at ``ends`` from ``gradients``, in one run of torch's engine."""
-    return run_engine(gradients, tuple(gradients.values()), ends, retain_graph)
-
-
 def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Return the sum of two gradients. Torch adds sparse to dense tensors, but not dense to sparse ones."""
     if present.layout is not torch.strided and gradient.layout is torch.strided:
@@ -94,7 +87,7 @@ def _evaluate_alone(
 
     with internal_hook(node.register_hook, catch):
         try:
-            call_engine(given, targets, retain_graph)
+            run_engine(given, targets, retain_graph)
         except _Stop:
             return produced
     raise AssertionError(f"torch's engine did not run {node}")

@@ -97,10 +97,11 @@ class Plan:
         self._waiting_groups = 0  # groups that have been reached and miss entries
 
     def _build_groups(self) -> None:
-        graph, masks, group = self._graph, self._masks, self._group
+        graph, masks, groups, new_group = self._graph, self._masks, self.groups, self._new_group
         for number, edges in enumerate(self._entries):
             for edge in edges:
-                home = group(masks.get(edge[0], 1 << number))
+                entered = masks.get(edge[0], 1 << number)
+                home = groups.get(entered) or new_group(entered)
                 home.incoming[edge] = None
                 if edge[0] in graph.sinks or edge[0] in graph.leaves:
                     home.outgoing[edge] = None
@@ -108,7 +109,7 @@ class Plan:
             mask = masks.get(node)
             if not mask:
                 continue
-            home = group(mask)
+            home = groups.get(mask) or new_group(mask)
             for edge in leaving:
                 target = edge[0]
                 target_mask = masks.get(target)  # leaves have none
@@ -117,7 +118,7 @@ class Plan:
                 home.outgoing[edge] = None
                 if target_mask is None or target_mask == mask:
                     continue
-                next_group = group(target_mask)
+                next_group = groups.get(target_mask) or new_group(target_mask)
                 next_group.incoming[edge] = None
                 if next_group not in home.dependents:
                     home.dependents[next_group] = None
@@ -126,16 +127,14 @@ class Plan:
                     next_group.outgoing[edge] = None
         for sink in graph.sinks:
             if sink in masks:
-                group(masks[sink]).sinks.append(sink)
+                (groups.get(masks[sink]) or new_group(masks[sink])).sinks.append(sink)
 
-    def _group(self, mask: int) -> Group:
-        found = self.groups.get(mask)
-        if found is None:
-            found = self.groups[mask] = Group(mask)
-            for entry in bits(mask):
-                self._groups_of_entry.setdefault(entry, []).append(found)
-                found.pending_entries += 1
-        return found
+    def _new_group(self, mask: int) -> Group:
+        group = self.groups[mask] = Group(mask)
+        for entry in bits(mask):
+            self._groups_of_entry.setdefault(entry, []).append(group)
+            group.pending_entries += 1
+        return group
 
     def arrive(self, entry: int) -> list[Group]:
         """Record that the gradient of ``entry`` has arrived.

@@ -76,7 +76,7 @@ class GraphWalk:
             if immediate and not isinstance(place, GradientEdge):
                 starts.append(place)
                 continue
-            edge = edge_of(place)
+            edge = place if isinstance(place, GradientEdge) else edge_of(place)
             node: Any = edge[0]
             if type(node) is LEAF_NODE and not self._must_wait(number, node):
                 starts.append(node.variable)
