@@ -11,7 +11,7 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.autograd.backward import batch, step
+from zmqgrad.autograd.engine import batch, step
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.tap import Tapped

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.autograd.backward import executor
+from zmqgrad.autograd.engine import executor
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError
 from zmqgrad.runtime.clock import Deadline

@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.autograd.backward.discovery import Discovery
+from zmqgrad.autograd.engine.discovery import Discovery
 from zmqgrad.wire.messages import ReachabilityReport
 
 WORKERS = 3

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context
-from zmqgrad.autograd.backward.failures import describe_failure, rebuild_failure
+from zmqgrad.autograd.engine.failures import describe_failure, rebuild_failure
 from zmqgrad.errors import AutogradError, RemoteError, RpcTimeoutError
 from zmqgrad.testing import Cluster, cluster
 

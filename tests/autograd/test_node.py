@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from zmqgrad.autograd.graph import hooks
-from zmqgrad.autograd.graph.node import evaluate_node, outputs_of, release_saved_tensors
+from zmqgrad.autograd.graph.node import evaluate_node, release_saved_tensors
+from zmqgrad.autograd.torch_internals import outputs_of
 
 
 class Scale(torch.autograd.Function):

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
-from zmqgrad.autograd.backward import executor
-from zmqgrad.autograd.backward.participant import MODES
+from zmqgrad.autograd.engine import executor
+from zmqgrad.autograd.engine.participant import MODES
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.graph import accumulate
 from zmqgrad.errors import AutogradError

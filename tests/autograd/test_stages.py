@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.autograd.backward import executor
+from zmqgrad.autograd.engine import executor
 from zmqgrad.testing import Cluster, cluster
 
 Stage = Callable[[Tensor, Tensor], Any]

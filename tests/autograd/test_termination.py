@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.autograd.backward.termination import ROOTS, TerminationDetector
+from zmqgrad.autograd.engine.termination import ROOTS, TerminationDetector
 from zmqgrad.wire.messages import StallReport
 
 QUIET = StallReport(0, 0)

@@ -13,7 +13,8 @@ from torch import Tensor
 from zmqgrad.autograd.graph.accumulate import AccumulateMode
 from zmqgrad.autograd.graph.plan import Plan, bits
 from zmqgrad.autograd.graph.walk import GraphWalk, condense
-from zmqgrad.autograd.send_recv import LEAF_NODE, Send, edge_of, edge_or_leaf, record_send
+from zmqgrad.autograd.send_recv import Send, edge_of, edge_or_leaf, record_send
+from zmqgrad.autograd.torch_internals import LEAF_NODE
 
 STEPS: list[Callable[[Tensor, Tensor], list[Tensor]]] = [
     lambda a, b: [a * b],

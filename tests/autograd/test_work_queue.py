@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.autograd.backward.work_queue import WorkQueue
+from zmqgrad.autograd.engine.work_queue import WorkQueue
 
 
 def arrivals(*sends: int) -> list[tuple[int, list[None]]]:

@@ -24,7 +24,7 @@ from tools.bench.workloads import FAN_OUT, OTHER, product, same
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context
 from zmqgrad.autograd.api import get_context
-from zmqgrad.autograd.backward.executor import LocalPass
+from zmqgrad.autograd.engine.executor import LocalPass
 
 NODES = 10_000
 SIDE = 32

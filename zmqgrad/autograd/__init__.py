@@ -11,7 +11,7 @@ accumulated in the context, never in ``.grad``.
 
 Start reading with :mod:`~zmqgrad.autograd.send_recv` (what a message adds to the graph), then
 :mod:`~zmqgrad.autograd.graph.plan` (which nodes of a local graph may run when);
-:mod:`~zmqgrad.autograd.backward` runs passes. RPC does not know autograd: :mod:`~zmqgrad.autograd.forwarding`
+:mod:`~zmqgrad.autograd.engine` runs passes. RPC does not know autograd: :mod:`~zmqgrad.autograd.forwarding`
 registers its hooks with the worker.
 """
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 
 import torch
 
-from zmqgrad.autograd.backward.participant import MODES
 from zmqgrad.autograd.context import ActiveContext, Context, check_not_nested
+from zmqgrad.autograd.engine.participant import MODES
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.profiling import PASS_NAME, profiled
 from zmqgrad.autograd.roots import check_roots
@@ -107,6 +107,19 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
     """
     gradients = get_context(context_id).gradients()
     wait_for_default_streams(gradients.values())
+    return gradients
+
+
+def gradients_of(context_id: int, params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+    """Return the gradient of each of ``params`` in a context; None where there is none.
+
+    Faster than :func:`get_gradients` followed by look-ups: the hash of a tensor is a Python function.
+
+    Raises:
+        AutogradError: if the context is not known here.
+    """
+    gradients = get_context(context_id).gradients_of(params)
+    wait_for_default_streams(gradients)
     return gradients
 
 

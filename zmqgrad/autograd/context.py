@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from zmqgrad.errors import AutogradError
 from zmqgrad.wire.ids import show_id, split_id
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.backward.executor import LocalPass
+    from zmqgrad.autograd.engine.executor import LocalPass
 
 MAX_RELEASED_IDS = 10_000
 """How many ids of released contexts are kept, so that a late message does not create a context again."""
@@ -171,9 +171,13 @@ class Context:
 
     def gradient(self, leaf: torch.Tensor) -> torch.Tensor | None:
         """Return the gradient of ``leaf`` so far."""
+        return self.gradients_of((leaf,))[0]
+
+    def gradients_of(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return the gradient so far of each of ``leaves``; None where there is none."""
         with self._lock:
-            present = self._gradients.get(id(leaf))
-            return None if present is None else present[1]
+            found = map(self._gradients.get, map(id, leaves))
+            return [None if each is None else each[1] for each in found]
 
     def gradients(self) -> dict[torch.Tensor, torch.Tensor]:
         """Return the gradients of all leaves so far."""
@@ -185,7 +189,7 @@ class Context:
 
 
 _active_context: ContextVar[Context | None] = ContextVar("zmqgrad_autograd_context", default=None)
-_wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_answer", default=True)
+_wants_result_grad: ContextVar[bool] = ContextVar("zmqgrad_autograd_wants_result_grad", default=True)
 
 
 def active_context() -> Context | None:
@@ -280,7 +284,7 @@ class Contexts:
         maker, _ = split_id(context_id)
         why = f"no context() here made it, and no call of one that worker {maker} made came here"
         if released:
-            why = "it has been released: its 'with' block was left, or the worker that made it is gone"
+            why = "it has been released: its 'with' block was left, or the worker that created it has left"
         raise AutogradError(f"Could not find autograd context with id: {context_id}; {why}")
 
     def release(self, context_id: int) -> Context | None:

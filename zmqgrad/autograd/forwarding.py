@@ -1,18 +1,19 @@
 """The hooks of autograd in RPC.
 
 Calls and replies that a thread sends inside a context are wrapped with its id. The receiver unwraps them, and
-runs the call and sends its reply inside the same context. Gradients (:mod:`~zmqgrad.autograd.backward`) and
+runs the call and sends its reply inside the same context. Gradients (:mod:`~zmqgrad.autograd.engine`) and
 releases (:mod:`~zmqgrad.autograd.releases`) have messages of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 
 import torch
 
-from zmqgrad.autograd.backward.participant import Participant
 from zmqgrad.autograd.context import ActiveContext, Context, Contexts, active_context, wants_result_grad
+from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
 from zmqgrad.autograd.send_recv import record_send
@@ -39,6 +40,9 @@ from zmqgrad.wire.messages import (
 
 _CALLS = (Call, RemoteCall, RRefFetch)
 _WRAPPED = (*_CALLS, Result, RemoteResult, RRefValue)
+
+
+_requires_grad: Callable[[torch.Tensor], bool] = operator.attrgetter("requires_grad")
 
 
 def install(worker: Worker) -> None:
@@ -99,7 +103,7 @@ class Autograd:
 
     def _record(self, context: Context, peer: int, tensors: Sequence[torch.Tensor], what: Description) -> int:
         """Record a send of ``tensors``. Returns its id; 0 if none of them requires grad."""
-        differentiable = [t for t in tensors if t.requires_grad]
+        differentiable = list(filter(_requires_grad, tensors))
         if not differentiable:
             return 0
         autograd_id = self._worker.ids.next()
@@ -118,7 +122,7 @@ class Autograd:
         assert isinstance(message, ForwardAutogradReq)
         context = self.contexts.get_or_create(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
-        with ActiveContext(context, message.answer_wanted):
+        with ActiveContext(context, message.wants_result_grad):
             self._worker.callee.run(inbound, message.wrapped, tensors)
 
     def open_forward(self, inbound: Inbound) -> Unwrapped:

@@ -5,7 +5,7 @@ theirs. Notifications are sent with a delay, so that they do not slow down the n
 for all contexts that ended meanwhile, repeated until the peer replies (:mod:`zmqgrad.rpc.reliable`).
 
 When a worker is lost, the contexts that it created are released. In other contexts the notification may have
-depended on it, so its peers there ask the creators, which then notify them directly.
+depended on it, so its peers there query the creators, which then notify them directly.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Releases:
                 self.end_passes(context, numbers, source)
 
     def peer_lost(self, peer: int, error: BaseException) -> None:
-        """Release the contexts that ``peer`` created; ask the creators of those in which it took part."""
+        """Release the contexts that ``peer`` created; query the creators of those in which it took part."""
         queries: dict[int, list[int]] = {}
         for context in self._contexts.live():
             creator, _ = split_id(context.id)
@@ -119,20 +119,20 @@ class Releases:
             self._query(creator, contexts)
 
     def _query(self, creator: int, contexts: list[int], backoff: int = 1) -> None:
-        def answered(outcome: Promise[Inbound]) -> None:
-            if isinstance(outcome.exception(), RpcTimeoutError) and not self._closed:
+        def on_reply(reply: Promise[Inbound]) -> None:
+            if isinstance(reply.exception(), RpcTimeoutError) and not self._closed:
                 self._query(creator, contexts, reliable.next_backoff(backoff))
-            elif outcome.exception() is None:
-                for context_id in self._worker.decode(outcome.result()):
+            elif reply.exception() is None:
+                for context_id in self._worker.decode(reply.result()):
                     self.release(context_id, creator)
 
         try:
             args, timeout = (contexts, self._worker.id), backoff * reliable.RETRY_SECONDS
             call = self._worker.call(creator, which_have_ended, args, timeout=timeout)
         except (RpcError, TransportError) as e:
-            logger.debug("cannot ask worker %d after %s: %s", creator, contexts, e)
+            logger.debug("cannot query worker %d about contexts %s: %s", creator, contexts, e)
         else:
-            call.promise.add_done_callback(answered)
+            call.promise.add_done_callback(on_reply)
 
     def which_have_ended(self, contexts: list[int], requester: int) -> list[int]:
         """Return those of ``contexts`` that are not known here; later notify ``requester`` of the others."""

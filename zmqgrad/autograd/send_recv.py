@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from zmqgrad.autograd.torch_internals import ERROR_NODE, error_function
+
 EdgeOrLeaf = GradientEdge | torch.Tensor
 """Where the gradient of a tensor enters the graph. A leaf is kept itself: finding its edge is slow."""
 
@@ -119,7 +121,7 @@ _makers: dict[int, Any] = {}
 def _maker(outputs: int) -> Any:
     return _makers.setdefault(
         outputs,
-        torch._C._functions.DelayedError(
+        error_function(
             "tensors that came from another worker are part of the distributed graph of a context: call "
             "zmqgrad.autograd.backward(context_id, roots), not Tensor.backward() or torch.autograd.grad()",
             outputs + 1,
@@ -137,7 +139,7 @@ def attach_recv(recv: RecvMetadata, tensors: Sequence[torch.Tensor]) -> tuple[Se
     return outputs[:-1], node
 
 
-RECV_NODE: Any = type(_maker(0)(_ANCHOR).grad_fn)
+RECV_NODE = ERROR_NODE
 """The class of recv nodes; those that this package made have metadata."""
 
 
@@ -145,7 +147,3 @@ def recv_metadata(node: Any) -> RecvMetadata | None:
     """Return the metadata of a ``RECV_NODE``; None if this package did not make it."""
     found: RecvMetadata | None = node.metadata.get(_METADATA_KEY)
     return found
-
-
-LEAF_NODE: Any = type(_ANCHOR.view(0).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
-"""The class of the nodes of leaves (AccumulateGrad), whose leaf is ``variable``."""

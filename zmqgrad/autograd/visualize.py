@@ -8,8 +8,8 @@ Before the first backward pass they show the pass to come; afterwards the state 
 
 from __future__ import annotations
 
-from zmqgrad.autograd.backward.executor import LocalPass, PassSnapshot
 from zmqgrad.autograd.context import ActiveContext
+from zmqgrad.autograd.engine.executor import LocalPass, PassSnapshot
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc import rpc_sync

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from zmqgrad.autograd import get_gradients
+from zmqgrad.autograd.api import gradients_of
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.optim.owners import call_owners, group_by_owner, local_values
 from zmqgrad.rpc import RRef
@@ -18,9 +18,9 @@ EPSILON = 1e-6
 
 
 def _gradients(context_id: int, params: Sequence[RRef[Any]]) -> list[torch.Tensor]:
-    gradients = get_gradients(context_id)
+    """Return the gradients of the parameters that have one, each once."""
     distinct = {id(p): p for p in local_values(params)}
-    return [gradients[p] for p in distinct.values() if p in gradients]
+    return [gradient for gradient in gradients_of(context_id, distinct.values()) if gradient is not None]
 
 
 def _norm(context_id: int, params: Sequence[RRef[Any]], norm_type: float) -> float:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from zmqgrad.autograd import get_gradients
+from zmqgrad.autograd.api import gradients_of
 from zmqgrad.autograd.graph.hooks import swapped_grads
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.optim.owners import as_list, call_method, call_owners, group_by_owner, local_values
@@ -31,9 +31,8 @@ class LocalOptimizer:
 
     def step(self, context_id: int) -> None:
         """Take one step with the gradients of a context. ``.grad`` of the parameters stays unchanged."""
-        gradients = get_gradients(context_id)
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
-        with swapped_grads(params, [gradients.get(p) for p in params]):
+        with swapped_grads(params, gradients_of(context_id, params)):
             self.optimizer.step()
 
     def state(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Managed blocking: a thread tells its pool before it waits.
+"""Managed blocking: a thread notifies its pool before it waits.
 
 A thread of a :class:`~zmqgrad.runtime.thread_pool.ThreadPool` that waits for another call does not count as
 working, so the pool may start another thread in its place. Nested calls of any depth therefore cannot exhaust

@@ -46,7 +46,7 @@ class ManualClock:
             ValueError: if ``seconds`` is negative.
         """
         if seconds < 0:
-            raise ValueError(f"time does not go back (asked to advance by {seconds})")
+            raise ValueError(f"time does not go back (cannot advance by {seconds})")
         with self._lock:
             self._now += seconds
         for listener in list(self._listeners):

@@ -56,7 +56,7 @@ class ThreadPool:
 
     Args:
         name: prefix of the thread names.
-        size: how many threads may work at a time. Blocked threads do not count.
+        size: the number of threads that may work at a time. Blocked threads do not count.
         prepare: called first in each thread.
     """
 

@@ -4,5 +4,5 @@
 torch's engine: the :mod:`~zmqgrad.autograd.graph.walk` over the graph, single nodes
 (:mod:`~zmqgrad.autograd.graph.node`), :mod:`~zmqgrad.autograd.graph.hooks`, undefined gradients
 (:mod:`~zmqgrad.autograd.graph.undefined`), and how leaves :mod:`~zmqgrad.autograd.graph.accumulate`.
-:mod:`zmqgrad.autograd.backward.executor` uses them all.
+:mod:`zmqgrad.autograd.engine.executor` uses them all.
 """

@@ -19,9 +19,15 @@ import torch
 import torch.distributed
 
 from zmqgrad.autograd.context import Context
-from zmqgrad.autograd.graph.hooks import grad_lock, hooks_registered, permanent_internal_hook, swapped_grads
-from zmqgrad.autograd.graph.node import run_leaf_nodes
-from zmqgrad.autograd.graph.undefined import is_python_function
+from zmqgrad.autograd.graph.hooks import grad_lock, permanent_internal_hook, swapped_grads
+from zmqgrad.autograd.torch_internals import (
+    all_reduce,
+    mark_postponed,
+    postpones_all_reduce,
+    replica_of,
+    run_leaf_nodes,
+    tensor_hooks,
+)
 
 
 class AccumulateMode(enum.Enum):
@@ -32,17 +38,19 @@ class AccumulateMode(enum.Enum):
     JOINT = "all leaves wait until all gradients are complete"
 
 
-def accumulate_mode() -> AccumulateMode:
-    """Return the mode that the current state of this process requires."""
+def accumulate_mode(hooks: bool) -> AccumulateMode:
+    """Return the mode that this process requires. ``hooks``: whether any hooks may be registered."""
     if may_have_replicas():
         return AccumulateMode.JOINT
-    return AccumulateMode.HOOKED if hooks_registered() else AccumulateMode.IMMEDIATE
+    return AccumulateMode.HOOKED if hooks else AccumulateMode.IMMEDIATE
 
 
 def may_have_replicas() -> bool:
     """Whether a parameter in this process may belong to a DDP replica."""
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
+    return _HAS_PROCESS_GROUPS and torch.distributed.is_initialized()
 
+
+_HAS_PROCESS_GROUPS = torch.distributed.is_available()
 
 _replicas: weakref.WeakSet[Any] = weakref.WeakSet()  # that may have unused parameters; guarded by `grad_lock`
 
@@ -51,17 +59,16 @@ def find_replicas(nodes: Iterable[Any]) -> list[Any]:
     """Find the replicas that may have unused parameters among the nodes of a graph, before it runs.
 
     Returns:
-        A list. While the graph runs, replicas are added to it that have to be told to average once all leaves
-        have their gradients.
+        A list, to which replicas are added while the graph runs: those that must average once all leaves have
+        their gradients.
     """
     due: list[Any] = []
     for node in nodes:
-        known_by = getattr(node, "ddp_weakref", None) if is_python_function(node) else None
-        replica = None if known_by is None else known_by()
+        replica = replica_of(node)
         if replica is not None:
             with grad_lock():
                 _replicas.add(replica)
-            if replica.static_graph and not replica._static_graph_delay_allreduce_enqueued:
+            if postpones_all_reduce(replica):
                 permanent_internal_hook(node.register_prehook, _PostponeAllReduce(replica, due))
     return due
 
@@ -75,8 +82,8 @@ class _PostponeAllReduce:
 
     def __call__(self, _: Any) -> None:
         replica = self._replica()
-        if replica is not None and not replica._static_graph_delay_allreduce_enqueued:
-            replica._static_graph_delay_allreduce_enqueued = True
+        if replica is not None and postpones_all_reduce(replica):
+            mark_postponed(replica)
             self._due.append(replica)
 
 
@@ -94,7 +101,7 @@ def accumulate_by_nodes(
         with swapped_grads(leaves, before), _without_tensor_hooks(leaves):
             run_leaf_nodes(nodes, gradients)
             while due:
-                due.pop().reducer._delay_all_reduce()
+                all_reduce(due.pop())
             for leaf in leaves:
                 context.replace(leaf, _unaliased(leaf.grad))
 
@@ -123,7 +130,7 @@ def _without_tensor_hooks(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
     own_thread = threading.get_ident()
     with ExitStack() as stack:
         for leaf in leaves:
-            hooks = leaf._backward_hooks
+            hooks = tensor_hooks(leaf)
             if hooks:
                 stack.callback(hooks.update, dict(hooks))
                 # For other devices the engine has threads of its own, which all passes share.

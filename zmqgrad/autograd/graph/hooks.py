@@ -1,7 +1,7 @@
 """Hooks of tensors and nodes, which run once, on the complete gradient, as in one process.
 
 Torch's engine runs the hooks of a tensor wherever it returns its gradient, which at a cut edge
-(:mod:`~zmqgrad.autograd.graph.plan`) is a partial sum; and it does not tell whether a node has hooks. So once
+(:mod:`~zmqgrad.autograd.graph.plan`) is a partial sum; and it does not show whether a node has hooks. So once
 a hook has been registered anywhere in this process, groups with cut edges run node by node
 (:mod:`~zmqgrad.autograd.graph.node`), and a leaf with hooks waits for its complete gradient.
 """
@@ -16,13 +16,21 @@ from typing import Any
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from zmqgrad.autograd.torch_internals import (
+    Hooks,
+    hook_handles_made,
+    hooks_beside,
+    post_accumulate_hooks,
+    tensor_hooks,
+)
+
 _lock = threading.Lock()  # guards the count
 _internal_hooks = 0
 
 
 def hooks_registered() -> bool:
-    """Whether any but internal hooks were ever registered in this process. Torch counts the handles."""
-    return getattr(RemovableHandle, "next_id", -1) != _internal_hooks
+    """Whether any but internal hooks were ever registered in this process."""
+    return hook_handles_made() != _internal_hooks
 
 
 @contextmanager
@@ -50,23 +58,16 @@ def _register(register: Callable[[Any], RemovableHandle], hook: Any) -> Removabl
 def has_hooks(node: Any) -> bool:
     """Whether a gradient that arrives at the leaf of ``node`` runs any hook."""
     leaf = node.variable
-    return bool(leaf._backward_hooks or leaf._post_accumulate_grad_hooks) or any(node_hooks(node))
-
-
-Hooks = list[Callable[..., Any]]
+    return bool(tensor_hooks(leaf) or post_accumulate_hooks(leaf)) or any(node_hooks(node))
 
 
 def node_hooks(node: Any) -> tuple[Hooks, Hooks]:
-    """Return the prehooks and the hooks of ``node`` itself.
-
-    A node does not show its hooks, but a handle refers to the dictionary that holds its hook.
-    """
+    """Return the prehooks and the hooks of ``node`` itself."""
     found: list[Hooks] = []
     for register in (node.register_prehook, node.register_hook):
         handle = _register(register, _probe)
-        siblings = handle.hooks_dict_ref()
+        found.append([hook for hook in hooks_beside(handle).values() if hook is not _probe])
         handle.remove()
-        found.append([hook for hook in (siblings or {}).values() if hook is not _probe])
     return found[0], found[1]
 
 
@@ -131,6 +132,6 @@ def swapped_grads(
 def run_post_accumulate_hooks(leaf: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
     """Run the hooks with ``gradient`` as ``leaf.grad``. Returns what they have left there."""
     with swapped_grads((leaf,), (gradient,)):
-        for hook in list((leaf._post_accumulate_grad_hooks or {}).values()):
+        for hook in post_accumulate_hooks(leaf):
             hook(leaf)
         return leaf.grad

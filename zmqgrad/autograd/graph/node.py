@@ -9,20 +9,17 @@ not free what the node has saved, and :func:`release_saved_tensors` does.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import itertools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from zmqgrad.autograd.graph.hooks import internal_hook
 from zmqgrad.autograd.graph.plan import Edge
-from zmqgrad.autograd.graph.undefined import UNDEFINED, is_python_function, zero_placeholders
+from zmqgrad.autograd.graph.undefined import UNDEFINED, zero_placeholders
+from zmqgrad.autograd.torch_internals import drop_saved_tensors, is_python_function, run_engine
 from zmqgrad.errors import AutogradError
 
 Gradient = torch.Tensor | None
@@ -30,36 +27,6 @@ Gradient = torch.Tensor | None
 
 class _Stop(Exception):
     """Stops the engine after the node has run."""
-
-
-def run_engine(
-    starts: Iterable[Edge], gradients: Iterable[torch.Tensor], ends: Iterable[Edge], retain_graph: bool
-) -> Sequence[Gradient]:
-    """Compute gradients at ``ends`` from those at ``starts``, like ``torch.autograd.grad``.
-
-    ``torch.autograd.grad`` itself first checks and completes its arguments, which takes as long as the engine
-    needs for a small graph; the first call also imports sympy (half a second). So the engine is called
-    directly where torch allows it.
-    """
-    from_edges = tuple(itertools.starmap(GradientEdge, starts))
-    to_edges = tuple(itertools.starmap(GradientEdge, ends))
-    if _engine is None:
-        return torch.autograd.grad(
-            from_edges, to_edges, tuple(gradients), retain_graph=retain_graph, allow_unused=True
-        )
-    found: Sequence[Gradient] = _engine(
-        from_edges, tuple(gradients), retain_graph, False, to_edges, True, accumulate_grad=False
-    )
-    return found
-
-
-def run_leaf_nodes(nodes: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
-    """Run the nodes of leaves: they add ``gradients`` to ``.grad``."""
-    edges = tuple([GradientEdge(node, 0) for node in nodes])
-    if _engine is None:
-        torch.autograd.backward(edges, tuple(gradients))
-    else:
-        _engine(edges, tuple(gradients), False, False, (), True, accumulate_grad=True)
 
 
 def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -75,14 +42,10 @@ def shared(gradients: Sequence[Gradient]) -> list[bool]:
     A backward function or a hook may keep it, or return one tensor twice. Torch, too, looks at reference
     counts before it makes a gradient its own.
     """
-    return [count > _UNSHARED_COUNT for count in map(sys.getrefcount, gradients)]
+    return list(map(_UNSHARED_COUNT.__lt__, map(sys.getrefcount, gradients)))
 
 
 _UNSHARED_COUNT = next(map(sys.getrefcount, [object()]))
-
-_engine: Callable[..., Any] | None = getattr(
-    getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
-)
 
 
 def evaluate_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool = False) -> list[Gradient]:
@@ -93,7 +56,7 @@ def evaluate_node(node: Any, gradients: Sequence[Gradient], retain_graph: bool =
         nothing follows, and everywhere if all ``gradients`` are None.
     """
     present = [i for i, g in enumerate(gradients) if g is not None]
-    # All of them: a node computes no gradients but those that the engine is asked for.
+    # All of them: a node computes only the gradients that are requested from the engine.
     targets = dict.fromkeys([edge for edge in node.next_functions if edge[0] is not None])
     if not present or not targets:
         return [None] * len(node.next_functions)
@@ -124,36 +87,15 @@ def _evaluate_alone(
 
     with internal_hook(node.register_hook, catch):
         try:
-            run_engine(given, given.values(), targets, retain_graph)
+            run_engine(given, targets, retain_graph)
         except _Stop:
             return produced
     raise AssertionError(f"torch's engine did not run {node}")
 
 
 def release_saved_tensors(node: Any) -> None:
-    """Free what ``node`` has saved, as the engine does without ``retain_graph``. Another run is an error.
-
-    Tensors that ``saved_tensors_hooks`` have packed (such as checkpoints) live as long as the graph.
-    """
-    kind: Any = type(node)
-    for name in _saved_names(kind):
-        try:
-            found = getattr(node, name)
-        except RuntimeError:
-            continue  # freed before, by another pass
-        for saved in found if isinstance(found, (tuple, list)) else (found,):
-            # None, freed or packed: torch has no way to ask, but refuses.
-            with contextlib.suppress(RuntimeError):
-                saved.register_hooks(_discard, _raise_freed)
-
-
-@functools.lru_cache(maxsize=4096)
-def _saved_names(kind: Any) -> tuple[str, ...]:
-    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
-
-
-def _discard(_: torch.Tensor) -> None:
-    """A pack hook that keeps nothing of the saved tensor."""
+    """Free what ``node`` has saved, as the engine does without ``retain_graph``. Another run is an error."""
+    drop_saved_tensors(node, _raise_freed)
 
 
 def _raise_freed(_: None) -> torch.Tensor:
@@ -161,8 +103,3 @@ def _raise_freed(_: None) -> torch.Tensor:
         "Trying to backward through the graph a second time, or to access its saved tensors: the first "
         "pass has freed them. Specify retain_graph=True there if you need a second pass."
     )
-
-
-def outputs_of(node: Any) -> int:
-    """Return the number of outputs of ``node``, each of which has a gradient."""
-    return len(node._input_metadata)

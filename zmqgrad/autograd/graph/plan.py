@@ -24,9 +24,9 @@ Node = Any
 Edge = tuple[Node, int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Graph:
-    """The part of a local graph that matters for scheduling.
+    """The part of a local graph that matters for scheduling. Nothing changes it.
 
     Attributes:
         following: the edges out of each node. Leaves and sinks have none.
@@ -91,20 +91,17 @@ class Plan:
         self._graph = graph
         self._entries = entries
         self._masks = _reaching_entries(graph, entries)
-        self._build_groups()
         # A context may have thousands of entries, so each knows its groups.
-        self._groups_of_entry: list[list[Group]] = [[] for _ in entries]
-        for group in self.groups.values():
-            for entry in bits(group.entries):
-                self._groups_of_entry[entry].append(group)
-                group.pending_entries += 1
+        self._groups_of_entry: dict[int, list[Group]] = {}
+        self._build_groups()
         self._waiting_groups = 0  # groups that have been reached and miss entries
 
     def _build_groups(self) -> None:
-        graph, masks, group = self._graph, self._masks, self._group
+        graph, masks, groups, new_group = self._graph, self._masks, self.groups, self._new_group
         for number, edges in enumerate(self._entries):
             for edge in edges:
-                home = group(masks.get(edge[0], 1 << number))
+                entered = masks.get(edge[0], 1 << number)
+                home = groups.get(entered) or new_group(entered)
                 home.incoming[edge] = None
                 if edge[0] in graph.sinks or edge[0] in graph.leaves:
                     home.outgoing[edge] = None
@@ -112,7 +109,7 @@ class Plan:
             mask = masks.get(node)
             if not mask:
                 continue
-            home = group(mask)
+            home = groups.get(mask) or new_group(mask)
             for edge in leaving:
                 target = edge[0]
                 target_mask = masks.get(target)  # leaves have none
@@ -121,7 +118,7 @@ class Plan:
                 home.outgoing[edge] = None
                 if target_mask is None or target_mask == mask:
                     continue
-                next_group = group(target_mask)
+                next_group = groups.get(target_mask) or new_group(target_mask)
                 next_group.incoming[edge] = None
                 if next_group not in home.dependents:
                     home.dependents[next_group] = None
@@ -130,13 +127,14 @@ class Plan:
                     next_group.outgoing[edge] = None
         for sink in graph.sinks:
             if sink in masks:
-                group(masks[sink]).sinks.append(sink)
+                (groups.get(masks[sink]) or new_group(masks[sink])).sinks.append(sink)
 
-    def _group(self, mask: int) -> Group:
-        found = self.groups.get(mask)
-        if found is None:
-            found = self.groups[mask] = Group(mask)
-        return found
+    def _new_group(self, mask: int) -> Group:
+        group = self.groups[mask] = Group(mask)
+        for entry in bits(mask):
+            self._groups_of_entry.setdefault(entry, []).append(group)
+            group.pending_entries += 1
+        return group
 
     def arrive(self, entry: int) -> list[Group]:
         """Record that the gradient of ``entry`` has arrived.
@@ -165,7 +163,7 @@ class Plan:
         ready = []
         for dependent in group.dependents:
             dependent.pending_groups -= 1
-            if self._may_run(dependent):
+            if not dependent.pending_groups and not dependent.pending_entries:
                 ready.append(dependent)
         return ready
 
@@ -207,17 +205,14 @@ class Plan:
     def _settle(self, entry: int, arrived: bool) -> list[Group]:
         """Stop waiting for ``entry``. Returns the groups that may run now."""
         ready = []
-        for group in self._groups_of_entry[entry]:
+        for group in self._groups_of_entry.get(entry, ()):
             self._waiting_groups -= group.reached and group.pending_entries > 0
             group.pending_entries -= 1
             group.reached |= arrived
             self._waiting_groups += group.reached and group.pending_entries > 0
-            if self._may_run(group):
+            if not group.pending_entries and not group.pending_groups:
                 ready.append(group)
         return ready
-
-    def _may_run(self, group: Group) -> bool:
-        return not group.ran and not group.pending_groups and not group.pending_entries
 
     def waits(self) -> bool:
         """Whether a group that some entry has reached waits for another entry."""
@@ -264,7 +259,7 @@ def _reaching_entries(graph: Graph, entries: Sequence[Sequence[Edge]]) -> dict[N
         for target, _ in graph.following.get(node, ()):
             if target not in leaves:
                 masks[target] = masks.get(target, 0) | mask
-    joint = [sink for sink in graph.joint_sinks if sink in masks]
+    joint = masks.keys() & graph.joint_sinks
     union = 0
     for sink in joint:
         union |= masks[sink]

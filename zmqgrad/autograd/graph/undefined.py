@@ -19,14 +19,10 @@ import torch
 
 from zmqgrad.autograd.graph.hooks import internal_hook
 from zmqgrad.autograd.graph.plan import Edge
+from zmqgrad.autograd.torch_internals import zeros_for
 
 UNDEFINED = torch.empty(0, device="cpu")
 """Sentinel for a gradient that was produced but is None. Compare with `is`. It never enters the engine."""
-
-
-def is_python_function(node: Any) -> bool:
-    """Whether ``node`` is a ``torch.autograd.Function``. It runs even on undefined gradients."""
-    return isinstance(node, torch._C._FunctionBase)
 
 
 def reached(
@@ -59,8 +55,7 @@ def zero_placeholders(edges: Iterable[Edge]) -> Iterator[Mapping[Edge, torch.Ten
     placeholders: dict[Edge, torch.Tensor] = {}
     with ExitStack() as stack:
         for node, number in edges:
-            form = node._input_metadata[number]
-            placeholders[node, number] = torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+            placeholders[node, number] = zeros_for(node, number)
         ours = {id(tensor) for tensor in placeholders.values()}
 
         def remove(gradients: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:

@@ -8,7 +8,7 @@ edges that leave them.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,6 @@ from zmqgrad.autograd.graph.accumulate import AccumulateMode
 from zmqgrad.autograd.graph.hooks import has_hooks
 from zmqgrad.autograd.graph.plan import Edge, Graph
 from zmqgrad.autograd.send_recv import (
-    LEAF_NODE,
     RECV_NODE,
     EdgeOrLeaf,
     RecvMetadata,
@@ -27,6 +26,7 @@ from zmqgrad.autograd.send_recv import (
     edge_or_leaf,
     recv_metadata,
 )
+from zmqgrad.autograd.torch_internals import LEAF_NODE
 
 
 class GraphWalk:
@@ -58,35 +58,42 @@ class GraphWalk:
         self.entries: list[list[Edge]] = []
         """For each entry, the edges among its ``starts``."""
         self._owner: dict[Any, int] = {}  # the first entry that reached a recv or a waiting leaf
-        for number, starts in enumerate([list(map(edge_or_leaf, roots)), *(send.edges for send in sends)]):
-            boundary: dict[Edge, None] = {}
-            enters = [self._start(number, start) for start in starts]
-            self.starts.append(enters)
-            self.entries.append([(s[0], s[1]) for s in enters if isinstance(s, GradientEdge)])
-            self.boundary.append(boundary)
-            self._walk(number, boundary)
+        self._enter(0, map(edge_or_leaf, roots))
+        for number, send in enumerate(sends, 1):
+            self._enter(number, send.edges)
 
     def is_inner(self, node: Any) -> bool:
         """Whether torch's engine has to run ``node``: it is neither a leaf nor a recv."""
         return type(node) is not LEAF_NODE and node not in self.recvs
 
-    def _start(self, number: int, start: EdgeOrLeaf) -> EdgeOrLeaf:
-        if self.mode is AccumulateMode.IMMEDIATE and not isinstance(start, GradientEdge):
-            return start
-        edge = edge_of(start)
-        node: Any = edge.node
-        if type(node) is LEAF_NODE:
-            if not self._must_wait(number, node):
-                return node.variable  # type: ignore[no-any-return]
-        else:
-            self._note_recv(number, node)
-        return edge
+    def _enter(self, number: int, places: Iterable[EdgeOrLeaf]) -> None:
+        """Add entry ``number``, whose gradients enter at ``places``, and walk on from there."""
+        immediate = self.mode is AccumulateMode.IMMEDIATE
+        starts: list[EdgeOrLeaf] = []
+        entries: list[Edge] = []
+        todo: list[Any] = []
+        for place in places:
+            if immediate and not isinstance(place, GradientEdge):
+                starts.append(place)
+                continue
+            edge = place if isinstance(place, GradientEdge) else edge_of(place)
+            node: Any = edge[0]
+            if type(node) is LEAF_NODE and not self._must_wait(number, node):
+                starts.append(node.variable)
+                continue
+            starts.append(edge)
+            entries.append((node, edge[1]))
+            if type(node) is not LEAF_NODE and not self._note_recv(number, node):
+                todo.append(node)
+        self.starts.append(starts)
+        self.entries.append(entries)
+        self._walk(number, todo)
 
-    def _walk(self, number: int, boundary: dict[Edge, None]) -> None:
+    def _walk(self, number: int, todo: list[Any]) -> None:
         known, leaf_node, recv_node = self.edges, LEAF_NODE, RECV_NODE
         immediate = self.mode is AccumulateMode.IMMEDIATE
         own: dict[Any, Sequence[Any]] = {}
-        todo: list[Any] = [node for node, _ in self.entries[number] if self.is_inner(node)]
+        boundary: dict[Edge, None] = {}
         while todo:
             node = todo.pop()
             while node not in own:  # this loop visits the whole graph: every look-up counts
@@ -113,6 +120,7 @@ class GraphWalk:
                 if onward is None:
                     break
                 node = onward
+        self.boundary.append(boundary)
         self.exclusive.append(own)
         known.update(own)
 
@@ -151,10 +159,14 @@ def condense(walk: GraphWalk) -> Graph:
     for node in shared:
         following[node] = [edge for edge in walk.edges.get(node, ()) if edge[0] is not None]
     waiting = walk.waiting_leaves
-    targets = {node for edges in following.values() for node, _ in edges}
+    leaves: set[Any] = set()
+    for targets in following.values():
+        for node, _ in targets:
+            if type(node) is LEAF_NODE and node not in waiting:
+                leaves.add(node)
     return Graph(
         following,
-        leaves={node for node in targets if type(node) is LEAF_NODE and node not in waiting},
+        leaves,
         sinks={**walk.recvs, **dict.fromkeys(waiting)},
         joint_sinks=waiting if walk.mode is AccumulateMode.JOINT else (),
     )

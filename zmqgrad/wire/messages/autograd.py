@@ -30,7 +30,7 @@ class ForwardAutogradReq(Message, frozen=True):
     """Caller to callee: the request ``wrapped``, made inside a context.
 
     ``autograd_id`` matches the *send* of the caller with the *recv* of the callee; 0 if no tensor in the
-    request requires grad. If ``answer_wanted`` is false, the caller does not differentiate
+    request requires grad. If ``wants_result_grad`` is false, the caller does not differentiate
     (``torch.no_grad``), and the result records no send.
     """
 
@@ -38,7 +38,7 @@ class ForwardAutogradReq(Message, frozen=True):
     context_id: Id
     autograd_id: Id
     wrapped: Call | RemoteCall | RRefFetch
-    answer_wanted: bool = True
+    wants_result_grad: bool = True
 
 
 class ForwardAutogradResp(Message, frozen=True):
@@ -166,7 +166,7 @@ class DropAutogradReq(Message, frozen=True):
 
 
 class CleanupAutogradContextReq(Message, frozen=True):
-    """Worker to its peers in these contexts: release them, and tell further peers.
+    """Worker to its peers in these contexts: release them, and notify further peers.
 
     ``passes`` lists backward passes (context id, pass number) that have ended in contexts that continue:
     release those too.

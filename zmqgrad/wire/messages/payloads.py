@@ -76,7 +76,7 @@ class TensorBatch(WireStruct, frozen=True):
 class Tensors(WireStruct, frozen=True):
     """The tensors of a message and the blobs that hold their bytes; tensors may share a blob.
 
-    ``tensors`` take, in order, the indices that are not in ``batches``.
+    ``tensors`` have, in order, the indices that are not in ``batches``.
     """
 
     tensors: Annotated[tuple[TensorDescriptor, ...], Meta(max_length=MAX_TENSORS)] = ()

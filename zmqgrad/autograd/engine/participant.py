@@ -9,13 +9,13 @@ from queue import SimpleQueue
 
 import torch
 
-from zmqgrad.autograd.backward.batch import unpack
-from zmqgrad.autograd.backward.coordinator import Coordinator
-from zmqgrad.autograd.backward.executor import LocalPass
-from zmqgrad.autograd.backward.failures import describe_failure, rebuild_failure
-from zmqgrad.autograd.backward.step import BackwardStep
-from zmqgrad.autograd.backward.termination import TerminationDetector
 from zmqgrad.autograd.context import Context, Contexts
+from zmqgrad.autograd.engine.batch import unpack
+from zmqgrad.autograd.engine.coordinator import Coordinator
+from zmqgrad.autograd.engine.executor import LocalPass
+from zmqgrad.autograd.engine.failures import describe_failure, rebuild_failure
+from zmqgrad.autograd.engine.step import BackwardStep
+from zmqgrad.autograd.engine.termination import TerminationDetector
 from zmqgrad.errors import AutogradError, ClosedError, RpcError, TransportError
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Frame, Inbound

@@ -1,4 +1,4 @@
-"""Backward passes over several workers.
+"""The distributed engine: runs backward passes over several workers.
 
 A pass is a set of requests, each handled once: the gradients for a send, or the notice that none will arrive.
 A worker that has handled requests reports to the coordinator which requests that set off. So the
@@ -7,11 +7,11 @@ then, they wait for gradients that will never arrive, and ``mode`` decides:
 
 - *fast*: the pass fails; the error names the unused sends;
 - *smart*: this does not happen. Before the start, the coordinator finds out which gradients will never arrive
-  (:mod:`~zmqgrad.autograd.backward.discovery`) and tells the workers to continue without them;
+  (:mod:`~zmqgrad.autograd.engine.discovery`) and tells the workers to continue without them;
 - *auto*: the pass starts like fast and continues like smart. It costs nothing if every send is used.
 
-Modules: the :mod:`~zmqgrad.autograd.backward.coordinator` starts a pass and waits for its end; each worker is
-a :mod:`~zmqgrad.autograd.backward.participant`, whose :mod:`~zmqgrad.autograd.backward.work_queue` holds what
-arrives; a thread handles it step by step (:mod:`~zmqgrad.autograd.backward.step`); the
-:mod:`~zmqgrad.autograd.backward.executor` runs the local graph.
+Modules: the :mod:`~zmqgrad.autograd.engine.coordinator` starts a pass and waits for its end; each worker is
+a :mod:`~zmqgrad.autograd.engine.participant`, whose :mod:`~zmqgrad.autograd.engine.work_queue` holds what
+arrives; a thread handles it step by step (:mod:`~zmqgrad.autograd.engine.step`); the
+:mod:`~zmqgrad.autograd.engine.executor` runs the local graph.
 """

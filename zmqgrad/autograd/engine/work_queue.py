@@ -54,7 +54,9 @@ class WorkQueue:
         """Remove up to ``count`` arrivals; the thread's current streams wait for their copies to devices."""
         with self._lock:
             waiting = self._waiting
-            taken = [waiting.popleft() for _ in range(min(count, len(waiting)))]
+            taken: list[Arrival] = []
+            while waiting and len(taken) < count:
+                taken.append(waiting.popleft())
             if not self._on_devices:
                 return taken
             on_devices = [self._on_devices.pop(send) for send, _ in taken if send in self._on_devices]

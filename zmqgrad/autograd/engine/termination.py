@@ -27,10 +27,10 @@ class TerminationDetector:
 
     Args:
         root: the id of the coordinator's worker.
-        new_outcome: creates ``finished``.
+        new_promise: creates ``finished``.
     """
 
-    def __init__(self, root: int, new_outcome: Callable[[], Promise[None]] = Promise) -> None:
+    def __init__(self, root: int, new_promise: Callable[[], Promise[None]] = Promise) -> None:
         self._lock = threading.Lock()  # guards all below
         self._outstanding: dict[int, int] = {ROOTS: root}  # and the worker of each request
         self._reported_early: set[int] = set()
@@ -40,8 +40,8 @@ class TerminationDetector:
         self._lost: dict[int, BaseException] = {}
         self.steps = 0
         """How many reports have been counted."""
-        self._new_outcome = new_outcome
-        self.finished = new_outcome()
+        self._new_promise = new_promise
+        self.finished = new_promise()
 
     def handled(
         self,
@@ -91,7 +91,7 @@ class TerminationDetector:
                 return
             self._outstanding.update(requests)
             if self.finished.done():
-                self.finished = self._new_outcome()
+                self.finished = self._new_promise()
 
     def lose(self, worker: int, error: BaseException) -> None:
         """Fail the pass if a request is or will be reported as outstanding at ``worker``, which is lost."""

@@ -2,13 +2,13 @@
 
 A request is the gradients for one send, known by its autograd id. The gradients that requests produce for
 other workers are sent when the queue of the pass is empty, or after ``FLUSH_SECONDS``; those for one worker
-travel in one message (:mod:`~zmqgrad.autograd.backward.batch`). So the micro-batches of a pipeline, or calls
+travel in one message (:mod:`~zmqgrad.autograd.engine.batch`). So the micro-batches of a pipeline, or calls
 that ran at the same time, take one message per worker instead of one each, and long computations do not
 delay other workers.
 
-A report lists what was handled, with everything that it set off. So the coordinator never takes a pass for
-finished that is not (:mod:`~zmqgrad.autograd.backward.termination`). Gradients for the worker of the
-coordinator carry the report.
+A report lists the handled requests and those that they set off. So the coordinator never mistakes a running
+pass for a finished one (:mod:`~zmqgrad.autograd.engine.termination`). A batch for the worker of the
+coordinator carries the report.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from zmqgrad.autograd.backward.batch import Batch
-from zmqgrad.autograd.backward.executor import LocalPass
+from zmqgrad.autograd.engine.batch import Batch
+from zmqgrad.autograd.engine.executor import LocalPass
 from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.autograd.profiling import RECV_NAME, profiled
 from zmqgrad.autograd.send_recv import RecvMetadata
@@ -28,7 +28,7 @@ from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import BackwardAutogradReq, ProgressReport
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.backward.participant import Participant
+    from zmqgrad.autograd.engine.participant import Participant
 
 FLUSH_SECONDS = 2e-3
 """How long gradients for other workers wait while more is computed. Some messages take as long."""

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from zmqgrad.autograd.backward.discovery import Discovery
-from zmqgrad.autograd.backward.executor import LocalPass
-from zmqgrad.autograd.backward.step import BackwardStep
-from zmqgrad.autograd.backward.termination import ROOTS, TerminationDetector
 from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.engine.discovery import Discovery
+from zmqgrad.autograd.engine.executor import LocalPass
+from zmqgrad.autograd.engine.step import BackwardStep
+from zmqgrad.autograd.engine.termination import ROOTS, TerminationDetector
 from zmqgrad.errors import AutogradError, RpcTimeoutError
 from zmqgrad.rpc.profiling import profiled_here
 from zmqgrad.rpc.remote_errors import rebuild_exception
@@ -32,7 +32,7 @@ from zmqgrad.wire.messages import (
 )
 
 if TYPE_CHECKING:
-    from zmqgrad.autograd.backward.participant import Participant
+    from zmqgrad.autograd.engine.participant import Participant
 
 
 class Coordinator:
@@ -54,7 +54,7 @@ class Coordinator:
         """Run the pass from ``roots``. Returns when it has finished on all workers.
 
         Raises:
-            Exception: as :meth:`~zmqgrad.autograd.backward.participant.Participant.run`.
+            Exception: as :meth:`~zmqgrad.autograd.engine.participant.Participant.run`.
         """
         context = self._context
         with context.pass_lock:
@@ -95,7 +95,7 @@ class Coordinator:
             if detector.steps == steps:
                 names = ", ".join(sorted({self._name(worker) for worker in detector.outstanding().values()}))
                 raise RpcTimeoutError(
-                    f"nothing was heard of the backward pass for {timeout} s; "
+                    f"no report of the backward pass arrived for {timeout} s; "
                     f"it waits for {names or 'reports'}"
                 )
         error = detector.error()
@@ -183,8 +183,8 @@ class Coordinator:
         ]
         raise AutogradError(
             "the backward pass cannot finish in FAST mode, which expects a gradient for everything that was "
-            "sent. Nothing came back for\n" + "\n".join(lines) + "\n"
-            "as no root depends on it. Do not ask for results that the loss does not use, call .detach() "
+            "sent. No gradient will arrive for\n" + "\n".join(lines) + "\n"
+            "as no root depends on it. Do not request results that the loss does not use, call .detach() "
             "on what need not be differentiated, or use mode='auto'."
         )
 

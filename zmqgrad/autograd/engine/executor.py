@@ -16,8 +16,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch.autograd.graph import GradientEdge
 
-from zmqgrad.autograd.backward.work_queue import Arrival, WorkQueue
 from zmqgrad.autograd.context import Context
+from zmqgrad.autograd.engine.termination import ROOTS
+from zmqgrad.autograd.engine.work_queue import Arrival, WorkQueue
 from zmqgrad.autograd.graph.accumulate import (
     AccumulateMode,
     accumulate_by_nodes,
@@ -35,16 +36,21 @@ from zmqgrad.autograd.graph.node import (
     Gradient,
     added,
     evaluate_node,
-    outputs_of,
     release_saved_tensors,
-    run_engine,
     shared,
 )
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan, bits
-from zmqgrad.autograd.graph.undefined import UNDEFINED, is_python_function, reached, zero_placeholders
+from zmqgrad.autograd.graph.undefined import UNDEFINED, reached, zero_placeholders
 from zmqgrad.autograd.graph.walk import GraphWalk, condense
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
-from zmqgrad.autograd.send_recv import LEAF_NODE, RecvMetadata
+from zmqgrad.autograd.send_recv import RecvMetadata
+from zmqgrad.autograd.torch_internals import (
+    LEAF_NODE,
+    is_python_function,
+    outputs_of,
+    post_accumulate_hooks,
+    run_engine,
+)
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
 from zmqgrad.wire.ids import show_id
@@ -102,12 +108,14 @@ class LocalPass:
         self.queue = WorkQueue()
         self._worker = worker
         self._sends = context.sends()
-        self._entry_of = {send.autograd_id: i + 1 for i, send in enumerate(self._sends)}
+        self._entry_of = {ROOTS: 0}  # by autograd id
+        for send in self._sends:
+            self._entry_of[send.autograd_id] = len(self._entry_of)
         self._hooks = hooks_registered()
         self._lock = threading.Lock()  # guards the plan with its gradients, and the three below
         self._version = 0
         self._handled_drops: set[int] = set()
-        mode = accumulate_mode()
+        mode = accumulate_mode(self._hooks)
         # The walk makes many small objects and no garbage; collecting would double its time.
         collects = gc.isenabled()
         gc.disable()
@@ -123,7 +131,7 @@ class LocalPass:
 
     def start(self, gradients: Sequence[torch.Tensor], sink: GradientSink) -> None:
         """Enter at the roots. Runs the groups that become ready in the calling thread."""
-        self._enter([(0, gradients)], sink)
+        self._enter([(ROOTS, gradients)], sink)
 
     def check(self, arrivals: Sequence[Arrival]) -> None:
         """Check that gradients belong to sends of this pass.
@@ -146,12 +154,11 @@ class LocalPass:
 
     def arrive(self, arrivals: Sequence[Arrival], sink: GradientSink) -> None:
         """Enter at sends, which must have been checked; each only once. Runs the groups that become ready."""
-        entered = [(self._entry_of[send], gradients) for send, gradients in arrivals]
         if profiled_anywhere():
             with profiled(SEND_NAME):
-                self._enter(entered, sink)
+                self._enter(arrivals, sink)
         else:
-            self._enter(entered, sink)
+            self._enter(arrivals, sink)
 
     def drop(self, request: int, sends: Sequence[int], sink: GradientSink) -> bool:
         """Continue without gradients for ``sends``. Runs the groups that become ready.
@@ -168,10 +175,11 @@ class LocalPass:
         self._run_ready(ready, sink)
         return True
 
-    def _enter(self, arrivals: Sequence[tuple[int, Sequence[Gradient]]], sink: GradientSink) -> None:
+    def _enter(self, arrivals: Sequence[Arrival], sink: GradientSink) -> None:
         ready: list[Group] = []
         with self._lock:
-            for entry, gradients in arrivals:
+            for autograd_id, gradients in arrivals:
+                entry = self._entry_of[autograd_id]
                 for start, gradient in zip(self._starts[entry], gradients, strict=True):
                     if gradient is None:
                         continue
@@ -200,28 +208,37 @@ class LocalPass:
         """
         while ready:
             sink.flush_if_late()
-            batch = [group for group in ready if not group.dependents] or ready[:1]
-            ready = [group for group in ready if group not in batch]
-            self._run([group for group in batch if not self._plan.is_dead(group)], sink)
+            batch: list[Group] = []
+            later: list[Group] = []
+            for group in ready:
+                (later if group.dependents else batch).append(group)
+            if not batch:
+                batch.append(later.pop(0))
+            self._run(batch, sink)
+            ready = later
             with self._lock:
                 for group in batch:
                     ready += self._plan.finished(group)
 
     def _run(self, groups: Sequence[Group], sink: GradientSink) -> None:
+        plan, recvs = self._plan, self._recvs
         gradients: dict[Edge, torch.Tensor] = {}
-        for group in groups:
-            gradients.update(group.gradients)
-            group.gradients = {}
         at_recv: dict[Any, list[Gradient]] = {}
         waiting: set[Any] = set()
+        live: list[Group] = []
         for group in groups:
+            if plan.is_dead(group):
+                continue
+            live.append(group)
+            gradients.update(group.gradients)
+            group.gradients = {}
             for node in group.sinks:
-                if node in self._recvs:
-                    at_recv[node] = [None] * self._recvs[node].outputs
+                if node in recvs:
+                    at_recv[node] = [None] * recvs[node].outputs
                 else:
                     waiting.add(node)
         complete: list[tuple[Any, torch.Tensor, bool]] = []
-        for edge, gradient, also_held in self._differentiate(groups, gradients) if gradients else ():
+        for edge, gradient, also_held in self._differentiate(live, gradients) if gradients else ():
             node = edge[0]
             if gradient is None:
                 continue
@@ -229,19 +246,16 @@ class LocalPass:
                 at_recv[node][edge[1]] = gradient
             elif node in waiting:
                 complete.append((node, gradient, also_held))
-            elif self._is_leaf(node):
+            elif type(node) is LEAF_NODE and node not in plan.sinks:
                 if gradient is not UNDEFINED:
                     self.context.accumulate(node.variable, gradient, also_held)
             else:
                 with self._lock:
                     self._add(edge, gradient)
-        self._accumulate_all(complete)
+        if complete:
+            self._accumulate_all(complete)
         for node, found in at_recv.items():
-            sink.send_gradients(self._recvs[node], found)
-
-    def _is_leaf(self, node: Any) -> bool:
-        """Whether ``node`` is a leaf that does not wait for its complete gradient."""
-        return type(node) is LEAF_NODE and node not in self._plan.sinks
+            sink.send_gradients(recvs[node], found)
 
     def _differentiate(self, groups: Sequence[Group], gradients: dict[Edge, torch.Tensor]) -> list[Result]:
         """Compute the gradients at the outgoing edges of ``groups`` from those at incoming edges.
@@ -251,24 +265,33 @@ class LocalPass:
             leads there, ``UNDEFINED`` if one does but nothing was produced.
         """
         sinks = self._plan.sinks
-        if not self._hooks and all([node in sinks for node, _ in gradients]):
+        undefined: list[Edge] = []
+        runs_nodes = self._hooks
+        for edge, gradient in gradients.items():
+            if edge[0] not in sinks:
+                runs_nodes = True
+            if gradient is UNDEFINED:
+                undefined.append(edge)
+        if not runs_nodes:
             return [(edge, gradient, False) for edge, gradient in gradients.items()]
         if groups[0].dependents and (self._hooks or self._plan.reenters(groups[0])):
             return self._node_by_node(groups[0], gradients)
         outgoing = groups[0].outgoing
         if len(groups) > 1:
             outgoing = dict.fromkeys([edge for group in groups for edge in group.outgoing])
-        undefined = [edge for edge, gradient in gradients.items() if gradient is UNDEFINED]
         if undefined:
             defined = {edge: g for edge, g in gradients.items() if g is not UNDEFINED}
             with zero_placeholders(reached(undefined, outgoing, is_python_function)) as placeholders:
                 results = self._call_engine({**placeholders, **defined}, outgoing)
         else:
             results = self._call_engine(gradients, outgoing)
-        missing = [edge for edge, gradient, _ in results if gradient is None]
-        if missing and not all(self._is_leaf(node) for node, _ in missing):
-            found = reached(gradients, outgoing)
-            results += [(edge, UNDEFINED, False) for edge in missing if edge in found]
+        missing: list[Edge] = []  # a leaf needs no mark, unless it waits for its complete gradient
+        for edge, found, _ in results:
+            if found is None and (type(edge[0]) is not LEAF_NODE or edge[0] in sinks):
+                missing.append(edge)
+        if missing:
+            ends = reached(gradients, outgoing)
+            results += [(edge, UNDEFINED, False) for edge in missing if edge in ends]
         return results
 
     def _call_engine(
@@ -276,7 +299,7 @@ class LocalPass:
     ) -> list[Result]:
         if not gradients:
             return [(edge, None, False) for edge in outgoing]
-        found = run_engine(gradients, gradients.values(), outgoing, self.retain_graph)
+        found = run_engine(gradients, outgoing, self.retain_graph)
         return list(zip(outgoing, found, shared(found), strict=True))
 
     def _node_by_node(self, group: Group, gradients: dict[Edge, torch.Tensor]) -> list[Result]:
@@ -333,7 +356,7 @@ class LocalPass:
 
         The hooks of the tensors have run. A gradient is ``UNDEFINED`` if nothing was produced.
         """
-        if complete and may_have_replicas():
+        if may_have_replicas():
             defined = [(node, gradient) for node, gradient, _ in complete if gradient is not UNDEFINED]
             if defined:
                 nodes, gradients = [node for node, _ in defined], [gradient for _, gradient in defined]
@@ -350,7 +373,7 @@ class LocalPass:
             total = self.context.gradient(leaf)
         else:
             total = self.context.accumulate(leaf, hooked_grad, shared or hooked_grad is not gradient)
-        if leaf._post_accumulate_grad_hooks:  # the engine runs them without a gradient, too
+        if post_accumulate_hooks(leaf):  # the engine runs them without a gradient, too
             self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))
         for hook in after:
             hook((), (hooked_grad,))

@@ -7,6 +7,7 @@ message, and the other worker can begin with the first part.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -62,7 +63,7 @@ class Batch:
 
     def requests(self) -> tuple[int, ...]:
         """Return the requests of this batch: the autograd ids of its sends."""
-        return tuple([send for send, _ in self.sends])
+        return tuple(map(operator.itemgetter(0), self.sends))
 
     def describe(self, frames: list[Frame], devices: Devices) -> Tensors:
         """Encode the tensors. Data that does not fit into the header is appended to ``frames``."""

@@ -1,0 +1,198 @@
+"""Each private name of torch that distributed autograd uses: a failure here names what a release changed."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _DDPSink
+
+from zmqgrad.autograd import torch_internals as internals
+
+
+class Double(torch.autograd.Function):
+    """Written in Python."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * 2
+
+
+def leaf() -> torch.Tensor:
+    return torch.rand(3, requires_grad=True)
+
+
+def test_the_engine_is_called_directly() -> None:
+    """Variable._execution_engine.run_backward."""
+    assert internals._run_backward is not None
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_the_engine_computes_what_torch_does(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The arguments of run_backward, and the public functions that replace it."""
+    if not direct:
+        monkeypatch.setattr(internals, "_run_backward", None)
+    x, unused = leaf(), leaf()
+    start, *ends = [tuple(get_gradient_edge(t))[:2] for t in (x * x, x, unused)]
+    found = internals.run_engine({start: torch.ones(3)}, ends, True)
+    assert found[0] is not None
+    assert torch.equal(found[0], 2 * x)
+    assert found[1] is None
+    assert x.grad is None
+    internals.run_engine({start: torch.ones(3)}, ends, False)
+    with pytest.raises(RuntimeError, match="second time"):
+        internals.run_engine({start: torch.ones(3)}, ends, False)
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_nodes_of_leaves_accumulate(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """run_backward with accumulate_grad."""
+    if not direct:
+        monkeypatch.setattr(internals, "_run_backward", None)
+    x = leaf()
+    for _ in range(2):
+        internals.run_leaf_nodes([get_gradient_edge(x).node], [torch.ones(3)])
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.full((3,), 2.0))
+
+
+def test_the_node_that_must_not_run() -> None:
+    """torch._C._functions.DelayedError, and Node.metadata."""
+    anchor = torch.empty(0, requires_grad=True)
+    value, passed = internals.error_function("not here", 2)(torch.ones(3), anchor)
+    assert torch.equal(value, torch.ones(3))
+    assert value.requires_grad
+    assert passed.requires_grad
+    assert type(value.grad_fn) is internals.ERROR_NODE
+    value.grad_fn.metadata["key"] = "kept"
+    assert passed.grad_fn.metadata["key"] == "kept"
+    with pytest.raises(RuntimeError, match="not here"):
+        value.sum().backward()
+
+
+def test_the_node_of_a_leaf() -> None:
+    """The class AccumulateGrad, and its attribute ``variable``."""
+    x = leaf()
+    node: Any = get_gradient_edge(x).node
+    assert type(node) is internals.LEAF_NODE
+    assert node.variable is x
+
+
+def test_functions_in_python() -> None:
+    """torch._C._FunctionBase."""
+    assert internals.is_python_function(Double.apply(leaf()).grad_fn)
+    assert not internals.is_python_function((leaf() * 2).grad_fn)
+
+
+def test_the_outputs_of_a_node() -> None:
+    """Node._input_metadata: its length, and shape, dtype and device of its items."""
+    node = torch.rand(4, 2, dtype=torch.float64, requires_grad=True).unbind(1)[0].grad_fn
+    assert internals.outputs_of(node) == 2
+    zeros = internals.zeros_for(node, 1)
+    assert zeros.shape == (4,)
+    assert zeros.dtype == torch.float64
+    assert zeros.device.type == "cpu"
+    assert not zeros.any()
+
+
+def _freed(_: None) -> torch.Tensor:
+    raise RuntimeError("freed by the test")
+
+
+def test_saved_tensors_are_dropped() -> None:
+    """Node._raw_saved_*, and SavedTensor.register_hooks."""
+    x = torch.rand(3, requires_grad=True)
+    saved = torch.rand(3)
+    alive = weakref.ref(saved)
+    y = x * saved
+    del saved
+    assert alive() is not None
+    internals.drop_saved_tensors(y.grad_fn, _freed)
+    assert alive() is None
+    with pytest.raises(RuntimeError, match="freed by the test"):
+        y.sum().backward()
+
+
+def test_handles_of_hooks_are_counted() -> None:
+    """RemovableHandle.next_id."""
+    before = internals.hook_handles_made()
+    assert before >= 0
+    leaf().register_hook(lambda gradient: None)
+    assert internals.hook_handles_made() > before
+
+
+def test_hooks_of_tensors() -> None:
+    """Tensor._backward_hooks and Tensor._post_accumulate_grad_hooks."""
+    x = leaf()
+    assert not internals.tensor_hooks(x)
+    assert not internals.post_accumulate_hooks(x)
+
+    def hook(gradient: torch.Tensor) -> None:
+        calls.append("hook")
+
+    def post_hook(tensor: torch.Tensor) -> None:
+        calls.append("post hook")
+
+    calls: list[str] = []
+    x.register_hook(hook)
+    x.register_post_accumulate_grad_hook(post_hook)
+    assert list(internals.tensor_hooks(x).values()) == [hook]
+    assert internals.post_accumulate_hooks(x) == [post_hook]
+    internals.tensor_hooks(x).clear()  # the engine reads the same dictionary
+    x.sum().backward()
+    assert calls == ["post hook"]
+
+
+def test_hooks_of_nodes() -> None:
+    """RemovableHandle.hooks_dict_ref."""
+    node: Any = (leaf() * 2).grad_fn
+
+    def first(*_: Any) -> None: ...
+
+    def second(*_: Any) -> None: ...
+
+    node.register_hook(first)
+    handle = node.register_hook(second)
+    assert list(internals.hooks_beside(handle).values()) == [first, second]
+
+
+def test_static_replicas_tell_what_they_postpone() -> None:
+    """DDP: ddp_weakref, static_graph, _static_graph_delay_allreduce_enqueued, reducer._delay_all_reduce.
+
+    The behaviour is tested with real replicas in tests/processes.
+    """
+    used = {
+        name
+        for f in vars(DistributedDataParallel).values()
+        if inspect.isfunction(f)
+        for name in f.__code__.co_names
+    }
+    assert {"static_graph", "_static_graph_delay_allreduce_enqueued"} <= used
+    assert hasattr(torch.distributed.Reducer, "_delay_all_reduce")
+    assert "ddp_weakref" in _DDPSink.forward.__code__.co_names
+    reducer = SimpleNamespace(calls=0)
+    replica = SimpleNamespace(
+        static_graph=True, _static_graph_delay_allreduce_enqueued=False, reducer=reducer
+    )
+    reducer._delay_all_reduce = lambda: setattr(reducer, "calls", reducer.calls + 1)
+    assert internals.postpones_all_reduce(replica)
+    internals.mark_postponed(replica)
+    assert not internals.postpones_all_reduce(replica)
+    internals.all_reduce(replica)
+    assert reducer.calls == 1
+
+
+def test_an_edge_is_a_pair() -> None:
+    """GradientEdge is made of, and unpacks to, a node and the number of its output."""
+    node: Any = (leaf() * 2).grad_fn
+    assert tuple(GradientEdge(node, 0))[:2] == (node, 0)

@@ -1,0 +1,179 @@
+"""What distributed autograd uses of torch's private API, in one place.
+
+Torch may change any of it in a release. ``tests/autograd/test_torch_internals.py`` has a test for each name
+here, so a failure there names what a release broke. Where torch has a slower public equivalent, the module
+falls back to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+from torch.utils.hooks import RemovableHandle
+
+Edge = tuple[Any, int]
+"""A node, and the number of its output. Every ``GradientEdge`` begins with that."""
+
+Hooks = list[Callable[..., Any]]
+
+# ---- the engine ------------------------------------------------------------------------------------------
+
+_run_backward: Callable[..., Any] | None = getattr(
+    getattr(torch.autograd.Variable, "_execution_engine", None), "run_backward", None
+)
+
+_gradient_edge: Callable[[Edge], GradientEdge] = functools.partial(tuple.__new__, GradientEdge)
+"""Makes what the engine expects without a call of Python code; it reads the two items of an edge."""
+
+
+def run_engine(
+    gradients: Mapping[Edge, torch.Tensor], ends: Iterable[Edge], retain_graph: bool
+) -> Sequence[torch.Tensor | None]:
+    """Compute gradients at ``ends`` from ``gradients``, like ``torch.autograd.grad``.
+
+    ``torch.autograd.grad`` itself first checks and completes its arguments, which takes as long as the engine
+    needs for a small graph; the first call also imports sympy (half a second). So the engine is called
+    directly where torch allows it.
+    """
+    if _run_backward is None:
+        starts, stops = ([GradientEdge(node, i) for node, i in edges] for edges in (gradients, ends))
+        return torch.autograd.grad(
+            starts, stops, tuple(gradients.values()), retain_graph=retain_graph, allow_unused=True
+        )
+    found: Sequence[torch.Tensor | None] = _run_backward(
+        tuple(map(_gradient_edge, gradients)),
+        tuple(gradients.values()),
+        retain_graph,
+        False,
+        tuple(map(_gradient_edge, ends)),
+        True,
+        accumulate_grad=False,
+    )
+    return found
+
+
+def run_leaf_nodes(nodes: Iterable[Any], gradients: Sequence[torch.Tensor]) -> None:
+    """Run the nodes of leaves: they add ``gradients`` to ``.grad``."""
+    edges = tuple([GradientEdge(node, 0) for node in nodes])
+    if _run_backward is None:
+        torch.autograd.backward(edges, tuple(gradients))
+    else:
+        _run_backward(edges, tuple(gradients), False, False, (), True, accumulate_grad=True)
+
+
+# ---- kinds of nodes --------------------------------------------------------------------------------------
+
+
+def error_function(message: str, outputs: int) -> Callable[..., Any]:
+    """Return a function of ``outputs`` tensors that returns them; its node raises ``message`` if it runs."""
+    made: Callable[..., Any] = torch._C._functions.DelayedError(message, outputs)
+    return made
+
+
+_LEAF = torch.empty(0, requires_grad=True, device="cpu")
+
+ERROR_NODE: Any = type(error_function("", 1)(_LEAF).grad_fn)
+"""The class of the nodes of an :func:`error_function`."""
+
+LEAF_NODE: Any = type(_LEAF.view(0).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+"""The class of the nodes of leaves (AccumulateGrad), whose leaf is ``variable``."""
+
+
+def is_python_function(node: Any) -> bool:
+    """Whether ``node`` is a ``torch.autograd.Function``. It runs even on undefined gradients."""
+    return isinstance(node, torch._C._FunctionBase)
+
+
+# ---- nodes -----------------------------------------------------------------------------------------------
+
+
+def outputs_of(node: Any) -> int:
+    """Return the number of outputs of ``node``, each of which has a gradient."""
+    return len(node._input_metadata)
+
+
+def zeros_for(node: Any, output: int) -> torch.Tensor:
+    """Return zeros with the shape, dtype and device of an output of ``node``."""
+    form = node._input_metadata[output]
+    return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
+
+
+def drop_saved_tensors(node: Any, unpack: Callable[[None], torch.Tensor]) -> None:
+    """Free what ``node`` has saved. A later access calls ``unpack``.
+
+    Tensors that ``saved_tensors_hooks`` have packed (such as checkpoints) live as long as the graph.
+    """
+    kind: Any = type(node)
+    for name in _saved_names(kind):
+        try:
+            found = getattr(node, name)
+        except RuntimeError:
+            continue  # freed before, by another pass
+        for saved in found if isinstance(found, (tuple, list)) else (found,):
+            # None, freed or packed: torch has no way to ask, but refuses.
+            with contextlib.suppress(RuntimeError):
+                saved.register_hooks(_discard, unpack)
+
+
+@functools.lru_cache(maxsize=4096)
+def _saved_names(kind: Any) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def _discard(_: torch.Tensor) -> None:
+    """A pack hook that keeps nothing of the saved tensor."""
+
+
+# ---- hooks -----------------------------------------------------------------------------------------------
+
+
+def hook_handles_made() -> int:
+    """Return how many handles of hooks this process has made so far; -1 if torch does not count them."""
+    return getattr(RemovableHandle, "next_id", -1)
+
+
+def tensor_hooks(tensor: torch.Tensor) -> dict[int, Callable[..., Any]]:
+    """Return the hooks of a tensor by their ids: torch's own dictionary, if there are any."""
+    return tensor._backward_hooks or {}
+
+
+def post_accumulate_hooks(leaf: torch.Tensor) -> Hooks:
+    """Return the hooks that run once ``leaf.grad`` has been accumulated."""
+    return list((leaf._post_accumulate_grad_hooks or {}).values())
+
+
+def hooks_beside(handle: RemovableHandle) -> dict[int, Callable[..., Any]]:
+    """Return the hooks by their ids, in order, that are registered at the same place as that of ``handle``.
+
+    A node does not show its hooks, but a handle refers to the dictionary that holds its hook.
+    """
+    return handle.hooks_dict_ref() or {}
+
+
+# ---- DistributedDataParallel -----------------------------------------------------------------------------
+
+
+def replica_of(node: Any) -> Any:
+    """Return the DDP replica that may have unused parameters whose outputs ``node`` has made, or None."""
+    known_by = getattr(node, "ddp_weakref", None) if is_python_function(node) else None
+    return None if known_by is None else known_by()
+
+
+def postpones_all_reduce(replica: Any) -> bool:
+    """Whether a DDP replica averages only after its current pass: with a static graph, in the first one."""
+    return bool(replica.static_graph and not replica._static_graph_delay_allreduce_enqueued)
+
+
+def mark_postponed(replica: Any) -> None:
+    """Tell a DDP replica that :func:`all_reduce` will be called for it after the pass."""
+    replica._static_graph_delay_allreduce_enqueued = True
+
+
+def all_reduce(replica: Any) -> None:
+    """Let a DDP replica, which has been marked, average its gradients."""
+    replica.reducer._delay_all_reduce()
