@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.support.waiting import eventually
 from zmqgrad import autograd, rpc
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 
 OFTEN = 200
@@ -97,8 +97,5 @@ def test_nothing_is_left_of_what_was_dropped(trio: Cluster) -> None:
     churn()  # what is made once and kept is there from here on
     before = census()
     churn()
-    deadline, tick = Deadline.after(20.0), threading.Event()
-    while grown():  # the last of them are still on their way out
-        assert not deadline.passed(), grown()
-        tick.wait(0.05)
+    eventually(grown, lambda kinds: not kinds)  # the last objects are still being released
     assert not any(sum(w.references.statistics().values()) for w in trio.workers)

@@ -14,8 +14,9 @@ import pytest
 
 from tests.support.interpreter import run_python
 from tests.support.processes import free_port, run_processes
+from tests.support.waiting import eventually
 from zmqgrad.errors import AddressInUseError, ConfigurationError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import HashStore, TCPStore, connection, finalizer
 from zmqgrad.store.addresses import connecting_address, listening_address
 
@@ -153,11 +154,9 @@ def test_a_closing_server_refuses_those_who_wait(master: TCPStore) -> None:
     with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
         assert master._server is not None
         server = master._server
-        pause = threading.Event()
 
         def close_when_it_waits() -> None:
-            while server.statistics()["parked"] == 0:
-                pause.wait(0.001)
+            eventually(lambda: server.statistics()["parked"])
             master.close()
 
         closing = threading.Thread(target=close_when_it_waits, daemon=True)
@@ -298,11 +297,7 @@ def test_a_store_that_became_garbage_is_closed() -> None:
             store.itself, client.itself = client, store  # type: ignore[attr-defined]
         del store, client
         gc.collect()
-        deadline = Deadline.after(PATIENCE)
-        pause = threading.Event()
-        while finalizer._open and not deadline.passed():
-            pause.wait(0.001)
-        assert not finalizer._open
+        eventually(lambda: list(finalizer._open), lambda still_open: not still_open, PATIENCE)
     TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE).close()
 
 

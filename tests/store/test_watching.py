@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.processes import free_port
+from tests.support.waiting import eventually
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, WatchEvent
 from zmqgrad.store.contents import MAX_NOTIFICATION_VALUE_BYTES
 from zmqgrad.store.effects import Notification
@@ -145,10 +145,7 @@ def test_a_prefix(store: Store) -> None:
             done.set()
 
     def until_seen(count: int) -> None:
-        deadline = Deadline.after(PATIENCE)
-        while len(seen) < count:
-            assert not deadline.passed()
-            done.wait(0.001)
+        eventually(lambda: list(seen), lambda changes: len(changes) >= count, PATIENCE)
 
     store.set("w/0", "before")
     store.watch_prefix("w/", callback)
@@ -260,9 +257,7 @@ def test_a_cached_read_follows_the_key(store: Store) -> None:
     store.set("k", "1")
     assert store.get_cached("k") == b"1"
     store.set("k", "2")
-    deadline = Deadline.after(PATIENCE)
-    while store.get_cached("k") != b"2":
-        assert not deadline.passed()
+    eventually(lambda: store.get_cached("k"), lambda value: value == b"2", PATIENCE)
     store.delete_key("k")
     store.set_timeout(0.02)
 
