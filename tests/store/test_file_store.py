@@ -298,7 +298,7 @@ def test_a_transaction_that_is_interrupted_leaves_nothing_behind(
 
     values = iter(["2", Value(b"3")])
     monkeypatch.setattr("zmqgrad.store.base.as_value", lambda value: next(values))
-    with pytest.raises((KeyboardInterrupt, sqlite3.Error, StoreError)):
+    with pytest.raises(KeyboardInterrupt):
         store.multi_set(["a", "b"], ["2", "3"])
     monkeypatch.undo()
     assert store.get("a") == b"1"

@@ -22,6 +22,7 @@ from tests.support.waiting import eventually
 from zmqgrad.errors import QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import MONOTONIC, Clock, ManualClock
 from zmqgrad.store import Store, TCPStore
+from zmqgrad.store.journal import Journal
 from zmqgrad.store.requesters import ACK_SECONDS, RENEW_SECONDS
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.service import SWEEP_SECONDS
@@ -371,12 +372,12 @@ def test_a_journal_that_cannot_be_written_ends_the_store(
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        assert server._journal is not None
-        monkeypatch.setattr(server._journal, "commit", full)
+        monkeypatch.setattr(Journal, "commit", full)
         with pytest.raises(StoreError, match=r"journal .* cannot be written: No space left on device"):
             store.set("k", "w")
         eventually(lambda: server.serves, lambda serves: not serves)
     server.close()
+    monkeypatch.undo()
     again = StoreServer("tcp://127.0.0.1:*", journal=tmp_path / "journal")
     with TCPStore("127.0.0.1", again.port, timeout=PATIENCE) as store:
         assert store.get("k") == b"v"

@@ -152,11 +152,9 @@ def test_where_a_master_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_closing_server_refuses_those_who_wait(master: TCPStore) -> None:
     with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
-        assert master._server is not None
-        server = master._server
 
         def close_when_it_waits() -> None:
-            eventually(lambda: server.statistics()["parked"])
+            eventually(lambda: master.statistics()["parked"])
             master.close()
 
         closing = threading.Thread(target=close_when_it_waits, daemon=True)
@@ -317,10 +315,9 @@ def test_ctrl_c_ends_a_wait() -> None:
 import os, signal, threading
 from zmqgrad.store import HashStore, TCPStore, finalizer
 with TCPStore("127.0.0.1", 0, is_master=True, timeout=60) as s:
-    server = s._server
     done = threading.Event()
     def interrupt():
-        while not server.statistics()["parked"]:
+        while not s.statistics()["parked"]:
             done.wait(0.001)
         while not done.wait(0.5):  # more than once: just before the wait begins, it is seen at its end only
             os.kill(os.getpid(), signal.SIGINT)
