@@ -562,6 +562,8 @@ def set_up_caller(socket: zmq.Socket[bytes], address: str, keys: Keys | None) ->
 
 def _needs_ipv6(address: str) -> bool:
     """Whether ``address`` is of IPv6, or a name that has no other: libzmq tries one address of a name."""
+    if not address.startswith("tcp://"):
+        return False  # an ipc endpoint has no host to resolve: that could take seconds
     host = address.removeprefix("tcp://").rpartition(":")[0]
     if "[" in host:
         return True
