@@ -10,6 +10,7 @@ import multiprocessing.util
 import os
 import random
 import shutil
+import signal
 import sys
 import tempfile
 import zlib
@@ -34,6 +35,8 @@ _seed = pytest.StashKey[int]()
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell has its background jobs ignore Ctrl-C, which some tests press.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Files of other test runs on this machine are none of our business, so ours get a place of their own.
     directory = tempfile.mkdtemp(prefix="zg-tests-")
     os.environ["TMPDIR"] = tempfile.tempdir = directory

@@ -12,12 +12,11 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from tests.autograd.contexts import wait_until_released
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.autograd.engine import executor
-from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 
 
@@ -26,10 +25,7 @@ def c() -> Iterator[Cluster]:
     """Three workers; at the end of every test, whatever happened in it, none knows any context."""
     with cluster(3) as made:
         yield made
-        limit, pause = Deadline.after(20.0), threading.Event()
-        while left := [ctx for worker in made.workers for ctx in autograd_of(worker).contexts.live()]:
-            assert not limit.passed(), f"not released: {left}"
-            pause.wait(0.002)  # nothing tells when a context goes
+        wait_until_released(made)
 
 
 def leaf(*values: float, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -139,3 +139,5 @@ def test_what_has_saved_nothing_or_packs_it_is_left_alone() -> None:
         y = x * x
     release_saved_tensors(y.grad_fn)
     y.sum().backward()
+    assert x.grad is not None
+    assert torch.equal(x.grad, 2 * x.detach())

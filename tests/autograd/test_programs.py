@@ -10,14 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.autograd.contexts import wait_until_released
 from tests.support.programs import Program, assert_same, gradients_here, gradients_over_rpc, programs
 from zmqgrad.autograd.engine import executor
 from zmqgrad.autograd.engine.participant import MODES
-from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.autograd.graph import accumulate
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc import RpcBackendOptions
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.memory.faults import Fault
 from zmqgrad.wire.messages import MessageType
@@ -48,14 +47,6 @@ REPEATED = (
 )
 ACROSS = 3
 """Messages that may overtake a delayed one; fewer than are sent meanwhile, or else it waits for the end."""
-
-
-def wait_until_released(c: Cluster) -> None:
-    """Wait until no worker knows any context."""
-    limit, pause = Deadline.after(20.0), threading.Event()
-    while left := [ctx for worker in c.workers for ctx in autograd_of(worker).contexts.live()]:
-        assert not limit.passed(), f"not released: {left}"
-        pause.wait(0.002)  # nothing tells when a context goes
 
 
 def check(c: Cluster, program: Program, mode: str) -> None:

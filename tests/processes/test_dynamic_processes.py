@@ -12,10 +12,10 @@ import pytest
 
 from tests.processes.test_lifecycle import take, what_is_open
 from tests.support.processes import run_processes
+from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import DuplicateWorkerError, PeerLostError, RendezvousError, RpcTimeoutError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -86,10 +86,8 @@ def look_on() -> dict[str, Any]:
     waiting = rpc.rpc_async("b", os.getpid, timeout=0)
     with pytest.raises(RpcTimeoutError, match="getpid on b"):
         rpc.rpc_sync("b", os.getpid, timeout=0.01)
-    deadline, tick = Deadline.after(WAIT), threading.Event()
-    while 1 not in current_worker().silent:  # others may be, too, on a machine that has much to do
-        assert not deadline.passed()
-        tick.wait(0.01)
+    # Others may be silent, too, on a machine that has much to do.
+    eventually(lambda: current_worker().silent, lambda silent: 1 in silent, WAIT)
     assert not waiting.done()
     assert not lost
     os.kill(pid, signal.SIGCONT)
@@ -116,10 +114,12 @@ def look_on() -> dict[str, Any]:
 def stop(pid: int) -> None:
     """Freeze a process; returns when all its threads stand still."""
     os.kill(pid, signal.SIGSTOP)
-    deadline, tick = Deadline.after(WAIT), threading.Event()
-    while any(" T " not in task.read_text() for task in Path(f"/proc/{pid}/task").glob("*/stat")):
-        assert not deadline.passed()
-        tick.wait(0.001)  # nothing tells
+    tasks = Path(f"/proc/{pid}/task")
+    eventually(
+        lambda: [task.read_text() for task in tasks.glob("*/stat")],
+        lambda stats: all(" T " in stat for stat in stats),
+        WAIT,
+    )
 
 
 def test_a_life() -> None:

@@ -198,12 +198,15 @@ def test_an_exception_that_holds_too_much_keeps_its_type(pair: Cluster, kind: ty
     assert vars(caught.value) == {}
 
 
-@pytest.mark.parametrize("function", [fail_with_locked, fail_unprintably, fail_with_baggage])
+@pytest.mark.parametrize("function", [fail_with_locked, fail_with_baggage])
 def test_an_exception_that_cannot_be_rebuilt_is_a_remote_error(pair: Cluster, function: Any) -> None:
-    with pytest.raises((RemoteError, Unprintable)) as caught:
+    with pytest.raises(RemoteError, match=f"in {function.__name__}"):
         rpc.rpc_sync(1, function)
-    if not isinstance(caught.value, Unprintable):
-        assert f"in {function.__name__}" in str(caught.value)
+
+
+def test_an_exception_without_a_text_keeps_its_type(pair: Cluster) -> None:
+    with pytest.raises(Unprintable):
+        rpc.rpc_sync(1, fail_unprintably)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +270,8 @@ def test_values_that_go_off_end_nothing_either(pair: Cluster, error: BaseExcepti
 
 def test_a_key_pressed_while_an_answer_is_read_leaves_no_future_open(pair: Cluster) -> None:
     future = rpc.rpc_async(1, Bomb, args=(KeyboardInterrupt(),))
-    with pytest.raises((KeyboardInterrupt, RuntimeError)):  # as this thread reads it, or another
+    # Either is right: this thread decodes the reply, and is interrupted, or another thread has decoded it.
+    with pytest.raises((KeyboardInterrupt, RuntimeError)):
         future.wait()
     with pytest.raises(RuntimeError, match="KeyboardInterrupt came while the reply"):
         future.wait()
@@ -276,7 +280,7 @@ def test_a_key_pressed_while_an_answer_is_read_leaves_no_future_open(pair: Clust
 def test_texts_that_cannot_be_encoded_and_huge_ones(pair: Cluster) -> None:
     with pytest.raises(ValueError, match="udcff"):
         rpc.rpc_sync(1, fail, args=(ValueError("a bad name: \udcff"),))
-    with pytest.raises((ValueError, RemoteError)) as caught:
+    with pytest.raises(ValueError, match="worker1") as caught:
         rpc.rpc_sync(1, fail, args=(ValueError(b"x" * (8 << 20)),))
     assert len(str(caught.value)) < 1 << 20
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.support.waiting import eventually
 from zmqgrad import autograd, rpc
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.errors import PayloadError, RpcTimeoutError, UnknownWorkerError
 from zmqgrad.testing import Cluster, cluster
 
 OFTEN = 200
@@ -33,9 +34,9 @@ def fail() -> None:
     raise ValueError("as ever")
 
 
-def expect_failure(use: Callable[[], object]) -> None:
-    """It raises, whatever that is."""
-    with pytest.raises((ValueError, RuntimeError)):
+def expect(error: type[Exception], use: Callable[[], object]) -> None:
+    """Call ``use``, which raises ``error``."""
+    with pytest.raises(error):
         use()
 
 
@@ -50,17 +51,21 @@ CHURNS: dict[str, Callable[[], object]] = {
     "call": lambda: rpc.rpc_sync(1, same, args=(torch.ones(3),)),
     "future": lambda: rpc.rpc_async(1, same).wait,
     "chain": lambda: rpc.rpc_async(1, abs, args=(1,)).then(lambda f: f.wait() + 1).wait(),
-    "failed future": lambda: expect_failure(rpc.rpc_async(1, fail).wait),
+    "failed future": lambda: expect(ValueError, rpc.rpc_async(1, fail).wait),
     "failed future that nobody looks at": lambda: rpc.rpc_async(1, fail),
-    "failed chain": lambda: expect_failure(rpc.rpc_async(1, abs).then(lambda f: fail()).wait),
+    "failed chain": lambda: expect(RuntimeError, rpc.rpc_async(1, abs).then(lambda f: fail()).wait),
     "wait_all": lambda: torch.futures.wait_all([rpc.rpc_async(n, abs, args=(n,)) for n in (0, 1, 2)]),
-    "failed wait_all": lambda: expect_failure(lambda: rpc.wait_all([rpc.rpc_async(n, fail) for n in (0, 1)])),
-    "over time": lambda: expect_failure(lambda: rpc.rpc_sync(1, same, args=(1,), timeout=1e-9)),
-    "unknown worker": lambda: expect_failure(lambda: rpc.rpc_sync("nobody", same)),
-    "no payload": lambda: expect_failure(lambda: rpc.rpc_sync(1, same, args=(threading.Lock(), rpc.RRef(1)))),
+    "failed wait_all": lambda: expect(
+        ValueError, lambda: rpc.wait_all([rpc.rpc_async(n, fail) for n in (0, 1)])
+    ),
+    "over time": lambda: expect(RpcTimeoutError, lambda: rpc.rpc_sync(1, same, args=(1,), timeout=1e-9)),
+    "unknown worker": lambda: expect(UnknownWorkerError, lambda: rpc.rpc_sync("nobody", same)),
+    "no payload": lambda: expect(
+        PayloadError, lambda: rpc.rpc_sync(1, same, args=(threading.Lock(), rpc.RRef(1)))
+    ),
     "reference": lambda: rpc.remote(1, same, args=(1,)),
     "value": lambda: rpc.remote(1, same, args=(1,)).to_here(),
-    "failed value": lambda: expect_failure(rpc.remote(1, fail).to_here),
+    "failed value": lambda: expect(ValueError, rpc.remote(1, fail).to_here),
     "own reference": lambda: rpc.rpc_sync(1, same, args=(rpc.RRef(1),)),
     "reference to another worker's": lambda: rpc.rpc_sync(2, same, args=(rpc.remote(1, list),)),
     "proxy": lambda: rpc.remote(1, list).rpc_sync().__len__(),
@@ -97,8 +102,5 @@ def test_nothing_is_left_of_what_was_dropped(trio: Cluster) -> None:
     churn()  # what is made once and kept is there from here on
     before = census()
     churn()
-    deadline, tick = Deadline.after(20.0), threading.Event()
-    while grown():  # the last of them are still on their way out
-        assert not deadline.passed(), grown()
-        tick.wait(0.05)
+    eventually(grown, lambda kinds: not kinds)  # the last objects are still being released
     assert not any(sum(w.references.statistics().values()) for w in trio.workers)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from tests.transport.test_contract import _TcpAlone
+from tests.transport.test_contract import TcpAlone
 from zmqgrad import autograd
 from zmqgrad.errors import PeerLostError, RpcTimeoutError
 from zmqgrad.rpc.api import rpc_async, rpc_sync
@@ -28,7 +28,7 @@ N = 100_000
 """Elements of a tensor: two are within the limit, three are not."""
 
 
-class _Mailbox(_TcpAlone):
+class _Mailbox(TcpAlone):
     def __init__(self, name: str, worker_id: int) -> None:
         ZmqMailbox.__init__(self, name, worker_id, inflight=LIMIT)
 

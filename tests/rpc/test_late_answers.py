@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import RpcTimeoutError
 from zmqgrad.rpc import reply_port, server
@@ -72,10 +73,9 @@ def what_is_kept(worker: Worker) -> dict[str, int]:
 
 def wait_until_empty(workers: list[Worker]) -> None:
     """No reference is left anywhere."""
-    deadline, tick = Deadline.after(WAIT), threading.Event()
-    while any(any(what_is_kept(w).values()) for w in workers):
-        assert not deadline.passed(), [what_is_kept(w) for w in workers]
-        tick.wait(0.005)  # nobody is told
+    eventually(
+        lambda: [what_is_kept(w) for w in workers], lambda kept: not any(any(k.values()) for k in kept)
+    )
 
 
 def test_an_answer_after_the_timeout(pair: list[Worker]) -> None:

@@ -22,7 +22,7 @@ from zmqgrad.runtime.clock import Deadline, ManualClock
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.frames import Envelope
-from zmqgrad.wire.messages import MessageType
+from zmqgrad.wire.messages import Cancel, MessageType
 
 ONE_THREAD = RpcBackendOptions(rpc_timeout=20.0, num_worker_threads=1)
 
@@ -176,7 +176,7 @@ def test_nobody_else_can_cancel_a_call() -> None:
     with cluster(3, ONE_THREAD) as c:
         call = c.workers[0].call(1, stop_and_look)
         assert stage.running.wait(WAIT)
-        c.workers[2].client._send_cancel(call)
+        c.workers[2].client.post(call.peer, Cancel(call.message_id))
         c.network.wait_sent(MessageType.CANCEL)
         c.network.wait_quiet()
         stage.go_on.set()

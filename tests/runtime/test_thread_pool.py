@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from tests.support.waiting import eventually
 from zmqgrad.errors import ClosedError
 from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
@@ -51,11 +52,7 @@ def run(pool: ThreadPool, function: Callable[[], object]) -> Promise[object]:
 
 def settled(pool: ThreadPool, condition: Callable[[dict[str, int]], bool]) -> dict[str, int]:
     """Wait until the statistics are such (a task's thread is idle only just after its outcome is set)."""
-    limit = Deadline.after(10)
-    while not condition(pool.statistics()):
-        assert not limit.passed(), pool
-        threading.Event().wait(0.001)
-    return pool.statistics()
+    return eventually(pool.statistics, condition)
 
 
 def test_tasks_run_and_threads_are_kept(make: Make) -> None:

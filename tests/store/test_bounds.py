@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.interpreter import run_python
 from tests.support.processes import free_port
+from tests.support.waiting import eventually
 from zmqgrad.errors import AddressInUseError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import StoreServer, TCPStore
 
 PATIENCE = 20.0
@@ -34,13 +34,6 @@ def dial(server: StoreServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), PATIENCE)
 
 
-def until(condition: object) -> None:
-    deadline, pause = Deadline.after(PATIENCE), threading.Event()
-    while not condition():  # type: ignore[operator]
-        assert not deadline.passed()
-        pause.wait(0.002)
-
-
 # ---- too many ---------------------------------------------------------------------------------------------
 
 
@@ -51,7 +44,7 @@ def test_a_client_too_many_is_told_so(server: StoreServer) -> None:
             connect(server)
     assert [client.add("n", 1) for client in clients] == [1, 2, 3]
     clients.pop().close()
-    until(lambda: server.statistics()["clients"] == 2)
+    eventually(lambda: server.statistics()["clients"], lambda clients: clients == 2)
     clients.append(connect(server))
     assert clients[-1].add("n", 1) == 4
     for client in clients:
@@ -63,7 +56,7 @@ def test_whoever_waits_for_years_keeps_nobody(server: StoreServer, seconds: floa
     with connect(server) as patient, connect(server) as other:
         waits = threading.Thread(target=patient.wait, args=(["key"], seconds), daemon=True)
         waits.start()
-        until(lambda: server.statistics()["parked"] == 1)
+        eventually(lambda: server.statistics()["parked"], lambda parked: parked == 1)
         other.set("key", "value")
         waits.join(PATIENCE)
         assert not waits.is_alive()
@@ -75,11 +68,11 @@ def test_those_who_say_nothing_are_no_clients(server: StoreServer) -> None:
     crowd = [dial(server) for _ in range(20)]
     with connect(server) as store:
         assert store.add("n", 1) == 1
-        until(lambda: server.statistics()["pending"] == 20)
+        eventually(lambda: server.statistics()["pending"], lambda pending: pending == 20)
         assert server.statistics()["clients"] == 1
         for each in crowd:
             each.close()
-        until(lambda: server.statistics()["pending"] == 0)
+        eventually(lambda: server.statistics()["pending"], lambda pending: pending == 0)
         assert store.add("n", 1) == 2
 
 
@@ -88,7 +81,7 @@ def test_a_wait_too_many_is_refused(server: StoreServer) -> None:
         waiters = [threading.Thread(target=store.get, args=("k",)) for store in (one, two)]
         for waiter in waiters:
             waiter.start()
-        until(lambda: server.statistics()["parked"] == 2)
+        eventually(lambda: server.statistics()["parked"], lambda parked: parked == 2)
         with pytest.raises(StoreError, match="2 queries wait there already, which is its limit"):
             one.wait(["never"])
         assert server.statistics()["parked"] == 2
@@ -124,7 +117,7 @@ def test_strangers_cost_a_counter(server: StoreServer, caplog: pytest.LogCapture
                     pass  # it closed before it had read everything
             assert store.add("n", 1) == n
         # libzmq drops some of what looks like the beginning of a message without a word.
-        until(lambda: server.statistics()["malformed"] >= len(garbage) - 5)
+        eventually(lambda: server.statistics()["malformed"], lambda malformed: malformed >= len(garbage) - 5)
     assert caplog.text.count("dropped a malformed query") <= 2, "not a line for each"
 
 

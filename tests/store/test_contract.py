@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.support.waiting import eventually
 from zmqgrad.errors import ConfigurationError, QueueEmptyError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.future import Promise
 from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, connection
@@ -92,12 +93,7 @@ def until_parked(store: Store, count: int) -> None:
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     assert isinstance(store, (TCPStore, FileStore, HashStore))
-    pause = threading.Event()
-    for _ in range(int(PATIENCE / 0.001)):
-        if store.statistics()["parked"] == count:
-            return
-        pause.wait(0.001)
-    pytest.fail(f"{store.statistics()['blocked']} queries wait, not {count}")
+    eventually(lambda: store.statistics()["parked"], lambda parked: parked == count, PATIENCE)
 
 
 # ---- values -----------------------------------------------------------------------------------------------

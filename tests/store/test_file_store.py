@@ -17,9 +17,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.support.processes import run_processes
+from tests.support.waiting import eventually
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, HashStore, Store
 from zmqgrad.store import sqlite as store_sqlite
 
@@ -262,10 +262,7 @@ def _stand_still(rank: int, path: str) -> None:
     db = sqlite3.connect(path, isolation_level=None)
     db.execute("BEGIN EXCLUSIVE")
     Path(f"{path}.locked").touch()
-    deadline = Deadline.after(PATIENCE)
-    while not os.path.exists(f"{path}.release"):
-        assert not deadline.passed()
-        threading.Event().wait(0.01)
+    eventually(lambda: os.path.exists(f"{path}.release"), timeout=PATIENCE)
     db.execute("COMMIT")
     db.close()
 
@@ -276,10 +273,7 @@ def test_the_lock_of_a_process_that_stands_still_costs_the_timeout(store: FileSt
     store.set("k", "1")
     holder = threading.Thread(target=run_processes, args=(_stand_still, 1, (path,)))
     holder.start()
-    deadline = Deadline.after(PATIENCE)
-    while not os.path.exists(f"{path}.locked"):
-        assert not deadline.passed()
-        threading.Event().wait(0.01)
+    eventually(lambda: os.path.exists(f"{path}.locked"), timeout=PATIENCE)
     store.set_timeout(0.05)
     for call in (lambda: store.get("k"), lambda: store.set("k", "2"), lambda: store.wait(["k"], 0.05)):
         with pytest.raises(StoreTimeoutError, match="another process holds the lock"):
@@ -304,7 +298,7 @@ def test_a_transaction_that_is_interrupted_leaves_nothing_behind(
 
     values = iter(["2", Value(b"3")])
     monkeypatch.setattr("zmqgrad.store.base.as_value", lambda value: next(values))
-    with pytest.raises((KeyboardInterrupt, sqlite3.Error, StoreError)):
+    with pytest.raises(KeyboardInterrupt):
         store.multi_set(["a", "b"], ["2", "3"])
     monkeypatch.undo()
     assert store.get("a") == b"1"

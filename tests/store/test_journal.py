@@ -174,7 +174,7 @@ def _fill_up(rank: int, path: str) -> tuple[str, int]:
             journal.commit()
         except OSError as e:
             for _ in range(2):  # and nothing is written after that
-                with pytest.raises(OSError, match=r"full|space|disk"):
+                with pytest.raises(OSError, match="disk I/O error"):
                     journal.commit()
             journal.close()
             return str(e), n
@@ -185,6 +185,6 @@ def _fill_up(rank: int, path: str) -> tuple[str, int]:
 @pytest.mark.slow
 def test_a_full_disk_is_an_error_and_loses_nothing(tmp_path: Path) -> None:
     ((error, written),) = run_processes(_fill_up, 1, (str(tmp_path / "j"),))
-    assert "full" in error or "space" in error or "disk" in error
+    assert error == "[Errno 5] disk I/O error"  # what SQLite makes of EFBIG
     assert written > 3
     assert len(load(tmp_path / "j")[0].values) == written

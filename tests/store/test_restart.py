@@ -18,9 +18,11 @@ from hypothesis import strategies as st
 
 from tests.support.processes import free_port
 from tests.support.relay import Direction, Fate, Relay, at_random, passes
+from tests.support.waiting import eventually
 from zmqgrad.errors import QueueEmptyError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline, ManualClock
+from zmqgrad.runtime.clock import MONOTONIC, Clock, ManualClock
 from zmqgrad.store import Store, TCPStore
+from zmqgrad.store.journal import Journal
 from zmqgrad.store.leases import ACK_SECONDS, RENEW_SECONDS
 from zmqgrad.store.server import StoreServer
 from zmqgrad.store.service import SWEEP_SECONDS
@@ -28,13 +30,6 @@ from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import StoreDeleteKey, StoreNumber
 
 PATIENCE = 20.0
-
-
-def until(condition: Any) -> None:
-    deadline, pause = Deadline.after(PATIENCE), threading.Event()
-    while not condition():
-        assert not deadline.passed()
-        pause.wait(0.002)
 
 
 class World:
@@ -224,7 +219,7 @@ def test_an_item_that_nobody_acknowledges_returns_to_the_head(tmp_path: Path) ->
         assert store.queue_len("q") == 1, "the first one is on its way"
         clock.advance(ACK_SECONDS + SWEEP_SECONDS)
         store.add("n", 1)  # which makes the server look at the clock
-        until(lambda: store.queue_len("q") == 2)
+        eventually(lambda: store.queue_len("q"), lambda length: length == 2)
         assert [store.queue_pop("q") for _ in range(2)] == [b"first", b"second"]
     world.close()
 
@@ -240,9 +235,9 @@ def test_an_item_that_cannot_be_sent_goes_to_the_next_who_waits(world: World) ->
         ]
         for n, thread in enumerate(threads):
             thread.start()
-            until(lambda n=n: world.server.statistics()["parked"] == n + 1)  # type: ignore[misc]
+            eventually(lambda: world.server.statistics()["parked"], lambda parked, n=n: parked == n + 1)
         world.relay.cut()
-        until(lambda: world.relay.connections == 0)
+        eventually(lambda: world.relay.connections, lambda connections: connections == 0)
         with TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as other:
             other.queue_push("q", "item")
         threads[1].join(PATIENCE)
@@ -281,7 +276,7 @@ def test_no_item_is_lost_or_delivered_twice(world: World, seed: int) -> None:
     for thread in (*pushers, *poppers):
         thread.start()
     for portion in (0.3, 0.6):
-        until(lambda portion=portion: len(got) > portion * count)  # type: ignore[misc]
+        eventually(lambda: len(got), lambda items, portion=portion: items > portion * count)
         world.restart()
     for thread in pushers:
         thread.join(60.0)
@@ -310,9 +305,9 @@ def test_those_who_wait_go_on_waiting_at_the_next_server(world: World) -> None:
         ]
         for waiter in waiters:
             waiter.start()
-        until(lambda: world.server.statistics()["parked"] == 3)
+        eventually(lambda: world.server.statistics()["parked"], lambda parked: parked == 3)
         world.restart()
-        until(lambda: world.server.statistics()["parked"] == 3)
+        eventually(lambda: world.server.statistics()["parked"], lambda parked: parked == 3)
         world.relay.cut()
         other.queue_push("q", "pushed")
         other.set("k", "set")
@@ -329,12 +324,12 @@ def test_a_wait_that_is_not_repeated_is_forgotten() -> None:
         gone = world.connect()
         thread = threading.Thread(target=_pop_until_closed, args=(gone, []))
         thread.start()
-        until(lambda: world.server.statistics()["parked"] == 1)
+        eventually(lambda: world.server.statistics()["parked"], lambda parked: parked == 1)
         gone.close()
         thread.join(PATIENCE)
         clock.advance(RENEW_SECONDS + SWEEP_SECONDS)
         store.add("n", 1)  # which makes the server look at the clock
-        until(lambda: world.server.statistics()["parked"] == 0)
+        eventually(lambda: world.server.statistics()["parked"], lambda parked: parked == 0)
         store.queue_push("q", "kept")
         assert store.queue_pop("q", False) == b"kept"
     world.close()
@@ -357,7 +352,7 @@ def test_a_restart_with_a_journal_is_not_noticed_by_who_waits(tmp_path: Path) ->
         got: list[bytes] = []
         waiter = threading.Thread(target=lambda: got.append(store.get("k")))
         waiter.start()
-        until(lambda: server.statistics()["parked"] == 1)
+        eventually(lambda: server.statistics()["parked"], lambda parked: parked == 1)
         server.close()
         server = StoreServer(address, journal=path)
         store.set("k", "v")
@@ -377,12 +372,12 @@ def test_a_journal_that_cannot_be_written_ends_the_store(
         def full(*_: object) -> None:
             raise OSError(28, "No space left on device")
 
-        assert server._journal is not None
-        monkeypatch.setattr(server._journal, "commit", full)
+        monkeypatch.setattr(Journal, "commit", full)
         with pytest.raises(StoreError, match=r"journal .* cannot be written: No space left on device"):
             store.set("k", "w")
-        until(lambda: not server.serves)
+        eventually(lambda: server.serves, lambda serves: not serves)
     server.close()
+    monkeypatch.undo()
     again = StoreServer("tcp://127.0.0.1:*", journal=tmp_path / "journal")
     with TCPStore("127.0.0.1", again.port, timeout=PATIENCE) as store:
         assert store.get("k") == b"v"
@@ -428,7 +423,7 @@ def test_acknowledged_writes_survive_sigkill_in_the_middle_of_writes(tmp_path: P
             writer.start()
         for _ in range(3):
             before = sum(done.values())
-            until(lambda before=before: sum(done.values()) >= before + 100 or failures)  # type: ignore[misc]
+            eventually(lambda: sum(done.values()), lambda n, before=before: n >= before + 100 or failures)
             os.kill(process.pid, signal.SIGKILL)
             process.communicate()
             process = serve(port, path)

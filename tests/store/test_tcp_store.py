@@ -14,8 +14,9 @@ import pytest
 
 from tests.support.interpreter import run_python
 from tests.support.processes import free_port, run_processes
+from tests.support.waiting import eventually
 from zmqgrad.errors import AddressInUseError, ConfigurationError, StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import HashStore, TCPStore, connection, finalizer
 from zmqgrad.store.addresses import connecting_address, listening_address
 
@@ -151,13 +152,9 @@ def test_where_a_master_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_closing_server_refuses_those_who_wait(master: TCPStore) -> None:
     with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
-        assert master._server is not None
-        server = master._server
-        pause = threading.Event()
 
         def close_when_it_waits() -> None:
-            while server.statistics()["parked"] == 0:
-                pause.wait(0.001)
+            eventually(lambda: master.statistics()["parked"])
             master.close()
 
         closing = threading.Thread(target=close_when_it_waits, daemon=True)
@@ -298,11 +295,7 @@ def test_a_store_that_became_garbage_is_closed() -> None:
             store.itself, client.itself = client, store  # type: ignore[attr-defined]
         del store, client
         gc.collect()
-        deadline = Deadline.after(PATIENCE)
-        pause = threading.Event()
-        while finalizer._open and not deadline.passed():
-            pause.wait(0.001)
-        assert not finalizer._open
+        eventually(lambda: list(finalizer._open), lambda still_open: not still_open, PATIENCE)
     TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE).close()
 
 
@@ -322,10 +315,9 @@ def test_ctrl_c_ends_a_wait() -> None:
 import os, signal, threading
 from zmqgrad.store import HashStore, TCPStore, finalizer
 with TCPStore("127.0.0.1", 0, is_master=True, timeout=60) as s:
-    server = s._server
     done = threading.Event()
     def interrupt():
-        while not server.statistics()["parked"]:
+        while not s.statistics()["parked"]:
             done.wait(0.001)
         while not done.wait(0.5):  # more than once: just before the wait begins, it is seen at its end only
             os.kill(os.getpid(), signal.SIGINT)

@@ -421,17 +421,16 @@ def test_keys_that_begin_alike_are_told_apart() -> None:
 
 def test_the_server_forgets_watches_whose_clients_have_gone() -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
-        assert master._server is not None
         with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
             client.watch_key("k", print)
-            assert master._server.statistics()["watched"] == 1
+            assert master.statistics()["watched"] == 1
             client.unwatch_key("k")
         seen = queue.Queue[Change]()
         # Subscriptions are looked at when somebody watches, in the order in which they came and went.
         limit = threading.Event()
         for n in range(1000):
             master.watch_key(f"other{n}", lambda old, new: seen.put((old, new)))
-            if master._server.statistics()["watched"] == n + 1:
+            if master.statistics()["watched"] == n + 1:
                 return
             limit.wait(0.001)
         pytest.fail("the key of the client that went is watched still")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.processes import free_port
+from tests.support.waiting import eventually
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, HashStore, PrefixStore, Store, TCPStore, WatchEvent
@@ -145,10 +147,7 @@ def test_a_prefix(store: Store) -> None:
             done.set()
 
     def until_seen(count: int) -> None:
-        deadline = Deadline.after(PATIENCE)
-        while len(seen) < count:
-            assert not deadline.passed()
-            done.wait(0.001)
+        eventually(lambda: list(seen), lambda changes: len(changes) >= count, PATIENCE)
 
     store.set("w/0", "before")
     store.watch_prefix("w/", callback)
@@ -260,9 +259,7 @@ def test_a_cached_read_follows_the_key(store: Store) -> None:
     store.set("k", "1")
     assert store.get_cached("k") == b"1"
     store.set("k", "2")
-    deadline = Deadline.after(PATIENCE)
-    while store.get_cached("k") != b"2":
-        assert not deadline.passed()
+    eventually(lambda: store.get_cached("k"), lambda value: value == b"2", PATIENCE)
     store.delete_key("k")
     store.set_timeout(0.02)
 
@@ -282,22 +279,26 @@ def test_a_cached_read_waits_for_the_key(store: Store) -> None:
 
 
 def test_cached_reads_ask_nobody_and_never_go_back() -> None:
-    with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
-        assert master._server is not None
-        with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
-            master.set("n", "0")
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master,
+        TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client,
+    ):
+        master.set("n", "0")
+        client.get_cached("n")
+        before = master.statistics()["requests"]
+        for _ in range(1000):
             client.get_cached("n")
-            before = master._server.statistics()["requests"]
-            for _ in range(1000):
-                client.get_cached("n")
-            assert master._server.statistics()["requests"] == before
-            writer = threading.Thread(target=lambda: [master.add("n", 1) for _ in range(500)])
-            writer.start()
-            seen = [0]
-            while seen[-1] < 500:
-                seen.append(int(client.get_cached("n")))
-            writer.join(PATIENCE)
-            assert seen == sorted(seen)
+        assert master.statistics()["requests"] == before
+        deadline = Deadline.after(PATIENCE)
+        writer = threading.Thread(target=lambda: [master.add("n", 1) for _ in range(500)])
+        writer.start()
+        seen = [0]
+        while seen[-1] < 500:
+            assert not deadline.passed(), seen[-1]
+            seen.append(int(client.get_cached("n")))
+            time.sleep(0)  # the writer and the thread of notifications need the interpreter, too
+        writer.join(PATIENCE)
+        assert seen == sorted(seen)
 
 
 # ---- trouble ----------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import select
 import selectors
 import socket
 import struct
@@ -114,7 +115,9 @@ class Relay:
 
     def _loop(self) -> None:
         while not self._closing:
-            for key, mask in self._selector.select(0.05 if self._stalled else None):
+            if self._stalled:
+                select.select([self._wakes], [], [])  # nothing else is read, so all else stays ready
+            for key, mask in self._selector.select():
                 if key.fileobj is self._wakes:
                     self._wakes.recv(1000)
                     if self._cut_all:
@@ -128,8 +131,6 @@ class Relay:
                 else:
                     assert isinstance(key.fileobj, socket.socket)
                     self._serve(key.fileobj, mask)
-            if self._stalled and not self._cut_all and not self._closing:
-                threading.Event().wait(0.005)  # what is ready stays so: not at once again
 
     def _accept(self) -> None:
         near, _ = self._listening.accept()

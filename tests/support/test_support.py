@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from tests.support import leaks
 from tests.support.interpreter import run_python
 from tests.support.leaks import Bomb, Watcher
 from tests.support.processes import ProcessFailure, run_processes
+from tests.support.waiting import eventually
 from zmqgrad.runtime.future import Promise
 
 
@@ -178,3 +180,31 @@ def test_a_process_that_dies_is_an_error_unless_it_may() -> None:
     with pytest.raises(ProcessFailure, match="rank 0: ended without a result, exit code -9"):
         run_processes(dies, 2)
     assert run_processes(dies, 2, may_die=[0]) == [None, 1]
+
+
+def test_eventually_returns_the_value_that_is_met() -> None:
+    values = iter([0, 1, 2, 3])
+    assert eventually(lambda: next(values), lambda value: value == 2) == 2
+    assert next(values) == 3, "nothing is read after that"
+
+
+def test_eventually_shows_the_last_value_when_time_is_up() -> None:
+    with pytest.raises(AssertionError, match=r"not met within 0\.01 s; the last value was \[7\]"):
+        eventually(lambda: [7], lambda value: value == [8], timeout=0.01)
+
+
+def test_eventually_keeps_no_value_alive_while_it_waits() -> None:
+    """Between two reads; a test may wait for objects to be released."""
+
+    class Value:
+        pass
+
+    kept: list[weakref.ref[Value]] = []
+
+    def read() -> Value:
+        assert all(ref() is None for ref in kept)
+        value = Value()
+        kept.append(weakref.ref(value))
+        return value
+
+    eventually(read, lambda value: len(kept) == 3)

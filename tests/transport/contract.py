@@ -6,7 +6,6 @@ closes everything at the end, insisting that all threads have ended.
 
 from __future__ import annotations
 
-import gc
 import logging
 import sys
 import threading
@@ -17,6 +16,7 @@ from typing import Protocol
 
 import pytest
 
+from tests.support.waiting import eventually
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
@@ -240,10 +240,8 @@ class MailboxContract:
         a, b = office.pair()
         a.mailbox.send(1, HELLO, 1, [bytes(1 << 20)])
         (inbound,) = b.take()
-        limit = Deadline.after(10)
-        while sys.getrefcount(inbound.frames[0]) > 2:  # the frames' and this call's own
-            assert not limit.passed(), gc.get_referrers(inbound.frames[0])
-            threading.Event().wait(0.001)
+        # References of the frames and of the call itself.
+        eventually(lambda: sys.getrefcount(inbound.frames[0]), lambda references: references <= 2)
 
     # ---- who sends ---------------------------------------------------------------------------------------
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from queue import Empty, SimpleQueue
 
 import pytest
 
 from tests.support.relay import Relay, at_random
+from tests.support.waiting import eventually
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import bulk, session
 from zmqgrad.transport.base import Inbound, PeerAddress
@@ -54,12 +55,6 @@ class Pair:
         statistics = self.mailboxes[n].statistics()["sessions"]
         assert isinstance(statistics, dict)
         return statistics
-
-    def wait_until(self, true: Callable[[], bool]) -> None:
-        deadline = Deadline.after(WAIT)
-        while not true():
-            assert not deadline.passed()
-            threading.Event().wait(0.01)  # nothing tells of it
 
     def close(self) -> None:
         for mailbox in self.mailboxes:
@@ -110,7 +105,7 @@ def test_connections_that_break_at_random_lose_and_repeat_nothing(pair: Pair) ->
         relay.fate = lambda direction, chunk: "pass"
     assert sum(relay.cuts for relay in pair.relays) > 5
     assert sum(pair.sessions(n)["reconnects"] for n in (0, 1)) > 5
-    pair.wait_until(lambda: not any(pair.sessions(n)["unacknowledged"] for n in (0, 1)))
+    eventually(lambda: [pair.sessions(n)["unacknowledged"] for n in (0, 1)], lambda counts: counts == [0, 0])
     assert all(q.empty() for q in pair.arrived)
 
 
@@ -177,7 +172,7 @@ def test_a_new_incarnation_gets_nothing_of_the_old(pair: Pair) -> None:
     pair.relays[1].target = ("127.0.0.1", port_of(pair.mailboxes[1]))  # as if it had the same port
     pair.start(1)
     pair.relays[1].refusing = False
-    pair.wait_until(lambda: pair.sessions(1)["misdirected"] > 0)
+    eventually(lambda: pair.sessions(1)["misdirected"], lambda misdirected: misdirected > 0)
     pair.mailboxes[0].forget(1)
     pair.addresses[1] = PeerAddress(pair.addresses[1].endpoints, pair.mailboxes[1].incarnation)
     pair.mailboxes[0].send(1, Hello("new"), 50)
@@ -196,10 +191,13 @@ def test_a_peer_that_was_forgotten_and_lives_is_sent_to_again(pair: Pair) -> Non
     assert pair.sessions(1)["duplicates"] == 0
 
 
-def test_one_direction_is_acknowledged_without_any_message_back(pair: Pair) -> None:
+def test_one_direction_is_acknowledged_without_any_message_back(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "RESEND_SECONDS", 0.3)  # few acknowledgements are read only by its timer
     for i in range(300):
         pair.mailboxes[0].send(1, RESULT, i, [b"x" * 1000])
     pair.take(1, 300)
-    pair.wait_until(lambda: pair.sessions(0)["unacknowledged"] == 0)
+    eventually(lambda: pair.sessions(0)["unacknowledged"], lambda unacknowledged: unacknowledged == 0)
     assert pair.sessions(0)["unacknowledged_bytes"] == 0
     assert pair.arrived[0].empty()

@@ -123,11 +123,14 @@ def test_memory_that_is_not_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> N
         (Chunk(1, 0, 1 << 62), [bytearray(1)]),
     ],
 )
-def test_a_chunk_that_cannot_be_right_is_refused(chunk: Chunk, frames: list[bytearray]) -> None:
+def test_a_chunk_that_cannot_be_right_is_refused(
+    chunk: Chunk, frames: list[bytearray], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bulk, "MAX_STREAMS", 1)
     assembly = Reassembler()
     with pytest.raises(ProtocolError, match="of worker 3"):
         assembly.add(3, chunk, frames)
-    assert not assembly._streams
+    assembly.add(3, Chunk(2, 0, 10), [bytearray(5)])  # there is room: nothing of the other was kept
 
 
 @pytest.mark.parametrize("following", [Chunk(1, 0, 10), Chunk(1, 4, 10), Chunk(1, 5, 11), Chunk(1, 6, 10)])
@@ -162,7 +165,12 @@ def test_a_peer_cannot_begin_without_end(monkeypatch: pytest.MonkeyPatch) -> Non
         assembly.add(3, Chunk(4, 0, 10), [bytearray(5)])
     assembly.forget(3)
     assembly.add(3, Chunk(5, 0, 10), [bytearray(5)])
-    assert sorted(assembly._streams) == [(3, 5), (4, 9)]
+    for peer, number in ((3, 5), (4, 9)):  # these are kept, and can be completed
+        assembly.add(peer, Chunk(number, 5, 10), [bytearray(5)])
+        assembly.complete(peer, Manifest((FrameBuffer(0, number, 0, 10),), (FrameSlice(0, 0, 10),)), [])
+    for n in range(3):
+        with pytest.raises(ProtocolError, match="missing"):
+            assembly.add(3, Chunk(n, 5, 10), [bytearray(5)])
 
 
 # ---- in a mailbox ----------------------------------------------------------------------------------------

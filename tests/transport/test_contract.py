@@ -50,7 +50,7 @@ class OverZmq:
     def open(self, name: str, worker_id: int) -> Mailbox:
         if self._only == "ipc":
             return ZmqMailbox(name, worker_id, tcp_host=None, fast_path=self._fast_path)
-        return _TcpAlone(name, worker_id, keys=self._keys)
+        return TcpAlone(name, worker_id, keys=self._keys)
 
     def send_raw(self, mailbox: Mailbox, frames: Sequence[bytes]) -> None:
         endpoint = mailbox.endpoints[0]
@@ -68,7 +68,7 @@ class OverZmq:
         self._context.term()
 
 
-class _TcpAlone(ZmqMailbox):
+class TcpAlone(ZmqMailbox):
     """As its peers on another host see it."""
 
     @property

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.transport.contract import Box, Office, office_of
-from tests.transport.test_contract import OverZmq, _TcpAlone
+from tests.transport.test_contract import OverZmq, TcpAlone
 from zmqgrad.errors import ClosedError, CongestionError
 from zmqgrad.runtime.thread_pool import Source, Task
 from zmqgrad.transport import flow_control
@@ -240,7 +240,7 @@ def test_everything_arrives_whatever_the_limits_at_both_ends(
 # ---- in a mailbox ----------------------------------------------------------------------------------------
 
 
-class _Small(_TcpAlone):
+class _Small(TcpAlone):
     def __init__(self, name: str, worker_id: int) -> None:
         ZmqMailbox.__init__(self, name, worker_id, inflight=LIMIT)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import socket
 import threading
@@ -58,11 +59,17 @@ class Heard:
         with self.changed:
             assert self.changed.wait_for(what, WAIT), (self.lost, self.silent)
 
+    def wait_connected(self, peer: int) -> None:
+        """Wait until ``peer``, which was watched before it replied to anybody, has replied."""
+        self.wait(lambda: (peer, True) in self.silent and self.silent[-1] == (peer, False))
+
 
 @contextmanager
-def watch(heard: Heard, limits: LivenessTimeouts = QUICK) -> Iterator[HeartbeatMonitor]:
-    """A worker that watches."""
-    made = HeartbeatMonitor("w", a_listener(), heard.on_lost, heard.on_suspected, limits)
+def watch(
+    heard: Heard, limits: LivenessTimeouts = QUICK, listener: HeartbeatListener | None = None
+) -> Iterator[HeartbeatMonitor]:
+    """A worker that watches, and replies at ``listener``."""
+    made = HeartbeatMonitor("w", listener or a_listener(), heard.on_lost, heard.on_suspected, limits)
     try:
         yield made
     finally:
@@ -225,26 +232,28 @@ def test_another_process_at_the_same_port_is_another() -> None:
         guest.close()
 
 
-def test_a_crowd_of_strangers_keeps_no_peer_out() -> None:
-    """The first of too many makes room; a peer of ours comes back, and is not thought dead."""
+def test_a_crowd_of_strangers_keeps_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The oldest of too many connections is closed; a peer connects again, and is not considered dead."""
+    most = 3
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * most, 2 * most))  # half of them are for peers
     heard, others = Heard(), Heard()
-    with watch(others) as watched, watch(heard) as watching:
-        watched._server._most = 3
-        listener = watched._server._listener
-        address = listener.sockets[1].getsockname()
-        assert listener.endpoint is not None
+    listener = a_listener()
+    address = listener.sockets[1].getsockname()
+    assert listener.endpoint is not None
+    with watch(heard) as watching:
         watching.watch(7, listener.endpoint)
-        until_token(watching, 7)
-        crowd = [socket.create_connection(address, WAIT) for _ in range(9)]
-        for stranger in crowd:
-            stranger.settimeout(WAIT)
-            assert len(stranger.recv(TOKEN_SIZE, socket.MSG_WAITALL)) in (0, TOKEN_SIZE)
-        for stranger in crowd[:5]:
-            assert not stranger.recv(1)
-        until_token(watching, 7)
-        for stranger in crowd:
-            stranger.close()
-        assert not heard.lost
+        heard.wait(lambda: heard.silent)
+        with watch(others, listener=listener):
+            heard.wait_connected(7)
+            crowd = [socket.create_connection(address, WAIT) for _ in range(9)]
+            for stranger in crowd:
+                stranger.settimeout(WAIT)
+                assert len(stranger.recv(TOKEN_SIZE, socket.MSG_WAITALL)) == TOKEN_SIZE
+            for stranger in crowd[: -most + 1]:  # the last of them makes room for the peer, which is back
+                assert not stranger.recv(1)
+            for stranger in crowd:
+                stranger.close()
+            assert not heard.lost
 
 
 def test_a_host_that_takes_no_connection_is_out_of_reach() -> None:
@@ -297,10 +306,11 @@ def test_a_fork_does_not_keep_its_parent_alive() -> None:
     """The kernel keeps a connection open while any process has it: also one that a fork has by accident."""
     heard, other = Heard(), Heard()
     listener = a_listener()
-    watched = HeartbeatMonitor("o", listener, other.on_lost, other.on_suspected, LivenessTimeouts())
     with watch(heard) as watching:
         watching.watch(7, name_of(listener))
-        until_token(watching, 7)
+        heard.wait(lambda: heard.silent)
+        watched = HeartbeatMonitor("o", listener, other.on_lost, other.on_suspected, LivenessTimeouts())
+        heard.wait_connected(7)
         reading, writing = os.pipe()
         child = os.fork()
         if child == 0:
@@ -315,15 +325,6 @@ def test_a_fork_does_not_keep_its_parent_alive() -> None:
             os.close(reading)
             os.close(writing)
             os.waitpid(child, 0)
-
-
-def until_token(watching: HeartbeatMonitor, peer: int) -> None:
-    """The connection to ``peer`` stands."""
-    deadline = Deadline.after(WAIT)
-    tick = threading.Event()
-    while peer not in watching._peers or len(watching._peers[peer].greeting) < TOKEN_SIZE:
-        assert not deadline.passed()
-        tick.wait(0.002)  # nobody is told
 
 
 def test_answers_tells_who_listens() -> None:

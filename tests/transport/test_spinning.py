@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
 
+from tests.support.waiting import eventually
+from tests.transport.contract import office_of
+from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.rpc import RpcBackendOptions
-from zmqgrad.runtime.clock import Deadline, ManualClock
+from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.runtime.spinning import COOLDOWN_WAITS, MAX_CREDIT, SPIN_SECONDS, SpinBudget, Spinner
+from zmqgrad.transport import local
+from zmqgrad.transport.base import Mailbox
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.wire.messages import Hello
+
+
+class Spinning(OverZmq):
+    """Mailboxes of this host that spin for so long."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__("ipc")
+        self._seconds = seconds
+
+    def open(self, name: str, worker_id: int) -> Mailbox:
+        return ZmqMailbox(name, worker_id, tcp_host=None, spin_seconds=self._seconds)
 
 
 class Place:
@@ -121,10 +139,22 @@ def test_times_that_cannot_be(microseconds: Any) -> None:
         RpcBackendOptions(spin_us=microseconds)
 
 
+@pytest.mark.skipif(not local.supported(), reason="reply channels are Linux's")
 def test_a_worker_looks_as_long_as_it_is_told() -> None:
-    mailbox = ZmqMailbox("w0", 0, tcp_host=None, spin_seconds=0.0)
-    try:
-        assert mailbox._spin_budget.seconds == 0
-    finally:
-        mailbox.close()
-        assert mailbox.join(Deadline.after(10.0)) == []
+    def time_to_receive_nothing(seconds: float) -> tuple[float, float]:
+        """How long that takes, and how much of a processor."""
+        with office_of(Spinning(seconds)) as office:
+            a, b = office.pair()
+            a.mailbox.send(1, Hello("x"), 1)
+            b.take()
+            channel = a.mailbox.acquire_channel(1)
+            assert channel is not None
+            began, used = time.perf_counter(), time.thread_time()
+            assert channel.receive(0.0) is None
+            taken = time.perf_counter() - began, time.thread_time() - used
+            channel.release()
+            return taken
+
+    # Another thread that begins to spin or to work ends a spin early.
+    eventually(lambda: time_to_receive_nothing(0.1), lambda times: times[0] >= 0.1)
+    assert time_to_receive_nothing(0.0)[1] < 0.1

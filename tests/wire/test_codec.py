@@ -137,6 +137,13 @@ def test_an_unknown_type_is_named() -> None:
         decode(raw(0xBEEF, b"\x90"))
 
 
+def test_no_type_is_known_but_those_that_have_a_name() -> None:
+    for number in range(1 << 15):  # the highest bit tells of a manifest
+        with pytest.raises(ProtocolError) as caught:
+            decode(raw(number, b"\xc1"))  # a byte that msgpack never uses
+        assert ("unknown message type" in str(caught.value)) == (number not in BY_TYPE), number
+
+
 def test_parts_within_parts_without_end_are_refused() -> None:
     """A hundred thousand levels deep: refused before the stack ends, as is saying it ourselves."""
     part = m.TensorDescriptor("f", ())

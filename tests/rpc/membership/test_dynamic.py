@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waiting import eventually
 from zmqgrad import autograd, rpc
 from zmqgrad.errors import (
     ArgumentTypeError,
@@ -52,18 +53,19 @@ class Town:
         """What the system would say."""
         return record.endpoints[0] not in self.dead
 
-    def make(self, name: str, rank: int | None = None) -> DynamicGroup:
-        """A worker that has not joined yet."""
+    def make(self, name: str, rank: int | None = None, served: Any = None) -> DynamicGroup:
+        """A worker that has not joined yet; ``served``, if given, stands for the store that it serves."""
         store = PrefixStore("d", self.store)
         number = allocate_id(store, name, rank)
         mailbox = MemoryMailbox(self.network, name, number)
-        group = DynamicGroup(make_worker(name, number, 0, mailbox, OPTIONS), store, None, is_alive=self.lives)
+        worker = make_worker(name, number, 0, mailbox, OPTIONS)
+        group = DynamicGroup(worker, store, served, is_alive=self.lives)
         self.groups.append(group)
         return group
 
-    def join(self, name: str, rank: int | None = None) -> DynamicGroup:
+    def join(self, name: str, rank: int | None = None, served: Any = None) -> DynamicGroup:
         """A worker that takes part."""
-        group = self.make(name, rank)
+        group = self.make(name, rank, served)
         group.join(Deadline.after(WAIT))
         return group
 
@@ -108,14 +110,6 @@ def ids_known_to(group: DynamicGroup) -> list[int]:
     """The same by their ids."""
     with acting(group):
         return [info.id for info in rpc.get_worker_infos()]
-
-
-def wait_until(what: Callable[[], bool]) -> None:
-    """For what no event tells of."""
-    deadline, tick = Deadline.after(WAIT), threading.Event()
-    while not what():
-        assert not deadline.passed()
-        tick.wait(0.002)
 
 
 def where() -> str:
@@ -179,7 +173,7 @@ def test_many_at_once(town: Town) -> None:
     assert len(refused) == 2
     everybody = sorted([*(f"w{n}" for n in range(8)), "twin"])
     for group in made:
-        wait_until(lambda group=group: sorted(names_known_to(group)) == everybody)  # type: ignore[misc]
+        eventually(lambda group=group: sorted(names_known_to(group)), lambda names: names == everybody)
 
 
 # ---- joining and leaving ---------------------------------------------------------------------------------
@@ -224,13 +218,13 @@ def test_who_leaves_is_gone_and_comes_back_as_another(town: Town) -> None:
 
 def test_a_worker_that_dies_is_struck_off_for_all(town: Town) -> None:
     a, b, c = (town.join(name) for name in "abc")
-    wait_until(lambda: names_known_to(a) == names_known_to(b) == ["a", "b", "c"])
+    eventually(lambda: (names_known_to(a), names_known_to(b)), lambda both: both == (["a", "b", "c"],) * 2)
     with acting(c):
         kept = rpc.remote("b", list)
         kept.to_here()
     town.kill(b)
     a.worker.lose(1, "its process has ended")
-    wait_until(lambda: names_known_to(c) == ["a", "c"])
+    eventually(lambda: names_known_to(c), lambda names: names == ["a", "c"])
     with acting(c), pytest.raises(PeerLostError, match="its process has ended"):
         rpc.rpc_sync("b", where)
     with acting(c), pytest.raises(PeerLostError, match="lost with b"):
@@ -261,9 +255,9 @@ def test_the_loss_of_who_was_never_known(town: Town) -> None:
         a.worker.lose(7, "again")
         assert names_known_to(a) == ["a"]
         b = town.join("b")
-        wait_until(lambda: names_known_to(a) == ["a", "b"])
+        eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
         b.leave(True, Deadline.after(WAIT))
-        wait_until(lambda: heard == [1])
+        eventually(lambda: list(heard), lambda calls: calls == [1])
 
 
 def test_messages_of_an_older_incarnation_are_refused(town: Town) -> None:
@@ -292,7 +286,7 @@ def test_a_store_that_is_gone_costs_no_call(town: Town) -> None:
 def test_a_look_up_has_the_time_of_its_call(town: Town) -> None:
     """A store that takes its time keeps no caller for longer; one look serves all who wait."""
     a, _ = town.join("a"), town.join("b")
-    wait_until(lambda: names_known_to(a) == ["a", "b"])
+    eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
     answer, looks = threading.Event(), threading.Semaphore(0)
 
     def list_keys_late(prefix: str = "") -> list[str]:
@@ -339,13 +333,13 @@ class Served:
 
 
 def test_who_serves_the_store_leaves_last(town: Town) -> None:
-    a, b, c = (town.join(name) for name in "abc")
-    wait_until(lambda: names_known_to(a) == ["a", "b", "c"])
-    served = a._served = Served()  # type: ignore[assignment]
+    served = Served()
+    a, b, c = town.join("a", served=served), town.join("b"), town.join("c")
+    eventually(lambda: names_known_to(a), lambda names: names == ["a", "b", "c"])
     town.kill(c)
     leaving = threading.Thread(target=lambda: a.leave(True, Deadline.after(WAIT)))
     leaving.start()
-    wait_until(lambda: not town.store.check(["d/worker/0"]))
+    eventually(lambda: town.store.check(["d/worker/0"]), lambda present: not present)
     assert served.open
     b.leave(True, Deadline.after(WAIT))
     leaving.join(WAIT)
@@ -353,9 +347,8 @@ def test_who_serves_the_store_leaves_last(town: Town) -> None:
 
 
 def test_who_serves_the_store_does_not_wait_for_ever(town: Town) -> None:
-    a, _ = town.join("a"), town.join("b")
-    wait_until(lambda: names_known_to(a) == ["a", "b"])
-    a._served = Served()  # type: ignore[assignment]
+    a, _ = town.join("a", served=Served()), town.join("b")
+    eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
     with pytest.raises(RpcTimeoutError, match="a, which serves the store, gave up waiting for b to leave"):
         a.leave(True, Deadline.after(0.05))
 
@@ -369,7 +362,7 @@ def test_leaving_waits_for_what_is_under_way(town: Town) -> None:
             a.leave(True, Deadline.after(0.05))
         with pytest.raises(RpcError, match="shut down"):
             answer.wait()
-    assert names_known_to(b) == ["a", "b"] or names_known_to(b) == ["b"]
+    assert names_known_to(b) == ["a", "b"], "it gave up before it withdrew"
 
 
 # ---- waiting and being told ------------------------------------------------------------------------------
@@ -411,7 +404,7 @@ def test_waiting_ends_with_the_worker(town: Town) -> None:
 
 def test_callbacks_hear_of_each_once_and_may_call(town: Town) -> None:
     a, b = town.join("a"), town.join("b")
-    wait_until(lambda: names_known_to(a) == ["a", "b"])
+    eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
     heard: list[Any] = []
 
     def greet(info: rpc.WorkerInfo) -> None:
@@ -429,9 +422,9 @@ def test_callbacks_hear_of_each_once_and_may_call(town: Town) -> None:
         rpc.on_loss(fail)
         rpc.on_loss(mourn)
     town.join("c")
-    wait_until(lambda: len(heard) == 1)
+    eventually(lambda: list(heard), lambda infos: len(infos) == 1)
     b.leave(True, Deadline.after(WAIT))
-    wait_until(lambda: len(heard) == 2)
+    eventually(lambda: list(heard), lambda infos: len(infos) == 2)
     assert heard == [("c", "c"), ("b", "it has left the group")]
 
 
@@ -480,7 +473,7 @@ def test_the_name_of_one_who_left_is_free_though_an_answer_is_still_awaited(
         members = Registry(first.store, first.worker.membership.own)
         members.release_name()
         members.remove(first.worker.id, LEFT)
-        wait_until(lambda: ids_known_to(a) == [a.worker.id])
+        eventually(lambda: ids_known_to(a), lambda ids: ids == [a.worker.id])
         second = town.join("c")
         assert rpc.rpc_sync("c", where) == "c"
         assert second.worker.counts()[1] == 1
@@ -518,7 +511,7 @@ def test_one_comes_and_goes_while_others_call_each_other(town: Town) -> None:
             guest = town.join("c")
             for group in steady:  # else they may call the last c, of whose end they have not heard yet
                 new = guest.worker.id
-                wait_until(lambda group=group, new=new: new in ids_known_to(group))  # type: ignore[misc]
+                eventually(lambda group=group: ids_known_to(group), lambda ids, new=new: new in ids)
             with acting(guest):
                 for name in "ab":
                     assert rpc.rpc_sync(name, there_and_back, args=("c",)) == "c"
@@ -534,4 +527,4 @@ def test_one_comes_and_goes_while_others_call_each_other(town: Town) -> None:
     assert not failed
     assert all(calls)
     for group in steady:
-        wait_until(lambda group=group: names_known_to(group) == ["a", "b"])  # type: ignore[misc]
+        eventually(lambda group=group: names_known_to(group), lambda names: names == ["a", "b"])

@@ -13,12 +13,12 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.errors import PayloadError, PeerLostError, RpcError, RpcTimeoutError, RRefError
 from zmqgrad.rpc import reliable
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.rref import table
-from zmqgrad.runtime.clock import Deadline
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import MessageType
 
@@ -45,19 +45,18 @@ def trio() -> Iterator[Cluster]:
 
 def assert_nothing_left(c: Cluster) -> None:
     """In the end no worker keeps a value for another, or a reference."""
-    deadline = Deadline.after(10)
-    tick = threading.Event()
-    while True:
+
+    def left() -> dict[str, dict[str, int]]:
         gc.collect()
         for worker in c.workers:
             worker.references.flush_releases()
-        left = {w.name: s for w in c.workers if any((s := w.references.statistics()).values())}
-        if not left or deadline.passed():
-            break
-        tick.wait(0.002)  # nobody is told when the last acknowledgement has been handled
-    if left:
-        faulthandler.dump_traceback(all_threads=True)  # who stands where?
-    assert left == {}
+        return {w.name: s for w in c.workers if any((s := w.references.statistics()).values())}
+
+    try:
+        eventually(left, lambda found: not found)
+    except AssertionError:
+        faulthandler.dump_traceback(all_threads=True)  # shows where the threads are
+        raise
 
 
 class Value:
@@ -334,10 +333,7 @@ def test_a_value_goes_though_its_user_is_lost_before_it_is_told(
 
     monkeypatch.setattr(owner, "reply", lost)
     del rref
-    deadline, tick = Deadline.after(10), threading.Event()
-    while owner.references.statistics()["owner_rrefs"] and not deadline.passed():
-        tick.wait(0.002)
-    assert owner.references.statistics()["owner_rrefs"] == 0
+    eventually(lambda: owner.references.statistics()["owner_rrefs"], lambda count: count == 0)
     monkeypatch.undo()
     assert "failed" not in caplog.text
 

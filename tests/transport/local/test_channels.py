@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.waiting import eventually
 from tests.transport.contract import Box, Office, content, office_of
 from tests.transport.test_contract import OverZmq
 from zmqgrad.runtime.clock import Deadline
@@ -207,16 +208,11 @@ def test_garbage_at_the_receiver_is_counted_and_dropped(office: Office) -> None:
     a, b = pair(office)
     endpoint = channel_endpoint(a.mailbox.endpoints[0])
     stranger = local.connect(endpoint, b"", a.mailbox.incarnation, lambda _: None)
-    deadline = Deadline.after(20)
-    while not stranger.is_ready():
-        assert not deadline.passed()
-        threading.Event().wait(0.001)
+    eventually(stranger.is_ready)
     stranger.send(b"GET / HTTP/1.1")
     b.mailbox.send(0, Hello("after"), 1)
     a.take()
-    while not a.mailbox.statistics()["malformed"]:
-        assert not deadline.passed()
-        threading.Event().wait(0.001)
+    eventually(lambda: a.mailbox.statistics()["malformed"])
     stranger.close()
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from tests.support.waiting import eventually
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import local
 from zmqgrad.transport.local import MAX_PACKET_BYTES, LocalConnection, LocalListener
@@ -156,10 +157,7 @@ def test_a_writer_gives_up_what_waits_for_a_peer_that_has_gone(site: Site) -> No
     while not gone.backlog():
         gone.send(b"x" * MAX_PACKET_BYTES)
     site.listener.close()
-    deadline = Deadline.after(WAIT)
-    while gone.backlog():
-        assert not deadline.passed()
-        threading.Event().wait(0.001)
+    eventually(gone.backlog, lambda backlog: not backlog, WAIT)
     with pytest.raises(OSError, match=r"pipe|reset|descriptor"):
         gone.send(b"y")
     writer.close()

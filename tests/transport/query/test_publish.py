@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import secrets
+import socket
 import threading
 from collections.abc import Iterator
 
@@ -125,6 +126,20 @@ def test_nothing_is_lost_after_the_proof(publishing: Publishing, keys: Keys | No
         publishing.publish(*map(created, range(3)))
         assert [each.received.get(timeout=PATIENCE) for _ in range(3)] == [*map(created, range(3))]
         each.close()
+
+
+def test_no_name_is_resolved_to_connect_on_this_host(
+    publishing: Publishing, keys: Keys | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A name server that does not reply would delay every watch by seconds."""
+    if not publishing.publisher.endpoint:
+        pytest.skip("this system has no abstract names")
+    resolved: list[object] = []
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args: resolved.append(args))
+    each = Subscribed(publishing.publisher.endpoint, keys)
+    each.prove(publishing)
+    each.close()
+    assert resolved == []
 
 
 def test_thousands_arrive_in_order(publishing: Publishing, keys: Keys | None, endpoint: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from tests.support.relay import Relay, at_random
+from tests.support.waiting import eventually
 from tests.transport.query.echo import DONE, LOOPBACK, OURS, PATIENCE, THEIRS, Running, in_thread
 from zmqgrad.errors import (
     AddressInUseError,
@@ -23,7 +24,7 @@ from zmqgrad.errors import (
     SecretError,
     TransportError,
 )
-from zmqgrad.runtime.clock import Deadline, ManualClock
+from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.transport import local
 from zmqgrad.transport.bind_policy import is_loopback
 from zmqgrad.transport.query.client import QueryClient
@@ -34,13 +35,6 @@ from zmqgrad.wire.messages import Message, StoreAdd, StoreDone, StoreGet, StoreP
 
 RELEASE = StoreAdd("", 7)
 A = StoreGet("a", 1.0)
-
-
-def until(condition: object) -> None:
-    deadline, pause = Deadline.after(PATIENCE), threading.Event()
-    while not condition():  # type: ignore[operator]
-        assert not deadline.passed()
-        pause.wait(0.002)
 
 
 @pytest.fixture(params=["plain", "keyed"])
@@ -148,11 +142,11 @@ def test_a_client_within_the_host_leaves_tcp(plain: Running) -> None:
         for _ in range(3):
             client.request(A, PATIENCE)
         assert plain.server.clients == 1
-        until(lambda: connections_to(plain.server.port) == 0)
+        eventually(lambda: connections_to(plain.server.port), lambda connections: connections == 0)
         client.request(StoreGet("large 100000", 1.0), PATIENCE)
         assert (plain.server.clients, connections_to(plain.server.port)) == (1, 1)
         client.request(A, PATIENCE)
-    until(lambda: plain.server.clients == 0)
+    eventually(lambda: plain.server.clients, lambda clients: clients == 0)
 
 
 def connections_to(port: int) -> int:
@@ -265,7 +259,7 @@ def test_a_reply_that_nobody_can_get_is_counted(plain: Running) -> None:
         gone.close()
         with pytest.raises(ClosedError):
             wait.wait(PATIENCE)
-        until(lambda: plain.server.clients == 0)
+        eventually(lambda: plain.server.clients, lambda clients: clients == 0)
         other.request(RELEASE, PATIENCE)
         assert plain.server.undeliverable == 1
 
@@ -385,7 +379,7 @@ def test_strangers_on_the_port_cost_a_counter(plain: Running, caplog: pytest.Log
                 except ConnectionResetError:
                     pass  # it closed before it had read everything
             assert client.request(A, PATIENCE) == StoreValue(b"a")
-        until(lambda: plain.server.malformed >= len(garbage) - 1)
+        eventually(lambda: plain.server.malformed, lambda malformed: malformed >= len(garbage) - 1)
         assert client.request(A, PATIENCE) == StoreValue(b"a")
     assert caplog.text.count("dropped a malformed query from tcp") == 1, "not a line for each"
 
@@ -398,7 +392,7 @@ def test_a_client_of_another_release_is_told_what_is_wrong(client: QueryClient) 
 
 def test_a_fault_of_the_service_is_logged(client: QueryClient, caplog: pytest.LogCaptureFixture) -> None:
     unanswered = in_thread(lambda: client.request(StoreGet("fail", 1.0), PATIENCE))
-    until(lambda: "LookupError: a fault of the service" in caplog.text)
+    eventually(lambda: caplog.text, lambda text: "LookupError: a fault of the service" in text)
     assert client.request(A, PATIENCE) == StoreValue(b"a")
     assert not unanswered.done()
     client.close()
