@@ -3,8 +3,8 @@
     python examples/ddp_beside_rpc.py
 
 The embedding is looked up by RPC, and one backward pass goes from the loss through the dense model to the
-embedding. On its way the trainers' gradients are averaged by DistributedDataParallel over gloo, which finds
-its peers through zmqgrad's store (``zmq://``). At the end one process does the same training alone, and the
+embedding. On its way the trainers' gradients are averaged by DistributedDataParallel over gloo, whose process
+group meets at the same address as RPC. At the end one process does the same training alone, and the
 numbers are compared.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
+import zmqgrad
 import zmqgrad.autograd as dist_autograd
 from zmqgrad import rpc
 from zmqgrad.optim import DistributedOptimizer
@@ -120,9 +121,8 @@ def run_worker(rank: int) -> None:
         embedding()  # before anybody asks
     rpc.init_rpc(name, rank=rank, world_size=TRAINERS + 1)
     if rank < TRAINERS:
-        # The store that serves RPC serves the process group as well.
-        address = f"zmq://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        dist.init_process_group("gloo", init_method=address, rank=rank, world_size=TRAINERS)
+        # At MASTER_ADDR and MASTER_PORT, as RPC. dist.init_process_group works there as well.
+        zmqgrad.init_process_group("gloo", rank=rank, world_size=TRAINERS)
         losses, dense = train(rank)
         if rank == 0:
             compare(losses, dense)

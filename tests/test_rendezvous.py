@@ -8,20 +8,25 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from tests.support.processes import free_port, run_processes
+from tests.support.waiting import eventually
 from zmqgrad import rendezvous as module
-from zmqgrad.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError
+from zmqgrad.errors import ConfigurationError, RendezvousError, RendezvousTimeoutError, StoreError
 from zmqgrad.rendezvous import (
+    Group,
     has_world_size,
     open_store,
     register_rendezvous_handler,
     rendezvous,
+    rendezvous_beside,
 )
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore, sidecar
 
 PATIENCE = 20.0
@@ -145,12 +150,17 @@ def test_where_the_agent_serves_the_store_no_worker_does(monkeypatch: pytest.Mon
         agent.set("k", "goes on")
 
 
-class Agent(dict[str, bytes]):
-    """What torchrun's agent keeps, for the threads of this process."""
+class TorchStoreDouble(dict[str, bytes]):
+    """The part of torch's store that sidecars use, for the threads of this process."""
 
     def __init__(self) -> None:
         super().__init__()
         self._changed = threading.Condition()
+        self.opened: list[tuple[str, int, bool]] = []
+
+    def open(self, host: str, port: int, serve: bool, deadline: Deadline) -> TorchStoreDouble:
+        self.opened.append((host, port, serve))
+        return self
 
     def set(self, key: str, value: str) -> None:
         with self._changed:
@@ -163,54 +173,75 @@ class Agent(dict[str, bytes]):
                 raise RuntimeError(f"no {key}")
             return self[key]
 
+    def set_timeout(self, timeout: timedelta) -> None: ...
 
-def test_beside_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It serves a store of torch's; rank 0 serves ours at a port of its own, and leaves it there."""
-    agent, met = Agent(), []
 
-    def connect(host: str, port: int, timeout: timedelta) -> Agent:
-        met.append((host, port))
-        return agent
+@pytest.fixture
+def torch_store() -> Iterator[TorchStoreDouble]:
+    double = TorchStoreDouble()
+    previous = sidecar.set_torch_store_opener(double.open)
+    yield double
+    sidecar.set_torch_store_opener(previous)
 
-    monkeypatch.setattr(sidecar, "_connect", connect)
-    monkeypatch.setattr(sidecar, "_opened", iter([0, 0, 1]))
-    set_up(
-        monkeypatch,
-        MASTER_ADDR="localhost",
-        MASTER_PORT=1,
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RUN_ID="run",
-        TORCHELASTIC_RESTART_COUNT=3,
-    )
-    stores = [store for store, _, _ in meet_in_threads([f"env://?rank={r}&world_size=2" for r in (0, 1)])]
+
+TORCHRUN = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run"}
+
+
+def test_beside_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch, torch_store: TorchStoreDouble) -> None:
+    """Its agent serves a store of torch's; rank 0 serves ours elsewhere, and publishes the port there."""
+    set_up(monkeypatch, MASTER_ADDR="localhost", MASTER_PORT=1, TORCHELASTIC_RESTART_COUNT=3, **TORCHRUN)
+    urls = [f"env://?rank={r}&world_size=2" for r in (0, 1)]
+    group = Group("test", 7)
+
+    def join(rank: int) -> Store:
+        return rendezvous_beside(urls[rank], timeout=PATIENCE, group=group)[0]
+
+    with ThreadPoolExecutor(2) as pool:
+        stores = list(pool.map(join, (0, 1)))
     stores[0].set("k", "1")
     assert stores[1].get("k") == b"1"
-    assert met == [("localhost", 1)] * 2
-    assert list(agent) == ["zmqgrad/attempt_3/0"]
+    assert torch_store.opened == [("localhost", 1, False)] * 2
+    assert list(torch_store) == ["zmqgrad/attempt_3/test/7"]
     for store in stores:
         store.close()
-    again = next(iter(rendezvous("env://?rank=0&world_size=1", timeout=PATIENCE)))[0]
-    assert "zmqgrad/attempt_3/1" in agent, "the next group has a store of its own"
-    again.close()
-    elsewhere = next(iter(rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=PATIENCE)))[0]
-    assert len(met) == 3, "another address is not the agent's"
-    elsewhere.close()
+    next(iter(rendezvous("env://?rank=0&world_size=1", timeout=PATIENCE)))[0].close()
+    next(iter(rendezvous("env://?rank=0&world_size=1", timeout=PATIENCE)))[0].close()
+    assert len(torch_store) == 3, "each group has a store of its own"
+    opened = len(torch_store.opened)
+    next(iter(rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=PATIENCE)))[0].close()
+    assert len(torch_store.opened) == opened, "the agent is not at this address"
 
 
-def test_nobody_to_speak_to_the_agent_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    torchrun = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "run"}
-    set_up(monkeypatch, **COMPLETE, **torchrun)
-    monkeypatch.setattr(sidecar, "_connect", None)
-    with pytest.raises(ConfigurationError, match=r"agent of torchrun.*import\s+zmqgrad\.interop"):
+def test_torchs_store_requires_torch(monkeypatch: pytest.MonkeyPatch, torch_store: TorchStoreDouble) -> None:
+    set_up(monkeypatch, **COMPLETE, **TORCHRUN)
+    sidecar.set_torch_store_opener(None)
+    with pytest.raises(ConfigurationError, match=r"served by torch's store.*import\s+zmqgrad\.interop"):
         next(iter(rendezvous("env://", timeout=PATIENCE)))
 
-    def refuse(*args: object) -> Agent:
-        raise RuntimeError("nobody there")
+    def refuse(*args: object) -> TorchStoreDouble:
+        raise StoreError("an HTTP server is there")
 
-    monkeypatch.setattr(sidecar, "_connect", refuse)
-    assert "the agent of torchrun at 127.0.0.1:1 did not provide the port of rank 0: nobody" in failure(
-        "env://"
-    )
+    sidecar.set_torch_store_opener(refuse)
+    assert "an HTTP server is there" in failure("env://")
+
+
+def test_a_worker_that_reads_an_old_address_reads_it_again(
+    monkeypatch: pytest.MonkeyPatch, torch_store: TorchStoreDouble
+) -> None:
+    """Rank 0 gave up and starts again, after this worker has read where it was."""
+    monkeypatch.setattr(sidecar, "STALE_ADDRESS_SECONDS", 0.2)
+    url, group = "tcp://127.0.0.1:1", Group("test")
+    torch_store.set("zmqgrad/attempt_0/test/0", str(free_port()))
+    with ThreadPoolExecutor(1) as pool:
+        late = pool.submit(rendezvous_beside, url, 1, 2, PATIENCE, group=group)
+        eventually(lambda: len(torch_store.opened), lambda opened: opened == 1)
+        first, _, _ = rendezvous_beside(url, 0, 2, PATIENCE, group=group)
+        second, _, _ = late.result(PATIENCE)
+    assert torch_store.opened == [("127.0.0.1", 1, False), ("127.0.0.1", 1, True)]
+    second.set("k", "1")
+    assert first.get("k") == b"1"
+    second.close()
+    first.close()
 
 
 def test_there_is_no_second_time() -> None:

@@ -19,6 +19,7 @@ store is always a sidecar, and a file has a companion.
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -58,8 +59,22 @@ class Request(NamedTuple):
     world_size: int | None
 
 
+class Group(NamedTuple):
+    """Names a group among those that share an address."""
+
+    purpose: str
+    number: int = 0
+    """Counts the groups of this purpose: all workers join them in the same order."""
+
+    def __str__(self) -> str:
+        return f"{self.purpose}/{self.number}"
+
+
 _handlers: dict[str, Handler] = {}
 _handlers_lock = threading.Lock()
+
+_sidecars = itertools.count()
+"""Numbers the stores that :func:`rendezvous` opens under torchrun, in the same order on all workers."""
 
 
 def register_rendezvous_handler(scheme: str, handler: Handler) -> None:
@@ -104,14 +119,13 @@ def rendezvous_beside(
     world_size: int = -1,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
     *,
-    purpose: str,
+    group: Group,
 ) -> RendezvousResult:
     """Find the other workers at an address that process groups of torch may use, too.
 
     Args:
         url, rank, world_size, timeout: as for :func:`rendezvous`.
-        purpose: what the group is for. Groups of one purpose are joined in the same order by all workers,
-            those of different purposes in any order.
+        group: names the group among those that use this address; equal on all its workers.
 
     Returns:
         The store, the rank and the world size.
@@ -123,7 +137,7 @@ def rendezvous_beside(
     find = _SHARED.get(_scheme_of(url))
     if find is None:
         return next(rendezvous(url, rank, world_size, timeout))
-    return find(parse(_with_arguments(url, rank, world_size)), timeout, purpose)
+    return find(parse(_with_arguments(url, rank, world_size)), timeout, group)
 
 
 def _scheme_of(url: str) -> str:
@@ -167,7 +181,7 @@ def open_store(
     url: str,
     rank: int | None = -1,
     timeout: timedelta | float = DEFAULT_TIMEOUT,
-    purpose: str | None = None,
+    group: Group | None = None,
 ) -> tuple[Store, int | None]:
     """Open the store of a dynamic group, which has no world size.
 
@@ -176,7 +190,7 @@ def open_store(
             that rank; otherwise it must be served already.
         rank: overrides the URL and the environment; -1: not given. None: the next free one.
         timeout: how long to wait for the store to reply, and the store's own timeout.
-        purpose: as for :func:`rendezvous_beside`; None: the address is for this store alone.
+        group: as for :func:`rendezvous_beside`; None: the address is for this store alone.
 
     Returns:
         The store, and the rank, which is None if ``rank`` was None.
@@ -189,8 +203,8 @@ def open_store(
         check_integer("rank", rank)
     given = _rank_of(request) if rank == -1 else rank
     if request.scheme == "file":
-        return FileStore(_path_of(request, purpose), timeout=timeout), given
-    return _serve_or_connect(request, -1 if given is None else given, None, timeout, purpose), given
+        return FileStore(_path_of(request, group), timeout=timeout), given
+    return _serve_or_connect(request, -1 if given is None else given, None, timeout, group), given
 
 
 def _rank_of(request: Request) -> int:
@@ -258,17 +272,17 @@ def _once(find: Callable[[Request, timedelta | float], RendezvousResult]) -> Han
     return handler
 
 
-def _tcp(request: Request, timeout: timedelta | float, purpose: str | None = None) -> RendezvousResult:
+def _tcp(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
     if request.host is None or request.port is None:
         raise RendezvousError(
             f"{request.url!r} lacks a host or a port; write {request.scheme}://host:port?rank=..&world_size=.."
         )
     rank, world_size = _rank_and_world_size(request)
-    return _serve_or_connect(request, rank, world_size, timeout, purpose), rank, world_size
+    return _serve_or_connect(request, rank, world_size, timeout, group), rank, world_size
 
 
-def _file(request: Request, timeout: timedelta | float, purpose: str | None = None) -> RendezvousResult:
-    path = _path_of(request, purpose)
+def _file(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
+    path = _path_of(request, group)
     rank, world_size = _rank_and_world_size(request)
     try:
         return FileStore(path, world_size, timeout), rank, world_size
@@ -276,7 +290,7 @@ def _file(request: Request, timeout: timedelta | float, purpose: str | None = No
         raise RendezvousError(f"rendezvous by {request.url!r}: {e}") from e
 
 
-def _env(request: Request, timeout: timedelta | float, purpose: str | None = None) -> RendezvousResult:
+def _env(request: Request, timeout: timedelta | float, group: Group | None = None) -> RendezvousResult:
     launch = read_launch()
     rank = _rank_of(request)
     world_size = launch.world_size if request.world_size is None else request.world_size
@@ -285,7 +299,7 @@ def _env(request: Request, timeout: timedelta | float, purpose: str | None = Non
     rank_from = launch.rank_from if request.rank is None else "an argument"
     size_from = launch.world_size_from if request.world_size is None else "an argument"
     check_rank(rank, world_size, f"the rank from {rank_from}, the world size from {size_from}")
-    return _serve_or_connect(request, rank, world_size, timeout, purpose), rank, world_size
+    return _serve_or_connect(request, rank, world_size, timeout, group), rank, world_size
 
 
 def _rank_and_world_size(request: Request) -> tuple[int, int]:
@@ -296,11 +310,11 @@ def _rank_and_world_size(request: Request) -> tuple[int, int]:
     return request.rank, request.world_size
 
 
-def _path_of(request: Request, purpose: str | None) -> str:
+def _path_of(request: Request, group: Group | None) -> str:
     """The file of the store. Process groups have ``request.path``, in torch's format."""
     if request.host is not None or not request.path.strip("/"):
         raise RendezvousError(f"{request.url!r} names no file; write file:///path?rank=..&world_size=..")
-    return request.path if purpose is None else f"{request.path}.{purpose}"
+    return request.path if group is None else f"{request.path}.{group.purpose}"
 
 
 def _missing_parameter(name: str, request: Request) -> RendezvousError:
@@ -311,11 +325,11 @@ def _missing_parameter(name: str, request: Request) -> RendezvousError:
 
 
 def _serve_or_connect(
-    request: Request, rank: int, world_size: int | None, timeout: timedelta | float, purpose: str | None
+    request: Request, rank: int, world_size: int | None, timeout: timedelta | float, group: Group | None
 ) -> Store:
     """Open the store of the group. Rank 0 serves it, unless the launcher's agent does.
 
-    With a ``purpose`` it is a sidecar of torch's store at the address.
+    With a ``group`` it is a sidecar of torch's store at the address.
     """
     launch = read_launch()
     if request.scheme == "env":
@@ -337,8 +351,9 @@ def _serve_or_connect(
             by_agent = False
             if (host, port) != (launch.master_addr, launch.master_port):
                 attempt = None
-        if attempt is not None or (purpose is not None and not by_agent):
-            return open_sidecar(host, port, rank, world_size, timeout, purpose or "rendezvous", attempt)
+        if attempt is not None or (group is not None and not by_agent):
+            group = group or Group("rendezvous", next(_sidecars))
+            return open_sidecar(host, port, rank, world_size, timeout, str(group), attempt)
         store = TCPStore(
             host,
             port,
@@ -358,7 +373,7 @@ def _serve_or_connect(
     return PrefixStore("/worker", store, owned=True) if by_agent else store
 
 
-_SHARED: dict[str, Callable[[Request, timedelta | float, str], RendezvousResult]] = {
+_SHARED: dict[str, Callable[[Request, timedelta | float, Group], RendezvousResult]] = {
     "tcp": _tcp,
     "file": _file,
     "env": _env,

@@ -13,7 +13,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.interop.stores import TorchStore, as_torch_store, forget
-from zmqgrad.rendezvous import DEFAULT_TIMEOUT, rendezvous, rendezvous_beside
+from zmqgrad.rendezvous import DEFAULT_TIMEOUT, Group, rendezvous, rendezvous_beside
 from zmqgrad.store import Store
 
 SCHEME = "zmq"
@@ -21,8 +21,8 @@ SCHEME = "zmq"
 register: Any = register_rendezvous_handler  # torch's stubs lack its types
 
 
-PURPOSE = "process_group"
-"""Of the stores of :func:`init_process_group`; see :func:`zmqgrad.rendezvous.rendezvous_beside`."""
+_joined = 0
+"""Default process groups that :func:`init_process_group` has joined; equal on all workers."""
 
 
 def init_process_group(
@@ -53,6 +53,7 @@ def init_process_group(
         RendezvousError, RendezvousTimeoutError, ConfigurationError: as :func:`zmqgrad.rendezvous.rendezvous`.
         ValueError, RuntimeError: as torch's function, for example if there is a default group already.
     """
+    global _joined
     options = {"timeout": timeout, "pg_options": pg_options, "device_id": device_id, "group_name": group_name}
     if store is not None:
         shared = as_torch_store(store) if isinstance(store, Store) else store
@@ -63,7 +64,11 @@ def init_process_group(
     if torch_distributed.is_initialized():
         raise ValueError("trying to initialize the default process group twice!")
     found, rank, world_size = rendezvous_beside(
-        init_method or "env://", rank, world_size, timeout or DEFAULT_TIMEOUT, purpose=PURPOSE
+        init_method or "env://",
+        rank,
+        world_size,
+        timeout or DEFAULT_TIMEOUT,
+        group=Group("process_group", _joined),
     )
     own = as_torch_store(found)
     try:
@@ -71,6 +76,7 @@ def init_process_group(
     except BaseException:
         own.close()
         raise
+    _joined += 1
     forget_with_group(own)
 
 

@@ -16,7 +16,7 @@ from zmqgrad.rpc.current import current_worker, set_default_worker
 from zmqgrad.rpc.debug import debug_info
 from zmqgrad.rpc.futures import RpcFuture
 from zmqgrad.rpc.in_flight import is_serving
-from zmqgrad.rpc.membership.bootstrap import join_group
+from zmqgrad.rpc.membership.bootstrap import join_group, shared_name
 from zmqgrad.rpc.membership.events import JoinCallback, LossCallback
 from zmqgrad.rpc.membership.group import Group, close_quietly
 from zmqgrad.rpc.membership.worker_info import WorkerInfo, check_name
@@ -43,9 +43,6 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store
 
 logger = logging.getLogger(__name__)
-
-PURPOSE = "rpc"
-"""Of the group's store; see :func:`zmqgrad.rendezvous.rendezvous_beside`."""
 
 _lock = threading.Lock()  # guards _group; held while joining and leaving
 _group: Group | None = None
@@ -105,11 +102,11 @@ def _meet(
     """Run the rendezvous. Returns store, rank and world size (None: not fixed)."""
     timeout = options.rpc_timeout or 1e8
     if world_size is None and not has_world_size(options.init_method):
-        store, rank = open_store(options.init_method, rank, timeout, PURPOSE)
+        store, rank = open_store(options.init_method, rank, timeout, shared_name(None))
         return store, rank, None
     size = -1 if world_size is None else world_size
     return rendezvous_beside(
-        options.init_method, -1 if rank is None else rank, size, timeout, purpose=PURPOSE
+        options.init_method, -1 if rank is None else rank, size, timeout, group=shared_name(size)
     )
 
 

@@ -11,8 +11,6 @@ Accessing torch's store requires torch, which this layer must not import: an upp
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, Protocol
@@ -26,7 +24,7 @@ MAX_TIMEOUT_SECONDS = 1e8
 """Limit of the timeouts that torch's stores accept."""
 
 STALE_ADDRESS_SECONDS = 3.0
-"""How long a member of a dynamic group tries a published address before it reads the address again."""
+"""How long a worker tries an address before it reads it again, in case rank 0 has started anew."""
 
 
 class TorchStore(Protocol):
@@ -48,15 +46,12 @@ StoreTimeoutError.
 
 _open: Opener | None = None
 
-_lock = threading.Lock()  # guards _opened
-_opened: Counter[str] = Counter()
-"""Groups of fixed size joined by this process. All workers join their groups in one order."""
 
-
-def set_torch_store_opener(opener: Opener) -> None:
-    """Use ``opener`` to reach torch's stores from now on."""
+def set_torch_store_opener(opener: Opener | None) -> Opener | None:
+    """Use ``opener`` to reach torch's stores from now on. Returns the previous one."""
     global _open
-    _open = opener
+    previous, _open = _open, opener
+    return previous
 
 
 def open_sidecar(
@@ -65,7 +60,7 @@ def open_sidecar(
     rank: int,
     world_size: int | None,
     timeout: Timeout,
-    purpose: str = "rendezvous",
+    group: str,
     attempt: int | None = None,
 ) -> TCPStore:
     """Open the store of a group beside torch's at ``host:port``. Rank 0 serves it on ``host``.
@@ -75,7 +70,7 @@ def open_sidecar(
         rank: of this worker.
         world_size: of the group; None: the group is dynamic.
         timeout: for connecting, and of the store.
-        purpose: what the group is for. Groups of one purpose are joined in the same order by all workers.
+        group: names the group among those that use this address; equal on all its workers.
         attempt: number of restarts of the workers by the agent that serves torch's store; addresses of
             earlier attempts are not read. None: rank 0 serves torch's store.
 
@@ -89,13 +84,10 @@ def open_sidecar(
             f"{host}:{port} is served by torch's store, and reaching it requires torch: import "
             f"zmqgrad.interop (or zmqgrad.rpc) first"
         )
-    key = f"zmqgrad/{purpose}/attempt_{attempt or 0}/{'dynamic' if world_size is None else _opened[purpose]}"
+    key = f"zmqgrad/attempt_{attempt or 0}/{group}"
     deadline = Deadline.after(seconds_of(timeout))
     address = _Address(_open, host, port, attempt is not None, key, world_size, timeout, deadline)
-    store = _serve(address) if rank == 0 else _connect(address)
-    with _lock:
-        _opened[purpose] += world_size is not None
-    return store
+    return _serve(address) if rank == 0 else _connect(address)
 
 
 class _Address(NamedTuple):
@@ -155,8 +147,6 @@ def _connect(address: _Address) -> TCPStore:
         )
     while True:
         port = _published_port(published, address)
-        if address.world_size is not None:
-            return address.connect(port, address.timeout)
         try:
             store = address.connect(port, min(STALE_ADDRESS_SECONDS, address.deadline.left()))
         except StoreTimeoutError:

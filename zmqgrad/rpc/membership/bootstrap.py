@@ -6,6 +6,7 @@ import secrets
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, DuplicateWorkerError
+from zmqgrad.rendezvous import Group as SharedName
 from zmqgrad.rpc.membership.dynamic import DynamicGroup
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import Group, close_quietly, make_worker
@@ -28,6 +29,11 @@ _generation = 1
 
 _JOB_KEY = "rpc/job"
 """Key of the store that holds the random name of the job."""
+
+
+def shared_name(world_size: int | None) -> SharedName:
+    """The name of the next group among those that share its address. ``world_size`` None: it is dynamic."""
+    return SharedName("rpc", 0 if world_size is None else _generation)
 
 
 def join_group(
