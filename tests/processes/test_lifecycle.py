@@ -47,6 +47,40 @@ def what_is_open() -> tuple[list[str], int]:
 # ---- good order ------------------------------------------------------------------------------------------
 
 
+SERVER: list[str] = []
+
+
+def what_serves() -> list[str]:
+    return SERVER
+
+
+def serve_what_is_made_next(rank: int) -> list[str]:
+    """As parameter servers do: the server makes what it serves as soon as it has joined."""
+    join(rank)
+    if rank == 0:
+        SERVER.append("made")
+    made: list[str] = rpc.rpc_sync("worker0", what_serves)
+    rpc.shutdown()
+    return made
+
+
+def test_no_call_is_served_before_the_worker_has_joined() -> None:
+    for _ in range(3):
+        assert run_processes(serve_what_is_made_next, 4) == [["made"]] * 4
+
+
+def ends_as_soon_as_it_has_joined(rank: int) -> str:
+    join(rank)
+    if rank == 0:
+        rpc.shutdown(graceful=False)
+        return "ended"
+    return "joined"
+
+
+def test_the_worker_that_serves_the_store_may_end_at_once() -> None:
+    assert run_processes(ends_as_soon_as_it_has_joined, 3) == ["ended", "joined", "joined"]
+
+
 def ten_rounds(rank: int, rounds: int) -> tuple[list[float], list[tuple[list[str], int]]]:
     """Join, call everybody, leave; again and again at one port."""
     join(rank)

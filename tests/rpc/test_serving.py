@@ -261,3 +261,28 @@ def frames_below() -> list[str]:
 def test_few_frames_lie_under_a_served_function(pair: Cluster) -> None:
     for names in rpc.rpc_sync(1, frames_below), rpc.remote(1, frames_below).to_here():
         assert len(names) <= 8, names
+
+
+def note(text: str) -> str:
+    NOTED.append(text)
+    return text
+
+
+NOTED: list[str] = []
+
+
+def test_a_worker_that_does_not_serve_yet_keeps_requests_and_serves_them_later() -> None:
+    """As between ``worker.start(serving=False)`` in ``init_rpc`` and its return."""
+    NOTED.clear()
+    with cluster(2) as c:
+        c.workers[1].server.hold()
+        calls = [c.workers[0].call(1, note, (f"early {n}",)) for n in range(3)]
+        c.network.wait_quiet()
+        assert c.workers[1].call(0, abs, (-1,)).promise.wait_done(WAIT), "it may call others itself"
+        assert NOTED == []
+        c.workers[1].server.serve()
+        for call in calls:
+            assert call.promise.wait_done(WAIT)
+        c.workers[1].server.serve()
+        c.workers[0].wait(c.workers[0].call(1, note, ("late",)))
+        assert sorted(NOTED) == ["early 0", "early 1", "early 2", "late"]

@@ -105,6 +105,8 @@ def _connect_torch_store(host: str, port: int, deadline: Deadline) -> Any:
                 connected.wait_done(deadline.left())
     except OSError as e:
         raise StoreTimeoutError(f"nothing listens at {host}:{port}: {e}") from e
+    if not connected.done():
+        raise StoreTimeoutError(f"a server at {host}:{port} accepts connections, but does not reply")
     try:
         return connected.result()
     except RuntimeError as e:

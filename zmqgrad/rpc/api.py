@@ -94,6 +94,7 @@ def init_rpc(
             group = _join_by(backend, store, name, rank, world_size, options)
         _group = group
         set_default_worker(group.worker)
+        group.worker.server.serve()  # last: a call may read what the program sets next
 
 
 def _meet(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 from contextvars import copy_context
 from functools import partial
 
@@ -59,6 +60,8 @@ class Server:
         self._completions = completions
         self.in_flight = InFlightRequests(worker.clock)
         self.served = 0
+        self._lock = threading.Lock()  # guards _held
+        self._held: list[Task] | None = None  # requests that arrive before serve(); None: they run at once
         self._hooks.control[MessageType.CANCEL] = self._on_cancel
         self._hooks.control[MessageType.GOODBYE] = self._on_goodbye
 
@@ -87,7 +90,30 @@ class Server:
         if handler is None:
             logger.warning("%s: no handler for %s", self._worker.name, type(inbound.message).__name__)
             return None
-        return partial(self._serve, handler, inbound, self.in_flight.begin(inbound))
+        task = partial(self._serve, handler, inbound, self.in_flight.begin(inbound))
+        return task if self._held is None else self._hold(task)
+
+    def hold(self) -> None:
+        """Keep requests that arrive until :meth:`serve` is called."""
+        self._held = []
+
+    def _hold(self, task: Task) -> Task | None:
+        with self._lock:
+            if self._held is None:
+                return task
+            self._held.append(task)
+            return None
+
+    def serve(self) -> None:
+        """Serve requests from now on, those that were kept included. Idempotent.
+
+        Raises:
+            ClosedError: if the worker is closed.
+        """
+        with self._lock:
+            held, self._held = self._held or [], None
+        for task in held:
+            self._worker.submit(task)
 
     def on_unexpected(self, inbound: Inbound) -> None:
         """Handle a message that arrived at a reply port whose thread did not wait for it."""

@@ -124,8 +124,14 @@ class Worker(WorkerCore):
 
     # ---- start and end ----------------------------------------------------------------------------------
 
-    def start(self) -> None:
-        """Start threads; calls can be made and are served from here on."""
+    def start(self, serving: bool = True) -> None:
+        """Start threads; calls can be made from here on.
+
+        Args:
+            serving: serve the calls of others; if False, they wait for ``server.serve()``.
+        """
+        if not serving:
+            self.server.hold()
         self.timer.start()
         self.mailbox.start(
             self.server.on_message,

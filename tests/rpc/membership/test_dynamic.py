@@ -67,6 +67,7 @@ class Town:
         """A worker that takes part."""
         group = self.make(name, rank, served)
         group.join(Deadline.after(WAIT))
+        group.worker.server.serve()
         return group
 
     def kill(self, group: DynamicGroup) -> None:

@@ -65,7 +65,7 @@ class DynamicGroup(Group):
             self.store.set_timeout(min(STORE_TIMEOUT_SECONDS, max(1.0, deadline.left())))
             self.worker.hooks.peer_lost.append(lambda peer, _: self._evict_later(peer))
             self.worker.membership.look_up = self._look_up
-            self.worker.start()  # before it is published, so that it can serve from the first call on
+            self.worker.start(serving=False)  # before it is published, so that no call is refused
             self._registry.watch(self._on_change)
             self._refresh()
             self._registry.publish()

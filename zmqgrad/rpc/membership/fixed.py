@@ -6,7 +6,7 @@ import logging
 
 from zmqgrad.errors import DuplicateWorkerError, StoreError
 from zmqgrad.rpc.devices import check_group
-from zmqgrad.rpc.membership.group import Group
+from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
 from zmqgrad.rpc.membership.registry import POLL_SECONDS
 from zmqgrad.rpc.membership.shutdown import ShutdownBarrier
 from zmqgrad.runtime.clock import Deadline
@@ -14,11 +14,14 @@ from zmqgrad.runtime.clock import Deadline
 logger = logging.getLogger(__name__)
 
 SERVE_GRACE_SECONDS = 10.0
-"""How long the worker that serves the store waits for the others to read it; one of them may have died."""
+"""How long the worker that serves the store waits for the others to read it, if it ends at once."""
 
 
 class FixedGroup(Group):
     """A worker's membership in a group of fixed size."""
+
+    _others_may_be_joining = False
+    """Whether other workers may still need the store that is served here in order to join."""
 
     def join(self, deadline: Deadline) -> None:
         """Claim name and rank, wait for all workers, and start.
@@ -42,11 +45,11 @@ class FixedGroup(Group):
             membership.learn(record)
         check_group(records)
         # Not earlier: peers that have all records may already send. Their messages wait in the socket.
-        self.worker.start()
+        self.worker.start(serving=False)
         if self._served is None:
             self._mark_joined()
         else:
-            self._serve_until_joined(deadline)
+            self._others_may_be_joining = True
 
     def _withdraw(self) -> None:
         """Undo what was written, so that this process can join again through the same store."""
@@ -62,10 +65,16 @@ class FixedGroup(Group):
         except StoreError as e:  # its server did not wait; this worker has read what it needs
             logger.debug("%s: cannot note that it has joined: %s", self.worker.name, e)
 
-    def _serve_until_joined(self, deadline: Deadline) -> None:
-        """Wait until all have read the store served here: the program may end as soon as it has joined."""
+    def close(self, timeout: float = JOIN_TIMEOUT_SECONDS) -> None:
+        """As :meth:`Group.close`; first waits until all have joined, if they need the store served here."""
+        if self._others_may_be_joining:
+            self._others_may_be_joining = False
+            self._serve_until_joined()
+        super().close(timeout)
+
+    def _serve_until_joined(self) -> None:
         others = {record.id for record in self.worker.membership.all()} - {self.worker.id}
-        until = Deadline.after(min(deadline.left(), SERVE_GRACE_SECONDS))
+        until = Deadline.after(SERVE_GRACE_SECONDS)
         while others and not until.passed():
             others = self._registry.wait_joined(others, min(until.left(), POLL_SECONDS)) - set(
                 self.worker.lost
@@ -73,3 +82,4 @@ class FixedGroup(Group):
 
     def _finish(self, deadline: Deadline) -> None:
         ShutdownBarrier(self.worker, self.store, self._registry, self._served).run(deadline)
+        self._others_may_be_joining = False  # all have called shutdown

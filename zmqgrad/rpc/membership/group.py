@@ -84,7 +84,7 @@ class Group(ABC):
 
     @abstractmethod
     def join(self, deadline: Deadline) -> None:
-        """Become a member of the group, and start the worker.
+        """Become a member of the group, and start the worker. It serves no call until ``server.serve()``.
 
         Raises:
             DuplicateWorkerError: if another worker has this name or rank.
