@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as torch_distributed
 
 from zmqgrad.errors import StoreError, StoreTimeoutError
-from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.store.sidecar import MAX_TIMEOUT_SECONDS
 from zmqgrad.transport.bind_policy import is_loopback
@@ -26,7 +26,7 @@ CTCPStore: Any = torch_distributed.TCPStore  # type: ignore[attr-defined]  # tor
 ACCEPT_BACKLOG = 4096
 """Connections that may wait to be accepted; the system may allow fewer."""
 
-GREETING_SECONDS = 0.01
+GREETING_SECONDS = 0.005
 """How long a ZeroMQ socket on this host may take to greet; on others, in addition, three round trips."""
 
 IDENTIFY_AFTER_SECONDS = 1.0
@@ -86,14 +86,10 @@ def _listener(host: str, port: int) -> str:
 
 
 def _connect_torch_store(host: str, port: int, deadline: Deadline) -> Any:
-    began = MONOTONIC.now()
     try:
         with Probe(host, port, deadline) as probe:
-            round_trip = MONOTONIC.now() - began
-            if (
-                probe.identify(GREETING_SECONDS + 3 * min(round_trip, IDENTIFY_AFTER_SECONDS))
-                is Server.ZEROMQ
-            ):
+            patience = min(GREETING_SECONDS + 3 * probe.connect_seconds, IDENTIFY_AFTER_SECONDS)
+            if probe.identify(patience) is Server.ZEROMQ:
                 return None
             connected = _connect_in_thread(host, port, deadline)
             if not connected.wait_done(min(IDENTIFY_AFTER_SECONDS, deadline.left())):

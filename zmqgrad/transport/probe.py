@@ -13,7 +13,7 @@ import threading
 from enum import Enum
 
 from zmqgrad.runtime.backoff import Backoff
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import MONOTONIC, Deadline
 
 ZMTP_SIGNATURE = 0xFF
 """First byte of the greeting that a ZeroMQ socket sends to each new connection (RFC 23)."""
@@ -21,7 +21,8 @@ ZMTP_SIGNATURE = 0xFF
 CONNECT_TIMEOUT_SECONDS = 5.0
 """How long one attempt to connect may take: a host that comes up does not answer earlier packets."""
 
-_POLL_SECONDS = (0.005, 0.25)
+_POLL_SECONDS = (0.002, 0.05)
+_SHORTEST_SECONDS = 0.01
 
 
 class Server(Enum):
@@ -39,12 +40,15 @@ class Probe:
         host, port: where the server listens.
         deadline: how long to retry while nothing listens there.
 
+    Attributes:
+        connect_seconds: how long connecting took: about one round trip.
+
     Raises:
         OSError: if nothing listens there by ``deadline``, or the host is unknown.
     """
 
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
-        self._socket = _connect(host, port, deadline)
+        self._socket, self.connect_seconds = _connect(host, port, deadline)
 
     def __enter__(self) -> Probe:
         return self
@@ -77,11 +81,15 @@ class Probe:
         return Server.HTTP if reply.startswith(b"HTTP/") else Server.OTHER
 
 
-def _connect(host: str, port: int, deadline: Deadline) -> socket.socket:
+def _connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, float]:
     backoff, pause = Backoff(*_POLL_SECONDS), threading.Event()
     while True:
+        began = MONOTONIC.now()
         try:
-            return socket.create_connection((host, port), min(CONNECT_TIMEOUT_SECONDS, deadline.left()))
+            found = socket.create_connection(
+                (host, port), min(CONNECT_TIMEOUT_SECONDS, max(_SHORTEST_SECONDS, deadline.left()))
+            )
+            return found, MONOTONIC.now() - began
         except (ConnectionError, TimeoutError, BlockingIOError):
             if deadline.passed():
                 raise

@@ -1,0 +1,71 @@
+"""What kind of server is there: every kind, from real sockets."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.support.processes import free_port
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import TCPStore
+from zmqgrad.transport.probe import Probe, Server
+
+WAIT = 20.0
+
+
+@contextmanager
+def replies(reply: bytes | None) -> Iterator[int]:
+    """A server that answers the first bytes of one client with ``reply``; None: it closes the connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                if reply is not None:
+                    connection.sendall(reply)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        yield server.getsockname()[1]
+        thread.join(WAIT)
+
+
+def test_a_store_of_zmqgrad_greets() -> None:
+    with (
+        TCPStore("127.0.0.1", 0, is_master=True) as store,
+        Probe("127.0.0.1", store.port, Deadline.after(WAIT)) as probe,
+    ):
+        assert probe.identify(WAIT) is Server.ZEROMQ
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [(b"HTTP/1.0 400 Bad Request\r\n", Server.HTTP), (b"SSH-2.0", Server.OTHER), (None, None), (b"", None)],
+)
+def test_other_servers_are_asked(reply: bytes | None, kind: Server | None) -> None:
+    with replies(reply) as port, Probe("127.0.0.1", port, Deadline.after(WAIT)) as probe:
+        assert probe.identify(0.0) is None, "it waits for the client to begin"
+        assert probe.identify(WAIT, request=True) is kind
+
+
+def test_a_server_that_starts_late_is_waited_for() -> None:
+    port = free_port()
+    late = threading.Timer(0.1, lambda: servers.append(socket.create_server(("127.0.0.1", port))))
+    servers: list[socket.socket] = []
+    late.start()
+    with Probe("127.0.0.1", port, Deadline.after(WAIT)) as probe:
+        assert probe.identify(0.01) is None
+    late.join()
+    servers[0].close()
+
+
+def test_where_nothing_listens() -> None:
+    with pytest.raises(ConnectionRefusedError):
+        Probe("127.0.0.1", free_port(), Deadline.after(0.05))
+    with pytest.raises(OSError, match=r"not known|resolution"):
+        Probe("no.such.host.invalid", 1, Deadline.after(WAIT))
