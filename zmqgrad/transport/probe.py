@@ -89,7 +89,9 @@ def _connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, f
             found = socket.create_connection(
                 (host, port), min(CONNECT_TIMEOUT_SECONDS, max(_SHORTEST_SECONDS, deadline.left()))
             )
-            return found, MONOTONIC.now() - began
+            if found.getsockname() != found.getpeername():  # TCP connects a socket to itself at its own port
+                return found, MONOTONIC.now() - began
+            found.close()
         except (ConnectionError, TimeoutError, BlockingIOError):
             if deadline.passed():
                 raise
