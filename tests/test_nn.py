@@ -14,7 +14,8 @@ from torch import nn
 
 from zmqgrad import autograd, rpc
 from zmqgrad.errors import ConfigurationError, NotInitializedError, RpcTimeoutError, UnknownWorkerError
-from zmqgrad.nn import _UNSUPPORTED, RemoteModule
+from zmqgrad.nn import RemoteModule
+from zmqgrad.nn.api.remote_module import _UNSUPPORTED
 from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.testing import Cluster, cluster
 
