@@ -15,7 +15,7 @@ from torch import nn
 from zmqgrad import autograd, rpc
 from zmqgrad.errors import ConfigurationError, NotInitializedError, RpcTimeoutError, UnknownWorkerError
 from zmqgrad.nn import RemoteModule
-from zmqgrad.nn.api.remote_module import _UNSUPPORTED
+from zmqgrad.nn.api.remote_module import _UNSUPPORTED, _forward_on_device
 from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.testing import Cluster, cluster
 
@@ -191,6 +191,65 @@ def test_before_init() -> None:
 def test_what_is_not_supported_says_so(trio: Cluster, name: str) -> None:
     with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
         getattr(scale(), name)()
+
+
+class Scaled(nn.Module):
+    """A local module around a remote one."""
+
+    def __init__(self, inner: RemoteModule) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Any) -> Any:
+        """Twice the tensor of ``inner``."""
+        return self.inner(x, word="w")[1] * 2
+
+
+class LeafTracer(torch.fx.Tracer):
+    """Records remote modules as leaves."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """All but the root."""
+        return isinstance(m, RemoteModule)
+
+
+def test_fx_records_it_as_a_leaf(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tracer lists the modules of the root, which RemoteModule refuses as torch's does.
+    for name in "named_modules", "named_children":
+        monkeypatch.setattr(RemoteModule, name, getattr(nn.Module, name))
+    root = Scaled(scale())
+    graph = LeafTracer().trace(root)
+    assert [(n.op, n.target) for n in graph.nodes if n.op == "call_module"] == [("call_module", "inner")]
+    traced = torch.fx.GraphModule({"inner": root.inner}, graph)
+    assert torch.equal(traced(torch.ones(2)), torch.full((2,), 6.0))
+
+
+def test_a_received_module_has_the_state_of_a_module(trio: Cluster) -> None:
+    assert rpc.rpc_sync(2, state_of, (scale(),)) == ({}, {}, True, sorted(vars(nn.Module())))
+    with pytest.raises(AttributeError, match="nowhere"):
+        _ = scale().nowhere
+
+
+def state_of(module: RemoteModule) -> Any:
+    """Parameters, submodules, mode; and all attributes of a module, after use."""
+    assert not vars(module).keys() & vars(nn.Module()).keys()
+    state = module._parameters, module._modules, module.training
+    return *state, sorted(vars(module).keys() & vars(nn.Module()).keys())
+
+
+def test_results_stay_on_their_device_if_there_is_a_device_map(trio: Cluster) -> None:
+    module_rref: Any = rpc.RRef(nn.Linear(2, 2, device="meta"))
+    args = (torch.ones(1, 2),)
+    assert _forward_on_device(module_rref, "meta", True, args, {}).device == torch.device("meta")
+    with pytest.raises(NotImplementedError, match="meta"):  # meta tensors cannot be moved: it tried
+        _forward_on_device(module_rref, "meta", False, args, {})
+
+
+def test_the_device_map_is_noted() -> None:
+    options = rpc.TensorPipeRpcBackendOptions(device_maps={"worker1": {"cuda:0": "cuda:0"}})
+    with cluster(2, options) as c, c.acting(0):
+        assert scale("worker0/cpu").is_device_map_set is False
+        assert scale("worker1/cpu").is_device_map_set is True
 
 
 class Slow(nn.Module):
