@@ -15,7 +15,7 @@ __all__ = ["RemoteModule", *functional.__all__]
 
 
 def __getattr__(name: str) -> Any:
-    if name in functional.__all__:
+    if name in functional.__all__ or name in ("ReduceOp", "group"):
         return getattr(functional, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

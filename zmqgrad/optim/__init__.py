@@ -55,6 +55,8 @@ _TORCH = {
 def __getattr__(name: str) -> Any:
     if name in _TORCH:
         return getattr(importlib.import_module(f"torch.distributed.optim.{_TORCH[name]}"), name)
+    if name in _TORCH.values():
+        return importlib.import_module(f"torch.distributed.optim.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -29,6 +29,7 @@ from zmqgrad.rpc.options import (
 )
 from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref.api import RRef, call_remote
+from zmqgrad.rpc.rref.api import RRef as PyRRef  # noqa: F401
 from zmqgrad.rpc.torch_names import AllGatherStates as AllGatherStates
 from zmqgrad.rpc.torch_names import _all_gather as _all_gather
 from zmqgrad.rpc.torch_names import _barrier as _barrier
