@@ -9,7 +9,7 @@
     schedule.step()
 
 Each step uses the gradients of one distributed autograd context, not those in ``.grad``. Concurrent steps on
-one worker are serialised, so that optimizers can share parameters.
+one worker are serialized, so that optimizers can share parameters.
 
 The other optimizers of ``torch.distributed.optim`` have nothing to do with RPC: they are torch's own, loaded
 on first use.

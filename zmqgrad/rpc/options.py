@@ -36,8 +36,8 @@ class RemovedNameError(ConfigurationError, AttributeError):
 def removed(name: str) -> RemovedNameError:
     """The error for ``name``, which torch has removed together with its process group backend."""
     return RemovedNameError(
-        f"{name}: torch has no process group backend for RPC any more, nor has zmqgrad. Leave the argument "
-        "`backend` out, and use TensorPipeRpcBackendOptions"
+        f"{name}: torch has removed the process group backend for RPC, and zmqgrad does not have it. "
+        "Leave the argument `backend` out, and use TensorPipeRpcBackendOptions"
     )
 
 
