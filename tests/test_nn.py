@@ -35,17 +35,17 @@ class Scale(nn.Module):
         self.inner = nn.Linear(2, 2 + extra)
 
     def forward(self, x: torch.Tensor, word: str = "plain") -> tuple[str, torch.Tensor]:
-        """What it is called with, scaled."""
+        """Scale ``x``."""
         return word, x * self.factor
 
 
 def scale(on: str = "worker1/cpu") -> RemoteModule:
-    """One that starts at 3."""
+    """A RemoteModule whose factor starts at 3."""
     return RemoteModule(on, Scale, args=(3.0,), kwargs={"extra": 1})
 
 
 @pytest.mark.parametrize("on", ["worker1/cpu", "worker1", "rank:1/cpu", "rank:1", "worker0", "cpu"])
-def test_forward_runs_where_the_module_is(trio: Cluster, on: str) -> None:
+def test_forward_runs_on_the_worker_of_the_module(trio: Cluster, on: str) -> None:
     module = scale(on)
     x = torch.ones(2)
     for result in (
@@ -71,7 +71,7 @@ def test_the_signature_is_the_modules(trio: Cluster) -> None:
 
 
 def make_scale() -> Scale:
-    """Not a class, but makes a module."""
+    """A function that returns a module."""
     return Scale(2.0)
 
 
@@ -101,7 +101,7 @@ def test_it_trains_as_a_local_module_does(trio: Cluster) -> None:
 
 
 def training_mode(module_rref: Any) -> tuple[bool, bool]:
-    """Of the module and of what is in it."""
+    """Training mode of the module and of its submodule."""
     return module_rref.local_value().training, module_rref.local_value().inner.training
 
 
@@ -114,17 +114,17 @@ def test_train_and_eval(trio: Cluster) -> None:
 
 
 def use(module: RemoteModule, x: torch.Tensor) -> Any:
-    """On a third worker."""
+    """Runs on a third worker."""
     assert isinstance(module, RemoteModule)
     return module(x), module.forward(x), module.forward_async(x).wait(), repr(module), vars(module).keys()
 
 
 def give_back(module: RemoteModule) -> RemoteModule:
-    """It can be sent on."""
+    """Return it unchanged."""
     return module
 
 
-def test_it_travels_in_calls_and_nowhere_else(trio: Cluster) -> None:
+def test_it_is_serialized_in_calls_only(trio: Cluster) -> None:
     module = scale()
     module.note = "mine"
     *results, text, names = rpc.rpc_sync(2, use, (module, torch.ones(2)))
@@ -141,7 +141,7 @@ def test_it_travels_in_calls_and_nowhere_else(trio: Cluster) -> None:
         module.__setstate__({})
 
 
-def test_modules_may_share_what_is_over_there(trio: Cluster) -> None:
+def test_remote_modules_can_share_a_module(trio: Cluster) -> None:
     module = scale()
     other = rpc.rpc_sync(2, RemoteModule.init_from_module_rref, ("worker1", module.module_rref))
     rpc.rpc_sync(1, double, (module.module_rref,))
@@ -149,7 +149,7 @@ def test_modules_may_share_what_is_over_there(trio: Cluster) -> None:
 
 
 def double(module_rref: Any) -> None:
-    """Change the module where it is."""
+    """Double the parameter, on the worker of the module."""
     with torch.no_grad():
         module_rref.local_value().factor.mul_(2)
 
@@ -159,11 +159,11 @@ class NoModule:
 
 
 def raises() -> nn.Module:
-    """Fails."""
+    """Raise."""
     raise KeyError("not today")
 
 
-def test_what_cannot_be(trio: Cluster) -> None:
+def test_invalid_arguments(trio: Cluster) -> None:
     with pytest.raises(ValueError, match=r"Expect `module_cls\(\*args, \*\*kwargs\)` returns an instance of"):
         RemoteModule("worker1", NoModule)()  # type: ignore[type-var]
     with pytest.raises(KeyError, match="not today"):
@@ -188,7 +188,7 @@ def test_before_init() -> None:
 
 
 @pytest.mark.parametrize("name", ["parameters", *_UNSUPPORTED])
-def test_what_is_not_supported_says_so(trio: Cluster, name: str) -> None:
+def test_unsupported_methods_raise(trio: Cluster, name: str) -> None:
     with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
         getattr(scale(), name)()
 
@@ -253,20 +253,20 @@ def test_the_device_map_is_noted() -> None:
 
 
 class Slow(nn.Module):
-    """Calls back, and waits for nobody."""
+    """Waits for a call that never returns."""
 
     def forward(self, x: Any) -> Any:
-        """Ask for an answer that never comes."""
+        """Wait for the result of :func:`never`."""
         return rpc.rpc_async(0, never).wait()
 
 
 @rpc.functions.async_execution
 def never() -> Any:
-    """Nobody will set it."""
+    """Return a future that is never set."""
     return torch.futures.Future()
 
 
-def test_a_timeout_of_its_own(trio: Cluster) -> None:
+def test_with_timeout(trio: Cluster) -> None:
     module = RemoteModule("worker1", Slow).with_timeout(0.05)
     with pytest.raises(RpcTimeoutError):
         module(1)

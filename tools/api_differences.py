@@ -215,7 +215,8 @@ USED = (
         "TorchRL, PiPPy, Colossal-AI",
         "Supported: `x.__class__` is that class. `type(x)` is `zmqgrad.rpc.RRef`, so `type(x) is PyRRef` "
         "is False, and `functools.singledispatch`, which reads `__class__`, chooses the function registered "
-        "for torch's class.",
+        "for torch's class. `torch.jit.script` of a module that has a reference as an attribute fails unless "
+        "`__jit_ignored_attributes__` names it.",
     ),
     Used(
         "`torch._C._distributed_rpc._is_current_rpc_agent_set`",

@@ -164,6 +164,29 @@ def test_torchscript_refuses_them(trio: Cluster) -> None:
     assert torch.equal(_double(rpc.RRef(torch.ones(1)).local_value()), torch.full((1,), 2.0))
 
 
+class Holder(torch.nn.Module):
+    """A module with a reference as an attribute, which ``forward`` does not use."""
+
+    def __init__(self, rref: Any) -> None:
+        super().__init__()
+        self.rref = rref
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Twice ``x``."""
+        return x * 2
+
+
+def test_torchscript_skips_them_where_a_module_says_so(
+    trio: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The price of ``isinstance``, which docs/api-differences.md names: TorchScript tries to convert them."""
+    module = Holder(rpc.RRef(1))
+    with pytest.raises(RuntimeError, match="Unable to cast Python instance"):
+        torch.jit.script(module)
+    monkeypatch.setattr(Holder, "__jit_ignored_attributes__", ["rref"], raising=False)
+    assert torch.equal(torch.jit.script(module)(torch.ones(1)), torch.full((1,), 2.0))
+
+
 def test_futures_carry_them(trio: Cluster) -> None:
     future: torch.futures.Future[Any] = torch.futures.Future()
     rref = rpc.RRef(3)
