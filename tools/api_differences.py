@@ -241,6 +241,11 @@ USED = (
         "Supported: torch's own, loaded on first use.",
     ),
     Used(
+        "`DistributedOptimizer.remote_optimizers`, and `optim` of their values",
+        "public training scripts, for learning-rate schedulers",
+        "Supported. `DistributedLRScheduler` does the same in one line.",
+    ),
+    Used(
         "`BackendType.PROCESS_GROUP`, `rpc.ProcessGroupRpcBackendOptions`",
         "programs for torch 1.10 and older",
         "Missing, as in torch: the error says what to write instead.",

@@ -29,6 +29,11 @@ class LocalOptimizer:
         self.optimizer: torch.optim.Optimizer = optimizer_class(params, *args, **kwargs)
         _refuse_closures(self.optimizer)
 
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The optimizer, by its name in torch's local optimizers."""
+        return self.optimizer
+
     def step(self, context_id: int) -> None:
         """Take one step with the gradients of a context; ``.grad`` of the parameters does not change."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -89,6 +94,11 @@ class DistributedOptimizer:
     def local_optimizers(self) -> dict[str, RRef[LocalOptimizer]]:
         """References to the optimizers, by the names of their owners."""
         return dict(self._locals)
+
+    @property
+    def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
+        """References to the optimizers, as in torch's class: their values have an attribute ``optim``."""
+        return list(self._locals.values())
 
     def step(self, context_id: int) -> None:
         """Take one step on all owners in parallel, with the gradients of a context.
