@@ -14,7 +14,8 @@ from torch import nn
 
 from zmqgrad import autograd, rpc
 from zmqgrad.errors import ConfigurationError, NotInitializedError, RpcTimeoutError, UnknownWorkerError
-from zmqgrad.nn import _UNSUPPORTED, RemoteModule
+from zmqgrad.nn import RemoteModule
+from zmqgrad.nn.api.remote_module import _UNSUPPORTED, _forward_on_device
 from zmqgrad.optim import DistributedOptimizer
 from zmqgrad.testing import Cluster, cluster
 
@@ -34,17 +35,17 @@ class Scale(nn.Module):
         self.inner = nn.Linear(2, 2 + extra)
 
     def forward(self, x: torch.Tensor, word: str = "plain") -> tuple[str, torch.Tensor]:
-        """What it is called with, scaled."""
+        """Scale ``x``."""
         return word, x * self.factor
 
 
 def scale(on: str = "worker1/cpu") -> RemoteModule:
-    """One that starts at 3."""
+    """A RemoteModule whose factor starts at 3."""
     return RemoteModule(on, Scale, args=(3.0,), kwargs={"extra": 1})
 
 
 @pytest.mark.parametrize("on", ["worker1/cpu", "worker1", "rank:1/cpu", "rank:1", "worker0", "cpu"])
-def test_forward_runs_where_the_module_is(trio: Cluster, on: str) -> None:
+def test_forward_runs_on_the_worker_of_the_module(trio: Cluster, on: str) -> None:
     module = scale(on)
     x = torch.ones(2)
     for result in (
@@ -70,7 +71,7 @@ def test_the_signature_is_the_modules(trio: Cluster) -> None:
 
 
 def make_scale() -> Scale:
-    """Not a class, but makes a module."""
+    """A function that returns a module."""
     return Scale(2.0)
 
 
@@ -100,7 +101,7 @@ def test_it_trains_as_a_local_module_does(trio: Cluster) -> None:
 
 
 def training_mode(module_rref: Any) -> tuple[bool, bool]:
-    """Of the module and of what is in it."""
+    """Training mode of the module and of its submodule."""
     return module_rref.local_value().training, module_rref.local_value().inner.training
 
 
@@ -113,17 +114,17 @@ def test_train_and_eval(trio: Cluster) -> None:
 
 
 def use(module: RemoteModule, x: torch.Tensor) -> Any:
-    """On a third worker."""
+    """Runs on a third worker."""
     assert isinstance(module, RemoteModule)
     return module(x), module.forward(x), module.forward_async(x).wait(), repr(module), vars(module).keys()
 
 
 def give_back(module: RemoteModule) -> RemoteModule:
-    """It can be sent on."""
+    """Return it unchanged."""
     return module
 
 
-def test_it_travels_in_calls_and_nowhere_else(trio: Cluster) -> None:
+def test_it_is_serialized_in_calls_only(trio: Cluster) -> None:
     module = scale()
     module.note = "mine"
     *results, text, names = rpc.rpc_sync(2, use, (module, torch.ones(2)))
@@ -140,7 +141,7 @@ def test_it_travels_in_calls_and_nowhere_else(trio: Cluster) -> None:
         module.__setstate__({})
 
 
-def test_modules_may_share_what_is_over_there(trio: Cluster) -> None:
+def test_remote_modules_can_share_a_module(trio: Cluster) -> None:
     module = scale()
     other = rpc.rpc_sync(2, RemoteModule.init_from_module_rref, ("worker1", module.module_rref))
     rpc.rpc_sync(1, double, (module.module_rref,))
@@ -148,7 +149,7 @@ def test_modules_may_share_what_is_over_there(trio: Cluster) -> None:
 
 
 def double(module_rref: Any) -> None:
-    """Change the module where it is."""
+    """Double the parameter, on the worker of the module."""
     with torch.no_grad():
         module_rref.local_value().factor.mul_(2)
 
@@ -158,11 +159,11 @@ class NoModule:
 
 
 def raises() -> nn.Module:
-    """Fails."""
+    """Raise."""
     raise KeyError("not today")
 
 
-def test_what_cannot_be(trio: Cluster) -> None:
+def test_invalid_arguments(trio: Cluster) -> None:
     with pytest.raises(ValueError, match=r"Expect `module_cls\(\*args, \*\*kwargs\)` returns an instance of"):
         RemoteModule("worker1", NoModule)()  # type: ignore[type-var]
     with pytest.raises(KeyError, match="not today"):
@@ -187,26 +188,85 @@ def test_before_init() -> None:
 
 
 @pytest.mark.parametrize("name", ["parameters", *_UNSUPPORTED])
-def test_what_is_not_supported_says_so(trio: Cluster, name: str) -> None:
+def test_unsupported_methods_raise(trio: Cluster, name: str) -> None:
     with pytest.raises(ValueError, match=f"Method ``{name}`` not supported for RemoteModule"):
         getattr(scale(), name)()
 
 
-class Slow(nn.Module):
-    """Calls back, and waits for nobody."""
+class Scaled(nn.Module):
+    """A local module around a remote one."""
+
+    def __init__(self, inner: RemoteModule) -> None:
+        super().__init__()
+        self.inner = inner
 
     def forward(self, x: Any) -> Any:
-        """Ask for an answer that never comes."""
+        """Twice the tensor of ``inner``."""
+        return self.inner(x, word="w")[1] * 2
+
+
+class LeafTracer(torch.fx.Tracer):
+    """Records remote modules as leaves."""
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """All but the root."""
+        return isinstance(m, RemoteModule)
+
+
+def test_fx_records_it_as_a_leaf(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tracer lists the modules of the root, which RemoteModule refuses as torch's does.
+    for name in "named_modules", "named_children":
+        monkeypatch.setattr(RemoteModule, name, getattr(nn.Module, name))
+    root = Scaled(scale())
+    graph = LeafTracer().trace(root)
+    assert [(n.op, n.target) for n in graph.nodes if n.op == "call_module"] == [("call_module", "inner")]
+    traced = torch.fx.GraphModule({"inner": root.inner}, graph)
+    assert torch.equal(traced(torch.ones(2)), torch.full((2,), 6.0))
+
+
+def test_a_received_module_has_the_state_of_a_module(trio: Cluster) -> None:
+    assert rpc.rpc_sync(2, state_of, (scale(),)) == ({}, {}, True, sorted(vars(nn.Module())))
+    with pytest.raises(AttributeError, match="nowhere"):
+        _ = scale().nowhere
+
+
+def state_of(module: RemoteModule) -> Any:
+    """Parameters, submodules, mode; and all attributes of a module, after use."""
+    assert not vars(module).keys() & vars(nn.Module()).keys()
+    state = module._parameters, module._modules, module.training
+    return *state, sorted(vars(module).keys() & vars(nn.Module()).keys())
+
+
+def test_results_stay_on_their_device_if_there_is_a_device_map(trio: Cluster) -> None:
+    module_rref: Any = rpc.RRef(nn.Linear(2, 2, device="meta"))
+    args = (torch.ones(1, 2),)
+    assert _forward_on_device(module_rref, "meta", True, args, {}).device == torch.device("meta")
+    with pytest.raises(NotImplementedError, match="meta"):  # meta tensors cannot be moved: it tried
+        _forward_on_device(module_rref, "meta", False, args, {})
+
+
+def test_the_device_map_is_noted() -> None:
+    options = rpc.TensorPipeRpcBackendOptions(device_maps={"worker1": {"cuda:0": "cuda:0"}})
+    with cluster(2, options) as c, c.acting(0):
+        assert scale("worker0/cpu").is_device_map_set is False
+        assert scale("worker1/cpu").is_device_map_set is True
+
+
+class Slow(nn.Module):
+    """Waits for a call that never returns."""
+
+    def forward(self, x: Any) -> Any:
+        """Wait for the result of :func:`never`."""
         return rpc.rpc_async(0, never).wait()
 
 
 @rpc.functions.async_execution
 def never() -> Any:
-    """Nobody will set it."""
+    """Return a future that is never set."""
     return torch.futures.Future()
 
 
-def test_a_timeout_of_its_own(trio: Cluster) -> None:
+def test_with_timeout(trio: Cluster) -> None:
     module = RemoteModule("worker1", Slow).with_timeout(0.05)
     with pytest.raises(RpcTimeoutError):
         module(1)

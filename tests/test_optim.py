@@ -349,3 +349,30 @@ def forks_of(c: Cluster, rank: int, params: list[rpc.RRef[Tensor]]) -> list[rpc.
     """References to ``params`` that belong to worker ``rank``, as if its program had been given them."""
     rpc.rpc_sync(rank, keep, (rank, params))
     return _kept.pop(rank)
+
+
+# ---- learning rates by torch's attributes ----------------------------------------------------------------
+
+
+def make_schedule(local: Any) -> Any:
+    """Runs on the owner: a scheduler for the local optimizer."""
+    return torch.optim.lr_scheduler.StepLR(local.local_value().optim, step_size=1, gamma=0.1)
+
+
+def step_schedule(schedule: Any) -> list[float]:
+    """Runs on the owner: the learning rates after one step of the scheduler."""
+    schedule.local_value().optimizer.step()
+    schedule.local_value().step()
+    rates: list[float] = schedule.local_value().get_last_lr()
+    return rates
+
+
+def test_schedulers_by_torchs_attributes() -> None:
+    with cluster(3) as c, c.acting(0):
+        params = [rpc.remote(to, torch.nn.Parameter, (torch.ones(2),)) for to in (1, 2)]
+        optimizer = DistributedOptimizer(torch.optim.SGD, params, lr=1.0)
+        owners = [local.owner_name() for local in optimizer.remote_optimizers]
+        assert owners == ["worker1", "worker2"]
+        for local in optimizer.remote_optimizers:
+            schedule = rpc.remote(local.owner(), make_schedule, (local,))
+            assert rpc.rpc_sync(local.owner(), step_schedule, (schedule,)) == [pytest.approx(0.1)]

@@ -92,3 +92,8 @@ def test_legacy_profiler() -> None:
 def test_is_torch_operator() -> None:
     assert torch_internals.is_torch_operator(torch.add)
     assert not torch_internals.is_torch_operator(test_is_torch_operator)
+
+
+def test_pyrref_is_the_class_of_torchs_references() -> None:
+    assert torch_internals.PyRRef is torch.distributed.rpc.PyRRef
+    assert issubclass(torch.distributed.rpc.RRef, torch_internals.PyRRef)

@@ -1,4 +1,4 @@
-"""clip_grad_norm: clips by the norm over the gradients of all owners, as if they were in one process."""
+"""Gradient clipping by the total norm over the gradients of all owners."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _gradients(context_id: int, params: Sequence[RRef[Any]]) -> list[torch.Tenso
 
 
 def _norm(context_id: int, params: Sequence[RRef[Any]], norm_type: float) -> float:
-    """The norm of the gradients of this owner."""
+    """Return the norm of the gradients on this owner; 0 if there are none."""
     norms = []
     for gradient in _gradients(context_id, params):
         dense = gradient.coalesce().values() if gradient.is_sparse else gradient
@@ -32,10 +32,10 @@ def _norm(context_id: int, params: Sequence[RRef[Any]], norm_type: float) -> flo
     return torch.linalg.vector_norm(torch.stack(norms), norm_type).item() if norms else 0.0
 
 
-def _scale(context_id: int, params: Sequence[RRef[Any]], by: float) -> None:
-    """Scale the gradients of this owner in the context."""
+def _scale(context_id: int, params: Sequence[RRef[Any]], factor: float) -> None:
+    """Multiply the gradients on this owner by ``factor``, in place."""
     for gradient in _gradients(context_id, params):
-        gradient.mul_(by)
+        gradient.mul_(factor)
 
 
 def clip_grad_norm(
@@ -47,37 +47,37 @@ def clip_grad_norm(
 ) -> torch.Tensor:
     """Scale the gradients of a context so that their norm, over all owners together, is at most ``max_norm``.
 
-    Does what ``torch.nn.utils.clip_grad_norm_`` does in one process. Call it between ``backward`` and
+    The distributed counterpart of ``torch.nn.utils.clip_grad_norm_``. Call it between ``backward`` and
     ``step``.
 
     Args:
-        context_id: of the distributed autograd context.
-        params_rref: references to the parameters.
-        max_norm: upper limit of the norm.
-        norm_type: order of the norm; ``inf`` for the maximum norm.
+        context_id: the id of the distributed autograd context.
+        params_rref: references to the parameters. Parameters without a gradient are skipped.
+        max_norm: the upper limit of the norm.
+        norm_type: the order of the norm; ``inf`` for the maximum norm.
         error_if_nonfinite: raise if the norm is nan or infinite.
 
     Returns:
-        the norm before clipping, a scalar tensor of dtype float64.
+        The norm before clipping: a scalar tensor on the CPU, of dtype float64.
 
     Raises:
         ConfigurationError: if there are no references.
         RuntimeError: if the norm is not finite and ``error_if_nonfinite`` is set.
-        Exception: what failed on an owner.
+        Exception: the error of an owner.
     """
     norm_type = float(norm_type)  # torch accepts "inf"
     owners = group_by_owner(params_rref)
     if not owners:
         raise ConfigurationError("clip_grad_norm got an empty parameter list")
     norms = call_owners(_norm, {owner: (context_id, params, norm_type) for owner, params in owners.items()})
-    every = torch.tensor(list(norms.values()), dtype=torch.float64)
-    total: torch.Tensor = torch.linalg.vector_norm(every, norm_type)
+    by_owner = torch.tensor(list(norms.values()), dtype=torch.float64)
+    total: torch.Tensor = torch.linalg.vector_norm(by_owner, norm_type)
     if error_if_nonfinite and not math.isfinite(total.item()):
         raise RuntimeError(
             f"The total norm of order {norm_type} for gradients is non-finite, so it cannot be clipped: "
             + ", ".join(f"{owner} has {norm}" for owner, norm in norms.items())
         )
-    by = float(max_norm) / (total.item() + EPSILON)
-    if not by >= 1.0:  # false for nan, which then spreads to the gradients as in torch
-        call_owners(_scale, {owner: (context_id, params, by) for owner, params in owners.items()})
+    factor = float(max_norm) / (total.item() + EPSILON)
+    if not factor >= 1.0:  # a nan is not: it spreads to the gradients, as in torch
+        call_owners(_scale, {owner: (context_id, params, factor) for owner, params in owners.items()})
     return total

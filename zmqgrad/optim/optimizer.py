@@ -20,7 +20,7 @@ Group = dict[str, Any]
 
 
 class LocalOptimizer:
-    """The optimizer of one owner."""
+    """The local optimizer of one owner, and the parameters that it optimizes."""
 
     def __init__(self, optimizer_class: type, groups: Sequence[Group], args: Any, kwargs: Any) -> None:
         params: list[Any] = [{**group, "params": local_values(group["params"])} for group in groups]
@@ -29,14 +29,19 @@ class LocalOptimizer:
         self.optimizer: torch.optim.Optimizer = optimizer_class(params, *args, **kwargs)
         _refuse_closures(self.optimizer)
 
+    @property
+    def optim(self) -> torch.optim.Optimizer:
+        """The optimizer, by its name in torch's local optimizers."""
+        return self.optimizer
+
     def step(self, context_id: int) -> None:
-        """Take one step with the gradients of a context. ``.grad`` of the parameters stays unchanged."""
+        """Take one step with the gradients of a context; ``.grad`` of the parameters does not change."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         with swapped_grads(params, gradients_of(context_id, params)):
             self.optimizer.step()
 
     def state(self) -> dict[str, Any]:
-        """A copy of the state dictionary: a local caller must not share its tensors either."""
+        """Return a copy of the state dictionary, whose tensors a local caller does not share either."""
         return copy.deepcopy(self.optimizer.state_dict())
 
 
@@ -44,8 +49,8 @@ def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(optimizer.step).parameters.get("closure")
     if closure is not None and closure.default is closure.empty:
         raise ConfigurationError(
-            f"{type(optimizer).__name__} cannot be distributed: its step needs a closure, which computes the "
-            "loss again, and each owner would call it by itself"
+            f"{type(optimizer).__name__} cannot be distributed: its step needs a closure that recomputes the "
+            "loss, and each owner would call it separately"
         )
 
 
@@ -62,14 +67,14 @@ class DistributedOptimizer:
 
     Args:
         optimizer_class: a class of ``torch.optim``, or a similar one, whose ``step`` needs no closure.
-        params_rref: references to the parameters; or parameter groups as for torch's optimizers, dictionaries
-            with ``params`` and options.
-        args, kwargs: for the optimizer on each owner.
+        params_rref: references to the parameters, or parameter groups as for torch's optimizers:
+            dictionaries with ``params`` and options.
+        args, kwargs: the further arguments of ``optimizer_class`` on each owner.
 
     Raises:
         ConfigurationError: if there are no parameters, an item is not a reference, or ``step`` needs a
             closure.
-        Exception: what the constructor of an optimizer raised on any owner.
+        Exception: the error of the constructor on an owner.
     """
 
     def __init__(
@@ -90,29 +95,40 @@ class DistributedOptimizer:
         """References to the optimizers, by the names of their owners."""
         return dict(self._locals)
 
+    @property
+    def remote_optimizers(self) -> list[RRef[LocalOptimizer]]:
+        """References to the optimizers, as in torch's class: their values have an attribute ``optim``."""
+        return list(self._locals.values())
+
     def step(self, context_id: int) -> None:
-        """Take one step on all owners in parallel, with the gradients of context ``context_id``.
+        """Take one step on all owners in parallel, with the gradients of a context.
+
+        Args:
+            context_id: the id of the distributed autograd context.
 
         Raises:
-            Exception: what a step raised on any owner, naming it. The other owners complete their steps. If
-                several failed, the cause of the exception lists the others.
+            Exception: the error of the step on an owner, with the owner's name. The other owners complete
+                their steps. If several steps failed, the cause of the exception lists the others.
         """
         call_method(self._locals, "step", context_id)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the states of all optimizers, by the names of their owners."""
+        """Return copies of the states of all optimizers, by the names of their owners."""
         return call_method(self._locals, "state")
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict` of an optimizer with the same parameters on each owner.
+        """Restore a state.
+
+        Args:
+            state: from :meth:`state_dict` of an optimizer with the same parameters on each owner.
 
         Raises:
             ConfigurationError: if the owners differ.
-            Exception: what torch's ``load_state_dict`` raised on any owner.
+            Exception: the error of torch's ``load_state_dict`` on an owner.
         """
         if set(state) != set(self._locals):
             raise ConfigurationError(
-                f"the state is of optimizers on {', '.join(sorted(state)) or 'no worker'}, but the "
+                f"the state belongs to optimizers on {', '.join(sorted(state)) or 'no worker'}, but the "
                 f"parameters are owned by {', '.join(sorted(self._locals))}"
             )
         call_owners(_load, {owner: (local, state[owner]) for owner, local in self._locals.items()})
@@ -122,7 +138,7 @@ class DistributedOptimizer:
 
 
 def _groups_by_owner(params_rref: Any) -> dict[str, list[Group]]:
-    """The groups of each owner. Each owner has all groups, some empty, so that their indices agree."""
+    """Split the parameter groups by owner. Each owner gets all groups, some empty: indices must agree."""
     given = as_list(params_rref)
     if not given:
         raise ConfigurationError("optimizer got an empty parameter list")

@@ -1,4 +1,4 @@
-"""Calls to all workers that own some of the parameters, in parallel."""
+"""Parallel calls to all workers that own parameters."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def group_by_owner(params_rref: Iterable[RRef[Any]], name: str = "params_rref") 
 
 
 def call_owners(function: Callable[..., Any], args: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Run ``function(*args[owner])`` on each owner. Waits for all, even if one fails.
+    """Run ``function(*args[owner])`` on each owner, and wait for all, even if one fails.
 
-    If this worker is an owner, it runs the function here while the others run it there.
+    If this worker is an owner, it runs the function itself while the other owners run it.
 
     Returns:
-        the results, by owner.
+        The results, by owner.
 
     Raises:
-        Exception: what the function raised on the first owner that failed. If it failed on others, too, the
-            cause of the exception lists them.
+        Exception: the error of the first owner that failed. If several failed, the cause of the exception
+            lists the others.
     """
     own = get_worker_info().name
     return _at_once(
@@ -64,7 +64,7 @@ def call_owners(function: Callable[..., Any], args: Mapping[str, Sequence[Any]])
 def call_method(values: Mapping[str, RRef[Any]], method: str, *args: Any) -> dict[str, Any]:
     """Run ``value.method(*args)`` for each of ``values``, by owner; otherwise as :func:`call_owners`.
 
-    This is cheaper than calling a function with the reference as an argument.
+    Cheaper than a function with the reference as an argument.
     """
     own = get_worker_info().name
     return _at_once(
@@ -85,7 +85,7 @@ def _call_there(value: RRef[Any], method: str, *args: Any) -> Any:
 
 
 def _at_once(begin: Mapping[str, Callable[[], Any]], own: str) -> dict[str, Any]:
-    """Call all functions of ``begin``: they return futures, except that of ``own``, which is called last."""
+    """Call all functions of ``begin``, that of ``own`` last; wait for the futures of the others."""
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
     begun: dict[str, Callable[[], Any]] = {}
@@ -111,10 +111,10 @@ def _raise(errors: dict[str, Exception]) -> None:
     (_, first), *others = errors.items()
     if not others:
         raise first
-    said = "\n".join(f"on {owner}: {type(e).__name__}: {e}" for owner, e in others)
-    raise first from RpcError(f"it failed on {len(errors)} owners, also:\n{said}")
+    details = "\n".join(f"on {owner}: {type(e).__name__}: {e}" for owner, e in others)
+    raise first from RpcError(f"it failed on {len(errors)} owners, also:\n{details}")
 
 
 def local_values(params: Iterable[RRef[Any]]) -> list[torch.Tensor]:
-    """The parameters of references that this worker owns."""
+    """Return the parameters of references that this worker owns."""
     return [param.local_value() for param in params]

@@ -1,4 +1,4 @@
-"""DistributedLRScheduler: a learning-rate scheduler of torch on each owner of an optimizer."""
+"""DistributedLRScheduler: learning-rate schedules for DistributedOptimizer."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def _load(schedule: RRef[Any], state: dict[str, Any]) -> None:
 
 
 class DistributedLRScheduler:
-    """A scheduler on each owner of the parameters of ``optimizer``.
+    """Schedules the learning rates of a distributed optimizer, by one local scheduler on each owner.
 
     Args:
         optimizer: the optimizer whose learning rates are scheduled.
         make: a class of ``torch.optim.lr_scheduler``, or a function that takes a local optimizer and returns
             a scheduler (for chained ones).
-        args, kwargs: for ``make``, after the optimizer.
+        args, kwargs: the further arguments of ``make``.
 
     Raises:
-        Exception: what ``make`` raised on any owner.
+        Exception: the error of ``make`` on an owner.
     """
 
     def __init__(
@@ -56,16 +56,17 @@ class DistributedLRScheduler:
         """Step the schedulers on all owners. Call it after the step of the optimizer.
 
         Args:
-            args, kwargs: those of the scheduler, such as the metric of ``ReduceLROnPlateau``.
+            args, kwargs: the arguments of the scheduler's ``step``, such as the metric of
+                ``ReduceLROnPlateau``.
         """
         call_owners(_step, {owner: (schedule, args, kwargs) for owner, schedule in self._schedules.items()})
 
     def get_last_lr(self) -> dict[str, list[float]]:
-        """The learning rates of the parameter groups, by owner."""
+        """Return the learning rates of the parameter groups, by owner."""
         return call_owners(_last_lr, {owner: (schedule,) for owner, schedule in self._schedules.items()})
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of the schedulers, by owner."""
+        """Return copies of the states of the schedulers, by owner."""
         return call_owners(_state, {owner: (schedule,) for owner, schedule in self._schedules.items()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import zmqgrad.interop  # noqa: F401  registers zmq:// with torch.distributed
 from zmqgrad.rpc import backend_registry, constants, functions
 from zmqgrad.rpc.api import (
+    AllGatherStates,
+    _get_current_rpc_agent,
     _get_debug_info,
     _is_current_rpc_agent_set,
     _rref_context_get_debug_info,
@@ -47,13 +49,21 @@ from zmqgrad.rpc.gathering import broadcast, wait_all
 from zmqgrad.rpc.in_flight import cancelled, time_left
 from zmqgrad.rpc.membership.collectives import all_gather, barrier
 from zmqgrad.rpc.membership.worker_info import WorkerInfo
-from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions
+from zmqgrad.rpc.options import BackendType, RpcBackendOptions, TensorPipeRpcBackendOptions, removed
 from zmqgrad.rpc.rref.api import RRef
 from zmqgrad.rpc.server_process_global_profiler import _server_process_global_profile
 
 PyRRef = RRef
 
+
+def __getattr__(name: str) -> object:
+    if name == "ProcessGroupRpcBackendOptions":
+        raise removed(f"rpc.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 __all__ = [
+    "AllGatherStates",
     "BackendType",
     "BackendValue",
     "PyRRef",
@@ -62,6 +72,7 @@ __all__ = [
     "RpcFuture",
     "TensorPipeRpcBackendOptions",
     "WorkerInfo",
+    "_get_current_rpc_agent",
     "_get_debug_info",
     "_is_current_rpc_agent_set",
     "_rref_context_get_debug_info",

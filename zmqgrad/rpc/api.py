@@ -29,10 +29,14 @@ from zmqgrad.rpc.options import (
 )
 from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref.api import RRef, call_remote
+from zmqgrad.rpc.rref.api import RRef as PyRRef  # noqa: F401
+from zmqgrad.rpc.torch_names import AllGatherStates as AllGatherStates
 from zmqgrad.rpc.torch_names import _all_gather as _all_gather
 from zmqgrad.rpc.torch_names import _barrier as _barrier
+from zmqgrad.rpc.torch_names import _get_current_rpc_agent as _get_current_rpc_agent
 from zmqgrad.rpc.torch_names import _get_debug_info as _get_debug_info
 from zmqgrad.rpc.torch_names import _is_current_rpc_agent_set as _is_current_rpc_agent_set
+from zmqgrad.rpc.torch_names import _require_initialized as _require_initialized
 from zmqgrad.rpc.torch_names import _rref_context_get_debug_info as _rref_context_get_debug_info
 from zmqgrad.rpc.torch_names import _thread_local_var as _thread_local_var
 from zmqgrad.rpc.torch_names import _wait_all as _wait_all

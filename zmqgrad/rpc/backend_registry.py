@@ -81,7 +81,7 @@ def register_backend(
     if backend_registered(backend_name):
         raise RpcError(f"RPC backend {backend_name}: already registered")
     _backends[backend_name] = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
-    BackendType = enum.Enum("BackendType", {name: name for name in _backends}, type=_Named)  # type: ignore[misc]
+    BackendType = options.NamedBackend("BackendType", {name: name for name in _backends})  # type: ignore[call-arg]
     return BackendType[backend_name]
 
 
@@ -143,13 +143,6 @@ def _value_of(backend: Any) -> BackendValue:
     if name not in _backends:
         raise ArgumentTypeError(f"Argument backend must be a member of BackendType, not {backend!r}")
     return _backends[name]
-
-
-class _Named:
-    name: str
-
-    def __repr__(self) -> str:
-        return f"BackendType.{self.name}"
 
 
 def _join(

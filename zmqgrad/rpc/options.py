@@ -29,14 +29,37 @@ UNSET_RPC_TIMEOUT = -1.0
 """The ``timeout`` argument that means the worker's default."""
 
 
-class BackendType(enum.Enum):
+class RemovedNameError(ConfigurationError, AttributeError):
+    """A name of earlier torch releases that neither torch nor this library has."""
+
+
+def removed(name: str) -> RemovedNameError:
+    """The error for ``name``, which torch has removed together with its process group backend."""
+    return RemovedNameError(
+        f"{name}: torch has removed the process group backend for RPC, and zmqgrad does not have it. "
+        "Leave the argument `backend` out, and use TensorPipeRpcBackendOptions"
+    )
+
+
+class _BackendMeta(enum.EnumMeta):
+    def __getattr__(cls, name: str) -> Any:
+        if name == "PROCESS_GROUP":
+            raise removed("BackendType.PROCESS_GROUP")
+        raise AttributeError(f"BackendType has no member {name}")
+
+
+class NamedBackend(enum.Enum, metaclass=_BackendMeta):
+    """Base of the enumerations of backends."""
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
+
+
+class BackendType(NamedBackend):
     """Backends by name. There is one; torch's name for its own is accepted and means the same."""
 
     ZMQ = "ZMQ"
     TENSORPIPE = "TENSORPIPE"
-
-    def __repr__(self) -> str:
-        return f"BackendType.{self.name}"
 
 
 @dataclass

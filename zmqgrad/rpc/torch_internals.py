@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed.rpc  # makes torch._C._distributed_rpc
 from torch.autograd import profiler, profiler_legacy
 from torch.autograd.profiler_util import EventList
 
@@ -18,6 +19,9 @@ set_unwrap_func: Callable[[Any, Callable[[Any], object]], None] = torch._C.Futur
 ``torch.futures.Future.set_exception`` raises errors in it. ``torch.futures.wait_all`` and ``collect_all``
 call the functions of their futures, but no method that a Python subclass overrides.
 """
+
+PyRRef: type = torch._C._distributed_rpc.PyRRef
+"""The C++ class of torch's own references."""
 
 profiler_enabled_here: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler records the calling thread."""

@@ -21,6 +21,7 @@ from zmqgrad.rpc.rref import proxies
 from zmqgrad.rpc.rref.handle import Handle
 from zmqgrad.rpc.serialization.context import SerializedByReference
 from zmqgrad.rpc.serialization.serializer import serialize_call
+from zmqgrad.rpc.torch_internals import PyRRef
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Inbound
@@ -43,6 +44,14 @@ class RRef(SerializedByReference, Generic[T]):
     """
 
     __slots__ = ("__weakref__", "_worker", "handle")
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Torch's class, so that libraries which test ``isinstance(x, PyRRef)`` recognise references.
+
+        ``type(self)``, which pickle, copy and pybind11 use, is this class.
+        """
+        return PyRRef
 
     def __init__(self, value: T, type_hint: Any = None, devices: Any = None) -> None:
         del devices

@@ -1,4 +1,4 @@
-"""RemoteModule: a module on another worker, as in ``torch.distributed.nn`` (DESIGN section 11).
+"""RemoteModule: a module on another worker, as in ``torch.distributed.nn.api.remote_module``.
 
     layer = RemoteModule("worker1/cpu", nn.Linear, args=(20, 30))
     y = layer(x)                    # or layer.forward_async(x).wait()
@@ -29,10 +29,20 @@ __all__ = ["RemoteModule"]
 
 logger = logging.getLogger(__name__)
 
-_SERIALIZED = ("on", "device", "is_device_map_set", "is_scriptable", "generated_methods", "module_rref")
+_REMOTE_MODULE_PICKLED_ATTRIBUTES = (
+    "on",
+    "device",
+    "is_device_map_set",
+    "is_scriptable",
+    "generated_methods",
+    "module_rref",
+)
 """The attributes that are serialized, named as in torch's RemoteModule."""
 
-_NOT_SERIALIZED = frozenset(vars(nn.Module())) | {"forward_async", "forward"}
+_MODULE_STATE = frozenset(vars(nn.Module()))
+"""The attributes that ``nn.Module.__init__`` sets."""
+
+_NOT_SERIALIZED = _MODULE_STATE | {"forward_async", "forward"}
 """The attributes that need not be serialized."""
 
 # fmt: off
@@ -48,14 +58,22 @@ _UNSUPPORTED = (
 
 
 class RemoteModule(nn.Module, RpcSerializable):
-    """A module on another worker. It is used like a local one; ``forward`` runs on that worker.
+    """A module on another worker. It is called like a local module; ``forward`` runs on that worker.
+
+    Hooks of the module on its worker do not run, since only its ``forward`` is called, and hooks cannot be
+    registered here; global module hooks of the caller run around the call, as for any module. ``torch.fx``
+    records a call of a RemoteModule if the tracer declares it a leaf.
+
+    If ``remote_device`` is not the CPU, tensors among the arguments are moved to it, and tensors of the
+    result back to the CPU, unless this worker has a device map for the worker of the module.
 
     Args:
         remote_device: "<worker>/<device>" or "rank:<rank>/<device>". The default device is "cpu", the default
             worker this one.
-        module_cls: creates the module, which must be an ``nn.Module``, on that worker. What it raises is
-            raised by the first use of the module.
-        args, kwargs: for ``module_cls``.
+        module_cls: a class or function that returns the module, an ``nn.Module``; it is called on that
+            worker. The first use of the module raises its exceptions.
+        args, kwargs: the arguments of ``module_cls``.
+        _module_interface_cls: not supported; it must be None.
 
     Raises:
         NotInitializedError: before ``init_rpc``.
@@ -68,7 +86,6 @@ class RemoteModule(nn.Module, RpcSerializable):
     module_rref: RRef[nn.Module]
     forward_async: _Forward
     forward: _Forward
-    training = True
 
     def __init__(
         self,
@@ -90,7 +107,16 @@ class RemoteModule(nn.Module, RpcSerializable):
     def init_from_module_rref(
         remote_device: str | torch.device, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """Make a RemoteModule for a module that exists already. A module can have several."""
+        """Return a RemoteModule for an existing module. Several of them can share one module.
+
+        Args:
+            remote_device: the worker and the device of the module, as for the constructor.
+            module_rref: a reference to the module.
+            _module_interface_cls: not supported; it must be None.
+
+        Raises:
+            NotInitializedError, ConfigurationError: as the constructor.
+        """
         _refuse_interface(_module_interface_cls)
         module = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(module)
@@ -100,7 +126,7 @@ class RemoteModule(nn.Module, RpcSerializable):
     def _initialize(self, on: str | int, device: str, module_rref: RRef[nn.Module]) -> None:
         self.on = on
         self.device = device
-        self.is_device_map_set = False
+        self.is_device_map_set = _has_device_map(on)
         self.is_scriptable = False
         self.generated_methods = ("forward_async", "forward")
         self.module_rref = module_rref
@@ -108,15 +134,26 @@ class RemoteModule(nn.Module, RpcSerializable):
 
     def _add_forward_methods(self) -> None:
         # They refer to the RRef, not to self: a reference cycle would outlive the last use of this module.
-        vars(self)["forward_async"] = _Forward(self.module_rref, self.device, is_sync=False)
-        vars(self)["forward"] = _Forward(self.module_rref, self.device, is_sync=True)
+        vars(self)["forward_async"] = _Forward(
+            self.module_rref, self.device, self.is_device_map_set, is_sync=False
+        )
+        vars(self)["forward"] = _Forward(self.module_rref, self.device, self.is_device_map_set, is_sync=True)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``forward``. Hooks of the module run on its worker."""
-        return self.forward(*args, **kwargs)
+    def __getattr__(self, name: str) -> Any:
+        # A RemoteModule that arrived in a message has the serialized attributes only, as with torch; the
+        # others, which nn.Module.__call__ reads, are created on first use.
+        if name in _MODULE_STATE:
+            for each, value in vars(nn.Module()).items():
+                vars(self).setdefault(each, value)
+            return vars(self)[name]
+        return super().__getattr__(name)
 
     def with_timeout(self, seconds: float) -> RemoteModule:
-        """The same module with a timeout for ``forward`` and ``forward_async`` (0: no limit)."""
+        """Return a RemoteModule for the same module whose ``forward`` and ``forward_async`` have a timeout.
+
+        Args:
+            seconds: the timeout of one call; 0: no limit.
+        """
         module = RemoteModule.init_from_module_rref(
             f"{_worker_text(self.on)}/{self.device}", self.module_rref
         )
@@ -126,15 +163,19 @@ class RemoteModule(nn.Module, RpcSerializable):
         return module
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
-        """References to the parameters of the module; with ``recurse=False`` without those of submodules."""
+        """Return references to the parameters of the module, for ``DistributedOptimizer``.
+
+        Args:
+            recurse: include the parameters of submodules.
+        """
         return cast("list[RRef[nn.Parameter]]", rpc_sync(self.on, _parameters, (self.module_rref, recurse)))
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """Return the reference to the module."""
+        """Return the reference to the module on its worker."""
         return self.module_rref
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Set the training mode of the module on its worker."""
+        """Set the training mode (True) or evaluation mode (False) of the module on its worker."""
         rpc_sync(self.module_rref.owner(), _train, (self.module_rref, mode))
         self.training = mode
         return self
@@ -145,9 +186,9 @@ class RemoteModule(nn.Module, RpcSerializable):
 
     def reduce_for_rpc(self) -> tuple[Any, ...]:
         """Serialize for a call: a function that rebuilds the module, and its arguments."""
-        for name in vars(self).keys() - _NOT_SERIALIZED - set(_SERIALIZED):
+        for name in vars(self).keys() - _NOT_SERIALIZED - set(_REMOTE_MODULE_PICKLED_ATTRIBUTES):
             logger.warning("attribute %s of a RemoteModule is not serialized", name)
-        return _deserialize, tuple(getattr(self, name) for name in _SERIALIZED)
+        return _deserialize, tuple(getattr(self, name) for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)
 
     def __prepare_scriptable__(self) -> NoReturn:
         """Called by ``torch.jit.script``."""
@@ -171,11 +212,19 @@ class RemoteModule(nn.Module, RpcSerializable):
 
 
 class _Forward:
-    """The method ``forward`` of a remote module, with its signature if that is known."""
+    """The method ``forward`` or ``forward_async`` of a RemoteModule, with its signature if that is known.
 
-    def __init__(self, module_rref: RRef[nn.Module], device: str, is_sync: bool) -> None:
+    Args:
+        module_rref: a reference to the module.
+        device: the device of the module.
+        keeps_device: tensors of the result stay on that device until a device map moves them.
+        is_sync: wait for the result instead of returning a future.
+    """
+
+    def __init__(self, module_rref: RRef[nn.Module], device: str, keeps_device: bool, is_sync: bool) -> None:
         self._rref = module_rref
         self._device = device
+        self._keeps_device = keeps_device
         self._is_sync = is_sync
         self.timeout = UNSET_RPC_TIMEOUT
         self.__signature__: inspect.Signature | None = None
@@ -185,13 +234,16 @@ class _Forward:
         if torch.device(self._device).type != "cpu":
             call = rpc_sync if self._is_sync else rpc_async
             return call(
-                rref.owner(), _forward_on_device, (rref, self._device, args, kwargs), timeout=self.timeout
+                rref.owner(),
+                _forward_on_device,
+                (rref, self._device, self._keeps_device, args, kwargs),
+                timeout=self.timeout,
             )
         proxy = rref.rpc_sync(self.timeout) if self._is_sync else rref.rpc_async(self.timeout)
         return proxy.forward(*args, **kwargs)
 
     def __reduce__(self) -> Any:
-        return _Forward, (self._rref, self._device, self._is_sync)
+        return _Forward, (self._rref, self._device, self._keeps_device, self._is_sync)
 
 
 def _unsupported(name: str, hint: str = "") -> Callable[..., NoReturn]:
@@ -247,6 +299,13 @@ def _is_device(text: str) -> bool:
     return True
 
 
+def _has_device_map(on: str | int) -> bool:
+    """Whether this worker has a device map for worker ``on``."""
+    membership = current_worker().membership
+    maps = membership.own.device_maps
+    return bool(maps) and bool(maps.get(membership.find(on).name))
+
+
 def _worker_text(on: str | int) -> str:
     return f"rank:{on}" if isinstance(on, int) else on
 
@@ -257,7 +316,7 @@ def _refuse_interface(interface: Any) -> None:
 
 
 def _signature_of(module_cls: Callable[..., nn.Module]) -> inspect.Signature | None:
-    """The signature of its ``forward`` without ``self``; None if ``module_cls`` is not a module class."""
+    """The signature of ``forward`` without ``self``; None if ``module_cls`` is not a module class."""
     if not isinstance(module_cls, type) or not issubclass(module_cls, nn.Module):
         return None
     whole = inspect.signature(module_cls.forward)
@@ -285,11 +344,15 @@ def _train(module_rref: RRef[nn.Module], mode: bool) -> None:
     module_rref.local_value().train(mode)
 
 
-def _forward_on_device(module_rref: RRef[nn.Module], device: str, args: Any, kwargs: Any) -> Any:
-    """Run ``forward`` of a module on a device. Arguments and results are sent as tensors of the CPU."""
+def _forward_on_device(
+    module_rref: RRef[nn.Module], device: str, keeps_device: bool, args: Any, kwargs: Any
+) -> Any:
+    """Run ``forward`` of a module on a device, and move its result to the CPU unless ``keeps_device``."""
     result = module_rref.local_value().forward(
         *(_to_device(a, device) for a in args), **{name: _to_device(a, device) for name, a in kwargs.items()}
     )
+    if keeps_device:
+        return result
     if isinstance(result, tuple):
         return tuple(_to_device(r, "cpu") for r in result)
     return _to_device(result, "cpu")
@@ -301,6 +364,10 @@ def _to_device(value: Any, device: str) -> Any:
 
 def _deserialize(*values: Any) -> RemoteModule:
     module = RemoteModule.__new__(RemoteModule)
-    vars(module).update(zip(_SERIALIZED, values, strict=True))
+    vars(module).update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, values, strict=True))
     module._add_forward_methods()
     return module
+
+
+_RemoteModule = RemoteModule
+"""In torch, the base class of RemoteModule, whose constructor takes ``_module_interface_cls``."""
