@@ -129,8 +129,8 @@ def test_requests_and_responses_are_told_by_their_bits() -> None:
     assert not [t for t in MessageType if t & REQUEST and t & RESPONSE]
 
 
-def test_the_numbers_of_the_field_are_kept() -> None:
-    """DESIGN section 5: where torch's RPC has a number, ours is the same."""
+def test_message_types_use_the_numbers_of_torch() -> None:
+    """Messages that torch's RPC has as well use its numbers."""
     assert MessageType.FORWARD_AUTOGRAD_REQ == 0x0F | 0x100
     assert MessageType.FORWARD_AUTOGRAD_RESP == 0x10 | 0x200
     assert MessageType.BACKWARD_AUTOGRAD_REQ == 0x11 | 0x100
@@ -141,7 +141,7 @@ def test_the_numbers_of_the_field_are_kept() -> None:
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
 def test_every_sequence_and_text_has_a_bound(cls: type[Message]) -> None:
-    """Sizes are bounded before anything is allocated (DESIGN section 5)."""
+    """Sizes are bounded before anything is allocated (docs/guarantees.md, P5)."""
     unbounded: list[str] = []
     seen: set[type] = set()
 

@@ -190,8 +190,8 @@ def test_a_value_goes_with_its_outcome() -> None:
     assert watched() is None
 
 
-def test_ctrl_c_interrupts_a_wait_and_harms_nobody() -> None:
-    """DESIGN 16.10: torch's own future does not see it."""
+def test_ctrl_c_interrupts_a_wait_and_leaves_the_promise_usable() -> None:
+    """``torch.futures.Future.wait`` blocks in C++, where Ctrl-C cannot interrupt it."""
     outcome: Promise[int] = Promise()
     interrupted = threading.Event()
     main = threading.get_ident()

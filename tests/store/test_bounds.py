@@ -92,11 +92,11 @@ def test_a_wait_too_many_is_refused(server: StoreServer) -> None:
             one.wait(["never"], 0.01)
 
 
-# ---- strangers --------------------------------------------------------------------------------------------
+# ---- foreign clients ---------------------------------------------------------------------------------------
 
 
-def test_strangers_cost_a_counter(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
-    """(P5): whatever the bytes."""
+def test_malformed_bytes_cost_a_counter(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+    """P5 of docs/guarantees.md, for bytes of several protocols and random ones."""
     drawn = random.Random(7)
     garbage = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",

@@ -170,7 +170,7 @@ STEPS = st.tuples(st.integers(0, 2), COMMANDS, st.sampled_from(["arrives", "arri
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEPS, max_size=25))
 def test_a_store_is_a_dict_whatever_breaks(steps: list[tuple[int, Any, str]], tmp_path: Path) -> None:
-    """(P9), and exactly once: a query without a reply is repeated, and the change is not made again."""
+    """P9, and exactly once: a query without a reply is repeated, and the change is not made again."""
     path = tmp_path / "journal"
     path.unlink(missing_ok=True)
     world, model = World(path), Model()
@@ -399,7 +399,7 @@ def serve(port: int, path: Path) -> subprocess.Popen[str]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_acknowledged_writes_survive_sigkill_in_the_middle_of_writes(tmp_path: Path) -> None:
-    """(P9), three times over, with four threads that write without a pause."""
+    """P9 of docs/guarantees.md, three times over, with four threads that write without a pause."""
     port, path = free_port(), tmp_path / "journal"
     process = serve(port, path)
     stop = threading.Event()

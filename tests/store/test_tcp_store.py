@@ -228,7 +228,7 @@ def test_processes_count_and_watch_together() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_stores_rendezvous_and_all_leave_torch_unloaded() -> None:
-    """DESIGN 16.2."""
+    """A store server must not load torch."""
     code = """
 import sys
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore

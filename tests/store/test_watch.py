@@ -52,8 +52,10 @@ def look(state: State, key: str = "k") -> KeyCallbackRegistered:
 
 
 @given(ACTIONS, st.booleans())
-def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]], looks_late: bool) -> None:
-    """(P8): changes form one chain, and once the channel is whole again its end is the store's value."""
+def test_the_last_event_has_the_last_value_whatever_is_lost(
+    actions: list[tuple[str, str]], looks_late: bool
+) -> None:
+    """P8: changes form one chain, and once the connection works again its end is the store's value."""
     state, cache = State(), WatchCache()
     changes: list[WatchEvent] = []
     late: list[Any] = []
@@ -395,8 +397,8 @@ def test_closed_stores_refuse_watches(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_notice_is_never_lost() -> None:
-    """DESIGN 16.1: 100 of 100, each with a fresh subscriber, the change made by another client."""
+def test_the_first_notification_is_never_lost() -> None:
+    """In 100 of 100 tries, each with a fresh subscriber, the change made by another client."""
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
         for n in range(100):
             seen = queue.Queue[Change]()
@@ -437,8 +439,8 @@ def test_the_server_forgets_watches_whose_clients_have_gone() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_comes_back_is_watched_again() -> None:
-    """(P8): what changed while the connection was gone arrives as one update."""
+def test_watches_resume_when_the_server_restarts() -> None:
+    """P8: what changed while the connection was down arrives as one update."""
     port, seen = free_port(), queue.Queue[Change]()
     master = TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE)
     with TCPStore("127.0.0.1", port, timeout=PATIENCE) as client:

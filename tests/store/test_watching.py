@@ -48,10 +48,10 @@ def look(state: State) -> PrefixCallbackRegistered:
 
 
 @given(ACTIONS, st.booleans())
-def test_whatever_is_lost_it_ends_with_the_truth(
+def test_the_last_event_has_the_last_value_whatever_is_lost(
     actions: list[tuple[str, str, str]], looks_late: bool
 ) -> None:
-    """(P8), key by key: events form a chain, and its end is what the store holds."""
+    """P8 of docs/guarantees.md, for each key: events form a chain, and its end is what the store holds."""
     state, cache = State(), WatchCache()
     events = cache.on_registered(look(state))
     late: list[Any] = []
@@ -306,7 +306,7 @@ def test_cached_reads_ask_nobody_and_never_go_back() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_updates_and_restarts_end_with_the_last_value(tmp_path: Path) -> None:
-    """(P8): three servers, one after the other, over one journal; callbacks slow and failing, two loops."""
+    """P8, with three servers in turn over one journal, a slow and a failing callback, and two loops."""
     address, path = f"tcp://127.0.0.1:{free_port()}", tmp_path / "journal"
     server = StoreServer(address, journal=path)
     last, slow_saw, go, ended = "9999", [], threading.Event(), threading.Event()

@@ -413,7 +413,7 @@ class MailboxContract:
     def test_garbage_costs_a_counter(
         self, office: Office, frames: list[bytes], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """P5: from anyone, nothing but a counter and a log line."""
+        """P5 of docs/guarantees.md."""
         a, b = office.pair()
         a.mailbox.send(1, HELLO, 1)
         b.take()

@@ -1,4 +1,4 @@
-"""Mailboxes over tcp whose connections break: each message arrives once, in order, as it was sent (P1)."""
+"""Mailboxes over tcp whose connections break deliver each message once, in order (docs/guarantees.md, P1)."""
 
 from __future__ import annotations
 

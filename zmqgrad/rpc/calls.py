@@ -1,7 +1,7 @@
 """The pending calls of a worker. Pure bookkeeping: events and the time go in, calls come out.
 
 Every method is one dictionary operation or iterates over a copy, so no lock is needed. A call that a method
-removes is returned to one caller only; hence exactly one of reply, deadline, loss and shutdown ends it (P3).
+removes is returned to one caller only; hence exactly one of reply, deadline, loss and shutdown ends it.
 """
 
 from __future__ import annotations

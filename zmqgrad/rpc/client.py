@@ -1,7 +1,7 @@
 """The client of a worker: sends requests, waits for their replies, and ends those that nobody waits for.
 
 Each pending call is taken out of :class:`~zmqgrad.rpc.calls.PendingCalls` exactly once, by its reply, its
-deadline, the loss of the peer, cancellation or shutdown (P3).
+deadline, the loss of the peer, cancellation or shutdown (docs/guarantees.md, P3).
 """
 
 from __future__ import annotations
@@ -361,6 +361,6 @@ class Client:
             call.promise.set_exception(self._worker.loss_of(peer, call.describe()))
 
     def fail_all(self, error: RpcError) -> None:
-        """Fail every pending call with ``error`` (P3)."""
+        """Fail every pending call with ``error``."""
         for call in self.pending.drain():
             call.promise.set_exception(error)

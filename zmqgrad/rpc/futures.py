@@ -48,7 +48,7 @@ class PythonFuture(torch.futures.Future[T]):
         Raises:
             Exception: a copy of the error that was set.
         """
-        if not self.done():  # torch waits in C++, where Ctrl-C cannot interrupt it (DESIGN 16.10)
+        if not self.done():  # torch waits in C++, where Ctrl-C cannot interrupt it
             done: Promise[Any] = Promise()
             CppFuture.add_done_callback(self, done.set_result)
             done.wait_done()

@@ -101,7 +101,7 @@ class Worker(WorkerCore):
             logger.warning("%s: %s (worker %d) answers again", self.name, name, peer)
 
     def lose(self, peer: int, reason: str) -> None:
-        """Declare ``peer`` lost: fail what waits for it and cancel what it requested (P2). Idempotent."""
+        """Declare ``peer`` lost: fail what waits for it and cancel what it requested. Idempotent."""
         if self.closed:
             return
         if peer in self.lost:

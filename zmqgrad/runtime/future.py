@@ -1,7 +1,7 @@
 """A one-shot result that one thread sets and other threads wait for.
 
 Lighter than :class:`concurrent.futures.Future` (its only locks are those of waiting threads), interruptible
-by Ctrl-C where ``torch.futures.Future.wait`` is not (DESIGN 16.10), and its waits are managed
+by Ctrl-C where ``torch.futures.Future.wait`` is not, and its waits are managed
 (:mod:`~zmqgrad.runtime.blocking`).
 """
 

@@ -2,7 +2,7 @@
 
 A thread that waits for a message of this host first polls for a while, and blocks only then. Each poll
 releases the interpreter and yields the processor: the kernel likes to put a thread on the core of the thread
-that wakes it, so the peer whose reply is awaited may need this very core (DESIGN 16.13).
+that wakes it, so the peer whose reply is awaited may need this very core.
 
 Spinning uses at most one core per worker: only the thread that began last spins, none spins beside a thread
 that works, and a thread whose spins rarely succeed backs off.

@@ -8,7 +8,7 @@
 
 While both workers live, a message arrives exactly once even if connections break, but messages may overtake
 one another. A send blocks only for credit, with a deadline. Malformed bytes cost a counter and a log line,
-never a thread (P5). ``close()`` requests the end and ``join()`` waits for it.
+never a thread (docs/guarantees.md, P5). ``close()`` requests the end and ``join()`` waits for it.
 
 Threads of a mailbox: heartbeats, a copier of large tensors, the ZAP authenticator if there is a secret, and
 libzmq's. Threads of the pool read messages, one at a time.

@@ -1,7 +1,7 @@
 """The contract of a transport: a mailbox delivers typed messages to the mailboxes of peers.
 
 Traffic is one-way: a mailbox receives on one socket of its own and sends on one per peer, requests and
-responses alike (DESIGN section 4). Two implementations fulfil this contract and pass one test suite:
+responses alike. Two implementations fulfil this contract and pass one test suite:
 :class:`~zmqgrad.transport.mailbox.ZmqMailbox` and :class:`~zmqgrad.transport.memory.MemoryMailbox`.
 """
 

@@ -6,7 +6,7 @@ to a session (:mod:`~zmqgrad.transport.session`). Small messages to peers of thi
 of its threads waits.
 
 Threads and locks: any thread sends, under the lock of the connection (a ZeroMQ socket may move between
-threads across a lock). High-water marks are zero, so a send never blocks inside libzmq (DESIGN section 4).
+threads across a lock). High-water marks are zero, so a send never blocks inside libzmq.
 The pool's lock guards its tables; the two are never held together.
 """
 

@@ -1,4 +1,4 @@
-"""Credit-based flow control: bounds the bytes in flight to each peer (P10).
+"""Credit-based flow control: bounds the bytes in flight to each peer (docs/guarantees.md, P10).
 
 Frames that go through a socket take memory on both sides until the peer consumes them, and libzmq would queue
 them without limit. So each worker counts, per peer, the bytes that it has sent and the peer has not consumed.

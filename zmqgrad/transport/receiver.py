@@ -3,7 +3,7 @@
 With a thread pool, threads of the pool take turns, by leader/followers
 (:mod:`~zmqgrad.transport.leader_poller`, :meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without
 one, the receiver has a thread of its own. The reading thread decodes messages and passes them to the handler.
-It runs no user code, and malformed messages do not end it (P5).
+It runs no user code, and malformed messages do not end it.
 
 Small messages of this host arrive by the fast path (:mod:`~zmqgrad.transport.local`), all others by the
 ROUTER. The ROUTER's file descriptor reports new messages only after all earlier ones were read. To stop, the

@@ -15,7 +15,7 @@
 
 A manifest (of the frames that follow, see messages/delivery.py) begins with its size, in 4 bytes. All numbers
 are big-endian. A reader checks magic, version and size first, so that a foreign client on the port (HTTP, a
-scanner) costs no more than a counter (P5).
+scanner) costs no more than a counter (docs/guarantees.md, P5).
 """
 
 from __future__ import annotations

@@ -118,8 +118,10 @@ def endpoint(request: pytest.FixtureRequest, publishing: Publishing) -> str:
     return publishing.publisher.endpoint
 
 
-def test_nothing_is_lost_after_the_proof(publishing: Publishing, keys: Keys | None, endpoint: str) -> None:
-    """The first one neither (DESIGN 16.1)."""
+def test_no_notification_is_lost_once_the_subscription_is_proved(
+    publishing: Publishing, keys: Keys | None, endpoint: str
+) -> None:
+    """Not even the first notification after the nonce was seen."""
     for _ in range(20):
         each = Subscribed(endpoint, keys)
         each.prove(publishing)

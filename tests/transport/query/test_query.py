@@ -340,7 +340,7 @@ def test_garbage_is_counted_and_logged_once(
     frames: list[bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """(P5): and the server goes on."""
+    """P5 of docs/guarantees.md: the server continues."""
     with (
         caplog.at_level(logging.WARNING, "zmqgrad.transport.query"),
         zmq.Context() as context,

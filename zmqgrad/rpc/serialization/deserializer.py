@@ -1,4 +1,4 @@
-"""Incoming payloads to calls and values. The only place where bytes of a peer are unpickled (P4)."""
+"""Incoming payloads to calls and values. The only place where bytes of a peer are unpickled."""
 
 from __future__ import annotations
 

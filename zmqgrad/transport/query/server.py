@@ -5,7 +5,7 @@ user may use the fast path (:mod:`~zmqgrad.transport.local`), whose address the 
 query is identified by client and number, and may arrive more than once and by either path: see
 :mod:`~zmqgrad.transport.query.channel`.
 
-Malformed messages cost a counter and a log line (P5).
+Malformed messages cost a counter and a log line (docs/guarantees.md, P5).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The watch channel of a store: subscribing to notifications, and the notifications (DESIGN section 7).
+"""The watch channel of a store: subscribing to notifications, and the notifications.
 
 The server publishes notifications (PUB/SUB), each under the topic of its key or prefix, and each tells the
 revision of the one before, so that a gap is seen. A watch belongs to a *watcher*, a client that renews all

@@ -1,4 +1,4 @@
-"""Decodes tensors from descriptors and frames of a peer, each checked before a byte is read (P5)."""
+"""Decodes tensors from descriptors and frames of a peer, each checked before a byte is read."""
 
 from __future__ import annotations
 
