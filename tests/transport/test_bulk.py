@@ -16,7 +16,7 @@ from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport import bulk
 from zmqgrad.transport.bulk import BufferPool, Reassembler, split
-from zmqgrad.transport.flow_control import INFLIGHT
+from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket
 from zmqgrad.transport.tap import Tapped
 from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Hello, Manifest, MessageType, StoreSet
@@ -195,8 +195,8 @@ def test_a_message_with_large_frames_is_one_message(office: Office) -> None:
         a.mailbox.send(1, StoreSet("key", b"value"), n, frames)
         (inbound,) = b.take()
         assert [bytes(f) for f in inbound.frames] == frames
-        assert inbound.by_socket == sum(map(len, frames))
-        assert a.mailbox.statistics()["inflight"]["bytes"][1] <= INFLIGHT
+        assert inbound.socket_bytes == sum(map(len, frames))
+        assert a.mailbox.statistics()["inflight"]["bytes"][1] <= DEFAULT_INFLIGHT_BYTES
     assert shown == [MessageType.STORE_SET] * 3
     sent, received = a.mailbox.statistics(), b.mailbox.statistics()
     assert (

@@ -99,12 +99,12 @@ def test_a_message_larger_than_the_limit_passes_alone(waits: Waits) -> None:
     assert waits.send_window.take(1, False, 1000)
     waits.send(1)
     assert waits.waiting() == 1
-    waits.send_window.give_back(1, False, 1000)
+    waits.send_window.return_credit(1, False, 1000)
     assert waits.next() == 1
     waits.send(1000)
     assert waits.said.get(timeout=20) == CreditWanted(901, 0)  # of the 1
     assert waits.said.get(timeout=20) == CreditWanted(1, 0)
-    waits.send_window.give_back(1, False, 1)
+    waits.send_window.return_credit(1, False, 1)
     assert waits.next() == 1000
 
 
@@ -319,7 +319,7 @@ class Sender:
         box, count, message, patience = self._work
         try:
             for n in range(count):
-                box.mailbox.send(1, message, n, [bytes([n]) * PART], patience=patience)
+                box.mailbox.send(1, message, n, [bytes([n]) * PART], timeout=patience)
         except Exception as e:
             self.error = e
 
@@ -342,7 +342,7 @@ def test_a_slow_receiver_slows_its_sender(office: Office) -> None:
             assert sender.thread.is_alive()
         desk.begin_next()
         inbound = got.get(timeout=20)
-        assert (inbound.envelope.message_id, inbound.by_socket) == (n, PART)
+        assert (inbound.envelope.message_id, inbound.socket_bytes) == (n, PART)
     sender.join()
     assert sender.error is None
     assert a.mailbox.statistics()["inflight"]["waits"] == 8

@@ -94,8 +94,8 @@ def test_silence_is_suspected_and_forgiven() -> None:
         LivenessChange.SUSPECTED,
     ]
     assert detector.tick(104.0) is LivenessChange.NOTHING, "told once"
-    assert detector.heard(104.5) is LivenessChange.RECOVERED
-    assert detector.heard(104.6) is LivenessChange.NOTHING
+    assert detector.on_reply(104.5) is LivenessChange.RECOVERED
+    assert detector.on_reply(104.6) is LivenessChange.NOTHING
     told = [detector.tick(104.6 + n) for n in range(1, 22)]
     assert told.index(LivenessChange.SUSPECTED) == 2
     assert told.index(LivenessChange.FROZEN) == 19
@@ -111,10 +111,10 @@ def test_without_a_limit_the_frozen_are_never_lost() -> None:
 
 def test_a_watcher_that_was_stopped_itself_holds_it_against_nobody() -> None:
     detector = FailureDetector(3.0, 20.0, now=0.0)
-    detector.heard(1.0)
+    detector.on_reply(1.0)
     assert detector.tick(5000.0) is LivenessChange.NOTHING, "two intervals, whatever the clock says"
     assert detector.tick(5001.0) is LivenessChange.SUSPECTED
-    assert detector.last_heard == 1.0
+    assert detector.last_reply_at == 1.0
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.wire import codec
 from zmqgrad.wire import messages as m
 from zmqgrad.wire.codec import decode, decode_all, encode
-from zmqgrad.wire.frames import ENVELOPE, ENVELOPE_SIZE, Envelope
+from zmqgrad.wire.frames import ENVELOPE_BYTES, ENVELOPE_FORMAT, Envelope
 from zmqgrad.wire.messages import BY_TYPE, Message
 
 FULL = (1 << 64) - 1
@@ -22,7 +22,7 @@ FULL = (1 << 64) - 1
 
 def raw(kind: int, header: bytes) -> bytes:
     """A first frame with a good envelope and this header."""
-    return ENVELOPE.pack(b"zg", 2, 0, kind, 1, 2, 3, 0, 0, 0) + header
+    return ENVELOPE_FORMAT.pack(b"zg", 2, 0, kind, 1, 2, 3, 0, 0, 0) + header
 
 
 @pytest.mark.parametrize("cls", BY_TYPE.values(), ids=lambda c: c.__name__)
@@ -177,7 +177,7 @@ def test_an_envelope_that_does_not_fit_is_refused(numbers: tuple[int, int, int])
 
 
 def test_a_frame_that_no_reader_would_take_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_HEADER", 1000)
+    monkeypatch.setattr(codec, "MAX_HEADER_BYTES", 1000)
     assert len(encode(m.StoreValue(bytes(900)), 1, 2, 3)) <= 1000
     with pytest.raises(ProtocolError, match="at most 1000"):
         encode(m.StoreValue(bytes(1000)), 1, 2, 3)
@@ -186,5 +186,5 @@ def test_a_frame_that_no_reader_would_take_is_not_made(monkeypatch: pytest.Monke
 def test_a_message_keeps_none_of_the_bytes_it_came_in() -> None:
     frame = encode(m.StoreSet("key", b"value"), 1, 2, 3)
     _, message = decode(frame)
-    frame[ENVELOPE_SIZE:] = bytes(len(frame) - ENVELOPE_SIZE)
+    frame[ENVELOPE_BYTES:] = bytes(len(frame) - ENVELOPE_BYTES)
     assert message == m.StoreSet("key", b"value")

@@ -3,7 +3,7 @@
     base.py          the contract, kept by mailbox.py (ZeroMQ) and memory/ (in memory, with fault injection)
     mailbox.py  ->   receiver.py, leader_poller.py: in   |  connections.py: out  |  heartbeat/: liveness
                      local/: fast path of one host       |  session*.py: exactly once, over tcp
-                     data_plane.py: frames, by arena/ (shared memory), flow_control.py and bulk.py (chunks)
+                     data_plane.py: frames, by shared_memory/, flow_control.py and bulk.py (chunks)
     query/           client and server of the store      |  sockets.py, polling.py, security.py
 
 While both workers live, a message arrives exactly once even if connections break, but messages may overtake

@@ -395,6 +395,6 @@ def best_endpoint(endpoints: Sequence[str]) -> str:
     for endpoint in endpoints:
         if endpoint.startswith(SCHEME):
             continue
-        if not endpoint.startswith("ipc://") or local.accepts_us(endpoint):
+        if not endpoint.startswith("ipc://") or local.can_connect(endpoint):
             return endpoint
     raise UnknownPeerError(f"none of the addresses {list(endpoints)} can be reached from this host")

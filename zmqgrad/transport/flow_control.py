@@ -31,7 +31,7 @@ from zmqgrad.wire.messages import Credit, CreditWanted, Message
 
 logger = logging.getLogger(__name__)
 
-INFLIGHT = 256 << 20
+DEFAULT_INFLIGHT_BYTES = 256 << 20
 """Default limit of the bytes in flight to each peer."""
 
 BATCHES = 4
@@ -166,7 +166,7 @@ class SendWindow:
             granted = account.grant()
         self._resume(peer, reply, account, granted)
 
-    def give_back(self, peer: int, reply: bool, size: int) -> None:
+    def return_credit(self, peer: int, reply: bool, size: int) -> None:
         """Returns credit: ``peer`` has consumed ``size`` bytes, or they were not sent after all."""
         with self._lock:
             account = self._accounts.get((peer, reply))
@@ -180,9 +180,9 @@ class SendWindow:
     def on_credit(self, peer: int, credit: Credit) -> None:
         """Handles a message in which ``peer`` returns credit."""
         if credit.requests:
-            self.give_back(peer, False, credit.requests)
-        if credit.answers:
-            self.give_back(peer, True, credit.answers)
+            self.return_credit(peer, False, credit.requests)
+        if credit.replies:
+            self.return_credit(peer, True, credit.replies)
 
     def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
         """Wakes the granted waiters, and requests the credit that the next one needs."""
@@ -279,7 +279,7 @@ class ReceiveWindow:
 
     def credit_requested(self, peer: int, message: CreditWanted) -> None:
         """Handles a message in which ``peer`` asks for credit."""
-        for reply, needed in ((False, message.requests), (True, message.answers)):
+        for reply, needed in ((False, message.requests), (True, message.replies)):
             if needed:
                 with self._lock:
                     unacked = self._unacked(peer, reply)

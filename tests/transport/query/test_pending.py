@@ -6,7 +6,7 @@ import pytest
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.local import MAX_PACKET_BYTES
-from zmqgrad.transport.query.pending import PING_NUMBER, REPEAT_SECONDS, Arrival, PendingQuery
+from zmqgrad.transport.query.pending import PING_ID, REPEAT_SECONDS, Arrival, PendingQuery
 from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePong, StoreRefused
 
 LIMIT = StoreRefused(Refusal.LIMIT, "")
@@ -39,8 +39,8 @@ def test_no_wait_exceeds_the_deadline() -> None:
         (7, TOO_LARGE, Arrival.TOO_LARGE),
         (6, StoreDone(), Arrival.NO_REPLY),
         (6, TOO_LARGE, Arrival.NO_REPLY),
-        (PING_NUMBER, StorePong("", ""), Arrival.NO_REPLY),
-        (PING_NUMBER, LIMIT, Arrival.REPLY),
+        (PING_ID, StorePong("", ""), Arrival.NO_REPLY),
+        (PING_ID, LIMIT, Arrival.REPLY),
     ],
 )
 def test_what_a_message_means(query: PendingQuery, number: int, message: Message, arrival: Arrival) -> None:

@@ -33,7 +33,7 @@ class Publishing:
         self.publisher = Publisher(
             self._server.context, self._server.incarnation, LOOPBACK, keys, self.nonces.put
         )
-        self._server.register(self.publisher.number, self.publisher.read)
+        self._server.register(self.publisher.fd, self.publisher.read)
         self._thread = threading.Thread(target=self._server.serve, args=(self,), daemon=True)
         self._thread.start()
 

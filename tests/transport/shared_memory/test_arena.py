@@ -233,9 +233,9 @@ def test_a_closed_arena_leases_nothing(host: Host) -> None:
 
 
 def test_only_the_first_message_of_a_peer_introduces_the_arena(host: Host) -> None:
-    host.arena.introduce(1, MB)
+    host.arena.offer_if_new(1, MB)
     assert list(host.offers) == [1]
-    host.arena.introduce(1, MB)
+    host.arena.offer_if_new(1, MB)
     Reader(host).accept()
-    host.arena.introduce(1, MB)
+    host.arena.offer_if_new(1, MB)
     assert (host.offers, host.leased) == ({}, 0)

@@ -21,7 +21,7 @@ from __future__ import annotations
 from zmqgrad.transport.local.connection import (
     MAX_PACKET_BYTES,
     LocalConnection,
-    accepts_us,
+    can_connect,
     connect,
     is_same_user,
     supported,
@@ -33,7 +33,7 @@ __all__ = [
     "MAX_PACKET_BYTES",
     "LocalConnection",
     "LocalListener",
-    "accepts_us",
+    "can_connect",
     "connect",
     "is_same_user",
     "supported",

@@ -38,12 +38,12 @@ PROBE_INTERVAL = 4
 class Registry(Protocol):
     """Polls file descriptors."""
 
-    def register(self, number: int, mask: int, /) -> None:
-        """Polls ``number`` for ``mask`` (``select.POLLIN``)."""
+    def register(self, fd: int, mask: int, /) -> None:
+        """Polls ``fd`` for ``mask`` (``select.POLLIN``)."""
         ...
 
-    def unregister(self, number: int, /) -> None:
-        """Stops polling ``number``."""
+    def unregister(self, fd: int, /) -> None:
+        """Stops polling ``fd``."""
         ...
 
 
@@ -96,17 +96,17 @@ class LocalListener:
             raise
         poll.register(self._listening.fileno(), select.POLLIN)
 
-    def read(self, number: int) -> Sequence[bytes]:
-        """Returns the packets that arrived at file descriptor ``number``, which is ready."""
-        connection = self.connections.get(number)
+    def read(self, fd: int) -> Sequence[bytes]:
+        """Returns the packets that arrived at file descriptor ``fd``, which is ready."""
+        connection = self.connections.get(fd)
         if connection is None:
-            self._handshake(number)
+            self._handshake(fd)
             return ()
         self._reads += 1
         try:
             packet = connection.receive()
             if not packet:
-                self._end(number, connection)
+                self._end(fd, connection)
                 return ()
             if not self.bursting and self._reads % PROBE_INTERVAL:
                 return (packet,)
@@ -114,11 +114,11 @@ class LocalListener:
             return ()
         except OSError as e:
             logger.debug("%s: dropped a connection: %s", self.endpoint, e)
-            self._end(number, connection)
+            self._end(fd, connection)
             return ()
-        return self._read_burst(number, connection, packet)
+        return self._read_burst(fd, connection, packet)
 
-    def _read_burst(self, number: int, connection: LocalConnection, first: bytes) -> list[bytes]:
+    def _read_burst(self, fd: int, connection: LocalConnection, first: bytes) -> list[bytes]:
         packets = [first]
         try:
             while len(packets) < BURST and (packet := connection.receive()):
@@ -130,11 +130,11 @@ class LocalListener:
         self.bursting = len(packets) > 1
         return packets
 
-    def _handshake(self, number: int) -> None:
+    def _handshake(self, fd: int) -> None:
         """Handles the listening socket, or the hello of a new connection."""
-        new = self._new.get(number)
+        new = self._new.get(fd)
         if new is None:
-            if number == self._listening.fileno():
+            if fd == self._listening.fileno():
                 self._accept()
             return
         try:
@@ -145,13 +145,13 @@ class LocalListener:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
             logger.warning("%s: refused a connection that does not speak zmqgrad: %s", self.endpoint, e)
             hello = None
-        del self._new[number]
+        del self._new[fd]
         full = len(self.connections) >= self._max_connections
         if hello is None or full or not self._is_for_us(hello) or not _sends(new, WELCOME):
-            self._poll.unregister(number)
+            self._poll.unregister(fd)
             new.close()
             return
-        self.connections[number] = LocalConnection(new, self._on_backlog, ready=True)
+        self.connections[fd] = LocalConnection(new, self._on_backlog, ready=True)
 
     def _is_for_us(self, hello: Hello) -> bool:
         matches = hello == Hello(PROTOCOL, self._job, self._incarnation)
@@ -184,18 +184,18 @@ class LocalListener:
         self._poll.unregister(self._listening.fileno())
         self._listening.close()
 
-    def _end(self, number: int, connection: LocalConnection) -> None:
-        self._poll.unregister(number)
-        del self.connections[number]
+    def _end(self, fd: int, connection: LocalConnection) -> None:
+        self._poll.unregister(fd)
+        del self.connections[fd]
         if self._on_closed is not None:
             self._on_closed(connection)
         connection.close()
 
     def drop(self, connection: LocalConnection) -> None:
         """Closes ``connection`` unless it has ended."""
-        number = connection.number
-        if self.connections.get(number) is connection:
-            self._end(number, connection)
+        fd = connection.fd
+        if self.connections.get(fd) is connection:
+            self._end(fd, connection)
 
     def close(self) -> None:
         """Stops listening and reading. Idempotent."""

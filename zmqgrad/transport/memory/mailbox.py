@@ -15,11 +15,11 @@ from zmqgrad.transport.base import (
     Frame,
     Handler,
     Inbound,
-    Lost,
     OnIdle,
+    OnLost,
+    OnSuspected,
     PeerAddress,
     Resolver,
-    Suspected,
     Timer,
 )
 from zmqgrad.transport.memory.faults import InFlightMessage
@@ -67,9 +67,9 @@ class MemoryMailbox:
         handler: Handler,
         resolve: Resolver,
         pool: ThreadPool | None = None,
-        lost: Lost | None = None,
+        lost: OnLost | None = None,
         timer: Timer | None = None,
-        suspected: Suspected | None = None,
+        suspected: OnSuspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
         """Start to deliver; ``handler`` runs in the receiver thread. No peer is ever reported as ``lost``."""
@@ -87,7 +87,7 @@ class MemoryMailbox:
         message_id: int,
         frames: Sequence[Frame] = (),
         channel: int = 0,
-        patience: float = 0.0,
+        timeout: float = 0.0,
     ) -> None:
         """Queue ``message`` for ``peer``. As :meth:`Mailbox.send`, but without flow control."""
         first = encode(message, self.worker_id, self.incarnation, message_id)

@@ -104,7 +104,7 @@ class QueryClient:
             if error is not None:
                 raise error
             channel = QueryChannel(
-                self._server, self._fast_path, self._closing.number, self._closed_error, self._clock
+                self._server, self._fast_path, self._closing.fd, self._closed_error, self._clock
             )
             self._channels.add(channel)
         return channel

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import zmq
 
 from zmqgrad.errors import ProtocolError, SecretError, TransportError
-from zmqgrad.transport.query.pending import PING_NUMBER
+from zmqgrad.transport.query.pending import PING_ID
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.sockets import (
@@ -72,11 +72,11 @@ class DealerConnection:
         self._cut_handshakes = 0  # in a row
         self._monitor: SocketMonitor | None = None
         self._socket = open_client_socket(zmq.DEALER, server.address, server.keys)
-        self.number = get_int(self._socket, zmq.FD)
+        self.fd = get_int(self._socket, zmq.FD)
         try:
             self._monitor = SocketMonitor(self._socket, CONNECTED | DISCONNECTED | HANDSHAKE_FAILED)
-            poll.register(self.number, select.POLLIN)
-            poll.register(self._monitor.number, select.POLLIN)
+            poll.register(self.fd, select.POLLIN)
+            poll.register(self._monitor.fd, select.POLLIN)
             self._socket.connect(server.address)
         except zmq.ZMQError as e:
             self.close()
@@ -89,10 +89,10 @@ class DealerConnection:
 
     def ping(self) -> None:
         """Asks the server to respond, and for the address of its fast path."""
-        self.send(encode(StorePing(secrets.token_hex(8)), 0, self._client, PING_NUMBER))
+        self.send(encode(StorePing(secrets.token_hex(8)), 0, self._client, PING_ID))
 
     def receive(self) -> bytes | memoryview | None:
-        """Returns the next message. Must be called until it returns None before ``number`` is polled again.
+        """Returns the next message. Must be called until it returns None before ``fd`` is polled again.
 
         Raises:
             ProtocolError: if the message has several frames.
@@ -150,8 +150,8 @@ class DealerConnection:
         """Closes the socket. Idempotent."""
         monitor, self._monitor = self._monitor, None
         if monitor is not None:
-            self._poll.unregister(monitor.number)
-            self._poll.unregister(self.number)
+            self._poll.unregister(monitor.fd)
+            self._poll.unregister(self.fd)
             monitor.close()
         if not self._socket.closed:
             close_client_socket(self._socket)

@@ -16,7 +16,7 @@ from zmqgrad.wire.messages import Message, Refusal, StoreRefused
 REPEAT_SECONDS = (1.0, 2.0, 5.0)
 """Intervals before the first, second and third repetition. Later ones use the last."""
 
-PING_NUMBER = 0
+PING_ID = 0
 """Message id of a channel's pings. Queries begin with 1."""
 
 
@@ -39,10 +39,10 @@ class PendingQuery:
         deadline: when it fails.
     """
 
-    __slots__ = ("_intervals", "_repeat_at", "deadline", "is_large", "number", "packet", "peer_responded")
+    __slots__ = ("_intervals", "_repeat_at", "deadline", "is_large", "packet", "peer_responded", "request_id")
 
-    def __init__(self, number: int, packet: bytearray, now: float, deadline: float) -> None:
-        self.number = number
+    def __init__(self, request_id: int, packet: bytearray, now: float, deadline: float) -> None:
+        self.request_id = request_id
         self.packet = packet
         self.deadline = deadline
         self.is_large = len(packet) > MAX_PACKET_BYTES
@@ -63,7 +63,7 @@ class PendingQuery:
         self._repeat_at = now + next(self._intervals)
         return True
 
-    def receive(self, number: int, message: Message) -> Arrival:
+    def receive(self, request_id: int, message: Message) -> Arrival:
         """Classifies a received message.
 
         Args:
@@ -73,12 +73,12 @@ class PendingQuery:
             ProtocolError: if it answers a query that was never sent.
         """
         self.peer_responded = True
-        if number == self.number:
+        if request_id == self.request_id:
             if type(message) is StoreRefused and message.reason is Refusal.TOO_LARGE:
                 return Arrival.NO_REPLY if self.is_large else Arrival.TOO_LARGE
             return Arrival.REPLY
-        if number == PING_NUMBER and type(message) is StoreRefused:
+        if request_id == PING_ID and type(message) is StoreRefused:
             return Arrival.REPLY  # the server has too many clients
-        if number > self.number:
-            raise ProtocolError(f"a reply to query {number}, not to {self.number}")
+        if request_id > self.request_id:
+            raise ProtocolError(f"a reply to query {request_id}, not to {self.request_id}")
         return Arrival.NO_REPLY

@@ -79,8 +79,8 @@ class RouterSocket:
         except BaseException:
             self.close(linger=0)
             raise
-        self.number = get_int(self._socket, zmq.FD)
-        self.monitor_number = self._monitor.number
+        self.fd = get_int(self._socket, zmq.FD)
+        self.monitor_fd = self._monitor.fd
         self.receive = self._socket.recv_multipart
 
     def send(self, route: bytes, data: bytearray) -> None:

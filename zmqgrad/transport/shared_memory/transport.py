@@ -163,7 +163,7 @@ class SharedMemoryTransport:
             self._send(peer, reply, message_id)
             if reply.nonce and self._arena.limit:
                 # Large requests may have large replies. The peer is certainly on this host.
-                self._arena.introduce(peer, self._threshold)
+                self._arena.offer_if_new(peer, self._threshold)
         elif isinstance(message, ArenaReply):
             self._arena.on_reply(peer, message, message_id)
         # A Release has done its work by its manifest.

@@ -185,7 +185,7 @@ class StoreNumber(Message, frozen=True):
 
 
 class StoreValues(Message, frozen=True):
-    """Values, in the order of the keys asked for."""
+    """Values, in the order of the requested keys."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_VALUES
     values: Values
