@@ -76,7 +76,7 @@ class Promise(Generic[T]):
         while callbacks:
             try:
                 callback = callbacks.pop(0)
-            except IndexError:  # taken by the thread that added it, which has seen that this is done
+            except IndexError:  # removed by the thread that added it, which calls it itself
                 break
             self._call(callback)
         return True

@@ -76,12 +76,12 @@ class StoreService:
         self.state = State(contents, self._deliver_item)
         self._contents = contents
         self._replies = replies
-        self._last = replies.last
+        self._last = replies.last  # by client id: id of its last change, and the reply
         self._journal = journal
         self._now = clock.now
-        self._held: list[Effect] = []  # until the journal has committed the changes
+        self._uncommitted: list[Effect] = []  # not carried out before the journal has committed
         self._requesters = Requesters(max_waiting)
-        self._open = self._requesters.open
+        self._open = self._requesters.open  # by client id: its blocked query or unacknowledged item
         self._watches = WatchLeases()
         self._make_publisher = make_publisher
         self._publisher: Publisher | None = None
@@ -147,7 +147,7 @@ class StoreService:
         elif self._journal is None:
             self.reply(route, request_id, reply)
         else:
-            self._held.append(Reply(requester, reply))
+            self._uncommitted.append(Reply(requester, reply))
 
     def _is_stale(self, route: Route, client_id: int, request_id: int, query: Message) -> bool:
         """Whether ``query`` was applied before. Repeats the reply if so."""
@@ -316,7 +316,7 @@ class StoreService:
         if self._journal is None:
             self._deliver(effects)
         else:
-            self._held += effects
+            self._uncommitted += effects
 
     def _deliver(self, effects: list[Effect]) -> None:
         for effect in effects:
@@ -337,17 +337,17 @@ class StoreService:
         """Commit all changes of this batch together, then send the replies."""
         if self._publisher is not None:
             self._publisher.read_if_unread()
-        if self._journal is None or not self._held:
+        if self._journal is None or not self._uncommitted:
             return
-        held, self._held = self._held, []
+        effects, self._uncommitted = self._uncommitted, []
         try:
             self._journal.commit()
         except OSError as e:
             text = f"it ends, as its journal {self._journal.path} cannot be written: {e.strerror}"
             refusal = StoreRefused(Refusal.CLOSING, text)
-            self._deliver([Reply(effect.requester, refusal) for effect in held if type(effect) is Reply])
+            self._deliver([Reply(effect.requester, refusal) for effect in effects if type(effect) is Reply])
             raise
-        self._deliver(held)
+        self._deliver(effects)
 
     # ---- time -------------------------------------------------------------------------------------------
 

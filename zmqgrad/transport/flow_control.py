@@ -151,8 +151,8 @@ class SendWindow:
 
     def _describe(self, peer: int, account: _CreditAccount) -> str:
         return (
-            f"{len(account.waiting)} messages for worker {peer} wait until it has taken in more of the "
-            f"{account.sent} bytes that it was sent (ZMQGRAD_INFLIGHT_BYTES is {self.limit})"
+            f"{len(account.waiting)} messages for worker {peer} wait until it has consumed more of the "
+            f"{account.sent} bytes in flight to it (ZMQGRAD_INFLIGHT_BYTES is {self.limit})"
         )
 
     def _withdraw(self, peer: int, reply: bool, account: _CreditAccount, waiter: _Waiter) -> None:
@@ -201,7 +201,7 @@ class SendWindow:
         with self._lock:
             dropped = [a for a in (self._accounts.pop((peer, reply), None) for reply in (False, True)) if a]
             waiting = _take_waiting(dropped)
-        why = f"the way from {self._name} to worker {peer} was dropped while a message waited for it"
+        why = f"the connection from {self._name} to worker {peer} was dropped while a message waited for it"
         for waiter in waiting:
             waiter.granted.set_exception(ClosedError(why))
 
@@ -278,7 +278,7 @@ class ReceiveWindow:
         self._return_credit(peer, reply, credit)
 
     def credit_requested(self, peer: int, message: CreditWanted) -> None:
-        """Handles a message in which ``peer`` asks for credit."""
+        """Handles a message in which ``peer`` requests credit."""
         for reply, needed in ((False, message.requests), (True, message.replies)):
             if needed:
                 with self._lock:

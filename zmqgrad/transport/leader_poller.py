@@ -1,6 +1,6 @@
 """Polls file descriptors for the threads of a pool, by leader/followers (Schmidt et al., POSA2).
 
-One thread, the leader, reads. Before it runs a task, it gives up the lead. The followers already block in the
+One thread, the leader, reads. Before it runs a task, it releases the lead. The followers already block in the
 kernel, so that wakes none of them; the next message makes one of them the leader: the one that blocked last,
 whose caches are the warmest. A thread that returns from its task leads again if no follower was woken
 meanwhile, and then spins before it blocks.

@@ -12,7 +12,7 @@ import sys
 import threading
 
 READ, WRITE = 1, 4
-"""Event masks, of epoll and of poll alike."""
+"""Event masks, the same for epoll and poll."""
 
 MAX_SECONDS = 3600.0
 """Longest timeout of one poll: both epoll and poll count milliseconds in 31 bits."""

@@ -108,7 +108,7 @@ class Receiver:
         try:
             return None if listen is None else listen(self._poller)
         except OSError as e:
-            logger.warning("%s has no fast path, all messages come by ZeroMQ: %s", self._name, e)
+            logger.warning("%s has no fast path, all messages arrive by ZeroMQ: %s", self._name, e)
             return None
 
     def start(self, handler: Handler, pool: ThreadPool | None = None, on_idle: OnIdle | None = None) -> None:

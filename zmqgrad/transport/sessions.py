@@ -201,7 +201,7 @@ class Sessions:
         due = math.inf
         for (peer, _), incoming in list(self._incoming.items()):
             if incoming.due <= now:
-                incoming.acknowledgement()  # even if sending fails: a duplicate asks for it again
+                incoming.acknowledgement()  # even if sending fails: a duplicate schedules it again
                 try:
                     self._acknowledge(peer)
                 except ZmqgradError as e:

@@ -81,7 +81,7 @@ class SocketMonitor:
     Must be created before the socket binds or connects, and used by one thread at a time.
 
     Args:
-        events: the kinds to report, as a sum of constants of this module. Unread events are kept, so ask for
+        events: the kinds to report, as a sum of constants of this module. Unread events are kept, so request
             few.
     """
 

@@ -18,10 +18,10 @@ from tests.support.waiting import eventually
 from tests.transport.query.echo import DONE, LOOPBACK, OURS, PATIENCE, THEIRS, Running, in_thread
 from zmqgrad.errors import (
     AddressInUseError,
+    AuthenticationError,
     ClosedError,
     ConfigurationError,
     ProtocolError,
-    SecretError,
     TransportError,
 )
 from zmqgrad.runtime.clock import ManualClock
@@ -415,7 +415,10 @@ def test_a_reply_that_is_none_of_ours(reply: bytes) -> None:
 @pytest.mark.parametrize(("ours", "theirs"), [(OURS, None), (None, OURS), (OURS, THEIRS)])
 def test_a_client_learns_at_once_that_it_has_another_secret(ours: Keys | None, theirs: Keys | None) -> None:
     running = Running(keys=theirs)
-    with closing(QueryClient(running.server.endpoint, keys=ours)) as client, pytest.raises(SecretError):
+    with (
+        closing(QueryClient(running.server.endpoint, keys=ours)) as client,
+        pytest.raises(AuthenticationError),
+    ):
         client.request(A, PATIENCE)
     assert running.service.received == []
     running.stop()

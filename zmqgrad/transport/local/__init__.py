@@ -4,8 +4,8 @@ libzmq passes every message to an I/O thread, which wakes the reader: the two wa
 message. So messages of one frame and at most :data:`MAX_PACKET_BYTES` use a Unix socket beside the ROUTER.
 The kernel preserves message boundaries and reports the peer's user (``SO_PEERCRED``), so no framing is
 needed. The handshake is one packet each way, and refuses processes of other jobs
-(:mod:`~zmqgrad.transport.local.connection`). The names are in Linux's abstract namespace: they vanish with
-their process, and are private to the network namespace.
+(:mod:`~zmqgrad.transport.local.connection`). The names are in Linux's abstract namespace: the kernel
+removes them with their process, and are private to the network namespace.
 
 The reader of a process polls a :class:`LocalListener`. A thread that waits for a reply may own a listener of
 its own, a :class:`~zmqgrad.transport.local.channels.ReplyChannel`, and read the reply without another thread.

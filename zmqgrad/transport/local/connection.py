@@ -231,7 +231,7 @@ def send_with_gil(fd: int, packet: bytes | bytearray) -> None:
     """As ``socket.send`` on descriptor ``fd``, without blocking, and without releasing the GIL.
 
     Python releases the GIL for each system call. With many calls in flight, the thread that reads their
-    replies then takes it for one reply, and the sender waits until that thread blocks again: two thread
+    replies then acquires it for one reply, and the sender waits until that thread blocks again: two thread
     switches per message.
 
     Raises:

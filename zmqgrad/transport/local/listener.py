@@ -180,7 +180,7 @@ class LocalListener:
 
     def _refuse_without_descriptor(self) -> None:
         """Stops listening, as this process has no descriptor left for a connection."""
-        logger.warning("%s: this process has no more file descriptors: peers come by ZeroMQ", self.endpoint)
+        logger.warning("%s: this process has no more file descriptors: peers use ZeroMQ", self.endpoint)
         self._poll.unregister(self._listening.fileno())
         self._listening.close()
 

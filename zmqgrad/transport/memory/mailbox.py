@@ -108,7 +108,7 @@ class MemoryMailbox:
             raise ClosedError(f"the mailbox of {self._name} is closed")
         endpoint = self._peer_endpoints.get(peer)
         if endpoint is None:
-            known = self._resolve(peer).endpoints  # with no lock held: it may ask a store
+            known = self._resolve(peer).endpoints  # with no lock held: it may query a store
             endpoint = next((e for e in known if self._network.knows(e)), None)
             if endpoint is None:
                 raise UnknownPeerError(
@@ -167,7 +167,7 @@ class MemoryMailbox:
             else:
                 self._pool.submit(task)
         except ClosedError:
-            logger.debug("%s: %s came while closing", self._name, message)
+            logger.debug("%s: %s arrived while closing", self._name, message)
         except Exception:
             logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
 

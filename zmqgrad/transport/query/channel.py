@@ -27,7 +27,7 @@ from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message, StorePing, StorePong, StoreRefused
 
 QUICK_SECONDS = 0.1
-"""Nearly all queries are answered within this time."""
+"""Nearly all replies arrive within this time."""
 
 
 class QueryChannel:
@@ -146,7 +146,7 @@ class QueryChannel:
                 self._query.peer_responded = False
                 self._dealer.ping()
             else:
-                self._close_dealer()  # the peer is gone, though no event reported it
+                self._close_dealer()  # the server has ended, though no event reported it
         self._send()
 
     # ---- receiving --------------------------------------------------------------------------------------

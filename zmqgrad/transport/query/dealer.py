@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import zmq
 
-from zmqgrad.errors import ProtocolError, SecretError, TransportError
+from zmqgrad.errors import AuthenticationError, ProtocolError, TransportError
 from zmqgrad.transport.query.pending import PING_ID
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
 from zmqgrad.transport.security import Keys
@@ -88,7 +88,7 @@ class DealerConnection:
         self._socket.send(packet, NOBLOCK, copy=len(packet) < ZERO_COPY_BYTES)
 
     def ping(self) -> None:
-        """Asks the server to respond, and for the address of its fast path."""
+        """Requests a PONG, which shows that the server responds and where its fast path is."""
         self.send(encode(StorePing(secrets.token_hex(8)), 0, self._client, PING_ID))
 
     def receive(self) -> bytes | memoryview | None:
@@ -115,7 +115,7 @@ class DealerConnection:
             Whether the connection was re-established, so that what was sent before may be lost.
 
         Raises:
-            SecretError: if handshakes fail, and will go on failing.
+            AuthenticationError: if handshakes fail, and will go on failing.
         """
         reconnected = False
         while self._monitor is not None and (events := self._monitor.read()):
@@ -135,8 +135,8 @@ class DealerConnection:
         server = self._server
         if kind == HANDSHAKE_DENIED or (kind == HANDSHAKE_MALFORMED and value == MECHANISM_MISMATCH):
             if server.keys is None:
-                raise SecretError("the other end wants a secret, and there is none here")
-            raise SecretError("the other end has no secret, or another one")
+                raise AuthenticationError("the other end wants a secret, and there is none here")
+            raise AuthenticationError("the other end has no secret, or another one")
         self.trouble = "connections are cut off during the handshake: is it a store?"
         if kind != HANDSHAKE_CUT or server.keys is None or server.was_connected:
             return
@@ -144,7 +144,7 @@ class DealerConnection:
         if self._cut_handshakes >= MAX_CUT_HANDSHAKES:
             self._cut_handshakes = 0
             if speaks_curve(server.address):
-                raise SecretError("the other end has another secret")
+                raise AuthenticationError("the other end has another secret")
 
     def close(self) -> None:
         """Closes the socket. Idempotent."""

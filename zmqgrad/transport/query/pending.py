@@ -1,7 +1,7 @@
-"""The query under way on a channel: which messages answer it, and when it is repeated. Pure.
+"""The query under way on a channel: which message is its reply, and when to repeat it. Pure.
 
 A channel numbers its queries and sends one at a time. A query is repeated until its reply arrives, so a
-channel may receive further replies to queries that are answered already.
+channel may receive further replies to earlier queries.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Arrival(enum.Enum):
     TOO_LARGE = enum.auto()
     """The reply exceeds the fast path: the query must be sent by the DEALER."""
     NO_REPLY = enum.auto()
-    """It answers a ping, or an earlier query that was repeated."""
+    """It is the reply to a ping, or to an earlier query that was repeated."""
 
 
 class PendingQuery:
@@ -70,7 +70,7 @@ class PendingQuery:
             number: the message id in its envelope.
 
         Raises:
-            ProtocolError: if it answers a query that was never sent.
+            ProtocolError: if it is the reply to a query that was never sent.
         """
         self.peer_responded = True
         if request_id == self.request_id:

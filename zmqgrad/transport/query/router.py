@@ -87,7 +87,7 @@ class RouterSocket:
         """Sends ``data`` to the client with routing id ``route``.
 
         Raises:
-            zmq.ZMQError: if the client is gone, or does not read its replies.
+            zmq.ZMQError: if the client has disconnected, or does not read its replies.
         """
         self._socket.send(route, NOBLOCK_MORE)
         self._socket.send(data, NOBLOCK, copy=len(data) < ZERO_COPY_BYTES)

@@ -112,7 +112,7 @@ class QueryServer:
         self.malformed = 0
         """How many messages were malformed, and how many handshakes failed."""
         self.undeliverable = 0
-        """How many replies were dropped, as the client was gone or did not read them."""
+        """How many replies were dropped, as the client had ended or did not read them."""
         self.refuses_newcomers = False
         """Set to leave pings unanswered, so no new client begins. From any thread."""
         self._clock = clock
@@ -154,7 +154,7 @@ class QueryServer:
                 max_clients,
             )
         except OSError as e:
-            logger.warning("%s has no fast path, all queries come by ZeroMQ: %s", self.name, e)
+            logger.warning("%s has no fast path, all queries arrive by ZeroMQ: %s", self.name, e)
             return None
 
     @property
@@ -286,7 +286,7 @@ class QueryServer:
         except BlockingIOError:
             return
         except OSError as e:
-            logger.debug("%s: a client of this host is gone: %s", self.name, e)
+            logger.debug("%s: a client of this host has ended: %s", self.name, e)
             packet = b""
         if packet:
             self._receive(connection, packet, None)
@@ -407,7 +407,7 @@ class QueryServer:
         try:
             flushed = connection.flush()
         except OSError as e:
-            logger.debug("%s: a client of this host is gone: %s", self.name, e)
+            logger.debug("%s: a client of this host has ended: %s", self.name, e)
             flushed = True  # the next read finds that, too
         if flushed:
             del self._backlogged[connection.fd]

@@ -101,7 +101,7 @@ def _release_context() -> None:
 def _needs_ipv6(address: str) -> bool:
     """Returns whether ``address`` is IPv6, or a name with IPv6 addresses only: libzmq tries one of a name."""
     if not address.startswith("tcp://"):
-        return False  # "ipc" is not a host name: looking it up would ask DNS
+        return False  # "ipc" is not a host name: looking it up would query DNS
     host = address.removeprefix("tcp://").rpartition(":")[0]
     if "[" in host:
         return True

@@ -94,7 +94,7 @@ class Arena:
         self._departed: list[LeaseState] = []  # lost peers with leases in segments that are still mapped
         self._lease_numbers = itertools.count(1)
         self._offer_ids = itertools.count(1)
-        self._lock_bytes = itertools.count(1)  # offsets of the bytes that peers lock
+        self._lock_bytes = itertools.count(1)  # offsets of the bytes locked for peers
         self._unknown_releases = 0
         self._used = False  # something was leased since the last trim
         self._trimmed = True
