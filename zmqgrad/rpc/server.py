@@ -1,4 +1,8 @@
-"""The server of a worker: dispatches incoming messages, runs requests in engine threads, and replies."""
+"""The server of a worker: dispatches incoming messages, runs requests in engine threads, and replies.
+
+A message is one of three kinds: a reply, which the client gets; a control message, handled at once in the
+thread that reads; or a request, which becomes a task of the thread pool.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +234,8 @@ class Server:
             return
         name = self._membership.name_of(source)
         reason = (
-            f"{self._worker.name} has declared {name} (worker {source}) lost: {self._lost[source]}; join anew"
+            f"{self._worker.name} has declared {name} (worker {source}) lost: {self._lost[source]}; "
+            f"it must join again"
         )
         try:
             if inbound.envelope.type & REQUEST:

@@ -53,13 +53,13 @@ def test_some_of_them(trio: Cluster) -> None:
     results = on_each(trio, [1, 2], lambda rank: rpc.all_gather(rank, ["worker2", "worker1"]))
     assert results == [{"worker1": 1, "worker2": 2}] * 2
     assert rpc.all_gather(5, ["worker0"]) == {"worker0": 5}
-    with pytest.raises(UnknownWorkerError, match="worker0 is none of the workers"):
+    with pytest.raises(UnknownWorkerError, match="worker0 is not one of the participants"):
         rpc.barrier(["worker1"])
     with pytest.raises(UnknownWorkerError):
         rpc.barrier(["worker0", "worker9"])
 
 
-def test_nobody_passes_a_barrier_before_all_have_come(trio: Cluster) -> None:
+def test_a_barrier_blocks_until_all_have_arrived(trio: Cluster) -> None:
     passed: list[int] = []
     come = threading.Event()
 
@@ -99,7 +99,7 @@ def fail() -> None:
     raise ValueError("inside")
 
 
-def test_torchs_way_to_wait_for_all_calls_of_a_block(trio: Cluster) -> None:
+def test_wait_all_context_manager_of_torch(trio: Cluster) -> None:
     with api._wait_all():
         futures = [rpc.rpc_async(n, where) for n in range(3)]
     assert all(f.done() for f in futures)

@@ -395,7 +395,7 @@ class Breaks:
         return break_here, ()
 
 
-def test_references_behind_what_cannot_be_rebuilt_are_let_go() -> None:
+def test_references_after_an_undeserializable_object_are_released() -> None:
     book = Book()
     payload = serialize([Reference(), Breaks(), Reference(), Reference()], SerializationContext(book)).payload
     assert [fork[2] for fork in payload.forks] == [1, 2, 3]
@@ -408,7 +408,7 @@ def test_references_outside_of_calls_are_refused() -> None:
     with pytest.raises(PayloadError, match="only inside a remote call"):
         serialize([Reference()])
     payload = serialize([Reference()], SerializationContext(Book())).payload
-    with pytest.raises(PayloadError, match="stands in pickles only"):
+    with pytest.raises(PayloadError, match="used in pickles only"):
         deserialize(payload, [], [])
 
 
@@ -474,7 +474,7 @@ async def give_nothing() -> None:
     """Runs nowhere by itself."""
 
 
-def test_what_runs_is_told_what_to_send_instead() -> None:
+def test_the_error_for_unpicklable_state_names_an_alternative() -> None:
     coroutine = give_nothing()
     with pytest.raises(PayloadError, match=r"send its result, by asyncio\.run"):
         serialize(coroutine)

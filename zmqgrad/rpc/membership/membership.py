@@ -1,7 +1,7 @@
 """The workers of a group, as one of them knows them: by name and by id, present and former.
 
 Ids are never reused; a name can be. Former workers stay known, so that errors can name them. In a dynamic
-group a worker that is unknown here may have joined a moment ago, so the store is asked for it.
+group a worker that is unknown here may have joined a moment ago, so the store is queried.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ class Membership:
                 raise NotInitializedError(f"worker {self.own.name} was shut down while it waited for others")
             if not joined:
                 raise RpcTimeoutError(
-                    f"{self.own.name}: these workers did not come in time: {', '.join(missing())}"
+                    f"{self.own.name}: these workers did not join in time: {', '.join(missing())}"
                 )
             return [self._by_name[name] for name in names]
 
     def find_here(self, to: object) -> WorkerRecord | None:
-        """As :meth:`find`, but returns None where the store has to be asked."""
+        """As :meth:`find`, but returns None if the store has to be queried."""
         found = self._find(to)
         if found is not None and self.look_up is not None and found.id in self._departed:
             return None  # another worker may have its name by now
@@ -95,7 +95,7 @@ class Membership:
 
         Args:
             to: a name, an id or a WorkerInfo.
-            seconds: how long the store may be asked for it; None: no limit.
+            seconds: how long to wait for the store; None: no limit.
 
         Raises:
             UnknownWorkerError: if no worker matches.
@@ -106,8 +106,8 @@ class Membership:
             if not self.look_up(seconds):
                 raise RpcTimeoutError(
                     f"RPC ran for more than set timeout ({(seconds or 0.0) * 1000:.0f} ms) and will now be "
-                    f"marked with an error: {self.own.name} does not know {to!r}, and the store, asked for "
-                    f"it, did not answer in time"
+                    f"marked with an error: {self.own.name} does not know {to!r}, and the store "
+                    f"did not reply in time"
                 )
             found = self._find(to)
         if found is None:
@@ -131,7 +131,7 @@ class Membership:
         )
 
     def record(self, worker_id: int) -> WorkerRecord:
-        """The record of a worker, present or former. The store is asked only if the id is unknown here.
+        """The record of a worker, present or former. The store is queried only if the id is unknown here.
 
         Raises:
             UnknownWorkerError: if no worker has the id.

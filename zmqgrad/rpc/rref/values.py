@@ -35,7 +35,7 @@ class OwnedValues:
         # not registered yet, so they are not dropped when the other forks are deleted.
         self._awaited: set[int] = set()
         self._forks = OwnerForks()
-        self._lost: set[int] = set()  # workers that are gone; ids are never given twice
+        self._lost: set[int] = set()  # lost workers; ids are never reused
         self._closed = False
 
     # ---- values -----------------------------------------------------------------------------------------
