@@ -122,7 +122,7 @@ def test_many_bytes_are_sent_as_soon_as_they_are_there(c3: Cluster, monkeypatch:
     assert [len(message.sends) for message in first] == [2] * (MICRO_BATCHES // 2)
 
 
-def test_a_message_that_comes_twice_is_handled_once(c3: Cluster) -> None:
+def test_a_duplicate_message_is_handled_once(c3: Cluster) -> None:
     with (
         c3.network.duplicate(MessageType.BACKWARD_AUTOGRAD_REQ),
         c3.network.duplicate(MessageType.BACKWARD_AUTOGRAD_RESP),
@@ -158,7 +158,7 @@ def test_one_entry_that_fails_fails_the_pass(
                 backward(ctx, [loss])
 
 
-def test_a_gradient_does_not_keep_those_that_came_with_it(c3: Cluster) -> None:
+def test_a_gradient_does_not_keep_others_of_its_message_alive(c3: Cluster) -> None:
     xs = [leaf(5) for _ in range(40)]
     with context() as ctx:
         answers = [rpc.rpc_async(1, double_or_fail, (False, x)) for x in xs]

@@ -535,7 +535,7 @@ def refuse_first(x: Tensor, y: Tensor, unused: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("how", ["separate", "meeting", "node by node"])
-def test_a_function_behind_one_that_gives_no_gradient_is_called_as_in_one_process(
+def test_a_function_before_an_undefined_gradient_is_called_as_in_one_process(
     c: Cluster, monkeypatch: pytest.MonkeyPatch, how: str, zeros: bool
 ) -> None:
     """A gradient that was asked for and does not exist is not the same as one that nobody asked for."""
@@ -864,7 +864,7 @@ class Keeps(torch.autograd.Function):
 
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_gradient_that_somebody_keeps_is_copied(c: Cluster, count: int, meets: bool) -> None:
+def test_a_gradient_with_another_reference_is_copied(c: Cluster, count: int, meets: bool) -> None:
     leaves = [leaf(1, 2) for _ in range(count)]
     with context() as ctx:
         y = Keeps.apply(*leaves)
@@ -876,7 +876,7 @@ def test_a_gradient_that_somebody_keeps_is_copied(c: Cluster, count: int, meets:
         assert kept.tolist() == [6.0 if meets else 4.0] * 2
 
 
-def test_a_gradient_that_nobody_keeps_is_not_copied(c: Cluster) -> None:
+def test_a_gradient_without_other_references_is_not_copied(c: Cluster) -> None:
     x = leaf(1, 2)
     addresses = []
     with context() as ctx:
@@ -903,7 +903,7 @@ def test_a_post_accumulate_hook_runs_once_with_the_sum(c: Cluster) -> None:
 
 @pytest.mark.parametrize("beside_replicas", [False, True])
 @pytest.mark.parametrize("way", ["itself", "computed", "sent", "met"])
-def test_hooks_of_a_leaf_run_where_nothing_comes_to_it(
+def test_hooks_of_a_leaf_run_without_a_gradient(
     c: Cluster, way: str, beside_replicas: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: beside_replicas)
@@ -1037,7 +1037,7 @@ def unused_result_of(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-def test_a_result_that_nobody_uses(c: Cluster, where: str) -> None:
+def test_an_unused_result(c: Cluster, where: str) -> None:
     """Fast mode names the call, to whom, and the line; the others give the gradients."""
     x = leaf(1)
 
@@ -1106,7 +1106,7 @@ def test_an_unknown_context(c: Cluster, number: int) -> None:
         backward(number, [leaf(1).sum()])
 
 
-def test_a_released_context_says_so(c: Cluster) -> None:
+def test_the_error_for_a_released_context(c: Cluster) -> None:
     with context() as ctx:
         pass
     text = f"Could not find autograd context with id: {ctx}; it has been released"
@@ -1116,11 +1116,11 @@ def test_a_released_context_says_so(c: Cluster) -> None:
         backward(ctx, [leaf(1).sum()])
 
 
-def test_a_context_is_unknown_where_no_call_of_it_came(c: Cluster) -> None:
+def test_a_context_is_unknown_on_a_worker_without_its_calls(c: Cluster) -> None:
     with context() as ctx, c.acting(2):
-        with pytest.raises(AutogradError, match=r"no call of one that worker 0 made came here"):
+        with pytest.raises(AutogradError, match=r"no call inside it has arrived from worker 0"):
             get_gradients(ctx)
-        with pytest.raises(AutogradError, match=r"no call of one that worker 0 made came here"):
+        with pytest.raises(AutogradError, match=r"no call inside it has arrived from worker 0"):
             backward(ctx, [leaf(1).sum()])
 
 

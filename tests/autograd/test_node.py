@@ -40,7 +40,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("what", sorted(MADE))
-def test_it_gives_what_the_engine_gives(what: str) -> None:
+def test_evaluate_node_equals_the_engine(what: str) -> None:
     a, b = leaf(3, 4), leaf(4)
     result = MADE[what](a, b)
     node, gradient = result.grad_fn, torch.rand_like(result)
@@ -86,7 +86,7 @@ def test_a_hook_of_ours_counts_as_none_and_goes() -> None:
     assert hooks.hooks_registered()
 
 
-def test_no_gradient_gives_none() -> None:
+def test_evaluate_node_without_gradients_returns_none() -> None:
     assert evaluate_node((leaf(2) * 2).grad_fn, [None]) == [None, None]
 
 
@@ -113,7 +113,7 @@ SAVERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SAVERS)
-def test_what_a_node_has_saved_can_be_let_go(name: str) -> None:
+def test_saved_tensors_of_a_node_can_be_released(name: str) -> None:
     x = torch.rand(2, 2, requires_grad=True)
     y = SAVERS[name](x)
     release_saved_tensors(y.grad_fn)

@@ -271,7 +271,7 @@ def test_ends_that_wait_together_are_of_one_group() -> None:
     assert (last.entries, sorted(last.sinks), sorted(last.incoming)) == (0b11, [2, 3], [(2, 0), (3, 0)])
 
 
-def test_describe_tells_who_waits_for_what() -> None:
+def test_describe_names_missing_entries() -> None:
     plan = Plan(chain(3), [[(0, 0)], [(1, 0)]])
     plan.finished(plan.arrive(0)[0])
     text = plan.describe(lambda i: ("roots", "send")[i])

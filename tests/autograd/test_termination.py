@@ -45,7 +45,7 @@ def test_the_first_error_counts_and_does_not_end_the_pass() -> None:
     assert detector.finished.done()
 
 
-def test_a_lost_worker_ends_the_pass_if_something_is_under_way_there() -> None:
+def test_a_lost_worker_ends_the_pass_if_a_request_is_outstanding_there() -> None:
     detector = TerminationDetector(root=0)
     detector.lose(5, ConnectionError("5 is gone"))
     detector.handled([ROOTS], [(1, [7])], QUIET)

@@ -139,6 +139,6 @@ def test_close_leaves_the_terminal_usable(screen: Screen, terminal: Terminal) ->
     assert terminal.rows == ["[worker 0] step 1", ""]
 
 
-def test_close_writes_nothing_where_nobody_drew(screen: Screen, terminal: Terminal) -> None:
+def test_close_writes_nothing_to_an_unused_screen(screen: Screen, terminal: Terminal) -> None:
     screen.close()
     assert terminal.rows == [""]

@@ -55,7 +55,7 @@ def test_interrupted_and_given_up() -> None:
     ]
 
 
-def test_the_last_traceback_comes_with_its_causes() -> None:
+def test_the_last_traceback_is_shown_with_its_causes() -> None:
     earlier = ["Traceback (most recent call last):", "OSError: logged, and went on", "fine"]
     assert last_traceback([*earlier, *CAUSE, *CHAIN, *EFFECT]) == [*CAUSE, *CHAIN, *EFFECT]
     assert last_traceback([*CAUSE, "fine", *EFFECT]) == EFFECT

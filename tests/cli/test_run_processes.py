@@ -342,7 +342,9 @@ def test_what_a_worker_leaves_behind_may_tidy_up(script: Path, tmp_path: Path) -
     assert (tmp_path / "note").read_text() == "tidy"
 
 
-def test_the_last_words_are_heard_though_the_stream_stays_open(script: Path, launch: type[Launched]) -> None:
+def test_output_before_the_exit_is_shown_though_the_stream_stays_open(
+    script: Path, launch: type[Launched]
+) -> None:
     """Something that a worker has started in a session of its own still holds the worker's stdout."""
     script.write_text(
         "import subprocess, sys\n"
@@ -355,7 +357,7 @@ def test_the_last_words_are_heard_though_the_stream_stays_open(script: Path, lau
     assert launched.launcher.returncode == 0
 
 
-def test_a_reader_that_goes_away_ends_the_job(script: Path, launch: type[Launched]) -> None:
+def test_closing_the_launchers_output_ends_the_job(script: Path, launch: type[Launched]) -> None:
     script.write_text("import os\nprint('pids', os.getpid())\nwhile True: print('on and on')")
     launched = launch("--nproc-per-node", 2, script, processes=2)
     assert launched.launcher.stdout is not None

@@ -74,7 +74,7 @@ def test_rule_3_a_signal_ends_all(three: Supervisor, received: int, sent: int, c
     ]
 
 
-def test_rule_4_asked_then_killed_then_given_up(three: Supervisor) -> None:
+def test_rule_4_signalled_then_killed_then_abandoned(three: Supervisor) -> None:
     three.handle(SignalReceived(signal.SIGTERM), now=10)
     assert three.deadline == 11
     assert three.handle(TimePassed(), now=10.9) == []
@@ -102,7 +102,7 @@ def test_a_signal_after_a_failure_hurries_but_does_not_change_the_code(three: Su
 
 
 @given(data=st.data(), workers=st.integers(1, 5))
-def test_whatever_happens_it_comes_to_an_end(data: st.DataObject, workers: int) -> None:
+def test_every_sequence_of_events_ends_with_an_outcome(data: st.DataObject, workers: int) -> None:
     """After the first failure or signal it is over within two grace periods, with no gap in between."""
     supervisor = Supervisor(range(workers), grace=1.0)
     running = set(range(workers))

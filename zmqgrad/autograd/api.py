@@ -82,7 +82,7 @@ def backward(
     """
     if not isinstance(context_id, int) or isinstance(context_id, bool):
         raise TypeError(
-            f"incompatible function arguments: context_id must be an int, the id that context() gave, "
+            f"incompatible function arguments: context_id must be an int, the id that context() yields, "
             f"not {context_id!r}"
         )
     if mode not in MODES:

@@ -7,7 +7,7 @@ then, they wait for gradients that will never arrive, and ``mode`` decides:
 
 - *fast*: the pass fails; the error names the unused sends;
 - *smart*: this does not happen. Before the start, the coordinator finds out which gradients will never arrive
-  (:mod:`~zmqgrad.autograd.engine.discovery`) and tells the workers to continue without them;
+  (:mod:`~zmqgrad.autograd.engine.discovery`) and notifies the workers to continue without them;
 - *auto*: the pass starts like fast and continues like smart. It costs nothing if every send is used.
 
 Modules: the :mod:`~zmqgrad.autograd.engine.coordinator` starts a pass and waits for its end; each worker is
