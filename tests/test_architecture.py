@@ -55,7 +55,7 @@ def test_arrows_point_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == cli.EXIT_STATUS_SUCCESS, said.getvalue()
 
 
-def test_one_module_tells_the_time() -> None:
+def test_only_the_clock_module_imports_time() -> None:
     assert importers("time") == {"zmqgrad.runtime.clock"}
     # A timedelta is a length of time, which is what users of torch pass for a timeout.
     for name in importers("datetime"):

@@ -62,7 +62,7 @@ def test_a_switch_between_on_and_off() -> None:
         environment.allows_insecure({"ZMQGRAD_ALLOW_INSECURE": "Perhaps"})
 
 
-def test_what_is_missing_says_where_it_was_looked_for() -> None:
+def test_the_error_for_a_missing_variable_names_where_it_was_searched() -> None:
     assert "not found in the environment; set MASTER_ADDR, or start" in str(
         environment.missing_variable("MASTER_ADDR")
     )
@@ -161,12 +161,12 @@ def test_a_size_that_is_none(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "means"), [("", None), (" ", None), ("0", 0), (" 250 ", 250)])
-def test_how_long_to_look(text: str, means: int | None) -> None:
+def test_spin_us_is_parsed(text: str, means: int | None) -> None:
     assert environment.spin_us({"ZMQGRAD_SPIN_US": text}) == means
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "1K", "off", "\u0663"])
-def test_how_long_to_look_is_a_number(text: str) -> None:
+def test_spin_us_must_be_a_number(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"ZMQGRAD_SPIN_US is .* a number of microseconds"):
         environment.spin_us({"ZMQGRAD_SPIN_US": text})
 

@@ -87,7 +87,7 @@ def test_what_torch_alone_holds_stays_alive() -> None:
     view.underlying_store.close()
 
 
-def test_a_closed_one_is_let_go() -> None:
+def test_a_closed_store_is_not_kept_alive() -> None:
     made = as_torch_store(HashStore(PATIENCE))
     clone = weakref.ref(made.clone())
     gone = weakref.ref(made)

@@ -53,7 +53,7 @@ def test_the_page_has_one_line_a_message_under_its_family() -> None:
     assert {row.name: row.family for row in page()} == {c.TYPE.name: c.__module__ for c in STRUCTS}
 
 
-def test_the_page_says_the_answer_of_each_request() -> None:
+def test_the_page_names_the_reply_of_each_request() -> None:
     for row in page():
         kind = MessageType[row.name]
         assert (row.answer is not None) == bool(kind & REQUEST and kind is not MessageType.CANCEL), row
@@ -62,7 +62,7 @@ def test_the_page_says_the_answer_of_each_request() -> None:
         assert said in ([], [row.answer]), row
 
 
-def test_each_response_answers_something_on_the_page() -> None:
+def test_each_response_is_the_reply_of_a_request_on_the_page() -> None:
     answers = {row.answer for row in page()}
     anything = {"EXCEPTION", "STORE_REFUSED"}  # whatever was asked
     assert {t.name for t in MessageType if t & RESPONSE} == (answers - {None}) | anything
@@ -77,7 +77,7 @@ def test_a_struct_is_named_as_its_type(cls: type[Message]) -> None:
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
-def test_a_struct_is_frozen_and_says_what_it_says(cls: type[Message]) -> None:
+def test_a_struct_is_frozen_and_documented(cls: type[Message]) -> None:
     assert cls.__struct_config__.frozen
     assert cls.__struct_config__.array_like
     assert cls.__struct_config__.forbid_unknown_fields
@@ -100,7 +100,7 @@ def test_what_a_docstring_names_exists(cls: type[Message]) -> None:
 @pytest.mark.parametrize(
     "cls", [c for c in STRUCTS if c.__name__.startswith("Store")], ids=lambda c: c.__name__
 )
-def test_a_store_query_says_its_answer_which_is_a_response(cls: type[Message]) -> None:
+def test_a_store_query_names_its_reply_which_is_a_response(cls: type[Message]) -> None:
     assert cls.__doc__ is not None
     answers = re.findall(r"Reply: ([A-Z_]+)", cls.__doc__)
     if cls.TYPE & REQUEST:
@@ -111,7 +111,7 @@ def test_a_store_query_says_its_answer_which_is_a_response(cls: type[Message]) -
         assert not answers
 
 
-def test_requests_and_responses_are_told_by_their_bits() -> None:
+def test_requests_and_responses_are_distinguished_by_their_bits() -> None:
     neither = {t.name for t in MessageType if not t & (REQUEST | RESPONSE)}
     assert neither == {
         "KEY_CREATED",

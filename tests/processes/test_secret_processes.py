@@ -49,7 +49,7 @@ def between_hosts(rank: int, path: str) -> tuple[str, list[float]]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_calls_over_keyed_tcp_and_strangers_without_the_secret(hosts: Hosts, tmp_path: Path) -> None:
+def test_calls_over_curve_and_processes_without_the_secret(hosts: Hosts, tmp_path: Path) -> None:
     env = {**hosts.environment(), "WORLD_SIZE": "2"}
     *ours, (stranger, _) = run_processes(between_hosts, 3, args=(str(tmp_path / "gate"),), env=env)
     for rank, (endpoint, gradient) in enumerate(ours):

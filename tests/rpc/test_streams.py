@@ -95,7 +95,7 @@ def in_thread(name: str, job: Callable[[], Any]) -> Any:
 HERE = Stream("MainThread", GPU)
 
 
-def test_who_waits_waits_on_his_own_stream() -> None:
+def test_the_waiting_thread_synchronizes_its_own_stream() -> None:
     tensor = Tensor()
     future = answered(lambda: [arriving(tensor)])
     (event,) = Event.made
@@ -138,7 +138,7 @@ def test_asyncio_s_thread_is_handed_them_too() -> None:
     assert Event.made[0].waited == [HERE]
 
 
-def test_answers_without_tensors_on_devices_and_workers_without_device_maps_make_no_events() -> None:
+def test_no_events_without_tensors_on_devices_or_without_device_maps() -> None:
     assert answered(lambda: 7).wait() == 7
     answered(lambda: arriving(Tensor()), watches=False).wait()
     with pytest.raises(ValueError, match="no answer"):

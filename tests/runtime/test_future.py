@@ -220,7 +220,7 @@ def test_ctrl_c_interrupts_a_wait_and_leaves_the_promise_usable() -> None:
     assert outcome.wait(1) == 1
 
 
-def test_its_repr_tells_the_state() -> None:
+def test_repr_shows_the_state() -> None:
     outcome: Promise[int] = Promise()
     assert repr(outcome) == "<Promise pending>"
     outcome.set_result(3)

@@ -126,7 +126,7 @@ def test_a_task_that_blocks_in_our_waits_hands_on_the_lead(
     assert outer.wait(WAIT) == 3
 
 
-def test_a_task_that_blocks_elsewhere_keeps_nobody_from_reading(
+def test_reading_continues_while_a_task_blocks_elsewhere(
     source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
     make_pool(2)
@@ -136,7 +136,7 @@ def test_a_task_that_blocks_elsewhere_keeps_nobody_from_reading(
     assert outer.wait(WAIT) is True
 
 
-def test_with_no_room_tasks_queue_and_reading_goes_on(
+def test_tasks_queue_while_all_threads_work_and_reading_continues(
     source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
     make_pool(1)

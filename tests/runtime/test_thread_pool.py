@@ -381,5 +381,5 @@ def test_a_pool_of_no_threads_is_refused() -> None:
         ThreadPool("p", 0)
 
 
-def test_its_repr_tells_the_state(make: Make) -> None:
+def test_repr_shows_the_state(make: Make) -> None:
     assert repr(make(2)) == "<ThreadPool p: 0 threads, 0 idle, 0 blocked, 0 queued, 0 finished>"

@@ -113,7 +113,7 @@ def test_a_job_that_fails_costs_the_others_nothing(
     assert "bad job" in caplog.text
 
 
-def test_a_job_may_ask_for_more_and_starves_nobody(keeper: TimerThread, clock: ManualClock) -> None:
+def test_a_job_may_schedule_itself_without_starving_others(keeper: TimerThread, clock: ManualClock) -> None:
     """One that posts itself for ever does not keep what is due from running."""
     stop, timed = threading.Event(), threading.Event()
 
@@ -155,7 +155,7 @@ def test_a_finalizer_may_post_wherever_it_runs(keeper: TimerThread) -> None:
     assert sorted(freed.get(timeout=10) for _ in range(300)) == list(range(300))
 
 
-def test_a_job_that_ran_or_was_cancelled_is_let_go(keeper: TimerThread) -> None:
+def test_a_job_that_ran_or_was_cancelled_is_not_kept_alive(keeper: TimerThread) -> None:
     node = Node()
     node.me = None  # type: ignore[assignment]
     watched = weakref.ref(node)

@@ -37,7 +37,7 @@ def dial(server: StoreServer) -> socket.socket:
 # ---- too many ---------------------------------------------------------------------------------------------
 
 
-def test_a_client_too_many_is_told_so(server: StoreServer) -> None:
+def test_a_client_above_the_limit_is_refused(server: StoreServer) -> None:
     clients = [connect(server) for _ in range(3)]
     for _ in range(2):
         with pytest.raises(StoreError, match="it serves 3 connections already, which is its limit"):
@@ -52,7 +52,7 @@ def test_a_client_too_many_is_told_so(server: StoreServer) -> None:
 
 
 @pytest.mark.parametrize("seconds", [1e8, 1e300, float("inf")])
-def test_whoever_waits_for_years_keeps_nobody(server: StoreServer, seconds: float) -> None:
+def test_a_huge_timeout_does_not_block_others(server: StoreServer, seconds: float) -> None:
     with connect(server) as patient, connect(server) as other:
         waits = threading.Thread(target=patient.wait, args=(["key"], seconds), daemon=True)
         waits.start()
@@ -142,7 +142,7 @@ def test_errors_name_key_address_and_time(server: StoreServer) -> None:
             TCPStore("127.0.0.1", server.port, is_master=True, timeout=PATIENCE)
 
 
-def test_a_slow_reader_holds_up_nobody(server: StoreServer) -> None:
+def test_a_slow_reader_does_not_delay_others(server: StoreServer) -> None:
     """His answers wait, and so does what he asks next; others are served."""
     with connect(server) as store:
         store.set("large", os.urandom(8 << 20))

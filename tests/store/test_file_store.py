@@ -348,7 +348,7 @@ def test_the_last_of_world_size_removes_the_file(path: str) -> None:
     assert not os.path.exists(f"{path}-journal")
 
 
-def test_nobody_removes_the_file_unless_asked(path: str) -> None:
+def test_the_file_is_removed_only_on_request(path: str) -> None:
     FileStore(path).close()
     assert os.path.exists(path)
 
@@ -401,7 +401,7 @@ def _sqlite_of_others(path: str) -> bytes:
         (None, "an SQLite database of another program"),
     ],
 )
-def test_a_file_of_somebody_else_is_not_touched(path: str, content: bytes | None, words: str) -> None:
+def test_a_foreign_file_is_not_modified(path: str, content: bytes | None, words: str) -> None:
     if content is None:
         content = _sqlite_of_others(path)
     else:
@@ -431,7 +431,7 @@ def test_a_journal_is_no_file_store(path: str) -> None:
         FileStore(path)
 
 
-def test_a_network_file_system_takes_an_explicit_word(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_file_system_requires_a_setting(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_sqlite, "file_system_of", lambda path: "nfs4")
     with pytest.raises(ConfigurationError, match=r"network file system \(nfs4\).*TCPStore.*=1"):
         FileStore(path)
@@ -482,7 +482,7 @@ def _fork_and_look(rank: int, path: str) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_fork_is_told_to_open_the_file_itself(path: str) -> None:
+def test_a_fork_must_open_the_file_itself(path: str) -> None:
     (said,) = run_processes(_fork_and_look, 1, (path,))
     assert len(said) == 20
     assert all("opened before a fork" in each for each in said)

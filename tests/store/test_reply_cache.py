@@ -6,7 +6,7 @@ from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.wire.messages import StoreDone, StoreNumber, StoreValue
 
 
-def test_the_last_answer_of_a_line_is_remembered() -> None:
+def test_the_last_reply_to_each_client_is_cached() -> None:
     answers = ReplyCache()
     answers.remember(1, 4, StoreNumber(7))
     answers.remember(2, 9, StoreDone())

@@ -204,7 +204,7 @@ def test_what_was_replied_to_in_vain_is_not_done_again(world: World, fate: str) 
 # ---- items of queues --------------------------------------------------------------------------------------
 
 
-def test_an_item_that_nobody_acknowledges_returns_to_the_head(tmp_path: Path) -> None:
+def test_an_unacknowledged_item_returns_to_the_head(tmp_path: Path) -> None:
     clock = ManualClock()
     world = World(clock=clock)
     with (
@@ -335,7 +335,7 @@ def test_a_wait_that_is_not_repeated_is_forgotten() -> None:
     world.close()
 
 
-def test_a_query_that_was_given_up_takes_nothing(world: World) -> None:
+def test_an_abandoned_query_pops_nothing(world: World) -> None:
     """The next query of its client tells the server."""
     with world.connect(timeout=0.2) as store:
         with pytest.raises(StoreTimeoutError):

@@ -196,7 +196,7 @@ def test_it_does_what_a_dict_does(commands: list[tuple[Message, float]]) -> None
 
 
 @given(st.lists(QUERIES, max_size=60))
-def test_notices_tell_every_change_and_name_the_one_before(queries: list[Message]) -> None:
+def test_notifications_report_each_change_and_the_previous_revision(queries: list[Message]) -> None:
     """(S4): replaying the notifications of a key gives its value, and their revisions form a chain."""
     state, seen, last = State(), {}, {"a": 0, "b": 0}
     for key in last:
@@ -268,7 +268,7 @@ def test_a_queue_is_there_for_a_wait_but_not_for_a_get() -> None:
     assert sorted(told) == [("StoreWait", "done"), ("x", "done")]
 
 
-def test_an_answered_wait_leaves_nothing_behind() -> None:
+def test_a_finished_wait_leaves_nothing_behind() -> None:
     """Waits with long timeouts that were answered soon must not pile up until their time."""
     state = State()
     for i in range(5000):
@@ -315,7 +315,7 @@ def test_large_values_are_left_out_of_notices() -> None:
     assert notification == Notification("k", KeyUpdated("k", 2, 1, None, b"small"))
 
 
-def test_keys_that_nobody_watches_make_no_notices() -> None:
+def test_unwatched_keys_make_no_notifications() -> None:
     state = State()
     state.apply(StoreWatchKey("k", "n"), "w", 0.0)
     state.apply(StoreUnwatchKey("k"), "w", 0.0)

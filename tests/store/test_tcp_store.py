@@ -109,7 +109,7 @@ def test_no_store_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_name_that_nobody_knows_is_said_to_be_one() -> None:
+def test_an_unknown_host_name_is_named_in_the_error() -> None:
     with pytest.raises(StoreTimeoutError, match=r"the name 'nobody\.invalid' cannot be resolved here"):
         TCPStore("nobody.invalid", 1, timeout=0.01)
 

@@ -195,7 +195,7 @@ def test_a_slow_callback_does_not_hold_up_others_of_its_key(registry: WatchRegis
     assert late == sorted([b"1", b"2", b"3"] * 4), "they miss nothing either"
 
 
-def test_who_comes_later_hears_of_what_comes_later(registry: WatchRegistry) -> None:
+def test_a_later_watch_sees_later_changes_only(registry: WatchRegistry) -> None:
     """Not of events that still waited for someone slow when it came."""
     go, entered, seen = threading.Event(), threading.Event(), queue.Queue[tuple[bytes | None, bytes | None]]()
     registry.add("k", KeyCallbackAdapter(lambda old, new: entered.set() or (go.wait(PATIENCE) and None)))
@@ -244,7 +244,7 @@ def test_a_watch_that_cannot_be_registered_is_none() -> None:
     registry.close()
 
 
-def test_a_look_that_began_before_a_break_is_not_trusted() -> None:
+def test_a_registration_from_before_a_broken_connection_is_ignored() -> None:
     """What was registered on the old connection says nothing of the new one: it looks once more."""
     looks, change = queue.Queue[int](), queue.Queue[Change]()
     during_look: list[Any] = []
@@ -350,7 +350,7 @@ def test_a_callback_may_use_its_store(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_whoever_is_slow_keeps_no_notice_from_being_read(store: Store) -> None:
+def test_a_slow_callback_does_not_delay_the_receiver(store: Store) -> None:
     """Though the thread that has read a notification calls the callback: others read on."""
     go, seen = threading.Event(), queue.Queue[bytes | None]()
     store.set("cached", "0")
@@ -408,7 +408,7 @@ def test_the_first_notification_is_never_lost() -> None:
                 assert seen.get(timeout=PATIENCE) == (None, b"1")
 
 
-def test_keys_that_begin_alike_are_told_apart() -> None:
+def test_keys_with_a_common_prefix_are_distinguished() -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as store:
         seen = queue.Queue[tuple[str, Change]]()
         for key in ("a", "ab", "a\0b"):
@@ -421,7 +421,7 @@ def test_keys_that_begin_alike_are_told_apart() -> None:
         assert seen.get(timeout=PATIENCE) == ("a", (b"a", b"end"))
 
 
-def test_the_server_forgets_watches_whose_clients_have_gone() -> None:
+def test_the_server_drops_watches_of_dead_clients() -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
         with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
             client.watch_key("k", print)

@@ -242,7 +242,7 @@ def test_tasks_watch(store: Store) -> None:
     assert asyncio.run(main()) == [[b"0"] * 2, [b"1"] * 2, [b"2"] * 2]
 
 
-def test_a_task_waits_no_longer_than_told(store: Store) -> None:
+def test_a_task_waits_no_longer_than_its_timeout(store: Store) -> None:
     async def main() -> None:
         with store.watch("k", timeout=0.01) as watch:
             async for _ in watch:
@@ -278,7 +278,7 @@ def test_a_cached_read_waits_for_the_key(store: Store) -> None:
     writer.join(PATIENCE)
 
 
-def test_cached_reads_ask_nobody_and_never_go_back() -> None:
+def test_cached_reads_send_no_query_and_never_go_back() -> None:
     with (
         TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master,
         TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client,

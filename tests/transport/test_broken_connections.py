@@ -137,9 +137,7 @@ def test_a_large_frame_arrives_though_its_connection_breaks_in_the_middle(
     assert pair.relays[1].cuts >= 1
 
 
-def test_a_connection_that_says_nothing_any_more_is_replaced(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_silent_connection_is_replaced(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """No event reports it, as with a NAT that forgets: the retransmission timer does."""
     monkeypatch.setattr(session, "RESEND_SECONDS", 0.3)
     pair.mailboxes[0].send(1, RESULT, 0)
@@ -150,7 +148,7 @@ def test_a_connection_that_says_nothing_any_more_is_replaced(
     assert ids(pair.take(1, 99)) == list(range(1, 100))
 
 
-def test_what_is_sent_while_nobody_listens_arrives_later(pair: Pair) -> None:
+def test_messages_sent_without_a_listener_arrive_later(pair: Pair) -> None:
     pair.relays[1].refusing = True
     for i in range(1000):
         pair.mailboxes[0].send(1, RESULT, i)

@@ -30,7 +30,7 @@ def ipc(listening: socket.socket) -> str:
     return "ipc://@" + listening.getsockname()[1:].decode()
 
 
-def test_ipc_where_somebody_listens(listener: socket.socket) -> None:
+def test_ipc_with_a_listener(listener: socket.socket) -> None:
     assert best_endpoint([ipc(listener), TCP]) == TCP
     with pytest.raises(UnknownPeerError, match="can be reached"):
         best_endpoint([ipc(listener)])

@@ -113,7 +113,7 @@ class TestOverArena(MailboxContract):
 
     # Offers and answers are messages like any other: these two count messages, and would count them, too.
     test_the_tap_sees_both_directions = None  # type: ignore[assignment]
-    test_statistics_count_what_went_and_came = None  # type: ignore[assignment]
+    test_statistics_count_sent_and_received = None  # type: ignore[assignment]
 
 
 class TestOverTcp(MailboxContract, KeepsOrder):

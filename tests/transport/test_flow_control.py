@@ -90,7 +90,7 @@ def test_what_is_within_the_limit_goes_at_once(waits: Waits) -> None:
     }
 
 
-def test_without_a_limit_nobody_waits() -> None:
+def test_without_a_limit_senders_never_wait() -> None:
     send_window = SendWindow("w", 0, lambda *_: None)
     assert all(send_window.take(1, False, 1 << 40) for _ in range(3))
 
@@ -108,7 +108,7 @@ def test_a_message_larger_than_the_limit_passes_alone(waits: Waits) -> None:
     assert waits.next() == 1000
 
 
-def test_those_who_wait_go_in_turn_and_nobody_overtakes_them(waits: Waits) -> None:
+def test_waiting_senders_continue_in_order(waits: Waits) -> None:
     assert waits.send_window.take(1, False, 90)
     waits.send(80)
     waits.send(5)  # would fit, but is second
@@ -124,7 +124,7 @@ def test_those_who_wait_go_in_turn_and_nobody_overtakes_them(waits: Waits) -> No
     assert waits.send_window.statistics()["bytes"] == {1: 85}
 
 
-def test_who_gives_up_lets_the_next_one_go(waits: Waits) -> None:
+def test_a_sender_that_times_out_unblocks_the_next(waits: Waits) -> None:
     assert waits.send_window.take(1, False, 90)
     waits.send(80, seconds=0.05)
     waits.send(5)
@@ -164,7 +164,7 @@ def test_credit_that_was_never_given_makes_no_debt(waits: Waits) -> None:
     assert not waits.send_window.take(1, False, 1)
 
 
-def test_what_was_taken_in_is_told_in_batches_or_when_somebody_waits() -> None:
+def test_credit_is_returned_in_batches_or_on_request() -> None:
     said: list[Message] = []
     receive_window = ReceiveWindow(100, lambda _, message: said.append(message))
     receive_window.consumed(1, False, 20)
@@ -183,7 +183,7 @@ def test_what_was_taken_in_is_told_in_batches_or_when_somebody_waits() -> None:
     assert len(said) == 3
 
 
-def test_what_was_lost_on_its_way_counts_as_taken_in_when_asked_again() -> None:
+def test_lost_bytes_count_as_consumed_at_a_repeated_request() -> None:
     said: list[Message] = []
     receive_window = ReceiveWindow(100, lambda _, message: said.append(message))
     receive_window.received(1, False, 30)
@@ -348,7 +348,7 @@ def test_a_slow_receiver_slows_its_sender(office: Office) -> None:
     assert a.mailbox.statistics()["inflight"]["waits"] == 8
 
 
-def test_answers_and_small_messages_pass_while_requests_wait(office: Office) -> None:
+def test_replies_and_small_messages_pass_while_requests_wait(office: Office) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, desk = office.open(0), slow_box(office, 1, got)
     asked = asks(a)
@@ -366,7 +366,7 @@ def test_answers_and_small_messages_pass_while_requests_wait(office: Office) -> 
     sender.join()
 
 
-def test_a_sender_that_waits_for_too_long_is_told_for_what(office: Office) -> None:
+def test_the_timeout_of_a_waiting_sender_names_the_reason(office: Office) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, desk = office.open(0), slow_box(office, 1, got)
     sender = Sender(a, 3, patience=0.1)
@@ -380,7 +380,7 @@ def test_a_sender_that_waits_for_too_long_is_told_for_what(office: Office) -> No
     assert sender.error is None
 
 
-def test_a_peer_that_is_gone_frees_who_waits_for_it(office: Office) -> None:
+def test_losing_a_peer_fails_senders_that_wait_for_it(office: Office) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, _ = office.open(0), slow_box(office, 1, got)
     asked = asks(a)
@@ -421,7 +421,7 @@ def test_the_thread_that_reads_never_waits(office: Office) -> None:
         desk.begin_next()
 
 
-def test_what_a_broken_connection_lost_holds_nobody_up_for_ever(
+def test_bytes_lost_with_a_connection_do_not_block_senders_forever(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()

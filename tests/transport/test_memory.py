@@ -236,7 +236,7 @@ def test_an_address_of_another_kind_is_of_no_use(office: Office) -> None:
         say(a, 1, 1)
 
 
-def test_its_repr_tells_the_state(office: Office) -> None:
+def test_repr_shows_the_state(office: Office) -> None:
     a = office.open(3)
     assert repr(a.mailbox) == "<MemoryMailbox w3 id=3 at memory://0: 0 waiting>"
     a.mailbox.close()

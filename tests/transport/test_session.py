@@ -129,7 +129,7 @@ TestSessions = Sessions.TestCase
 TestSessions.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-def test_an_acknowledgement_waits_for_a_message_that_takes_it_along() -> None:
+def test_an_acknowledgement_waits_for_the_next_message() -> None:
     incoming = Incoming()
     assert incoming.due == math.inf
     incoming.receive(1, 10, 100.0)

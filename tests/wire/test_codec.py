@@ -72,7 +72,7 @@ def test_what_is_cut_short_is_refused(message: Message, data: st.DataObject) -> 
 
 
 @given(messages(), st.binary(min_size=1, max_size=20))
-def test_what_comes_after_the_end_is_refused(message: Message, more: bytes) -> None:
+def test_trailing_bytes_are_refused(message: Message, more: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(bytes(encode(message, 1, 2, 3)) + more)
 
@@ -127,7 +127,7 @@ def test_any_msgpack_raises_nothing_else(kind: int, value: object) -> None:
         (b"\x80", "Expected `array`"),
     ],
 )
-def test_what_is_wrong_is_said(header: bytes, says: str) -> None:
+def test_the_error_names_the_defect(header: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         decode(raw(m.MessageType.STORE_MULTI_GET, header))
 
@@ -183,7 +183,7 @@ def test_a_frame_that_no_reader_would_take_is_not_made(monkeypatch: pytest.Monke
         encode(m.StoreValue(bytes(1000)), 1, 2, 3)
 
 
-def test_a_message_keeps_none_of_the_bytes_it_came_in() -> None:
+def test_a_message_does_not_keep_its_frame_alive() -> None:
     frame = encode(m.StoreSet("key", b"value"), 1, 2, 3)
     _, message = decode(frame)
     frame[ENVELOPE_BYTES:] = bytes(len(frame) - ENVELOPE_BYTES)

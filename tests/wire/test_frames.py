@@ -76,7 +76,7 @@ def test_what_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @given(st.binary(min_size=ENVELOPE_BYTES, max_size=200).filter(lambda b: not b.startswith(b"zg")))
-def test_strangers_are_told_from_us(frame: bytes) -> None:
+def test_foreign_bytes_are_recognized(frame: bytes) -> None:
     with pytest.raises(ProtocolError, match="does not speak zmqgrad"):
         read_envelope(frame)
 

@@ -564,7 +564,7 @@ def test_each_blob_damaged(sample: str) -> None:
 
 
 @given(messages_of(Tensors), st.lists(st.binary(max_size=64), max_size=3))
-def test_whatever_comes(described: Tensors, frames: list[bytes]) -> None:
+def test_arbitrary_input_raises_only_protocol_errors(described: Tensors, frames: list[bytes]) -> None:
     try_rebuild(described, [bytearray(materialize(f)) for f in frames])
 
 

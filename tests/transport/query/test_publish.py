@@ -154,7 +154,9 @@ def test_thousands_arrive_in_order(publishing: Publishing, keys: Keys | None, en
     each.close()
 
 
-def test_breaks_are_told_and_the_proof_holds_again(publishing: Publishing, keys: Keys | None) -> None:
+def test_a_broken_subscription_is_reported_and_proved_again(
+    publishing: Publishing, keys: Keys | None
+) -> None:
     with Relay(publishing.publisher.port) as relay:
         each = Subscribed(f"tcp://127.0.0.1:{relay.port}", keys)
         for n in range(3):
@@ -182,7 +184,7 @@ def test_a_subscriber_can_move(keys: Keys | None, publishing: Publishing, endpoi
 
 
 @pytest.mark.parametrize("theirs", [None, THEIRS], ids=["without a secret", "with another one"])
-def test_strangers_hear_nothing(theirs: Keys | None) -> None:
+def test_subscribers_without_the_secret_receive_nothing(theirs: Keys | None) -> None:
     publishing = Publishing(OURS)
     endpoint = f"tcp://127.0.0.1:{publishing.publisher.port}"
     stranger, ours = Subscribed(endpoint, theirs), Subscribed(endpoint, OURS)

@@ -78,7 +78,7 @@ def client_of(running: Running, *, fast_path: bool = False, port: int | None = N
 # ---- queries and replies ----------------------------------------------------------------------------------
 
 
-def test_a_reply_comes_back(client: QueryClient) -> None:
+def test_a_query_gets_its_reply(client: QueryClient) -> None:
     for key in ("a", "b", "x" * 50_000, "c"):
         assert client.request(StoreGet(key, 1.0), PATIENCE) == StoreValue(key.encode())
 
@@ -99,7 +99,7 @@ def test_many_threads_get_their_own_replies(client: QueryClient) -> None:
     assert [outcome.wait(PATIENCE) for outcome in outcomes] == [DONE] * 12
 
 
-def test_parked_queries_are_in_nobodys_way(running: Running, client: QueryClient) -> None:
+def test_blocked_queries_do_not_delay_others(running: Running, client: QueryClient) -> None:
     parked = [in_thread(lambda: client.request(StoreGet("park", 60.0), PATIENCE)) for _ in range(3)]
     for _ in parked:
         assert running.service.arrived.acquire(timeout=PATIENCE)
@@ -169,7 +169,7 @@ def test_no_server_costs_the_deadline_and_no_more(keys: Keys | None) -> None:
         client.request(A, 0.02)
 
 
-def test_a_server_that_comes_later_is_found(keys: Keys | None, fast_path: bool) -> None:
+def test_a_server_that_starts_later_is_found(keys: Keys | None, fast_path: bool) -> None:
     first = Running(keys=keys)
     address = first.server.endpoint
     with closing(QueryClient(address, keys=keys, fast_path=fast_path)) as client:
@@ -251,7 +251,7 @@ def test_a_connection_that_leads_nowhere_is_replaced(plain: Running) -> None:
         assert client.request(A, PATIENCE) == StoreValue(b"a")
 
 
-def test_a_reply_that_nobody_can_get_is_counted(plain: Running) -> None:
+def test_an_undeliverable_reply_is_counted(plain: Running) -> None:
     with Relay(plain.server.port) as relay, closing(client_of(plain)) as other:
         gone = client_of(plain, port=relay.port)
         wait = in_thread(lambda: gone.request(StoreGet("park", 60.0), PATIENCE))
@@ -360,7 +360,7 @@ def test_garbage_is_counted_and_logged_once(
     assert caplog.text.count("dropped a malformed query from 127.0.0.1") == 1
 
 
-def test_strangers_on_the_port_cost_a_counter(plain: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_protocols_on_the_port_are_counted(plain: Running, caplog: pytest.LogCaptureFixture) -> None:
     garbage = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1",
@@ -384,7 +384,7 @@ def test_strangers_on_the_port_cost_a_counter(plain: Running, caplog: pytest.Log
     assert caplog.text.count("dropped a malformed query from tcp") == 1, "not a line for each"
 
 
-def test_a_client_of_another_release_is_told_what_is_wrong(client: QueryClient) -> None:
+def test_a_malformed_query_is_refused_with_the_reason(client: QueryClient) -> None:
     reply = client.request(StoreGet("k", -1.0), PATIENCE)
     assert isinstance(reply, StoreRefused)
     assert "malformed StoreGet" in reply.text

@@ -54,7 +54,7 @@ def test_it_cannot_shrink_or_grow() -> None:
     segment.close()
 
 
-def test_it_takes_memory_only_as_it_is_used_and_gives_it_back() -> None:
+def test_memory_is_allocated_on_use_and_returned() -> None:
     segment = Segment(1 << 40)  # more than any machine has
     assert segment.memory() < 1 << 16
     at = segment.free_list.allocate(4 << 20)
@@ -178,7 +178,7 @@ def test_memory_that_could_shrink_is_refused() -> None:
     os.close(descriptor)
 
 
-def test_a_stranger_s_memory_is_not_even_opened() -> None:
+def test_an_unrelated_descriptor_is_not_opened() -> None:
     descriptor, offer = made_by_hand(fcntl.F_SEAL_SHRINK, "other")
     with pytest.raises(OSError, match="different process numbers"):
         MappedSegment(offer)
