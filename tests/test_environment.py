@@ -41,7 +41,7 @@ def test_all_is_set() -> None:
         ("LOCAL_RANK", "x", "LOCAL_RANK"),
     ],
 )
-def test_what_is_malformed_is_named(name: str, value: str, words: str) -> None:
+def test_a_malformed_variable_is_named(name: str, value: str, words: str) -> None:
     with pytest.raises(RendezvousError) as caught:
         environment.read_launch({name: value})
     assert words in str(caught.value)
@@ -132,7 +132,7 @@ def test_open_mpi_on_several_hosts_does_not_say_where_rank_0_runs() -> None:
     assert (launch.master_addr, launch.master_port, launch.rank, launch.world_size) == (None, None, 1, 4)
 
 
-def test_what_is_set_by_hand_wins() -> None:
+def test_variables_set_by_hand_take_precedence() -> None:
     by_hand = {"MASTER_ADDR": "host", "MASTER_PORT": "1"}
     launch = environment.read_launch({**SRUN, **by_hand})
     assert (launch.master_addr, launch.master_port, launch.rank) == ("host", 1, 3)
@@ -140,7 +140,7 @@ def test_what_is_set_by_hand_wins() -> None:
     assert (launch.rank, launch.world_size, launch.local_rank) == (0, None, None), "not some of each"
 
 
-def test_what_a_launcher_sets_and_is_malformed_is_named() -> None:
+def test_a_malformed_variable_of_a_launcher_is_named() -> None:
     with pytest.raises(RendezvousError, match=r"SLURM_PROCID \(the rank of this worker.* is 'x'"):
         environment.read_launch({**SRUN, "SLURM_PROCID": "x"})
 
@@ -155,7 +155,7 @@ def test_sizes(text: str, means: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5G", "1KB", "K", "many", "1 G", "\u0663"])
-def test_a_size_that_is_none(text: str) -> None:
+def test_a_malformed_size(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"ZMQGRAD_ARENA_LIMIT is .* a number of bytes"):
         environment.arena_limit({"ZMQGRAD_ARENA_LIMIT": text})
 

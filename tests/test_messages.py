@@ -22,7 +22,7 @@ def test_each_type_has_one_struct_and_each_struct_one_type() -> None:
     assert {t: c.__name__ for t, c in BY_TYPE.items()} == {c.TYPE: c.__name__ for c in STRUCTS}
 
 
-def test_no_number_has_two_names() -> None:
+def test_message_types_have_distinct_numbers() -> None:
     assert len(MessageType.__members__) == len(MessageType)
 
 
@@ -87,7 +87,7 @@ def test_a_struct_is_frozen_and_documented(cls: type[Message]) -> None:
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
-def test_what_a_docstring_names_exists(cls: type[Message]) -> None:
+def test_names_in_docstrings_exist(cls: type[Message]) -> None:
     """Docstrings name messages in capitals (``Reply: STORE_VALUE``) and fields in double backquotes."""
     assert cls.__doc__ is not None
     for name in re.findall(r"\b[A-Z]{2,}(?:_[A-Z]+)+\b", cls.__doc__):

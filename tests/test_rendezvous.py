@@ -131,7 +131,7 @@ def test_rank_0_may_meet_twice_in_one_process() -> None:
     next(iter(rendezvous(url, timeout=PATIENCE)))[0].close()
 
 
-def test_where_the_agent_serves_the_store_no_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker_serves_the_store_if_the_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as agent:
         set_up(
             monkeypatch,
@@ -244,7 +244,7 @@ def test_a_worker_that_reads_an_old_address_reads_it_again(
     first.close()
 
 
-def test_there_is_no_second_time() -> None:
+def test_rendezvous_yields_once() -> None:
     meetings = iter(rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=PATIENCE))
     store, _, _ = next(meetings)
     store.close()
@@ -279,7 +279,7 @@ def test_an_unknown_scheme(url: str) -> None:
         rendezvous(url)
 
 
-def test_a_url_that_is_none() -> None:
+def test_the_url_must_be_a_string() -> None:
     with pytest.raises(TypeError, match="not NoneType"):
         rendezvous(None)  # type: ignore[arg-type]
 

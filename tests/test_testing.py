@@ -35,7 +35,7 @@ def test_workers_share_no_object_by_accident() -> None:
         assert items == [1]
 
 
-def test_the_network_records_what_was_said() -> None:
+def test_the_network_records_messages() -> None:
     with cluster(2) as c:
         rpc.rpc_sync(1, abs, args=(-1,))
         said = [(p.envelope.source, p.target, p.envelope.type) for p in c.network.history]

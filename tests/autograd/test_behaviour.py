@@ -336,7 +336,7 @@ def test_sparse_and_dense_gradients_of_one_tensor(c: Cluster, sparse_first: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
-def test_other_types_of_numbers(c: Cluster, dtype: torch.dtype) -> None:
+def test_other_dtypes(c: Cluster, dtype: torch.dtype) -> None:
     x = torch.tensor([1, 2], dtype=dtype, requires_grad=True)
     expected = torch.tensor([1, 2], dtype=dtype, requires_grad=True)
     (square(expected) * 3).abs().sum().backward()
@@ -406,7 +406,7 @@ def test_a_leaf_used_beside_a_tensor_made_from_it_that_was_sent(c: Cluster, reta
 
 
 class Generous(torch.autograd.Function):
-    """Gives gradients that nobody has asked for."""
+    """Returns gradients for inputs that do not require any."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -481,7 +481,7 @@ def selective(x: Tensor, y: Tensor) -> Tensor:
     return z
 
 
-def test_a_gradient_that_does_not_exist_travels_as_none(c: Cluster) -> None:
+def test_an_undefined_gradient_is_sent_as_none(c: Cluster) -> None:
     x, y, z = leaf(1), leaf(2), leaf(3)
     with context() as ctx:
         backward(ctx, [rpc.rpc_sync(1, selective, (x, rpc.rpc_sync(2, add, (y, z)))).sum()])
@@ -538,7 +538,7 @@ def refuse_first(x: Tensor, y: Tensor, unused: Tensor) -> Tensor:
 def test_a_function_before_an_undefined_gradient_is_called_as_in_one_process(
     c: Cluster, monkeypatch: pytest.MonkeyPatch, how: str, zeros: bool
 ) -> None:
-    """A gradient that was asked for and does not exist is not the same as one that nobody asked for."""
+    """A gradient that was requested and is undefined differs from one that was not requested."""
     monkeypatch.setattr(executor, "hooks_registered", lambda: how == "node by node")
 
     def run(to: Callable[..., Tensor], ws: list[Tensor]) -> Tensor:
@@ -1061,7 +1061,7 @@ def test_an_unused_result(c: Cluster, where: str) -> None:
             assert_gradients(ctx, (x, [6.0 if where == "here" else 8.0]))
 
 
-def test_what_waits_for_a_dead_branch_is_not_named_itself(c: Cluster) -> None:
+def test_sends_that_wait_for_a_dead_branch_are_not_reported(c: Cluster) -> None:
     """Behind the unused call, a used one waits; only the unused one is the reason."""
     x = leaf(1)
     with context() as ctx:
@@ -1180,7 +1180,7 @@ def test_plain_backward_through_a_call_is_refused(c: Cluster) -> None:
 
 
 @pytest.mark.parametrize("how", ["routes", "hooks", "groups"])
-def test_a_leaf_that_requires_grad_no_more_gets_none(c: Cluster, how: str) -> None:
+def test_a_leaf_that_no_longer_requires_grad_gets_no_gradient(c: Cluster, how: str) -> None:
     x, y = leaf(1), leaf(2)
     handle = y.register_hook(lambda g: None) if how == "hooks" else None
     with context() as context_id:

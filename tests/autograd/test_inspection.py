@@ -105,7 +105,7 @@ def test_numbers_of_contexts(c: Cluster) -> None:
             assert autograd._get_debug_info() == {name: str(n) for name, n in expected.items()}
 
 
-def test_there_is_nothing_to_set_up(c: Cluster) -> None:
+def test_init_only_checks_the_worker(c: Cluster) -> None:
     assert autograd.is_available()
     autograd._init(0)
     with pytest.raises(AutogradError, match="worker 0, not 1"):

@@ -126,7 +126,7 @@ def test_a_pass_ends_when_its_context_is_left_meanwhile(c3: Cluster) -> None:
     assert known_by(c3) == []
 
 
-def test_of_two_passes_at_a_time_that_free_one_graph_none_hangs(c3: Cluster) -> None:
+def test_concurrent_passes_that_free_one_graph_do_not_hang(c3: Cluster) -> None:
     x = leaf(3)
     refused: list[str] = []
 
@@ -177,7 +177,7 @@ def test_a_pass_ends_when_its_worker_is_shut_down(c3: Cluster) -> None:
     assert "worker0 was shut down while a backward pass was under way" in str(failed[0])
 
 
-def test_a_pass_goes_on_when_a_worker_without_a_part_in_it_is_lost(c3: Cluster) -> None:
+def test_a_pass_continues_when_an_uninvolved_worker_is_lost(c3: Cluster) -> None:
     x = leaf(1)
     with context() as ctx:
         loss = rpc.rpc_sync(1, double, (x,)).sum()
@@ -257,7 +257,7 @@ def call_late(peer: int, x: Tensor) -> Tensor:
 
 
 def test_calls_of_a_context_that_has_ended_meanwhile_leave_nothing(c3: Cluster) -> None:
-    """Nobody would tell their callees of its end: it has been told."""
+    """Their callees would never be notified: the release has been sent already."""
     for event in (going_on, may_go_on):
         event.clear()
     with context():
@@ -279,7 +279,7 @@ def test_a_release_reaches_workers_of_unawaited_no_grad_calls(c3: Cluster) -> No
 
 
 def double_elsewhere(x: Tensor) -> Tensor:
-    """Nobody uses what worker 2 gives, so its part of a pass never ends by itself."""
+    """The result of worker 2 is unused, so its part of a pass never ends by itself."""
     rpc.rpc_sync(2, double, (x,))
     return x * 2
 
@@ -294,7 +294,7 @@ def watch(ctx: int) -> None:
     watched.extend(map(weakref.ref, [context_here, *context_here.passes.values(), *gradients.values()]))
 
 
-def test_what_a_context_held_goes_with_it_and_not_with_the_garbage(c3: Cluster) -> None:
+def test_a_released_context_frees_its_tensors_without_garbage_collection(c3: Cluster) -> None:
     """Graphs and gradients are large, and the collector may come late."""
     x = leaf(1)
     watched.clear()

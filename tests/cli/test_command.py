@@ -25,7 +25,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"zmqgrad {__version__}\n"
 
 
-def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "run" in capsys.readouterr().out
 
@@ -95,7 +95,7 @@ def test_each_worker_gets_its_rank_in_the_environment() -> None:
     assert second == first | {"RANK": "1", "LOCAL_RANK": "1"}
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_set_by_the_user_are_kept() -> None:
     [alone] = worker_environments({}, 1, "127.0.0.1", 1)
     assert "OMP_NUM_THREADS" not in alone
     chosen = worker_environments({"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": ""}, 2, "127.0.0.1", 1)

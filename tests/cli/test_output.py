@@ -75,7 +75,7 @@ def test_lines_come_out_as_they_went_in(lines: list[bytes]) -> None:
     assert split(b"\r\n".join(lines)) == lines
 
 
-def test_of_a_redrawn_line_the_last_state_counts() -> None:
+def test_the_last_state_of_a_redrawn_line_is_kept() -> None:
     assert split(b"\r 10%", b"\r 50%\r", b"100%\n", b"done") == [b"100%", b"done"]
 
 

@@ -83,7 +83,7 @@ def test_keys(ask: Ask, store: TCPStore) -> None:
     assert found[0] == {"key": "a", "value": "1"}
 
 
-def test_what_is_not_there(ask: Ask, store: TCPStore) -> None:
+def test_missing_keys(ask: Ask, store: TCPStore) -> None:
     store.set("k", "1")
     assert ask("get", "nope") == (3, "", "zmqgrad store get: no such key: 'nope'\n")
     assert ask("wait", "k") == (0, "", "")

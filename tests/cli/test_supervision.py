@@ -86,7 +86,7 @@ def test_rule_4_signalled_then_killed_then_abandoned(three: Supervisor) -> None:
     assert outcome == Outcome(exit_code=143, interrupted_by=signal.SIGTERM, ended=(0, 1, 2), given_up=(1,))
 
 
-def test_rule_5_a_second_signal_means_at_once(three: Supervisor) -> None:
+def test_rule_5_a_second_signal_kills_immediately(three: Supervisor) -> None:
     three.handle(SignalReceived(signal.SIGINT), now=10)
     assert three.handle(SignalReceived(signal.SIGINT), now=10.1) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
     assert three.handle(SignalReceived(signal.SIGINT), now=10.2) == []

@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 QUICK = rpc.RpcBackendOptions(rpc_timeout=30.0, num_worker_threads=4)
 
 AT_ONCE = 10.0
-"""Seconds: plenty for what waits for nobody, on any machine, and well below the timeouts above."""
+"""Seconds: plenty, on any machine, for what waits for no other worker, and well below the timeouts above."""
 
 
 def join(rank: int, **how: Any) -> None:
@@ -121,7 +121,7 @@ def kept_waiting(rank: int, path: str) -> int:
     return told
 
 
-def test_who_was_kept_waiting_tries_again_and_meets_the_others(tmp_path: Path) -> None:
+def test_a_worker_that_timed_out_joins_again_and_meets_the_others(tmp_path: Path) -> None:
     assert run_processes(kept_waiting, 2, args=(str(tmp_path / "gate"),)) == [3, 3]
 
 
@@ -138,12 +138,12 @@ def others_work_on(rank: int) -> int:
     return total
 
 
-def test_who_is_done_serves_the_others_until_they_are() -> None:
+def test_a_worker_in_shutdown_serves_others_until_they_are_done() -> None:
     assert run_processes(others_work_on, 3) == [-1, 1225 + 50, 1225 + 100]
 
 
 def fire_and_forget(rank: int, path: str) -> int:
-    """Calls whose answers nobody waits for, which make further calls, still run before all leave."""
+    """Calls whose replies are not waited for, and their nested calls, still run before all leave."""
     join(rank)
     if rank == 1:
         for n in range(5):
@@ -162,7 +162,7 @@ def test_shutdown_waits_for_calls_without_waiters(tmp_path: Path) -> None:
 
 
 def leave_alone(rank: int) -> float:
-    """Without grace nobody is waited for; the other's later farewell is refused in good time."""
+    """With graceful=False a worker waits for no other; the later shutdown of the other fails in time."""
     join(rank)
     began = MONOTONIC.now()
     rpc.shutdown(graceful=False)

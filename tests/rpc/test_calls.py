@@ -237,7 +237,7 @@ def test_a_traceback_begins_with_the_function_that_was_called(pair: Cluster) -> 
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_what_would_end_a_process_ends_neither(pair: Cluster, error: BaseException) -> None:
+def test_exceptions_that_would_end_a_process_do_not(pair: Cluster, error: BaseException) -> None:
     with pytest.raises(RemoteError, match=type(error).__name__):
         rpc.rpc_sync(1, fail, args=(error,))
     assert rpc.rpc_sync(1, where) == "worker1"
@@ -466,7 +466,7 @@ def test_futures_are_torchs(pair: Cluster) -> None:
     assert futures[3].value() == 3
 
 
-def test_wait_all_raises_what_one_raised(pair: Cluster) -> None:
+def test_wait_all_raises_the_error_of_a_call(pair: Cluster) -> None:
     with pytest.raises(ValueError, match="one of them"):
         torch.futures.wait_all(
             [rpc.rpc_async(1, where), rpc.rpc_async(1, fail, args=(ValueError("one of them"),))]

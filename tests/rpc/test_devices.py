@@ -68,7 +68,7 @@ def test_devices_by_number_name_and_object_are_the_same() -> None:
         ([0], "a dict from device to device"),
     ],
 )
-def test_what_can_be_no_map(device_map: Any, said: str) -> None:
+def test_invalid_device_maps(device_map: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         RpcBackendOptions().set_device_map("w", device_map)
     with pytest.raises(ConfigurationError, match=said):
@@ -76,7 +76,7 @@ def test_what_can_be_no_map(device_map: Any, said: str) -> None:
 
 
 @pytest.mark.parametrize(("devices", "said"), [(["cpu"], "CUDA devices"), ([0, 0], "duplicate")])
-def test_what_can_be_no_devices(devices: Any, said: str) -> None:
+def test_invalid_devices(devices: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         RpcBackendOptions().set_devices(devices)
 

@@ -194,7 +194,7 @@ def test_the_timeout_of_an_unsent_call_names_flow_control() -> None:
         assert rpc_sync("w1", double, args=(x,)).eq(2).all()
 
 
-def test_what_waits_shows_in_debug_info_and_fails_with_its_peer() -> None:
+def test_waiting_sends_show_in_debug_info_and_fail_with_their_peer() -> None:
     with workers(2, threads=1) as both, held(both):
         event = asked(both[0])
         outcome: list[object] = []

@@ -238,7 +238,7 @@ def test_the_future_of_a_call_to_a_lost_worker_raises(trio: Cluster) -> None:
 # ---- many ------------------------------------------------------------------------------------------------
 
 
-def test_a_broadcast_is_prepared_once(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broadcast_is_serialized_once(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rpc.wait_all(rpc.broadcast(["worker1", 2], where)) == ["worker1", "worker2"]
     assert rpc.wait_all(rpc.broadcast(None, where)) == ["worker0", "worker1", "worker2"]
     times = 0
@@ -333,7 +333,7 @@ def test_torchs_functions_return_the_results(kind: Any) -> None:
         torch.futures.collect_all([futures[0], 3])
 
 
-def test_torchs_functions_raise_what_calls_raised(trio: Cluster) -> None:
+def test_collect_all_and_wait_all_of_torch_raise_errors_of_calls(trio: Cluster) -> None:
     calls = [rpc.rpc_async(1, where), rpc.rpc_async(2, fail, args=("remote",))]
     with pytest.raises(KeyError, match="remote"):
         torch.futures.wait_all(calls)

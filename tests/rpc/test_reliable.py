@@ -88,7 +88,7 @@ def test_nothing_is_resent_to_a_lost_peer(wire: Wire, sender: ReliableSender) ->
     assert len(wire.said) == 1
 
 
-def test_nothing_is_said_after_the_end(wire: Wire, sender: ReliableSender) -> None:
+def test_nothing_is_resent_after_close(wire: Wire, sender: ReliableSender) -> None:
     sender.send(PEER, NEWS)
     sender.close()
     wire.fail(RpcTimeoutError("no answer"))

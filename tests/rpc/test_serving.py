@@ -219,7 +219,7 @@ def test_functions_use_the_number_of_threads_set_in_torch() -> None:
 
 @pytest.mark.parametrize("graceful", [True, False])
 def test_shutdown_inside_a_call_is_refused(pair: Cluster, graceful: bool) -> None:
-    """It would wait for its own end, and whoever shuts the worker down meanwhile for that."""
+    """It would wait for its own end, and a concurrent shutdown would wait for it."""
     with pytest.raises(RpcError, match="shutdown was called inside a remote call"):
         rpc.rpc_sync(1, rpc.shutdown, args=(graceful,))
 
@@ -228,7 +228,7 @@ mine: ContextVar[str] = ContextVar("mine", default="as new")
 
 
 def leave_behind() -> int:
-    """Sets what lasts as long as its thread, if nobody minds."""
+    """Sets modes of its thread, which last unless the server resets them."""
     mine.set("left")
     torch.set_grad_enabled(False)
     torch.set_default_device("meta")

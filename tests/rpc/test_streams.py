@@ -115,7 +115,7 @@ def test_each_device_has_its_event() -> None:
     assert all(e.waited == [Stream("MainThread", e.recorded.device)] for e in Event.made if e.recorded)
 
 
-def test_what_follows_is_waited_for_as_well() -> None:
+def test_a_chained_future_waits_for_copies_of_its_parent() -> None:
     future = answered(lambda: arriving(Tensor()))
     child = in_thread("second", lambda: future.then(lambda f: f.value()))
     child.wait()
@@ -175,7 +175,7 @@ class SomeStream(NamedTuple):
         self.waits.append(other)
 
 
-def test_what_engine_threads_have_made_is_followed_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_event_per_device_follows_work_of_engine_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
 
     class OnGpu(torch.Tensor):

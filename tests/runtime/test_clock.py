@@ -27,7 +27,7 @@ def test_several_waits_share_one_deadline(clock: ManualClock) -> None:
     assert deadline.left() == 0.0
 
 
-def test_no_limit_is_never_over(clock: ManualClock) -> None:
+def test_a_deadline_without_limit_never_passes(clock: ManualClock) -> None:
     deadline = Deadline.after(None, clock)
     clock.advance(1e12)
     assert deadline.left() == math.inf

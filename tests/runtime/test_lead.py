@@ -1,4 +1,4 @@
-"""A leader reads tasks and runs them itself; whatever a task does, somebody goes on reading."""
+"""A leader reads tasks and runs them itself; whatever a task does, another thread continues reading."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_thread_that_waits_to_lead_counts_as_idle(
     assert not pool.busy()
 
 
-def test_another_stands_by_already_when_the_leader_goes_to_work(
+def test_a_follower_is_ready_before_the_leader_runs_its_task(
     source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
     pool = make_pool(4)

@@ -261,7 +261,7 @@ def test_an_idle_thread_lets_its_last_task_go(make: Make) -> None:
 # ---- the end ---------------------------------------------------------------------------------------------
 
 
-def test_close_drops_what_is_queued_and_lets_run_what_runs() -> None:
+def test_close_drops_queued_tasks_and_lets_running_ones_finish() -> None:
     pool = ThreadPool("p", 1)
     entered, go = threading.Event(), threading.Event()
     ran: list[str] = []
@@ -351,7 +351,7 @@ def test_close_races_with_submit(make: Make) -> None:
 def test_a_system_out_of_threads(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a thread there, tasks wait for it; with none, whoever submits must hear of it."""
+    """If the pool has a thread, tasks wait for it; if it has none, submit() raises."""
     pool = make(4)
     entered, go = threading.Event(), threading.Event()
     start = threading.Thread.start

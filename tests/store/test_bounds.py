@@ -63,7 +63,7 @@ def test_a_huge_timeout_does_not_block_others(server: StoreServer, seconds: floa
         assert other.get("key") == b"value"
 
 
-def test_those_who_say_nothing_are_no_clients(server: StoreServer) -> None:
+def test_connections_without_handshake_are_not_clients(server: StoreServer) -> None:
     """However many they are; each is dropped when it has not said who it is for ten seconds."""
     crowd = [dial(server) for _ in range(20)]
     with connect(server) as store:
@@ -143,7 +143,7 @@ def test_errors_name_key_address_and_time(server: StoreServer) -> None:
 
 
 def test_a_slow_reader_does_not_delay_others(server: StoreServer) -> None:
-    """His answers wait, and so does what he asks next; others are served."""
+    """Its replies wait, and so do its next queries; other clients are served."""
     with connect(server) as store:
         store.set("large", os.urandom(8 << 20))
         got: list[bytes] = []

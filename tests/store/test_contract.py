@@ -125,7 +125,7 @@ def test_add(store: Store) -> None:
     assert type(store.add("n", True)) is int
 
 
-def test_add_to_what_is_no_number(store: Store) -> None:
+def test_add_to_a_value_that_is_not_a_number(store: Store) -> None:
     store.set("k", "text")
     with pytest.raises(StoreError, match="no 64-bit number but b'text'"):
         store.add("k", 1)
@@ -258,7 +258,7 @@ def shared() -> dict[str, Store]:
 
 
 @given(commands=COMMANDS)
-def test_all_stores_do_the_same(shared: dict[str, Store], commands: list[tuple[str, str, int]]) -> None:
+def test_all_stores_behave_the_same(shared: dict[str, Store], commands: list[tuple[str, str, int]]) -> None:
     """What one answers the other answers: a view of a HashStore, and a dict."""
     plain: dict[str, bytes] = {}
     view = PrefixStore("p", shared["hash"])
@@ -408,7 +408,7 @@ def test_a_closed_store_raises(store: Store, in_thread: Callable[..., Promise[An
 # ---- views ------------------------------------------------------------------------------------------------
 
 
-def test_views_share_what_is_beneath_and_nothing_else() -> None:
+def test_prefixed_views_share_only_the_underlying_store() -> None:
     with HashStore() as store:
         one, two = PrefixStore("one", store), PrefixStore("two", store)
         one.set("k", "1")
@@ -421,7 +421,7 @@ def test_views_share_what_is_beneath_and_nothing_else() -> None:
         assert one.underlying_store is store
 
 
-def test_a_view_closes_only_what_it_owns() -> None:
+def test_a_prefix_store_closes_only_an_owned_store() -> None:
     store = HashStore()
     PrefixStore("p", store).close()
     store.set("k", "")

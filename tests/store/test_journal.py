@@ -151,7 +151,7 @@ def test_a_damaged_journal_is_refused_with_a_remedy(tmp_path: Path) -> None:
         load(path)
 
 
-def test_one_process_has_it_at_a_time(tmp_path: Path) -> None:
+def test_a_journal_is_locked_by_one_process(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     with pytest.raises(JournalError, match="another process uses the journal"):
         Journal(tmp_path / "j")

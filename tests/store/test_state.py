@@ -176,7 +176,7 @@ QUERIES = st.one_of(
 
 
 @given(st.lists(st.tuples(QUERIES, st.sampled_from([0.0, 0.5, 1.0, 3.0])), max_size=60))
-def test_it_does_what_a_dict_does(commands: list[tuple[Message, float]]) -> None:
+def test_the_state_machine_equals_a_dict(commands: list[tuple[Message, float]]) -> None:
     """(S1), (S2), (S3): the same replies, to the same askers, at the same step."""
     state, model, now = State(), Model(), 0.0
     askers = {}
@@ -250,7 +250,7 @@ def test_blocked_pops_are_served_in_order() -> None:
     assert replies(state.apply(StoreQueueLen("q"), "x", 1.0)) == [("x", 0)]
 
 
-def test_a_refusal_names_what_is_missing() -> None:
+def test_a_refusal_names_missing_keys() -> None:
     state = State()
     state.apply(StoreSet("there", b""), "x", 0.0)
     state.apply(StoreWait(("there", *(f"k{i}" for i in range(8))), 1.0), "w", 0.0)
@@ -280,7 +280,7 @@ def test_a_finished_wait_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"1_0", b" 1", b"+1", b"--1", b"1.0", b"9" * 30, b"\xd9\xa1"])
-def test_add_to_what_is_no_number_is_refused(value: bytes) -> None:
+def test_add_to_a_value_that_is_not_a_number_is_refused(value: bytes) -> None:
     state = State()
     state.apply(StoreSet("n", value), "x", 0.0)
     (reply,) = state.apply(StoreAdd("n", 1), "x", 0.0)
@@ -324,7 +324,7 @@ def test_unwatched_keys_make_no_notifications() -> None:
     assert len(state.apply(StoreSet("k", b"1"), "x", 0.0)) == 1
 
 
-def test_what_is_no_store_query_is_refused() -> None:
+def test_a_message_that_is_not_a_query_is_refused() -> None:
     ((requester, reason),) = replies(State().apply(Call("f", StoreDone()), "x", 0.0))  # type: ignore[arg-type]
     assert (requester, reason) == ("x", Refusal.INVALID)
 

@@ -90,7 +90,7 @@ def test_the_last_event_has_the_last_value_whatever_is_lost(
     assert (changes[-1].new if changes else None) == held
 
 
-def test_a_lost_notice_shows_at_the_next_one() -> None:
+def test_a_lost_notification_is_detected_at_the_next_one() -> None:
     state, cache = State(), WatchCache()
     cache.on_registered(look(state))
     for value in (b"1", b"2"):
@@ -100,7 +100,7 @@ def test_a_lost_notice_shows_at_the_next_one() -> None:
     assert cache.on_registered(look(state)) == [WatchEvent("k", None, b"2", 2)]
 
 
-def test_notices_that_come_before_the_registration_are_kept() -> None:
+def test_notifications_before_the_registration_are_kept() -> None:
     state, cache = State(), WatchCache()
     found = look(state)
     (notification, _) = state.apply(StoreSet("k", b"1"), "x", 0.0)
@@ -233,7 +233,7 @@ def test_a_failing_callback_is_logged_and_stops_nothing(
     assert "'k'" in caplog.text
 
 
-def test_a_watch_that_cannot_be_registered_is_none() -> None:
+def test_a_watch_that_cannot_be_registered_is_removed() -> None:
     def look(key: str) -> KeyCallbackRegistered:
         raise StoreTimeoutError("nobody there")
 

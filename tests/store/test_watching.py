@@ -183,7 +183,7 @@ def test_a_prefix(store: Store) -> None:
     assert len(seen) == 5
 
 
-def test_what_is_the_librarys_own_is_beneath_no_prefix(store: Store) -> None:
+def test_internal_keys_are_hidden_from_prefix_watches(store: Store) -> None:
     with store.watch(prefix="", timeout=PATIENCE) as watch:
         store.set("\0hidden", "")
         store.set("shown", "")

@@ -73,7 +73,7 @@ def test_a_file_left_is_seen() -> None:
     assert watcher.what_is_left() == []
 
 
-def test_what_is_ending_is_waited_for() -> None:
+def test_leak_checks_wait_for_ending_threads() -> None:
     watcher = Watcher()
     go = threading.Event()
     thread = threading.Thread(target=go.wait, args=(0.03,))
@@ -176,7 +176,7 @@ def test_a_process_that_does_not_end_shows_its_stacks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_process_that_dies_is_an_error_unless_it_may() -> None:
+def test_a_dead_process_is_an_error_unless_allowed() -> None:
     with pytest.raises(ProcessFailure, match="rank 0: ended without a result, exit code -9"):
         run_processes(dies, 2)
     assert run_processes(dies, 2, may_die=[0]) == [None, 1]

@@ -55,7 +55,7 @@ class Box:
         self.arrived: SimpleQueue[Inbound] = SimpleQueue()
 
     def drop(self) -> None:
-        """Let go of what nobody took: its frames may be memory that is shared."""
+        """Drop messages that were not read: their frames may be shared memory."""
         while not self.arrived.empty():
             self.arrived.get_nowait()
 
@@ -202,7 +202,7 @@ class MailboxContract:
         a.mailbox.send(1, HELLO, 1, [cls(b"small"), cls(bytes(1 << 20)), memoryview(b"..part..")[2:6]])
         assert content(b.take()[0]) == [b"small", bytes(1 << 20), b"part"]
 
-    def test_what_arrives_is_the_receivers_own(self, office: Office) -> None:
+    def test_received_frames_are_writable_copies(self, office: Office) -> None:
         """Frames can be written to, and outlive the handler, the sender and the mailbox."""
         a, b = office.pair()
         sent = [bytearray(b"a" * n) for n in (1, 100, SMALL)]
@@ -284,7 +284,7 @@ class MailboxContract:
             i: list(range(each)) for i in range(threads)
         }
 
-    def test_the_first_messages_of_many_threads_share_one_way(self, office: Office) -> None:
+    def test_the_first_messages_of_many_threads_share_a_connection(self, office: Office) -> None:
         a, b = office.pair()
         in_threads(8, lambda i: a.mailbox.send(1, HELLO, i))
         assert sorted(x.envelope.message_id for x in b.take(8)) == list(range(8))
@@ -508,7 +508,7 @@ class MailboxContract:
             assert box.mailbox.join(Deadline.after(10)) == []
         assert set(threading.enumerate()) <= before
 
-    def test_one_that_never_started_closes_too(self, office: Office) -> None:
+    def test_an_unstarted_mailbox_can_be_closed(self, office: Office) -> None:
         a = office.open(0, start=False)
         a.mailbox.close()
         assert a.mailbox.join(Deadline.after(10)) == []

@@ -179,7 +179,7 @@ def test_a_new_incarnation_gets_nothing_of_the_old(pair: Pair) -> None:
     assert old.incarnation != pair.mailboxes[1].incarnation
 
 
-def test_a_peer_that_was_forgotten_and_lives_is_sent_to_again(pair: Pair) -> None:
+def test_a_forgotten_peer_that_is_alive_can_be_sent_to_again(pair: Pair) -> None:
     """What had not arrived is gone; what comes after that arrives, in a new epoch of the session."""
     for epoch in range(4):
         for i in range(10):

@@ -58,12 +58,12 @@ def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
         assert windows == frames
 
 
-def test_what_is_small_is_not_cut() -> None:
+def test_small_frames_are_not_split() -> None:
     load = PreparedFrames(None, [bytes(4000)])
     assert split(load) == (load, [])
 
 
-def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
+def test_buffers_are_reused_when_their_reader_is_done() -> None:
     assembly = Reassembler()
     _, (first,) = carry(assembly, PreparedFrames(None, [some_bytes(8000)]))
     _, (second,) = carry(assembly, PreparedFrames(None, [some_bytes(8001)]))
@@ -86,7 +86,7 @@ def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
     assert assembly.buffers.kept() == 0
 
 
-def test_memory_that_is_not_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_buffers_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Any] = []
 
     class Later:

@@ -50,7 +50,7 @@ def test_a_peer_of_another_user_is_reached_by_tcp(listener: socket.socket) -> No
     assert best_endpoint([ipc(listener), TCP]) == TCP
 
 
-def test_who_is_another_user_goes_by_tcp(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_of_another_user_use_tcp(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     listener.listen()
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)

@@ -120,7 +120,7 @@ def test_a_stopped_monitor_does_not_suspect_its_peers() -> None:
 @pytest.mark.parametrize(
     "limits", [LivenessTimeouts(local=0), LivenessTimeouts(remote=-1), LivenessTimeouts(frozen=-1)]
 )
-def test_limits_that_cannot_be(limits: LivenessTimeouts) -> None:
+def test_invalid_timeouts(limits: LivenessTimeouts) -> None:
     with pytest.raises(ConfigurationError, match="liveness limit"):
         limits.check()
 

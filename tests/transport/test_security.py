@@ -54,7 +54,7 @@ def test_keys_are_pairs_and_hidden_from_repr() -> None:
     assert repr(keys) == "<Keys>"
 
 
-def test_what_cannot_be_a_secret(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+def test_invalid_secrets(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     with pytest.raises(TypeError, match="must be str or bytes, not int"):
         load_keys(7)  # type: ignore[arg-type]
     for short in ("", "hunter2"):

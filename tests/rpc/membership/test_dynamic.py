@@ -126,7 +126,7 @@ def there_and_back(other: str) -> str:
 # ---- ids and names ---------------------------------------------------------------------------------------
 
 
-def test_ids_are_handed_out_once(town: Town) -> None:
+def test_ids_are_allocated_once(town: Town) -> None:
     store = PrefixStore("d", town.store)
     assert [allocate_id(store, "a", rank) for rank in (None, 2, None, None, 2, None)] == [0, 2, 1, 3, 4, 5]
 
@@ -155,7 +155,7 @@ def test_two_workers_of_one_name_are_refused_while_the_older_lives(town: Town) -
     assert [i.id for i in (r.info for r in third.worker.membership.all())] == [2]
 
 
-def test_many_at_once(town: Town) -> None:
+def test_many_workers_join_at_once(town: Town) -> None:
     made = [town.make(f"w{n}") for n in range(8)]
     twins = [town.make("twin") for _ in range(3)]
     refused: list[str] = []
@@ -180,7 +180,7 @@ def test_many_at_once(town: Town) -> None:
 # ---- joining and leaving ---------------------------------------------------------------------------------
 
 
-def test_who_joins_can_be_called_at_once_and_calls_at_once(town: Town) -> None:
+def test_a_new_member_can_call_and_be_called_immediately(town: Town) -> None:
     a = town.join("a")
     for n in range(3):
         b = town.join(f"b{n}")
@@ -217,7 +217,7 @@ def test_a_worker_that_rejoins_has_a_new_id(town: Town) -> None:
     assert names_known_to(a) == names_known_to(again) == ["a", "b"]
 
 
-def test_a_worker_that_dies_is_struck_off_for_all(town: Town) -> None:
+def test_a_dead_worker_is_evicted_for_all(town: Town) -> None:
     a, b, c = (town.join(name) for name in "abc")
     eventually(lambda: (names_known_to(a), names_known_to(b)), lambda both: both == (["a", "b", "c"],) * 2)
     with acting(c):
@@ -249,7 +249,7 @@ def test_a_worker_out_of_reach_of_one_is_not_struck_off_for_others(town: Town) -
         rpc.rpc_sync("a", where)
 
 
-def test_the_loss_of_who_was_never_known(town: Town) -> None:
+def test_losing_an_unknown_worker(town: Town) -> None:
     """It had sent something, and was dead before its name was."""
     a = town.join("a")
     with acting(a):
@@ -334,7 +334,7 @@ class Served:
         self.open = False
 
 
-def test_who_serves_the_store_leaves_last(town: Town) -> None:
+def test_the_worker_that_serves_the_store_leaves_last(town: Town) -> None:
     served = Served()
     a, b, c = town.join("a", served=served), town.join("b"), town.join("c")
     eventually(lambda: names_known_to(a), lambda names: names == ["a", "b", "c"])
@@ -348,14 +348,14 @@ def test_who_serves_the_store_leaves_last(town: Town) -> None:
     assert not served.open
 
 
-def test_who_serves_the_store_does_not_wait_for_ever(town: Town) -> None:
+def test_the_worker_that_serves_the_store_waits_with_a_limit(town: Town) -> None:
     a, _ = town.join("a", served=Served()), town.join("b")
     eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
     with pytest.raises(RpcTimeoutError, match="a, which serves the store, gave up waiting for b to leave"):
         a.leave(True, Deadline.after(0.05))
 
 
-def test_leaving_waits_for_what_is_under_way(town: Town) -> None:
+def test_leaving_waits_for_running_calls(town: Town) -> None:
     a, b = town.join("a"), town.join("b")
     with acting(a), town.network.hold(target=0) as held:
         answer = rpc.rpc_async("b", where)

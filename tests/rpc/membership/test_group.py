@@ -67,7 +67,7 @@ def test_all_join_and_leave() -> None:
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None] * 3
 
 
-def test_those_who_do_not_come_are_named() -> None:
+def test_the_error_names_missing_workers() -> None:
     one, *others = groups(3)
     with pytest.raises(
         RendezvousTimeoutError, match=r"of 3 workers, these ranks did not join in time: \[1, 2\]"
@@ -77,7 +77,7 @@ def test_those_who_do_not_come_are_named() -> None:
         g.close()
 
 
-def test_who_was_kept_waiting_may_try_again() -> None:
+def test_a_worker_may_join_again_after_a_timeout() -> None:
     store = HashStore()
     for _ in range(2):
         for late in groups(3, store=store)[:2]:  # both, one after the other
@@ -99,7 +99,7 @@ def test_a_duplicate_name_fails_all_workers() -> None:
         g.close()
 
 
-def test_shutdown_names_those_who_do_not_leave() -> None:
+def test_shutdown_names_workers_that_do_not_leave() -> None:
     made = groups(3)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     with pytest.raises(
@@ -120,7 +120,7 @@ def test_shutdown_names_those_who_do_not_leave() -> None:
         ("0", None, "`rank`"),
     ],
 )
-def test_numbers_that_are_none(
+def test_invalid_ranks_and_world_sizes(
     monkeypatch: pytest.MonkeyPatch, rank: Any, world_size: Any, text: str
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -136,7 +136,7 @@ class Dead(BaseException):
 
 @pytest.mark.parametrize("posted", [False, True])
 @pytest.mark.parametrize("step", ["arrived", "quiet/0", "quiet/1"])
-def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: str, posted: bool) -> None:
+def test_a_worker_that_dies_during_shutdown(monkeypatch: pytest.MonkeyPatch, step: str, posted: bool) -> None:
     """Only one of the others is told, at once; all do the same all the same, and none waits for long."""
     made = groups(4)
     victim, witness = made[2].worker, made[1].worker
@@ -306,7 +306,7 @@ def test_options_by_torchs_name() -> None:
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
 
 
-def test_other_arguments_that_cannot_be() -> None:
+def test_other_invalid_arguments() -> None:
     with pytest.raises(ConfigurationError, match="Argument backend must be a member"):
         rpc.init_rpc("a", backend="GLOO", rank=0, world_size=1)
     with pytest.raises(ConfigurationError, match="Argument rpc_backend_options must be an instance of"):

@@ -108,7 +108,7 @@ def test_packets_of_several_connections_do_not_mix(site: Site) -> None:
 
 
 def test_what_the_kernel_does_not_accept_waits_in_order(site: Site) -> None:
-    """Thousands of packets to a reader that does not read: none is lost, none overtakes, nobody blocks."""
+    """Thousands of packets to a peer that does not read: none is lost or reordered, and no sender blocks."""
     connection, count = site.ready(), 0
     while connection.backlog() < 1000:
         connection.send(b"%d" % count, keep_gil=bool(count % 2))

@@ -113,7 +113,7 @@ def test_the_service_is_called_when_something_is_due(client: QueryClient) -> Non
     assert client.request(StoreGet("park", 0.01), PATIENCE) == StoreValue(b"too late")
 
 
-def test_a_late_reply_meets_no_later_query(running: Running, client: QueryClient) -> None:
+def test_a_late_reply_is_not_matched_with_a_later_query(running: Running, client: QueryClient) -> None:
     client.clock = clock = ManualClock()
     late = in_thread(lambda: client.request(StoreGet("park", 60.0), 0.3))
     assert running.service.arrived.acquire(timeout=PATIENCE)
@@ -159,7 +159,7 @@ def connections_to(port: int) -> int:
 # ---- servers that come and go -----------------------------------------------------------------------------
 
 
-def test_no_server_costs_the_deadline_and_no_more(keys: Keys | None) -> None:
+def test_without_a_server_queries_time_out_at_their_deadline(keys: Keys | None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
     with (
@@ -267,7 +267,7 @@ def test_an_undeliverable_reply_is_counted(plain: Running) -> None:
 # ---- the end ----------------------------------------------------------------------------------------------
 
 
-def test_closing_the_client_ends_what_waits(running: Running, client: QueryClient) -> None:
+def test_closing_the_client_ends_waiting_queries(running: Running, client: QueryClient) -> None:
     client.request(A, PATIENCE)
     waits = [in_thread(lambda: client.request(StoreGet("park", 60.0), PATIENCE)) for _ in range(3)]
     for _ in waits:
@@ -435,7 +435,7 @@ def test_a_relay_without_a_server_is_not_taken_for_another_secret(plain: Running
             client.request(A, 0.5)
 
 
-def test_a_ping_is_what_a_client_begins_with(plain: Running) -> None:
+def test_a_client_begins_with_a_ping(plain: Running) -> None:
     """A server that is about to close does not reply to pings, so clients that come find the next one."""
     plain.server.refuses_newcomers = True
     with closing(client_of(plain)) as client:
@@ -452,12 +452,12 @@ def test_a_port_in_use_is_named(plain: Running) -> None:
         QueryServer("second", plain.server.endpoint)
 
 
-def test_an_address_that_is_none() -> None:
+def test_a_malformed_address() -> None:
     with pytest.raises(TransportError, match=r"cannot listen on tcp://127\.0\.0\.1:x"):
         QueryServer("nowhere", "tcp://127.0.0.1:x")
 
 
-def test_nothing_but_loopback_without_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_secret_only_loopback_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
     with pytest.raises(ConfigurationError, match=r"without a secret.*ZMQGRAD_ALLOW_INSECURE=1"):
         QueryServer("open", "tcp://*:*")
@@ -494,5 +494,5 @@ def test_ipv6(keys: Keys | None) -> None:
         ("[::]", False),
     ],
 )
-def test_what_loopback_is(host: str, loopback: bool) -> None:
+def test_is_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) == loopback

@@ -108,5 +108,5 @@ def test_a_freed_block_is_reused_before_fresh_memory() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 63])
-def test_nothing_fits_into_less_than_a_line(size: int) -> None:
+def test_a_free_list_smaller_than_a_cache_line_allocates_nothing(size: int) -> None:
     assert FreeList(size).allocate(1) is None

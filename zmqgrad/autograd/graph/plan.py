@@ -218,14 +218,6 @@ class Plan:
         """Whether a group that some entry has reached waits for another entry."""
         return self._waiting_groups > 0
 
-    def stalled(self) -> list[int]:
-        """Return the missing entries of groups that some other entry has reached."""
-        missing = 0
-        for group in self.groups.values():
-            if not group.ran and group.entries & self.arrived:
-                missing |= group.entries & ~(self.arrived | self.dropped)
-        return list(bits(missing))
-
     def is_dead(self, group: Group) -> bool:
         """Whether every entry of ``group`` has been dropped."""
         return not group.entries & ~self.dropped
