@@ -250,7 +250,7 @@ def check_rank(rank: int, world_size: int, where: str) -> None:
     """Check that ``rank`` and ``world_size`` are valid.
 
     Raises:
-        RendezvousError: if they are not, naming ``where`` the two came from.
+        RendezvousError: if they are not, naming their source ``where``.
     """
     if world_size < 1:
         raise RendezvousError(f"the world size is {world_size} ({where}); it must be at least 1")

@@ -114,8 +114,8 @@ def test_a_large_frame_arrives_though_its_connection_breaks_in_the_middle(
     pair: Pair, kind: Result | Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks. A reply's memory may be written to as soon as it was sent; it arrives as it was."""
-    monkeypatch.setattr(bulk, "LEAST", 2 << 20)
-    monkeypatch.setattr(bulk, "CHUNK", 1 << 20)
+    monkeypatch.setattr(bulk, "MAX_WHOLE_BYTES", 2 << 20)
+    monkeypatch.setattr(bulk, "CHUNK_BYTES", 1 << 20)
     size = 24 << 20
     left = [7]
 

@@ -24,8 +24,8 @@ from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Hello, Manifes
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "CHUNK", 1000)
-    monkeypatch.setattr(bulk, "LEAST", 4000)
+    monkeypatch.setattr(bulk, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(bulk, "MAX_WHOLE_BYTES", 4000)
 
 
 def some_bytes(size: int) -> bytes:
@@ -104,7 +104,7 @@ def test_unused_buffers_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert buffers.kept() == 100
     jobs.pop()()
     assert (buffers.kept(), jobs) == (0, [])
-    monkeypatch.setattr(bulk, "KEPT", 150)
+    monkeypatch.setattr(bulk, "MAX_POOL_BYTES", 150)
     taken = [buffers.take(100) for _ in range(3)]
     taken.clear()
     gc.collect()

@@ -40,7 +40,7 @@ class Waits:
 
     def send(self, size: int, answer: bool = False, seconds: float = 0.0) -> None:
         """In a thread of its own; returns once it waits, or has gone."""
-        if self.send_window.take(1, answer, size):
+        if self.send_window.try_reserve(1, answer, size):
             self.went.put(size)
             return
         before = self.waiting()
@@ -78,10 +78,10 @@ def waits() -> Iterator[Waits]:
 
 
 def test_what_is_within_the_limit_goes_at_once(waits: Waits) -> None:
-    assert all(waits.send_window.take(1, False, 25) for _ in range(4))
-    assert not waits.send_window.take(1, False, 1)
-    assert waits.send_window.take(2, False, 100)  # another peer
-    assert waits.send_window.take(1, True, 100)  # answers pass while requests wait
+    assert all(waits.send_window.try_reserve(1, False, 25) for _ in range(4))
+    assert not waits.send_window.try_reserve(1, False, 1)
+    assert waits.send_window.try_reserve(2, False, 100)  # another peer
+    assert waits.send_window.try_reserve(1, True, 100)  # answers pass while requests wait
     assert waits.send_window.statistics() == {
         "limit": 100,
         "bytes": {1: 200, 2: 100},
@@ -92,11 +92,11 @@ def test_what_is_within_the_limit_goes_at_once(waits: Waits) -> None:
 
 def test_without_a_limit_senders_never_wait() -> None:
     send_window = SendWindow("w", 0, lambda *_: None)
-    assert all(send_window.take(1, False, 1 << 40) for _ in range(3))
+    assert all(send_window.try_reserve(1, False, 1 << 40) for _ in range(3))
 
 
 def test_a_message_larger_than_the_limit_passes_alone(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 1000)
+    assert waits.send_window.try_reserve(1, False, 1000)
     waits.send(1)
     assert waits.waiting() == 1
     waits.send_window.return_credit(1, False, 1000)
@@ -109,7 +109,7 @@ def test_a_message_larger_than_the_limit_passes_alone(waits: Waits) -> None:
 
 
 def test_waiting_senders_continue_in_order(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 90)
+    assert waits.send_window.try_reserve(1, False, 90)
     waits.send(80)
     waits.send(5)  # would fit, but is second
     assert waits.waiting() == 2
@@ -125,7 +125,7 @@ def test_waiting_senders_continue_in_order(waits: Waits) -> None:
 
 
 def test_a_sender_that_times_out_unblocks_the_next(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 90)
+    assert waits.send_window.try_reserve(1, False, 90)
     waits.send(80, seconds=0.05)
     waits.send(5)
     error = waits.next()
@@ -137,19 +137,19 @@ def test_a_sender_that_times_out_unblocks_the_next(waits: Waits) -> None:
 
 
 def test_a_peer_that_is_forgotten_frees_its_credit_and_those_who_wait(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 90)
-    assert waits.send_window.take(1, True, 90)
+    assert waits.send_window.try_reserve(1, False, 90)
+    assert waits.send_window.try_reserve(1, True, 90)
     waits.send(80)
     waits.send(80, answer=True)
     waits.send_window.forget(1)
     assert [type(waits.next()) for _ in range(2)] == [ClosedError, ClosedError]
     waits.send_window.on_credit(1, Credit(90, 90))  # late
-    assert waits.send_window.take(1, False, 100)
-    assert not waits.send_window.take(1, False, 1)
+    assert waits.send_window.try_reserve(1, False, 100)
+    assert not waits.send_window.try_reserve(1, False, 1)
 
 
 def test_closing_ends_every_wait(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 100)
+    assert waits.send_window.try_reserve(1, False, 100)
     waits.send(1)
     waits.send_window.close()
     assert isinstance(waits.next(), ClosedError)
@@ -158,10 +158,10 @@ def test_closing_ends_every_wait(waits: Waits) -> None:
 
 
 def test_credit_that_was_never_given_makes_no_debt(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 10)
+    assert waits.send_window.try_reserve(1, False, 10)
     waits.send_window.on_credit(1, Credit(1 << 62, 0))
-    assert waits.send_window.take(1, False, 100)
-    assert not waits.send_window.take(1, False, 1)
+    assert waits.send_window.try_reserve(1, False, 100)
+    assert not waits.send_window.try_reserve(1, False, 1)
 
 
 def test_credit_is_returned_in_batches_or_on_request() -> None:
@@ -217,7 +217,7 @@ def test_everything_arrives_whatever_the_limits_at_both_ends(
 
     def send(mine: list[int]) -> None:
         for size in mine:
-            if not send_window.take(0, False, size):
+            if not send_window.try_reserve(0, False, size):
                 send_window.wait(0, False, size, 0.0)
             arrived.put(size)
 
@@ -427,7 +427,7 @@ def test_bytes_lost_with_a_connection_do_not_block_senders_forever(
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, desk = office.open(0), slow_box(office, 1, got)
     monkeypatch.setattr(flow_control, "LOG_INTERVAL_SECONDS", 0.05)
-    a.mailbox._plane.send_window.take(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
+    a.mailbox._plane.send_window.try_reserve(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
     sender = Sender(a, 4)
     for _ in range(4):
         desk.begin_next()

@@ -158,7 +158,7 @@ class Server:
             end_serving(token)
 
     def _reject_expired(self, inbound: Inbound) -> None:
-        """Reject a call whose caller gave up while it was queued."""
+        """Reject a call whose caller stopped waiting while it was queued."""
         message = getattr(inbound.message, "wrapped", inbound.message)
         error = RpcTimeoutError(
             f"RPC ran for more than set timeout and will now be marked with an error: its caller had given "

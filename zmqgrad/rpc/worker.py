@@ -111,7 +111,7 @@ class Worker(WorkerCore):
         self.silent.pop(peer, None)
         logger.info("%s: %s (worker %d) is lost: %s", self.name, self.membership.name_of(peer), peer, reason)
         self.client.on_peer_lost(peer)
-        self.membership.depart(peer)
+        self.membership.mark_left(peer)
         self.server.in_flight.lose(peer)
         self.references.peer_lost(peer)
         self.contexts.forget(peer)

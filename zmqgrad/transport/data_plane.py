@@ -109,7 +109,7 @@ class DataPlane:
         if not prepared.frames:
             return prepared
         reply, size = bool(message.TYPE & RESPONSE), frames_size(prepared.frames)
-        if self.send_window.take(peer, reply, size, wait=self._may_wait()):
+        if self.send_window.try_reserve(peer, reply, size, wait=self._may_wait()):
             return prepared
         self.shared_memory.rollback(peer, prepared)  # releases carried by this message must not wait
         self.send_window.wait(peer, reply, size, timeout)
@@ -161,7 +161,7 @@ class DataPlane:
             self.shared_memory.on_message(source, message, inbound.envelope.message_id)
 
     def deliver(self, inbound: Inbound, handler: Handler) -> Task | None:
-        """Passes a message whose frames came through a socket to ``handler``.
+        """Passes a message whose frames arrived through a socket to ``handler``.
 
         It counts as consumed when its task begins, or at once if there is none.
         """

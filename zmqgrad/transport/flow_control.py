@@ -63,7 +63,7 @@ class _CreditAccount:
         return not self.sent or self.sent + size <= self.limit
 
     def grant(self) -> list[_Waiter]:
-        """Takes the waiters that may send now, in order."""
+        """Removes and returns the waiters that may send now, in order."""
         granted = []
         while self.waiting and self.has_room(self.waiting[0].size):
             granted.append(self.waiting.popleft())
@@ -93,7 +93,7 @@ class SendWindow:
         self._accounts: dict[tuple[int, bool], _CreditAccount] = {}  # by peer, and whether for replies
         self._closed = False
 
-    def take(self, peer: int, reply: bool, size: int, *, wait: bool = True) -> bool:
+    def try_reserve(self, peer: int, reply: bool, size: int, *, wait: bool = True) -> bool:
         """Counts ``size`` bytes as in flight to ``peer``. Returns False if the caller must :meth:`wait`
         instead."""
         if not self.limit:
@@ -241,12 +241,12 @@ def _take_waiting(accounts: Collection[_CreditAccount]) -> list[_Waiter]:
 class _Unacked:
     """Bytes of one peer that are not consumed, and bytes consumed whose credit was not returned."""
 
-    __slots__ = ("due", "held", "taken")
+    __slots__ = ("consumed", "due", "unconsumed")
 
     def __init__(self, due: int) -> None:
-        self.held = 0
-        self.taken = 0
-        self.due = due
+        self.unconsumed = 0
+        self.consumed = 0  # since credit was last returned
+        self.due = due  # credit is returned once this much was consumed
 
 
 class ReceiveWindow:
@@ -266,14 +266,14 @@ class ReceiveWindow:
     def received(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes of frames that arrived from ``peer``."""
         with self._lock:
-            self._unacked(peer, reply).held += size
+            self._unacked(peer, reply).unconsumed += size
 
     def consumed(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes as consumed, and returns credit if it is due."""
         with self._lock:
             unacked = self._unacked(peer, reply)
-            unacked.held = max(0, unacked.held - size)  # the peer may have been forgotten since
-            unacked.taken += size
+            unacked.unconsumed = max(0, unacked.unconsumed - size)  # the peer may have been forgotten since
+            unacked.consumed += size
             credit = self._due(unacked)
         self._return_credit(peer, reply, credit)
 
@@ -284,8 +284,8 @@ class ReceiveWindow:
                 with self._lock:
                     unacked = self._unacked(peer, reply)
                     unacked.due = min(unacked.due, needed)
-                    if message.again and unacked.held + unacked.taken < needed:
-                        unacked.taken = needed - unacked.held  # the rest was lost with a connection
+                    if message.again and unacked.unconsumed + unacked.consumed < needed:
+                        unacked.consumed = needed - unacked.unconsumed  # the rest was lost with a connection
                     credit = self._due(unacked)
                 self._return_credit(peer, reply, credit)
 
@@ -296,10 +296,10 @@ class ReceiveWindow:
         return unacked
 
     def _due(self, unacked: _Unacked) -> int:
-        """Takes the credit to return now. Called with the lock held."""
-        credit = unacked.taken if unacked.taken >= unacked.due else 0
+        """Returns the credit to return now, and resets the count. Called with the lock held."""
+        credit = unacked.consumed if unacked.consumed >= unacked.due else 0
         if credit:
-            unacked.taken, unacked.due = 0, self._batch
+            unacked.consumed, unacked.due = 0, self._batch
         return credit
 
     def _return_credit(self, peer: int, reply: bool, credit: int) -> None:

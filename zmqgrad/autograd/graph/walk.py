@@ -154,7 +154,7 @@ def condense(walk: GraphWalk) -> Graph:
     for edges, leaving in zip(walk.entries, boundary, strict=True):
         for node, _ in edges:
             if node not in shared and walk.is_inner(node):
-                following[node] = leaving  # one node stands for all exclusive nodes of its entry
+                following[node] = leaving  # one node represents all exclusive nodes of its entry
                 break
     for node in shared:
         following[node] = [edge for edge in walk.edges.get(node, ()) if edge[0] is not None]

@@ -64,7 +64,7 @@ class DynamicGroup(Group):
         try:
             self.store.set_timeout(min(STORE_TIMEOUT_SECONDS, max(1.0, deadline.left())))
             self.worker.hooks.peer_lost.append(lambda peer, _: self._evict_later(peer))
-            self.worker.membership.look_up = self._look_up
+            self.worker.membership.update_from_store = self._update_from_store
             self.worker.start(serving=False)  # before it is published, so that no call is refused
             self._registry.watch(self._on_change)
             self._refresh()
@@ -83,7 +83,7 @@ class DynamicGroup(Group):
         if not self._leaving:
             self._try_refresh()
 
-    def _look_up(self, seconds: float | None) -> bool:
+    def _update_from_store(self, seconds: float | None) -> bool:
         """Query the store for a worker that is unknown or has left, unless the store did not reply lately."""
         return not self._retry_store.passed() or self._lookup.wait(seconds)
 
@@ -104,21 +104,21 @@ class DynamicGroup(Group):
         worker, membership = self.worker, self.worker.membership
         with self._refreshing:
             present, new = self._registry.read(membership.known())
-            gone = [r for r in membership.all() if r.id not in present and r.id != worker.id]
+            former = [r for r in membership.all() if r.id not in present and r.id != worker.id]
             if self._joined and worker.id not in present and not self._leaving:
                 logger.error("%s was evicted from the group by others: it must join again", worker.name)
             for record in new:
                 if membership.learn(record) and self._joined:
                     worker.events.joined(record.info)
-            for record in gone:
-                self._mark_gone(record.id, self._registry.reason(record.id))
+            for record in former:
+                self._mark_left(record.id, self._registry.reason(record.id))
             self._monitor_next()
 
-    def _mark_gone(self, worker_id: int, reason: str) -> None:
+    def _mark_left(self, worker_id: int, reason: str) -> None:
         worker = self.worker
         if reason == LEFT and any(call.peer == worker_id for call in worker.client.pending.all()):
             # It has replied to all calls, but its last replies may be unread here. Its name is free already.
-            worker.membership.depart(worker_id)
+            worker.membership.mark_left(worker_id)
             worker.timer.call_later(LAST_REPLIES_GRACE_SECONDS, lambda: worker.lose(worker_id, reason))
         else:
             worker.lose(worker_id, reason)

@@ -10,7 +10,7 @@
 All keys are under the prefix of the group. The two kinds differ in when an id or a name can be claimed again:
 
 - Fixed size: never while the group exists. A second claim is refused, and the refusal is published, because
-  the group can never be complete. A worker that gives up withdraws its claims, so that it can try again.
+  the group can never be complete. A worker whose join fails withdraws its claims, so that it can try again.
 - Dynamic: an id is never claimed twice, so a restarted worker is a different worker. A name can be claimed
   again once its holder has left or is dead.
 
@@ -236,7 +236,7 @@ class Registry:
                 missing = self._absent(keys, missing)
                 if deadline.passed():
                     raise self._did_not_join(world_size, missing) from e
-            except StoreError as e:  # rank 0, which serves the store, gave up earlier
+            except StoreError as e:  # rank 0, which serves the store, timed out earlier
                 raise self._did_not_join(world_size, missing) from e
         for raw in records:
             if raw.startswith(_REFUSED):

@@ -156,7 +156,7 @@ def is_reachable(endpoint: str, refused_seconds: float = 0.0) -> bool:
         except ConnectionRefusedError:
             if deadline.passed():
                 return False
-            threading.Event().wait(RETRY_SECONDS)  # no event says when it would be accepted
+            threading.Event().wait(RETRY_SECONDS)  # no event reports when it would be accepted
             continue
         except OSError as e:
             logger.debug("cannot determine whether %s is reachable: %s", endpoint, e)

@@ -28,7 +28,7 @@ ACCEPT_BACKLOG = 1024
 MAX_CONNECTIONS = 16_384
 """Peers beyond this limit use ZeroMQ."""
 
-BURST = 16
+BURST_PACKETS = 16
 """Packets read from one connection in a row before others have their turn."""
 
 PROBE_INTERVAL = 4
@@ -85,7 +85,7 @@ class LocalListener:
         self._on_closed = on_closed
         self._max_connections = max_connections
         self._reads = 0
-        self._new: dict[int, socket.socket] = {}  # connected sockets that have not sent a hello
+        self._handshaking: dict[int, socket.socket] = {}  # connected sockets that have not sent a hello
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listening.setblocking(False)
@@ -121,7 +121,7 @@ class LocalListener:
     def _read_burst(self, fd: int, connection: LocalConnection, first: bytes) -> list[bytes]:
         packets = [first]
         try:
-            while len(packets) < BURST and (packet := connection.receive()):
+            while len(packets) < BURST_PACKETS and (packet := connection.receive()):
                 packets.append(packet)
         except BlockingIOError:
             pass
@@ -132,7 +132,7 @@ class LocalListener:
 
     def _handshake(self, fd: int) -> None:
         """Handles the listening socket, or the hello of a new connection."""
-        new = self._new.get(fd)
+        new = self._handshaking.get(fd)
         if new is None:
             if fd == self._listening.fileno():
                 self._accept()
@@ -145,7 +145,7 @@ class LocalListener:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
             logger.warning("%s: refused a connection that does not speak zmqgrad: %s", self.endpoint, e)
             hello = None
-        del self._new[fd]
+        del self._handshaking[fd]
         full = len(self.connections) >= self._max_connections
         if hello is None or full or not self._is_for_us(hello) or not _sends(new, WELCOME):
             self._poll.unregister(fd)
@@ -175,7 +175,7 @@ class LocalListener:
             accepted.close()
             return
         accepted.setblocking(False)
-        self._new[accepted.fileno()] = accepted
+        self._handshaking[accepted.fileno()] = accepted
         self._poll.register(accepted.fileno(), select.POLLIN)
 
     def _refuse_without_descriptor(self) -> None:
@@ -200,11 +200,11 @@ class LocalListener:
     def close(self) -> None:
         """Stops listening and reading. Idempotent."""
         self._listening.close()
-        for new in self._new.values():
+        for new in self._handshaking.values():
             new.close()
         for connection in self.connections.values():
             connection.close()
-        self._new.clear()
+        self._handshaking.clear()
         self.connections.clear()
 
 

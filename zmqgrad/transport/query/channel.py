@@ -209,7 +209,7 @@ class QueryChannel:
         fast.limit_waits(QUICK_SECONDS)
         self._local, self._local_fd = fast, fast.fd
         self._poll.register(fast.fd, select.POLLIN)
-        fast.send(encode(StorePing(""), 0, self.id, PING_ID))  # identifies the channel that came by tcp
+        fast.send(encode(StorePing(""), 0, self.id, PING_ID))  # identifies the channel, known by tcp
         return fast
 
     def _on_backlog(self, connection: LocalConnection) -> None:

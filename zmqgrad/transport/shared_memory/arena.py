@@ -64,7 +64,7 @@ class LeaseState:
         self.offered: Segment | None = None  # offered and not yet replied to
         self.offer_id = 0
         self.replied: Promise[None] | None = None  # completed by the reply to the last offer
-        self.is_slow = False  # a message has waited for that reply in vain
+        self.is_slow = False  # a message waited for that reply until its timeout
         self.refused = ""  # why this peer cannot read the arena
 
     def settle(self) -> None:

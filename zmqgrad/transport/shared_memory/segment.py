@@ -98,7 +98,7 @@ class Segment:
             return
         if isinstance(data, LazyFrame):
             data.write_to(memoryview(self._map)[offset : offset + size])
-        elif isinstance(data, memoryview) and data.readonly:  # ctypes does not give the address of such
+        elif isinstance(data, memoryview) and data.readonly:  # ctypes has no address of such
             self._map[offset : offset + size] = data
         else:
             source = data if isinstance(data, bytes) else _array_type(size).from_buffer(data)

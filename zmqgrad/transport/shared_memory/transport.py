@@ -1,7 +1,7 @@
 """What a mailbox does with frames: shared memory if the peer can read it, a socket otherwise.
 
 Whether a peer can is determined with the first message that is large enough. If the peer cannot, has not
-replied yet, or the arena is full, the frames go through the socket, and a counter says why.
+replied yet, or the arena is full, the frames go through the socket, and a counter per reason is incremented.
 
 Blocks are released by the manifest of the next message to their owner, or after :data:`RELEASE_SECONDS` by a
 message of their own.
