@@ -127,7 +127,7 @@ def test_open_mpi_on_one_host() -> None:
     assert launch.master_port == environment.read_launch({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0"}).master_port
 
 
-def test_open_mpi_on_several_hosts_does_not_say_where_rank_0_runs() -> None:
+def test_open_mpi_on_several_hosts_does_not_provide_master_addr() -> None:
     launch = environment.read_launch({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
     assert (launch.master_addr, launch.master_port, launch.rank, launch.world_size) == (None, None, 1, 4)
 

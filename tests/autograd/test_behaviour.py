@@ -122,7 +122,7 @@ def test_an_answer_that_is_a_root_itself(c: Cluster) -> None:
         assert_gradients(ctx, (x, [2.0]))
 
 
-def test_in_place_work_on_received_tensors_stays_there(c: Cluster) -> None:
+def test_in_place_changes_of_received_tensors_stay_on_the_receiver(c: Cluster) -> None:
     x = leaf(1, 2)
     with context() as ctx:
         y = rpc.rpc_sync(1, scale_in_place, (x, 3.0))

@@ -58,7 +58,7 @@ def test_sends_and_recvs_at_both_ends_of_a_call(c: Cluster) -> None:
         assert "to worker 1: " in repr(send)
 
 
-def test_workers_are_known_whose_calls_carried_nothing_to_differentiate(c: Cluster) -> None:
+def test_peers_without_differentiable_tensors_are_known(c: Cluster) -> None:
     with autograd.context():
         context = autograd._current_context()
         with torch.no_grad():

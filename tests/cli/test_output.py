@@ -109,7 +109,7 @@ def test_a_progress_bar_keeps_its_row_and_its_label(screen: Screen, terminal: Te
     assert terminal.rows == ["[worker 0] step 100%", "[worker 0] done", ""]
 
 
-def test_a_line_of_another_worker_goes_above_the_bar(screen: Screen, terminal: Terminal) -> None:
+def test_a_line_of_another_worker_is_printed_above_the_bar(screen: Screen, terminal: Terminal) -> None:
     screen.live(1, LABEL, b"\rstep 1")
     screen.lines(2, OTHER, [b"hello", b"world"])
     assert terminal.rows == ["[worker 1] hello", "[worker 1] world", "[worker 0] step 1"]

@@ -252,7 +252,7 @@ def read(value: Any) -> Any:
     return value.n, value
 
 
-def test_classes_that_say_how_they_travel(trio: Cluster) -> None:
+def test_classes_with_their_own_serialization(trio: Cluster) -> None:
     n, value = rpc.rpc_sync(1, read, (Rebuilt(7),))
     assert (n, value.n, type(value)) == (7, 7, Rebuilt)
 

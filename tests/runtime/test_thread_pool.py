@@ -223,7 +223,7 @@ def test_a_wait_that_fails_is_over(make: Make) -> None:
     assert pool.statistics()["blocked"] == 0
 
 
-def test_a_thread_of_no_pool_may_say_that_it_waits() -> None:
+def test_blocking_section_outside_of_a_pool() -> None:
     with blocking_section():
         pass
 

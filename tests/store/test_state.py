@@ -306,7 +306,7 @@ def test_hidden_keys_are_neither_counted_nor_listed() -> None:
     assert replies(state.apply(StoreGetNumKeys(), "x", 0.0)) == [("x", 1)]
 
 
-def test_large_values_are_left_out_of_notices() -> None:
+def test_large_values_are_omitted_from_notifications() -> None:
     state, large = State(), b"v" * (MAX_NOTIFICATION_VALUE_BYTES + 1)
     state.apply(StoreWatchKey("k", "n"), "w", 0.0)
     (notification, _) = state.apply(StoreSet("k", large), "x", 0.0)

@@ -143,7 +143,7 @@ def test_a_chunk_that_does_not_follow_ends_its_frame(following: Chunk) -> None:
         assembly.complete(3, Manifest((FrameBuffer(0, 1, 0, 10),), (FrameSlice(0, 0, 10),)), [])
 
 
-def test_a_message_whose_chunks_are_not_all_there_is_refused() -> None:
+def test_a_message_with_missing_chunks_is_refused() -> None:
     assembly = Reassembler()
     manifest = Manifest((FrameBuffer(0, 1, 0, 10),), (FrameSlice(0, 0, 10),))
     assembly.add(3, Chunk(1, 0, 10), [bytearray(9)])

@@ -77,7 +77,7 @@ def waits() -> Iterator[Waits]:
     made.end()
 
 
-def test_what_is_within_the_limit_goes_at_once(waits: Waits) -> None:
+def test_messages_within_the_limit_are_sent_immediately(waits: Waits) -> None:
     assert all(waits.send_window.try_reserve(1, False, 25) for _ in range(4))
     assert not waits.send_window.try_reserve(1, False, 1)
     assert waits.send_window.try_reserve(2, False, 100)  # another peer
@@ -136,7 +136,7 @@ def test_a_sender_that_times_out_unblocks_the_next(waits: Waits) -> None:
     assert waits.next() == 5
 
 
-def test_a_peer_that_is_forgotten_frees_its_credit_and_those_who_wait(waits: Waits) -> None:
+def test_forgetting_a_peer_drops_its_account_and_fails_its_waiters(waits: Waits) -> None:
     assert waits.send_window.try_reserve(1, False, 90)
     assert waits.send_window.try_reserve(1, True, 90)
     waits.send(80)
@@ -157,7 +157,7 @@ def test_closing_ends_every_wait(waits: Waits) -> None:
         waits.send_window.wait(1, False, 1, 0.0)
 
 
-def test_credit_that_was_never_given_makes_no_debt(waits: Waits) -> None:
+def test_unexpected_credit_does_not_make_the_count_negative(waits: Waits) -> None:
     assert waits.send_window.try_reserve(1, False, 10)
     waits.send_window.on_credit(1, Credit(1 << 62, 0))
     assert waits.send_window.try_reserve(1, False, 100)
@@ -392,7 +392,7 @@ def test_losing_a_peer_fails_senders_that_wait_for_it(office: Office) -> None:
     assert a.mailbox.statistics()["inflight"] == {"limit": LIMIT, "bytes": {}, "waiting": {}, "waits": 1}
 
 
-def test_closing_frees_who_waits(office: Office) -> None:
+def test_closing_fails_waiting_senders(office: Office) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, _ = office.open(0), slow_box(office, 1, got)
     asked = asks(a)

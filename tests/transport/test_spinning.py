@@ -64,7 +64,7 @@ def test_spinning_ends_at_its_time_limit() -> None:
     assert Place().wait() == 10
 
 
-def test_it_lasts_as_long_as_is_said() -> None:
+def test_spin_duration_is_configurable() -> None:
     assert Place(seconds=SPIN_SECONDS / 2).wait() == 5
 
 

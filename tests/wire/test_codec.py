@@ -163,7 +163,7 @@ def test_parts_within_parts_without_end_are_refused() -> None:
     [m.StoreNumber(1 << 64), m.StoreListKeys("\ud800"), m.StoreNumber(object())],
     ids=repr,  # type: ignore[arg-type]
 )
-def test_what_cannot_be_said_is_refused(message: Message) -> None:
+def test_messages_that_cannot_be_encoded_are_refused(message: Message) -> None:
     with pytest.raises(ProtocolError, match=f"cannot encode {type(message).__name__}"):
         encode(message, 1, 2, 3)
 

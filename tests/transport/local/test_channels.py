@@ -178,7 +178,7 @@ def test_time_passes_without_a_reply(office: Office) -> None:
     channel.release()
 
 
-def test_a_late_reply_is_found_by_who_waits_next(office: Office) -> None:
+def test_a_late_reply_is_read_by_the_next_user_of_the_channel(office: Office) -> None:
     a, b = pair(office)
     channel = channel_to(a)
     open_channel(a, b, channel)

@@ -216,7 +216,7 @@ def test_a_process_of_another_job_is_refused(
         b"x" * 10_000,
     ],
 )
-def test_what_speaks_another_protocol_is_refused(site: Site, said: bytes) -> None:
+def test_a_foreign_protocol_is_refused(site: Site, said: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(local.unix_name(site.endpoint))
         stranger.send(said)

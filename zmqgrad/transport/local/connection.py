@@ -45,7 +45,10 @@ def supported() -> bool:
 
 
 def unix_name(endpoint: str) -> str:
-    """Returns the socket name of an ipc endpoint: abstract (``@``) names begin with a zero byte."""
+    """Returns the socket name of an ipc endpoint. Abstract (``@``) names begin with a zero byte.
+
+    The kernel removes an abstract name with its process; it is private to the network namespace.
+    """
     path = endpoint.removeprefix("ipc://")
     return "\0" + path[1:] if path.startswith("@") else path
 
