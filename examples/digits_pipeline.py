@@ -92,7 +92,7 @@ class Stage(nn.Module):
         self.blocks = nn.Sequential(*(make_block(index, seed) for index in blocks))
 
     def forward(self, activations: Any) -> Tensor:
-        """Fetch the activations from whoever holds them (an RRef), and compute the next ones."""
+        """Fetch the activations from the owner of the RRef, and compute the next ones."""
         result: Tensor = self.blocks(activations.to_here())
         return result
 

@@ -76,7 +76,7 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def every_outcome_set(request: pytest.FixtureRequest, nothing_left_behind: None) -> Iterator[None]:
-    """Every ``Promise`` made during the test is set at its end (P3), unless marked ``open_outcomes``."""
+    """Every ``Promise`` made during the test is set at its end, unless marked ``open_outcomes``."""
     with Bomb() as bomb:
         yield
         if request.node.get_closest_marker("open_outcomes") is None:

@@ -1,4 +1,4 @@
-"""The picture of DESIGN section 3, checked: arrows, doors, and what an import may load."""
+"""Checks the architecture: import directions, who uses zmq, torch and pickle, and what an import loads."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_arrows_point_downwards(monkeypatch: pytest.MonkeyPatch) -> None:
     assert status == cli.EXIT_STATUS_SUCCESS, said.getvalue()
 
 
-def test_one_module_tells_the_time() -> None:
+def test_only_the_clock_module_imports_time() -> None:
     assert importers("time") == {"zmqgrad.runtime.clock"}
     # A timedelta is a length of time, which is what users of torch pass for a timeout.
     for name in importers("datetime"):
@@ -74,18 +74,18 @@ def test_one_module_reads_the_environment() -> None:
     assert readers <= {"zmqgrad.environment"}
 
 
-def test_only_transport_speaks_zmq() -> None:
+def test_only_transport_imports_zmq() -> None:
     assert within(importers("zmq"), "zmqgrad.transport")
 
 
-def test_only_the_upper_floors_know_torch() -> None:
-    rooms = ("wire.tensors", "interop", "rpc", "autograd", "optim", "nn", "testing")
-    upper = [f"zmqgrad.{room}" for room in rooms]
+def test_only_upper_layers_import_torch() -> None:
+    packages = ("wire.tensors", "interop", "rpc", "autograd", "optim", "nn", "testing")
+    upper = [f"zmqgrad.{package}" for package in packages]
     assert within(importers("torch"), *upper)
 
 
 def test_only_serialization_pickles() -> None:
-    """P4: one door by which bytes become objects."""
+    """Unpickling stays in few modules, so that P4 of docs/guarantees.md can be reviewed."""
     assert importers("pickle") | importers("cloudpickle") <= {
         "zmqgrad.rpc.serialization.pickler",
         "zmqgrad.rpc.serialization.serializer",
@@ -99,16 +99,16 @@ def test_only_serialization_pickles() -> None:
     "module", ["zmqgrad", "zmqgrad.store", "zmqgrad.rendezvous", "zmqgrad.cli", "zmqgrad.wire.codec"]
 )
 def test_an_import_leaves_torch_unloaded(module: str) -> None:
-    """DESIGN 16.2: a store server must not pay for torch; import-linter does not see what runs."""
+    """A store server must not load torch; import-linter does not see what runs."""
     code = "import importlib, sys; importlib.import_module(sys.argv[1]); print('torch' in sys.modules)"
     assert run_python(code, module).strip() == "False"
 
 
-def test_every_module_says_what_it_is_for() -> None:
+def test_every_module_has_a_docstring() -> None:
     assert [name for name, tree in TREES.items() if not (ast.get_docstring(tree) or "").strip()] == []
 
 
-def test_every_public_function_and_class_says_what_it_does() -> None:
+def test_every_public_function_and_class_has_a_docstring() -> None:
     silent = [
         f"{name}.{node.name}"
         for name, tree in TREES.items()
@@ -128,7 +128,7 @@ def swallows(handler: ast.ExceptHandler) -> bool:
     return handler.type is None or (wide and idle)
 
 
-def test_no_error_is_swallowed_whole() -> None:
+def test_no_exception_is_swallowed() -> None:
     places = [
         f"{name}:{node.lineno}"
         for name, tree in TREES.items()

@@ -41,7 +41,7 @@ def test_all_is_set() -> None:
         ("LOCAL_RANK", "x", "LOCAL_RANK"),
     ],
 )
-def test_what_is_malformed_is_named(name: str, value: str, words: str) -> None:
+def test_a_malformed_variable_is_named(name: str, value: str, words: str) -> None:
     with pytest.raises(RendezvousError) as caught:
         environment.read_launch({name: value})
     assert words in str(caught.value)
@@ -62,7 +62,7 @@ def test_a_switch_between_on_and_off() -> None:
         environment.allows_insecure({"ZMQGRAD_ALLOW_INSECURE": "Perhaps"})
 
 
-def test_what_is_missing_says_where_it_was_looked_for() -> None:
+def test_the_error_for_a_missing_variable_names_where_it_was_searched() -> None:
     assert "not found in the environment; set MASTER_ADDR, or start" in str(
         environment.missing_variable("MASTER_ADDR")
     )
@@ -127,12 +127,12 @@ def test_open_mpi_on_one_host() -> None:
     assert launch.master_port == environment.read_launch({**MPIRUN, "OMPI_COMM_WORLD_RANK": "0"}).master_port
 
 
-def test_open_mpi_on_several_hosts_does_not_say_where_rank_0_runs() -> None:
+def test_open_mpi_on_several_hosts_does_not_provide_master_addr() -> None:
     launch = environment.read_launch({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
     assert (launch.master_addr, launch.master_port, launch.rank, launch.world_size) == (None, None, 1, 4)
 
 
-def test_what_is_set_by_hand_wins() -> None:
+def test_variables_set_by_hand_take_precedence() -> None:
     by_hand = {"MASTER_ADDR": "host", "MASTER_PORT": "1"}
     launch = environment.read_launch({**SRUN, **by_hand})
     assert (launch.master_addr, launch.master_port, launch.rank) == ("host", 1, 3)
@@ -140,7 +140,7 @@ def test_what_is_set_by_hand_wins() -> None:
     assert (launch.rank, launch.world_size, launch.local_rank) == (0, None, None), "not some of each"
 
 
-def test_what_a_launcher_sets_and_is_malformed_is_named() -> None:
+def test_a_malformed_variable_of_a_launcher_is_named() -> None:
     with pytest.raises(RendezvousError, match=r"SLURM_PROCID \(the rank of this worker.* is 'x'"):
         environment.read_launch({**SRUN, "SLURM_PROCID": "x"})
 
@@ -155,18 +155,18 @@ def test_sizes(text: str, means: int | None) -> None:
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5G", "1KB", "K", "many", "1 G", "\u0663"])
-def test_a_size_that_is_none(text: str) -> None:
+def test_a_malformed_size(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"ZMQGRAD_ARENA_LIMIT is .* a number of bytes"):
         environment.arena_limit({"ZMQGRAD_ARENA_LIMIT": text})
 
 
 @pytest.mark.parametrize(("text", "means"), [("", None), (" ", None), ("0", 0), (" 250 ", 250)])
-def test_how_long_to_look(text: str, means: int | None) -> None:
+def test_spin_us_is_parsed(text: str, means: int | None) -> None:
     assert environment.spin_us({"ZMQGRAD_SPIN_US": text}) == means
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5", "1K", "off", "\u0663"])
-def test_how_long_to_look_is_a_number(text: str) -> None:
+def test_spin_us_must_be_a_number(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"ZMQGRAD_SPIN_US is .* a number of microseconds"):
         environment.spin_us({"ZMQGRAD_SPIN_US": text})
 

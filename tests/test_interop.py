@@ -62,7 +62,7 @@ def script(store: Any) -> list[Any]:
     ]
 
 
-def test_torch_gets_what_it_gets_from_its_own(ours: TorchStore) -> None:
+def test_torch_gets_the_same_from_our_stores(ours: TorchStore) -> None:
     expected, got = script(dist.HashStore()), script(ours)
     assert [repr(one) for one in got] == [repr(one) for one in expected]
 
@@ -77,7 +77,7 @@ def test_timeouts_set_by_torch_reach_our_store(ours: TorchStore) -> None:
         view.wait(["none"], timedelta(milliseconds=20))
 
 
-def test_what_torch_alone_holds_stays_alive() -> None:
+def test_a_store_held_only_by_torch_stays_alive() -> None:
     """torch keeps only the C++ half; without the other there is no call that works."""
     view = dist.PrefixStore("view", as_torch_store(HashStore(PATIENCE)))
     clone = view.clone()
@@ -87,7 +87,7 @@ def test_what_torch_alone_holds_stays_alive() -> None:
     view.underlying_store.close()
 
 
-def test_a_closed_one_is_let_go() -> None:
+def test_a_closed_store_is_not_kept_alive() -> None:
     made = as_torch_store(HashStore(PATIENCE))
     clone = weakref.ref(made.clone())
     gone = weakref.ref(made)

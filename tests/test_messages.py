@@ -22,7 +22,7 @@ def test_each_type_has_one_struct_and_each_struct_one_type() -> None:
     assert {t: c.__name__ for t, c in BY_TYPE.items()} == {c.TYPE: c.__name__ for c in STRUCTS}
 
 
-def test_no_number_has_two_names() -> None:
+def test_message_types_have_distinct_numbers() -> None:
     assert len(MessageType.__members__) == len(MessageType)
 
 
@@ -53,7 +53,7 @@ def test_the_page_has_one_line_a_message_under_its_family() -> None:
     assert {row.name: row.family for row in page()} == {c.TYPE.name: c.__module__ for c in STRUCTS}
 
 
-def test_the_page_says_the_answer_of_each_request() -> None:
+def test_the_page_names_the_reply_of_each_request() -> None:
     for row in page():
         kind = MessageType[row.name]
         assert (row.answer is not None) == bool(kind & REQUEST and kind is not MessageType.CANCEL), row
@@ -62,7 +62,7 @@ def test_the_page_says_the_answer_of_each_request() -> None:
         assert said in ([], [row.answer]), row
 
 
-def test_each_response_answers_something_on_the_page() -> None:
+def test_each_response_is_the_reply_of_a_request_on_the_page() -> None:
     answers = {row.answer for row in page()}
     anything = {"EXCEPTION", "STORE_REFUSED"}  # whatever was asked
     assert {t.name for t in MessageType if t & RESPONSE} == (answers - {None}) | anything
@@ -77,7 +77,7 @@ def test_a_struct_is_named_as_its_type(cls: type[Message]) -> None:
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
-def test_a_struct_is_frozen_and_says_what_it_says(cls: type[Message]) -> None:
+def test_a_struct_is_frozen_and_documented(cls: type[Message]) -> None:
     assert cls.__struct_config__.frozen
     assert cls.__struct_config__.array_like
     assert cls.__struct_config__.forbid_unknown_fields
@@ -87,7 +87,7 @@ def test_a_struct_is_frozen_and_says_what_it_says(cls: type[Message]) -> None:
 
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
-def test_what_a_docstring_names_exists(cls: type[Message]) -> None:
+def test_names_in_docstrings_exist(cls: type[Message]) -> None:
     """Docstrings name messages in capitals (``Reply: STORE_VALUE``) and fields in double backquotes."""
     assert cls.__doc__ is not None
     for name in re.findall(r"\b[A-Z]{2,}(?:_[A-Z]+)+\b", cls.__doc__):
@@ -100,7 +100,7 @@ def test_what_a_docstring_names_exists(cls: type[Message]) -> None:
 @pytest.mark.parametrize(
     "cls", [c for c in STRUCTS if c.__name__.startswith("Store")], ids=lambda c: c.__name__
 )
-def test_a_store_query_says_its_answer_which_is_a_response(cls: type[Message]) -> None:
+def test_a_store_query_names_its_reply_which_is_a_response(cls: type[Message]) -> None:
     assert cls.__doc__ is not None
     answers = re.findall(r"Reply: ([A-Z_]+)", cls.__doc__)
     if cls.TYPE & REQUEST:
@@ -111,7 +111,7 @@ def test_a_store_query_says_its_answer_which_is_a_response(cls: type[Message]) -
         assert not answers
 
 
-def test_requests_and_responses_are_told_by_their_bits() -> None:
+def test_requests_and_responses_are_distinguished_by_their_bits() -> None:
     neither = {t.name for t in MessageType if not t & (REQUEST | RESPONSE)}
     assert neither == {
         "KEY_CREATED",
@@ -129,8 +129,8 @@ def test_requests_and_responses_are_told_by_their_bits() -> None:
     assert not [t for t in MessageType if t & REQUEST and t & RESPONSE]
 
 
-def test_the_numbers_of_the_field_are_kept() -> None:
-    """DESIGN section 5: where torch's RPC has a number, ours is the same."""
+def test_message_types_use_the_numbers_of_torch() -> None:
+    """Messages that torch's RPC has as well use its numbers."""
     assert MessageType.FORWARD_AUTOGRAD_REQ == 0x0F | 0x100
     assert MessageType.FORWARD_AUTOGRAD_RESP == 0x10 | 0x200
     assert MessageType.BACKWARD_AUTOGRAD_REQ == 0x11 | 0x100
@@ -141,7 +141,7 @@ def test_the_numbers_of_the_field_are_kept() -> None:
 
 @pytest.mark.parametrize("cls", STRUCTS, ids=lambda c: c.__name__)
 def test_every_sequence_and_text_has_a_bound(cls: type[Message]) -> None:
-    """Sizes are bounded before anything is allocated (DESIGN section 5)."""
+    """Sizes are bounded before anything is allocated (docs/guarantees.md, P5)."""
     unbounded: list[str] = []
     seen: set[type] = set()
 

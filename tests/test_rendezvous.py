@@ -131,7 +131,7 @@ def test_rank_0_may_meet_twice_in_one_process() -> None:
     next(iter(rendezvous(url, timeout=PATIENCE)))[0].close()
 
 
-def test_where_the_agent_serves_the_store_no_worker_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_worker_serves_the_store_if_the_agent_does(monkeypatch: pytest.MonkeyPatch) -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as agent:
         set_up(
             monkeypatch,
@@ -244,7 +244,7 @@ def test_a_worker_that_reads_an_old_address_reads_it_again(
     first.close()
 
 
-def test_there_is_no_second_time() -> None:
+def test_rendezvous_yields_once() -> None:
     meetings = iter(rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=PATIENCE))
     store, _, _ = next(meetings)
     store.close()
@@ -272,14 +272,14 @@ def test_handlers_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("url", ["nowhere://x", "env", "", "127.0.0.1:29500"])
-def test_a_scheme_that_nobody_handles(url: str) -> None:
+def test_an_unknown_scheme(url: str) -> None:
     with pytest.raises(
         RendezvousError, match=re.escape(f"No rendezvous handler for {url!r}") + ".*env://, file://, tcp://"
     ):
         rendezvous(url)
 
 
-def test_a_url_that_is_none() -> None:
+def test_the_url_must_be_a_string() -> None:
     with pytest.raises(TypeError, match="not NoneType"):
         rendezvous(None)  # type: ignore[arg-type]
 
@@ -359,7 +359,7 @@ def test_a_port_in_use_is_named() -> None:
 
 
 @pytest.mark.slow
-def test_nobody_answers() -> None:
+def test_nothing_listens() -> None:
     port = free_port()
     url = f"tcp://127.0.0.1:{port}?rank=1&world_size=2"
     with pytest.raises(RendezvousTimeoutError, match=rf"at 127\.0\.0\.1:{port} within 0\.05 s") as caught:
@@ -397,7 +397,7 @@ def test_processes_meet() -> None:
 # ---- groups of no fixed size -----------------------------------------------------------------------------
 
 
-def test_who_says_how_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_has_world_size_by_url_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("WORLD_SIZE", "SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for url in ("env://", "tcp://127.0.0.1:1", "zmq://127.0.0.1:1?rank=3", "file:///tmp/x"):

@@ -35,7 +35,7 @@ def test_workers_share_no_object_by_accident() -> None:
         assert items == [1]
 
 
-def test_the_network_records_what_was_said() -> None:
+def test_the_network_records_messages() -> None:
     with cluster(2) as c:
         rpc.rpc_sync(1, abs, args=(-1,))
         said = [(p.envelope.source, p.target, p.envelope.type) for p in c.network.history]
@@ -49,12 +49,12 @@ def test_two_clusters_know_nothing_of_each_other() -> None:
         assert len(two.network.history) == 2
 
 
-def test_a_cluster_of_nobody_is_refused() -> None:
+def test_a_cluster_without_workers_is_refused() -> None:
     with pytest.raises(ValueError, match="at least one worker, not 0"):
         Cluster(0)
 
 
-def test_closing_twice_is_once_and_pending_calls_are_told() -> None:
+def test_close_is_idempotent_and_fails_pending_calls() -> None:
     go = threading.Event()
     holders.append(go)
     c = Cluster(2)

@@ -5,8 +5,8 @@
     from zmqgrad.optim import DistributedOptimizer  # was torch.distributed.optim
     from zmqgrad.nn import RemoteModule             # was torch.distributed.nn
 
-This module imports no submodule, so that programs that only use ``zmqgrad.store`` do not load torch
-(DESIGN 16.2). Submodules are imported on first access (``zmqgrad.rpc``, ``zmqgrad.store``, ...).
+This module imports no submodule, so that programs that only use ``zmqgrad.store`` do not load torch.
+Submodules are imported on first access (``zmqgrad.rpc``, ``zmqgrad.store``, ...).
 
 If torch is loaded already, this registers ``zmq://host:port`` URLs for its ``init_process_group``. If torch
 is loaded later, import :mod:`zmqgrad.interop` to register them.

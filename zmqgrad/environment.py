@@ -93,7 +93,7 @@ allows_insecure = Setting(ALLOW_INSECURE, _parse_switch, False)
 """Whether sockets may listen beyond this host without encryption."""
 
 allows_network_file_system = Setting(ALLOW_NETWORK_FILE_SYSTEM, _parse_switch, False)
-"""Whether store files may lie on network file systems, whose locks must then be trusted."""
+"""Whether store files may be on network file systems, whose locks must then be trusted."""
 
 arena_limit = Setting[int | None]("ZMQGRAD_ARENA_LIMIT", _parse_bytes, None)
 """Bytes of shared memory that a worker may lease to others of its host (512M, 4G; 0: off)."""
@@ -105,7 +105,7 @@ inflight_bytes = Setting[int | None]("ZMQGRAD_INFLIGHT_BYTES", _parse_bytes, Non
 """Bytes in flight to each peer through sockets before a sender waits (256M; 0: no limit)."""
 
 spin_us = Setting[int | None]("ZMQGRAD_SPIN_US", _parse_microseconds, None)
-"""How long (µs) a thread spins for a message before it blocks (1000; 0: it does not spin)."""
+"""How long (µs) a thread spins for a message before it blocks (8000; 0: it does not spin)."""
 
 local_fast_path = Setting("ZMQGRAD_LOCAL_FAST_PATH", _parse_switch, True)
 """Whether small messages between processes of one host bypass libzmq."""

@@ -73,10 +73,6 @@ class AuthenticationError(ProtocolError):
     """The two ends of a connection have different secrets, or only one of them has a secret."""
 
 
-SecretError = AuthenticationError
-"""The former name of :class:`AuthenticationError`."""
-
-
 class TransportError(ZmqgradError, RuntimeError):
     """A socket could not be opened or used."""
 
@@ -138,7 +134,7 @@ class PayloadError(RpcError, TypeError):
 
 
 class FunctionNotFoundError(RpcError, AttributeError):
-    """The callee cannot import the function that it was asked to run."""
+    """The callee cannot import the function that was called."""
 
 
 class OperatorError(RpcError, TypeError):

@@ -1,6 +1,6 @@
 """Rendezvous: turns a URL into a store, a rank and a world size.
 
-``rendezvous(url)`` is a generator, as torch's is. It yields one item: asking for a second raises, because
+``rendezvous(url)`` is a generator, as torch's is. It yields one item: requesting a second raises, because
 no handler here supports re-rendezvous. Handlers are registered by scheme:
 
 - ``env://``: MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE from the environment, or what Slurm or Open MPI
@@ -60,7 +60,7 @@ class Request(NamedTuple):
 
 
 class Group(NamedTuple):
-    """Names a group among those that share an address."""
+    """Identifies a group among those that share an address."""
 
     purpose: str
     number: int = 0
@@ -134,7 +134,7 @@ def rendezvous_beside(
         ConfigurationError: if :mod:`zmqgrad.interop` was not imported.
         RendezvousError, RendezvousTimeoutError: as :func:`rendezvous`.
     """
-    find = _SHARED.get(_scheme_of(url))
+    find = _BESIDE_TORCH.get(_scheme_of(url))
     if find is None:
         return next(rendezvous(url, rank, world_size, timeout))
     return find(parse(_with_arguments(url, rank, world_size)), timeout, group)
@@ -145,7 +145,7 @@ def _scheme_of(url: str) -> str:
 
 
 def _with_arguments(url: str, rank: int, world_size: int) -> str:
-    """``url`` with the arguments in its query, where they override what it says."""
+    """``url`` with the arguments in its query, where they override earlier ones."""
     for name, value in (("rank", rank), ("world_size", world_size)):
         check_integer(name, value)
         if value != -1:
@@ -164,7 +164,7 @@ def check_integer(name: str, value: object) -> None:
 
 
 def has_world_size(url: str) -> bool:
-    """Whether ``url`` or the environment gives a world size. True for schemes of other handlers.
+    """Whether ``url`` or the environment sets a world size. True for schemes of other handlers.
 
     Raises:
         RendezvousError: if the URL cannot be parsed.
@@ -201,10 +201,11 @@ def open_store(
     request = parse(url)
     if rank is not None:
         check_integer("rank", rank)
-    given = _rank_of(request) if rank == -1 else rank
+    own_rank = _rank_of(request) if rank == -1 else rank
     if request.scheme == "file":
-        return FileStore(_path_of(request, group), timeout=timeout), given
-    return _serve_or_connect(request, -1 if given is None else given, None, timeout, group), given
+        return FileStore(_path_of(request, group), timeout=timeout), own_rank
+    served_as = -1 if own_rank is None else own_rank
+    return _serve_or_connect(request, served_as, None, timeout, group), own_rank
 
 
 def _rank_of(request: Request) -> int:
@@ -249,7 +250,7 @@ def check_rank(rank: int, world_size: int, where: str) -> None:
     """Check that ``rank`` and ``world_size`` are valid.
 
     Raises:
-        RendezvousError: if they are not, naming ``where`` the two came from.
+        RendezvousError: if they are not, naming their source ``where``.
     """
     if world_size < 1:
         raise RendezvousError(f"the world size is {world_size} ({where}); it must be at least 1")
@@ -319,7 +320,7 @@ def _path_of(request: Request, group: Group | None) -> str:
 
 def _missing_parameter(name: str, request: Request) -> RendezvousError:
     return RendezvousError(
-        f"{name} parameter missing: {name} is neither an argument nor in {request.url!r}; give {name}=, or "
+        f"{name} parameter missing: {name} is neither an argument nor in {request.url!r}; pass {name}=, or "
         f"append {'&' if '?' in request.url else '?'}{name}=.."
     )
 
@@ -345,7 +346,8 @@ def _serve_or_connect(
         raise RendezvousError(
             f"the port is {port} ({where}); all workers must know it, so it must be from 1 to {MAX_PORT}"
         )
-    by_agent, attempt = agent_serves_store(), torchrun_attempt()
+    by_agent = agent_serves_store()
+    attempt = torchrun_attempt()  # not None: the agent is torchrun's, and its store is torch's
     try:
         if attempt is not None:
             by_agent = False
@@ -373,12 +375,12 @@ def _serve_or_connect(
     return PrefixStore("/worker", store, owned=True) if by_agent else store
 
 
-_SHARED: dict[str, Callable[[Request, timedelta | float, Group], RendezvousResult]] = {
+_BESIDE_TORCH: dict[str, Callable[[Request, timedelta | float, Group], RendezvousResult]] = {
     "tcp": _tcp,
     "file": _file,
     "env": _env,
 }
-"""Schemes that torch has, too."""
+"""How :func:`rendezvous_beside` finds the others: for the schemes that torch has, too."""
 
 register_rendezvous_handler("tcp", _once(_tcp))
 register_rendezvous_handler("zmq", _once(_tcp))

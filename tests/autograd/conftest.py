@@ -10,5 +10,5 @@ from zmqgrad.autograd.graph import hooks
 
 @pytest.fixture(autouse=True)
 def no_hooks_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every test begins as a process in which nobody has registered a hook."""
+    """Every test begins as in a process without registered hooks."""
     monkeypatch.setattr(hooks, "_internal_hooks", RemovableHandle.next_id)

@@ -108,21 +108,21 @@ def test_micro_batches_take_one_message_from_worker_to_worker(c3: Cluster) -> No
     assert sent[-1][2].handled is not None  # the report needs no message of its own
 
 
-def test_entries_that_take_long_are_sent_on_one_by_one(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_entries_are_sent_one_by_one(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step, "FLUSH_SECONDS", NEVER)
     sent = check_pipeline(c3)
     for way in ((1, 2), (2, 1), (1, 0)):
         assert [len(m.sends) for *ends, m in sent if tuple(ends) == way] == [1] * MICRO_BATCHES
 
 
-def test_many_bytes_are_sent_as_soon_as_they_are_there(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_full_batches_are_sent_immediately(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     each = 2 * 3 * 8 + batch.GRADIENT_OVERHEAD_BYTES
     monkeypatch.setattr(batch, "FULL_BYTES", 2 * each)
     first = [message for source, _, message in check_pipeline(c3) if source == 0]
     assert [len(message.sends) for message in first] == [2] * (MICRO_BATCHES // 2)
 
 
-def test_a_message_that_comes_twice_is_handled_once(c3: Cluster) -> None:
+def test_a_duplicate_message_is_handled_once(c3: Cluster) -> None:
     with (
         c3.network.duplicate(MessageType.BACKWARD_AUTOGRAD_REQ),
         c3.network.duplicate(MessageType.BACKWARD_AUTOGRAD_RESP),
@@ -158,7 +158,7 @@ def test_one_entry_that_fails_fails_the_pass(
                 backward(ctx, [loss])
 
 
-def test_a_gradient_does_not_keep_those_that_came_with_it(c3: Cluster) -> None:
+def test_a_gradient_does_not_keep_others_of_its_message_alive(c3: Cluster) -> None:
     xs = [leaf(5) for _ in range(40)]
     with context() as ctx:
         answers = [rpc.rpc_async(1, double_or_fail, (False, x)) for x in xs]
@@ -167,7 +167,7 @@ def test_a_gradient_does_not_keep_those_that_came_with_it(c3: Cluster) -> None:
             assert gradient.untyped_storage().nbytes() == gradient.nbytes
 
 
-def test_reports_name_what_was_handled(c3: Cluster) -> None:
+def test_reports_contain_handled_requests(c3: Cluster) -> None:
     reports: list[BackwardAutogradResp] = []
 
     def note(tapped: Tapped) -> None:

@@ -122,7 +122,7 @@ def test_an_answer_that_is_a_root_itself(c: Cluster) -> None:
         assert_gradients(ctx, (x, [2.0]))
 
 
-def test_in_place_work_on_received_tensors_stays_there(c: Cluster) -> None:
+def test_in_place_changes_of_received_tensors_stay_on_the_receiver(c: Cluster) -> None:
     x = leaf(1, 2)
     with context() as ctx:
         y = rpc.rpc_sync(1, scale_in_place, (x, 3.0))
@@ -336,7 +336,7 @@ def test_sparse_and_dense_gradients_of_one_tensor(c: Cluster, sparse_first: bool
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.complex64, torch.complex128])
-def test_other_types_of_numbers(c: Cluster, dtype: torch.dtype) -> None:
+def test_other_dtypes(c: Cluster, dtype: torch.dtype) -> None:
     x = torch.tensor([1, 2], dtype=dtype, requires_grad=True)
     expected = torch.tensor([1, 2], dtype=dtype, requires_grad=True)
     (square(expected) * 3).abs().sum().backward()
@@ -406,7 +406,7 @@ def test_a_leaf_used_beside_a_tensor_made_from_it_that_was_sent(c: Cluster, reta
 
 
 class Generous(torch.autograd.Function):
-    """Gives gradients that nobody has asked for."""
+    """Returns gradients for inputs that do not require any."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
@@ -481,7 +481,7 @@ def selective(x: Tensor, y: Tensor) -> Tensor:
     return z
 
 
-def test_a_gradient_that_does_not_exist_travels_as_none(c: Cluster) -> None:
+def test_an_undefined_gradient_is_sent_as_none(c: Cluster) -> None:
     x, y, z = leaf(1), leaf(2), leaf(3)
     with context() as ctx:
         backward(ctx, [rpc.rpc_sync(1, selective, (x, rpc.rpc_sync(2, add, (y, z)))).sum()])
@@ -535,10 +535,10 @@ def refuse_first(x: Tensor, y: Tensor, unused: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("how", ["separate", "meeting", "node by node"])
-def test_a_function_behind_one_that_gives_no_gradient_is_called_as_in_one_process(
+def test_a_function_before_an_undefined_gradient_is_called_as_in_one_process(
     c: Cluster, monkeypatch: pytest.MonkeyPatch, how: str, zeros: bool
 ) -> None:
-    """A gradient that was asked for and does not exist is not the same as one that nobody asked for."""
+    """A gradient that was requested and is undefined differs from one that was not requested."""
     monkeypatch.setattr(executor, "hooks_registered", lambda: how == "node by node")
 
     def run(to: Callable[..., Tensor], ws: list[Tensor]) -> Tensor:
@@ -864,7 +864,7 @@ class Keeps(torch.autograd.Function):
 
 @pytest.mark.parametrize("meets", [False, True])
 @pytest.mark.parametrize("count", [1, 2])
-def test_a_gradient_that_somebody_keeps_is_copied(c: Cluster, count: int, meets: bool) -> None:
+def test_a_gradient_with_another_reference_is_copied(c: Cluster, count: int, meets: bool) -> None:
     leaves = [leaf(1, 2) for _ in range(count)]
     with context() as ctx:
         y = Keeps.apply(*leaves)
@@ -876,7 +876,7 @@ def test_a_gradient_that_somebody_keeps_is_copied(c: Cluster, count: int, meets:
         assert kept.tolist() == [6.0 if meets else 4.0] * 2
 
 
-def test_a_gradient_that_nobody_keeps_is_not_copied(c: Cluster) -> None:
+def test_a_gradient_without_other_references_is_not_copied(c: Cluster) -> None:
     x = leaf(1, 2)
     addresses = []
     with context() as ctx:
@@ -903,7 +903,7 @@ def test_a_post_accumulate_hook_runs_once_with_the_sum(c: Cluster) -> None:
 
 @pytest.mark.parametrize("beside_replicas", [False, True])
 @pytest.mark.parametrize("way", ["itself", "computed", "sent", "met"])
-def test_hooks_of_a_leaf_run_where_nothing_comes_to_it(
+def test_hooks_of_a_leaf_run_without_a_gradient(
     c: Cluster, way: str, beside_replicas: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: beside_replicas)
@@ -1037,7 +1037,7 @@ def unused_result_of(x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
-def test_a_result_that_nobody_uses(c: Cluster, where: str) -> None:
+def test_an_unused_result(c: Cluster, where: str) -> None:
     """Fast mode names the call, to whom, and the line; the others give the gradients."""
     x = leaf(1)
 
@@ -1061,7 +1061,7 @@ def test_a_result_that_nobody_uses(c: Cluster, where: str) -> None:
             assert_gradients(ctx, (x, [6.0 if where == "here" else 8.0]))
 
 
-def test_what_waits_for_a_dead_branch_is_not_named_itself(c: Cluster) -> None:
+def test_sends_that_wait_for_a_dead_branch_are_not_reported(c: Cluster) -> None:
     """Behind the unused call, a used one waits; only the unused one is the reason."""
     x = leaf(1)
     with context() as ctx:
@@ -1106,7 +1106,7 @@ def test_an_unknown_context(c: Cluster, number: int) -> None:
         backward(number, [leaf(1).sum()])
 
 
-def test_a_released_context_says_so(c: Cluster) -> None:
+def test_the_error_for_a_released_context(c: Cluster) -> None:
     with context() as ctx:
         pass
     text = f"Could not find autograd context with id: {ctx}; it has been released"
@@ -1116,11 +1116,11 @@ def test_a_released_context_says_so(c: Cluster) -> None:
         backward(ctx, [leaf(1).sum()])
 
 
-def test_a_context_is_unknown_where_no_call_of_it_came(c: Cluster) -> None:
+def test_a_context_is_unknown_on_a_worker_without_its_calls(c: Cluster) -> None:
     with context() as ctx, c.acting(2):
-        with pytest.raises(AutogradError, match=r"no call of one that worker 0 made came here"):
+        with pytest.raises(AutogradError, match=r"no call inside it has arrived from worker 0"):
             get_gradients(ctx)
-        with pytest.raises(AutogradError, match=r"no call of one that worker 0 made came here"):
+        with pytest.raises(AutogradError, match=r"no call inside it has arrived from worker 0"):
             backward(ctx, [leaf(1).sum()])
 
 
@@ -1180,7 +1180,7 @@ def test_plain_backward_through_a_call_is_refused(c: Cluster) -> None:
 
 
 @pytest.mark.parametrize("how", ["routes", "hooks", "groups"])
-def test_a_leaf_that_requires_grad_no_more_gets_none(c: Cluster, how: str) -> None:
+def test_a_leaf_that_no_longer_requires_grad_gets_no_gradient(c: Cluster, how: str) -> None:
     x, y = leaf(1), leaf(2)
     handle = y.register_hook(lambda g: None) if how == "hooks" else None
     with context() as context_id:

@@ -62,7 +62,7 @@ def expected(all_reaches: list[ReachabilityReport], asked: set[int]) -> dict[int
 
 
 @given(reaches(), st.sets(st.integers(0, WORKERS - 1), min_size=1), st.randoms(use_true_random=False))
-def test_it_finds_what_repeated_search_finds(
+def test_discovery_equals_a_repeated_search(
     all_reaches: list[ReachabilityReport], asked: set[int], shuffle: random.Random
 ) -> None:
     discovery = Discovery(asked)
@@ -72,7 +72,7 @@ def test_it_finds_what_repeated_search_finds(
     assert never == expected(all_reaches, asked)
 
 
-def test_it_names_what_will_never_arrive() -> None:
+def test_never_returns_sends_without_gradients() -> None:
     discovery = Discovery({0})
     sends = ((7, 1, "used"), (8, 1, "unused"))
     discovery.learn(ReachabilityReport(0, sends, b"\x01", ((b"\x01", ((70, 1),)), (b"\x07", ()))))

@@ -71,7 +71,7 @@ def test_attributes_stay() -> None:
     assert (error.code, error.text) == (3, "plain words")
 
 
-def test_what_has_no_text_and_what_cannot_be_rebuilt_is_told_all_the_same() -> None:
+def test_errors_without_text_or_that_cannot_be_rebuilt_are_reported() -> None:
     assert "Speechless" in str(travelled(Speechless()).__cause__)
     assert isinstance(travelled(SystemExit(3)), RemoteError)
 

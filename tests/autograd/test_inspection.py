@@ -58,7 +58,7 @@ def test_sends_and_recvs_at_both_ends_of_a_call(c: Cluster) -> None:
         assert "to worker 1: " in repr(send)
 
 
-def test_workers_are_known_whose_calls_carried_nothing_to_differentiate(c: Cluster) -> None:
+def test_peers_without_differentiable_tensors_are_known(c: Cluster) -> None:
     with autograd.context():
         context = autograd._current_context()
         with torch.no_grad():
@@ -105,7 +105,7 @@ def test_numbers_of_contexts(c: Cluster) -> None:
             assert autograd._get_debug_info() == {name: str(n) for name, n in expected.items()}
 
 
-def test_there_is_nothing_to_set_up(c: Cluster) -> None:
+def test_init_only_checks_the_worker(c: Cluster) -> None:
     assert autograd.is_available()
     autograd._init(0)
     with pytest.raises(AutogradError, match="worker 0, not 1"):

@@ -15,7 +15,7 @@ from tests.autograd.contexts import known_by, wait_until_known_by
 from tests.support.waiting import eventually
 from zmqgrad import rpc
 from zmqgrad.autograd import backward, context, get_gradients
-from zmqgrad.autograd.context import ENDED_PASSES
+from zmqgrad.autograd.context import MAX_ENDED_PASSES
 from zmqgrad.autograd.forwarding import autograd_of
 from zmqgrad.errors import AutogradError, PeerLostError, RpcError
 from zmqgrad.rpc import reliable
@@ -80,7 +80,7 @@ def test_a_pass_ends_that_others_take_to_a_worker_that_was_lost_before(c3: Clust
 
 
 @pytest.mark.parametrize("mode", ["smart", "auto"])
-def test_a_pass_ends_when_a_worker_is_lost_that_it_asks_what_may_come(c3: Cluster, mode: str) -> None:
+def test_a_pass_ends_when_a_worker_is_lost_during_discovery(c3: Cluster, mode: str) -> None:
     failed: list[BaseException] = []
 
     def differentiate() -> None:
@@ -126,7 +126,7 @@ def test_a_pass_ends_when_its_context_is_left_meanwhile(c3: Cluster) -> None:
     assert known_by(c3) == []
 
 
-def test_of_two_passes_at_a_time_that_free_one_graph_none_hangs(c3: Cluster) -> None:
+def test_concurrent_passes_that_free_one_graph_do_not_hang(c3: Cluster) -> None:
     x = leaf(3)
     refused: list[str] = []
 
@@ -177,7 +177,7 @@ def test_a_pass_ends_when_its_worker_is_shut_down(c3: Cluster) -> None:
     assert "worker0 was shut down while a backward pass was under way" in str(failed[0])
 
 
-def test_a_pass_goes_on_when_a_worker_without_a_part_in_it_is_lost(c3: Cluster) -> None:
+def test_a_pass_continues_when_an_uninvolved_worker_is_lost(c3: Cluster) -> None:
     x = leaf(1)
     with context() as ctx:
         loss = rpc.rpc_sync(1, double, (x,)).sum()
@@ -203,7 +203,7 @@ def test_contexts_go_with_the_worker_that_made_them(c3: Cluster) -> None:
         wait_until_known_by(c3, 0)  # worker 1 has passed it on
 
 
-def test_the_end_is_told_though_a_worker_on_the_way_is_lost(c3: Cluster) -> None:
+def test_a_release_arrives_though_an_intermediate_worker_is_lost(c3: Cluster) -> None:
     """0 called 1, which called 2; 0 does not know of 2 until 2, which misses 1, asks."""
     with context():
         rpc.rpc_sync(1, relay, ([2], leaf(1)))
@@ -215,7 +215,7 @@ def test_the_end_is_told_though_a_worker_on_the_way_is_lost(c3: Cluster) -> None
     eventually(lambda: known_by(c3), lambda known: 2 not in known)
 
 
-def test_who_asks_after_a_context_that_has_ended_forgets_it(c3: Cluster) -> None:
+def test_a_worker_that_queries_an_ended_context_releases_it(c3: Cluster) -> None:
     with c3.network.partition(1):
         pass
     with context():
@@ -226,7 +226,7 @@ def test_who_asks_after_a_context_that_has_ended_forgets_it(c3: Cluster) -> None
     wait_until_known_by(c3, 1)
 
 
-def test_the_end_of_a_context_is_told_until_it_is_heard(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_release_is_resent_until_acknowledged(c3: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     """Less and less often: who cannot keep up must not be told the more."""
     monkeypatch.setattr(reliable, "RETRY_SECONDS", 0.05)
     patience: list[float] = []
@@ -257,7 +257,7 @@ def call_late(peer: int, x: Tensor) -> Tensor:
 
 
 def test_calls_of_a_context_that_has_ended_meanwhile_leave_nothing(c3: Cluster) -> None:
-    """Nobody would tell their callees of its end: it has been told."""
+    """Their callees would never be notified: the release has been sent already."""
     for event in (going_on, may_go_on):
         event.clear()
     with context():
@@ -269,7 +269,7 @@ def test_calls_of_a_context_that_has_ended_meanwhile_leave_nothing(c3: Cluster) 
     assert known_by(c3) == []
 
 
-def test_calls_without_grad_that_nobody_waits_for_are_told_of_the_end(c3: Cluster) -> None:
+def test_a_release_reaches_workers_of_unawaited_no_grad_calls(c3: Cluster) -> None:
     with c3.network.hold(MessageType.FORWARD_AUTOGRAD_REQ, target=1) as held:
         with context(), torch.no_grad():
             waits = rpc.rpc_async(1, double, (leaf(1),))
@@ -279,7 +279,7 @@ def test_calls_without_grad_that_nobody_waits_for_are_told_of_the_end(c3: Cluste
 
 
 def double_elsewhere(x: Tensor) -> Tensor:
-    """Nobody uses what worker 2 gives, so its part of a pass never ends by itself."""
+    """The result of worker 2 is unused, so its part of a pass never ends by itself."""
     rpc.rpc_sync(2, double, (x,))
     return x * 2
 
@@ -294,7 +294,7 @@ def watch(ctx: int) -> None:
     watched.extend(map(weakref.ref, [context_here, *context_here.passes.values(), *gradients.values()]))
 
 
-def test_what_a_context_held_goes_with_it_and_not_with_the_garbage(c3: Cluster) -> None:
+def test_a_released_context_frees_its_tensors_without_garbage_collection(c3: Cluster) -> None:
     """Graphs and gradients are large, and the collector may come late."""
     x = leaf(1)
     watched.clear()
@@ -320,14 +320,14 @@ def test_passes_that_have_ended_are_forgotten_everywhere(c3: Cluster) -> None:
     x = leaf(1)
     with context() as ctx:
         loss = rpc.rpc_sync(1, double_elsewhere, (rpc.rpc_sync(2, double, (x,)),)).sum()
-        for _ in range(5 * ENDED_PASSES):
+        for _ in range(5 * MAX_ENDED_PASSES):
             backward(ctx, [loss], retain_graph=True)
         contexts = [autograd_of(w).contexts.find(ctx) for w in c3.workers]
         eventually(
             lambda: [len(one.passes) for one in contexts],
-            lambda passes: all(0 < count <= ENDED_PASSES for count in passes),
+            lambda passes: all(0 < count <= MAX_ENDED_PASSES for count in passes),
         )
-        assert get_gradients(ctx)[x].tolist() == [4.0 * 5 * ENDED_PASSES]
+        assert get_gradients(ctx)[x].tolist() == [4.0 * 5 * MAX_ENDED_PASSES]
 
 
 def test_a_late_message_does_not_bring_a_pass_back(c3: Cluster) -> None:
@@ -337,7 +337,7 @@ def test_a_late_message_does_not_bring_a_pass_back(c3: Cluster) -> None:
         loss = rpc.rpc_sync(1, times, (there, rpc.rpc_sync(2, double, (x,)))).sum()
         with c3.network.duplicate(MessageType.BACKWARD_AUTOGRAD_REQ, target=1) as first:
             backward(ctx, [loss], retain_graph=True)
-        for _ in range(ENDED_PASSES):
+        for _ in range(MAX_ENDED_PASSES):
             backward(ctx, [loss], retain_graph=True)
         context_there = autograd_of(c3.workers[1]).contexts.find(ctx)
         number = first.caught[0].message.pass_id  # type: ignore[attr-defined]
@@ -347,8 +347,8 @@ def test_a_late_message_does_not_bring_a_pass_back(c3: Cluster) -> None:
                 c3.network.deliver(message.copy())
         c3.network.wait_quiet()
         assert number not in context_there.passes
-        assert get_gradients(ctx)[x].tolist() == [2.0 * (1 + ENDED_PASSES)]
-        assert rpc.rpc_sync(1, gradient_of, (ctx, there)).tolist() == [2.0 * (1 + ENDED_PASSES)]
+        assert get_gradients(ctx)[x].tolist() == [2.0 * (1 + MAX_ENDED_PASSES)]
+        assert rpc.rpc_sync(1, gradient_of, (ctx, there)).tolist() == [2.0 * (1 + MAX_ENDED_PASSES)]
 
 
 def times(w: rpc.RRef[Tensor], x: Tensor) -> Tensor:

@@ -40,7 +40,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("what", sorted(MADE))
-def test_it_gives_what_the_engine_gives(what: str) -> None:
+def test_evaluate_node_equals_the_engine(what: str) -> None:
     a, b = leaf(3, 4), leaf(4)
     result = MADE[what](a, b)
     node, gradient = result.grad_fn, torch.rand_like(result)
@@ -69,14 +69,14 @@ def test_hooks_of_the_tensor_run_once_and_may_change_the_gradient() -> None:
     assert len(seen) == 1
 
 
-def test_hooks_of_the_node_run_once_and_may_change_what_it_makes() -> None:
+def test_node_hooks_run_once_and_may_replace_gradients() -> None:
     y = leaf(2) * 2
     y.grad_fn.register_prehook(lambda gradients: (gradients[0] * 3,))
     y.grad_fn.register_hook(lambda made, _: (made[0] + 1, made[1]))
     assert evaluate_node(y.grad_fn, [torch.ones(2, dtype=torch.float64)])[0].tolist() == [7, 7]
 
 
-def test_a_hook_of_ours_counts_as_none_and_goes() -> None:
+def test_internal_hooks_are_not_counted_and_are_removed() -> None:
     node = (leaf(2) * 2).grad_fn
     before = hooks.hooks_registered()
     for _ in range(2):
@@ -86,7 +86,7 @@ def test_a_hook_of_ours_counts_as_none_and_goes() -> None:
     assert hooks.hooks_registered()
 
 
-def test_no_gradient_gives_none() -> None:
+def test_evaluate_node_without_gradients_returns_none() -> None:
     assert evaluate_node((leaf(2) * 2).grad_fn, [None]) == [None, None]
 
 
@@ -113,7 +113,7 @@ SAVERS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", SAVERS)
-def test_what_a_node_has_saved_can_be_let_go(name: str) -> None:
+def test_saved_tensors_of_a_node_can_be_released(name: str) -> None:
     x = torch.rand(2, 2, requires_grad=True)
     y = SAVERS[name](x)
     release_saved_tensors(y.grad_fn)
@@ -122,7 +122,7 @@ def test_what_a_node_has_saved_can_be_let_go(name: str) -> None:
     release_saved_tensors(y.grad_fn)
 
 
-def test_the_memory_of_what_was_saved_is_given_back() -> None:
+def test_memory_of_saved_tensors_is_freed() -> None:
     made = torch.rand(2, 2, requires_grad=True).exp()
     node, memory = made.grad_fn, made.untyped_storage()
     del made
@@ -132,7 +132,7 @@ def test_the_memory_of_what_was_saved_is_given_back() -> None:
     assert users(memory._cdata) == 1
 
 
-def test_what_has_saved_nothing_or_packs_it_is_left_alone() -> None:
+def test_nodes_without_or_with_packed_saved_tensors_are_unchanged() -> None:
     x = torch.rand(2, 2, requires_grad=True)
     release_saved_tensors((x + x).grad_fn)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):

@@ -1,4 +1,4 @@
-"""Random programs over several workers have the gradients of the same program in one process (P7)."""
+"""Random programs over several workers have the gradients of one process (docs/guarantees.md, P7)."""
 
 from __future__ import annotations
 

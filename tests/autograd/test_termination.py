@@ -45,7 +45,7 @@ def test_the_first_error_counts_and_does_not_end_the_pass() -> None:
     assert detector.finished.done()
 
 
-def test_a_lost_worker_ends_the_pass_if_something_is_under_way_there() -> None:
+def test_a_lost_worker_ends_the_pass_if_a_request_is_outstanding_there() -> None:
     detector = TerminationDetector(root=0)
     detector.lose(5, ConnectionError("5 is gone"))
     detector.handled([ROOTS], [(1, [7])], QUIET)
@@ -75,7 +75,7 @@ def test_a_worker_may_be_lost_once_its_part_is_done() -> None:
 
 
 @pytest.mark.parametrize("order", [(1, 2), (2, 1)])
-def test_of_the_reports_of_a_worker_the_latest_counts(order: tuple[int, int]) -> None:
+def test_the_latest_report_of_a_worker_counts(order: tuple[int, int]) -> None:
     detector = TerminationDetector(root=0)
     detector.handled([ROOTS], [(3, [1, 2])], QUIET)
     for tick in order:
@@ -83,7 +83,7 @@ def test_of_the_reports_of_a_worker_the_latest_counts(order: tuple[int, int]) ->
     assert detector.waiting() == set()
 
 
-def test_a_tally_that_has_ended_goes_on_with_what_is_expected() -> None:
+def test_a_finished_detector_continues_with_expected_requests() -> None:
     detector = TerminationDetector(root=0)
     detector.handled([ROOTS], [], StallReport(0, 1, True))
     assert detector.finished.done()
@@ -95,7 +95,7 @@ def test_a_tally_that_has_ended_goes_on_with_what_is_expected() -> None:
     assert detector.waiting() == set()
 
 
-def test_nothing_is_expected_of_a_pass_that_failed() -> None:
+def test_a_failed_pass_expects_nothing() -> None:
     detector = TerminationDetector(root=0)
     detector.lose(0, ConnectionError("gone"))
     detector.expect({9: 0})

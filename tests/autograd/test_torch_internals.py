@@ -166,7 +166,7 @@ def test_hooks_of_nodes() -> None:
     assert list(internals.hooks_beside(handle).values()) == [first, second]
 
 
-def test_static_replicas_tell_what_they_postpone() -> None:
+def test_static_replicas_report_a_postponed_all_reduce() -> None:
     """DDP: ddp_weakref, static_graph, _static_graph_delay_allreduce_enqueued, reducer._delay_all_reduce.
 
     The behaviour is tested with real replicas in tests/processes.

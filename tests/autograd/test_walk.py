@@ -72,7 +72,7 @@ def test_entries_wait_for_one_another_exactly_where_several_come(seed: int) -> N
     assert {mask for mask in plan.groups} == {sum(1 << i for i in by) for by in counts.values()}
 
 
-def test_what_one_entry_has_for_itself_is_left_out() -> None:
+def test_exclusive_nodes_are_left_out() -> None:
     x = torch.ones(2, requires_grad=True)
     y = x * 1
     sends = [record_send(1, 1, [y], "f")]

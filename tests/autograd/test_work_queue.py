@@ -12,7 +12,7 @@ def arrivals(*sends: int) -> list[tuple[int, list[None]]]:
     return [(send, []) for send in sends]
 
 
-def test_one_thread_consumes_what_arrives_meanwhile() -> None:
+def test_one_consumer_handles_later_arrivals() -> None:
     queue = WorkQueue()
     assert queue.add(arrivals(1, 2))
     assert queue.take(1) == arrivals(1)

@@ -25,7 +25,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == f"zmqgrad {__version__}\n"
 
 
-def test_no_command_shows_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([]) == 2
     assert "run" in capsys.readouterr().out
 
@@ -62,7 +62,7 @@ def test_a_script_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
     assert "there is no file 'no/such/script.py'" in capsys.readouterr().err
 
 
-def test_an_address_of_somebody_else() -> None:
+def test_an_address_of_another_host() -> None:
     with pytest.raises(ConfigurationError, match=r"cannot listen on 192\.0\.2\.1:0: .*--master-addr must be"):
         usable_port("192.0.2.1", 0)
 
@@ -77,7 +77,7 @@ def test_a_port_in_use_and_a_free_one() -> None:
     assert usable_port("127.0.0.1", free) == free
 
 
-def test_each_worker_is_told_its_place() -> None:
+def test_each_worker_gets_its_rank_in_the_environment() -> None:
     inherited = {"HOME": "/home/me", "RANK": "9", "ZMQGRAD_SECRET_FILE": "/run/secret"}
     first, second = worker_environments(inherited, 2, "127.0.0.1", 4711)
     assert first == {
@@ -95,7 +95,7 @@ def test_each_worker_is_told_its_place() -> None:
     assert second == first | {"RANK": "1", "LOCAL_RANK": "1"}
 
 
-def test_what_the_user_has_set_stays() -> None:
+def test_variables_set_by_the_user_are_kept() -> None:
     [alone] = worker_environments({}, 1, "127.0.0.1", 1)
     assert "OMP_NUM_THREADS" not in alone
     chosen = worker_environments({"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": ""}, 2, "127.0.0.1", 1)

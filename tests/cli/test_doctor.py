@@ -53,7 +53,9 @@ def test_a_fit_host(capsys: pytest.CaptureFixture[str]) -> None:
         assert re.search(rf"^ *(ok|--|WARN) +{name} ", out, re.MULTILINE), out
 
 
-def test_an_unfit_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_host_that_fails_checks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def version(name: str) -> str:
         if name == "msgspec":
             raise importlib.metadata.PackageNotFoundError(name)
@@ -67,7 +69,7 @@ def test_an_unfit_one(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     assert "workers cannot run well here: see packages" in out
 
 
-def test_what_the_system_lacks_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_system_features_are_warnings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(capabilities, "arena_problem", lambda: "no memfd")
     monkeypatch.setattr(capabilities, "ipc_problem", lambda: "no ipc")
     monkeypatch.setattr(capabilities, "has_curve", lambda: False)
@@ -96,7 +98,7 @@ def test_the_variables_of_a_launcher(monkeypatch: pytest.MonkeyPatch, taken: int
     assert found("address").status is Status.BAD
 
 
-def test_an_address_that_others_reach_is_refused_while_nothing_protects_it(
+def test_a_public_address_without_a_secret_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("MASTER_ADDR", "198.51.100.7")  # of documentation: nobody has it
@@ -120,7 +122,7 @@ def test_the_table_is_aligned() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_two_workers_are_tried() -> None:
+def test_the_self_test_runs_two_workers() -> None:
     check = all_checks()[-1]
     assert check.name == "self-test"
     assert check.status is Status.OK, check.found

@@ -75,7 +75,7 @@ def test_lines_come_out_as_they_went_in(lines: list[bytes]) -> None:
     assert split(b"\r\n".join(lines)) == lines
 
 
-def test_of_a_redrawn_line_the_last_state_counts() -> None:
+def test_the_last_state_of_a_redrawn_line_is_kept() -> None:
     assert split(b"\r 10%", b"\r 50%\r", b"100%\n", b"done") == [b"100%", b"done"]
 
 
@@ -109,7 +109,7 @@ def test_a_progress_bar_keeps_its_row_and_its_label(screen: Screen, terminal: Te
     assert terminal.rows == ["[worker 0] step 100%", "[worker 0] done", ""]
 
 
-def test_a_line_of_another_worker_goes_above_the_bar(screen: Screen, terminal: Terminal) -> None:
+def test_a_line_of_another_worker_is_printed_above_the_bar(screen: Screen, terminal: Terminal) -> None:
     screen.live(1, LABEL, b"\rstep 1")
     screen.lines(2, OTHER, [b"hello", b"world"])
     assert terminal.rows == ["[worker 1] hello", "[worker 1] world", "[worker 0] step 1"]
@@ -139,6 +139,6 @@ def test_close_leaves_the_terminal_usable(screen: Screen, terminal: Terminal) ->
     assert terminal.rows == ["[worker 0] step 1", ""]
 
 
-def test_close_writes_nothing_where_nobody_drew(screen: Screen, terminal: Terminal) -> None:
+def test_close_writes_nothing_to_an_unused_screen(screen: Screen, terminal: Terminal) -> None:
     screen.close()
     assert terminal.rows == [""]

@@ -16,7 +16,7 @@ def failed(code: int, *ended: int) -> Outcome:
     return Outcome(exit_code=1, first_failure=WorkerExited(1, code), ended=ended)
 
 
-def test_nothing_to_say_when_all_went_well() -> None:
+def test_no_report_after_success() -> None:
     assert failure_report(Outcome(exit_code=0), lambda rank: ["noise"]) == []
 
 
@@ -35,7 +35,7 @@ def test_without_a_traceback_the_last_lines() -> None:
     assert lines[-2:] == ["    line 99", "worker 0 was ended by the launcher"]
 
 
-def test_killed_without_a_word() -> None:
+def test_a_worker_killed_without_output() -> None:
     first, second = failure_report(failed(-signal.SIGKILL), lambda rank: [])
     assert first.startswith("worker 1 failed first: killed by SIGKILL (")
     assert "memory" in first
@@ -55,7 +55,7 @@ def test_interrupted_and_given_up() -> None:
     ]
 
 
-def test_the_last_traceback_comes_with_its_causes() -> None:
+def test_the_last_traceback_is_shown_with_its_causes() -> None:
     earlier = ["Traceback (most recent call last):", "OSError: logged, and went on", "fine"]
     assert last_traceback([*earlier, *CAUSE, *CHAIN, *EFFECT]) == [*CAUSE, *CHAIN, *EFFECT]
     assert last_traceback([*CAUSE, "fine", *EFFECT]) == EFFECT

@@ -273,7 +273,7 @@ def test_an_exception_of_the_program_itself_is_caught_by_its_class(script: Path)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("others", ["call", "shutdown"])
-def test_who_fails_because_of_another_is_not_blamed(script: Path, others: str) -> None:
+def test_the_first_failure_determines_the_report(script: Path, others: str) -> None:
     script.write_text(FAIL_BESIDE_RPC)
     done = run("--nproc-per-node", 2, script, others)
     report = done.stderr[done.stderr.index("zmqgrad run:") :]
@@ -313,7 +313,7 @@ def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, launch: 
     assert launched.all_gone(ENDS_WITHIN)
 
 
-def test_what_a_worker_leaves_behind_ends_with_the_job(script: Path, launch: type[Launched]) -> None:
+def test_orphan_processes_end_with_the_job(script: Path, launch: type[Launched]) -> None:
     script.write_text(WAIT)
     launched = launch("--nproc-per-node", 2, script, "family", "leave", processes=4)
     launched.rest()
@@ -321,7 +321,7 @@ def test_what_a_worker_leaves_behind_ends_with_the_job(script: Path, launch: typ
     assert launched.all_gone(ENDS_WITHIN)
 
 
-def test_what_a_worker_leaves_behind_may_tidy_up(script: Path, tmp_path: Path) -> None:
+def test_orphan_processes_may_clean_up(script: Path, tmp_path: Path) -> None:
     """As Python's own resource tracker does, which frees shared memory after the worker has gone."""
     child = (
         "import pathlib, signal, sys\n"
@@ -342,7 +342,9 @@ def test_what_a_worker_leaves_behind_may_tidy_up(script: Path, tmp_path: Path) -
     assert (tmp_path / "note").read_text() == "tidy"
 
 
-def test_the_last_words_are_heard_though_the_stream_stays_open(script: Path, launch: type[Launched]) -> None:
+def test_output_before_the_exit_is_shown_though_the_stream_stays_open(
+    script: Path, launch: type[Launched]
+) -> None:
     """Something that a worker has started in a session of its own still holds the worker's stdout."""
     script.write_text(
         "import subprocess, sys\n"
@@ -355,7 +357,7 @@ def test_the_last_words_are_heard_though_the_stream_stays_open(script: Path, lau
     assert launched.launcher.returncode == 0
 
 
-def test_a_reader_that_goes_away_ends_the_job(script: Path, launch: type[Launched]) -> None:
+def test_closing_the_launchers_output_ends_the_job(script: Path, launch: type[Launched]) -> None:
     script.write_text("import os\nprint('pids', os.getpid())\nwhile True: print('on and on')")
     launched = launch("--nproc-per-node", 2, script, processes=2)
     assert launched.launcher.stdout is not None

@@ -50,13 +50,15 @@ def test_values_in_and_out(ask: Ask, store: TCPStore) -> None:
     assert json.loads(ask("add", "n", "1", "--json")[1]) == {"key": "n", "value": -3}
 
 
-def test_host_and_port_as_serve_takes_them(store: TCPStore, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_and_port_options_are_those_of_serve(
+    store: TCPStore, capsys: pytest.CaptureFixture[str]
+) -> None:
     where = "--host", "127.0.0.1", "--port", f"{store.port}"
     assert main(["store", "set", "k", "v", *where]) == 0
     assert main(["store", "get", "k", "--port", f"{store.port}"]) == 0
     assert capsys.readouterr().out == "v\n"
     assert main(["store", "get", "k", "--endpoint", ":1", "--port", "1"]) == 2
-    assert "give --endpoint, or --host and --port, not both" in capsys.readouterr().err
+    assert "pass --endpoint, or --host and --port, not both" in capsys.readouterr().err
     assert main(["store", "get", "k", "--port", "70000"]) == 2
     assert "the port 70000 is not between 0 and 65535" in capsys.readouterr().err
 
@@ -81,7 +83,7 @@ def test_keys(ask: Ask, store: TCPStore) -> None:
     assert found[0] == {"key": "a", "value": "1"}
 
 
-def test_what_is_not_there(ask: Ask, store: TCPStore) -> None:
+def test_missing_keys(ask: Ask, store: TCPStore) -> None:
     store.set("k", "1")
     assert ask("get", "nope") == (3, "", "zmqgrad store get: no such key: 'nope'\n")
     assert ask("wait", "k") == (0, "", "")
@@ -152,7 +154,7 @@ def test_watching_all_that_begin_so(ask: Ask, store: TCPStore, monkeypatch: pyte
     assert out.splitlines() == ["+ job/1 = a", "+ job/2 = b"]
 
 
-def test_nobody_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_store_at_the_address(capsys: pytest.CaptureFixture[str]) -> None:
     port = free_port()
     assert main(["store", "get", "k", "--endpoint", f"127.0.0.1:{port}", "--timeout", "0.05"]) == 1
     assert f"no store answered at 127.0.0.1:{port} within 0.05 s" in capsys.readouterr().err
@@ -164,7 +166,7 @@ def test_an_endpoint_that_cannot_be(text: str, capsys: pytest.CaptureFixture[str
     assert f"--endpoint must be HOST:PORT, not {text!r}" in capsys.readouterr().err
 
 
-def test_where_the_store_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_store_address_from_options_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert endpoint_of(None) == ("127.0.0.1", 29500)

@@ -74,7 +74,7 @@ def test_rule_3_a_signal_ends_all(three: Supervisor, received: int, sent: int, c
     ]
 
 
-def test_rule_4_asked_then_killed_then_given_up(three: Supervisor) -> None:
+def test_rule_4_signalled_then_killed_then_abandoned(three: Supervisor) -> None:
     three.handle(SignalReceived(signal.SIGTERM), now=10)
     assert three.deadline == 11
     assert three.handle(TimePassed(), now=10.9) == []
@@ -86,7 +86,7 @@ def test_rule_4_asked_then_killed_then_given_up(three: Supervisor) -> None:
     assert outcome == Outcome(exit_code=143, interrupted_by=signal.SIGTERM, ended=(0, 1, 2), given_up=(1,))
 
 
-def test_rule_5_a_second_signal_means_at_once(three: Supervisor) -> None:
+def test_rule_5_a_second_signal_kills_immediately(three: Supervisor) -> None:
     three.handle(SignalReceived(signal.SIGINT), now=10)
     assert three.handle(SignalReceived(signal.SIGINT), now=10.1) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
     assert three.handle(SignalReceived(signal.SIGINT), now=10.2) == []
@@ -102,7 +102,7 @@ def test_a_signal_after_a_failure_hurries_but_does_not_change_the_code(three: Su
 
 
 @given(data=st.data(), workers=st.integers(1, 5))
-def test_whatever_happens_it_comes_to_an_end(data: st.DataObject, workers: int) -> None:
+def test_every_sequence_of_events_ends_with_an_outcome(data: st.DataObject, workers: int) -> None:
     """After the first failure or signal it is over within two grace periods, with no gap in between."""
     supervisor = Supervisor(range(workers), grace=1.0)
     running = set(range(workers))

@@ -105,7 +105,7 @@ def test_data_parallel_training_beside_rpc() -> None:
     ],
     ids=["no launcher", "too many workers", "no scikit-learn"],
 )
-def test_digits_says_what_is_missing(place: dict[str, str], message: str) -> None:
+def test_digits_names_what_is_missing(place: dict[str, str], message: str) -> None:
     code = """
 import os, runpy, sys
 for name in ("RANK", "WORLD_SIZE"):

@@ -86,7 +86,7 @@ def program(rank: int) -> Any:
 
 @rpc.functions.async_execution
 def never() -> Any:
-    """Nobody will set it."""
+    """It is never set."""
     return torch.futures.Future()
 
 

@@ -228,7 +228,7 @@ def go_on() -> None:
 
 
 def leave_after_an_interrupted_pass(rank: int) -> None:
-    """Worker 1's gradient comes to worker 0 when nobody waits for it any more."""
+    """The gradient of worker 1 arrives at worker 0 after the pass has failed."""
     rpc.init_rpc(f"worker{rank}")
     if rank == 0:
         reply_port.DRAIN_SECONDS = 0.0

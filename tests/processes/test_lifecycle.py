@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 QUICK = rpc.RpcBackendOptions(rpc_timeout=30.0, num_worker_threads=4)
 
 AT_ONCE = 10.0
-"""Seconds: plenty for what waits for nobody, on any machine, and well below the timeouts above."""
+"""Seconds: plenty, on any machine, for what waits for no other worker, and well below the timeouts above."""
 
 
 def join(rank: int, **how: Any) -> None:
@@ -121,7 +121,7 @@ def kept_waiting(rank: int, path: str) -> int:
     return told
 
 
-def test_who_was_kept_waiting_tries_again_and_meets_the_others(tmp_path: Path) -> None:
+def test_a_worker_that_timed_out_joins_again_and_meets_the_others(tmp_path: Path) -> None:
     assert run_processes(kept_waiting, 2, args=(str(tmp_path / "gate"),)) == [3, 3]
 
 
@@ -138,12 +138,12 @@ def others_work_on(rank: int) -> int:
     return total
 
 
-def test_who_is_done_serves_the_others_until_they_are() -> None:
+def test_a_worker_in_shutdown_serves_others_until_they_are_done() -> None:
     assert run_processes(others_work_on, 3) == [-1, 1225 + 50, 1225 + 100]
 
 
 def fire_and_forget(rank: int, path: str) -> int:
-    """Calls whose answers nobody waits for, which make further calls, still run before all leave."""
+    """Calls whose replies are not waited for, and their nested calls, still run before all leave."""
     join(rank)
     if rank == 1:
         for n in range(5):
@@ -157,12 +157,12 @@ def pass_on(path: str, n: int) -> None:
     rpc.rpc_async("worker1", Path(path, str(n)).touch)
 
 
-def test_shutdown_waits_for_what_nobody_waits_for(tmp_path: Path) -> None:
+def test_shutdown_waits_for_calls_without_waiters(tmp_path: Path) -> None:
     assert run_processes(fire_and_forget, 2, args=(str(tmp_path),)) == [5, 5]
 
 
 def leave_alone(rank: int) -> float:
-    """Without grace nobody is waited for; the other's later farewell is refused in good time."""
+    """With graceful=False a worker waits for no other; the later shutdown of the other fails in time."""
     join(rank)
     began = MONOTONIC.now()
     rpc.shutdown(graceful=False)
@@ -216,7 +216,7 @@ def errors_of_joining(rank: int) -> dict[str, str]:
     return told
 
 
-def test_mistakes_of_joining_name_what_is_wrong_and_leave_nothing() -> None:
+def test_errors_of_joining_name_the_cause_and_leave_nothing_behind() -> None:
     (told,) = run_processes(errors_of_joining, 1)
     assert "rank" in told["rank"]
     assert "2" in told["rank"]
@@ -250,7 +250,7 @@ def test_two_workers_of_one_name_or_rank(what: str) -> None:
     if what == "rank":  # the others only learn that no worker came for the rank that is left
         assert len(refused) == 1
     assert all(("'worker'" if what == "name" else "rank 1") in text for text in refused)
-    others = sum("did not come in time" in t or "no store answered" in t for t in told)
+    others = sum("did not join in time" in t or "no store answered" in t for t in told)
     assert refused
     assert len(refused) + others == 3, told
 
@@ -266,7 +266,7 @@ def one_never_comes(rank: int) -> tuple[float, str]:
     return MONOTONIC.now() - began, str(caught.value)
 
 
-def test_a_worker_that_never_comes_is_named_within_the_timeout() -> None:
+def test_a_worker_that_never_joins_is_named_within_the_timeout() -> None:
     for rank, (seconds, told) in enumerate(run_processes(one_never_comes, 3)[:2]):
         assert seconds < 3.0 + AT_ONCE
         assert told.startswith(f"worker{rank}: of 3 workers")

@@ -1,4 +1,4 @@
-"""A job with a secret, in real processes: it works over tcp, and whoever lacks the secret is told so."""
+"""A job with a secret, in real processes, over tcp; processes without the secret get an error."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def between_hosts(rank: int, path: str) -> tuple[str, list[float]]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_calls_over_keyed_tcp_and_strangers_without_the_secret(hosts: Hosts, tmp_path: Path) -> None:
+def test_calls_over_curve_and_processes_without_the_secret(hosts: Hosts, tmp_path: Path) -> None:
     env = {**hosts.environment(), "WORLD_SIZE": "2"}
     *ours, (stranger, _) = run_processes(between_hosts, 3, args=(str(tmp_path / "gate"),), env=env)
     for rank, (endpoint, gradient) in enumerate(ours):
@@ -61,7 +61,7 @@ def test_calls_over_keyed_tcp_and_strangers_without_the_secret(hosts: Hosts, tmp
 @pytest.mark.processes
 @pytest.mark.slow
 def test_a_store_served_from_a_terminal(tmp_path: Path) -> None:
-    """``store serve --secret-file``: who has the file is served, at any address; nobody else."""
+    """``store serve --secret-file``: only clients that have the file are served, at any address."""
     file = tmp_path / "secret"
     file.touch(0o600)
     file.write_text(f"{SECRET}\n")

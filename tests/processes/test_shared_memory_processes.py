@@ -178,7 +178,7 @@ def everything(rank: int) -> list[str]:
 
 
 @pytest.mark.timeout(120)
-def test_everything_goes_by_shared_memory_and_nothing_is_left() -> None:
+def test_large_tensors_use_shared_memory_and_nothing_is_left_behind() -> None:
     assert run_processes(everything, 2, timeout=90) == [[], []]
 
 

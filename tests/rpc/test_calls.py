@@ -167,7 +167,7 @@ def fail_with_baggage() -> None:
     "error",
     [ValueError("so"), KeyError("key"), OSError(2, "nothing there"), ZeroDivisionError(), StopIteration(3)],
 )
-def test_an_exception_has_its_own_type_and_tells_of_its_origin(pair: Cluster, error: Exception) -> None:
+def test_an_exception_keeps_its_type_and_names_its_origin(pair: Cluster, error: Exception) -> None:
     for how in (
         rpc.rpc_sync,
         lambda *a, **k: rpc.rpc_async(*a, **k).wait(),
@@ -237,7 +237,7 @@ def test_a_traceback_begins_with_the_function_that_was_called(pair: Cluster) -> 
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt(), GeneratorExit()])
-def test_what_would_end_a_process_ends_neither(pair: Cluster, error: BaseException) -> None:
+def test_exceptions_that_would_end_a_process_do_not(pair: Cluster, error: BaseException) -> None:
     with pytest.raises(RemoteError, match=type(error).__name__):
         rpc.rpc_sync(1, fail, args=(error,))
     assert rpc.rpc_sync(1, where) == "worker1"
@@ -268,12 +268,12 @@ def test_values_that_go_off_end_nothing_either(pair: Cluster, error: BaseExcepti
     assert rpc.rpc_sync(1, where) == "worker1"
 
 
-def test_a_key_pressed_while_an_answer_is_read_leaves_no_future_open(pair: Cluster) -> None:
+def test_ctrl_c_while_a_reply_is_decoded_leaves_no_future_pending(pair: Cluster) -> None:
     future = rpc.rpc_async(1, Bomb, args=(KeyboardInterrupt(),))
     # Either is right: this thread decodes the reply, and is interrupted, or another thread has decoded it.
     with pytest.raises((KeyboardInterrupt, RuntimeError)):
         future.wait()
-    with pytest.raises(RuntimeError, match="KeyboardInterrupt came while the reply"):
+    with pytest.raises(RuntimeError, match="KeyboardInterrupt was raised while the reply"):
         future.wait()
 
 
@@ -285,7 +285,7 @@ def test_texts_that_cannot_be_encoded_and_huge_ones(pair: Cluster) -> None:
     assert len(str(caught.value)) < 1 << 20
 
 
-def test_results_that_cannot_be_sent_are_told_of(pair: Cluster) -> None:
+def test_a_result_that_cannot_be_sent_raises_at_the_caller(pair: Cluster) -> None:
     with pytest.raises(PayloadError, match="lock"):
         rpc.rpc_sync(1, threading.Lock)
     lock = rpc.remote(1, threading.Lock)
@@ -335,7 +335,7 @@ def test_a_torch_operator_that_does_not_take_the_arguments(pair: Cluster) -> Non
 # ---- timeouts --------------------------------------------------------------------------------------------
 
 
-def test_every_way_of_waiting_has_its_timeout(pair: Cluster) -> None:
+def test_each_kind_of_wait_times_out(pair: Cluster) -> None:
     with gate() as g:
         slow = rpc.remote(1, wait_at, args=(g, "value"))
         owned = rpc.remote(0, wait_at, args=(g, "value"))
@@ -353,7 +353,7 @@ def test_every_way_of_waiting_has_its_timeout(pair: Cluster) -> None:
     assert slow.to_here() == owned.to_here() == "value"
 
 
-def test_a_remote_call_over_time_is_told_of_when_the_reference_is_used(pair: Cluster) -> None:
+def test_a_remote_call_that_timed_out_raises_when_the_reference_is_used(pair: Cluster) -> None:
     with gate() as g:
         rref = rpc.remote(1, wait_at, args=(g,), timeout=0.01)
         with pytest.raises(RpcTimeoutError, match=OVER_TIME):
@@ -389,7 +389,7 @@ def test_timeouts_that_cannot_be(pair: Cluster, timeout: Any) -> None:
             use()
 
 
-def test_a_lost_answer_is_a_timeout_and_a_late_one_is_nothing(pair: Cluster) -> None:
+def test_a_lost_reply_is_a_timeout_and_a_late_one_is_ignored(pair: Cluster) -> None:
     with pair.network.drop(MessageType.RESULT), pytest.raises(RpcTimeoutError, match=OVER_TIME):
         rpc.rpc_sync(1, where, timeout=0.02)
     with pair.network.hold(MessageType.RESULT) as held:
@@ -466,7 +466,7 @@ def test_futures_are_torchs(pair: Cluster) -> None:
     assert futures[3].value() == 3
 
 
-def test_wait_all_raises_what_one_raised(pair: Cluster) -> None:
+def test_wait_all_raises_the_error_of_a_call(pair: Cluster) -> None:
     with pytest.raises(ValueError, match="one of them"):
         torch.futures.wait_all(
             [rpc.rpc_async(1, where), rpc.rpc_async(1, fail, args=(ValueError("one of them"),))]

@@ -88,7 +88,7 @@ def census() -> Counter[str]:
 
 
 @pytest.mark.slow
-def test_nothing_is_left_of_what_was_dropped(trio: Cluster) -> None:
+def test_dropped_values_leave_nothing_behind(trio: Cluster) -> None:
     """Each kind often enough that one object in four would show."""
 
     def churn() -> None:

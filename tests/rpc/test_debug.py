@@ -173,7 +173,7 @@ def test_backward_passes_show_in_the_profiler(pair: Cluster) -> None:
     assert names.count("RecvRpcBackward") == 2
 
 
-def test_what_a_pass_does_where_it_began_shows_in_the_profile_of_one_thread(pair: Cluster) -> None:
+def test_a_pass_shows_in_the_profile_of_its_root_thread(pair: Cluster) -> None:
     """As with torch: a profiler records the thread that calls ``backward``, and sees its worker's part."""
     x = torch.ones(1, requires_grad=True)
     with autograd.context() as context_id:

@@ -68,15 +68,15 @@ def test_devices_by_number_name_and_object_are_the_same() -> None:
         ([0], "a dict from device to device"),
     ],
 )
-def test_what_can_be_no_map(device_map: Any, said: str) -> None:
+def test_invalid_device_maps(device_map: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         RpcBackendOptions().set_device_map("w", device_map)
     with pytest.raises(ConfigurationError, match=said):
         RpcBackendOptions(device_maps={"w": device_map})
 
 
-@pytest.mark.parametrize(("devices", "said"), [(["cpu"], "CUDA devices"), ([0, 0], "twice")])
-def test_what_can_be_no_devices(devices: Any, said: str) -> None:
+@pytest.mark.parametrize(("devices", "said"), [(["cpu"], "CUDA devices"), ([0, 0], "duplicate")])
+def test_invalid_devices(devices: Any, said: str) -> None:
     with pytest.raises(ConfigurationError, match=said):
         RpcBackendOptions().set_devices(devices)
 
@@ -117,7 +117,7 @@ def test_maps_are_checked_against_the_group() -> None:
     check_present([CPU], 0, "here", "it")
 
 
-def test_answers_go_back_as_calls_came() -> None:
+def test_replies_use_the_inverse_device_map() -> None:
     a, b = record("a", {"b": {"cuda:0": "cuda:1"}}), record("b", {"a": {"cuda:0": "cpu"}})
     assert for_calls(a, b) == {GPU: SECOND}
     assert for_replies(b, a) == {SECOND: GPU}
@@ -127,7 +127,7 @@ def test_answers_go_back_as_calls_came() -> None:
     assert for_replies(a, b) == {CPU: GPU}
 
 
-def test_gradients_take_the_reverse_of_the_way_of_their_tensors() -> None:
+def test_gradients_use_the_inverse_map_of_their_tensors() -> None:
     """Maps that are no mirror images: merged, they would send a gradient to a device of another tensor."""
     a = record("a", {"b": {"cuda:0": "cuda:1", "cuda:1": "cuda:0"}})
     b = record("b", {"a": {"cuda:0": "cuda:0", "cuda:1": "cuda:1"}})
@@ -151,7 +151,7 @@ def test_a_tensor_for_a_device_that_is_not_there() -> None:
         assert rpc_sync("worker1", len, args=([1, 2],)) == 2  # all else goes on
 
 
-def test_every_tensor_of_a_device_goes_where_its_map_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_arrive_on_the_mapped_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """What arrives, by name; the devices are left out. Others than the map's owner send as ever."""
     arrived: list[tuple[str, tuple[int, ...]]] = []
     monkeypatch.setattr(
@@ -174,7 +174,7 @@ def test_every_tensor_of_a_device_goes_where_its_map_says(monkeypatch: pytest.Mo
             assert arrived == []  # the answer of worker 0 goes as the call came: by no map
 
 
-def test_gradients_arrive_where_their_tensors_came_from(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients_arrive_on_the_devices_of_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only worker 0 has a map. What arrives, by name; devices themselves are left out."""
     arrived: list[str] = []
     monkeypatch.setattr(

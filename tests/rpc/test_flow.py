@@ -182,7 +182,7 @@ def held(both: list[Worker]) -> Iterator[None]:
                 held_there.wait()
 
 
-def test_a_call_that_could_not_even_be_sent_in_time_says_why() -> None:
+def test_the_timeout_of_an_unsent_call_names_flow_control() -> None:
     with workers(2, threads=1) as both, held(both):
         x = torch.ones(N)
         sent = [rpc_async("w1", double, args=(x,)) for _ in range(2)]
@@ -194,7 +194,7 @@ def test_a_call_that_could_not_even_be_sent_in_time_says_why() -> None:
         assert rpc_sync("w1", double, args=(x,)).eq(2).all()
 
 
-def test_what_waits_shows_in_debug_info_and_fails_with_its_peer() -> None:
+def test_waiting_sends_show_in_debug_info_and_fail_with_their_peer() -> None:
     with workers(2, threads=1) as both, held(both):
         event = asked(both[0])
         outcome: list[object] = []
@@ -220,7 +220,7 @@ def test_what_waits_shows_in_debug_info_and_fails_with_its_peer() -> None:
         _gates[0].opened.set()
 
 
-def test_answers_larger_than_all_credit_come_one_by_one() -> None:
+def test_replies_larger_than_the_limit_are_sent_one_by_one() -> None:
     with workers(2) as both, acting(both[0]):
         many = [rpc_async("w1", torch.full, args=((3 * N,), float(i))) for i in range(8)]
         for i, future in enumerate(many):

@@ -124,7 +124,7 @@ FUNCTIONS = [
 
 @pytest.mark.parametrize("how", [call_sync, call_async, call_remote])
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__qualname__)
-def test_the_caller_gets_what_the_future_is_set_to(trio: Cluster, how: Any, function: Any) -> None:
+def test_the_caller_gets_the_result_of_the_future(trio: Cluster, how: Any, function: Any) -> None:
     assert how(1, function, 2, 3, 4) == 7
     assert how(1, function, 1, 3, 4) == 7, "the callee calls itself"
     assert how(0, function, 2, 3, 4) == 7, "the caller calls itself"
@@ -184,7 +184,7 @@ def test_errors(trio: Cluster, how: Any) -> None:
 
 @rpc.functions.async_execution
 def never() -> Any:
-    """Nobody will set it."""
+    """It is never set."""
     return torch.futures.Future()
 
 

@@ -203,7 +203,7 @@ def test_a_future_of_ones_own() -> None:
     assert "done" in repr(mine)
 
 
-def test_the_end_of_a_worker_settles_everything(gate: int) -> None:
+def test_closing_a_worker_resolves_all_futures(gate: int) -> None:
     with cluster(2) as c:
         future = rpc.rpc_async(1, wait_at, args=(gate,))
         chained = future.then(lambda f: f.wait())
@@ -218,7 +218,7 @@ def test_the_end_of_a_worker_settles_everything(gate: int) -> None:
         GATES[gate].set()
 
 
-def test_what_a_future_says_of_itself(trio: Cluster, gate: int) -> None:
+def test_repr_of_a_future(trio: Cluster, gate: int) -> None:
     future = rpc.rpc_async(1, wait_at, args=(gate,))
     assert repr(future) == "<RpcFuture of wait_at on worker 1: pending>"
     GATES[gate].set()
@@ -226,7 +226,7 @@ def test_what_a_future_says_of_itself(trio: Cluster, gate: int) -> None:
     assert repr(future) == "<RpcFuture of wait_at on worker 1: done>"
 
 
-def test_a_lost_worker_is_told_of_by_the_future(trio: Cluster) -> None:
+def test_the_future_of_a_call_to_a_lost_worker_raises(trio: Cluster) -> None:
     trio.workers[0].lose(1, "unplugged")
     future = rpc.rpc_async(1, where)
     with pytest.raises(PeerLostError, match="unplugged"):
@@ -238,7 +238,7 @@ def test_a_lost_worker_is_told_of_by_the_future(trio: Cluster) -> None:
 # ---- many ------------------------------------------------------------------------------------------------
 
 
-def test_a_broadcast_is_prepared_once(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broadcast_is_serialized_once(trio: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     assert rpc.wait_all(rpc.broadcast(["worker1", 2], where)) == ["worker1", "worker2"]
     assert rpc.wait_all(rpc.broadcast(None, where)) == ["worker0", "worker1", "worker2"]
     times = 0
@@ -333,7 +333,7 @@ def test_torchs_functions_return_the_results(kind: Any) -> None:
         torch.futures.collect_all([futures[0], 3])
 
 
-def test_torchs_functions_raise_what_calls_raised(trio: Cluster) -> None:
+def test_collect_all_and_wait_all_of_torch_raise_errors_of_calls(trio: Cluster) -> None:
     calls = [rpc.rpc_async(1, where), rpc.rpc_async(2, fail, args=("remote",))]
     with pytest.raises(KeyError, match="remote"):
         torch.futures.wait_all(calls)

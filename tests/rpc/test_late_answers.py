@@ -78,7 +78,7 @@ def wait_until_empty(workers: list[Worker]) -> None:
     )
 
 
-def test_an_answer_after_the_timeout(pair: list[Worker]) -> None:
+def test_a_reply_after_the_timeout(pair: list[Worker]) -> None:
     gate.opened.clear()
     assert rpc.rpc_sync(1, give_rref, args=(False,)).to_here() == [1]  # from now on there are reply channels
     with pytest.raises(RpcTimeoutError):
@@ -88,7 +88,7 @@ def test_an_answer_after_the_timeout(pair: list[Worker]) -> None:
     assert rpc.rpc_sync(1, len, args=("abc",)) == 3
 
 
-def test_an_answer_that_was_on_its_way_to_the_channel(
+def test_a_reply_in_flight_to_the_channel_at_the_timeout(
     pair: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The callee is in time by its own clock, and hears too late that the caller has given up."""
@@ -115,7 +115,7 @@ def run_and_tell() -> int:
     return 4
 
 
-def test_an_answer_that_came_before_its_sender_was_lost(pair: list[Worker]) -> None:
+def test_a_reply_that_arrived_before_its_sender_was_lost(pair: list[Worker]) -> None:
     for _ in range(3):  # from now on there are reply channels
         assert rpc.rpc_sync(1, len, args=("abc",)) == 3
     has_run.clear()

@@ -66,9 +66,7 @@ def sender(wire: Wire) -> ReliableSender:
     return ReliableSender(wire)
 
 
-def test_it_is_said_again_less_and_less_often_until_it_is_answered(
-    wire: Wire, sender: ReliableSender
-) -> None:
+def test_a_message_is_resent_with_backoff_until_acknowledged(wire: Wire, sender: ReliableSender) -> None:
     heard: list[bool] = []
     sender.send(PEER, NEWS, lambda: heard.append(True))
     for _ in range(6):
@@ -82,7 +80,7 @@ def test_it_is_said_again_less_and_less_often_until_it_is_answered(
     assert len(wire.said) == 7
 
 
-def test_nothing_is_said_again_to_who_is_gone(wire: Wire, sender: ReliableSender) -> None:
+def test_nothing_is_resent_to_a_lost_peer(wire: Wire, sender: ReliableSender) -> None:
     sender.send(PEER, NEWS)
     wire.fail(PeerLostError("gone"))
     wire.lost = True
@@ -90,7 +88,7 @@ def test_nothing_is_said_again_to_who_is_gone(wire: Wire, sender: ReliableSender
     assert len(wire.said) == 1
 
 
-def test_nothing_is_said_after_the_end(wire: Wire, sender: ReliableSender) -> None:
+def test_nothing_is_resent_after_close(wire: Wire, sender: ReliableSender) -> None:
     sender.send(PEER, NEWS)
     sender.close()
     wire.fail(RpcTimeoutError("no answer"))

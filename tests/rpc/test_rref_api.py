@@ -45,7 +45,7 @@ def never_made() -> None:
 
 @rpc.functions.async_execution
 def never() -> Any:
-    """Nobody will set it."""
+    """It is never set."""
     return torch.futures.Future()
 
 
@@ -136,7 +136,7 @@ def test_a_future_of_the_making(trio: Cluster) -> None:
         late.to_here()
 
 
-def test_what_it_says_of_itself(trio: Cluster) -> None:
+def test_repr_of_references(trio: Cluster) -> None:
     mine, theirs = rpc.RRef(1), rpc.remote(1, list)
     assert str(mine) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
     assert str(theirs) == (
@@ -155,11 +155,11 @@ def test_what_it_says_of_itself(trio: Cluster) -> None:
 
 
 def confirmed(rref: Any) -> bool:
-    """On whoever got it."""
+    """Runs on the worker that received the reference."""
     return rref.confirmed_by_owner()
 
 
-def test_who_gets_a_reference_finds_it_confirmed(trio: Cluster) -> None:
+def test_a_received_reference_is_confirmed(trio: Cluster) -> None:
     rref = rpc.remote(1, list)
     assert [rpc.rpc_sync(to, confirmed, (rref,)) for to in (0, 1, 2)] == [True] * 3
     rref.to_here()
@@ -237,7 +237,7 @@ def test_arguments_that_cannot_be(trio: Cluster, how: Any) -> None:
 
 
 class Rebuilt:
-    """Is rebuilt from one number, on whoever reads it."""
+    """Is rebuilt from one number on the worker that unpickles it."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -252,12 +252,12 @@ def read(value: Any) -> Any:
     return value.n, value
 
 
-def test_classes_that_say_how_they_travel(trio: Cluster) -> None:
+def test_classes_with_their_own_serialization(trio: Cluster) -> None:
     n, value = rpc.rpc_sync(1, read, (Rebuilt(7),))
     assert (n, value.n, type(value)) == (7, 7, Rebuilt)
 
 
-def test_what_runs_cannot_be_sent(trio: Cluster) -> None:
+def test_generators_and_futures_cannot_be_sent(trio: Cluster) -> None:
     with pytest.raises(PayloadError, match="it runs here and cannot be copied; send a list"):
         rpc.rpc_sync(1, list, args=((i for i in range(3)),))
     with pytest.raises(PayloadError, match="send a list"):

@@ -142,7 +142,7 @@ def test_a_queued_call_whose_time_is_over_is_not_run(pair: Cluster, clock: Manua
     assert stage.seen.count("ran") == 1
 
 
-def test_a_value_that_was_not_made_in_time_is_a_timeout_whoever_notices_first(pair: Cluster) -> None:
+def test_a_value_that_is_late_is_a_timeout_on_either_side(pair: Cluster) -> None:
     worker = current_worker()
     with pair.network.hold(MessageType.REMOTE_CALL):
         made = rpc.remote(1, count, timeout=0)
@@ -155,7 +155,7 @@ def test_a_value_that_was_not_made_in_time_is_a_timeout_whoever_notices_first(pa
             made.to_here()
 
 
-def test_a_caller_that_gives_up_tells_the_callee(pair: Cluster) -> None:
+def test_a_caller_that_stops_waiting_cancels_the_call(pair: Cluster) -> None:
     worker = current_worker()
     call = worker.call(1, stop_and_look, timeout=0)
     assert stage.running.wait(WAIT)
@@ -172,7 +172,7 @@ def test_a_caller_that_gives_up_tells_the_callee(pair: Cluster) -> None:
     assert len(pair.workers[1].server.in_flight) == 0
 
 
-def test_nobody_else_can_cancel_a_call() -> None:
+def test_only_the_caller_can_cancel_a_call() -> None:
     with cluster(3, ONE_THREAD) as c:
         call = c.workers[0].call(1, stop_and_look)
         assert stage.running.wait(WAIT)
@@ -207,7 +207,7 @@ def helpers_of_a_product() -> int:
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.cpu_count() == 1, reason="counts OpenMP's threads in /proc")
-def test_functions_use_as_many_threads_as_torch_was_told_to() -> None:
+def test_functions_use_the_number_of_threads_set_in_torch() -> None:
     told = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -219,7 +219,7 @@ def test_functions_use_as_many_threads_as_torch_was_told_to() -> None:
 
 @pytest.mark.parametrize("graceful", [True, False])
 def test_shutdown_inside_a_call_is_refused(pair: Cluster, graceful: bool) -> None:
-    """It would wait for its own end, and whoever shuts the worker down meanwhile for that."""
+    """It would wait for its own end, and a concurrent shutdown would wait for it."""
     with pytest.raises(RpcError, match="shutdown was called inside a remote call"):
         rpc.rpc_sync(1, rpc.shutdown, args=(graceful,))
 
@@ -228,7 +228,7 @@ mine: ContextVar[str] = ContextVar("mine", default="as new")
 
 
 def leave_behind() -> int:
-    """Sets what lasts as long as its thread, if nobody minds."""
+    """Sets modes of its thread, which last unless the server resets them."""
     mine.set("left")
     torch.set_grad_enabled(False)
     torch.set_default_device("meta")

@@ -95,7 +95,7 @@ def in_thread(name: str, job: Callable[[], Any]) -> Any:
 HERE = Stream("MainThread", GPU)
 
 
-def test_who_waits_waits_on_his_own_stream() -> None:
+def test_the_waiting_thread_synchronizes_its_own_stream() -> None:
     tensor = Tensor()
     future = answered(lambda: [arriving(tensor)])
     (event,) = Event.made
@@ -115,7 +115,7 @@ def test_each_device_has_its_event() -> None:
     assert all(e.waited == [Stream("MainThread", e.recorded.device)] for e in Event.made if e.recorded)
 
 
-def test_what_follows_is_waited_for_as_well() -> None:
+def test_a_chained_future_waits_for_copies_of_its_parent() -> None:
     future = answered(lambda: arriving(Tensor()))
     child = in_thread("second", lambda: future.then(lambda f: f.value()))
     child.wait()
@@ -138,7 +138,7 @@ def test_asyncio_s_thread_is_handed_them_too() -> None:
     assert Event.made[0].waited == [HERE]
 
 
-def test_answers_without_tensors_on_devices_and_workers_without_device_maps_make_no_events() -> None:
+def test_no_events_without_tensors_on_devices_or_without_device_maps() -> None:
     assert answered(lambda: 7).wait() == 7
     answered(lambda: arriving(Tensor()), watches=False).wait()
     with pytest.raises(ValueError, match="no answer"):
@@ -175,7 +175,7 @@ class SomeStream(NamedTuple):
         self.waits.append(other)
 
 
-def test_what_engine_threads_have_made_is_followed_once_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_event_per_device_follows_work_of_engine_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[Any] = []
 
     class OnGpu(torch.Tensor):

@@ -20,7 +20,7 @@ def test_cpp_future_is_the_base_of_torchs_future() -> None:
     assert isinstance(torch.futures.collect_all([]), torch_internals.CppFuture)
 
 
-def test_cpp_future_init_takes_a_list_of_devices() -> None:
+def test_cpp_future_init_accepts_a_list_of_devices() -> None:
     class Derived(torch.futures.Future[int]):
         def __init__(self) -> None:
             torch_internals.CppFuture.__init__(self, [])

@@ -27,7 +27,7 @@ def test_several_waits_share_one_deadline(clock: ManualClock) -> None:
     assert deadline.left() == 0.0
 
 
-def test_no_limit_is_never_over(clock: ManualClock) -> None:
+def test_a_deadline_without_limit_never_passes(clock: ManualClock) -> None:
     deadline = Deadline.after(None, clock)
     clock.advance(1e12)
     assert deadline.left() == math.inf
@@ -36,7 +36,7 @@ def test_no_limit_is_never_over(clock: ManualClock) -> None:
     assert repr(deadline) == "<Deadline never>"
 
 
-def test_the_time_left_is_what_threading_takes(clock: ManualClock) -> None:
+def test_the_time_left_is_a_valid_timeout_for_threading(clock: ManualClock) -> None:
     far = Deadline.after(1e30, clock).timeout()
     assert far is not None
     assert threading.Event().wait(0) is False
@@ -66,7 +66,7 @@ def test_time_does_not_go_back(clock: ManualClock) -> None:
     assert clock.now() == 0.0
 
 
-def test_a_listener_hears_of_each_advance_after_it(clock: ManualClock) -> None:
+def test_a_listener_is_called_after_each_advance(clock: ManualClock) -> None:
     heard: list[float] = []
     clock.on_advance(lambda: heard.append(clock.now()))
     clock.advance(1.0)
@@ -74,6 +74,6 @@ def test_a_listener_hears_of_each_advance_after_it(clock: ManualClock) -> None:
     assert heard == [1.0, 1.5]
 
 
-def test_the_real_clock_goes_forward() -> None:
+def test_the_monotonic_clock_never_decreases() -> None:
     before = MONOTONIC.now()
     assert MONOTONIC.now() >= before

@@ -81,7 +81,7 @@ def test_all_waiters_wake() -> None:
     assert got == [7] * 20
 
 
-def test_of_many_who_set_one_wins_and_all_agree() -> None:
+def test_concurrent_setters_agree_on_one_result() -> None:
     for _ in range(50):
         outcome: Promise[int] = Promise()
         heard: list[int] = []
@@ -146,7 +146,7 @@ def test_a_callback_may_use_the_outcome_freely() -> None:
     assert heard == [1, False]
 
 
-def test_a_callback_that_fails_costs_the_others_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_callback_does_not_affect_others(caplog: pytest.LogCaptureFixture) -> None:
     outcome: Promise[int] = Promise()
     heard: list[int] = []
 
@@ -162,7 +162,7 @@ def test_a_callback_that_fails_costs_the_others_nothing(caplog: pytest.LogCaptur
     assert [r.exc_info is not None for r in caplog.records] == [True, True]
 
 
-def test_an_error_that_was_raised_does_not_keep_the_outcome_alive() -> None:
+def test_a_raised_error_does_not_keep_the_promise_alive() -> None:
     """The traceback holds the frames of ``wait``; those must not hold the outcome, or only gc frees it."""
     gc.disable()
     try:
@@ -180,7 +180,7 @@ def test_an_error_that_was_raised_does_not_keep_the_outcome_alive() -> None:
         gc.enable()
 
 
-def test_a_value_goes_with_its_outcome() -> None:
+def test_a_promise_that_is_dropped_drops_its_value() -> None:
     outcome: Promise[Value] = Promise()
     value = Value()
     watched = weakref.ref(value)
@@ -190,8 +190,8 @@ def test_a_value_goes_with_its_outcome() -> None:
     assert watched() is None
 
 
-def test_ctrl_c_interrupts_a_wait_and_harms_nobody() -> None:
-    """DESIGN 16.10: torch's own future does not see it."""
+def test_ctrl_c_interrupts_a_wait_and_leaves_the_promise_usable() -> None:
+    """``torch.futures.Future.wait`` blocks in C++, where Ctrl-C cannot interrupt it."""
     outcome: Promise[int] = Promise()
     interrupted = threading.Event()
     main = threading.get_ident()
@@ -220,7 +220,7 @@ def test_ctrl_c_interrupts_a_wait_and_harms_nobody() -> None:
     assert outcome.wait(1) == 1
 
 
-def test_its_repr_tells_the_state() -> None:
+def test_repr_shows_the_state() -> None:
     outcome: Promise[int] = Promise()
     assert repr(outcome) == "<Promise pending>"
     outcome.set_result(3)

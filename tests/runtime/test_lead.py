@@ -1,4 +1,4 @@
-"""A leader reads tasks and runs them itself; whatever a task does, somebody goes on reading."""
+"""A leader reads tasks and runs them itself; whatever a task does, another thread continues reading."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_a_thread_that_waits_to_lead_counts_as_idle(
     assert not pool.busy()
 
 
-def test_another_stands_by_already_when_the_leader_goes_to_work(
+def test_a_follower_is_ready_before_the_leader_runs_its_task(
     source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
     pool = make_pool(4)
@@ -126,7 +126,7 @@ def test_a_task_that_blocks_in_our_waits_hands_on_the_lead(
     assert outer.wait(WAIT) == 3
 
 
-def test_a_task_that_blocks_elsewhere_keeps_nobody_from_reading(
+def test_reading_continues_while_a_task_blocks_elsewhere(
     source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
     make_pool(2)
@@ -136,7 +136,7 @@ def test_a_task_that_blocks_elsewhere_keeps_nobody_from_reading(
     assert outer.wait(WAIT) is True
 
 
-def test_with_no_room_tasks_queue_and_reading_goes_on(
+def test_tasks_queue_while_all_threads_work_and_reading_continues(
     source: Source, make_pool: Callable[[int], ThreadPool]
 ) -> None:
     make_pool(1)

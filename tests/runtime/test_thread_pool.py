@@ -223,7 +223,7 @@ def test_a_wait_that_fails_is_over(make: Make) -> None:
     assert pool.statistics()["blocked"] == 0
 
 
-def test_a_thread_of_no_pool_may_say_that_it_waits() -> None:
+def test_blocking_section_outside_of_a_pool() -> None:
     with blocking_section():
         pass
 
@@ -261,7 +261,7 @@ def test_an_idle_thread_lets_its_last_task_go(make: Make) -> None:
 # ---- the end ---------------------------------------------------------------------------------------------
 
 
-def test_close_drops_what_is_queued_and_lets_run_what_runs() -> None:
+def test_close_drops_queued_tasks_and_lets_running_ones_finish() -> None:
     pool = ThreadPool("p", 1)
     entered, go = threading.Event(), threading.Event()
     ran: list[str] = []
@@ -351,7 +351,7 @@ def test_close_races_with_submit(make: Make) -> None:
 def test_a_system_out_of_threads(
     make: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With a thread there, tasks wait for it; with none, whoever submits must hear of it."""
+    """If the pool has a thread, tasks wait for it; if it has none, submit() raises."""
     pool = make(4)
     entered, go = threading.Event(), threading.Event()
     start = threading.Thread.start
@@ -381,5 +381,5 @@ def test_a_pool_of_no_threads_is_refused() -> None:
         ThreadPool("p", 0)
 
 
-def test_its_repr_tells_the_state(make: Make) -> None:
+def test_repr_shows_the_state(make: Make) -> None:
     assert repr(make(2)) == "<ThreadPool p: 0 threads, 0 idle, 0 blocked, 0 queued, 0 finished>"

@@ -50,7 +50,7 @@ def test_jobs_run_when_their_time_has_come_and_not_before(keeper: TimerThread, c
 
 
 @given(st.lists(st.integers(0, 5), max_size=12))
-def test_what_is_due_together_runs_by_time_then_by_asking(times: list[int]) -> None:
+def test_due_jobs_run_by_time_then_in_order_of_scheduling(times: list[int]) -> None:
     clock = ManualClock()
     keeper = TimerThread("t", clock)
     keeper.start()
@@ -101,7 +101,7 @@ def test_a_job_of_the_past_runs_at_once(keeper: TimerThread) -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError("bad job"), SystemExit("bad job")])
-def test_a_job_that_fails_costs_the_others_nothing(
+def test_a_failing_job_does_not_affect_others(
     keeper: TimerThread, error: BaseException, caplog: pytest.LogCaptureFixture
 ) -> None:
     def bad() -> None:
@@ -113,7 +113,7 @@ def test_a_job_that_fails_costs_the_others_nothing(
     assert "bad job" in caplog.text
 
 
-def test_a_job_may_ask_for_more_and_starves_nobody(keeper: TimerThread, clock: ManualClock) -> None:
+def test_a_job_may_schedule_itself_without_starving_others(keeper: TimerThread, clock: ManualClock) -> None:
     """One that posts itself for ever does not keep what is due from running."""
     stop, timed = threading.Event(), threading.Event()
 
@@ -155,7 +155,7 @@ def test_a_finalizer_may_post_wherever_it_runs(keeper: TimerThread) -> None:
     assert sorted(freed.get(timeout=10) for _ in range(300)) == list(range(300))
 
 
-def test_a_job_that_ran_or_was_cancelled_is_let_go(keeper: TimerThread) -> None:
+def test_a_job_that_ran_or_was_cancelled_is_not_kept_alive(keeper: TimerThread) -> None:
     node = Node()
     node.me = None  # type: ignore[assignment]
     watched = weakref.ref(node)
@@ -198,7 +198,7 @@ def test_real_time_passes_too() -> None:
     assert keeper.join(Deadline.after(10)) == []
 
 
-def test_close_drops_what_waits(clock: ManualClock) -> None:
+def test_close_drops_waiting_jobs(clock: ManualClock) -> None:
     keeper = TimerThread("t", clock)
     ran: list[str] = []
     keeper.call_soon(lambda: ran.append("posted before the start"))

@@ -32,7 +32,7 @@ def test_text_and_its_bytes_are_the_same_key(text: str) -> None:
 
 
 @given(st.lists(keys | st.text(max_size=6), max_size=5))
-def test_keys_are_taken_together_as_one_by_one(several: list[bytes | str]) -> None:
+def test_as_keys_equals_as_key_for_each(several: list[bytes | str]) -> None:
     assert as_keys(several) == tuple(map(as_key, several))
 
 

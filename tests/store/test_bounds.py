@@ -37,7 +37,7 @@ def dial(server: StoreServer) -> socket.socket:
 # ---- too many ---------------------------------------------------------------------------------------------
 
 
-def test_a_client_too_many_is_told_so(server: StoreServer) -> None:
+def test_a_client_above_the_limit_is_refused(server: StoreServer) -> None:
     clients = [connect(server) for _ in range(3)]
     for _ in range(2):
         with pytest.raises(StoreError, match="it serves 3 connections already, which is its limit"):
@@ -52,7 +52,7 @@ def test_a_client_too_many_is_told_so(server: StoreServer) -> None:
 
 
 @pytest.mark.parametrize("seconds", [1e8, 1e300, float("inf")])
-def test_whoever_waits_for_years_keeps_nobody(server: StoreServer, seconds: float) -> None:
+def test_a_huge_timeout_does_not_block_others(server: StoreServer, seconds: float) -> None:
     with connect(server) as patient, connect(server) as other:
         waits = threading.Thread(target=patient.wait, args=(["key"], seconds), daemon=True)
         waits.start()
@@ -63,7 +63,7 @@ def test_whoever_waits_for_years_keeps_nobody(server: StoreServer, seconds: floa
         assert other.get("key") == b"value"
 
 
-def test_those_who_say_nothing_are_no_clients(server: StoreServer) -> None:
+def test_connections_without_handshake_are_not_clients(server: StoreServer) -> None:
     """However many they are; each is dropped when it has not said who it is for ten seconds."""
     crowd = [dial(server) for _ in range(20)]
     with connect(server) as store:
@@ -92,11 +92,11 @@ def test_a_wait_too_many_is_refused(server: StoreServer) -> None:
             one.wait(["never"], 0.01)
 
 
-# ---- strangers --------------------------------------------------------------------------------------------
+# ---- foreign clients ---------------------------------------------------------------------------------------
 
 
-def test_strangers_cost_a_counter(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
-    """(P5): whatever the bytes."""
+def test_malformed_bytes_cost_a_counter(server: StoreServer, caplog: pytest.LogCaptureFixture) -> None:
+    """P5 of docs/guarantees.md, for bytes of several protocols and random ones."""
     drawn = random.Random(7)
     garbage = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
@@ -142,8 +142,8 @@ def test_errors_name_key_address_and_time(server: StoreServer) -> None:
             TCPStore("127.0.0.1", server.port, is_master=True, timeout=PATIENCE)
 
 
-def test_a_slow_reader_holds_up_nobody(server: StoreServer) -> None:
-    """His answers wait, and so does what he asks next; others are served."""
+def test_a_slow_reader_does_not_delay_others(server: StoreServer) -> None:
+    """Its replies wait, and so do its next queries; other clients are served."""
     with connect(server) as store:
         store.set("large", os.urandom(8 << 20))
         got: list[bytes] = []

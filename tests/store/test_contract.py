@@ -125,7 +125,7 @@ def test_add(store: Store) -> None:
     assert type(store.add("n", True)) is int
 
 
-def test_add_to_what_is_no_number(store: Store) -> None:
+def test_add_to_a_value_that_is_not_a_number(store: Store) -> None:
     store.set("k", "text")
     with pytest.raises(StoreError, match="no 64-bit number but b'text'"):
         store.add("k", 1)
@@ -199,7 +199,7 @@ def test_a_queue_exists_for_check_and_wait_while_it_holds_something(
     assert not store.check(["q"])
 
 
-def test_a_barrier_lets_nobody_through_before_the_last(
+def test_a_barrier_blocks_until_the_last_has_arrived(
     store: Store, in_thread: Callable[..., Promise[Any]]
 ) -> None:
     for _ in range(3):
@@ -212,7 +212,7 @@ def test_a_barrier_lets_nobody_through_before_the_last(
     store.barrier("alone", 1, timedelta(0))
 
 
-def test_a_barrier_that_times_out_says_how_many_came(store: Store) -> None:
+def test_a_barrier_that_times_out_counts_the_arrived(store: Store) -> None:
     with pytest.raises(StoreTimeoutError, match=r"barrier\('b'\): 1 of 2 came within 0\.01 s"):
         store.barrier("b", 2, 0.01)
     for size in (0, -1, "2"):
@@ -258,7 +258,7 @@ def shared() -> dict[str, Store]:
 
 
 @given(commands=COMMANDS)
-def test_all_stores_do_the_same(shared: dict[str, Store], commands: list[tuple[str, str, int]]) -> None:
+def test_all_stores_behave_the_same(shared: dict[str, Store], commands: list[tuple[str, str, int]]) -> None:
     """What one answers the other answers: a view of a HashStore, and a dict."""
     plain: dict[str, bytes] = {}
     view = PrefixStore("p", shared["hash"])
@@ -302,7 +302,9 @@ def test_waits_end_when_the_keys_are_there(store: Store, in_thread: Callable[...
     assert [wait.wait(PATIENCE) for wait in waits] == [None, b"2", [b"2", b"1"], b"3"]
 
 
-def test_a_wait_in_one_thread_is_in_nobodys_way(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:
+def test_a_wait_in_one_thread_does_not_block_others(
+    store: Store, in_thread: Callable[..., Promise[Any]]
+) -> None:
     wait = in_thread(store.wait, ["never"])
     until_parked(store, 1)
     for n in range(100):
@@ -330,7 +332,7 @@ def test_a_timeout_names_the_key_and_the_time(store: Store) -> None:
     assert store.get("there") == b""
 
 
-def test_timeout_zero_looks_once(store: Store) -> None:
+def test_timeout_zero_checks_once(store: Store) -> None:
     store.set("k", "1")
     store.wait(["k"], 0)
     with pytest.raises(StoreTimeoutError):
@@ -388,7 +390,7 @@ def test_a_value_over_the_limit() -> None:
         store.set("k", Huge())
 
 
-def test_a_closed_store_says_so(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:
+def test_a_closed_store_raises(store: Store, in_thread: Callable[..., Promise[Any]]) -> None:
     beneath = store
     while isinstance(beneath, PrefixStore):
         beneath = beneath.underlying_store
@@ -406,7 +408,7 @@ def test_a_closed_store_says_so(store: Store, in_thread: Callable[..., Promise[A
 # ---- views ------------------------------------------------------------------------------------------------
 
 
-def test_views_share_what_is_beneath_and_nothing_else() -> None:
+def test_prefixed_views_share_only_the_underlying_store() -> None:
     with HashStore() as store:
         one, two = PrefixStore("one", store), PrefixStore("two", store)
         one.set("k", "1")
@@ -419,7 +421,7 @@ def test_views_share_what_is_beneath_and_nothing_else() -> None:
         assert one.underlying_store is store
 
 
-def test_a_view_closes_only_what_it_owns() -> None:
+def test_a_prefix_store_closes_only_an_owned_store() -> None:
     store = HashStore()
     PrefixStore("p", store).close()
     store.set("k", "")

@@ -40,7 +40,7 @@ def store(path: str) -> Iterator[FileStore]:
 # ---- several stores on one file ---------------------------------------------------------------------------
 
 
-def test_what_one_writes_the_other_reads(store: FileStore, path: str) -> None:
+def test_writes_are_visible_to_other_stores_on_the_file(store: FileStore, path: str) -> None:
     with FileStore(Path(path), timeout=PATIENCE) as other:  # type: ignore[arg-type]
         assert other.path == path
         store.set("k", "1")
@@ -66,7 +66,7 @@ def _write_what_is_awaited(rank: int, path: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_waits_and_watches_see_what_another_process_writes(store: FileStore, path: str) -> None:
+def test_waits_and_watches_see_writes_of_other_processes(store: FileStore, path: str) -> None:
     got: list[bytes] = []
     seen: list[tuple[bytes | None, bytes | None]] = []
     last = threading.Event()
@@ -93,7 +93,7 @@ def test_waits_and_watches_see_what_another_process_writes(store: FileStore, pat
     assert all(before[1] == after[0] for before, after in pairwise(seen))
 
 
-def test_a_watch_sees_what_another_store_of_this_process_writes(store: FileStore, path: str) -> None:
+def test_a_watch_sees_writes_of_another_store_in_the_process(store: FileStore, path: str) -> None:
     events: list[tuple[bytes | None, bytes | None]] = []
     done = threading.Event()
 
@@ -151,7 +151,7 @@ def carry_out(store: Store, name: str, key: str, n: int) -> object:
 def test_stores_on_one_file_do_what_one_store_does(
     tmp_path: Path, commands: list[tuple[int, str, str, int]]
 ) -> None:
-    """Three of them take turns, and are opened anew in between; a HashStore is the oracle."""
+    """Three stores take turns, and are reopened in between; a HashStore is the oracle."""
     path = str(tmp_path / "drawn")
     stores, oracle = [FileStore(path, timeout=PATIENCE) for _ in range(3)], HashStore(PATIENCE)
     try:
@@ -222,7 +222,7 @@ def _die_in_mid_commit(rank: int, path: str) -> None:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_what_a_killed_writer_had_begun_is_undone(path: str) -> None:
+def test_an_unfinished_write_of_a_killed_process_is_rolled_back(path: str) -> None:
     run_processes(_die_in_mid_commit, 1, (path,), may_die=[0])
     with FileStore(path, 1, timeout=PATIENCE) as store:
         assert store.get("k") == b"before"
@@ -291,7 +291,7 @@ def test_a_transaction_that_is_interrupted_leaves_nothing_behind(
     store.set("a", "1")
 
     class Value(bytes):
-        """Interrupts whoever writes it."""
+        """Interrupts a write of it."""
 
         def __conform__(self, protocol: Any) -> Any:
             raise KeyboardInterrupt
@@ -348,12 +348,12 @@ def test_the_last_of_world_size_removes_the_file(path: str) -> None:
     assert not os.path.exists(f"{path}-journal")
 
 
-def test_nobody_removes_the_file_unless_asked(path: str) -> None:
+def test_the_file_is_removed_only_on_request(path: str) -> None:
     FileStore(path).close()
     assert os.path.exists(path)
 
 
-def test_another_store_in_the_place_of_ours_is_not_taken_for_it(store: FileStore, path: str) -> None:
+def test_a_replaced_file_is_detected(store: FileStore, path: str) -> None:
     store.set("k", "1")
     os.rename(path, f"{path}.away")
     with FileStore(path, timeout=PATIENCE) as other:
@@ -374,7 +374,7 @@ def test_another_store_in_the_place_of_ours_is_not_taken_for_it(store: FileStore
         (lambda p: FileStore(p, timeout=-1), ConfigurationError, "negative"),
     ],
 )
-def test_what_cannot_be_opened(
+def test_files_that_cannot_be_opened(
     path: str, make: Callable[[str], FileStore], error: type[Exception], words: str
 ) -> None:
     with pytest.raises(error, match=words):
@@ -401,7 +401,7 @@ def _sqlite_of_others(path: str) -> bytes:
         (None, "an SQLite database of another program"),
     ],
 )
-def test_a_file_of_somebody_else_is_not_touched(path: str, content: bytes | None, words: str) -> None:
+def test_a_foreign_file_is_not_modified(path: str, content: bytes | None, words: str) -> None:
     if content is None:
         content = _sqlite_of_others(path)
     else:
@@ -431,7 +431,7 @@ def test_a_journal_is_no_file_store(path: str) -> None:
         FileStore(path)
 
 
-def test_a_network_file_system_takes_an_explicit_word(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_network_file_system_requires_a_setting(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store_sqlite, "file_system_of", lambda path: "nfs4")
     with pytest.raises(ConfigurationError, match=r"network file system \(nfs4\).*TCPStore.*=1"):
         FileStore(path)
@@ -482,7 +482,7 @@ def _fork_and_look(rank: int, path: str) -> list[str]:
 
 @pytest.mark.processes
 @pytest.mark.slow
-def test_a_fork_is_told_to_open_the_file_itself(path: str) -> None:
+def test_a_fork_must_open_the_file_itself(path: str) -> None:
     (said,) = run_processes(_fork_and_look, 1, (path,))
     assert len(said) == 20
     assert all("opened before a fork" in each for each in said)

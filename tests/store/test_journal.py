@@ -60,7 +60,7 @@ STEPS = st.tuples(QUERIES, st.integers(1, 3), st.sampled_from(["goes on", "goes 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(STEPS, max_size=30))
-def test_what_was_committed_comes_back_and_nothing_else(
+def test_a_journal_restores_exactly_what_was_committed(
     tmp_path: Path, drawn: list[tuple[Message, int, str]]
 ) -> None:
     path = tmp_path / "j"
@@ -101,7 +101,7 @@ def test_a_journal_can_be_flushed_to_the_disk(tmp_path: Path) -> None:
     assert replies.last == {7: (3, StoreNumber(5))}
 
 
-def test_an_item_on_its_way_is_in_its_queue_after_a_restart(tmp_path: Path) -> None:
+def test_an_unacknowledged_item_is_in_its_queue_after_a_restart(tmp_path: Path) -> None:
     journal, contents = Journal(tmp_path / "j"), Contents()
     journal.load(contents, ReplyCache())
     for value in (b"1", b"2", b"3"):
@@ -135,7 +135,7 @@ def test_a_file_store_is_no_journal(tmp_path: Path) -> None:
         Journal(tmp_path / "j")
 
 
-def test_damage_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
+def test_a_damaged_journal_is_refused_with_a_remedy(tmp_path: Path) -> None:
     path = tmp_path / "j"
     journal, contents = Journal(path), Contents()
     journal.load(contents, ReplyCache())
@@ -151,7 +151,7 @@ def test_damage_is_refused_and_says_what_to_do(tmp_path: Path) -> None:
         load(path)
 
 
-def test_one_process_has_it_at_a_time(tmp_path: Path) -> None:
+def test_a_journal_is_locked_by_one_process(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "j")
     with pytest.raises(JournalError, match="another process uses the journal"):
         Journal(tmp_path / "j")

@@ -6,7 +6,7 @@ from zmqgrad.store.reply_cache import ReplyCache
 from zmqgrad.wire.messages import StoreDone, StoreNumber, StoreValue
 
 
-def test_the_last_answer_of_a_line_is_remembered() -> None:
+def test_the_last_reply_to_each_client_is_cached() -> None:
     answers = ReplyCache()
     answers.remember(1, 4, StoreNumber(7))
     answers.remember(2, 9, StoreDone())
@@ -15,7 +15,7 @@ def test_the_last_answer_of_a_line_is_remembered() -> None:
     assert list(answers.last.items()) == [(2, (9, StoreDone())), (1, (5, StoreDone()))], "the latest last"
 
 
-def test_lines_are_forgotten_that_changed_something_longest_ago() -> None:
+def test_the_client_with_the_oldest_change_is_evicted() -> None:
     answers = ReplyCache(max_clients=2)
     for line in (1, 2, 1, 3):
         answers.remember(line, 1, StoreDone())

@@ -170,7 +170,7 @@ STEPS = st.tuples(st.integers(0, 2), COMMANDS, st.sampled_from(["arrives", "arri
 @settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(STEPS, max_size=25))
 def test_a_store_is_a_dict_whatever_breaks(steps: list[tuple[int, Any, str]], tmp_path: Path) -> None:
-    """(P9), and exactly once: a query without a reply is repeated, and the change is not made again."""
+    """P9, and exactly once: a query without a reply is repeated, and the change is not made again."""
     path = tmp_path / "journal"
     path.unlink(missing_ok=True)
     world, model = World(path), Model()
@@ -188,7 +188,7 @@ def test_a_store_is_a_dict_whatever_breaks(steps: list[tuple[int, Any, str]], tm
 
 
 @pytest.mark.parametrize("fate", FATES)
-def test_what_was_replied_to_in_vain_is_not_done_again(world: World, fate: str) -> None:
+def test_a_change_whose_reply_was_lost_is_not_applied_again(world: World, fate: str) -> None:
     with world.connect() as store:
         store.queue_push("q", "first")
         store.queue_push("q", "second")
@@ -204,7 +204,7 @@ def test_what_was_replied_to_in_vain_is_not_done_again(world: World, fate: str) 
 # ---- items of queues --------------------------------------------------------------------------------------
 
 
-def test_an_item_that_nobody_acknowledges_returns_to_the_head(tmp_path: Path) -> None:
+def test_an_unacknowledged_item_returns_to_the_head(tmp_path: Path) -> None:
     clock = ManualClock()
     world = World(clock=clock)
     with (
@@ -224,7 +224,7 @@ def test_an_item_that_nobody_acknowledges_returns_to_the_head(tmp_path: Path) ->
     world.close()
 
 
-def test_an_item_that_cannot_be_sent_goes_to_the_next_who_waits(world: World) -> None:
+def test_an_undeliverable_item_goes_to_the_next_blocked_pop(world: World) -> None:
     """ROUTER_MANDATORY tells at once that a client's connection is gone."""
     with TCPStore("127.0.0.1", world.server.port, timeout=PATIENCE) as store:
         gone, got = world.connect(), list[bytes]()
@@ -296,7 +296,7 @@ def test_no_item_is_lost_or_delivered_twice(world: World, seed: int) -> None:
 
 
 @pytest.mark.slow
-def test_those_who_wait_go_on_waiting_at_the_next_server(world: World) -> None:
+def test_blocked_queries_continue_at_the_restarted_server(world: World) -> None:
     got: list[Any] = []
     with world.connect() as store, world.connect() as other:
         waiters = [
@@ -335,7 +335,7 @@ def test_a_wait_that_is_not_repeated_is_forgotten() -> None:
     world.close()
 
 
-def test_a_query_that_was_given_up_takes_nothing(world: World) -> None:
+def test_an_abandoned_query_pops_nothing(world: World) -> None:
     """The next query of its client tells the server."""
     with world.connect(timeout=0.2) as store:
         with pytest.raises(StoreTimeoutError):
@@ -344,7 +344,7 @@ def test_a_query_that_was_given_up_takes_nothing(world: World) -> None:
         assert store.queue_len("q") == 1
 
 
-def test_a_restart_with_a_journal_is_not_noticed_by_who_waits(tmp_path: Path) -> None:
+def test_blocked_clients_do_not_notice_a_restart_with_a_journal(tmp_path: Path) -> None:
     """Without one, they are refused: what they wait for would not come back."""
     address, path = f"tcp://127.0.0.1:{free_port()}", tmp_path / "journal"
     server = StoreServer(address, journal=path)
@@ -399,7 +399,7 @@ def serve(port: int, path: Path) -> subprocess.Popen[str]:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_acknowledged_writes_survive_sigkill_in_the_middle_of_writes(tmp_path: Path) -> None:
-    """(P9), three times over, with four threads that write without a pause."""
+    """P9 of docs/guarantees.md, three times over, with four threads that write without a pause."""
     port, path = free_port(), tmp_path / "journal"
     process = serve(port, path)
     stop = threading.Event()

@@ -176,7 +176,7 @@ QUERIES = st.one_of(
 
 
 @given(st.lists(st.tuples(QUERIES, st.sampled_from([0.0, 0.5, 1.0, 3.0])), max_size=60))
-def test_it_does_what_a_dict_does(commands: list[tuple[Message, float]]) -> None:
+def test_the_state_machine_equals_a_dict(commands: list[tuple[Message, float]]) -> None:
     """(S1), (S2), (S3): the same replies, to the same askers, at the same step."""
     state, model, now = State(), Model(), 0.0
     askers = {}
@@ -196,7 +196,7 @@ def test_it_does_what_a_dict_does(commands: list[tuple[Message, float]]) -> None
 
 
 @given(st.lists(QUERIES, max_size=60))
-def test_notices_tell_every_change_and_name_the_one_before(queries: list[Message]) -> None:
+def test_notifications_report_each_change_and_the_previous_revision(queries: list[Message]) -> None:
     """(S4): replaying the notifications of a key gives its value, and their revisions form a chain."""
     state, seen, last = State(), {}, {"a": 0, "b": 0}
     for key in last:
@@ -250,7 +250,7 @@ def test_blocked_pops_are_served_in_order() -> None:
     assert replies(state.apply(StoreQueueLen("q"), "x", 1.0)) == [("x", 0)]
 
 
-def test_a_refusal_names_what_is_missing() -> None:
+def test_a_refusal_names_missing_keys() -> None:
     state = State()
     state.apply(StoreSet("there", b""), "x", 0.0)
     state.apply(StoreWait(("there", *(f"k{i}" for i in range(8))), 1.0), "w", 0.0)
@@ -268,7 +268,7 @@ def test_a_queue_is_there_for_a_wait_but_not_for_a_get() -> None:
     assert sorted(told) == [("StoreWait", "done"), ("x", "done")]
 
 
-def test_an_answered_wait_leaves_nothing_behind() -> None:
+def test_a_finished_wait_leaves_nothing_behind() -> None:
     """Waits with long timeouts that were answered soon must not pile up until their time."""
     state = State()
     for i in range(5000):
@@ -280,7 +280,7 @@ def test_an_answered_wait_leaves_nothing_behind() -> None:
 
 
 @pytest.mark.parametrize("value", [b"", b"x", b"1_0", b" 1", b"+1", b"--1", b"1.0", b"9" * 30, b"\xd9\xa1"])
-def test_add_to_what_is_no_number_is_refused(value: bytes) -> None:
+def test_add_to_a_value_that_is_not_a_number_is_refused(value: bytes) -> None:
     state = State()
     state.apply(StoreSet("n", value), "x", 0.0)
     (reply,) = state.apply(StoreAdd("n", 1), "x", 0.0)
@@ -306,7 +306,7 @@ def test_hidden_keys_are_neither_counted_nor_listed() -> None:
     assert replies(state.apply(StoreGetNumKeys(), "x", 0.0)) == [("x", 1)]
 
 
-def test_large_values_are_left_out_of_notices() -> None:
+def test_large_values_are_omitted_from_notifications() -> None:
     state, large = State(), b"v" * (MAX_NOTIFICATION_VALUE_BYTES + 1)
     state.apply(StoreWatchKey("k", "n"), "w", 0.0)
     (notification, _) = state.apply(StoreSet("k", large), "x", 0.0)
@@ -315,7 +315,7 @@ def test_large_values_are_left_out_of_notices() -> None:
     assert notification == Notification("k", KeyUpdated("k", 2, 1, None, b"small"))
 
 
-def test_keys_that_nobody_watches_make_no_notices() -> None:
+def test_unwatched_keys_make_no_notifications() -> None:
     state = State()
     state.apply(StoreWatchKey("k", "n"), "w", 0.0)
     state.apply(StoreUnwatchKey("k"), "w", 0.0)
@@ -324,7 +324,7 @@ def test_keys_that_nobody_watches_make_no_notices() -> None:
     assert len(state.apply(StoreSet("k", b"1"), "x", 0.0)) == 1
 
 
-def test_what_is_no_store_query_is_refused() -> None:
+def test_a_message_that_is_not_a_query_is_refused() -> None:
     ((requester, reason),) = replies(State().apply(Call("f", StoreDone()), "x", 0.0))  # type: ignore[arg-type]
     assert (requester, reason) == ("x", Refusal.INVALID)
 

@@ -100,7 +100,7 @@ def test_workers_that_do_not_come_are_counted(monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.slow
-def test_no_store_there() -> None:
+def test_a_missing_store_is_a_timeout() -> None:
     port = free_port()
     begun = MONOTONIC.now()
     with pytest.raises(StoreTimeoutError, match=rf"no store answered at 127\.0\.0\.1:{port} within 0\.1 s"):
@@ -109,7 +109,7 @@ def test_no_store_there() -> None:
 
 
 @pytest.mark.slow
-def test_a_name_that_nobody_knows_is_said_to_be_one() -> None:
+def test_an_unknown_host_name_is_named_in_the_error() -> None:
     with pytest.raises(StoreTimeoutError, match=r"the name 'nobody\.invalid' cannot be resolved here"):
         TCPStore("nobody.invalid", 1, timeout=0.01)
 
@@ -138,7 +138,7 @@ def test_a_master_open_to_the_network_needs_leave(monkeypatch: pytest.MonkeyPatc
         TCPStore("0.0.0.0", 0, is_master=True, timeout=PATIENCE)
 
 
-def test_where_a_master_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_address_of_a_master(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
     assert listening_address("localhost", 5) == "tcp://127.0.0.1:5"
     assert listening_address("10.1.2.3", 0) == "tcp://10.1.2.3:*"
@@ -150,7 +150,7 @@ def test_where_a_master_listens(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- trouble ----------------------------------------------------------------------------------------------
 
 
-def test_a_closing_server_refuses_those_who_wait(master: TCPStore) -> None:
+def test_a_closing_server_refuses_blocked_queries(master: TCPStore) -> None:
     with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
 
         def close_when_it_waits() -> None:
@@ -228,7 +228,7 @@ def test_processes_count_and_watch_together() -> None:
 @pytest.mark.processes
 @pytest.mark.slow
 def test_stores_rendezvous_and_all_leave_torch_unloaded() -> None:
-    """DESIGN 16.2."""
+    """A store server must not load torch."""
     code = """
 import sys
 from zmqgrad.store import HashStore, PrefixStore, Store, TCPStore
@@ -374,7 +374,7 @@ def test_a_master_takes_over_a_bound_socket(listens: bool, given: bool) -> None:
         os.fstat(number)
 
 
-def test_what_cannot_be_taken_over_is_named_and_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_listen_fd_is_named_and_left_open(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
     monkeypatch.delenv("ZMQGRAD_SECRET", raising=False)
 

@@ -52,8 +52,10 @@ def look(state: State, key: str = "k") -> KeyCallbackRegistered:
 
 
 @given(ACTIONS, st.booleans())
-def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]], looks_late: bool) -> None:
-    """(P8): changes form one chain, and once the channel is whole again its end is the store's value."""
+def test_the_last_event_has_the_last_value_whatever_is_lost(
+    actions: list[tuple[str, str]], looks_late: bool
+) -> None:
+    """P8: changes form one chain, and once the connection works again its end is the store's value."""
     state, cache = State(), WatchCache()
     changes: list[WatchEvent] = []
     late: list[Any] = []
@@ -88,7 +90,7 @@ def test_whatever_is_lost_it_ends_with_the_truth(actions: list[tuple[str, str]],
     assert (changes[-1].new if changes else None) == held
 
 
-def test_a_lost_notice_shows_at_the_next_one() -> None:
+def test_a_lost_notification_is_detected_at_the_next_one() -> None:
     state, cache = State(), WatchCache()
     cache.on_registered(look(state))
     for value in (b"1", b"2"):
@@ -98,7 +100,7 @@ def test_a_lost_notice_shows_at_the_next_one() -> None:
     assert cache.on_registered(look(state)) == [WatchEvent("k", None, b"2", 2)]
 
 
-def test_notices_that_come_before_the_registration_are_kept() -> None:
+def test_notifications_before_the_registration_are_kept() -> None:
     state, cache = State(), WatchCache()
     found = look(state)
     (notification, _) = state.apply(StoreSet("k", b"1"), "x", 0.0)
@@ -193,7 +195,7 @@ def test_a_slow_callback_does_not_hold_up_others_of_its_key(registry: WatchRegis
     assert late == sorted([b"1", b"2", b"3"] * 4), "they miss nothing either"
 
 
-def test_who_comes_later_hears_of_what_comes_later(registry: WatchRegistry) -> None:
+def test_a_later_watch_sees_later_changes_only(registry: WatchRegistry) -> None:
     """Not of events that still waited for someone slow when it came."""
     go, entered, seen = threading.Event(), threading.Event(), queue.Queue[tuple[bytes | None, bytes | None]]()
     registry.add("k", KeyCallbackAdapter(lambda old, new: entered.set() or (go.wait(PATIENCE) and None)))
@@ -231,7 +233,7 @@ def test_a_failing_callback_is_logged_and_stops_nothing(
     assert "'k'" in caplog.text
 
 
-def test_a_watch_that_cannot_be_registered_is_none() -> None:
+def test_a_watch_that_cannot_be_registered_is_removed() -> None:
     def look(key: str) -> KeyCallbackRegistered:
         raise StoreTimeoutError("nobody there")
 
@@ -242,7 +244,7 @@ def test_a_watch_that_cannot_be_registered_is_none() -> None:
     registry.close()
 
 
-def test_a_look_that_began_before_a_break_is_not_trusted() -> None:
+def test_a_registration_from_before_a_broken_connection_is_ignored() -> None:
     """What was registered on the old connection says nothing of the new one: it looks once more."""
     looks, change = queue.Queue[int](), queue.Queue[Change]()
     during_look: list[Any] = []
@@ -348,7 +350,7 @@ def test_a_callback_may_use_its_store(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_whoever_is_slow_keeps_no_notice_from_being_read(store: Store) -> None:
+def test_a_slow_callback_does_not_delay_the_receiver(store: Store) -> None:
     """Though the thread that has read a notification calls the callback: others read on."""
     go, seen = threading.Event(), queue.Queue[bytes | None]()
     store.set("cached", "0")
@@ -395,8 +397,8 @@ def test_closed_stores_refuse_watches(store: Store) -> None:
 
 
 @pytest.mark.slow
-def test_the_first_notice_is_never_lost() -> None:
-    """DESIGN 16.1: 100 of 100, each with a fresh subscriber, the change made by another client."""
+def test_the_first_notification_is_never_lost() -> None:
+    """In 100 of 100 tries, each with a fresh subscriber, the change made by another client."""
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
         for n in range(100):
             seen = queue.Queue[Change]()
@@ -406,7 +408,7 @@ def test_the_first_notice_is_never_lost() -> None:
                 assert seen.get(timeout=PATIENCE) == (None, b"1")
 
 
-def test_keys_that_begin_alike_are_told_apart() -> None:
+def test_keys_with_a_common_prefix_are_distinguished() -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as store:
         seen = queue.Queue[tuple[str, Change]]()
         for key in ("a", "ab", "a\0b"):
@@ -419,7 +421,7 @@ def test_keys_that_begin_alike_are_told_apart() -> None:
         assert seen.get(timeout=PATIENCE) == ("a", (b"a", b"end"))
 
 
-def test_the_server_forgets_watches_whose_clients_have_gone() -> None:
+def test_the_server_drops_watches_of_dead_clients() -> None:
     with TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master:
         with TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client:
             client.watch_key("k", print)
@@ -437,8 +439,8 @@ def test_the_server_forgets_watches_whose_clients_have_gone() -> None:
 
 
 @pytest.mark.slow
-def test_a_server_that_comes_back_is_watched_again() -> None:
-    """(P8): what changed while the connection was gone arrives as one update."""
+def test_watches_resume_when_the_server_restarts() -> None:
+    """P8: what changed while the connection was down arrives as one update."""
     port, seen = free_port(), queue.Queue[Change]()
     master = TCPStore("127.0.0.1", port, is_master=True, timeout=PATIENCE)
     with TCPStore("127.0.0.1", port, timeout=PATIENCE) as client:

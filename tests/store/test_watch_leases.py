@@ -18,7 +18,7 @@ STEPS = st.tuples(
 
 
 @given(st.lists(STEPS, max_size=40))
-def test_it_is_a_dict_of_leases(steps: list[tuple[str, int, Target, float]]) -> None:
+def test_watch_leases_equal_a_dict_with_expiry(steps: list[tuple[str, int, Target, float]]) -> None:
     table, leases, now = WatchLeases(), dict[tuple[Target, int], float](), 0.0
     for step, watcher, target, seconds in steps:
         now += seconds

@@ -48,10 +48,10 @@ def look(state: State) -> PrefixCallbackRegistered:
 
 
 @given(ACTIONS, st.booleans())
-def test_whatever_is_lost_it_ends_with_the_truth(
+def test_the_last_event_has_the_last_value_whatever_is_lost(
     actions: list[tuple[str, str, str]], looks_late: bool
 ) -> None:
-    """(P8), key by key: events form a chain, and its end is what the store holds."""
+    """P8 of docs/guarantees.md, for each key: events form a chain, and its end is what the store holds."""
     state, cache = State(), WatchCache()
     events = cache.on_registered(look(state))
     late: list[Any] = []
@@ -183,7 +183,7 @@ def test_a_prefix(store: Store) -> None:
     assert len(seen) == 5
 
 
-def test_what_is_the_librarys_own_is_beneath_no_prefix(store: Store) -> None:
+def test_internal_keys_are_hidden_from_prefix_watches(store: Store) -> None:
     with store.watch(prefix="", timeout=PATIENCE) as watch:
         store.set("\0hidden", "")
         store.set("shown", "")
@@ -242,7 +242,7 @@ def test_tasks_watch(store: Store) -> None:
     assert asyncio.run(main()) == [[b"0"] * 2, [b"1"] * 2, [b"2"] * 2]
 
 
-def test_a_task_waits_no_longer_than_told(store: Store) -> None:
+def test_a_task_waits_no_longer_than_its_timeout(store: Store) -> None:
     async def main() -> None:
         with store.watch("k", timeout=0.01) as watch:
             async for _ in watch:
@@ -278,7 +278,7 @@ def test_a_cached_read_waits_for_the_key(store: Store) -> None:
     writer.join(PATIENCE)
 
 
-def test_cached_reads_ask_nobody_and_never_go_back() -> None:
+def test_cached_reads_send_no_query_and_never_go_back() -> None:
     with (
         TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE) as master,
         TCPStore("127.0.0.1", master.port, timeout=PATIENCE) as client,
@@ -306,7 +306,7 @@ def test_cached_reads_ask_nobody_and_never_go_back() -> None:
 
 @pytest.mark.slow
 def test_ten_thousand_updates_and_restarts_end_with_the_last_value(tmp_path: Path) -> None:
-    """(P8): three servers, one after the other, over one journal; callbacks slow and failing, two loops."""
+    """P8, with three servers in turn over one journal, a slow and a failing callback, and two loops."""
     address, path = f"tcp://127.0.0.1:{free_port()}", tmp_path / "journal"
     server = StoreServer(address, journal=path)
     last, slow_saw, go, ended = "9999", [], threading.Event(), threading.Event()

@@ -103,7 +103,7 @@ def _shared_memory() -> set[str]:
 
 
 def _children() -> set[int]:
-    """Living child processes, less Python's own helpers; zombies count, for nobody has waited for them."""
+    """Living child processes, less Python's own helpers; zombies count, as they were not waited for."""
     multiprocessing.active_children()  # waits for those of multiprocessing that have ended
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -88,7 +88,7 @@ def run_processes(
 
 
 def free_port() -> int:
-    """A port on which nobody listens just now.
+    """A port at which nothing listens just now.
 
     Not one that the system picks: the next connection of any program could be given it before we use it.
     """

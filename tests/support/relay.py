@@ -72,7 +72,7 @@ class Relay:
         return len(self._peers) // 2
 
     def stall(self) -> None:
-        """Forward nothing, and accept nobody, until :meth:`resume`."""
+        """Forward nothing and accept no connection until :meth:`resume`."""
         self._stalled = True
         self._waker.send(b"\0")
 

@@ -73,7 +73,7 @@ def test_a_file_left_is_seen() -> None:
     assert watcher.what_is_left() == []
 
 
-def test_what_is_ending_is_waited_for() -> None:
+def test_leak_checks_wait_for_ending_threads() -> None:
     watcher = Watcher()
     go = threading.Event()
     thread = threading.Thread(target=go.wait, args=(0.03,))
@@ -104,7 +104,7 @@ def test_the_seed_follows_from_the_name(seed: int, request: pytest.FixtureReques
     assert random.random() == random.Random(seed).random()
 
 
-def test_a_fresh_interpreter_says_what_it_prints() -> None:
+def test_run_python_returns_the_output() -> None:
     assert run_python("import sys; print(sys.argv[1:])", "a", "b").strip() == "['a', 'b']"
     with pytest.raises(AssertionError, match="ZeroDivisionError"):
         run_python("1/0")
@@ -156,7 +156,7 @@ def test_processes_return_by_rank_and_have_their_environment() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_process_that_fails_is_told_of_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_process_is_reported_with_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.support.processes.GRACE", 1.0)
     with pytest.raises(ProcessFailure) as caught:
         run_processes(fail_one, 2)
@@ -176,7 +176,7 @@ def test_a_process_that_does_not_end_shows_its_stacks() -> None:
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_process_that_dies_is_an_error_unless_it_may() -> None:
+def test_a_dead_process_is_an_error_unless_allowed() -> None:
     with pytest.raises(ProcessFailure, match="rank 0: ended without a result, exit code -9"):
         run_processes(dies, 2)
     assert run_processes(dies, 2, may_die=[0]) == [None, 1]

@@ -73,7 +73,7 @@ def test_each_name_is_there_once_and_each_limit_is_measured() -> None:
     assert limits(ROWS[1:], Budget()) is None
 
 
-def test_what_fails_is_told_of_and_the_sides_take_turns() -> None:
+def test_failures_are_reported_and_sides_alternate() -> None:
     begun: list[tuple[str, str]] = []
 
     def run(title: str) -> Callable[[str, Callable[[str], None]], list[dict[str, float]]]:

@@ -55,7 +55,7 @@ class Box:
         self.arrived: SimpleQueue[Inbound] = SimpleQueue()
 
     def drop(self) -> None:
-        """Let go of what nobody took: its frames may be memory that is shared."""
+        """Drop messages that were not read: their frames may be shared memory."""
         while not self.arrived.empty():
             self.arrived.get_nowait()
 
@@ -202,7 +202,7 @@ class MailboxContract:
         a.mailbox.send(1, HELLO, 1, [cls(b"small"), cls(bytes(1 << 20)), memoryview(b"..part..")[2:6]])
         assert content(b.take()[0]) == [b"small", bytes(1 << 20), b"part"]
 
-    def test_what_arrives_is_the_receivers_own(self, office: Office) -> None:
+    def test_received_frames_are_writable_copies(self, office: Office) -> None:
         """Frames can be written to, and outlive the handler, the sender and the mailbox."""
         a, b = office.pair()
         sent = [bytearray(b"a" * n) for n in (1, 100, SMALL)]
@@ -235,7 +235,7 @@ class MailboxContract:
             assert [v[0] for v in views] == [1, 2, 3]
             assert frame == bytes(size)
 
-    def test_a_handled_message_is_let_go(self, office: Office) -> None:
+    def test_a_handled_message_is_not_kept_alive(self, office: Office) -> None:
         """An idle receiver does not keep the last message: its memory may be gigabytes."""
         a, b = office.pair()
         a.mailbox.send(1, HELLO, 1, [bytes(1 << 20)])
@@ -251,7 +251,7 @@ class MailboxContract:
         (inbound,) = a.take()
         assert (inbound.envelope.source, content(inbound)) == (5, [b"me"])
 
-    def test_everybody_talks_to_everybody(self, office: Office) -> None:
+    def test_all_mailboxes_send_to_all(self, office: Office) -> None:
         count, each = 6, 20
         boxes = [office.open(i) for i in range(count)]
         for n in range(each):
@@ -284,13 +284,13 @@ class MailboxContract:
             i: list(range(each)) for i in range(threads)
         }
 
-    def test_the_first_messages_of_many_threads_share_one_way(self, office: Office) -> None:
+    def test_the_first_messages_of_many_threads_share_a_connection(self, office: Office) -> None:
         a, b = office.pair()
         in_threads(8, lambda i: a.mailbox.send(1, HELLO, i))
         assert sorted(x.envelope.message_id for x in b.take(8)) == list(range(8))
         assert a.mailbox.statistics()["peers"] == 1
 
-    def test_a_handler_may_answer(self, office: Office) -> None:
+    def test_a_handler_may_reply(self, office: Office) -> None:
         rounds = 300
         done = threading.Event()
 
@@ -332,19 +332,19 @@ class MailboxContract:
         with pytest.raises(UnknownPeerError):
             a.mailbox.send(1, HELLO, 1)
 
-    def test_before_the_start_nobody_is_known(self, office: Office) -> None:
+    def test_before_start_no_peer_is_known(self, office: Office) -> None:
         a = office.open(0, start=False)
         with pytest.raises(UnknownPeerError, match="not started"):
             a.mailbox.send(1, HELLO, 1)
 
-    def test_what_came_before_the_start_waits_for_it(self, office: Office) -> None:
+    def test_messages_from_before_the_start_are_delivered_after_it(self, office: Office) -> None:
         a, b = office.open(0), office.open(1, start=False)
         for i in range(3):
             a.mailbox.send(1, HELLO, i, [b"early"])
         b.mailbox.start(b.arrived.put, office.resolve)
         assert [x.envelope.message_id for x in b.take(3)] == [0, 1, 2]
 
-    def test_a_forgotten_peer_is_looked_up_anew(self, office: Office) -> None:
+    def test_a_forgotten_peer_is_resolved_again(self, office: Office) -> None:
         """A worker of the same id that started again is reached once the old way is forgotten."""
         a, old = office.pair()
         a.mailbox.send(1, HELLO, 1)
@@ -413,7 +413,7 @@ class MailboxContract:
     def test_garbage_costs_a_counter(
         self, office: Office, frames: list[bytes], caplog: pytest.LogCaptureFixture
     ) -> None:
-        """P5: from anyone, nothing but a counter and a log line."""
+        """P5 of docs/guarantees.md."""
         a, b = office.pair()
         a.mailbox.send(1, HELLO, 1)
         b.take()
@@ -425,14 +425,14 @@ class MailboxContract:
         assert b.mailbox.statistics()["malformed"] == 1
         assert "malformed" in caplog.text
 
-    def test_a_message_that_cannot_be_encoded_harms_nobody(self, office: Office) -> None:
+    def test_a_message_that_cannot_be_encoded_leaves_the_connection_usable(self, office: Office) -> None:
         a, b = office.pair()
         with pytest.raises(ProtocolError, match="StoreListKeys"):
             a.mailbox.send(1, StoreListKeys("\ud800"), 1)
         a.mailbox.send(1, HELLO, 2)
         assert b.take()[0].envelope.message_id == 2
 
-    def test_a_frame_that_is_none_harms_nobody(self, office: Office) -> None:
+    def test_an_invalid_frame_leaves_the_connection_usable(self, office: Office) -> None:
         """Half a message must not stay in the pipe, for what is sent next would be taken for its end."""
         a, b = office.pair()
         with pytest.raises(TypeError):
@@ -441,7 +441,7 @@ class MailboxContract:
         (inbound,) = b.take()
         assert (inbound.envelope.message_id, content(inbound)) == (2, [b"whole"])
 
-    def test_sending_to_one_who_is_gone_neither_fails_nor_waits(self, office: Office) -> None:
+    def test_sending_to_a_closed_mailbox_neither_fails_nor_waits(self, office: Office) -> None:
         a, b = office.pair()
         a.mailbox.send(1, HELLO, 1)
         b.take()
@@ -469,7 +469,7 @@ class MailboxContract:
         b.take()
         assert seen.empty()
 
-    def test_statistics_count_what_went_and_came(self, office: Office) -> None:
+    def test_statistics_count_sent_and_received(self, office: Office) -> None:
         a, b = office.pair()
         sizes = [len(encode(HELLO, 0, a.mailbox.incarnation, i)) + 10 * i for i in range(4)]
         for i in range(4):
@@ -508,7 +508,7 @@ class MailboxContract:
             assert box.mailbox.join(Deadline.after(10)) == []
         assert set(threading.enumerate()) <= before
 
-    def test_one_that_never_started_closes_too(self, office: Office) -> None:
+    def test_an_unstarted_mailbox_can_be_closed(self, office: Office) -> None:
         a = office.open(0, start=False)
         a.mailbox.close()
         assert a.mailbox.join(Deadline.after(10)) == []

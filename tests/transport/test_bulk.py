@@ -16,7 +16,7 @@ from tests.transport.test_contract import OverZmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport import bulk
 from zmqgrad.transport.bulk import BufferPool, Reassembler, split
-from zmqgrad.transport.flow_control import INFLIGHT
+from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket
 from zmqgrad.transport.tap import Tapped
 from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Hello, Manifest, MessageType, StoreSet
@@ -24,8 +24,8 @@ from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Hello, Manifes
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bulk, "CHUNK", 1000)
-    monkeypatch.setattr(bulk, "LEAST", 4000)
+    monkeypatch.setattr(bulk, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(bulk, "MAX_WHOLE_BYTES", 4000)
 
 
 def some_bytes(size: int) -> bytes:
@@ -58,12 +58,12 @@ def test_frames_arrive_as_they_were(sizes: list[int]) -> None:
         assert windows == frames
 
 
-def test_what_is_small_is_not_cut() -> None:
+def test_small_frames_are_not_split() -> None:
     load = PreparedFrames(None, [bytes(4000)])
     assert split(load) == (load, [])
 
 
-def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
+def test_buffers_are_reused_when_their_reader_is_done() -> None:
     assembly = Reassembler()
     _, (first,) = carry(assembly, PreparedFrames(None, [some_bytes(8000)]))
     _, (second,) = carry(assembly, PreparedFrames(None, [some_bytes(8001)]))
@@ -86,7 +86,7 @@ def test_memory_is_used_again_when_its_reader_has_done_with_it() -> None:
     assert assembly.buffers.kept() == 0
 
 
-def test_memory_that_is_not_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unused_buffers_are_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Any] = []
 
     class Later:
@@ -104,7 +104,7 @@ def test_memory_that_is_not_used_goes_back(monkeypatch: pytest.MonkeyPatch) -> N
     assert buffers.kept() == 100
     jobs.pop()()
     assert (buffers.kept(), jobs) == (0, [])
-    monkeypatch.setattr(bulk, "KEPT", 150)
+    monkeypatch.setattr(bulk, "MAX_POOL_BYTES", 150)
     taken = [buffers.take(100) for _ in range(3)]
     taken.clear()
     gc.collect()
@@ -143,7 +143,7 @@ def test_a_chunk_that_does_not_follow_ends_its_frame(following: Chunk) -> None:
         assembly.complete(3, Manifest((FrameBuffer(0, 1, 0, 10),), (FrameSlice(0, 0, 10),)), [])
 
 
-def test_a_message_whose_chunks_are_not_all_there_is_refused() -> None:
+def test_a_message_with_missing_chunks_is_refused() -> None:
     assembly = Reassembler()
     manifest = Manifest((FrameBuffer(0, 1, 0, 10),), (FrameSlice(0, 0, 10),))
     assembly.add(3, Chunk(1, 0, 10), [bytearray(9)])
@@ -195,8 +195,8 @@ def test_a_message_with_large_frames_is_one_message(office: Office) -> None:
         a.mailbox.send(1, StoreSet("key", b"value"), n, frames)
         (inbound,) = b.take()
         assert [bytes(f) for f in inbound.frames] == frames
-        assert inbound.by_socket == sum(map(len, frames))
-        assert a.mailbox.statistics()["inflight"]["bytes"][1] <= INFLIGHT
+        assert inbound.socket_bytes == sum(map(len, frames))
+        assert a.mailbox.statistics()["inflight"]["bytes"][1] <= DEFAULT_INFLIGHT_BYTES
     assert shown == [MessageType.STORE_SET] * 3
     sent, received = a.mailbox.statistics(), b.mailbox.statistics()
     assert (

@@ -30,7 +30,7 @@ def ipc(listening: socket.socket) -> str:
     return "ipc://@" + listening.getsockname()[1:].decode()
 
 
-def test_ipc_where_somebody_listens(listener: socket.socket) -> None:
+def test_ipc_with_a_listener(listener: socket.socket) -> None:
     assert best_endpoint([ipc(listener), TCP]) == TCP
     with pytest.raises(UnknownPeerError, match="can be reached"):
         best_endpoint([ipc(listener)])
@@ -50,7 +50,7 @@ def test_a_peer_of_another_user_is_reached_by_tcp(listener: socket.socket) -> No
     assert best_endpoint([ipc(listener), TCP]) == TCP
 
 
-def test_who_is_another_user_goes_by_tcp(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peers_of_another_user_use_tcp(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     listener.listen()
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)

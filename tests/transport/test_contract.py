@@ -113,7 +113,7 @@ class TestOverArena(MailboxContract):
 
     # Offers and answers are messages like any other: these two count messages, and would count them, too.
     test_the_tap_sees_both_directions = None  # type: ignore[assignment]
-    test_statistics_count_what_went_and_came = None  # type: ignore[assignment]
+    test_statistics_count_sent_and_received = None  # type: ignore[assignment]
 
 
 class TestOverTcp(MailboxContract, KeepsOrder):
@@ -128,8 +128,8 @@ class TestOverCurve(MailboxContract, KeepsOrder):
         return OverZmq("tcp", load_keys(SECRET))
 
 
-def test_nobody_without_the_secret_is_heard() -> None:
-    """(P4): nothing of what strangers send is even decoded; nobody without the secret is sent to."""
+def test_processes_without_the_secret_can_neither_send_nor_receive() -> None:
+    """P4 of docs/guarantees.md: their messages are not even decoded, and nothing is sent to them."""
     ours, theirs = load_keys(SECRET), load_keys("another secret of some length")
     assert ours is not None
     assert theirs is not None

@@ -40,7 +40,7 @@ class Waits:
 
     def send(self, size: int, answer: bool = False, seconds: float = 0.0) -> None:
         """In a thread of its own; returns once it waits, or has gone."""
-        if self.send_window.take(1, answer, size):
+        if self.send_window.try_reserve(1, answer, size):
             self.went.put(size)
             return
         before = self.waiting()
@@ -77,11 +77,11 @@ def waits() -> Iterator[Waits]:
     made.end()
 
 
-def test_what_is_within_the_limit_goes_at_once(waits: Waits) -> None:
-    assert all(waits.send_window.take(1, False, 25) for _ in range(4))
-    assert not waits.send_window.take(1, False, 1)
-    assert waits.send_window.take(2, False, 100)  # another peer
-    assert waits.send_window.take(1, True, 100)  # answers pass while requests wait
+def test_messages_within_the_limit_are_sent_immediately(waits: Waits) -> None:
+    assert all(waits.send_window.try_reserve(1, False, 25) for _ in range(4))
+    assert not waits.send_window.try_reserve(1, False, 1)
+    assert waits.send_window.try_reserve(2, False, 100)  # another peer
+    assert waits.send_window.try_reserve(1, True, 100)  # answers pass while requests wait
     assert waits.send_window.statistics() == {
         "limit": 100,
         "bytes": {1: 200, 2: 100},
@@ -90,26 +90,26 @@ def test_what_is_within_the_limit_goes_at_once(waits: Waits) -> None:
     }
 
 
-def test_without_a_limit_nobody_waits() -> None:
+def test_without_a_limit_senders_never_wait() -> None:
     send_window = SendWindow("w", 0, lambda *_: None)
-    assert all(send_window.take(1, False, 1 << 40) for _ in range(3))
+    assert all(send_window.try_reserve(1, False, 1 << 40) for _ in range(3))
 
 
 def test_a_message_larger_than_the_limit_passes_alone(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 1000)
+    assert waits.send_window.try_reserve(1, False, 1000)
     waits.send(1)
     assert waits.waiting() == 1
-    waits.send_window.give_back(1, False, 1000)
+    waits.send_window.return_credit(1, False, 1000)
     assert waits.next() == 1
     waits.send(1000)
     assert waits.said.get(timeout=20) == CreditWanted(901, 0)  # of the 1
     assert waits.said.get(timeout=20) == CreditWanted(1, 0)
-    waits.send_window.give_back(1, False, 1)
+    waits.send_window.return_credit(1, False, 1)
     assert waits.next() == 1000
 
 
-def test_those_who_wait_go_in_turn_and_nobody_overtakes_them(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 90)
+def test_waiting_senders_continue_in_order(waits: Waits) -> None:
+    assert waits.send_window.try_reserve(1, False, 90)
     waits.send(80)
     waits.send(5)  # would fit, but is second
     assert waits.waiting() == 2
@@ -124,8 +124,8 @@ def test_those_who_wait_go_in_turn_and_nobody_overtakes_them(waits: Waits) -> No
     assert waits.send_window.statistics()["bytes"] == {1: 85}
 
 
-def test_who_gives_up_lets_the_next_one_go(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 90)
+def test_a_sender_that_times_out_unblocks_the_next(waits: Waits) -> None:
+    assert waits.send_window.try_reserve(1, False, 90)
     waits.send(80, seconds=0.05)
     waits.send(5)
     error = waits.next()
@@ -136,20 +136,20 @@ def test_who_gives_up_lets_the_next_one_go(waits: Waits) -> None:
     assert waits.next() == 5
 
 
-def test_a_peer_that_is_forgotten_frees_its_credit_and_those_who_wait(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 90)
-    assert waits.send_window.take(1, True, 90)
+def test_forgetting_a_peer_drops_its_account_and_fails_its_waiters(waits: Waits) -> None:
+    assert waits.send_window.try_reserve(1, False, 90)
+    assert waits.send_window.try_reserve(1, True, 90)
     waits.send(80)
     waits.send(80, answer=True)
     waits.send_window.forget(1)
     assert [type(waits.next()) for _ in range(2)] == [ClosedError, ClosedError]
     waits.send_window.on_credit(1, Credit(90, 90))  # late
-    assert waits.send_window.take(1, False, 100)
-    assert not waits.send_window.take(1, False, 1)
+    assert waits.send_window.try_reserve(1, False, 100)
+    assert not waits.send_window.try_reserve(1, False, 1)
 
 
 def test_closing_ends_every_wait(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 100)
+    assert waits.send_window.try_reserve(1, False, 100)
     waits.send(1)
     waits.send_window.close()
     assert isinstance(waits.next(), ClosedError)
@@ -157,14 +157,14 @@ def test_closing_ends_every_wait(waits: Waits) -> None:
         waits.send_window.wait(1, False, 1, 0.0)
 
 
-def test_credit_that_was_never_given_makes_no_debt(waits: Waits) -> None:
-    assert waits.send_window.take(1, False, 10)
+def test_unexpected_credit_does_not_make_the_count_negative(waits: Waits) -> None:
+    assert waits.send_window.try_reserve(1, False, 10)
     waits.send_window.on_credit(1, Credit(1 << 62, 0))
-    assert waits.send_window.take(1, False, 100)
-    assert not waits.send_window.take(1, False, 1)
+    assert waits.send_window.try_reserve(1, False, 100)
+    assert not waits.send_window.try_reserve(1, False, 1)
 
 
-def test_what_was_taken_in_is_told_in_batches_or_when_somebody_waits() -> None:
+def test_credit_is_returned_in_batches_or_on_request() -> None:
     said: list[Message] = []
     receive_window = ReceiveWindow(100, lambda _, message: said.append(message))
     receive_window.consumed(1, False, 20)
@@ -183,7 +183,7 @@ def test_what_was_taken_in_is_told_in_batches_or_when_somebody_waits() -> None:
     assert len(said) == 3
 
 
-def test_what_was_lost_on_its_way_counts_as_taken_in_when_asked_again() -> None:
+def test_lost_bytes_count_as_consumed_at_a_repeated_request() -> None:
     said: list[Message] = []
     receive_window = ReceiveWindow(100, lambda _, message: said.append(message))
     receive_window.received(1, False, 30)
@@ -217,7 +217,7 @@ def test_everything_arrives_whatever_the_limits_at_both_ends(
 
     def send(mine: list[int]) -> None:
         for size in mine:
-            if not send_window.take(0, False, size):
+            if not send_window.try_reserve(0, False, size):
                 send_window.wait(0, False, size, 0.0)
             arrived.put(size)
 
@@ -319,7 +319,7 @@ class Sender:
         box, count, message, patience = self._work
         try:
             for n in range(count):
-                box.mailbox.send(1, message, n, [bytes([n]) * PART], patience=patience)
+                box.mailbox.send(1, message, n, [bytes([n]) * PART], timeout=patience)
         except Exception as e:
             self.error = e
 
@@ -342,13 +342,13 @@ def test_a_slow_receiver_slows_its_sender(office: Office) -> None:
             assert sender.thread.is_alive()
         desk.begin_next()
         inbound = got.get(timeout=20)
-        assert (inbound.envelope.message_id, inbound.by_socket) == (n, PART)
+        assert (inbound.envelope.message_id, inbound.socket_bytes) == (n, PART)
     sender.join()
     assert sender.error is None
     assert a.mailbox.statistics()["inflight"]["waits"] == 8
 
 
-def test_answers_and_small_messages_pass_while_requests_wait(office: Office) -> None:
+def test_replies_and_small_messages_pass_while_requests_wait(office: Office) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, desk = office.open(0), slow_box(office, 1, got)
     asked = asks(a)
@@ -366,7 +366,7 @@ def test_answers_and_small_messages_pass_while_requests_wait(office: Office) -> 
     sender.join()
 
 
-def test_a_sender_that_waits_for_too_long_is_told_for_what(office: Office) -> None:
+def test_the_timeout_of_a_waiting_sender_names_the_reason(office: Office) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, desk = office.open(0), slow_box(office, 1, got)
     sender = Sender(a, 3, patience=0.1)
@@ -380,7 +380,7 @@ def test_a_sender_that_waits_for_too_long_is_told_for_what(office: Office) -> No
     assert sender.error is None
 
 
-def test_a_peer_that_is_gone_frees_who_waits_for_it(office: Office) -> None:
+def test_losing_a_peer_fails_senders_that_wait_for_it(office: Office) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, _ = office.open(0), slow_box(office, 1, got)
     asked = asks(a)
@@ -392,7 +392,7 @@ def test_a_peer_that_is_gone_frees_who_waits_for_it(office: Office) -> None:
     assert a.mailbox.statistics()["inflight"] == {"limit": LIMIT, "bytes": {}, "waiting": {}, "waits": 1}
 
 
-def test_closing_frees_who_waits(office: Office) -> None:
+def test_closing_fails_waiting_senders(office: Office) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, _ = office.open(0), slow_box(office, 1, got)
     asked = asks(a)
@@ -421,13 +421,13 @@ def test_the_thread_that_reads_never_waits(office: Office) -> None:
         desk.begin_next()
 
 
-def test_what_a_broken_connection_lost_holds_nobody_up_for_ever(
+def test_bytes_lost_with_a_connection_do_not_block_senders_forever(
     office: Office, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     got: SimpleQueue[Inbound] = SimpleQueue()
     a, desk = office.open(0), slow_box(office, 1, got)
     monkeypatch.setattr(flow_control, "LOG_INTERVAL_SECONDS", 0.05)
-    a.mailbox._plane.send_window.take(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
+    a.mailbox._plane.send_window.try_reserve(1, False, LIMIT)  # type: ignore[attr-defined]  # never comes
     sender = Sender(a, 4)
     for _ in range(4):
         desk.begin_next()

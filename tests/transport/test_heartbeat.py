@@ -85,7 +85,7 @@ def a_listener() -> HeartbeatListener:
 # ---- judging ---------------------------------------------------------------------------------------------
 
 
-def test_silence_is_suspected_and_forgiven() -> None:
+def test_a_silent_peer_is_suspected_and_recovers() -> None:
     detector = FailureDetector(3.0, 20.0, now=100.0)
     assert detector.interval == 1.0
     assert [detector.tick(100.0 + n) for n in range(1, 4)] == [
@@ -94,8 +94,8 @@ def test_silence_is_suspected_and_forgiven() -> None:
         LivenessChange.SUSPECTED,
     ]
     assert detector.tick(104.0) is LivenessChange.NOTHING, "told once"
-    assert detector.heard(104.5) is LivenessChange.RECOVERED
-    assert detector.heard(104.6) is LivenessChange.NOTHING
+    assert detector.on_reply(104.5) is LivenessChange.RECOVERED
+    assert detector.on_reply(104.6) is LivenessChange.NOTHING
     told = [detector.tick(104.6 + n) for n in range(1, 22)]
     assert told.index(LivenessChange.SUSPECTED) == 2
     assert told.index(LivenessChange.FROZEN) == 19
@@ -109,18 +109,18 @@ def test_without_a_limit_the_frozen_are_never_lost() -> None:
     }
 
 
-def test_a_watcher_that_was_stopped_itself_holds_it_against_nobody() -> None:
+def test_a_stopped_monitor_does_not_suspect_its_peers() -> None:
     detector = FailureDetector(3.0, 20.0, now=0.0)
-    detector.heard(1.0)
+    detector.on_reply(1.0)
     assert detector.tick(5000.0) is LivenessChange.NOTHING, "two intervals, whatever the clock says"
     assert detector.tick(5001.0) is LivenessChange.SUSPECTED
-    assert detector.last_heard == 1.0
+    assert detector.last_reply_at == 1.0
 
 
 @pytest.mark.parametrize(
     "limits", [LivenessTimeouts(local=0), LivenessTimeouts(remote=-1), LivenessTimeouts(frozen=-1)]
 )
-def test_limits_that_cannot_be(limits: LivenessTimeouts) -> None:
+def test_invalid_timeouts(limits: LivenessTimeouts) -> None:
     with pytest.raises(ConfigurationError, match="liveness limit"):
         limits.check()
 
@@ -182,7 +182,7 @@ def test_a_peer_that_ends_is_lost(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ipc", "heartbeat"])
-def test_a_peer_that_is_silent_is_suspected_until_it_speaks(kind: str) -> None:
+def test_a_silent_peer_is_suspected_until_it_replies(kind: str) -> None:
     """Its kernel takes the connection, as that of a stopped process does; then it goes on."""
     heard = Heard()
     other = a_listener()
@@ -232,7 +232,7 @@ def test_another_process_at_the_same_port_is_another() -> None:
         guest.close()
 
 
-def test_a_crowd_of_strangers_keeps_no_peer_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_foreign_connections_do_not_exclude_peers(monkeypatch: pytest.MonkeyPatch) -> None:
     """The oldest of too many connections is closed; a peer connects again, and is not considered dead."""
     most = 3
     monkeypatch.setattr(resource, "getrlimit", lambda _: (2 * most, 2 * most))  # half of them are for peers
@@ -256,7 +256,7 @@ def test_a_crowd_of_strangers_keeps_no_peer_out(monkeypatch: pytest.MonkeyPatch)
             assert not heard.lost
 
 
-def test_a_host_that_takes_no_connection_is_out_of_reach() -> None:
+def test_a_host_that_accepts_no_connection_is_lost_as_unreachable() -> None:
     heard = Heard()
     with watch(heard) as watching, socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
@@ -327,7 +327,7 @@ def test_a_fork_does_not_keep_its_parent_alive() -> None:
             os.waitpid(child, 0)
 
 
-def test_answers_tells_who_listens() -> None:
+def test_is_reachable_finds_listeners() -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()

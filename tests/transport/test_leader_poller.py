@@ -106,9 +106,7 @@ def test_each_message_is_read_once_and_all_leave_in_the_end(
     assert not poller.wait_for_lead()
 
 
-def test_nobody_is_let_in_before_the_gate_is_opened_again(
-    poller: LeaderPoller, pipe: tuple[int, int]
-) -> None:
+def test_no_follower_is_woken_before_the_leader_promotes(poller: LeaderPoller, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     poller.register(reader, select.POLLIN)
     readers = Readers(poller, reader, 2, lambda: False)
@@ -138,7 +136,7 @@ def test_with_something_read_already_one_is_let_in_at_once(
         assert poller.poll(0.0) == []  # the bell that let it in is nobody's message
 
 
-def test_who_takes_the_gate_is_in_and_nobody_else(poller: LeaderPoller, pipe: tuple[int, int]) -> None:
+def test_try_lead_makes_one_thread_the_leader(poller: LeaderPoller, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     poller.register(reader, select.POLLIN)
     assert not poller.try_lead()  # shut at first: whoever opens it is in
@@ -189,7 +187,7 @@ def test_taking_and_waiting_by_turns_loses_nothing(poller: LeaderPoller, pipe: t
         assert not thread.is_alive()
 
 
-def test_what_is_unregistered_lets_nobody_in(poller: LeaderPoller, pipe: tuple[int, int]) -> None:
+def test_an_unregistered_descriptor_wakes_no_follower(poller: LeaderPoller, pipe: tuple[int, int]) -> None:
     reader, writer = pipe
     poller.register(reader, select.POLLIN)
     os.write(writer, b"x")
@@ -199,7 +197,7 @@ def test_what_is_unregistered_lets_nobody_in(poller: LeaderPoller, pipe: tuple[i
 
 
 @on_linux
-def test_closing_leaves_no_descriptor_whoever_waits() -> None:
+def test_closing_wakes_all_followers_and_leaves_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for count in (0, 3):
         poller = EpollLeaderPoller()

@@ -61,7 +61,7 @@ def test_drop_without_a_number_loses_all_until_it_ends(office: Office, network: 
     assert heard(network, b) == [4]
 
 
-def test_a_fault_minds_source_and_target(office: Office, network: MemoryNetwork) -> None:
+def test_a_fault_applies_to_its_source_and_target(office: Office, network: MemoryNetwork) -> None:
     a, b, c = office.open(0), office.open(1), office.open(2)
     with network.drop(source=0, target=1), network.drop(source=(1, 2), target={0}):
         for box, name in ((a, 1), (b, 2), (c, 3)):
@@ -106,7 +106,7 @@ def test_hold_lets_go_when_the_test_fails_too(office: Office, network: MemoryNet
     assert heard(network, b) == [1]
 
 
-def test_waiting_for_what_does_not_happen_ends(network: MemoryNetwork) -> None:
+def test_waiting_for_messages_times_out(network: MemoryNetwork) -> None:
     with (
         network.hold(MessageType.HELLO) as held,
         pytest.raises(TimeoutError, match="Hold of HELLO: caught 0"),
@@ -131,7 +131,7 @@ def test_delay_lets_others_go_past(office: Office, network: MemoryNetwork) -> No
     assert heard(network, b) == [9]
 
 
-def test_partition_cuts_both_ways_and_heals(office: Office, network: MemoryNetwork) -> None:
+def test_a_partition_drops_both_directions_and_ends(office: Office, network: MemoryNetwork) -> None:
     a, b, c = office.open(0), office.open(1), office.open(2)
     with network.partition(0, 1):
         say(a, 1, 1)
@@ -179,9 +179,7 @@ def test_faults_work_together_in_the_order_they_began(office: Office, network: M
         assert heard(network, b) == [3, 3]
 
 
-def test_its_history_lists_messages_that_arrived_and_that_were_lost(
-    office: Office, network: MemoryNetwork
-) -> None:
+def test_history_lists_delivered_and_lost_messages(office: Office, network: MemoryNetwork) -> None:
     a, _ = office.pair()
     with network.drop(times=1):
         say(a, 1, 1, 2)
@@ -207,7 +205,7 @@ def test_the_record_is_bounded_and_holds_no_frames(monkeypatch: pytest.MonkeyPat
         assert [(p.envelope.message_id, p.frames) for p in history] == [(i, ()) for i in range(7, 12)]
 
 
-def test_what_is_sent_to_the_dead_is_counted(office: Office, network: MemoryNetwork) -> None:
+def test_messages_to_closed_mailboxes_are_counted(office: Office, network: MemoryNetwork) -> None:
     a, b = office.pair()
     say(a, 1, 1)
     b.take()
@@ -236,7 +234,7 @@ def test_an_address_of_another_kind_is_of_no_use(office: Office) -> None:
         say(a, 1, 1)
 
 
-def test_its_repr_tells_the_state(office: Office) -> None:
+def test_repr_shows_the_state(office: Office) -> None:
     a = office.open(3)
     assert repr(a.mailbox) == "<MemoryMailbox w3 id=3 at memory://0: 0 waiting>"
     a.mailbox.close()

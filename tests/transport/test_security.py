@@ -31,7 +31,7 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
-def test_the_same_secret_gives_the_same_keys_wherever_it_stands(
+def test_the_same_secret_from_any_place_derives_the_same_keys(
     monkeypatch: pytest.MonkeyPatch, file: Path
 ) -> None:
     assert load_keys() is None
@@ -45,7 +45,7 @@ def test_the_same_secret_gives_the_same_keys_wherever_it_stands(
     assert load_keys() == expected
 
 
-def test_keys_are_pairs_and_show_themselves_to_nobody() -> None:
+def test_keys_are_pairs_and_hidden_from_repr() -> None:
     keys = load_keys(SECRET)
     assert keys is not None
     for pair in keys:
@@ -54,7 +54,7 @@ def test_keys_are_pairs_and_show_themselves_to_nobody() -> None:
     assert repr(keys) == "<Keys>"
 
 
-def test_what_cannot_be_a_secret(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+def test_invalid_secrets(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
     with pytest.raises(TypeError, match="must be str or bytes, not int"):
         load_keys(7)  # type: ignore[arg-type]
     for short in ("", "hunter2"):
@@ -77,7 +77,7 @@ def test_what_cannot_be_a_secret(monkeypatch: pytest.MonkeyPatch, file: Path) ->
         load_keys()
 
 
-def test_a_file_that_everybody_reads_is_pointed_out(
+def test_a_world_readable_secret_file_is_warned_about(
     monkeypatch: pytest.MonkeyPatch, file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("ZMQGRAD_SECRET_FILE", str(file))

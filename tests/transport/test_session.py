@@ -129,7 +129,7 @@ TestSessions = Sessions.TestCase
 TestSessions.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
-def test_an_acknowledgement_waits_for_a_message_that_takes_it_along() -> None:
+def test_an_acknowledgement_waits_for_the_next_message() -> None:
     incoming = Incoming()
     assert incoming.due == math.inf
     incoming.receive(1, 10, 100.0)
@@ -163,7 +163,7 @@ def test_a_duplicate_is_acknowledged_at_once_and_a_gap_never() -> None:
 
 
 @given(st.integers(1, 1 << 30))
-def test_the_retransmission_timer_doubles_and_leaves_time_for_what_is_large(size: int) -> None:
+def test_the_retransmission_timer_doubles_and_allows_for_large_messages(size: int) -> None:
     outgoing: Outgoing[str] = Outgoing()
     outgoing.add("m", size, 10.0)
     transfer = size / RESEND_BYTES_PER_SECOND
@@ -182,7 +182,7 @@ def test_the_retransmission_timer_doubles_and_leaves_time_for_what_is_large(size
 
 
 @given(st.lists(st.integers(1, BURST_BYTES), max_size=3 * BURST_MESSAGES))
-def test_what_is_sent_again_goes_in_bursts(sizes: list[int]) -> None:
+def test_resends_are_sent_in_bursts(sizes: list[int]) -> None:
     outgoing: Outgoing[int] = Outgoing()
     for n, size in enumerate(sizes, 1):
         outgoing.add(n, size, 0.0)
@@ -197,7 +197,7 @@ def test_what_is_sent_again_goes_in_bursts(sizes: list[int]) -> None:
     assert sent == list(range(1, len(sizes) + 1))
 
 
-def test_what_was_never_sent_cannot_be_acknowledged() -> None:
+def test_an_acknowledgement_of_unsent_messages_is_ignored() -> None:
     outgoing: Outgoing[str] = Outgoing()
     outgoing.add("m", 1, 0.0)
     assert not outgoing.acknowledge(2, 0.0)

@@ -54,21 +54,21 @@ class Place:
         return self.looks
 
 
-def test_what_comes_soon_is_found() -> None:
+def test_an_early_event_is_found() -> None:
     place = Place(at=3)
     assert place.spinner.spin(place.poll) == [7]
     assert place.looks == 3
 
 
-def test_looking_ends_when_its_time_is_over() -> None:
+def test_spinning_ends_at_its_time_limit() -> None:
     assert Place().wait() == 10
 
 
-def test_it_lasts_as_long_as_is_said() -> None:
+def test_spin_duration_is_configurable() -> None:
     assert Place(seconds=SPIN_SECONDS / 2).wait() == 5
 
 
-def test_what_nobody_asked_for_is_not_looked_for_as_long() -> None:
+def test_unsolicited_messages_have_a_shorter_limit() -> None:
     place = Place()
     place.spinner = Spinner(place.budget, place.clock, at_most=SPIN_SECONDS / 5)
     assert place.wait() == 2
@@ -76,18 +76,18 @@ def test_what_nobody_asked_for_is_not_looked_for_as_long() -> None:
     assert place.wait() == 1
 
 
-def test_whose_time_is_nothing_never_looks() -> None:
+def test_a_budget_of_zero_never_spins() -> None:
     place = Place(at=1, seconds=0.0)
     assert [place.wait() for _ in range(2 * COOLDOWN_WAITS)] == [0] * (2 * COOLDOWN_WAITS)
 
 
-def test_who_looks_in_vain_too_often_sleeps_for_a_while() -> None:
+def test_unsuccessful_spins_start_a_cooldown() -> None:
     place = Place()
     looked = [bool(place.wait()) for _ in range(MAX_CREDIT // 2 + COOLDOWN_WAITS + 2)]
     assert looked == [True] * (MAX_CREDIT // 2) + [False] * (COOLDOWN_WAITS + 1) + [True]
 
 
-def test_luck_comes_back() -> None:
+def test_successful_spins_restore_the_credit() -> None:
     place = Place()
     for _ in range(MAX_CREDIT // 2 - 1):
         place.wait()
@@ -100,7 +100,7 @@ def test_luck_comes_back() -> None:
     assert not place.wait()
 
 
-def test_of_two_the_one_that_began_last_looks_on() -> None:
+def test_only_the_last_spinner_continues() -> None:
     first = Place()
     second = Spinner(first.budget, first.clock)
 
@@ -113,7 +113,7 @@ def test_of_two_the_one_that_began_last_looks_on() -> None:
     assert first.looks == 4
 
 
-def test_nobody_looks_on_beside_one_that_works() -> None:
+def test_a_working_thread_ends_spinning() -> None:
     place = Place()
 
     def poll(seconds: float) -> list[int]:
@@ -140,7 +140,7 @@ def test_times_that_cannot_be(microseconds: Any) -> None:
 
 
 @pytest.mark.skipif(not local.supported(), reason="reply channels are Linux's")
-def test_a_worker_looks_as_long_as_it_is_told() -> None:
+def test_a_worker_spins_for_the_configured_time() -> None:
     def time_to_receive_nothing(seconds: float) -> tuple[float, float]:
         """How long that takes, and how much of a processor."""
         with office_of(Spinning(seconds)) as office:

@@ -14,7 +14,7 @@ from zmqgrad.errors import ProtocolError
 from zmqgrad.wire import codec
 from zmqgrad.wire import messages as m
 from zmqgrad.wire.codec import decode, decode_all, encode
-from zmqgrad.wire.frames import ENVELOPE, ENVELOPE_SIZE, Envelope
+from zmqgrad.wire.frames import ENVELOPE_BYTES, ENVELOPE_FORMAT, Envelope
 from zmqgrad.wire.messages import BY_TYPE, Message
 
 FULL = (1 << 64) - 1
@@ -22,7 +22,7 @@ FULL = (1 << 64) - 1
 
 def raw(kind: int, header: bytes) -> bytes:
     """A first frame with a good envelope and this header."""
-    return ENVELOPE.pack(b"zg", 2, 0, kind, 1, 2, 3, 0, 0, 0) + header
+    return ENVELOPE_FORMAT.pack(b"zg", 2, 0, kind, 1, 2, 3, 0, 0, 0) + header
 
 
 @pytest.mark.parametrize("cls", BY_TYPE.values(), ids=lambda c: c.__name__)
@@ -72,7 +72,7 @@ def test_what_is_cut_short_is_refused(message: Message, data: st.DataObject) -> 
 
 
 @given(messages(), st.binary(min_size=1, max_size=20))
-def test_what_comes_after_the_end_is_refused(message: Message, more: bytes) -> None:
+def test_trailing_bytes_are_refused(message: Message, more: bytes) -> None:
     with pytest.raises(ProtocolError):
         decode(bytes(encode(message, 1, 2, 3)) + more)
 
@@ -127,7 +127,7 @@ def test_any_msgpack_raises_nothing_else(kind: int, value: object) -> None:
         (b"\x80", "Expected `array`"),
     ],
 )
-def test_what_is_wrong_is_said(header: bytes, says: str) -> None:
+def test_the_error_names_the_defect(header: bytes, says: str) -> None:
     with pytest.raises(ProtocolError, match=says):
         decode(raw(m.MessageType.STORE_MULTI_GET, header))
 
@@ -163,7 +163,7 @@ def test_parts_within_parts_without_end_are_refused() -> None:
     [m.StoreNumber(1 << 64), m.StoreListKeys("\ud800"), m.StoreNumber(object())],
     ids=repr,  # type: ignore[arg-type]
 )
-def test_what_cannot_be_said_is_refused(message: Message) -> None:
+def test_messages_that_cannot_be_encoded_are_refused(message: Message) -> None:
     with pytest.raises(ProtocolError, match=f"cannot encode {type(message).__name__}"):
         encode(message, 1, 2, 3)
 
@@ -177,14 +177,14 @@ def test_an_envelope_that_does_not_fit_is_refused(numbers: tuple[int, int, int])
 
 
 def test_a_frame_that_no_reader_would_take_is_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "MAX_HEADER", 1000)
+    monkeypatch.setattr(codec, "MAX_HEADER_BYTES", 1000)
     assert len(encode(m.StoreValue(bytes(900)), 1, 2, 3)) <= 1000
     with pytest.raises(ProtocolError, match="at most 1000"):
         encode(m.StoreValue(bytes(1000)), 1, 2, 3)
 
 
-def test_a_message_keeps_none_of_the_bytes_it_came_in() -> None:
+def test_a_message_does_not_keep_its_frame_alive() -> None:
     frame = encode(m.StoreSet("key", b"value"), 1, 2, 3)
     _, message = decode(frame)
-    frame[ENVELOPE_SIZE:] = bytes(len(frame) - ENVELOPE_SIZE)
+    frame[ENVELOPE_BYTES:] = bytes(len(frame) - ENVELOPE_BYTES)
     assert message == m.StoreSet("key", b"value")

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from zmqgrad.errors import ProtocolError
 from zmqgrad.wire import frames
 from zmqgrad.wire.frames import (
-    ENVELOPE,
-    ENVELOPE_SIZE,
+    ENVELOPE_BYTES,
+    ENVELOPE_FORMAT,
     MAGIC,
     VERSION,
     Envelope,
@@ -35,9 +35,11 @@ envelopes = st.builds(
 
 def written(envelope: Envelope, header: bytes = b"") -> bytearray:
     """The first frame that has this envelope and header."""
-    frame = bytearray(ENVELOPE_SIZE) + header
+    frame = bytearray(ENVELOPE_BYTES) + header
     kind, source, incarnation, message_id, channel, *session = envelope
-    ENVELOPE.pack_into(frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id, *session)
+    ENVELOPE_FORMAT.pack_into(
+        frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id, *session
+    )
     return frame
 
 
@@ -47,7 +49,7 @@ def test_what_is_written_is_read(envelope: Envelope, header: bytes) -> None:
     assert read_envelope(frame) == envelope
     assert read_envelope(bytes(frame)) == envelope
     assert read_envelope(memoryview(frame)) == envelope
-    assert frame[ENVELOPE_SIZE:] == header
+    assert frame[ENVELOPE_BYTES:] == header
 
 
 def test_the_layout_is_the_one_drawn() -> None:
@@ -57,10 +59,10 @@ def test_the_layout_is_the_one_drawn() -> None:
     assert frame.hex(" ") == first + " 00" * 24
     write_session(frame, 0x2122232425262728, 0x3132333435363738, 0x4142434445464748)
     assert frame.hex(" ") == first + "".join(f" {n:02x}" for t in (0x21, 0x31, 0x41) for n in range(t, t + 8))
-    assert ENVELOPE_SIZE == 48
+    assert ENVELOPE_BYTES == 48
 
 
-@given(st.binary(max_size=ENVELOPE_SIZE - 1))
+@given(st.binary(max_size=ENVELOPE_BYTES - 1))
 def test_what_is_too_short_is_refused(frame: bytes) -> None:
     with pytest.raises(ProtocolError, match=f"first frame of {len(frame)} bytes"):
         read_envelope(frame)
@@ -68,13 +70,13 @@ def test_what_is_too_short_is_refused(frame: bytes) -> None:
 
 def test_what_is_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     frame = written(Envelope(1, 2, 3, 4), bytes(100))
-    monkeypatch.setattr(frames, "MAX_HEADER", 100)
+    monkeypatch.setattr(frames, "MAX_HEADER_BYTES", 100)
     with pytest.raises(ProtocolError, match="first frame of 148 bytes"):
         read_envelope(frame)
 
 
-@given(st.binary(min_size=ENVELOPE_SIZE, max_size=200).filter(lambda b: not b.startswith(b"zg")))
-def test_strangers_are_told_from_us(frame: bytes) -> None:
+@given(st.binary(min_size=ENVELOPE_BYTES, max_size=200).filter(lambda b: not b.startswith(b"zg")))
+def test_foreign_bytes_are_recognized(frame: bytes) -> None:
     with pytest.raises(ProtocolError, match="does not speak zmqgrad"):
         read_envelope(frame)
 

@@ -36,7 +36,7 @@ def test_what_does_not_fit_is_an_error(worker: int, counter: int) -> None:
 
 
 @pytest.mark.parametrize("worker", [0, 1, MAX_WORKER])
-def test_running_out_is_an_error_and_stays_one(worker: int) -> None:
+def test_exhausted_ids_raise_from_then_on(worker: int) -> None:
     source = IdSource(worker, first=MAX_COUNTER - 1)
     assert [split_id(source.next()) for _ in range(2)] == [(worker, MAX_COUNTER - 1), (worker, MAX_COUNTER)]
     for _ in range(2):

@@ -186,7 +186,7 @@ def test_a_view_sends_only_what_it_shows() -> None:
     assert sent_bytes(huge[0:5], huge[500_000:]) == 20 + 2_000_000
 
 
-def test_what_overlaps_is_sent_once_and_stays_shared() -> None:
+def test_overlapping_tensors_are_sent_once_and_stay_shared() -> None:
     base = torch.arange(100.0)
     assert sent_bytes(base, base[10:20], base.view(10, 10).t()) == 400
     whole, part, turned = travel(base, base[10:20], base.view(10, 10).t())
@@ -564,7 +564,7 @@ def test_each_blob_damaged(sample: str) -> None:
 
 
 @given(messages_of(Tensors), st.lists(st.binary(max_size=64), max_size=3))
-def test_whatever_comes(described: Tensors, frames: list[bytes]) -> None:
+def test_arbitrary_input_raises_only_protocol_errors(described: Tensors, frames: list[bytes]) -> None:
     try_rebuild(described, [bytearray(materialize(f)) for f in frames])
 
 
@@ -634,7 +634,7 @@ def test_many_small_tensors_beside_a_device_map() -> None:
     assert [d.device for d in described.tensors] == ["cuda:0"] * 12
 
 
-def test_more_tensors_than_a_message_holds_are_refused_by_who_sends_them(
+def test_too_many_tensors_are_refused_by_the_sender(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("zmqgrad.wire.tensors.blobs.MAX_TENSORS", 5)

@@ -103,7 +103,7 @@ def add_one(number: int) -> int:
 
 
 def free_port() -> int:
-    """A port on which nobody listens just now."""
+    """A port at which nothing listens just now."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port: int = s.getsockname()[1]

@@ -5,9 +5,9 @@
         backward(context_id, [loss])
         grads = get_gradients(context_id)
 
-Guarantees: gradients equal those of the same program in one process (P7); each node of a local graph runs
-once, on torch's own engine; when ``backward`` returns, no message of the pass is in flight. Gradients are
-accumulated in the context, never in ``.grad``.
+Guarantees: gradients equal those of the same program in one process (docs/guarantees.md, P7); each node of a
+local graph runs once, on torch's own engine; when ``backward`` returns, no message of the pass is in flight.
+Gradients are accumulated in the context, never in ``.grad``.
 
 Start reading with :mod:`~zmqgrad.autograd.send_recv` (what a message adds to the graph), then
 :mod:`~zmqgrad.autograd.graph.plan` (which nodes of a local graph may run when);

@@ -52,7 +52,7 @@ class context:
             raise AutogradError("This context() is left without having been entered, or for the second time")
         try:
             self._activation.__exit__()
-        finally:  # a token of another thread cannot be reset, but the context ends all the same
+        finally:  # a token of another thread cannot be reset, but the context ends nevertheless
             autograd_of(self._worker).releases.release(self._context.id)
             self._entered.release()
 
@@ -82,7 +82,7 @@ def backward(
     """
     if not isinstance(context_id, int) or isinstance(context_id, bool):
         raise TypeError(
-            f"incompatible function arguments: context_id must be an int, the id that context() gave, "
+            f"incompatible function arguments: context_id must be an int, the id that context() yields, "
             f"not {context_id!r}"
         )
     if mode not in MODES:

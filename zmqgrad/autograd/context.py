@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 MAX_RELEASED_IDS = 10_000
 """How many ids of released contexts are kept, so that a late message does not create a context again."""
 
-ENDED_PASSES = 16
+MAX_ENDED_PASSES = 16
 """After this many passes in one context, its workers are notified to forget all but the last."""
 
 
@@ -37,19 +37,20 @@ class Context:
         self.id = context_id
         self.released = False
         """Whether the context has ended. Messages still in flight are not recorded any more."""
-        self._lock = threading.Lock()  # guards the five below
+        self._lock = threading.Lock()  # guards sends, recvs, gradients and storages
         self._sends: dict[int, Send] = {}
-        self._recvs: dict[int, Any] = {}  # nodes
-        self._peers: set[int] = set()
+        self._recvs: dict[int, Any] = {}  # nodes of torch's graph, by autograd id
         # By id of the leaf, with the leaf: the hash of a tensor is a slow Python function.
         self._gradients: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self.add_peer: Callable[[int], None] = self._peers.add
-        """Add a worker that takes part, and will be notified of the release."""
         self._storages: set[int] = set()  # addresses of the gradients' memory
+        self._peers: set[int] = set()  # changed by atomic operations only
+        self.add_peer: Callable[[int], None] = self._peers.add
+        """Add a worker that participates, and will be notified of the release."""
         self.pass_lock = threading.Lock()  # guards the three below
         self.passes: dict[int, LocalPass] = {}
+        """This worker's part of each backward pass, by pass id."""
         self._ended: list[int] = []  # passes that began here and that workers may still hold
-        self._forgotten: set[int] = set()
+        self._forgotten: set[int] = set()  # ids of passes that a late message must not start again
 
     def end(self) -> None:
         """Mark the context as released, and drop its passes."""
@@ -86,7 +87,7 @@ class Context:
         autograd_id: int,
         peer: int,
         tensors: list[torch.Tensor],
-        wanted: Sequence[int],
+        requiring_grad: Sequence[int],
         in_reply: bool = False,
     ) -> list[torch.Tensor]:
         """Attach a recv to received tensors.
@@ -95,16 +96,16 @@ class Context:
             autograd_id: the id of the send.
             peer: the worker that sent them.
             tensors: all tensors of the message.
-            wanted: the indices of those that require grad.
-            in_reply: whether they came in a reply.
+            requiring_grad: the indices of those that require grad.
+            in_reply: whether they arrived in a reply, not in a call.
 
         Returns:
-            ``tensors``, in which those at ``wanted`` are outputs of the recv.
+            ``tensors``, in which those at ``requiring_grad`` are outputs of the recv.
         """
-        if wanted:
-            metadata = RecvMetadata(self.id, autograd_id, peer, len(wanted), in_reply)
-            outputs, self._recvs[autograd_id] = attach_recv(metadata, [tensors[i] for i in wanted])
-            for i, output in zip(wanted, outputs, strict=True):
+        if requiring_grad:
+            metadata = RecvMetadata(self.id, autograd_id, peer, len(requiring_grad), in_reply)
+            outputs, self._recvs[autograd_id] = attach_recv(metadata, [tensors[i] for i in requiring_grad])
+            for i, output in zip(requiring_grad, outputs, strict=True):
                 tensors[i] = output
         return tensors
 
@@ -112,7 +113,7 @@ class Context:
         """Record the end of a pass that began here. Returns the passes that all workers may forget now."""
         with self.pass_lock:
             self._ended.append(number)
-            if len(self._ended) < ENDED_PASSES:
+            if len(self._ended) < MAX_ENDED_PASSES:
                 return []
             *old, last = self._ended
             self._ended = [last]
@@ -146,7 +147,7 @@ class Context:
             return gradient
         with self._lock:
             present = self._gradients.get(id(leaf))
-            total = self._own(gradient, shared) if present is None else added(present[1], gradient)
+            total = self._unshared(gradient, shared) if present is None else added(present[1], gradient)
             self._gradients[id(leaf)] = leaf, total
             return total
 
@@ -158,8 +159,8 @@ class Context:
             else:
                 self._gradients[id(leaf)] = leaf, gradient
 
-    def _own(self, gradient: torch.Tensor, shared: bool) -> torch.Tensor:
-        """Return ``gradient`` in memory that nothing else uses. The caller holds the lock."""
+    def _unshared(self, gradient: torch.Tensor, shared: bool) -> torch.Tensor:
+        """Return ``gradient``, or a copy of it if its memory is used elsewhere. The caller holds the lock."""
         if gradient.layout is not torch.strided:
             return gradient.clone() if shared else gradient
         address = gradient.untyped_storage().data_ptr()
@@ -274,15 +275,15 @@ class Contexts:
         """Return a context.
 
         Raises:
-            AutogradError: if it is not known; says whether it has been released.
+            AutogradError: if it is not known; the message says whether it was released.
         """
         with self._lock:
             context = self._live.get(context_id)
             if context is not None:
                 return context
             released = context_id in self._released
-        maker, _ = split_id(context_id)
-        why = f"no context() here made it, and no call of one that worker {maker} made came here"
+        creator, _ = split_id(context_id)
+        why = f"it was not created here, and no call inside it has arrived from worker {creator} or others"
         if released:
             why = "it has been released: its 'with' block was left, or the worker that created it has left"
         raise AutogradError(f"Could not find autograd context with id: {context_id}; {why}")

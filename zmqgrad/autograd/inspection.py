@@ -22,7 +22,7 @@ from zmqgrad.wire.ids import MAX_COUNTER, join_id, show_id
 
 
 class GraphNode:
-    """A node of torch's graph under the name that torch gives it. Compares equal to that node."""
+    """A node of torch's graph under torch's name for it. Compares equal to that node."""
 
     __slots__ = ("_node",)
 
@@ -177,7 +177,7 @@ def _retrieve_context(context_id: int) -> DistAutogradContext:
     """Return a context by its id.
 
     Raises:
-        AutogradError: if it is not known here; says why.
+        AutogradError: if it is not known here; the message says why.
     """
     return DistAutogradContext(autograd_of(current_worker()).contexts.find(context_id))
 
@@ -186,7 +186,7 @@ def _is_valid_context(context_id: int) -> None:
     """Check that a context is known here.
 
     Raises:
-        AutogradError: if it is not; says why.
+        AutogradError: if it is not; the message says why.
     """
     autograd_of(current_worker()).contexts.find(context_id)
 

@@ -99,7 +99,7 @@ def _line_of_program() -> tuple[str, int]:
 class RecvMetadata(NamedTuple):
     """The send ``autograd_id`` of ``peer``, which the gradients of a recv go to.
 
-    ``in_reply``: the tensors came in a reply, not in a call, which matters for device maps.
+    ``in_reply``: the tensors arrived in a reply, not in a call, which matters for device maps.
     """
 
     context_id: int
@@ -122,7 +122,7 @@ def _maker(outputs: int) -> Any:
     return _makers.setdefault(
         outputs,
         error_function(
-            "tensors that came from another worker are part of the distributed graph of a context: call "
+            "tensors from another worker are part of the distributed graph of a context: call "
             "zmqgrad.autograd.backward(context_id, roots), not Tensor.backward() or torch.autograd.grad()",
             outputs + 1,
         ),

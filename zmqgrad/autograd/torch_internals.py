@@ -115,7 +115,7 @@ def drop_saved_tensors(node: Any, unpack: Callable[[None], torch.Tensor]) -> Non
         except RuntimeError:
             continue  # freed before, by another pass
         for saved in found if isinstance(found, (tuple, list)) else (found,):
-            # None, freed or packed: torch has no way to ask, but refuses.
+            # None, freed or packed: torch cannot be queried for that, but raises.
             with contextlib.suppress(RuntimeError):
                 saved.register_hooks(_discard, unpack)
 

@@ -3,7 +3,7 @@
     print(describe_context(context_id))
     Path("context.dot").write_text(draw_context(context_id))     # dot -Tsvg context.dot
 
-Before the first backward pass they show the pass to come; afterwards the state of the last one.
+Before the first backward pass they show the next one; afterwards the state of the last one.
 """
 
 from __future__ import annotations

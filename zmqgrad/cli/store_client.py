@@ -104,7 +104,7 @@ def endpoint_of(text: str | None, host: str | None = None, port: int | None = No
         host = launch.master_addr or DEFAULT_HOST if host is None else host
         return host, launch.master_port or DEFAULT_PORT if port is None else port
     if host is not None or port is not None:
-        raise ConfigurationError("give --endpoint, or --host and --port, not both")
+        raise ConfigurationError("pass --endpoint, or --host and --port, not both")
     host, colon, number = text.rpartition(":")
     if not colon or not number.isascii() or not number.isdigit():
         raise ConfigurationError(f"--endpoint must be HOST:PORT, not {text!r}")

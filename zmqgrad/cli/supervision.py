@@ -1,13 +1,13 @@
 """Decisions of the launcher: when the group ends, which workers to signal, and the exit code.
 
-Pure: takes an event and the time, and returns a list of effects. :mod:`zmqgrad.cli.launch` carries them
+Pure: an event and the time go in, a list of effects comes out. :mod:`zmqgrad.cli.launch` carries them
 out. The rules:
 
 1. The group succeeds when every worker has exited with code 0.
 2. The first worker that fails determines the exit code, and the others are ended.
 3. A signal to the launcher ends all workers; the exit code is then 128 + its number.
 4. To end workers, the launcher signals them, kills the remaining ones after a grace period, and after
-   another one gives up on those that still run, and reports them.
+   another grace period abandons those that still run, and reports them.
 5. A second signal ends the grace period immediately.
 """
 
@@ -20,7 +20,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 GRACE_SECONDS = 1.0
-"""Seconds between SIGTERM and SIGKILL, and between SIGKILL and giving up on a worker."""
+"""Seconds between SIGTERM and SIGKILL, and between SIGKILL and abandoning a worker."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,12 @@ class Phase(enum.Enum):
 
 
 class Supervisor:
-    """The state of one group of workers."""
+    """The state of one group of workers.
+
+    Args:
+        ranks: of its workers.
+        grace: see :data:`GRACE_SECONDS`.
+    """
 
     def __init__(self, ranks: Collection[int], grace: float = GRACE_SECONDS) -> None:
         self.phase = Phase.RUNNING
@@ -106,34 +111,34 @@ class Supervisor:
             return []
         match event:
             case WorkerExited():
-                return self._exited(event, now)
+                return self._on_exit(event, now)
             case SignalReceived(signum):
-                return self._interrupted(signum, now)
+                return self._on_signal(signum, now)
             case TimePassed():
-                return self._later(now)
+                return self._on_time(now)
 
-    def _exited(self, event: WorkerExited, now: float) -> list[Effect]:
+    def _on_exit(self, event: WorkerExited, now: float) -> list[Effect]:
         self._running.discard(event.rank)
         failed = event.code != 0 and self.phase is Phase.RUNNING
         if failed:
             self._first_failure = event
         if not self._running:
-            return [self._over()]
-        return self._end(signal.SIGTERM, now) if failed else []
+            return [self._finish()]
+        return self._terminate(signal.SIGTERM, now) if failed else []
 
-    def _interrupted(self, signum: int, now: float) -> list[Effect]:
+    def _on_signal(self, signum: int, now: float) -> list[Effect]:
         if self.phase is not Phase.RUNNING:
             return self._kill(now) if self.phase is Phase.ENDING else []
         self._interrupted_by = signum
         # SIGINT as from a terminal, so that workers see their KeyboardInterrupt; otherwise SIGTERM.
-        return self._end(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM, now)
+        return self._terminate(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM, now)
 
-    def _later(self, now: float) -> list[Effect]:
+    def _on_time(self, now: float) -> list[Effect]:
         if now < self.deadline:
             return []
-        return self._kill(now) if self.phase is Phase.ENDING else [self._over()]
+        return self._kill(now) if self.phase is Phase.ENDING else [self._finish()]
 
-    def _end(self, signum: int, now: float) -> list[Effect]:
+    def _terminate(self, signum: int, now: float) -> list[Effect]:
         self.phase = Phase.ENDING
         self.deadline = now + self._grace
         self._ended = tuple(sorted(self._running))
@@ -144,7 +149,7 @@ class Supervisor:
         self.deadline = now + self._grace
         return [SignalWorkers(tuple(sorted(self._running)), signal.SIGKILL)]
 
-    def _over(self) -> Outcome:
+    def _finish(self) -> Outcome:
         self.phase = Phase.OVER
         self.deadline = math.inf
         return Outcome(

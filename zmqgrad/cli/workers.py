@@ -206,7 +206,7 @@ def _die_with_parent() -> Callable[[], None] | None:
 
     def request_death_signal() -> None:
         libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before prctl, so no signal will come
+        if os.getppid() != parent:  # it died before prctl, so there will be no signal
             os._exit(1)
 
     return request_death_signal

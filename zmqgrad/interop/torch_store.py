@@ -30,7 +30,7 @@ GREETING_SECONDS = 0.005
 """How long a ZeroMQ socket on this host may take to greet; on others, in addition, three round trips."""
 
 IDENTIFY_AFTER_SECONDS = 1.0
-"""How long torch's client may be silent before the server is asked what it is."""
+"""How long torch's client may be silent before the server is probed for its kind."""
 
 _served: dict[int, Any] = {}
 """Stores of torch's that this process serves as rank 0, by port.
@@ -43,7 +43,7 @@ def open_torch_store(host: str, port: int, serve: bool, deadline: Deadline) -> A
     """Open torch's TCPStore at ``host:port``.
 
     Args:
-        host, port: where it is.
+        host, port: its address.
         serve: serve it here, or share the one that a process group of this process serves.
         deadline: how long to wait for a server.
 
@@ -136,7 +136,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             ipaddress.ip_address(host)
         except ValueError:
-            host = ""  # a name may stand for an address of another kind on other hosts
+            host = ""  # other hosts may resolve a name to another address family
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=ACCEPT_BACKLOG)

@@ -5,9 +5,8 @@ which runs incoming requests in engine threads (:mod:`~zmqgrad.rpc.callee`), and
 lifetimes :mod:`~zmqgrad.rpc.rref.protocol` decides. :mod:`~zmqgrad.rpc.membership` joins and leaves groups,
 :mod:`~zmqgrad.rpc.serialization` serializes values, and upper layers use :mod:`~zmqgrad.rpc.hooks`.
 
-Guarantees: a function runs at most once, and exactly once while both processes live; every future is resolved
-(P3); user code never runs in the receiver's thread; calls that wait inside other calls cannot use up the
-engine threads; R1 to R3 of :mod:`~zmqgrad.rpc.rref.protocol`.
+Guarantees: P1 to P3 and R1 to R3 of docs/guarantees.md; user code never runs in the thread that reads
+messages; calls that wait inside other calls cannot use up the engine threads.
 """
 
 from __future__ import annotations

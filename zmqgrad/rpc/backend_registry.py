@@ -75,7 +75,7 @@ def register_backend(
         The new member of ``BackendType``, an argument of ``init_rpc``.
 
     Raises:
-        RpcError: if the name is taken.
+        RpcError: if the name is registered already.
     """
     global BackendType
     if backend_registered(backend_name):

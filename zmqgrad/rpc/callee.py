@@ -153,7 +153,7 @@ class Callee:
         function, args, kwargs = deserialize_call(
             call.function, call.payload, inbound.frames, tensors, references
         )
-        inbound.let_go()
+        inbound.release_frames()
         return self._find(call.function) if function is None else function, args, kwargs
 
     def _find(self, reference: str) -> Any:

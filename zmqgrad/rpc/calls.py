@@ -1,7 +1,7 @@
-"""The pending calls of a worker. Pure bookkeeping: events and the time go in, calls come out.
+"""The pending calls of a worker. Pure bookkeeping, without clock or I/O.
 
 Every method is one dictionary operation or iterates over a copy, so no lock is needed. A call that a method
-removes is returned to one caller only; hence exactly one of reply, deadline, loss and shutdown ends it (P3).
+removes is returned to one caller only; hence exactly one of reply, deadline, loss and shutdown ends it.
 """
 
 from __future__ import annotations
@@ -34,8 +34,15 @@ def describe(description: Description) -> str:
 class PendingCall:
     """One request without a reply yet.
 
-    ``keepalive`` stays alive as long as the call; ``kind`` is its MessageType; the calling thread waits at
-    ``port``, or has ``future`` instead.
+    Attributes:
+        peer: the worker id of the callee.
+        deadline: by the worker's clock; infinite for none.
+        timeout: in seconds, for error messages; 0 for none.
+        keepalive: an object that stays alive as long as the call.
+        kind: the :class:`MessageType` of the request.
+        promise: set to the reply, or to the error that ends the call.
+        port: where the calling thread waits for the reply.
+        future: set if the calling thread does not wait.
     """
 
     message_id: int

@@ -1,7 +1,7 @@
-"""The client of a worker: sends requests, waits for their replies, and ends those that nobody waits for.
+"""The client of a worker: sends requests, and ends each by its reply, a timeout or an error.
 
-Each pending call is taken out of :class:`~zmqgrad.rpc.calls.PendingCalls` exactly once, by its reply, its
-deadline, the loss of the peer, cancellation or shutdown (P3).
+Each pending call is removed from :class:`~zmqgrad.rpc.calls.PendingCalls` exactly once, by its reply, its
+deadline, the loss of the peer, cancellation or shutdown (docs/guarantees.md, P3).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Client:
         self._references = references
         self.pending = PendingCalls()
         self.sent = 0
-        self._next_check = math.inf  # when the timer next looks for calls past their deadline
+        self._next_check = math.inf  # when the timer next checks for calls past their deadline
         self._check_lock = threading.Lock()
 
     # ---- requests ---------------------------------------------------------------------------------------
@@ -264,7 +264,7 @@ class Client:
                     promise.set_result(inbound)
                     return inbound
                 else:
-                    promise.wait_done()  # another thread has taken the call and is about to set its promise
+                    promise.wait_done()  # another thread has removed the call and is about to set its promise
             if not promise.done():
                 abandoned = self._expire(call)
                 promise.wait_done()  # returns at once, unless another thread is just setting it
@@ -361,6 +361,6 @@ class Client:
             call.promise.set_exception(self._worker.loss_of(peer, call.describe()))
 
     def fail_all(self, error: RpcError) -> None:
-        """Fail every pending call with ``error`` (P3)."""
+        """Fail every pending call with ``error``."""
         for call in self.pending.drain():
             call.promise.set_exception(error)

@@ -64,7 +64,7 @@ class WorkerCore(ABC):
         """The error for a request described by ``description`` to a lost peer."""
         return PeerLostError(
             f"{self.membership.name_of(peer)} (worker {peer}) is gone: {self.lost[peer]}; "
-            f"{description} will not be answered"
+            f"{description} gets no reply"
         )
 
     def closed_error(self) -> NotInitializedError:

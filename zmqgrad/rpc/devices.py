@@ -1,7 +1,7 @@
 """Device maps: from each device of this worker to the device of another worker where its tensors arrive.
 
 The tensors of a call follow the caller's map for its callee. The reply follows the inverse of the same map,
-so a tensor returns to the device that it came from.
+so a tensor returns to the device that it was sent from.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def to_devices(devices: Sequence[Any]) -> list[torch.device]:
                 f"`set_devices` expect a list of CUDA devices, but got device type {device.type}."
             )
     if len(set(meant)) != len(meant):
-        raise ConfigurationError(f"devices are there twice: {[str(d) for d in meant]}")
+        raise ConfigurationError(f"duplicate devices: {[str(d) for d in meant]}")
     return meant
 
 

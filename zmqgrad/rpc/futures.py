@@ -48,7 +48,7 @@ class PythonFuture(torch.futures.Future[T]):
         Raises:
             Exception: a copy of the error that was set.
         """
-        if not self.done():  # torch waits in C++, where Ctrl-C cannot interrupt it (DESIGN 16.10)
+        if not self.done():  # torch waits in C++, where Ctrl-C cannot interrupt it
             done: Promise[Any] = Promise()
             CppFuture.add_done_callback(self, done.set_result)
             done.wait_done()
@@ -123,7 +123,7 @@ class PythonFuture(torch.futures.Future[T]):
             try:
                 loop.call_soon_threadsafe(set_awaited)
             except RuntimeError as e:  # the loop was closed
-                logger.debug("the event loop that awaited %r is gone: %s", self, e)
+                logger.debug("the event loop that awaited %r was closed: %s", self, e)
 
         super().add_done_callback(on_done)
         return awaited.__await__()
@@ -180,7 +180,7 @@ class RpcFuture(PythonFuture[T]):
             self.set_exception(e)
         except BaseException as e:  # Ctrl-C: the reply cannot be decoded a second time
             self.set_exception(
-                RpcError(f"{type(e).__name__} came while the reply of {self!r} was being decoded")
+                RpcError(f"{type(e).__name__} was raised while the reply of {self!r} was being decoded")
             )
             raise
         else:

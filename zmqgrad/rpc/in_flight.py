@@ -1,8 +1,8 @@
 """The requests that a worker is serving, and what the served function knows: time left, and cancellation.
 
 A deadline travels as the time left and is measured by the callee's clock from the arrival of the request, so
-that time in the queue counts. Calls made by the served function get at most what is left. A caller that gives
-up (timeout, Ctrl-C) sends CANCEL; the requests of a lost peer are cancelled as well.
+that time in the queue counts. Calls made by the served function get at most what is left. A caller that stops
+waiting (timeout, Ctrl-C) sends CANCEL; the requests of a lost peer are cancelled as well.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class InFlightRequests:
             )
 
     def cancel(self, source: int, message_id: int) -> None:
-        """Cancel a request of ``source``, whose caller has given up."""
+        """Cancel a request of ``source``, whose caller no longer waits."""
         request = self._requests.get(message_id)
         if request is not None and request.source == source:
             request.cancelled = True
@@ -135,7 +135,7 @@ def cancelled() -> bool:
     A long function may check this from time to time and stop.
 
     Returns:
-        True once the time of the call is over, or its caller gave up or died. False outside of calls.
+        True once the time of the call is over, or its caller stopped waiting or died. False outside of calls.
     """
     request = _serving.get()
     return request is not None and request.is_over()

@@ -15,7 +15,7 @@ from zmqgrad import environment
 from zmqgrad.errors import ArgumentTypeError, ConfigurationError
 from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.runtime.spinning import SPIN_SECONDS
-from zmqgrad.transport.flow_control import INFLIGHT
+from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 from zmqgrad.transport.shared_memory.settings import THRESHOLD_BYTES, ArenaSettings, default_limit
 
@@ -189,7 +189,7 @@ class RpcBackendOptions:
         Raises:
             ConfigurationError: if the value is invalid.
         """
-        value: int = self._setting("inflight_bytes", INFLIGHT)
+        value: int = self._setting("inflight_bytes", DEFAULT_INFLIGHT_BYTES)
         if not _is_integer(value, 0):
             raise ConfigurationError(f"inflight_bytes must be a number of bytes, at least 0, not {value!r}")
         return value

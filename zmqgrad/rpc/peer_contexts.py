@@ -17,9 +17,8 @@ class PeerContexts:
         self._membership = membership
         self._references = references
         self._hooks = hooks
-        self._calls: dict[
-            tuple[int, bool], SerializationContext
-        ] = {}  # by peer, and whether with autograd history
+        # By peer, and whether with autograd history.
+        self._calls: dict[tuple[int, bool], SerializationContext] = {}
         self._replies: dict[tuple[int, bool], SerializationContext] = {}
         self._gradients: dict[tuple[int, bool], Devices] = {}  # by peer, and whether for tensors of a reply
         self._maps_devices: dict[int, bool] = {}
@@ -37,7 +36,7 @@ class PeerContexts:
         return context
 
     def for_replies(self, peer: WorkerRecord) -> SerializationContext:
-        """The context for replies to ``peer``: tensors go back to the devices that they came from."""
+        """The context for replies to ``peer``: tensors return to the devices that they were sent from."""
         key = peer.id, self._hooks.with_history()
         context = self._replies.get(key)
         if context is None:

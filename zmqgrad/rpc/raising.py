@@ -24,7 +24,7 @@ class PickledException:
     """Pickles an exception as class, ``args`` and attributes, to be rebuilt without calling ``__init__``.
 
     Pickle and ``copy`` call the class with ``args``. That fails where ``__init__`` passes other arguments to
-    its base class than it takes itself.
+    its base class than it accepts itself.
     """
 
     def __init__(self, error: BaseException) -> None:

@@ -1,4 +1,8 @@
-"""The server of a worker: dispatches incoming messages, runs requests in engine threads, and replies."""
+"""The server of a worker: dispatches incoming messages, runs requests in engine threads, and replies.
+
+A message is one of three kinds: a reply, which the client gets; a control message, handled at once in the
+thread that reads; or a request, which becomes a task of the thread pool.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +158,7 @@ class Server:
             end_serving(token)
 
     def _reject_expired(self, inbound: Inbound) -> None:
-        """Reject a call whose caller gave up while it was queued."""
+        """Reject a call whose caller stopped waiting while it was queued."""
         message = getattr(inbound.message, "wrapped", inbound.message)
         error = RpcTimeoutError(
             f"RPC ran for more than set timeout and will now be marked with an error: its caller had given "
@@ -230,7 +234,8 @@ class Server:
             return
         name = self._membership.name_of(source)
         reason = (
-            f"{self._worker.name} has declared {name} (worker {source}) lost: {self._lost[source]}; join anew"
+            f"{self._worker.name} has declared {name} (worker {source}) lost: {self._lost[source]}; "
+            f"it must join again"
         )
         try:
             if inbound.envelope.type & REQUEST:

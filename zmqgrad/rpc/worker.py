@@ -1,8 +1,8 @@
 """The assembly of a worker: its parts, its start, its end, and what a lost peer means for each part.
 
-There may be several workers in one process. The threads of a worker are the receiver's, the thread pool's and
-the timer's: the receiver sets promises and queues requests, engine threads run user code, and a thread that
-waits for a call decodes the reply itself.
+There may be several workers in one process. The threads of a worker are those of its thread pool and the
+timer's. One thread of the pool at a time reads messages: it sets promises and queues requests. The others run
+user code. A thread that waits for a call decodes the reply itself.
 """
 
 from __future__ import annotations
@@ -86,22 +86,22 @@ class Worker(WorkerCore):
     # ---- lost peers -------------------------------------------------------------------------------------
 
     def on_suspected(self, peer: int, seconds: float) -> None:
-        """Note that ``peer`` has been silent for ``seconds``; 0: it answers again. Fails nothing."""
+        """Note that ``peer`` has been silent for ``seconds``; 0: it replies again. Fails nothing."""
         name = self.membership.name_of(peer)
         if seconds:
             self.silent[peer] = self.clock.now() - seconds
             logger.warning(
-                "%s: %s (worker %d) has not answered for %.1f s: stopped, or its machine is busy",
+                "%s: %s (worker %d) has not replied for %.1f s: stopped, or its machine is busy",
                 self.name,
                 name,
                 peer,
                 seconds,
             )
         elif self.silent.pop(peer, None) is not None:
-            logger.warning("%s: %s (worker %d) answers again", self.name, name, peer)
+            logger.warning("%s: %s (worker %d) replies again", self.name, name, peer)
 
     def lose(self, peer: int, reason: str) -> None:
-        """Declare ``peer`` lost: fail what waits for it and cancel what it requested (P2). Idempotent."""
+        """Declare ``peer`` lost: fail what waits for it and cancel what it requested. Idempotent."""
         if self.closed:
             return
         if peer in self.lost:
@@ -109,9 +109,9 @@ class Worker(WorkerCore):
             return
         self.lost[peer] = reason
         self.silent.pop(peer, None)
-        logger.info("%s: %s (worker %d) is gone: %s", self.name, self.membership.name_of(peer), peer, reason)
+        logger.info("%s: %s (worker %d) is lost: %s", self.name, self.membership.name_of(peer), peer, reason)
         self.client.on_peer_lost(peer)
-        self.membership.depart(peer)
+        self.membership.mark_left(peer)
         self.server.in_flight.lose(peer)
         self.references.peer_lost(peer)
         self.contexts.forget(peer)
@@ -156,7 +156,7 @@ class Worker(WorkerCore):
         return not len(self.client.pending) and not self.pool.busy() and not self.references.busy()
 
     def close(self) -> None:
-        """Stop at once: pending calls fail, and threads are told to end. Idempotent."""
+        """Stop at once: pending calls fail, and threads end once their tasks do. Idempotent."""
         if self.closed:
             return
         self.closed = True

@@ -1,7 +1,7 @@
 """Clocks and deadlines. Everything that waits is passed a clock; no other module calls :mod:`time`.
 
 Wall clocks differ between hosts, so deadlines are sent as durations and each side uses its own monotonic
-clock (DESIGN 16.9).
+clock.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A one-shot result that one thread sets and other threads wait for.
 
 Lighter than :class:`concurrent.futures.Future` (its only locks are those of waiting threads), interruptible
-by Ctrl-C where ``torch.futures.Future.wait`` is not (DESIGN 16.10), and its waits are managed
+by Ctrl-C where ``torch.futures.Future.wait`` is not, and its waits are managed
 (:mod:`~zmqgrad.runtime.blocking`).
 """
 
@@ -76,7 +76,7 @@ class Promise(Generic[T]):
         while callbacks:
             try:
                 callback = callbacks.pop(0)
-            except IndexError:  # taken by the thread that added it, which has seen that this is done
+            except IndexError:  # removed by the thread that added it, which calls it itself
                 break
             self._call(callback)
         return True

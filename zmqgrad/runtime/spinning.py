@@ -1,8 +1,8 @@
 """Adaptive spinning (spin-then-park): a reply often arrives in less time than it takes to wake a thread.
 
 A thread that waits for a message of this host first polls for a while, and blocks only then. Each poll
-releases the interpreter and yields the processor: the kernel likes to put a thread on the core of the thread
-that wakes it, so the peer whose reply is awaited may need this very core (DESIGN 16.13).
+releases the GIL and yields the processor: the kernel likes to put a thread on the core of the thread
+that wakes it, so the peer whose reply is awaited may need this very core.
 
 Spinning uses at most one core per worker: only the thread that began last spins, none spins beside a thread
 that works, and a thread whose spins rarely succeed backs off.
@@ -30,11 +30,13 @@ UNSOLICITED_SPIN_SECONDS = 1e-3
 called every few milliseconds a whole core."""
 
 MAX_CREDIT = 8
+"""Upper limit of a spinner's credit: each successful spin adds 1, each unsuccessful one subtracts 2."""
+
 COOLDOWN_WAITS = 16
 """After too many unsuccessful spins, this many waits block at once."""
 
 _yield = ctypes.CDLL(None).sched_yield
-"""By ctypes, as ``os.sched_yield`` does not release the interpreter."""
+"""By ctypes, as ``os.sched_yield`` does not release the GIL."""
 
 T = TypeVar("T")
 

@@ -125,7 +125,7 @@ class ThreadPool:
             self._tasks.put(partial(self._follow, source))
 
     def _follow(self, source: Source) -> None:
-        """Runs in a thread that counts as a follower, until it is none any more."""
+        """Runs a follower until it becomes an ordinary thread of the pool, or the source is closed."""
         while source.wait_for_lead():
             if not self._lead(source):
                 return
@@ -161,16 +161,18 @@ class ThreadPool:
         return True
 
     def _submit_read(self, task: Task) -> None:
+        """Submits a task that the leader has read while ``size`` threads work."""
         try:
             self.submit(task)
         except ClosedError:
-            logger.debug("%s: dropped a task that came while the pool was closing", self._name)
+            logger.debug("%s: dropped a task that arrived while the pool was closing", self._name)
 
     def blocked(self) -> _Blocked:
         """A context manager around a wait in one of the pool's threads. Another thread may work meanwhile."""
         return _Blocked(self)
 
     def _block(self) -> None:
+        """Counts the calling thread as blocked, and starts a thread for a queued task."""
         with self._lock:
             self._blocked += 1
             if self._backlog and not self._closed and self._has_room():

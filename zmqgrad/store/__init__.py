@@ -3,8 +3,8 @@
 ``TCPStore`` is a client of a :class:`StoreServer`; ``FileStore`` is an SQLite file; ``HashStore`` serves the
 threads of one process; ``PrefixStore`` is a view of another store.
 
-Guarantees: importing this does not import torch (DESIGN 16.2). Calls are linearizable. Every wait has a
-deadline. Clients reconnect to a restarted server. A watch callback sees the last value (P8).
+Guarantees: importing this does not import torch. Calls are linearizable. Every wait has a deadline. Clients
+reconnect to a restarted server. P8 and P9 of docs/guarantees.md.
 
 Start with :mod:`~zmqgrad.store.state`, the pure machine, driven by :mod:`~zmqgrad.store.service` (server) and
 :mod:`~zmqgrad.store.local`. Threads: one for a server; with watches, a pool that receives and runs callbacks.

@@ -173,7 +173,7 @@ def _unwatch(state: State, query: Message, requester: Any, now: float) -> Messag
 
 
 def queue_condition(queue: str) -> tuple[str, str]:
-    """The condition that blocked pops of ``queue`` wait for. A tuple, as strings stand for keys."""
+    """The condition that blocked pops of ``queue`` wait for. A tuple, as strings are keys."""
     return ("queue", queue)
 
 

@@ -180,7 +180,7 @@ class Connection:
             raise StoreError(
                 f"{self._address} replied with {type(channel).__name__} instead of a watch channel"
             )
-        if channel.endpoint and local.supported() and local.accepts_us(channel.endpoint):
+        if channel.endpoint and local.supported() and local.can_connect(channel.endpoint):
             return channel.endpoint
         return connecting_address(self._host, channel.port)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from zmqgrad.store.watch_targets import Target
-from zmqgrad.wire.frames import MAX_HEADER
+from zmqgrad.wire.frames import MAX_HEADER_BYTES
 from zmqgrad.wire.messages import (
     KeyCreated,
     KeyDeleted,
@@ -17,7 +17,7 @@ from zmqgrad.wire.messages import (
     StoreRefused,
 )
 
-MAX_BATCH_BYTES = MAX_HEADER - (64 << 20)
+MAX_BATCH_BYTES = MAX_HEADER_BYTES - (64 << 20)
 """Limit of the values in one message; the rest of the frame is left for keys and headers."""
 
 DONE = StoreDone()

@@ -38,7 +38,7 @@ class FileStore(Store):
 
     Raises:
         StoreError: if the file cannot be opened or is another kind of file.
-        ConfigurationError: if it lies on a network file system, and that was not allowed.
+        ConfigurationError: if it is on a network file system, and that was not allowed.
     """
 
     def __init__(

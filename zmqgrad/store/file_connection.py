@@ -94,7 +94,7 @@ class FileConnection:
     # ---- queries ----------------------------------------------------------------------------------------
 
     def request(self, query: Message, deadline: Deadline) -> Message:
-        """The reply to ``query``, perhaps a refusal. Blocks as the query asks, until ``deadline``.
+        """The reply to ``query``, perhaps a refusal. Blocks as the query requires, until ``deadline``.
 
         Raises:
             StoreTimeoutError: if others hold the lock on the file until ``deadline``.
@@ -133,7 +133,7 @@ class FileConnection:
 
     def _check_open(self) -> None:
         if self.inherited:
-            raise StoreError(f"the store at {str(self.path)!r} was opened before a fork: open it anew here")
+            raise StoreError(f"the store at {str(self.path)!r} was opened before a fork: open it again here")
         if self._closed:
             raise StoreError(f"the store at {str(self.path)!r} is closed")
 

@@ -40,7 +40,7 @@ class Finalizer:
             _open.discard(self)  # only now, so that interpreter exit waits for a close under way
 
     def _on_collected(self) -> None:
-        # Finalizers run at any line of any thread, perhaps with a lock held that closing needs (DESIGN 16.3).
+        # Finalizers run at any line of any thread, perhaps with a lock held that closing needs.
         # This starts a thread without taking a lock of Python's, as threading.Thread would.
         try:
             _thread.start_new_thread(self.close, ())

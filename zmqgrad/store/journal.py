@@ -1,6 +1,6 @@
 """The journal of a store's server: an SQLite file with the state of the store, written ahead of replies.
 
-An acknowledged change survives the death of the process (P9). It uses WAL mode, and one commit for each batch
+An acknowledged change survives the death of the process. It uses WAL mode, and one commit for each batch
 of changes. ``sync`` flushes each commit to the disk, to survive a power failure as well.
 """
 

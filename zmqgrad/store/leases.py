@@ -28,14 +28,14 @@ WATCH_SECONDS = 20.0
 
 
 class Requester:
-    """Query ``number`` of ``client``. ``route``: where its last copy came from, and where the reply goes."""
+    """A query, and the ``route`` of its last copy and of the reply. Expires unless repeated."""
 
-    __slots__ = ("client", "expires", "number", "query", "route")
+    __slots__ = ("client_id", "expires", "query", "request_id", "route")
 
-    def __init__(self, route: Route, client: int, number: int, query: Message) -> None:
+    def __init__(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         self.route = route
-        self.client = client
-        self.number = number
+        self.client_id = client_id
+        self.request_id = request_id
         self.query = query
         self.expires = 0.0  # unless it is repeated before
 
@@ -65,7 +65,7 @@ class Requesters:
     def block(self, requester: Requester, now: float) -> None:
         """Record that the query of ``requester`` is blocked."""
         requester.expires = now + RENEW_SECONDS
-        self.open[requester.client] = requester
+        self.open[requester.client_id] = requester
         self._waiting += 1
 
     def renew(self, requester: Requester, route: Route, now: float) -> None:
@@ -75,12 +75,12 @@ class Requesters:
 
     def deliver(self, requester: Requester, queue: str, item: Item, now: float) -> None:
         """Record that ``item`` was sent to ``requester``, which is no longer blocked."""
-        self.release(requester.client)
-        self.open[requester.client] = Delivery(requester, queue, item, now + ACK_SECONDS)
+        self.release(requester.client_id)
+        self.open[requester.client_id] = Delivery(requester, queue, item, now + ACK_SECONDS)
 
-    def release(self, client: int) -> None:
-        """Drop the entry of ``client``."""
-        if type(self.open.pop(client, None)) is Requester:
+    def release(self, client_id: int) -> None:
+        """Drop the entry of ``client_id``."""
+        if type(self.open.pop(client_id, None)) is Requester:
             self._waiting -= 1
 
     def expired(self, now: float) -> list[Requester | Delivery]:

@@ -1,6 +1,6 @@
 """Cache of the reply to each client's last change, so that a repeated query is applied once.
 
-After a broken connection a client cannot know whether its query arrived, and repeats it with the same number.
+After a broken connection a client cannot know whether its query arrived, and repeats it with the same id.
 It has one query at a time, so one reply for each client suffices: the next query proves that the previous
 reply has arrived. Pure.
 """
@@ -32,9 +32,9 @@ class ReplyCache:
         on_forgotten: Callable[[int], None] | None = None,
     ) -> None:
         self.last: dict[int, tuple[int, Message]] = {}
-        """Number and reply of each client's last change, in the order of changes. Read-only for others.
+        """Request id and reply of each client's last change, in the order of changes. Read-only for others.
 
-        An incoming query with a lower number is stale: its client no longer waits for the reply.
+        An incoming query with a lower id is stale: its client no longer waits for the reply.
         """
         self.on_forgotten = on_forgotten
         self._max_clients = max_clients
@@ -45,25 +45,25 @@ class ReplyCache:
     def __len__(self) -> int:
         return len(self.last)
 
-    def remember(self, client: int, number: int, reply: Message) -> None:
-        """Cache ``reply`` to query ``number`` of ``client``, which has changed the store."""
+    def remember(self, client_id: int, request_id: int, reply: Message) -> None:
+        """Cache ``reply`` to query ``request_id`` of ``client_id``, which has changed the store."""
         last = self.last
-        if last.pop(client, None) is None and len(last) >= self._max_clients:
+        if last.pop(client_id, None) is None and len(last) >= self._max_clients:
             self._forget(next(iter(last)))
-        last[client] = number, reply
-        if type(reply) is StoreValue or client in self._sizes:
-            self._count_bytes(client, reply)
+        last[client_id] = request_id, reply
+        if type(reply) is StoreValue or client_id in self._sizes:
+            self._count_bytes(client_id, reply)
 
-    def _count_bytes(self, client: int, reply: Message) -> None:
-        self._bytes -= self._sizes.pop(client, 0)
+    def _count_bytes(self, client_id: int, reply: Message) -> None:
+        self._bytes -= self._sizes.pop(client_id, 0)
         if type(reply) is StoreValue:
-            self._sizes[client] = len(reply.value)
+            self._sizes[client_id] = len(reply.value)
             self._bytes += len(reply.value)
         while self._bytes > self._max_bytes and len(self.last) > 1:
             self._forget(next(iter(self.last)))
 
-    def _forget(self, client: int) -> None:
-        del self.last[client]
-        self._bytes -= self._sizes.pop(client, 0)
+    def _forget(self, client_id: int) -> None:
+        del self.last[client_id]
+        self._bytes -= self._sizes.pop(client_id, 0)
         if self.on_forgotten is not None:
-            self.on_forgotten(client)
+            self.on_forgotten(client_id)

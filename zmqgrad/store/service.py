@@ -76,12 +76,12 @@ class StoreService:
         self.state = State(contents, self._deliver_item)
         self._contents = contents
         self._replies = replies
-        self._last = replies.last
+        self._last = replies.last  # by client id: id of its last change, and the reply
         self._journal = journal
         self._now = clock.now
-        self._held: list[Effect] = []  # until the journal has committed the changes
+        self._uncommitted: list[Effect] = []  # not carried out before the journal has committed
         self._requesters = Requesters(max_waiting)
-        self._open = self._requesters.open
+        self._open = self._requesters.open  # by client id: its blocked query or unacknowledged item
         self._watches = WatchLeases()
         self._make_publisher = make_publisher
         self._publisher: Publisher | None = None
@@ -96,18 +96,20 @@ class StoreService:
 
     # ---- queries ----------------------------------------------------------------------------------------
 
-    def handle(self, route: Route, client: int, number: int, query: Message) -> None:
-        """Reply to query ``number`` of ``client``, now or later."""
-        entry = self._open.get(client)
-        if entry is not None and self._is_repeated(entry, route, number, query):
+    def handle(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
+        """Reply to query ``request_id`` of ``client_id``, now or later."""
+        entry = self._open.get(client_id)
+        if entry is not None and self._is_repeated(entry, route, request_id, query):
             return
-        _HANDLERS.get(type(query), StoreService._handle_unknown)(self, route, client, number, query)
+        _HANDLERS.get(type(query), StoreService._handle_unknown)(self, route, client_id, request_id, query)
 
-    def _is_repeated(self, entry: Requester | Delivery, route: Route, number: int, query: Message) -> bool:
-        """Whether ``query`` is the open query of ``client`` again, or an earlier one."""
+    def _is_repeated(
+        self, entry: Requester | Delivery, route: Route, request_id: int, query: Message
+    ) -> bool:
+        """Whether ``query`` is the open query of ``client_id`` again, or an earlier one."""
         if type(entry) is Delivery:
             requester = entry.requester
-            if number == requester.number:
+            if request_id == requester.request_id:
                 requester.route = route
                 self._carry_out([Reply(requester, self._deliver_item(requester, entry.queue, entry.item))])
                 return True
@@ -116,69 +118,69 @@ class StoreService:
         else:
             assert type(entry) is Requester
             requester = entry
-            if number == requester.number:
+            if request_id == requester.request_id:
                 self._requesters.renew(requester, route, self._now())
                 return True
-        if number > requester.number:
+        if request_id > requester.request_id:
             self._give_up(entry)
-        return number < requester.number
+        return request_id < requester.request_id
 
     def _give_up(self, entry: Requester | Delivery) -> None:
         """Cancel a blocked query, or return an unacknowledged item to its queue."""
         if type(entry) is Requester:
-            self._requesters.release(entry.client)
+            self._requesters.release(entry.client_id)
             self.state.cancel(entry)
         elif type(entry) is Delivery:
-            self._requesters.release(entry.requester.client)
+            self._requesters.release(entry.requester.client_id)
             others: list[Effect] = []
             self._contents.restore(entry.queue, entry.item)
             self.state.after_push(entry.queue, others)
             self._release(others)
             self._carry_out(others)
 
-    def _read(self, route: Route, client: int, number: int, query: Message) -> None:
+    def _read(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         """Handle a query that changes nothing, but may block."""
-        requester = Requester(route, client, number, query)
+        requester = Requester(route, client_id, request_id, query)
         reply = READS[type(query)](self.state, query, requester, self._now())
         if reply is None:
             self._block(requester)
         elif self._journal is None:
-            self.reply(route, number, reply)
+            self.reply(route, request_id, reply)
         else:
-            self._held.append(Reply(requester, reply))
+            self._uncommitted.append(Reply(requester, reply))
 
-    def _is_stale(self, route: Route, client: int, number: int, query: Message) -> bool:
+    def _is_stale(self, route: Route, client_id: int, request_id: int, query: Message) -> bool:
         """Whether ``query`` was applied before. Repeats the reply if so."""
-        last = self._last.get(client)
-        if last is None or number > last[0]:
+        last = self._last.get(client_id)
+        if last is None or request_id > last[0]:
             return False
-        if number == last[0]:  # otherwise the client no longer waits for it
-            self._carry_out([Reply(Requester(route, client, number, query), last[1])])
+        if request_id == last[0]:  # otherwise the client no longer waits for it
+            self._carry_out([Reply(Requester(route, client_id, request_id, query), last[1])])
         return True
 
-    def _change(self, route: Route, client: int, number: int, query: Message) -> None:
+    def _change(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         """Handle a query that may change the store and never blocks. Applies it at most once."""
-        if client in self._last and self._is_stale(route, client, number, query):
+        if client_id in self._last and self._is_stale(route, client_id, request_id, query):
             return
         others: list[Effect] = []
         contents = self._contents
         before = contents.changes
         reply = CHANGES[type(query)](self.state, query, others)
         # Also if nothing changed: a late repetition might change something by then.
-        self._replies.remember(client, number, reply)
+        self._replies.remember(client_id, request_id, reply)
         if self._journal is not None and contents.changes != before:
-            self._journal.remember(client, number, reply)
+            self._journal.remember(client_id, request_id, reply)
         if others or self._journal is not None:
             self._release(others)
-            self._carry_out([*others, Reply(Requester(route, client, number, query), reply)])
+            self._carry_out([*others, Reply(Requester(route, client_id, request_id, query), reply)])
         else:
-            self.reply(route, number, reply)
+            self.reply(route, request_id, reply)
 
-    def _pop(self, route: Route, client: int, number: int, query: StoreQueuePop) -> None:
+    def _pop(self, route: Route, client_id: int, request_id: int, query: StoreQueuePop) -> None:
         """As :meth:`_change`, but it may block, and completes when the item is acknowledged."""
-        if self._is_stale(route, client, number, query):
+        if self._is_stale(route, client_id, request_id, query):
             return
-        requester = Requester(route, client, number, query)
+        requester = Requester(route, client_id, request_id, query)
         reply = self.state.execute(query, requester, self._now(), [])
         if reply is None:
             self._block(requester)
@@ -191,20 +193,20 @@ class StoreService:
         self._sweep_later()
         return StoreItem(item.id, item.value)
 
-    def _acknowledge(self, route: Route, client: int, number: int, query: StoreQueueAck) -> None:
+    def _acknowledge(self, route: Route, client_id: int, request_id: int, query: StoreQueueAck) -> None:
         """Handle the acknowledgement of an item."""
-        if self._is_stale(route, client, number, query):
+        if self._is_stale(route, client_id, request_id, query):
             return
-        entry = self._open.get(client)
+        entry = self._open.get(client_id)
         reply = StoreNumber(0)
         if type(entry) is Delivery and entry.item.id == query.item:
-            self._requesters.release(client)
+            self._requesters.release(client_id)
             self._contents.delivered(entry.item)
             reply = StoreNumber(1)
-            self._replies.remember(client, number, reply)
+            self._replies.remember(client_id, request_id, reply)
             if self._journal is not None:
-                self._journal.remember(client, number, reply)
-        self._carry_out([Reply(Requester(route, client, number, query), reply)])
+                self._journal.remember(client_id, request_id, reply)
+        self._carry_out([Reply(Requester(route, client_id, request_id, query), reply)])
 
     def _block(self, requester: Requester) -> None:
         """Record the query of ``requester``, which the state machine has blocked."""
@@ -222,17 +224,19 @@ class StoreService:
         for effect in effects:
             if type(effect) is Reply:
                 requester: Requester = effect.requester
-                if self._open.get(requester.client) is requester:
-                    self._requesters.release(requester.client)
+                if self._open.get(requester.client_id) is requester:
+                    self._requesters.release(requester.client_id)
 
-    def _handle_unknown(self, route: Route, client: int, number: int, query: Message) -> None:
+    def _handle_unknown(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
         """Refuse a message that is not a query."""
-        requester = Requester(route, client, number, query)
+        requester = Requester(route, client_id, request_id, query)
         self._carry_out(self.state.apply(query, requester, self._now()))
 
     # ---- watches ----------------------------------------------------------------------------------------
 
-    def _describe_channel(self, route: Route, client: int, number: int, query: StoreWatchChannel) -> None:
+    def _describe_channel(
+        self, route: Route, client_id: int, request_id: int, query: StoreWatchChannel
+    ) -> None:
         """Reply with the address of the publisher of notifications."""
         if self._server.refuses_newcomers:
             return
@@ -242,7 +246,7 @@ class StoreService:
             reply = StoreChannel(publisher.endpoint, publisher.port)
         except TransportError as e:
             reply = StoreRefused(Refusal.LIMIT, f"it cannot publish notifications: {e}")
-        self.reply(route, number, reply)
+        self.reply(route, request_id, reply)
 
     def open_publisher(self) -> Publisher:
         """The publisher of notifications, created at the first call.
@@ -252,17 +256,19 @@ class StoreService:
         """
         if self._publisher is None:
             self._publisher = self._make_publisher(self._note_subscription)
-            self._server.register(self._publisher.number, self._publisher.read)
+            self._server.register(self._publisher.fd, self._publisher.read)
         return self._publisher
 
-    def _watch(self, route: Route, client: int, number: int, query: StoreWatchKey | StoreWatchPrefix) -> None:
+    def _watch(
+        self, route: Route, client_id: int, request_id: int, query: StoreWatchKey | StoreWatchPrefix
+    ) -> None:
         """Begin a watch once the client's subscription is in place."""
-        requester = Requester(route, client, number, query)
+        requester = Requester(route, client_id, request_id, query)
         if self._publisher is not None and self._publisher.has_seen(query.nonce):
             self._begin_watch(requester, query)
             return
         self._block(requester)
-        if self._open.get(client) is requester:
+        if self._open.get(client_id) is requester:
             self._unsubscribed[query.nonce] = requester, self._now() + SUBSCRIBE_SECONDS
 
     def _note_subscription(self, nonce: str) -> None:
@@ -271,8 +277,8 @@ class StoreService:
         if found is None:
             return
         requester = found[0]
-        if self._open.get(requester.client) is requester:
-            self._requesters.release(requester.client)
+        if self._open.get(requester.client_id) is requester:
+            self._requesters.release(requester.client_id)
             self._begin_watch(requester, requester.query)
 
     def _begin_watch(self, requester: Requester, query: Message) -> None:
@@ -284,14 +290,14 @@ class StoreService:
         self._carry_out(effects)
 
     def _unwatch(
-        self, route: Route, client: int, number: int, query: StoreUnwatchKey | StoreUnwatchPrefix
+        self, route: Route, client_id: int, request_id: int, query: StoreUnwatchKey | StoreUnwatchPrefix
     ) -> None:
         target = _target_of(query)
         if self._watches.remove(target, query.watcher):
             self.state.unwatch(target)
-        self.reply(route, number, DONE)
+        self.reply(route, request_id, DONE)
 
-    def _renew(self, route: Route, client: int, number: int, query: StoreRenewWatches) -> None:
+    def _renew(self, route: Route, client_id: int, request_id: int, query: StoreRenewWatches) -> None:
         targets: list[Target] = [*query.keys, *map(Prefix, query.prefixes)]
         now = self._now()
         revisions = tuple(
@@ -300,7 +306,7 @@ class StoreService:
             else UNKNOWN_WATCH
             for target in targets
         )
-        requester = Requester(route, client, number, query)
+        requester = Requester(route, client_id, request_id, query)
         # Not before the changes that it reports.
         self._carry_out([Reply(requester, StoreRevisions(revisions))])
 
@@ -310,20 +316,20 @@ class StoreService:
         if self._journal is None:
             self._deliver(effects)
         else:
-            self._held += effects
+            self._uncommitted += effects
 
     def _deliver(self, effects: list[Effect]) -> None:
         for effect in effects:
             if type(effect) is Reply:
                 requester: Requester = effect.requester
-                if not self.reply(requester.route, requester.number, effect.message):
+                if not self.reply(requester.route, requester.request_id, effect.message):
                     self._on_undeliverable(requester)
             elif type(effect) is Notification and self._publisher is not None:
                 self._publisher.publish(topic_of(effect.target), effect.message)
 
     def _on_undeliverable(self, requester: Requester) -> None:
         """Return an item to its queue, because the reply could not be sent to ``requester``."""
-        entry = self._open.get(requester.client)
+        entry = self._open.get(requester.client_id)
         if type(entry) is Delivery and entry.requester is requester:
             self._give_up(entry)
 
@@ -331,17 +337,17 @@ class StoreService:
         """Commit all changes of this batch together, then send the replies."""
         if self._publisher is not None:
             self._publisher.read_if_unread()
-        if self._journal is None or not self._held:
+        if self._journal is None or not self._uncommitted:
             return
-        held, self._held = self._held, []
+        effects, self._uncommitted = self._uncommitted, []
         try:
             self._journal.commit()
         except OSError as e:
             text = f"it ends, as its journal {self._journal.path} cannot be written: {e.strerror}"
             refusal = StoreRefused(Refusal.CLOSING, text)
-            self._deliver([Reply(effect.requester, refusal) for effect in held if type(effect) is Reply])
+            self._deliver([Reply(effect.requester, refusal) for effect in effects if type(effect) is Reply])
             raise
-        self._deliver(held)
+        self._deliver(effects)
 
     # ---- time -------------------------------------------------------------------------------------------
 
@@ -371,7 +377,7 @@ class StoreService:
     def _refuse_unsubscribed(self, nonces: list[str], reason: Refusal, text: str) -> None:
         refusal = StoreRefused(reason, text)
         requesters = [self._unsubscribed.pop(nonce)[0] for nonce in nonces]
-        self._refuse([Reply(r, refusal) for r in requesters if self._open.get(r.client) is r])
+        self._refuse([Reply(r, refusal) for r in requesters if self._open.get(r.client_id) is r])
 
     def _refuse(self, refusals: list[Effect]) -> None:
         self._release(refusals)

@@ -3,7 +3,7 @@
 ``init_process_group`` and ``init_rpc`` may share one MASTER_ADDR:MASTER_PORT, as they do with torch. That
 port belongs to a store of torch's, which rank 0 or the agent of ``torchrun`` serves. Rank 0 serves ours at a
 port that the system picks, and publishes it in torch's. Nothing else is read from torch's store, because it
-authenticates nobody: with a secret, a forged address leads to a store that fails CURVE's handshake.
+does not authenticate: with a secret, a forged address leads to a store that fails CURVE's handshake.
 
 Accessing torch's store requires torch, which this layer must not import: an upper layer supplies the opener
 (:func:`set_torch_store_opener`), which importing ``zmqgrad.rpc`` or ``zmqgrad.interop`` does.
@@ -24,7 +24,7 @@ MAX_TIMEOUT_SECONDS = 1e8
 """Limit of the timeouts that torch's stores accept."""
 
 STALE_ADDRESS_SECONDS = 3.0
-"""How long a worker tries an address before it reads it again, in case rank 0 has started anew."""
+"""How long a worker tries an address before it reads it again, in case rank 0 was restarted."""
 
 
 class TorchStore(Protocol):

@@ -1,7 +1,7 @@
 """Opening SQLite files: identification of our own kinds of files, and translation of errors.
 
 Both kinds of file survive SIGKILL at any moment: what a transaction wrote is in the kernel when it ends.
-Neither is flushed to the disk at each commit, unless asked to: after a power failure the last commits may
+Neither is flushed to the disk at each commit by default: after a power failure the last commits may
 be missing.
 """
 
@@ -119,7 +119,7 @@ def _what_it_is(path: Path, error: sqlite3.Error) -> str:
             return f"it is {what}; remove it, or choose another path"
     if is_torch_file_store(begin):
         return (
-            "it looks like a file of torch.distributed.FileStore; give each kind of store a path of its own"
+            "it looks like a file of torch.distributed.FileStore; use a different path for each kind of store"
         )
     if begin.startswith(b"SQLite format 3\0"):
         return f"it is a damaged SQLite database ({error}); `sqlite3 FILE .recover` may recover the contents"
@@ -138,7 +138,7 @@ def is_torch_file_store(begin: bytes) -> bool:
 
 
 def is_busy(error: sqlite3.Error) -> bool:
-    """Whether ``error`` only says that another connection holds a lock."""
+    """Whether ``error`` only means that another connection holds a lock."""
     return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 
 
@@ -154,14 +154,14 @@ def check_file_system(path: Path, allow_network: bool) -> None:
     kind = file_system_of(path)
     if kind in _NETWORK_FILE_SYSTEMS and not (allow_network or environment.allows_network_file_system()):
         raise ConfigurationError(
-            f"{str(path)!r} lies on a network file system ({kind}), whose locks may not separate writers on "
+            f"{str(path)!r} is on a network file system ({kind}), whose locks may not separate writers on "
             f"two hosts. Use a TCPStore, or a directory of this host; if this file system's locks can be "
             f"trusted, pass allow_network_file_system=True or set {environment.ALLOW_NETWORK_FILE_SYSTEM}=1"
         )
 
 
 def file_system_of(path: Path) -> str:
-    """The type of the file system that ``path`` lies on, as Linux names it; empty where that is unknown."""
+    """The type of the file system of ``path``, as Linux names it; empty where that is unknown."""
     try:
         mounts = Path("/proc/self/mountinfo").read_text()
         place = os.path.realpath(path)
@@ -170,7 +170,7 @@ def file_system_of(path: Path) -> str:
     found, kind = "", ""
     for line in mounts.splitlines():
         before, _, after = line.partition(" - ")
-        mount = before.split()[4].encode().decode("unicode_escape")  # blanks stand as \040
+        mount = before.split()[4].encode().decode("unicode_escape")  # blanks are written as \040
         if len(mount) >= len(found) and (place + "/").startswith(mount.rstrip("/") + "/"):
             found, kind = mount, after.split()[0]
     return kind

@@ -1,8 +1,8 @@
-"""The store as a pure machine: a query and the time go in, replies and notifications come out.
+"""The store as a pure state machine: a query and the time go in, replies and notifications come out.
 
 It has no socket, thread or clock: the server and :class:`~zmqgrad.store.local.HashStore` drive the same
-machine. :mod:`~zmqgrad.store.actions` defines what each query does; this module blocks and wakes queries.
-Guarantees:
+machine, one thread at a time. :mod:`~zmqgrad.store.actions` defines what each query does; this module blocks
+and wakes queries. Guarantees:
 
 (S1) Every query gets exactly one reply: immediately, when its condition holds, or at its deadline.
 (S2) ``get``, ``wait`` and ``multi_get`` return at a moment at which *all* their keys exist. For ``wait``
@@ -42,7 +42,7 @@ _NO_QUEUES: Queues = {}
 
 Deliver = Callable[[Any, str, Item], Message]
 
-_new = tuple.__new__  # quicker than the class itself
+_new = tuple.__new__  # faster than the class itself
 
 
 class State:

@@ -2,7 +2,7 @@
 
 Each notification carries the revision of the one before it, so a gap reveals a lost one. After a gap or a
 lost connection the cache is not ``live``: the watch has to be registered again, and the differences that this
-reveals become events, one for each key (P8).
+reveals become events, one for each key, so that the last one holds the last value.
 """
 
 from __future__ import annotations

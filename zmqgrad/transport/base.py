@@ -1,7 +1,7 @@
 """The contract of a transport: a mailbox delivers typed messages to the mailboxes of peers.
 
 Traffic is one-way: a mailbox receives on one socket of its own and sends on one per peer, requests and
-responses alike (DESIGN section 4). Two implementations fulfil this contract and pass one test suite:
+responses alike. Two implementations fulfil this contract and pass one test suite:
 :class:`~zmqgrad.transport.mailbox.ZmqMailbox` and :class:`~zmqgrad.transport.memory.MemoryMailbox`.
 """
 
@@ -24,17 +24,17 @@ class Inbound(NamedTuple):
 
     Args:
         frames: the frames after the header; the handler may keep them and write to them.
-        size: bytes of all frames, including the header.
-        by_socket: bytes of the frames that arrived through a socket, without the header.
+        size: in bytes, of all frames including the header.
+        socket_bytes: size of the frames that arrived through a socket, without the header.
     """
 
     envelope: Envelope
     message: Message
     frames: Sequence[Buffer]
     size: int = 0
-    by_socket: int = 0
+    socket_bytes: int = 0
 
-    def let_go(self) -> None:
+    def release_frames(self) -> None:
         """Drops the frames; tensors built on them keep the memory that they need.
 
         If none does, a block of the sender's shared memory is released with the reply, not after it.
@@ -64,10 +64,10 @@ Resolver = Callable[[int], PeerAddress]
 """Maps a worker id to its address. Raises ``UnknownPeerError``."""
 
 
-Lost = Callable[[int, str], None]
+OnLost = Callable[[int, str], None]
 """Called with a lost peer and the reason; must not block."""
 
-Suspected = Callable[[int, float], None]
+OnSuspected = Callable[[int, float], None]
 """Called with a suspected peer and its seconds of silence; 0: it replies again. Must not block."""
 
 
@@ -118,9 +118,9 @@ class Mailbox(Protocol):
         handler: Handler,
         resolve: Resolver,
         pool: ThreadPool | None = None,
-        lost: Lost | None = None,
+        lost: OnLost | None = None,
         timer: Timer | None = None,
-        suspected: Suspected | None = None,
+        suspected: OnSuspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
         """Starts to receive.
@@ -129,7 +129,7 @@ class Mailbox(Protocol):
             handler: called with each message.
             resolve: looks up the address of a peer at the first message to it.
             pool: runs the tasks of the handler; None: the receiver's own thread does.
-            lost, suspected: called when a peer that was sent to is lost, or silent.
+            lost, suspected: called when a monitored peer is lost, or silent.
             timer: runs periodic work; None: the mailbox starts one.
             on_idle: called before the reading thread blocks, so a handler can batch work.
         """
@@ -150,7 +150,7 @@ class Mailbox(Protocol):
         message_id: int,
         frames: Sequence[Frame] = (),
         channel: int = 0,
-        patience: float = 0.0,
+        timeout: float = 0.0,
     ) -> None:
         """Queues ``message`` for ``peer``; ``frames`` were copied or handed over when this returns.
 
@@ -159,7 +159,7 @@ class Mailbox(Protocol):
         Args:
             channel: for a request, the number of the reply channel at which its sender waits; for a reply,
                 the number in the request's envelope.
-            patience: how many seconds to wait at most; 0: no limit.
+            timeout: how many seconds to wait for credit at most; 0: no limit.
 
         Raises:
             CongestionError: if it waited that long.

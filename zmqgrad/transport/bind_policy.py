@@ -103,7 +103,7 @@ def bind_tcp(socket: zmq.Socket[bytes], address: str, *, secured: bool, listen_f
 
     Args:
         secured: whether peers must prove that they have the job's secret.
-        listen_fd: file descriptor of a socket that is already bound to that port; ``socket`` takes it over.
+        listen_fd: file descriptor of a socket already bound to that port; ``socket`` takes ownership of it.
 
     Returns:
         The address with its port.

@@ -26,11 +26,11 @@ from zmqgrad.transport.base import Buffer, Timer
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Manifest
 
-CHUNK = 4 << 20
-"""Size of a chunk in bytes."""
+CHUNK_BYTES = 4 << 20
+"""Size of a chunk."""
 
-LEAST = 32 << 20
-"""Frames of more bytes are split: malloc would map new memory for them each time."""
+MAX_WHOLE_BYTES = 32 << 20
+"""Larger frames are split: malloc would map new memory for them each time."""
 
 MIN_POOLED_BYTES = 1 << 20
 """Copies of at least this size use pooled memory."""
@@ -38,13 +38,13 @@ MIN_POOLED_BYTES = 1 << 20
 MAX_STREAMS = 1024
 """Maximum number of incomplete frames of one peer."""
 
-KEPT = 512 << 20
-"""Maximum size of all free buffers in the pool, in bytes."""
+MAX_POOL_BYTES = 512 << 20
+"""Limit of the free buffers in the pool."""
 
 TRIM_SECONDS = 30.0
 """A pool that was not used for this long, or at most twice that, frees its buffers."""
 
-_numbers = itertools.count(1)
+_stream_ids = itertools.count(1)
 
 
 def split(prepared: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
@@ -53,7 +53,7 @@ def split(prepared: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, m
     Returns:
         ``prepared`` without them, and their chunks, to be sent before it.
     """
-    if all(len(frame) <= LEAST for frame in prepared.frames):
+    if all(len(frame) <= MAX_WHOLE_BYTES for frame in prepared.frames):
         return prepared, []
     manifest = prepared.manifest or Manifest()
     buffers = list(manifest.buffers) or [FrameBuffer(size=len(f)) for f in prepared.frames]
@@ -62,14 +62,14 @@ def split(prepared: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, m
     rest: list[Buffer] = []
     for i, frame in enumerate(prepared.frames):
         size = len(frame)
-        if size <= LEAST:
+        if size <= MAX_WHOLE_BYTES:
             rest.append(frame)
             continue
-        buffers[i] = FrameBuffer(block=next(_numbers), size=size)
+        buffers[i] = FrameBuffer(block=next(_stream_ids), size=size)
         view = memoryview(frame)
         chunks += [
-            (Chunk(buffers[i].block, start, size), view[start : start + CHUNK])
-            for start in range(0, size, CHUNK)
+            (Chunk(buffers[i].block, start, size), view[start : start + CHUNK_BYTES])
+            for start in range(0, size, CHUNK_BYTES)
         ]
     return PreparedFrames(replace(manifest, buffers=tuple(buffers), slices=slices), rest), chunks
 
@@ -101,7 +101,7 @@ class Reassembler:
 
     def __init__(self) -> None:
         self.buffers = BufferPool()
-        self._streams: dict[tuple[int, int], _PartialFrame] = {}  # by peer and number
+        self._streams: dict[tuple[int, int], _PartialFrame] = {}  # by peer and stream id
 
     def add(self, peer: int, chunk: Chunk, frames: Sequence[Buffer]) -> None:
         """Adds a chunk, whose data is the only one of ``frames``.
@@ -220,7 +220,7 @@ class BufferPool:
         """Collects freed buffers, within the limit. Called with the lock held."""
         while self._freed:
             self._free.append(self._freed.popleft())
-        while sum(map(len, self._free)) > (0 if self._closed else KEPT):
+        while sum(map(len, self._free)) > (0 if self._closed else MAX_POOL_BYTES):
             self._free.pop(0)  # unmapped with its last reference
 
     def _trim(self) -> None:

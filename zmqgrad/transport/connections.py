@@ -6,7 +6,7 @@ to a session (:mod:`~zmqgrad.transport.session`). Small messages to peers of thi
 of its threads waits.
 
 Threads and locks: any thread sends, under the lock of the connection (a ZeroMQ socket may move between
-threads across a lock). High-water marks are zero, so a send never blocks inside libzmq (DESIGN section 4).
+threads across a lock). High-water marks are zero, so a send never blocks inside libzmq.
 The pool's lock guards its tables; the two are never held together.
 """
 
@@ -395,6 +395,6 @@ def best_endpoint(endpoints: Sequence[str]) -> str:
     for endpoint in endpoints:
         if endpoint.startswith(SCHEME):
             continue
-        if not endpoint.startswith("ipc://") or local.accepts_us(endpoint):
+        if not endpoint.startswith("ipc://") or local.can_connect(endpoint):
             return endpoint
     raise UnknownPeerError(f"none of the addresses {list(endpoints)} can be reached from this host")

@@ -32,7 +32,7 @@ from zmqgrad.wire.messages import (
 
 logger = logging.getLogger(__name__)
 
-OWN = frozenset(
+DATA_PLANE_TYPES = frozenset(
     {
         MessageType.ARENA_OFFER,
         MessageType.ARENA_REPLY,
@@ -95,11 +95,11 @@ class DataPlane:
     # ---- sending ------------------------------------------------------------------------------------------
 
     def prepare(
-        self, peer: int, local: bool, message: Message, frames: Sequence[Frame], patience: float
+        self, peer: int, local: bool, message: Message, frames: Sequence[Frame], timeout: float
     ) -> PreparedFrames:
         """Prepares ``frames`` for ``peer``, which is on this host if ``local``.
 
-        If they must use the socket and the peer's credit is used up, waits up to ``patience`` seconds (0: no
+        If they must use the socket and the peer's credit is used up, waits up to ``timeout`` seconds (0: no
         limit).
 
         Raises:
@@ -109,17 +109,17 @@ class DataPlane:
         if not prepared.frames:
             return prepared
         reply, size = bool(message.TYPE & RESPONSE), frames_size(prepared.frames)
-        if self.send_window.take(peer, reply, size, wait=self._may_wait()):
+        if self.send_window.try_reserve(peer, reply, size, wait=self._may_wait()):
             return prepared
         self.shared_memory.rollback(peer, prepared)  # releases carried by this message must not wait
-        self.send_window.wait(peer, reply, size, patience)
+        self.send_window.wait(peer, reply, size, timeout)
         try:
             prepared = self.shared_memory.prepare(peer, local, frames)
         except BaseException:
-            self.send_window.give_back(peer, reply, size)
+            self.send_window.return_credit(peer, reply, size)
             raise
         if not prepared.frames:  # by now there is shared memory for them
-            self.send_window.give_back(peer, reply, size)
+            self.send_window.return_credit(peer, reply, size)
         return prepared
 
     def copies(self, frames: Sequence[Frame]) -> list[Frame]:
@@ -130,7 +130,7 @@ class DataPlane:
         """Undoes :meth:`prepare` for a message that could not be sent."""
         self.shared_memory.rollback(peer, prepared)
         if prepared.frames:
-            self.send_window.give_back(peer, bool(message.TYPE & RESPONSE), frames_size(prepared.frames))
+            self.send_window.return_credit(peer, bool(message.TYPE & RESPONSE), frames_size(prepared.frames))
 
     # ---- receiving -----------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class DataPlane:
         return self.shared_memory.open(peer, manifest, frames)
 
     def on_message(self, inbound: Inbound) -> None:
-        """Handles one of the messages in ``OWN``.
+        """Handles one of the messages in ``DATA_PLANE_TYPES``.
 
         Raises:
             ProtocolError: if it is a chunk that does not continue its frame.
@@ -161,12 +161,12 @@ class DataPlane:
             self.shared_memory.on_message(source, message, inbound.envelope.message_id)
 
     def deliver(self, inbound: Inbound, handler: Handler) -> Task | None:
-        """Passes a message whose frames came through a socket to ``handler``.
+        """Passes a message whose frames arrived through a socket to ``handler``.
 
         It counts as consumed when its task begins, or at once if there is none.
         """
         source, reply = inbound.envelope.source, bool(inbound.envelope.type & RESPONSE)
-        size, task = inbound.by_socket, None
+        size, task = inbound.socket_bytes, None
         self._receive_window.received(source, reply, size)
         try:
             task = handler(inbound)

@@ -1,4 +1,4 @@
-"""Credit-based flow control: bounds the bytes in flight to each peer (P10).
+"""Credit-based flow control: bounds the bytes in flight to each peer (docs/guarantees.md, P10).
 
 Frames that go through a socket take memory on both sides until the peer consumes them, and libzmq would queue
 them without limit. So each worker counts, per peer, the bytes that it has sent and the peer has not consumed.
@@ -31,7 +31,7 @@ from zmqgrad.wire.messages import Credit, CreditWanted, Message
 
 logger = logging.getLogger(__name__)
 
-INFLIGHT = 256 << 20
+DEFAULT_INFLIGHT_BYTES = 256 << 20
 """Default limit of the bytes in flight to each peer."""
 
 BATCHES = 4
@@ -63,7 +63,7 @@ class _CreditAccount:
         return not self.sent or self.sent + size <= self.limit
 
     def grant(self) -> list[_Waiter]:
-        """Takes the waiters that may send now, in order."""
+        """Removes and returns the waiters that may send now, in order."""
         granted = []
         while self.waiting and self.has_room(self.waiting[0].size):
             granted.append(self.waiting.popleft())
@@ -93,7 +93,7 @@ class SendWindow:
         self._accounts: dict[tuple[int, bool], _CreditAccount] = {}  # by peer, and whether for replies
         self._closed = False
 
-    def take(self, peer: int, reply: bool, size: int, *, wait: bool = True) -> bool:
+    def try_reserve(self, peer: int, reply: bool, size: int, *, wait: bool = True) -> bool:
         """Counts ``size`` bytes as in flight to ``peer``. Returns False if the caller must :meth:`wait`
         instead."""
         if not self.limit:
@@ -151,8 +151,8 @@ class SendWindow:
 
     def _describe(self, peer: int, account: _CreditAccount) -> str:
         return (
-            f"{len(account.waiting)} messages for worker {peer} wait until it has taken in more of the "
-            f"{account.sent} bytes that it was sent (ZMQGRAD_INFLIGHT_BYTES is {self.limit})"
+            f"{len(account.waiting)} messages for worker {peer} wait until it has consumed more of the "
+            f"{account.sent} bytes in flight to it (ZMQGRAD_INFLIGHT_BYTES is {self.limit})"
         )
 
     def _withdraw(self, peer: int, reply: bool, account: _CreditAccount, waiter: _Waiter) -> None:
@@ -166,7 +166,7 @@ class SendWindow:
             granted = account.grant()
         self._resume(peer, reply, account, granted)
 
-    def give_back(self, peer: int, reply: bool, size: int) -> None:
+    def return_credit(self, peer: int, reply: bool, size: int) -> None:
         """Returns credit: ``peer`` has consumed ``size`` bytes, or they were not sent after all."""
         with self._lock:
             account = self._accounts.get((peer, reply))
@@ -180,9 +180,9 @@ class SendWindow:
     def on_credit(self, peer: int, credit: Credit) -> None:
         """Handles a message in which ``peer`` returns credit."""
         if credit.requests:
-            self.give_back(peer, False, credit.requests)
-        if credit.answers:
-            self.give_back(peer, True, credit.answers)
+            self.return_credit(peer, False, credit.requests)
+        if credit.replies:
+            self.return_credit(peer, True, credit.replies)
 
     def _resume(self, peer: int, reply: bool, account: _CreditAccount, granted: list[_Waiter]) -> None:
         """Wakes the granted waiters, and requests the credit that the next one needs."""
@@ -201,7 +201,7 @@ class SendWindow:
         with self._lock:
             dropped = [a for a in (self._accounts.pop((peer, reply), None) for reply in (False, True)) if a]
             waiting = _take_waiting(dropped)
-        why = f"the way from {self._name} to worker {peer} was dropped while a message waited for it"
+        why = f"the connection from {self._name} to worker {peer} was dropped while a message waited for it"
         for waiter in waiting:
             waiter.granted.set_exception(ClosedError(why))
 
@@ -241,12 +241,12 @@ def _take_waiting(accounts: Collection[_CreditAccount]) -> list[_Waiter]:
 class _Unacked:
     """Bytes of one peer that are not consumed, and bytes consumed whose credit was not returned."""
 
-    __slots__ = ("due", "held", "taken")
+    __slots__ = ("consumed", "due", "unconsumed")
 
     def __init__(self, due: int) -> None:
-        self.held = 0
-        self.taken = 0
-        self.due = due
+        self.unconsumed = 0
+        self.consumed = 0  # since credit was last returned
+        self.due = due  # credit is returned once this much was consumed
 
 
 class ReceiveWindow:
@@ -266,26 +266,26 @@ class ReceiveWindow:
     def received(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes of frames that arrived from ``peer``."""
         with self._lock:
-            self._unacked(peer, reply).held += size
+            self._unacked(peer, reply).unconsumed += size
 
     def consumed(self, peer: int, reply: bool, size: int) -> None:
         """Counts ``size`` bytes as consumed, and returns credit if it is due."""
         with self._lock:
             unacked = self._unacked(peer, reply)
-            unacked.held = max(0, unacked.held - size)  # the peer may have been forgotten since
-            unacked.taken += size
+            unacked.unconsumed = max(0, unacked.unconsumed - size)  # the peer may have been forgotten since
+            unacked.consumed += size
             credit = self._due(unacked)
         self._return_credit(peer, reply, credit)
 
     def credit_requested(self, peer: int, message: CreditWanted) -> None:
-        """Handles a message in which ``peer`` asks for credit."""
-        for reply, needed in ((False, message.requests), (True, message.answers)):
+        """Handles a message in which ``peer`` requests credit."""
+        for reply, needed in ((False, message.requests), (True, message.replies)):
             if needed:
                 with self._lock:
                     unacked = self._unacked(peer, reply)
                     unacked.due = min(unacked.due, needed)
-                    if message.again and unacked.held + unacked.taken < needed:
-                        unacked.taken = needed - unacked.held  # the rest was lost with a connection
+                    if message.again and unacked.unconsumed + unacked.consumed < needed:
+                        unacked.consumed = needed - unacked.unconsumed  # the rest was lost with a connection
                     credit = self._due(unacked)
                 self._return_credit(peer, reply, credit)
 
@@ -296,10 +296,10 @@ class ReceiveWindow:
         return unacked
 
     def _due(self, unacked: _Unacked) -> int:
-        """Takes the credit to return now. Called with the lock held."""
-        credit = unacked.taken if unacked.taken >= unacked.due else 0
+        """Returns the credit to return now, and resets the count. Called with the lock held."""
+        credit = unacked.consumed if unacked.consumed >= unacked.due else 0
         if credit:
-            unacked.taken, unacked.due = 0, self._batch
+            unacked.consumed, unacked.due = 0, self._batch
         return credit
 
     def _return_credit(self, peer: int, reply: bool, credit: int) -> None:

@@ -1,6 +1,6 @@
 """Polls file descriptors for the threads of a pool, by leader/followers (Schmidt et al., POSA2).
 
-One thread, the leader, reads. Before it runs a task, it gives up the lead. The followers already block in the
+One thread, the leader, reads. Before it runs a task, it releases the lead. The followers already block in the
 kernel, so that wakes none of them; the next message makes one of them the leader: the one that blocked last,
 whose caches are the warmest. A thread that returns from its task leads again if no follower was woken
 meanwhile, and then spins before it blocks.
@@ -24,13 +24,13 @@ class LeaderPoller(Protocol):
     """Polls descriptors in one thread at a time, the leader. At first the thread that starts it counts as
     leader."""
 
-    def register(self, number: int, mask: int) -> None:
-        """Polls file descriptor ``number`` for ``mask`` (``select.POLLIN``). From any thread; no effect after
+    def register(self, fd: int, mask: int) -> None:
+        """Polls file descriptor ``fd`` for ``mask`` (``select.POLLIN``). From any thread; no effect after
         :meth:`close`."""
         ...
 
-    def unregister(self, number: int) -> None:
-        """Stops polling ``number``, which must still be open."""
+    def unregister(self, fd: int) -> None:
+        """Stops polling ``fd``, which must still be open."""
         ...
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
@@ -86,21 +86,21 @@ class EpollLeaderPoller:
         self._closed = False
         self._has_leader = True
         self._woken = False
-        self._inner_number = self._inner.fileno()
+        self._inner_fd = self._inner.fileno()
         self._inner.register(self._eventfd, select.EPOLLIN)
-        self._outer.register(self._inner_number, select.EPOLLONESHOT)
+        self._outer.register(self._inner_fd, select.EPOLLONESHOT)
 
-    def register(self, number: int, mask: int) -> None:
+    def register(self, fd: int, mask: int) -> None:
         """As :class:`LeaderPoller`."""
         with self._lock:
             if not self._inner.closed:
-                self._inner.register(number, mask)
+                self._inner.register(fd, mask)
 
-    def unregister(self, number: int) -> None:
+    def unregister(self, fd: int) -> None:
         """As :class:`LeaderPoller`."""
         with self._lock:
             if not self._inner.closed:
-                self._inner.unregister(number)
+                self._inner.unregister(fd)
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """As :class:`LeaderPoller`."""
@@ -139,7 +139,7 @@ class EpollLeaderPoller:
                 return False
             self._has_leader = True
             self._outer.modify(
-                self._inner_number, select.EPOLLONESHOT
+                self._inner_fd, select.EPOLLONESHOT
             )  # else the next message would wake a follower
             return True
 
@@ -154,7 +154,7 @@ class EpollLeaderPoller:
             self._woken = True
             os.eventfd_write(self._eventfd, 1)
         self._has_leader = False
-        self._outer.modify(self._inner_number, select.EPOLLIN | select.EPOLLONESHOT)
+        self._outer.modify(self._inner_fd, select.EPOLLIN | select.EPOLLONESHOT)
 
     def close(self) -> None:
         """As :class:`LeaderPoller`."""
@@ -183,23 +183,23 @@ class PollLeaderPoller:
         self._turns = threading.Semaphore(0)
         self._closed = False
         self._wakeup = Wakeup()
-        self._inner.register(self._wakeup.number, select.POLLIN)
+        self._inner.register(self._wakeup.fd, select.POLLIN)
 
-    def register(self, number: int, mask: int) -> None:
+    def register(self, fd: int, mask: int) -> None:
         """As :class:`LeaderPoller`."""
-        self._inner.register(number, mask)
+        self._inner.register(fd, mask)
         self._wakeup.set()  # a poll under way does not see a new descriptor
 
-    def unregister(self, number: int) -> None:
+    def unregister(self, fd: int) -> None:
         """As :class:`LeaderPoller`."""
-        self._inner.unregister(number)
+        self._inner.unregister(fd)
 
     def poll(self, seconds: float | None) -> list[tuple[int, int]]:
         """As :class:`LeaderPoller`."""
         ready = self._inner.poll(None if seconds is None else int(seconds * 1000))
-        if (self._wakeup.number, select.POLLIN) in ready:
+        if (self._wakeup.fd, select.POLLIN) in ready:
             self._wakeup.clear()
-            ready.remove((self._wakeup.number, select.POLLIN))
+            ready.remove((self._wakeup.fd, select.POLLIN))
         return ready
 
     def wait_for_lead(self) -> bool:

@@ -30,12 +30,12 @@ from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
-from zmqgrad.transport.base import Frame, Handler, Inbound, Lost, OnIdle, Resolver, Suspected, Timer
+from zmqgrad.transport.base import Frame, Handler, Inbound, OnIdle, OnLost, OnSuspected, Resolver, Timer
 from zmqgrad.transport.bind_policy import bind
 from zmqgrad.transport.bulk import split
 from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up_unbounded
-from zmqgrad.transport.data_plane import OWN, DataPlane
-from zmqgrad.transport.flow_control import INFLIGHT
+from zmqgrad.transport.data_plane import DATA_PLANE_TYPES, DataPlane
+from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
 from zmqgrad.transport.heartbeat import HeartbeatListener, HeartbeatMonitor, heartbeat_endpoint
 from zmqgrad.transport.heartbeat.failure_detector import LivenessTimeouts
 from zmqgrad.transport.local import LocalListener
@@ -53,11 +53,11 @@ from zmqgrad.wire.messages import Ack, Message, MessageType
 
 logger = logging.getLogger(__name__)
 
-UNCHANGED = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, MessageType.FORWARD_AUTOGRAD_REQ})
-"""Requests of the user's program, which does not modify their tensors before they are done. Tensors of other
+STABLE_TENSOR_TYPES = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, MessageType.FORWARD_AUTOGRAD_REQ})
+"""Requests of the user's program, which must not modify their tensors until they are done. Tensors of other
 messages may change as soon as they are sent; between hosts they are copied, as they may have to be resent."""
 
-UNSEEN = frozenset({MessageType.CHUNK, MessageType.ACK})
+UNTAPPED_TYPES = frozenset({MessageType.CHUNK, MessageType.ACK})
 """Messages that the tap does not see: parts of others, and acknowledgements."""
 
 NO_FRAMES = PreparedFrames(None, ())
@@ -92,7 +92,7 @@ class ZmqMailbox:
         tcp_host: str | None = "127.0.0.1",
         arena: ArenaSettings = OFF,
         timeouts: LivenessTimeouts = LivenessTimeouts(),  # noqa: B008 (immutable)
-        inflight: int = INFLIGHT,
+        inflight: int = DEFAULT_INFLIGHT_BYTES,
         keys: Keys | None = None,
         io_threads: int = 1,
         spin_seconds: float = SPIN_SECONDS,
@@ -184,9 +184,9 @@ class ZmqMailbox:
         handler: Handler,
         resolve: Resolver,
         pool: ThreadPool | None = None,
-        lost: Lost | None = None,
+        lost: OnLost | None = None,
         timer: Timer | None = None,
-        suspected: Suspected | None = None,
+        suspected: OnSuspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
         """As :class:`~zmqgrad.transport.base.Mailbox`."""
@@ -209,12 +209,12 @@ class ZmqMailbox:
         self._lost(peer, where)
 
     def _received(self, inbound: Inbound) -> Task | None:
-        if self.tap is not None and inbound.envelope.type not in UNSEEN:
+        if self.tap is not None and inbound.envelope.type not in UNTAPPED_TYPES:
             self._call_tap(inbound)
-        if inbound.envelope.type in OWN:
+        if inbound.envelope.type in DATA_PLANE_TYPES:
             self._plane.on_message(inbound)
             return None
-        task = self._plane.deliver(inbound, self._handler) if inbound.by_socket else self._handler(inbound)
+        task = self._plane.deliver(inbound, self._handler) if inbound.socket_bytes else self._handler(inbound)
         if task is not None:
             self._spin_budget.yield_cpu()
         return task
@@ -246,7 +246,7 @@ class ZmqMailbox:
         message_id: int,
         frames: Sequence[Frame] = (),
         channel: int = 0,
-        patience: float = 0.0,
+        timeout: float = 0.0,
     ) -> None:
         """As ``Mailbox``. Frames of ``ZERO_COPY_BYTES`` and more must not be modified afterwards."""
         pool = self._connections
@@ -256,9 +256,9 @@ class ZmqMailbox:
             if not connection.is_open:
                 pool.open(peer, connection)  # only then is it known whether the peer is on this host
             same_host = connection.endpoint.startswith("ipc:")
-            if not same_host and message.TYPE not in UNCHANGED:
+            if not same_host and message.TYPE not in STABLE_TENSOR_TYPES:
                 frames = self._plane.copies(frames)
-            prepared = self._plane.prepare(peer, same_host, message, frames, patience)
+            prepared = self._plane.prepare(peer, same_host, message, frames, timeout)
         going, parts = prepared, NO_PARTS
         try:
             if prepared.frames:

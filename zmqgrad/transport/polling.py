@@ -12,7 +12,7 @@ import sys
 import threading
 
 READ, WRITE = 1, 4
-"""Event masks, of epoll and of poll alike."""
+"""Event masks, the same for epoll and poll."""
 
 MAX_SECONDS = 3600.0
 """Longest timeout of one poll: both epoll and poll count milliseconds in 31 bits."""
@@ -50,16 +50,16 @@ else:
 
 
 class Wakeup:
-    """Wakes a thread that polls ``number``, which is readable from :meth:`set` to :meth:`clear`."""
+    """Wakes a thread that polls ``fd``, which is readable from :meth:`set` to :meth:`clear`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards _closed: a closed descriptor's number may be reused
         self._closed = False
         if hasattr(os, "eventfd"):
-            self.number = self._write = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+            self.fd = self._write = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         else:
-            self.number, self._write = os.pipe()
-            os.set_blocking(self.number, False)
+            self.fd, self._write = os.pipe()
+            os.set_blocking(self.fd, False)
             os.set_blocking(self._write, False)
 
     def set(self) -> None:
@@ -74,7 +74,7 @@ class Wakeup:
     def clear(self) -> None:
         """Makes the descriptor unreadable."""
         try:
-            while len(os.read(self.number, 4096)) == 4096:
+            while len(os.read(self.fd, 4096)) == 4096:
                 pass
         except BlockingIOError:
             return  # another thread has cleared it
@@ -84,6 +84,6 @@ class Wakeup:
         with self._lock:
             if not self._closed:
                 self._closed = True
-                os.close(self.number)
-                if self._write != self.number:
+                os.close(self.fd)
+                if self._write != self.fd:
                     os.close(self._write)

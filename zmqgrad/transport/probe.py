@@ -1,4 +1,4 @@
-"""What kind of server listens at a TCP address: a zmqgrad, a web server, or something that does not say.
+"""What kind of server listens at a TCP address: a zmqgrad server, a web server, or an unknown one.
 
 A client of the wrong kind often waits for its whole timeout, because neither side understands the other. A
 :class:`Probe` only listens for a greeting, and optionally sends an HTTP request, which servers of other
@@ -19,7 +19,7 @@ ZMTP_SIGNATURE = 0xFF
 """First byte of the greeting that a ZeroMQ socket sends to each new connection (RFC 23)."""
 
 CONNECT_TIMEOUT_SECONDS = 5.0
-"""How long one attempt to connect may take: a host that comes up does not answer earlier packets."""
+"""How long one attempt to connect may take: a host that is starting drops earlier packets."""
 
 _POLL_SECONDS = (0.002, 0.05)
 _SHORTEST_SECONDS = 0.01

@@ -3,7 +3,7 @@
 With a thread pool, threads of the pool take turns, by leader/followers
 (:mod:`~zmqgrad.transport.leader_poller`, :meth:`~zmqgrad.runtime.thread_pool.ThreadPool.serve_from`); without
 one, the receiver has a thread of its own. The reading thread decodes messages and passes them to the handler.
-It runs no user code, and malformed messages do not end it (P5).
+It runs no user code, and malformed messages do not end it.
 
 Small messages of this host arrive by the fast path (:mod:`~zmqgrad.transport.local`), all others by the
 ROUTER. The ROUTER's file descriptor reports new messages only after all earlier ones were read. To stop, the
@@ -96,8 +96,8 @@ class Receiver:
         self.malformed = 0
         socket.bind(self._inproc)
         self._poller = make_leader_poller(budget)
-        self._router_number = get_int(socket, zmq.FD)
-        self._poller.register(self._router_number, select.POLLIN)
+        self._router_fd = get_int(socket, zmq.FD)
+        self._poller.register(self._router_fd, select.POLLIN)
         self._local = self._open_local(listen)
         self._arrived: deque[bytes] = deque()
         self._at_router = True  # whether the ROUTER may have messages
@@ -108,7 +108,7 @@ class Receiver:
         try:
             return None if listen is None else listen(self._poller)
         except OSError as e:
-            logger.warning("%s has no fast path, all messages come by ZeroMQ: %s", self._name, e)
+            logger.warning("%s has no fast path, all messages arrive by ZeroMQ: %s", self._name, e)
             return None
 
     def start(self, handler: Handler, pool: ThreadPool | None = None, on_idle: OnIdle | None = None) -> None:
@@ -174,18 +174,18 @@ class Receiver:
     def _poll(self, seconds: float | None) -> None:
         """Waits up to ``seconds`` (None: no limit) for events, and handles them."""
         arrived = self._arrived
-        for number, _ in self._poller.poll(seconds):
-            if number == self._router_number:
+        for fd, _ in self._poller.poll(seconds):
+            if fd == self._router_fd:
                 self._at_router = True
-            elif (readable := self._watched.get(number)) is not None:
+            elif (readable := self._watched.get(fd)) is not None:
                 self._call(readable)
             elif self._local is not None:
-                arrived.extend(self._local.read(number))
+                arrived.extend(self._local.read(fd))
 
-    def watch(self, number: int, readable: Callable[[], None]) -> None:
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
         """Makes the reading thread call ``readable`` when that descriptor is readable. From any thread."""
-        self._watched[number] = readable
-        self._poller.register(number, select.POLLIN)
+        self._watched[fd] = readable
+        self._poller.register(fd, select.POLLIN)
 
     def _call(self, readable: Callable[[], None]) -> None:
         try:
@@ -193,10 +193,10 @@ class Receiver:
         except Exception:
             logger.exception("%s: handling an event of a connection failed", self._name)
 
-    def unwatch(self, number: int) -> None:
+    def unwatch(self, fd: int) -> None:
         """Undoes :meth:`watch`. Must be called before the descriptor is closed."""
-        del self._watched[number]
-        self._poller.unregister(number)
+        del self._watched[fd]
+        self._poller.unregister(fd)
 
     def _from_router(self) -> Inbound | None:
         """Returns the next message of the ROUTER; None if there is none, or it must not be delivered."""
@@ -237,10 +237,10 @@ class Receiver:
             None if it is malformed, which is counted, or must not be delivered.
         """
         self.header_bytes += len(first)
-        by_socket = 0
+        socket_bytes = 0
         for frame in frames:
-            by_socket += len(frame)
-        self.frame_bytes += by_socket
+            socket_bytes += len(frame)
+        self.frame_bytes += socket_bytes
         found = frames
         try:
             envelope, manifest, message = decode_all(first)
@@ -249,7 +249,7 @@ class Receiver:
             self._acknowledge_malformed(first)
             return None
         if (envelope.sequence or envelope.acknowledged) and not self._accept(
-            envelope, len(first) + by_socket
+            envelope, len(first) + socket_bytes
         ):
             return None
         if manifest is not None:
@@ -260,12 +260,12 @@ class Receiver:
                 return None
             for buffer in manifest.buffers:
                 if buffer.block and not buffer.segment:  # it was received before, in chunks
-                    by_socket += buffer.size
+                    socket_bytes += buffer.size
         self.messages += 1
         size = len(first)
         for each in found:
             size += len(each)
-        return Inbound(envelope, message, found, size, by_socket)
+        return Inbound(envelope, message, found, size, socket_bytes)
 
     def _acknowledge_malformed(self, first: bytes) -> None:
         """Counts a malformed message as received in its session, else it would be resent forever."""

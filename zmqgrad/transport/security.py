@@ -84,7 +84,7 @@ def read_secret(path: str) -> bytes:
     except OSError as e:
         raise ConfigurationError(f"cannot read the secret's file {path!r}: {e.strerror}") from e
     if mode & stat.S_IROTH:
-        logger.warning("everybody on this host can read the secret in %s: chmod 600 %s", path, path)
+        logger.warning("all users of this host can read the secret in %s: chmod 600 %s", path, path)
     return _checked(secret.strip(), f"the secret in {path!r}")
 
 

@@ -98,7 +98,7 @@ class SessionSocket:
             socket.reconnect_ivl = NEVER
             socket.setsockopt(zmq.CONNECT_TIMEOUT, CONNECT_TIMEOUT_MS)
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED | CONNECT_FAILED)
-            self._hooks.watch(self._monitor.number, self)
+            self._hooks.watch(self._monitor.fd, self)
             socket.connect(self._endpoint)
         except BaseException:
             socket.close(linger=0)
@@ -221,7 +221,7 @@ class SessionSocket:
         self._ready = self._connected = False
         socket, self._socket = self._socket, None
         if socket is not None:
-            self._hooks.unwatch(self._monitor.number)
+            self._hooks.unwatch(self._monitor.fd)
             self._monitor.close()
             socket.close(linger=linger)
 

@@ -31,11 +31,11 @@ MIN_SECONDS = 0.001
 class Watcher(Protocol):
     """Polls file descriptors (:class:`~zmqgrad.transport.receiver.Receiver`)."""
 
-    def watch(self, number: int, readable: Callable[[], None]) -> None:
+    def watch(self, fd: int, readable: Callable[[], None]) -> None:
         """Calls ``readable`` whenever the descriptor is readable. From any thread."""
         ...
 
-    def unwatch(self, number: int) -> None:
+    def unwatch(self, fd: int) -> None:
         """Undoes :meth:`watch`."""
         ...
 
@@ -201,7 +201,7 @@ class Sessions:
         due = math.inf
         for (peer, _), incoming in list(self._incoming.items()):
             if incoming.due <= now:
-                incoming.acknowledgement()  # even if sending fails: a duplicate asks for it again
+                incoming.acknowledgement()  # even if sending fails: a duplicate schedules it again
                 try:
                     self._acknowledge(peer)
                 except ZmqgradError as e:
@@ -213,13 +213,13 @@ class Sessions:
                 due = min(due, session.next_due())
         self.arm(due)
 
-    def _watch(self, number: int, session: SessionSocket) -> None:
+    def _watch(self, fd: int, session: SessionSocket) -> None:
         assert self._watcher is not None
-        self._watcher.watch(number, partial(self._on_events, session))
+        self._watcher.watch(fd, partial(self._on_events, session))
 
-    def _unwatch(self, number: int) -> None:
+    def _unwatch(self, fd: int) -> None:
         assert self._watcher is not None
-        self._watcher.unwatch(number)
+        self._watcher.unwatch(fd)
 
     def _on_events(self, session: SessionSocket) -> None:
         with session.lock:

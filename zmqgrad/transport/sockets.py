@@ -76,12 +76,12 @@ class SocketEvent(NamedTuple):
 
 
 class SocketMonitor:
-    """Reports connection events of ``socket`` (``zmq_socket_monitor(3)``). ``number`` is polled, then read.
+    """Reports connection events of ``socket`` (``zmq_socket_monitor(3)``). ``fd`` is polled, then read.
 
     Must be created before the socket binds or connects, and used by one thread at a time.
 
     Args:
-        events: the kinds to report, as a sum of constants of this module. Unread events are kept, so ask for
+        events: the kinds to report, as a sum of constants of this module. Unread events are kept, so request
             few.
     """
 
@@ -94,11 +94,11 @@ class SocketMonitor:
         # libzmq's I/O thread would block on a full monitor, and stop all its other sockets.
         self._pair.rcvhwm = 0
         self._pair.connect(address)
-        self.number = get_int(self._pair, zmq.FD)
+        self.fd = get_int(self._pair, zmq.FD)
         self.read()  # a descriptor of libzmq reports nothing new before everything was read
 
     def read(self) -> list[SocketEvent]:
-        """Returns the next events. Call it until it returns none before ``number`` is polled again."""
+        """Returns the next events. Call it until it returns none before ``fd`` is polled again."""
         events: list[SocketEvent] = []
         try:
             while len(events) < MAX_EVENTS:

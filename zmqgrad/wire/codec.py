@@ -8,11 +8,11 @@ import msgspec
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.wire.frames import (
-    ENVELOPE,
-    ENVELOPE_SIZE,
+    ENVELOPE_BYTES,
+    ENVELOPE_FORMAT,
     MAGIC,
-    MANIFEST_SIZE,
-    MAX_HEADER,
+    MANIFEST_LENGTH,
+    MAX_HEADER_BYTES,
     VERSION,
     WITH_MANIFEST,
     Envelope,
@@ -24,7 +24,7 @@ _decoders = {int(kind): msgspec.msgpack.Decoder(cls) for kind, cls in BY_TYPE.it
 
 _write_header = msgspec.msgpack.Encoder().encode_into
 
-UNWRITABLE = (
+ENCODE_ERRORS: tuple[type[Exception], ...] = (
     msgspec.MsgspecError,
     OverflowError,
     TypeError,
@@ -32,12 +32,13 @@ UNWRITABLE = (
     RecursionError,
     struct.error,
 )
-UNREADABLE = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionError)
+DECODE_ERRORS = (msgspec.MsgspecError, struct.error, UnicodeDecodeError, RecursionError)
 
 COPY_LIMIT_BYTES = 1024
 """Up to this size, copying is faster than creating a memoryview."""
 
-_write_envelope, _read_envelope, _new = ENVELOPE.pack_into, ENVELOPE.unpack_from, tuple.__new__
+_write_envelope, _read_envelope = ENVELOPE_FORMAT.pack_into, ENVELOPE_FORMAT.unpack_from
+_new = tuple.__new__  # faster than the class itself
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
@@ -53,9 +54,9 @@ def encode(
 
     Raises:
         ProtocolError: if a field of ``message`` cannot be encoded (an integer of more than 64 bits, a lone
-            surrogate), or if the frame exceeds ``MAX_HEADER``. The reader checks the bounds of fields.
+            surrogate), or if the frame exceeds ``MAX_HEADER_BYTES``. The reader checks the bounds of fields.
     """
-    frame = bytearray(ENVELOPE_SIZE)
+    frame = bytearray(ENVELOPE_BYTES)
     try:
         kind: int = message.TYPE
         if manifest is not None:
@@ -63,20 +64,21 @@ def encode(
             kind |= WITH_MANIFEST
         _write_header(message, frame, len(frame))
         _write_envelope(frame, 0, MAGIC, VERSION, channel, kind, source, incarnation, message_id, 0, 0, 0)
-    except UNWRITABLE as e:
+    except ENCODE_ERRORS as e:
         raise ProtocolError(f"cannot encode {type(message).__name__} of worker {source}: {e}") from e
-    if len(frame) > MAX_HEADER:
+    if len(frame) > MAX_HEADER_BYTES:
         raise ProtocolError(
-            f"cannot encode {type(message).__name__}: {len(frame)} bytes in one frame (at most {MAX_HEADER})"
+            f"cannot encode {type(message).__name__}: {len(frame)} bytes in one frame "
+            f"(at most {MAX_HEADER_BYTES})"
         )
     return frame
 
 
 def _write_manifest(frame: bytearray, manifest: Manifest) -> None:
-    at = len(frame) + MANIFEST_SIZE.size
-    frame += bytes(MANIFEST_SIZE.size)
+    at = len(frame) + MANIFEST_LENGTH.size
+    frame += bytes(MANIFEST_LENGTH.size)
     _write_header(manifest, frame, at)
-    MANIFEST_SIZE.pack_into(frame, at - MANIFEST_SIZE.size, len(frame) - at)
+    MANIFEST_LENGTH.pack_into(frame, at - MANIFEST_LENGTH.size, len(frame) - at)
 
 
 def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
@@ -86,7 +88,7 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
         ProtocolError: if the bytes are malformed. No other exception is raised.
     """
     if (
-        type(frame) is bytes and ENVELOPE_SIZE <= len(frame) <= COPY_LIMIT_BYTES
+        type(frame) is bytes and ENVELOPE_BYTES <= len(frame) <= COPY_LIMIT_BYTES
     ):  # the common case in one step
         magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target = (
             _read_envelope(frame)
@@ -97,8 +99,8 @@ def decode(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Message]:
                 envelope = _new(
                     Envelope, (kind, source, incarnation, message_id, channel, sequence, acked, target)
                 )
-                return envelope, decoder.decode(frame[ENVELOPE_SIZE:])
-            except UNREADABLE:
+                return envelope, decoder.decode(frame[ENVELOPE_BYTES:])
+            except DECODE_ERRORS:
                 pass  # decode_all() finds the reason
     envelope, manifest, message = decode_all(frame)
     if manifest is not None:
@@ -113,7 +115,7 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
         ProtocolError: if the bytes are malformed. No other exception is raised.
     """
     envelope = read_envelope(frame)
-    start, with_manifest = ENVELOPE_SIZE, envelope.type & WITH_MANIFEST
+    start, with_manifest = ENVELOPE_BYTES, envelope.type & WITH_MANIFEST
     if with_manifest:
         envelope = Envelope(envelope.type & ~WITH_MANIFEST, *envelope[1:])  # faster than _replace
     decoder = _decoders.get(envelope.type)
@@ -128,13 +130,13 @@ def decode_all(frame: bytes | bytearray | memoryview) -> tuple[Envelope, Manifes
         if type(frame) is bytes and len(frame) <= COPY_LIMIT_BYTES:
             return envelope, manifest, decoder.decode(frame[start:])
         return envelope, manifest, decoder.decode(memoryview(frame)[start:])
-    except UNREADABLE as e:
+    except DECODE_ERRORS as e:
         kind = BY_TYPE[envelope.type].__name__  # type: ignore[index]
         raise ProtocolError(f"malformed {kind} from worker {envelope.source}: {e}") from e
 
 
 def _read_manifest(frame: bytes | bytearray | memoryview) -> tuple[Manifest, int]:
     """Return the manifest and the offset of the header."""
-    start = ENVELOPE_SIZE + MANIFEST_SIZE.size
-    end = start + MANIFEST_SIZE.unpack_from(frame, ENVELOPE_SIZE)[0]
+    start = ENVELOPE_BYTES + MANIFEST_LENGTH.size
+    end = start + MANIFEST_LENGTH.unpack_from(frame, ENVELOPE_BYTES)[0]
     return _manifest_decoder.decode(memoryview(frame)[start:end]), end

@@ -15,7 +15,7 @@
 
 A manifest (of the frames that follow, see messages/delivery.py) begins with its size, in 4 bytes. All numbers
 are big-endian. A reader checks magic, version and size first, so that a foreign client on the port (HTTP, a
-scanner) costs no more than a counter (P5).
+scanner) costs no more than a counter (docs/guarantees.md, P5).
 """
 
 from __future__ import annotations
@@ -27,17 +27,26 @@ from zmqgrad.errors import ProtocolError
 
 MAGIC = b"zg"
 VERSION = 2
-ENVELOPE = struct.Struct("!2sBBHHQQQQQ")
-ENVELOPE_SIZE = ENVELOPE.size
+ENVELOPE_FORMAT = struct.Struct("!2sBBHHQQQQQ")
+ENVELOPE_BYTES = ENVELOPE_FORMAT.size
 WITH_MANIFEST = 0x8000
-_unpack_from, _new = ENVELOPE.unpack_from, tuple.__new__
-MANIFEST_SIZE = struct.Struct("!I")
-MAX_HEADER = 512 << 20
+"""Flag in the type field: a manifest precedes the header."""
+
+MANIFEST_LENGTH = struct.Struct("!I")
+"""The size of the manifest in bytes, in front of it."""
+
+MAX_HEADER_BYTES = 512 << 20
 """Limit for envelope and header together; larger first frames are rejected unread."""
+
+_unpack_from = ENVELOPE_FORMAT.unpack_from
+_new = tuple.__new__  # faster than the class itself
+
+_SESSION_OFFSET = 24
+_pack_session = struct.Struct("!QQQ").pack_into
 
 
 class Envelope(NamedTuple):
-    """The fixed-size part of a message."""
+    """The fixed-size part of a message; the module describes its fields, which are all integers."""
 
     type: int
     source: int
@@ -49,12 +58,9 @@ class Envelope(NamedTuple):
     target: int = 0
 
 
-_pack_into = struct.Struct("!QQQ").pack_into
-
-
 def write_session(frame: bytearray, sequence: int, acknowledged: int, target: int) -> None:
     """Write the fields of the session into the envelope at the start of ``frame``."""
-    _pack_into(frame, 24, sequence, acknowledged, target)
+    _pack_session(frame, _SESSION_OFFSET, sequence, acknowledged, target)
 
 
 def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
@@ -63,8 +69,10 @@ def read_envelope(frame: bytes | bytearray | memoryview) -> Envelope:
     Raises:
         ProtocolError: if magic or version differ, or the frame is too short or too long.
     """
-    if not ENVELOPE_SIZE <= len(frame) <= MAX_HEADER:
-        raise ProtocolError(f"first frame of {len(frame)} bytes (expected {ENVELOPE_SIZE} to {MAX_HEADER})")
+    if not ENVELOPE_BYTES <= len(frame) <= MAX_HEADER_BYTES:
+        raise ProtocolError(
+            f"first frame of {len(frame)} bytes (expected {ENVELOPE_BYTES} to {MAX_HEADER_BYTES})"
+        )
     magic, version, channel, kind, source, incarnation, message_id, sequence, acked, target = _unpack_from(
         frame
     )

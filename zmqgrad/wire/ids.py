@@ -1,7 +1,7 @@
 """64-bit ids: 16 bits for the worker that created the id, 48 bits for a counter.
 
 Ids of different workers never collide, and an id identifies its creator. Overflow is an error: with a reused
-id, a reply could be matched with the wrong call (DESIGN section 5).
+id, a reply could be matched with the wrong call.
 """
 
 from __future__ import annotations

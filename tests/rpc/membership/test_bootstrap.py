@@ -40,7 +40,7 @@ def facing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     return chosen
 
 
-def test_who_meets_by_a_file_listens_where_others_can_reach(
+def test_with_a_file_the_listening_address_is_reachable(
     facing: Callable[..., str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert facing(tmp_path) == "127.0.0.1", "nobody has allowed more"

@@ -41,7 +41,7 @@ def on_each(c: Cluster, ranks: list[int], step: Callable[[int], Any]) -> list[An
     return results
 
 
-def test_all_get_what_all_bring(trio: Cluster) -> None:
+def test_all_gather_returns_all_values_everywhere(trio: Cluster) -> None:
     for n in range(3):
         results = on_each(trio, [0, 1, 2], lambda rank, n=n: rpc.all_gather((rank, n)))
         assert results == [{f"worker{rank}": (rank, n) for rank in range(3)}] * 3
@@ -49,17 +49,17 @@ def test_all_get_what_all_bring(trio: Cluster) -> None:
     assert all(v["worker2"].tolist() == [2.0, 2.0] for v in values)
 
 
-def test_some_of_them(trio: Cluster) -> None:
+def test_a_subset_of_workers(trio: Cluster) -> None:
     results = on_each(trio, [1, 2], lambda rank: rpc.all_gather(rank, ["worker2", "worker1"]))
     assert results == [{"worker1": 1, "worker2": 2}] * 2
     assert rpc.all_gather(5, ["worker0"]) == {"worker0": 5}
-    with pytest.raises(UnknownWorkerError, match="worker0 is none of the workers"):
+    with pytest.raises(UnknownWorkerError, match="worker0 is not one of the participants"):
         rpc.barrier(["worker1"])
     with pytest.raises(UnknownWorkerError):
         rpc.barrier(["worker0", "worker9"])
 
 
-def test_nobody_passes_a_barrier_before_all_have_come(trio: Cluster) -> None:
+def test_a_barrier_blocks_until_all_have_arrived(trio: Cluster) -> None:
     passed: list[int] = []
     come = threading.Event()
 
@@ -81,7 +81,7 @@ def test_many_threads_of_each(trio: Cluster) -> None:
     assert on_each(trio, [0, 1, 2] * 4, lambda rank: rpc.barrier()) == [None] * 12
 
 
-def test_who_does_not_come(trio: Cluster) -> None:
+def test_a_missing_participant_is_a_timeout(trio: Cluster) -> None:
     (error,) = on_each(trio, [1], lambda rank: rpc.all_gather(rank, timeout=0.05))
     assert isinstance(error, RpcTimeoutError)
     assert "timed out in _all_gather after 0.05 seconds" in str(error)
@@ -99,7 +99,7 @@ def fail() -> None:
     raise ValueError("inside")
 
 
-def test_torchs_way_to_wait_for_all_calls_of_a_block(trio: Cluster) -> None:
+def test_wait_all_context_manager_of_torch(trio: Cluster) -> None:
     with api._wait_all():
         futures = [rpc.rpc_async(n, where) for n in range(3)]
     assert all(f.done() for f in futures)

@@ -126,7 +126,7 @@ def there_and_back(other: str) -> str:
 # ---- ids and names ---------------------------------------------------------------------------------------
 
 
-def test_ids_are_handed_out_once(town: Town) -> None:
+def test_ids_are_allocated_once(town: Town) -> None:
     store = PrefixStore("d", town.store)
     assert [allocate_id(store, "a", rank) for rank in (None, 2, None, None, 2, None)] == [0, 2, 1, 3, 4, 5]
 
@@ -155,7 +155,7 @@ def test_two_workers_of_one_name_are_refused_while_the_older_lives(town: Town) -
     assert [i.id for i in (r.info for r in third.worker.membership.all())] == [2]
 
 
-def test_many_at_once(town: Town) -> None:
+def test_many_workers_join_at_once(town: Town) -> None:
     made = [town.make(f"w{n}") for n in range(8)]
     twins = [town.make("twin") for _ in range(3)]
     refused: list[str] = []
@@ -180,7 +180,7 @@ def test_many_at_once(town: Town) -> None:
 # ---- joining and leaving ---------------------------------------------------------------------------------
 
 
-def test_who_joins_can_be_called_at_once_and_calls_at_once(town: Town) -> None:
+def test_a_new_member_can_call_and_be_called_immediately(town: Town) -> None:
     a = town.join("a")
     for n in range(3):
         b = town.join(f"b{n}")
@@ -194,7 +194,7 @@ def test_who_joins_can_be_called_at_once_and_calls_at_once(town: Town) -> None:
             rpc.rpc_sync("c", where)
 
 
-def test_who_leaves_is_gone_and_comes_back_as_another(town: Town) -> None:
+def test_a_worker_that_rejoins_has_a_new_id(town: Town) -> None:
     a, b = town.join("a"), town.join("b")
     with acting(a):
         rref = rpc.remote("b", list, args=((1, 2),))
@@ -217,7 +217,7 @@ def test_who_leaves_is_gone_and_comes_back_as_another(town: Town) -> None:
     assert names_known_to(a) == names_known_to(again) == ["a", "b"]
 
 
-def test_a_worker_that_dies_is_struck_off_for_all(town: Town) -> None:
+def test_a_dead_worker_is_evicted_for_all(town: Town) -> None:
     a, b, c = (town.join(name) for name in "abc")
     eventually(lambda: (names_known_to(a), names_known_to(b)), lambda both: both == (["a", "b", "c"],) * 2)
     with acting(c):
@@ -242,11 +242,14 @@ def test_a_worker_out_of_reach_of_one_is_not_struck_off_for_others(town: Town) -
     assert town.store.check(["d/worker/1"])
     with acting(c):
         assert rpc.rpc_sync("b", where) == "b"
-    with acting(b), pytest.raises(PeerLostError, match=r"a has declared b .worker 1. lost: .*; join anew"):
+    with (
+        acting(b),
+        pytest.raises(PeerLostError, match=r"a has declared b .worker 1. lost: .*; it must join again"),
+    ):
         rpc.rpc_sync("a", where)
 
 
-def test_the_loss_of_who_was_never_known(town: Town) -> None:
+def test_losing_an_unknown_worker(town: Town) -> None:
     """It had sent something, and was dead before its name was."""
     a = town.join("a")
     with acting(a):
@@ -273,7 +276,7 @@ def test_messages_of_an_older_incarnation_are_refused(town: Town) -> None:
     assert a.worker.counts()[1] == ran
 
 
-def test_a_store_that_is_gone_costs_no_call(town: Town) -> None:
+def test_calls_continue_after_the_store_has_ended(town: Town) -> None:
     a, _ = town.join("a"), town.join("b")
     with acting(a):
         assert rpc.rpc_sync("b", where) == "b"
@@ -284,7 +287,7 @@ def test_a_store_that_is_gone_costs_no_call(town: Town) -> None:
                 rpc.rpc_sync("c", where)
 
 
-def test_a_look_up_has_the_time_of_its_call(town: Town) -> None:
+def test_a_look_up_is_bounded_by_the_timeout_of_its_call(town: Town) -> None:
     """A store that takes its time keeps no caller for longer; one look serves all who wait."""
     a, _ = town.join("a"), town.join("b")
     eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
@@ -299,9 +302,7 @@ def test_a_look_up_has_the_time_of_its_call(town: Town) -> None:
     asks: list[Callable[..., Any]] = [rpc.rpc_sync, rpc.rpc_async, rpc.remote]
     with acting(a):
         for ask in asks:
-            with pytest.raises(
-                RpcTimeoutError, match="a does not know 'c', and the store, asked for it, did not"
-            ):
+            with pytest.raises(RpcTimeoutError, match="a does not know 'c', and the store did not"):
                 ask("c", where, timeout=0.02)
         with pytest.raises(RpcTimeoutError, match="does not know 'c'"):
             rpc.broadcast(["b", "c"], where, timeout=0.02)
@@ -333,7 +334,7 @@ class Served:
         self.open = False
 
 
-def test_who_serves_the_store_leaves_last(town: Town) -> None:
+def test_the_worker_that_serves_the_store_leaves_last(town: Town) -> None:
     served = Served()
     a, b, c = town.join("a", served=served), town.join("b"), town.join("c")
     eventually(lambda: names_known_to(a), lambda names: names == ["a", "b", "c"])
@@ -347,14 +348,14 @@ def test_who_serves_the_store_leaves_last(town: Town) -> None:
     assert not served.open
 
 
-def test_who_serves_the_store_does_not_wait_for_ever(town: Town) -> None:
+def test_the_worker_that_serves_the_store_waits_with_a_limit(town: Town) -> None:
     a, _ = town.join("a", served=Served()), town.join("b")
     eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
     with pytest.raises(RpcTimeoutError, match="a, which serves the store, gave up waiting for b to leave"):
         a.leave(True, Deadline.after(0.05))
 
 
-def test_leaving_waits_for_what_is_under_way(town: Town) -> None:
+def test_leaving_waits_for_running_calls(town: Town) -> None:
     a, b = town.join("a"), town.join("b")
     with acting(a), town.network.hold(target=0) as held:
         answer = rpc.rpc_async("b", where)
@@ -373,7 +374,7 @@ def test_waiting_for_workers(town: Town) -> None:
     a = town.join("a")
     with acting(a):
         assert [i.name for i in rpc.wait_for_workers(["a"])] == ["a"]
-        with pytest.raises(RpcTimeoutError, match="a: these workers did not come in time: b, c"):
+        with pytest.raises(RpcTimeoutError, match="a: these workers did not join in time: b, c"):
             rpc.wait_for_workers(["a", "b", "c"], timeout=0.01)
         with pytest.raises(ArgumentTypeError, match="a list of names"):
             rpc.wait_for_workers("b")
@@ -403,7 +404,7 @@ def test_waiting_ends_with_the_worker(town: Town) -> None:
     assert told == ["worker a was shut down while it waited for others"]
 
 
-def test_callbacks_hear_of_each_once_and_may_call(town: Town) -> None:
+def test_callbacks_get_each_event_once_and_may_make_calls(town: Town) -> None:
     a, b = town.join("a"), town.join("b")
     eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
     heard: list[Any] = []
@@ -463,7 +464,7 @@ def held() -> str:
     return where()
 
 
-def test_the_name_of_one_who_left_is_free_though_an_answer_is_still_awaited(
+def test_a_name_is_free_after_leaving_while_a_reply_is_unread(
     town: Town, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dynamic, "LAST_REPLIES_GRACE_SECONDS", WAIT)
@@ -483,7 +484,7 @@ def test_the_name_of_one_who_left_is_free_though_an_answer_is_still_awaited(
 
 
 @pytest.mark.slow
-def test_one_comes_and_goes_while_others_call_each_other(town: Town) -> None:
+def test_a_worker_joins_and_leaves_while_others_call_each_other(town: Town) -> None:
     steady = [town.join(name) for name in "ab"]
     stop = threading.Event()
     failed: list[BaseException] = []

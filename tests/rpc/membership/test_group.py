@@ -67,17 +67,17 @@ def test_all_join_and_leave() -> None:
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(20)) for g in made]) == [None] * 3
 
 
-def test_those_who_do_not_come_are_named() -> None:
+def test_the_error_names_missing_workers() -> None:
     one, *others = groups(3)
     with pytest.raises(
-        RendezvousTimeoutError, match=r"of 3 workers, these ranks did not come in time: \[1, 2\]"
+        RendezvousTimeoutError, match=r"of 3 workers, these ranks did not join in time: \[1, 2\]"
     ):
         one.join(Deadline.after(0.05))
     for g in (one, *others):
         g.close()
 
 
-def test_who_was_kept_waiting_may_try_again() -> None:
+def test_a_worker_may_join_again_after_a_timeout() -> None:
     store = HashStore()
     for _ in range(2):
         for late in groups(3, store=store)[:2]:  # both, one after the other
@@ -91,7 +91,7 @@ def test_who_was_kept_waiting_may_try_again() -> None:
         g.close()
 
 
-def test_a_name_that_two_have_is_told_to_all() -> None:
+def test_a_duplicate_name_fails_all_workers() -> None:
     made = groups(3, "aba")
     raised = all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     assert all(isinstance(e, DuplicateWorkerError) and "'a' is not unique" in str(e) for e in raised), raised
@@ -99,7 +99,7 @@ def test_a_name_that_two_have_is_told_to_all() -> None:
         g.close()
 
 
-def test_shutdown_names_those_who_do_not_leave() -> None:
+def test_shutdown_names_workers_that_do_not_leave() -> None:
     made = groups(3)
     all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
     with pytest.raises(
@@ -120,7 +120,7 @@ def test_shutdown_names_those_who_do_not_leave() -> None:
         ("0", None, "`rank`"),
     ],
 )
-def test_numbers_that_are_none(
+def test_invalid_ranks_and_world_sizes(
     monkeypatch: pytest.MonkeyPatch, rank: Any, world_size: Any, text: str
 ) -> None:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
@@ -136,7 +136,7 @@ class Dead(BaseException):
 
 @pytest.mark.parametrize("posted", [False, True])
 @pytest.mark.parametrize("step", ["arrived", "quiet/0", "quiet/1"])
-def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: str, posted: bool) -> None:
+def test_a_worker_that_dies_during_shutdown(monkeypatch: pytest.MonkeyPatch, step: str, posted: bool) -> None:
     """Only one of the others is told, at once; all do the same all the same, and none waits for long."""
     made = groups(4)
     victim, witness = made[2].worker, made[1].worker
@@ -168,7 +168,7 @@ def test_one_that_dies_while_all_leave(monkeypatch: pytest.MonkeyPatch, step: st
     assert sorted(left) == ["worker0", "worker1", "worker3"]
 
 
-def test_a_request_that_was_lost_on_its_way_keeps_nobody_for_ever(
+def test_a_lost_request_does_not_block_shutdown_forever(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """All look as often as the others: none stops while another goes on."""
@@ -182,7 +182,7 @@ def test_a_request_that_was_lost_on_its_way_keeps_nobody_for_ever(
 
 
 @pytest.mark.parametrize("who", [0, 2])
-def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
+def test_shutdown_notices_the_death_of_a_worker_without_calls(
     monkeypatch: pytest.MonkeyPatch, who: int
 ) -> None:
     made = groups(3)
@@ -198,7 +198,7 @@ def test_the_death_of_one_whom_nobody_called_is_found_out_while_all_leave(
 
 
 @pytest.mark.parametrize("gives_up", [False, True])
-def test_rank_0_waits_for_the_slow_but_not_forever(monkeypatch: pytest.MonkeyPatch, gives_up: bool) -> None:
+def test_rank_0_waits_for_slow_workers_with_a_limit(monkeypatch: pytest.MonkeyPatch, gives_up: bool) -> None:
     checked, released = threading.Semaphore(0), threading.Event()
     monkeypatch.setattr(shutdown, "LEAVE_POLL_SECONDS", 0.01)
     monkeypatch.setattr(shutdown, "LEAVE_GRACE_SECONDS", 0.1 if gives_up else 20.0)
@@ -230,7 +230,7 @@ def test_rank_0_waits_for_the_slow_but_not_forever(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.slow
-def test_a_store_that_is_about_to_close_takes_no_newcomers() -> None:
+def test_a_store_that_is_about_to_close_accepts_no_new_clients() -> None:
     with (
         TCPStore("127.0.0.1", 0, is_master=True, timeout=20) as master,
         TCPStore("127.0.0.1", master.port, timeout=20) as guest,
@@ -306,7 +306,7 @@ def test_options_by_torchs_name() -> None:
         rpc.init_rpc("alone", rank=0, world_size=1, rpc_backend_options=options)
 
 
-def test_other_arguments_that_cannot_be() -> None:
+def test_other_invalid_arguments() -> None:
     with pytest.raises(ConfigurationError, match="Argument backend must be a member"):
         rpc.init_rpc("a", backend="GLOO", rank=0, world_size=1)
     with pytest.raises(ConfigurationError, match="Argument rpc_backend_options must be an instance of"):
@@ -329,7 +329,7 @@ def in_a_fork(options: RpcBackendOptions) -> str:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_fork_is_told_that_it_is_one_and_may_join_by_itself() -> None:
+def test_calls_in_a_fork_raise_and_the_fork_may_join_by_itself() -> None:
     options = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=10)
     own = rpc.RpcBackendOptions(init_method=f"tcp://127.0.0.1:{free_port()}", rpc_timeout=10)
     rpc.init_rpc("parent", rank=0, world_size=1, rpc_backend_options=options)

@@ -75,7 +75,7 @@ X = torch.ones(1)
         ({1: X},),
     ],
 )
-def test_containers_keep_who_is_whom(args: tuple[Any, ...]) -> None:
+def test_containers_keep_identities(args: tuple[Any, ...]) -> None:
     there, _ = arrive(args, {})
     assert repr(there) == repr(args)
     first = args[0]

@@ -99,7 +99,7 @@ def functions() -> list[tuple[Callable[..., Any], tuple[Any, ...]]]:
     ]
 
 
-def test_functions_do_there_what_they_do_here(pair: Cluster) -> None:
+def test_functions_sent_by_value_behave_the_same(pair: Cluster) -> None:
     for function, args in functions():
         expected = function(*args)
         for _ in range(3):
@@ -114,7 +114,7 @@ def test_a_function_keeps_its_names(pair: Cluster) -> None:
         assert run(names, function) == names(function)
 
 
-def test_what_a_function_holds_travels_with_each_call(pair: Cluster) -> None:
+def test_captured_state_is_sent_with_each_call(pair: Cluster) -> None:
     held, number, default = [1], 1, [1]
     cell = lambda: number  # noqa: E731
     reader = lambda x=default: (held, number, x, cell())  # noqa: E731
@@ -135,7 +135,7 @@ def test_modules_are_those_of_the_moment(pair: Cluster, monkeypatch: pytest.Monk
     assert run(parse) == "no module"
 
 
-def test_what_is_written_stays_with_one_call(pair: Cluster) -> None:
+def test_writes_to_captured_state_stay_within_a_call(pair: Cluster) -> None:
     count = counter()
     assert [run(count) for _ in range(3)] == [1, 1, 1]
     assert count() == 1

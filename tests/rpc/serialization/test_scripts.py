@@ -92,7 +92,7 @@ def test_modules_arrive_as_copies(pair: Cluster) -> None:
     assert torch.equal(scripted(X), expected)
 
 
-def test_a_module_stays_where_it_is_made_and_is_called_there(pair: Cluster) -> None:
+def test_a_script_module_is_called_on_its_owner(pair: Cluster) -> None:
     rref = rpc.remote("worker1", torch.jit.script, (Layer(),))
     there = rref.rpc_sync().forward(X)
     assert torch.equal(rref.to_here()(X), there)

@@ -121,7 +121,7 @@ class Pair:
     ],
     ids=lambda f: f.__name__,
 )
-def test_what_can_be_imported_goes_by_reference(function: Callable[..., Any]) -> None:
+def test_importable_functions_are_sent_by_name(function: Callable[..., Any]) -> None:
     reference = reference_to(function)
     assert reference
     assert find_function(reference) is function
@@ -153,7 +153,7 @@ def test_a_closure_arrives_with_a_state_of_its_own() -> None:
     assert seen == []
 
 
-def test_a_local_class_goes_by_value() -> None:
+def test_a_local_class_is_sent_by_value() -> None:
     class Local:
         def __init__(self, x: int) -> None:
             self.x = x
@@ -174,7 +174,7 @@ def test_a_decorated_function_is_the_decorated_one() -> None:
     assert call(twice(plain), 1) == 4
 
 
-def test_what_is_no_function_is_refused() -> None:
+def test_a_non_callable_is_refused() -> None:
     with pytest.raises(PayloadError, match="3 cannot be called"):
         serialize_call(3, (), {}, SerializationContext())
 
@@ -300,7 +300,7 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-def test_a_scripted_function_goes_by_name() -> None:
+def test_a_scripted_function_is_sent_by_name() -> None:
     reference, packed = serialize_call(scripted, (torch.ones(1),), {}, SerializationContext())
     assert reference == f"{__name__}:scripted"
     assert find_function(reference) is scripted
@@ -360,7 +360,7 @@ class Book:
         return ("adopted", fork[2])
 
     def discard(self, forks: Any) -> None:
-        """What nobody will adopt."""
+        """A fork that is never adopted."""
         self.discarded += [fork[2] for fork in forks]
 
 
@@ -395,7 +395,7 @@ class Breaks:
         return break_here, ()
 
 
-def test_references_behind_what_cannot_be_rebuilt_are_let_go() -> None:
+def test_references_after_an_undeserializable_object_are_released() -> None:
     book = Book()
     payload = serialize([Reference(), Breaks(), Reference(), Reference()], SerializationContext(book)).payload
     assert [fork[2] for fork in payload.forks] == [1, 2, 3]
@@ -408,7 +408,7 @@ def test_references_outside_of_calls_are_refused() -> None:
     with pytest.raises(PayloadError, match="only inside a remote call"):
         serialize([Reference()])
     payload = serialize([Reference()], SerializationContext(Book())).payload
-    with pytest.raises(PayloadError, match="stands in pickles only"):
+    with pytest.raises(PayloadError, match="used in pickles only"):
         deserialize(payload, [], [])
 
 
@@ -452,7 +452,7 @@ def test_a_pickle_that_names_a_tensor_which_did_not_come() -> None:
         deserialize(payload, [], [])
 
 
-def test_what_cannot_be_imported_here() -> None:
+def test_an_unimportable_function_is_named() -> None:
     payload = serialize([Thing(1)]).payload
     assert payload.pickled is not None
     data = payload.pickled.data.replace(b"Thing", b"Thong")
@@ -462,7 +462,7 @@ def test_what_cannot_be_imported_here() -> None:
         )
 
 
-def test_what_cannot_be_sent_is_shown_in_one_line() -> None:
+def test_errors_show_large_arguments_in_one_line() -> None:
     """Modules show themselves in many."""
     module = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
     module.lock = threading.Lock()  # type: ignore[assignment]
@@ -474,7 +474,7 @@ async def give_nothing() -> None:
     """Runs nowhere by itself."""
 
 
-def test_what_runs_is_told_what_to_send_instead() -> None:
+def test_the_error_for_unpicklable_state_names_an_alternative() -> None:
     coroutine = give_nothing()
     with pytest.raises(PayloadError, match=r"send its result, by asyncio\.run"):
         serialize(coroutine)

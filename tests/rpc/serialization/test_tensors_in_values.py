@@ -121,7 +121,7 @@ def as_arguments(value: Any) -> Any:
 
 
 @given(nested(), st.sampled_from([as_result, as_argument, as_arguments]))
-def test_what_arrives_is_what_was_sent_and_nobody_shares_more_than_before(value: Any, way: Any) -> None:
+def test_values_arrive_equal_and_share_no_more_memory_than_before(value: Any, way: Any) -> None:
     got = way(value)
     sent, there = list(leaves(value)), list(leaves(got))
     assert shape_of(got) == shape_of(value)

@@ -62,7 +62,7 @@ def received(channel: ReplyChannel) -> Inbound:
     return inbound
 
 
-def test_a_reply_comes_by_the_channel_that_the_request_names(office: Office) -> None:
+def test_a_reply_arrives_at_the_channel_named_in_the_request(office: Office) -> None:
     a, b = pair(office)
     channel = channel_to(a)
     open_channel(a, b, channel)
@@ -77,7 +77,7 @@ def test_a_reply_comes_by_the_channel_that_the_request_names(office: Office) -> 
 
 
 @pytest.mark.parametrize("frames", [[b"re", b"ply"], [b""], [bytes(MAX_PACKET_BYTES)], [bytes(1 << 20)]])
-def test_a_reply_of_several_frames_comes_to_the_receiver(office: Office, frames: list[bytes]) -> None:
+def test_a_reply_of_several_frames_arrives_at_the_receiver(office: Office, frames: list[bytes]) -> None:
     a, b = pair(office)
     channel = channel_to(a)
     open_channel(a, b, channel)
@@ -88,7 +88,7 @@ def test_a_reply_of_several_frames_comes_to_the_receiver(office: Office, frames:
     channel.release()
 
 
-def test_a_large_reply_of_one_frame_comes_to_the_receiver(office: Office) -> None:
+def test_a_large_reply_of_one_frame_arrives_at_the_receiver(office: Office) -> None:
     a, b = pair(office)
     channel = channel_to(a)
     open_channel(a, b, channel)
@@ -111,7 +111,7 @@ def test_requests_never_travel_by_channels(office: Office) -> None:
 
 
 @pytest.mark.parametrize("number", [MAX_CHANNELS + 1, 255])
-def test_a_reply_for_a_channel_that_cannot_exist_comes_to_the_receiver(office: Office, number: int) -> None:
+def test_a_reply_to_an_invalid_channel_arrives_at_the_receiver(office: Office, number: int) -> None:
     a, b = pair(office)
     b.mailbox.send(0, REPLY, 5, [b"x"], number)
     (reply,) = a.take()
@@ -178,7 +178,7 @@ def test_time_passes_without_a_reply(office: Office) -> None:
     channel.release()
 
 
-def test_a_late_reply_is_found_by_who_waits_next(office: Office) -> None:
+def test_a_late_reply_is_read_by_the_next_user_of_the_channel(office: Office) -> None:
     a, b = pair(office)
     channel = channel_to(a)
     open_channel(a, b, channel)

@@ -108,7 +108,7 @@ def test_packets_of_several_connections_do_not_mix(site: Site) -> None:
 
 
 def test_what_the_kernel_does_not_accept_waits_in_order(site: Site) -> None:
-    """Thousands of packets to a reader that does not read: none is lost, none overtakes, nobody blocks."""
+    """Thousands of packets to a peer that does not read: none is lost or reordered, and no sender blocks."""
     connection, count = site.ready(), 0
     while connection.backlog() < 1000:
         connection.send(b"%d" % count, keep_gil=bool(count % 2))
@@ -149,7 +149,7 @@ def test_a_writer_flushes_what_waits(site: Site) -> None:
         connection.close()
 
 
-def test_a_writer_gives_up_what_waits_for_a_peer_that_has_gone(site: Site) -> None:
+def test_the_writer_drops_the_backlog_of_a_closed_peer(site: Site) -> None:
     writer = BacklogWriter("w")
     gone = local.connect(site.endpoint, JOB, 7, writer.add)
     site.read()
@@ -216,7 +216,7 @@ def test_a_process_of_another_job_is_refused(
         b"x" * 10_000,
     ],
 )
-def test_what_speaks_another_protocol_is_refused(site: Site, said: bytes) -> None:
+def test_a_foreign_protocol_is_refused(site: Site, said: bytes) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as stranger:
         stranger.connect(local.unix_name(site.endpoint))
         stranger.send(said)
@@ -249,7 +249,7 @@ def test_a_peer_that_hangs_up_is_forgotten(site: Site) -> None:
     assert len(site.ended) == 1
 
 
-def test_one_who_leaves_before_he_is_accepted_costs_nothing(site: Site) -> None:
+def test_a_client_that_closes_before_accept_leaves_nothing(site: Site) -> None:
     for _ in range(3):
         site.connect().close()
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:
@@ -260,7 +260,7 @@ def test_one_who_leaves_before_he_is_accepted_costs_nothing(site: Site) -> None:
         assert site.ready().is_ready()
 
 
-def test_where_nobody_listens() -> None:
+def test_no_listener() -> None:
     with pytest.raises(OSError, match="refused"):
         local.connect(f"ipc://@zmqgrad-{secrets.token_hex(8)}", JOB, 7, lambda _: None)
 
@@ -275,7 +275,7 @@ def test_the_listener_can_end_a_connection(site: Site) -> None:
         connection.send(b"x")
 
 
-def test_sending_to_a_peer_that_has_gone_is_an_error(site: Site) -> None:
+def test_sending_to_a_closed_peer_raises(site: Site) -> None:
     connection = site.ready()
     site.listener.close()
     for keep_gil in (False, True):

@@ -6,7 +6,7 @@ import pytest
 
 from zmqgrad.errors import ProtocolError
 from zmqgrad.transport.local import MAX_PACKET_BYTES
-from zmqgrad.transport.query.pending import PING_NUMBER, REPEAT_SECONDS, Arrival, PendingQuery
+from zmqgrad.transport.query.pending import PING_ID, REPEAT_SECONDS, Arrival, PendingQuery
 from zmqgrad.wire.messages import Message, Refusal, StoreDone, StorePong, StoreRefused
 
 LIMIT = StoreRefused(Refusal.LIMIT, "")
@@ -18,7 +18,7 @@ def query() -> PendingQuery:
     return PendingQuery(7, bytearray(b"query"), 100.0, 1000.0)
 
 
-def test_it_is_repeated_at_growing_intervals(query: PendingQuery) -> None:
+def test_a_query_is_repeated_at_growing_intervals(query: PendingQuery) -> None:
     now = 100.0
     for seconds in (*REPEAT_SECONDS, REPEAT_SECONDS[-1], REPEAT_SECONDS[-1]):
         assert query.seconds_to_wait(now) == seconds
@@ -39,11 +39,13 @@ def test_no_wait_exceeds_the_deadline() -> None:
         (7, TOO_LARGE, Arrival.TOO_LARGE),
         (6, StoreDone(), Arrival.NO_REPLY),
         (6, TOO_LARGE, Arrival.NO_REPLY),
-        (PING_NUMBER, StorePong("", ""), Arrival.NO_REPLY),
-        (PING_NUMBER, LIMIT, Arrival.REPLY),
+        (PING_ID, StorePong("", ""), Arrival.NO_REPLY),
+        (PING_ID, LIMIT, Arrival.REPLY),
     ],
 )
-def test_what_a_message_means(query: PendingQuery, number: int, message: Message, arrival: Arrival) -> None:
+def test_classification_of_received_messages(
+    query: PendingQuery, number: int, message: Message, arrival: Arrival
+) -> None:
     query.peer_responded = False
     assert query.receive(number, message) is arrival
     assert query.peer_responded

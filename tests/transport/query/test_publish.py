@@ -33,7 +33,7 @@ class Publishing:
         self.publisher = Publisher(
             self._server.context, self._server.incarnation, LOOPBACK, keys, self.nonces.put
         )
-        self._server.register(self.publisher.number, self.publisher.read)
+        self._server.register(self.publisher.fd, self.publisher.read)
         self._thread = threading.Thread(target=self._server.serve, args=(self,), daemon=True)
         self._thread.start()
 
@@ -118,8 +118,10 @@ def endpoint(request: pytest.FixtureRequest, publishing: Publishing) -> str:
     return publishing.publisher.endpoint
 
 
-def test_nothing_is_lost_after_the_proof(publishing: Publishing, keys: Keys | None, endpoint: str) -> None:
-    """The first one neither (DESIGN 16.1)."""
+def test_no_notification_is_lost_once_the_subscription_is_proved(
+    publishing: Publishing, keys: Keys | None, endpoint: str
+) -> None:
+    """Not even the first notification after the nonce was seen."""
     for _ in range(20):
         each = Subscribed(endpoint, keys)
         each.prove(publishing)
@@ -152,7 +154,9 @@ def test_thousands_arrive_in_order(publishing: Publishing, keys: Keys | None, en
     each.close()
 
 
-def test_breaks_are_told_and_the_proof_holds_again(publishing: Publishing, keys: Keys | None) -> None:
+def test_a_broken_subscription_is_reported_and_proved_again(
+    publishing: Publishing, keys: Keys | None
+) -> None:
     with Relay(publishing.publisher.port) as relay:
         each = Subscribed(f"tcp://127.0.0.1:{relay.port}", keys)
         for n in range(3):
@@ -180,7 +184,7 @@ def test_a_subscriber_can_move(keys: Keys | None, publishing: Publishing, endpoi
 
 
 @pytest.mark.parametrize("theirs", [None, THEIRS], ids=["without a secret", "with another one"])
-def test_strangers_hear_nothing(theirs: Keys | None) -> None:
+def test_subscribers_without_the_secret_receive_nothing(theirs: Keys | None) -> None:
     publishing = Publishing(OURS)
     endpoint = f"tcp://127.0.0.1:{publishing.publisher.port}"
     stranger, ours = Subscribed(endpoint, theirs), Subscribed(endpoint, OURS)

@@ -18,10 +18,10 @@ from tests.support.waiting import eventually
 from tests.transport.query.echo import DONE, LOOPBACK, OURS, PATIENCE, THEIRS, Running, in_thread
 from zmqgrad.errors import (
     AddressInUseError,
+    AuthenticationError,
     ClosedError,
     ConfigurationError,
     ProtocolError,
-    SecretError,
     TransportError,
 )
 from zmqgrad.runtime.clock import ManualClock
@@ -78,7 +78,7 @@ def client_of(running: Running, *, fast_path: bool = False, port: int | None = N
 # ---- queries and replies ----------------------------------------------------------------------------------
 
 
-def test_a_reply_comes_back(client: QueryClient) -> None:
+def test_a_query_gets_its_reply(client: QueryClient) -> None:
     for key in ("a", "b", "x" * 50_000, "c"):
         assert client.request(StoreGet(key, 1.0), PATIENCE) == StoreValue(key.encode())
 
@@ -99,7 +99,7 @@ def test_many_threads_get_their_own_replies(client: QueryClient) -> None:
     assert [outcome.wait(PATIENCE) for outcome in outcomes] == [DONE] * 12
 
 
-def test_parked_queries_are_in_nobodys_way(running: Running, client: QueryClient) -> None:
+def test_blocked_queries_do_not_delay_others(running: Running, client: QueryClient) -> None:
     parked = [in_thread(lambda: client.request(StoreGet("park", 60.0), PATIENCE)) for _ in range(3)]
     for _ in parked:
         assert running.service.arrived.acquire(timeout=PATIENCE)
@@ -113,7 +113,7 @@ def test_the_service_is_called_when_something_is_due(client: QueryClient) -> Non
     assert client.request(StoreGet("park", 0.01), PATIENCE) == StoreValue(b"too late")
 
 
-def test_a_late_reply_meets_no_later_query(running: Running, client: QueryClient) -> None:
+def test_a_late_reply_is_not_matched_with_a_later_query(running: Running, client: QueryClient) -> None:
     client.clock = clock = ManualClock()
     late = in_thread(lambda: client.request(StoreGet("park", 60.0), 0.3))
     assert running.service.arrived.acquire(timeout=PATIENCE)
@@ -159,7 +159,7 @@ def connections_to(port: int) -> int:
 # ---- servers that come and go -----------------------------------------------------------------------------
 
 
-def test_no_server_costs_the_deadline_and_no_more(keys: Keys | None) -> None:
+def test_without_a_server_queries_time_out_at_their_deadline(keys: Keys | None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as bound:
         port = bound.getsockname()[1]
     with (
@@ -169,7 +169,7 @@ def test_no_server_costs_the_deadline_and_no_more(keys: Keys | None) -> None:
         client.request(A, 0.02)
 
 
-def test_a_server_that_comes_later_is_found(keys: Keys | None, fast_path: bool) -> None:
+def test_a_server_that_starts_later_is_found(keys: Keys | None, fast_path: bool) -> None:
     first = Running(keys=keys)
     address = first.server.endpoint
     with closing(QueryClient(address, keys=keys, fast_path=fast_path)) as client:
@@ -251,7 +251,7 @@ def test_a_connection_that_leads_nowhere_is_replaced(plain: Running) -> None:
         assert client.request(A, PATIENCE) == StoreValue(b"a")
 
 
-def test_a_reply_that_nobody_can_get_is_counted(plain: Running) -> None:
+def test_an_undeliverable_reply_is_counted(plain: Running) -> None:
     with Relay(plain.server.port) as relay, closing(client_of(plain)) as other:
         gone = client_of(plain, port=relay.port)
         wait = in_thread(lambda: gone.request(StoreGet("park", 60.0), PATIENCE))
@@ -267,7 +267,7 @@ def test_a_reply_that_nobody_can_get_is_counted(plain: Running) -> None:
 # ---- the end ----------------------------------------------------------------------------------------------
 
 
-def test_closing_the_client_ends_what_waits(running: Running, client: QueryClient) -> None:
+def test_closing_the_client_ends_waiting_queries(running: Running, client: QueryClient) -> None:
     client.request(A, PATIENCE)
     waits = [in_thread(lambda: client.request(StoreGet("park", 60.0), PATIENCE)) for _ in range(3)]
     for _ in waits:
@@ -340,7 +340,7 @@ def test_garbage_is_counted_and_logged_once(
     frames: list[bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """(P5): and the server goes on."""
+    """P5 of docs/guarantees.md: the server continues."""
     with (
         caplog.at_level(logging.WARNING, "zmqgrad.transport.query"),
         zmq.Context() as context,
@@ -360,7 +360,7 @@ def test_garbage_is_counted_and_logged_once(
     assert caplog.text.count("dropped a malformed query from 127.0.0.1") == 1
 
 
-def test_strangers_on_the_port_cost_a_counter(plain: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_foreign_protocols_on_the_port_are_counted(plain: Running, caplog: pytest.LogCaptureFixture) -> None:
     garbage = [
         b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
         b"\x16\x03\x01\x00\xa5\x01\x00\x00\xa1",
@@ -384,7 +384,7 @@ def test_strangers_on_the_port_cost_a_counter(plain: Running, caplog: pytest.Log
     assert caplog.text.count("dropped a malformed query from tcp") == 1, "not a line for each"
 
 
-def test_a_client_of_another_release_is_told_what_is_wrong(client: QueryClient) -> None:
+def test_a_malformed_query_is_refused_with_the_reason(client: QueryClient) -> None:
     reply = client.request(StoreGet("k", -1.0), PATIENCE)
     assert isinstance(reply, StoreRefused)
     assert "malformed StoreGet" in reply.text
@@ -415,7 +415,10 @@ def test_a_reply_that_is_none_of_ours(reply: bytes) -> None:
 @pytest.mark.parametrize(("ours", "theirs"), [(OURS, None), (None, OURS), (OURS, THEIRS)])
 def test_a_client_learns_at_once_that_it_has_another_secret(ours: Keys | None, theirs: Keys | None) -> None:
     running = Running(keys=theirs)
-    with closing(QueryClient(running.server.endpoint, keys=ours)) as client, pytest.raises(SecretError):
+    with (
+        closing(QueryClient(running.server.endpoint, keys=ours)) as client,
+        pytest.raises(AuthenticationError),
+    ):
         client.request(A, PATIENCE)
     assert running.service.received == []
     running.stop()
@@ -432,7 +435,7 @@ def test_a_relay_without_a_server_is_not_taken_for_another_secret(plain: Running
             client.request(A, 0.5)
 
 
-def test_a_ping_is_what_a_client_begins_with(plain: Running) -> None:
+def test_a_client_begins_with_a_ping(plain: Running) -> None:
     """A server that is about to close does not reply to pings, so clients that come find the next one."""
     plain.server.refuses_newcomers = True
     with closing(client_of(plain)) as client:
@@ -449,12 +452,12 @@ def test_a_port_in_use_is_named(plain: Running) -> None:
         QueryServer("second", plain.server.endpoint)
 
 
-def test_an_address_that_is_none() -> None:
+def test_a_malformed_address() -> None:
     with pytest.raises(TransportError, match=r"cannot listen on tcp://127\.0\.0\.1:x"):
         QueryServer("nowhere", "tcp://127.0.0.1:x")
 
 
-def test_nothing_but_loopback_without_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_secret_only_loopback_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
     with pytest.raises(ConfigurationError, match=r"without a secret.*ZMQGRAD_ALLOW_INSECURE=1"):
         QueryServer("open", "tcp://*:*")
@@ -491,5 +494,5 @@ def test_ipv6(keys: Keys | None) -> None:
         ("[::]", False),
     ],
 )
-def test_what_loopback_is(host: str, loopback: bool) -> None:
+def test_is_loopback(host: str, loopback: bool) -> None:
     assert is_loopback(host) == loopback

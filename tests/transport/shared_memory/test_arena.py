@@ -77,7 +77,7 @@ def test_nothing_is_leased_before_the_peer_has_mapped_the_segment(host: Host) ->
 
 
 @pytest.mark.parametrize("nonce", [b"", b"x" * NONCE_BYTES, b"x"])
-def test_a_wrong_nonce_is_a_refusal(host: Host, nonce: bytes) -> None:
+def test_a_wrong_nonce_refuses_the_segment(host: Host, nonce: bytes) -> None:
     host.arena.lease(1, [10])
     _, offer_id = host.offers.pop(1)
     host.arena.on_reply(1, ArenaReply(nonce), offer_id)
@@ -232,10 +232,10 @@ def test_a_closed_arena_leases_nothing(host: Host) -> None:
     assert host.arena.trim() == 0
 
 
-def test_only_the_first_message_of_a_peer_introduces_the_arena(host: Host) -> None:
-    host.arena.introduce(1, MB)
+def test_offer_if_new_makes_one_offer_per_peer(host: Host) -> None:
+    host.arena.offer_if_new(1, MB)
     assert list(host.offers) == [1]
-    host.arena.introduce(1, MB)
+    host.arena.offer_if_new(1, MB)
     Reader(host).accept()
-    host.arena.introduce(1, MB)
+    host.arena.offer_if_new(1, MB)
     assert (host.offers, host.leased) == ({}, 0)

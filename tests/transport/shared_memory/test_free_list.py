@@ -79,7 +79,7 @@ class FreeListAgainstModel(RuleBasedStateMachine):
 TestFreeList = FreeListAgainstModel.TestCase
 
 
-def test_all_of_it_can_be_taken_and_comes_back_in_one_piece() -> None:
+def test_all_memory_can_be_allocated_and_merges_when_freed() -> None:
     space = FreeList(SIZE)
     offsets = [space.allocate(ALIGNMENT) for _ in range(SIZE // ALIGNMENT)]
     assert None not in offsets
@@ -96,7 +96,7 @@ def test_sizes_are_rounded_up_to_what_keeps_blocks_aligned() -> None:
     assert block_size(PAGE_GRANULAR_BYTES + 1) == PAGE_GRANULAR_BYTES + PAGE_BYTES
 
 
-def test_a_block_that_came_back_is_used_again_before_fresh_memory() -> None:
+def test_a_freed_block_is_reused_before_fresh_memory() -> None:
     space = FreeList(SIZE)
     first = space.allocate(100_000)
     second = space.allocate(100_000)
@@ -108,5 +108,5 @@ def test_a_block_that_came_back_is_used_again_before_fresh_memory() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 63])
-def test_nothing_fits_into_less_than_a_line(size: int) -> None:
+def test_a_free_list_smaller_than_a_cache_line_allocates_nothing(size: int) -> None:
     assert FreeList(size).allocate(1) is None

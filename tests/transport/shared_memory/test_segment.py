@@ -31,7 +31,7 @@ def descriptors() -> set[str]:
     return found
 
 
-def test_what_is_written_on_one_side_is_read_on_the_other() -> None:
+def test_data_written_by_the_creator_is_read_by_the_reader() -> None:
     segment = Segment(SIZE)
     mapped = MappedSegment(segment.offer(1))
     assert mapped.nonce == segment.nonce
@@ -54,7 +54,7 @@ def test_it_cannot_shrink_or_grow() -> None:
     segment.close()
 
 
-def test_it_takes_memory_only_as_it_is_used_and_gives_it_back() -> None:
+def test_memory_is_allocated_on_use_and_returned() -> None:
     segment = Segment(1 << 40)  # more than any machine has
     assert segment.memory() < 1 << 16
     at = segment.free_list.allocate(4 << 20)
@@ -69,7 +69,7 @@ def test_it_takes_memory_only_as_it_is_used_and_gives_it_back() -> None:
     segment.close()
 
 
-def test_a_reader_is_noticed_until_the_last_block_dies() -> None:
+def test_a_segment_counts_as_mapped_until_the_last_block_is_freed() -> None:
     segment = Segment(SIZE)
     mapped = MappedSegment(segment.offer(7))
     assert segment.is_mapped_by_peer(7)
@@ -93,7 +93,7 @@ def test_one_byte_is_locked_by_one_reader() -> None:
     segment.close()
 
 
-def test_what_was_mapped_outlives_its_maker() -> None:
+def test_a_mapping_outlives_the_creator() -> None:
     segment = Segment(SIZE)
     at = segment.free_list.allocate(100)
     assert at is not None
@@ -118,7 +118,7 @@ def test_no_descriptor_is_left() -> None:
     assert descriptors() == before
 
 
-def test_a_child_process_has_none_of_it() -> None:
+def test_a_child_process_inherits_no_segment() -> None:
     segment = Segment(SIZE)
     mapped = MappedSegment(segment.offer(1))
     said = run_python("import os; print([os.readlink(f'/proc/self/fd/{n}') for n in range(3, 64)"
@@ -178,7 +178,7 @@ def test_memory_that_could_shrink_is_refused() -> None:
     os.close(descriptor)
 
 
-def test_a_stranger_s_memory_is_not_even_opened() -> None:
+def test_an_unrelated_descriptor_is_not_opened() -> None:
     descriptor, offer = made_by_hand(fcntl.F_SEAL_SHRINK, "other")
     with pytest.raises(OSError, match="different process numbers"):
         MappedSegment(offer)

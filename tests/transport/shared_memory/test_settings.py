@@ -20,7 +20,7 @@ from zmqgrad.transport.shared_memory.settings import THRESHOLD_BYTES, ArenaSetti
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux has sealed shared memory")
 def test_linux_has_what_segments_are_made_of() -> None:
-    """Else all other tests of shared memory would skip themselves, and nobody would know."""
+    """Otherwise all other tests of shared memory would be skipped silently."""
     assert supported()
 
 

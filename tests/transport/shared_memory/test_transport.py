@@ -182,7 +182,7 @@ def test_blocks_of_a_dropped_message_are_released_with_the_reply(
     b.warm()
     _, frames = a.transfer([bytes(size) for size in sizes])
     assert not b.transport.has_releases(0)
-    Inbound(Envelope(0, 0, 0, 0), Release(), frames, 0).let_go()
+    Inbound(Envelope(0, 0, 0, 0), Release(), frames, 0).release_frames()
     assert b.transport.has_releases(0)
     b.transfer([])
     assert a.leased == 0

@@ -1,17 +1,13 @@
 """The distributed engine: runs backward passes over several workers.
 
 A pass is a set of requests, each handled once: the gradients for a send, or the notice that none will arrive.
-A worker that has handled requests reports to the coordinator which requests that set off. So the
-coordinator's termination detector knows when no request is outstanding. If groups on some worker still wait
-then, they wait for gradients that will never arrive, and ``mode`` decides:
+Workers report handled requests, with those they set off, to the coordinator, whose termination detector so
+knows when none is outstanding. If groups on a worker still wait then, for gradients that will never arrive,
+``mode`` decides: *fast* fails and names the unused sends; *smart* found these gradients before the start
+(:mod:`~zmqgrad.autograd.engine.discovery`); *auto* finds them now, and continues without them.
 
-- *fast*: the pass fails; the error names the unused sends;
-- *smart*: this does not happen. Before the start, the coordinator finds out which gradients will never arrive
-  (:mod:`~zmqgrad.autograd.engine.discovery`) and tells the workers to continue without them;
-- *auto*: the pass starts like fast and continues like smart. It costs nothing if every send is used.
-
-Modules: the :mod:`~zmqgrad.autograd.engine.coordinator` starts a pass and waits for its end; each worker is
-a :mod:`~zmqgrad.autograd.engine.participant`, whose :mod:`~zmqgrad.autograd.engine.work_queue` holds what
-arrives; a thread handles it step by step (:mod:`~zmqgrad.autograd.engine.step`); the
+The :mod:`~zmqgrad.autograd.engine.coordinator` starts a pass. Each worker is a
+:mod:`~zmqgrad.autograd.engine.participant`: its :mod:`~zmqgrad.autograd.engine.work_queue` holds what
+arrived, a thread handles it in a :mod:`~zmqgrad.autograd.engine.step`, and the
 :mod:`~zmqgrad.autograd.engine.executor` runs the local graph.
 """

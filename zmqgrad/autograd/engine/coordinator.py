@@ -73,7 +73,9 @@ class Coordinator:
             self._drop(discovery, local_pass)
             self._wait()
         if self.detector.waiting():
-            raise AutogradError(f"the backward pass stands still, though nothing is missing:\n{local_pass}")
+            raise AutogradError(
+                f"the backward pass makes no progress, though no gradient is missing:\n{local_pass}"
+            )
         self._finished = True
 
     def close(self) -> None:

@@ -90,7 +90,7 @@ class Discovery:
         return found
 
     def never(self) -> dict[int, list[tuple[int, int, str]]]:
-        """Return for each worker the sends that it waits for in vain, as it reported them."""
+        """Return for each worker its sends whose gradients will never arrive, as it reported them."""
         found: dict[int, list[tuple[int, int, str]]] = {}
         for worker, known in self._known.items():
             missing = known.missing() >> 1

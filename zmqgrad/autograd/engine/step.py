@@ -64,7 +64,7 @@ class BackwardStep:
         self._root = root
         self._channel = channel
         self._handled = list(handled)
-        # By worker, and whether the tensors had come in a reply, which matters with device maps.
+        # By worker, and whether the tensors had arrived in a reply, which matters with device maps.
         self._batches: dict[tuple[int, bool], Batch] = {}
         self._sent: list[tuple[int, tuple[int, ...]]] = []
         self._began = participant.now()

@@ -19,7 +19,7 @@ from zmqgrad.runtime.future import Promise
 from zmqgrad.wire.messages import StallReport
 
 ROOTS = 0
-"""The autograd id that stands for the roots of a pass."""
+"""The autograd id that denotes the roots of a pass."""
 
 
 class TerminationDetector:

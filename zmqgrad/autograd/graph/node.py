@@ -39,8 +39,8 @@ def added(present: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
 def shared(gradients: Sequence[Gradient]) -> list[bool]:
     """Return for each of ``gradients`` whether anything but this sequence holds it.
 
-    A backward function or a hook may keep it, or return one tensor twice. Torch, too, looks at reference
-    counts before it makes a gradient its own.
+    A backward function or a hook may keep it, or return one tensor twice. Torch, too, checks reference
+    counts before it uses a gradient in place.
     """
     return list(map(_UNSHARED_COUNT.__lt__, map(sys.getrefcount, gradients)))
 

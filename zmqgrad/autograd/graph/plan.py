@@ -43,7 +43,7 @@ class Graph:
 
 @dataclass(slots=True, eq=False)
 class Group:
-    """Nodes that the same entries reach. Bit *i* of ``entries`` stands for entry *i*.
+    """Nodes that the same entries reach. Bit *i* of ``entries`` is set for entry *i*.
 
     Dictionaries without values are ordered sets.
     """
@@ -101,27 +101,27 @@ class Plan:
         for number, edges in enumerate(self._entries):
             for edge in edges:
                 entered = masks.get(edge[0], 1 << number)
-                home = groups.get(entered) or new_group(entered)
-                home.incoming[edge] = None
+                group = groups.get(entered) or new_group(entered)
+                group.incoming[edge] = None
                 if edge[0] in graph.sinks or edge[0] in graph.leaves:
-                    home.outgoing[edge] = None
+                    group.outgoing[edge] = None
         for node, leaving in graph.following.items():
             mask = masks.get(node)
             if not mask:
                 continue
-            home = groups.get(mask) or new_group(mask)
+            group = groups.get(mask) or new_group(mask)
             for edge in leaving:
                 target = edge[0]
                 target_mask = masks.get(target)  # leaves have none
                 if target_mask == mask and target not in graph.sinks:
                     continue  # within the group
-                home.outgoing[edge] = None
+                group.outgoing[edge] = None
                 if target_mask is None or target_mask == mask:
                     continue
                 next_group = groups.get(target_mask) or new_group(target_mask)
                 next_group.incoming[edge] = None
-                if next_group not in home.dependents:
-                    home.dependents[next_group] = None
+                if next_group not in group.dependents:
+                    group.dependents[next_group] = None
                     next_group.pending_groups += 1
                 if target in graph.sinks:
                     next_group.outgoing[edge] = None
@@ -217,14 +217,6 @@ class Plan:
     def waits(self) -> bool:
         """Whether a group that some entry has reached waits for another entry."""
         return self._waiting_groups > 0
-
-    def stalled(self) -> list[int]:
-        """Return the missing entries of groups that some other entry has reached."""
-        missing = 0
-        for group in self.groups.values():
-            if not group.ran and group.entries & self.arrived:
-                missing |= group.entries & ~(self.arrived | self.dropped)
-        return list(bits(missing))
 
     def is_dead(self, group: Group) -> bool:
         """Whether every entry of ``group`` has been dropped."""

@@ -1,8 +1,8 @@
 """Undefined gradients: an edge was reached, but no gradient was produced there.
 
-A backward function may return None for an input. As in one process, what lies before that input runs all the
-same: torch's own nodes return nothing, but a ``torch.autograd.Function`` is called, with zeros unless it has
-called ``set_materialize_grads(False)``. So :data:`UNDEFINED` marks an edge that was reached without a
+A backward function may return None for an input. As in one process, the nodes before that input run
+nevertheless: torch's own nodes return nothing, but a ``torch.autograd.Function`` is called, with zeros unless
+it has called ``set_materialize_grads(False)``. So :data:`UNDEFINED` marks an edge that was reached without a
 gradient, and None an edge that was not reached. Messages between workers keep the difference.
 
 The engine accepts no undefined gradients from outside. A function that expects one gets a placeholder

@@ -1,7 +1,7 @@
 """The walk over a worker's local graph at the start of a pass, and the condensed graph for its plan.
 
-Entries reach most nodes alone. The walk records which entry came to a node first, and where another entry
-meets such a node: the *overlaps*. Only the nodes behind overlaps matter for scheduling. So the
+Most nodes are reached by one entry only. The walk records which entry reached a node first, and where another
+entry reaches such a node: the *overlaps*. Only the nodes behind overlaps matter for scheduling. So the
 condensed graph holds these, and of the *exclusive nodes* of an entry only those where it starts, with the
 edges that leave them.
 """
@@ -96,7 +96,7 @@ class GraphWalk:
         boundary: dict[Edge, None] = {}
         while todo:
             node = todo.pop()
-            while node not in own:  # this loop visits the whole graph: every look-up counts
+            while node not in own:  # this loop visits the whole graph: each dictionary access counts
                 if node in known:
                     self.overlaps.add(node)
                     break
@@ -154,7 +154,7 @@ def condense(walk: GraphWalk) -> Graph:
     for edges, leaving in zip(walk.entries, boundary, strict=True):
         for node, _ in edges:
             if node not in shared and walk.is_inner(node):
-                following[node] = leaving  # one node stands for all exclusive nodes of its entry
+                following[node] = leaving  # one node represents all exclusive nodes of its entry
                 break
     for node in shared:
         following[node] = [edge for edge in walk.edges.get(node, ()) if edge[0] is not None]
@@ -189,7 +189,7 @@ def _exits(walk: GraphWalk, shared: set[Any]) -> list[dict[Edge, None]]:
 
 
 def _shared_nodes(walk: GraphWalk) -> set[Any]:
-    """Return the nodes that several entries reach: the overlaps, and what lies behind them."""
+    """Return the nodes that several entries reach: the overlaps, and the nodes behind them."""
     edges, waiting = walk.edges, walk.waiting_leaves
     shared = set(walk.overlaps)
     todo = list(shared)

@@ -1,5 +1,5 @@
 """Which workers are in the group: joining it, finding other members, and leaving it.
 
 :mod:`~zmqgrad.rpc.membership.bootstrap` joins a group through a store. A worker itself knows only the
-:mod:`~zmqgrad.rpc.membership.membership`: which workers there are, and at which addresses.
+:mod:`~zmqgrad.rpc.membership.membership`: the workers of its group and their addresses.
 """

@@ -76,7 +76,7 @@ def join_group(
 
 
 def _end_generation(world_size: int | None) -> None:
-    """Use new keys for the next group. After a timeout the keys stay: workers that come late still join."""
+    """Use new keys for the next group. After a timeout the keys stay: workers that start late still join."""
     global _generation
     _generation += world_size is not None
 

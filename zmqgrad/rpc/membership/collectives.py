@@ -2,7 +2,7 @@
 
 All participants make the same call. The one whose name sorts first is the root: it gathers the values by an
 asynchronous function, which replies when the last value has arrived. A sequence number per set of
-participants tells successive collectives apart.
+participants distinguishes successive collectives.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def all_gather(
     worker = current_worker()
     names = tuple(sorted({r.name for r in worker.membership.all()} if workers is None else set(workers)))
     if worker.name not in names:
-        raise UnknownWorkerError(f"{worker.name} is none of the workers that take part: {', '.join(names)}")
+        raise UnknownWorkerError(f"{worker.name} is not one of the participants: {', '.join(names)}")
     deadline = Deadline.after(worker.resolve_timeout(timeout) or None)
     for name in names:
         worker.membership.find(name, deadline.timeout())

@@ -25,7 +25,7 @@ STORE_TIMEOUT_SECONDS = 5.0
 """Timeout of the store's replies once this worker has joined."""
 
 STORE_RETRY_SECONDS = 30.0
-"""How long a store that did not reply is not asked for unknown workers: calls must not wait for it."""
+"""How long a store that did not reply is not queried for unknown workers: calls must not wait for it."""
 
 LAST_REPLIES_GRACE_SECONDS = 0.2
 """How long after a worker has left in order pending calls to it fail."""
@@ -38,7 +38,7 @@ class DynamicGroup(Group):
 
     Args:
         worker, store, served: as for :class:`Group`.
-        is_alive: tells whether the worker of a record is alive; for tests.
+        is_alive: returns whether the worker of a record is alive; for tests.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class DynamicGroup(Group):
     ) -> None:
         super().__init__(worker, store, served)
         self._is_alive = is_alive
-        self._refreshing = threading.Lock()  # held while asking the store for the members
+        self._refreshing = threading.Lock()  # held while reading the members from the store
         self._leaving = False
         self._joined = False
         self._retry_store = Deadline.after(0.0)
@@ -64,7 +64,7 @@ class DynamicGroup(Group):
         try:
             self.store.set_timeout(min(STORE_TIMEOUT_SECONDS, max(1.0, deadline.left())))
             self.worker.hooks.peer_lost.append(lambda peer, _: self._evict_later(peer))
-            self.worker.membership.look_up = self._look_up
+            self.worker.membership.update_from_store = self._update_from_store
             self.worker.start(serving=False)  # before it is published, so that no call is refused
             self._registry.watch(self._on_change)
             self._refresh()
@@ -83,8 +83,8 @@ class DynamicGroup(Group):
         if not self._leaving:
             self._try_refresh()
 
-    def _look_up(self, seconds: float | None) -> bool:
-        """Ask the store for a worker that is unknown or has left, unless the store did not reply lately."""
+    def _update_from_store(self, seconds: float | None) -> bool:
+        """Query the store for a worker that is unknown or has left, unless the store did not reply lately."""
         return not self._retry_store.passed() or self._lookup.wait(seconds)
 
     def _refresh_for_lookup(self) -> None:
@@ -104,21 +104,21 @@ class DynamicGroup(Group):
         worker, membership = self.worker, self.worker.membership
         with self._refreshing:
             present, new = self._registry.read(membership.known())
-            gone = [r for r in membership.all() if r.id not in present and r.id != worker.id]
+            former = [r for r in membership.all() if r.id not in present and r.id != worker.id]
             if self._joined and worker.id not in present and not self._leaving:
-                logger.error("%s was evicted from the group by others: it must join anew", worker.name)
+                logger.error("%s was evicted from the group by others: it must join again", worker.name)
             for record in new:
                 if membership.learn(record) and self._joined:
                     worker.events.joined(record.info)
-            for record in gone:
-                self._mark_gone(record.id, self._registry.reason(record.id))
+            for record in former:
+                self._mark_left(record.id, self._registry.reason(record.id))
             self._monitor_next()
 
-    def _mark_gone(self, worker_id: int, reason: str) -> None:
+    def _mark_left(self, worker_id: int, reason: str) -> None:
         worker = self.worker
         if reason == LEFT and any(call.peer == worker_id for call in worker.client.pending.all()):
             # It has replied to all calls, but its last replies may be unread here. Its name is free already.
-            worker.membership.depart(worker_id)
+            worker.membership.mark_left(worker_id)
             worker.timer.call_later(LAST_REPLIES_GRACE_SECONDS, lambda: worker.lose(worker_id, reason))
         else:
             worker.lose(worker_id, reason)
@@ -153,7 +153,7 @@ class DynamicGroup(Group):
         if not graceful:
             try:
                 self.store.set_timeout(min(1.0, deadline.left()))
-                self._withdraw("it has left the group in a hurry")
+                self._withdraw("it has left the group without finishing its calls")
             except StoreError as e:
                 logger.debug("%s leaves without notifying the others: %s", self.worker.name, e)
         super().leave(graceful, deadline)

@@ -132,13 +132,12 @@ class Group(ABC):
                 wait_for_exit(record, deadline.left())
 
     def _explain_lost_store(self) -> str:
-        text = f"{self.worker.name}: shutdown gave up: the store no longer answers"
+        text = f"{self.worker.name}: shutdown gave up: the store no longer replies"
         first = self.worker.membership.find_known(0)
         if first is not None and wait_for_exit(first, EXIT_GRACE_SECONDS):  # see wait_for_lost_processes
             return f"{text}: the program of {first.name}, which serves it, has ended without shutdown"
-        return (
-            f"{text}; {self.worker.membership.name_of(0)}, or the launcher that serves it, seems to be gone"
-        )
+        name = self.worker.membership.name_of(0)
+        return f"{text}; {name}, or the launcher that serves it, seems to have ended"
 
     def close(self, timeout: float = JOIN_TIMEOUT_SECONDS) -> None:
         """End at once. Idempotent.

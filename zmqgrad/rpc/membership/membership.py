@@ -1,7 +1,7 @@
 """The workers of a group, as one of them knows them: by name and by id, present and former.
 
 Ids are never reused; a name can be. Former workers stay known, so that errors can name them. In a dynamic
-group a worker that is unknown here may have joined a moment ago, so the store is asked for it.
+group a worker that is unknown here may have joined a moment ago, so the store is queried.
 """
 
 from __future__ import annotations
@@ -24,19 +24,20 @@ class Membership:
         world_size: of a group of fixed size; 0 in a dynamic group.
 
     Attributes:
-        look_up: in a dynamic group, updates this from the store, for workers that are unknown here. Takes the
-            seconds that this may take (None: no limit); returns False if the store did not reply in time.
+        update_from_store: in a dynamic group, reads the members from the store, for workers that are unknown
+            here. Called with a limit in seconds (None: no limit); returns False if the store did not reply in
+            time.
     """
 
     def __init__(self, own: WorkerRecord, world_size: int) -> None:
         self.own = own
         self.world_size = world_size
-        self.look_up: Callable[[float | None], bool] | None = None
+        self.update_from_store: Callable[[float | None], bool] | None = None
         self._lock = threading.Lock()  # guards all below
         self._changed = threading.Condition(self._lock)
         self._by_id: dict[int, WorkerRecord] = {own.id: own}
         self._by_name: dict[str, WorkerRecord] = {own.name: own}
-        self._departed: set[int] = set()  # ids of those that have left or died
+        self._former: set[int] = set()  # ids of those that have left or died
         self._closed = False
 
     def learn(self, record: WorkerRecord) -> bool:
@@ -48,10 +49,10 @@ class Membership:
             self._changed.notify_all()
             return new
 
-    def depart(self, worker_id: int) -> None:
+    def mark_left(self, worker_id: int) -> None:
         """Mark a worker as having left or died."""
         with self._lock:
-            self._departed.add(worker_id)
+            self._former.add(worker_id)
 
     def close(self) -> None:
         """End :meth:`wait_for` in all threads."""
@@ -71,7 +72,7 @@ class Membership:
         """
 
         def missing() -> list[str]:
-            return [n for n in names if n not in self._by_name or self._by_name[n].id in self._departed]
+            return [n for n in names if n not in self._by_name or self._by_name[n].id in self._former]
 
         with self._lock:
             joined = self._changed.wait_for(lambda: self._closed or not missing(), deadline.timeout())
@@ -79,14 +80,14 @@ class Membership:
                 raise NotInitializedError(f"worker {self.own.name} was shut down while it waited for others")
             if not joined:
                 raise RpcTimeoutError(
-                    f"{self.own.name}: these workers did not come in time: {', '.join(missing())}"
+                    f"{self.own.name}: these workers did not join in time: {', '.join(missing())}"
                 )
             return [self._by_name[name] for name in names]
 
     def find_here(self, to: object) -> WorkerRecord | None:
-        """As :meth:`find`, but returns None where the store has to be asked."""
+        """As :meth:`find`, but returns None if the store has to be queried."""
         found = self._find(to)
-        if found is not None and self.look_up is not None and found.id in self._departed:
+        if found is not None and self.update_from_store is not None and found.id in self._former:
             return None  # another worker may have its name by now
         return found
 
@@ -95,19 +96,19 @@ class Membership:
 
         Args:
             to: a name, an id or a WorkerInfo.
-            seconds: how long the store may be asked for it; None: no limit.
+            seconds: how long to wait for the store; None: no limit.
 
         Raises:
             UnknownWorkerError: if no worker matches.
             RpcTimeoutError: if the store did not reply in time.
         """
         found = self.find_here(to)
-        if found is None and self.look_up is not None:
-            if not self.look_up(seconds):
+        if found is None and self.update_from_store is not None:
+            if not self.update_from_store(seconds):
                 raise RpcTimeoutError(
                     f"RPC ran for more than set timeout ({(seconds or 0.0) * 1000:.0f} ms) and will now be "
-                    f"marked with an error: {self.own.name} does not know {to!r}, and the store, asked for "
-                    f"it, did not answer in time"
+                    f"marked with an error: {self.own.name} does not know {to!r}, and the store "
+                    f"did not reply in time"
                 )
             found = self._find(to)
         if found is None:
@@ -131,7 +132,7 @@ class Membership:
         )
 
     def record(self, worker_id: int) -> WorkerRecord:
-        """The record of a worker, present or former. The store is asked only if the id is unknown here.
+        """The record of a worker, present or former. The store is queried only if the id is unknown here.
 
         Raises:
             UnknownWorkerError: if no worker has the id.
@@ -171,4 +172,4 @@ class Membership:
     def all(self) -> list[WorkerRecord]:
         """All present workers."""
         with self._lock:
-            return [record for number, record in self._by_id.items() if number not in self._departed]
+            return [record for number, record in self._by_id.items() if number not in self._former]

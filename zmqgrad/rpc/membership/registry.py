@@ -10,7 +10,7 @@
 All keys are under the prefix of the group. The two kinds differ in when an id or a name can be claimed again:
 
 - Fixed size: never while the group exists. A second claim is refused, and the refusal is published, because
-  the group can never be complete. A worker that gives up withdraws its claims, so that it can try again.
+  the group can never be complete. A worker whose join fails withdraws its claims, so that it can try again.
 - Dynamic: an id is never claimed twice, so a restarted worker is a different worker. A name can be claimed
   again once its holder has left or is dead.
 
@@ -59,7 +59,7 @@ _FIXED_RECORD = re.compile(r"rpc/\d+/worker/\d+")
 def fixed_store(store: Store, generation: int) -> PrefixStore:
     """The keys of this process's group number ``generation`` of fixed size; closing it closes ``store``.
 
-    The number tells groups apart that use one store after another, such as a launcher's.
+    The number distinguishes groups that use one store, such as a launcher's, one after the other.
 
     Raises:
         RendezvousError: if a dynamic group uses the store.
@@ -93,7 +93,7 @@ def _refuse_mixed(store: Store, keys: list[str], kind: str) -> None:
             raise RendezvousError(
                 f"RPC group mixes statically and dynamically initialized members which is not supported: "
                 f"{other.name} (process {other.pid} of {other.host}) is in a group {kind}; let all workers "
-                f"give the same world size, or none of them"
+                f"pass the same world size, or none of them"
             )
 
 
@@ -167,7 +167,7 @@ class Registry:
         """Claim this worker's name, and remove its holder from the group if that is dead.
 
         Args:
-            is_alive: tells whether the holder is, or may be, alive.
+            is_alive: returns whether the holder is, or may be, alive.
 
         Raises:
             DuplicateWorkerError: if a worker that is or may be alive has the name.
@@ -185,10 +185,10 @@ class Registry:
                 if is_alive(holder):
                     raise DuplicateWorkerError(
                         f"{what} is not unique: worker {holder.id} (process {holder.pid} of {holder.host}) "
-                        f"has it and has not left; give each worker a name and a rank of its own"
+                        f"has it and has not left; each worker needs a name and a rank of its own"
                     )
-                logger.warning("%s takes the name of worker %d, which has died", self._own.name, holder.id)
-                self.remove(holder.id, "its process has ended, and another took its name")
+                logger.warning("%s claims the name of worker %d, which has died", self._own.name, holder.id)
+                self.remove(holder.id, "its process has ended, and another worker claimed its name")
             expected = raw  # empty if the holder has left since
 
     def publish(self) -> None:
@@ -236,7 +236,7 @@ class Registry:
                 missing = self._absent(keys, missing)
                 if deadline.passed():
                     raise self._did_not_join(world_size, missing) from e
-            except StoreError as e:  # rank 0, which serves the store, gave up earlier
+            except StoreError as e:  # rank 0, which serves the store, timed out earlier
                 raise self._did_not_join(world_size, missing) from e
         for raw in records:
             if raw.startswith(_REFUSED):
@@ -253,7 +253,7 @@ class Registry:
 
     def _did_not_join(self, world_size: int, ranks: list[int]) -> RendezvousTimeoutError:
         return RendezvousTimeoutError(
-            f"{self._own.name}: of {world_size} workers, these ranks did not come in time: {ranks}; start "
+            f"{self._own.name}: of {world_size} workers, these ranks did not join in time: {ranks}; start "
             f"them with the same MASTER_ADDR, MASTER_PORT and world size, or allow more time"
         )
 

@@ -20,7 +20,7 @@ from zmqgrad.runtime.future import Promise
 from zmqgrad.wire.ids import show_id, split_id
 
 MIN_RECENT_VALUES = 10_000
-"""The minimum number of dropped values that are remembered, to tell "dropped" from "not yet created"."""
+"""How many dropped values are remembered at least, to distinguish them from values not yet created."""
 
 
 class OwnedValues:
@@ -35,7 +35,7 @@ class OwnedValues:
         # not registered yet, so they are not dropped when the other forks are deleted.
         self._awaited: set[int] = set()
         self._forks = OwnerForks()
-        self._lost: set[int] = set()  # workers that are gone; ids are never given twice
+        self._lost: set[int] = set()  # lost workers; ids are never reused
         self._closed = False
 
     # ---- values -----------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class OwnedValues:
     # ---- ending -----------------------------------------------------------------------------------------
 
     def lose(self, peer: int) -> tuple[list[Effect], dict[int, Promise[Any]]]:
-        """Remove the forks of a lost peer. Returns effects, and promises that nobody will set."""
+        """Remove the forks of a lost peer. Returns effects, and promises that will not be set by a call."""
         with self._lock:
             self._lost.add(peer)
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}

@@ -1,4 +1,4 @@
-"""Incoming payloads to calls and values. The only place where bytes of a peer are unpickled (P4)."""
+"""Incoming payloads to calls and values. The only place where bytes of a peer are unpickled."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def deserialize(
         return None
     if payload.format is PayloadFormat.TENSORS:
         if len(tensors) != 1:
-            raise ProtocolError(f"a value that is one tensor came with {len(tensors)}")
+            raise ProtocolError(f"a value that is one tensor has {len(tensors)} tensors")
         return tensors[0]
     return _unpickle(payload, frames, tensors, references)
 
@@ -89,7 +89,7 @@ def _unpickle(
     payload: Payload, frames: Sequence[Buffer], tensors: list[torch.Tensor], references: References | None
 ) -> Any:
     if payload.pickled is None:
-        raise ProtocolError("a payload came without its pickle")
+        raise ProtocolError("a payload lacks its pickle")
     # Inline buffers are copied, so that arrays built on them can be written to.
     buffers = [
         bytearray(blob_bytes(b, frames)) if b.location is BlobLocation.INLINE else blob_bytes(b, frames)

@@ -24,12 +24,12 @@ from zmqgrad.rpc.serialization.scripts import reduce_script_module
 
 def tensor_at(index: int) -> torch.Tensor:
     """Placeholder in pickles; the unpickler replaces it by a lookup in the tensors of the payload."""
-    raise AssertionError("stands in pickles only; the unpickler puts the tensors of the payload here")
+    raise AssertionError("used in pickles only; the unpickler replaces it by the tensors of the payload")
 
 
 def adopt(*fork: Any) -> Any:
     """Placeholder in pickles; the unpickler replaces it by the worker's own ``adopt``."""
-    raise AssertionError("stands in pickles only; the unpickler puts the worker's own function here")
+    raise AssertionError("used in pickles only; the unpickler replaces it by the worker's own function")
 
 
 class CodePickler(cloudpickle.Pickler):  # type: ignore[misc]

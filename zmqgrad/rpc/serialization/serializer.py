@@ -97,7 +97,7 @@ def serialize_arguments(
 def _to_args(args: Any) -> tuple[Any, ...]:
     if args is None:
         return ()
-    if not isinstance(args, (tuple, list)):  # iterating over a tensor or a string would take it apart
+    if not isinstance(args, (tuple, list)):  # iterating over a tensor or a string would split it
         raise PayloadError(
             f"args must be a tuple of arguments, not {type(args).__name__}; for one argument write args=(x,)"
         )
@@ -154,7 +154,7 @@ def _serialize_pickle(
         reason = str(e) if isinstance(e, PayloadError) else f"{type(e).__name__}: {e}"
         what = _find_unpicklable(arguments(), context) or f"a value of type {type(value).__name__}"
         raise PayloadError(f"cannot serialize {what}: {reason}") from e
-    forks = tuple([fork[:4] for fork in pickler.forks])
+    forks = tuple([fork[:4] for fork in pickler.forks])  # the rest of a fork is in the pickle only
     pickled = _to_blob(file.getbuffer(), frames)
     payload = Payload(PayloadFormat.PICKLE, tensors, pickled, buffer_blobs, forks)
     return SerializedPayload(payload, frames, pickler.tensors)

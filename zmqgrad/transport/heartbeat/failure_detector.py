@@ -1,4 +1,4 @@
-"""The failure detector: what silence and connection errors say about a peer.
+"""The failure detector: what silence and connection errors mean for a peer.
 
 Pure, except for :func:`is_reachable`. It distinguishes four states of a peer:
 
@@ -35,6 +35,7 @@ PROBE_SECONDS = 1.0
 
 
 REFUSED_SECONDS = 3.0
+"""Default of ``LivenessTimeouts.refused``."""
 
 RETRY_SECONDS = 0.25
 """How long after a refused connection the next attempt follows."""
@@ -82,23 +83,23 @@ class FailureDetector:
     """The state of one peer, updated by its replies and by time.
 
     Args:
-        patience: seconds of silence until the peer is suspected.
+        suspect_after: seconds of silence after which the peer is suspected.
         frozen: seconds of silence until it is lost; 0 means never.
     """
 
-    def __init__(self, patience: float, frozen: float, now: float) -> None:
-        self.interval = patience / PINGS
+    def __init__(self, suspect_after: float, frozen: float, now: float) -> None:
+        self.interval = suspect_after / PINGS
         self.suspected = False
-        self.last_heard = now
-        self._patience = patience
+        self.last_reply_at = now
+        self._suspect_after = suspect_after
         self._frozen = frozen
         self.silence = 0.0
         self._ticked = now
 
-    def heard(self, now: float) -> LivenessChange:
+    def on_reply(self, now: float) -> LivenessChange:
         """Records a reply of the peer."""
         self.silence = 0.0
-        self._ticked = self.last_heard = now
+        self._ticked = self.last_reply_at = now
         if self.suspected:
             self.suspected = False
             return LivenessChange.RECOVERED
@@ -111,7 +112,7 @@ class FailureDetector:
         self._ticked = now
         if self._frozen and self.silence >= self._frozen:
             return LivenessChange.FROZEN
-        if self.silence >= self._patience and not self.suspected:
+        if self.silence >= self._suspect_after and not self.suspected:
             self.suspected = True
             return LivenessChange.SUSPECTED
         return LivenessChange.NOTHING
@@ -155,10 +156,10 @@ def is_reachable(endpoint: str, refused_seconds: float = 0.0) -> bool:
         except ConnectionRefusedError:
             if deadline.passed():
                 return False
-            threading.Event().wait(RETRY_SECONDS)  # no event says when it would be accepted
+            threading.Event().wait(RETRY_SECONDS)  # no event reports when it would be accepted
             continue
         except OSError as e:
-            logger.debug("cannot tell whether %s is reachable: %s", endpoint, e)
+            logger.debug("cannot determine whether %s is reachable: %s", endpoint, e)
         return True
 
 

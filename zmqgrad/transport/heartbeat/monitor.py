@@ -19,7 +19,7 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
-from zmqgrad.transport.base import Lost, Suspected
+from zmqgrad.transport.base import OnLost, OnSuspected
 from zmqgrad.transport.heartbeat.failure_detector import (
     RETRY_SECONDS,
     FailureDetector,
@@ -51,9 +51,9 @@ class _Peer:
         self.local = address.startswith("ipc://")
         self.token = b"" if self.local else bytes.fromhex(address.rpartition("/")[2])
         self.socket: sockets.socket | None = None
-        self.greeting = b""  # the part of the token that was received
-        self.trouble = ""  # error of the last connection attempt
-        self.at = 0.0  # when to ping or to connect next
+        self.received_token = b""  # as far as it has arrived
+        self.last_error = ""  # of a connection attempt, for error messages
+        self.next_due = 0.0  # when to ping or to connect next, by the monitor's clock
 
 
 class HeartbeatMonitor:
@@ -69,8 +69,8 @@ class HeartbeatMonitor:
         self,
         name: str,
         listener: HeartbeatListener,
-        lost: Lost,
-        suspected: Suspected,
+        lost: OnLost,
+        suspected: OnSuspected,
         timeouts: LivenessTimeouts = LivenessTimeouts(),  # noqa: B008 (immutable)
         clock: Clock = MONOTONIC,
     ) -> None:
@@ -78,7 +78,8 @@ class HeartbeatMonitor:
         self._suspected = suspected
         self._timeouts = timeouts
         self._clock = clock
-        self._orders: SimpleQueue[tuple[int, str | None] | None] = SimpleQueue()
+        # (peer, address) to monitor a peer, (peer, None) to forget it, None to stop.
+        self._commands: SimpleQueue[tuple[int, str | None] | None] = SimpleQueue()
         self._wake, self._woken = sockets.socketpair()
         self._wake.setblocking(False)
         self._woken.setblocking(False)
@@ -86,24 +87,24 @@ class HeartbeatMonitor:
         # Used by the thread only from here on.
         self._peers: dict[int, _Peer] = {}
         self._server = HeartbeatServer(f"{name}-liveness", listener, self._selector, clock)
-        _watches.add(self)
+        _monitors.add(self)
         self._thread = threading.Thread(target=self._run, name=f"{name}-liveness", daemon=True)
         self._thread.start()
 
     def watch(self, peer: int, address: str) -> None:
         """Monitors ``peer`` at its heartbeat endpoint ``address``. No effect if it is monitored already."""
-        self._order((peer, address))
+        self._enqueue((peer, address))
 
     def forget(self, peer: int) -> None:
         """Stops monitoring ``peer``."""
-        self._order((peer, None))
+        self._enqueue((peer, None))
 
     def close(self) -> None:
         """Stops monitoring and replying. Idempotent."""
-        self._order(None)
+        self._enqueue(None)
 
-    def _order(self, order: tuple[int, str | None] | None) -> None:
-        self._orders.put(order)
+    def _enqueue(self, command: tuple[int, str | None] | None) -> None:
+        self._commands.put(command)
         try:
             self._wake.send(b"!")
         except OSError as e:  # full: the thread is awake; closed: it has ended
@@ -119,11 +120,11 @@ class HeartbeatMonitor:
 
     def _run(self) -> None:
         select = self._selector
-        select.register(self._woken, selectors.EVENT_READ, self._take_orders)
+        select.register(self._woken, selectors.EVENT_READ, self._run_commands)
         self._server.start()
-        self._goes_on = True
+        self._running = True
         try:
-            while self._goes_on:
+            while self._running:
                 for key, _ in select.select(self._seconds_to_next()):
                     handle: Callable[[Any], None] = key.data
                     handle(key.fileobj)
@@ -142,17 +143,17 @@ class HeartbeatMonitor:
             if watched.socket is not None:
                 watched.socket.close()
 
-    def _take_orders(self, woken: sockets.socket) -> None:
+    def _run_commands(self, woken: sockets.socket) -> None:
         read(woken)
         while True:
             try:
-                order = self._orders.get_nowait()
+                command = self._commands.get_nowait()
             except Empty:
                 return
-            if order is None:
-                self._goes_on = False
+            if command is None:
+                self._running = False
                 return
-            peer, address = order
+            peer, address = command
             known = self._peers.get(peer)
             if known is not None and known.address == address:
                 continue
@@ -160,29 +161,31 @@ class HeartbeatMonitor:
                 self._drop(known)
             if address is not None:
                 local = address.startswith("ipc://")
-                patience = self._timeouts.local if local else self._timeouts.remote / 2
-                detector = FailureDetector(patience, self._timeouts.frozen, self._clock.now())
+                suspect_after = self._timeouts.local if local else self._timeouts.remote / 2
+                detector = FailureDetector(suspect_after, self._timeouts.frozen, self._clock.now())
                 watched = self._peers[peer] = _Peer(peer, address, detector)
                 self._connect(watched)
 
     # ---- watching ---------------------------------------------------------------------------------------
 
     def _seconds_to_next(self) -> float | None:
-        due = min([c.at for c in self._peers.values()], default=math.inf)
+        due = min([c.next_due for c in self._peers.values()], default=math.inf)
         due = min(due, self._server.next_due())
         return None if due == math.inf else max(0.0, due - self._clock.now())
 
     def _do_due(self, now: float) -> None:
         self._server.do_due(now)
-        for watched in [c for c in self._peers.values() if c.at <= now]:
-            watched.at = now + watched.detector.interval
+        for watched in [c for c in self._peers.values() if c.next_due <= now]:
+            watched.next_due = now + watched.detector.interval
             change = watched.detector.tick(now)
-            silent = now - watched.detector.last_heard
-            if self._is_out_of_reach(watched):
-                seen = f"it has accepted no connection for {watched.detector.silence:.1f} s{watched.trouble}"
+            silent = now - watched.detector.last_reply_at
+            if self._is_unreachable(watched):
+                seen = (
+                    f"it has accepted no connection for {watched.detector.silence:.1f} s{watched.last_error}"
+                )
                 self._lose(watched, f"its host is out of reach ({seen})")
             elif change is LivenessChange.FROZEN:
-                self._lose(watched, f"its process has said nothing for {silent:.0f} s, though it exists")
+                self._lose(watched, f"its process has not replied for {silent:.0f} s, though it exists")
             elif change is LivenessChange.SUSPECTED:
                 self._notify(self._suspected, watched.peer, silent)
             if watched.peer not in self._peers:
@@ -192,9 +195,9 @@ class HeartbeatMonitor:
             else:
                 write(watched.socket, PING)  # an error shows at the next read
 
-    def _is_out_of_reach(self, watched: _Peer) -> bool:
+    def _is_unreachable(self, watched: _Peer) -> bool:
         """Whether its kernel has not even accepted a connection. (It does if the process is only frozen.)"""
-        if watched.local or watched.greeting or watched.detector.silence < self._timeouts.remote:
+        if watched.local or watched.received_token or watched.detector.silence < self._timeouts.remote:
             return False
         try:
             return watched.socket is None or not watched.socket.getpeername()
@@ -203,8 +206,8 @@ class HeartbeatMonitor:
 
     def _connect(self, watched: _Peer) -> None:
         """Starts to connect. The socket reports the outcome."""
-        watched.at = self._clock.now() + watched.detector.interval
-        watched.greeting = b""
+        watched.next_due = self._clock.now() + watched.detector.interval
+        watched.received_token = b""
         try:
             if watched.local:
                 opened = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
@@ -214,7 +217,7 @@ class HeartbeatMonitor:
                 opened = sockets.socket(
                     sockets.AF_INET6 if ":" in target[0] else sockets.AF_INET, sockets.SOCK_STREAM
                 )
-                self._set_patience(opened)
+                self._set_tcp_timeout(opened)
         except OSError as e:
             logger.warning("%s cannot watch worker %d: %s", self._thread.name, watched.peer, e)
             return
@@ -224,13 +227,13 @@ class HeartbeatMonitor:
         if error in (0, errno.EINPROGRESS):
             self._selector.register(opened, selectors.EVENT_READ, lambda _: self._on_readable(watched))
         else:
-            self._broken(watched, error, connecting=True)
+            self._on_broken(watched, error, connecting=True)
 
-    def _set_patience(self, opened: sockets.socket) -> None:
+    def _set_tcp_timeout(self, opened: sockets.socket) -> None:
         """Makes the kernel give up in time on a host that acknowledges nothing."""
         opened.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
         if hasattr(sockets, "TCP_USER_TIMEOUT"):
-            seconds = self._timeouts.remote * (1 - 0.5 / 3)  # less the time until the next ping goes out
+            seconds = self._timeouts.remote * 5 / 6  # less the interval of pings, a sixth
             opened.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, int(seconds * 1000))
 
     def _on_readable(self, watched: _Peer) -> None:
@@ -242,21 +245,21 @@ class HeartbeatMonitor:
         except BlockingIOError:
             return
         except OSError as e:
-            self._broken(watched, e.errno or 0, connecting=not watched.greeting)
+            self._on_broken(watched, e.errno or 0, connecting=not watched.received_token)
             return
         if not data:
-            self._broken(watched, 0, connecting=False)
+            self._on_broken(watched, 0, connecting=False)
             return
-        if len(watched.greeting) < TOKEN_SIZE:
-            watched.greeting += data
-            if watched.token and not watched.token.startswith(watched.greeting[:TOKEN_SIZE]):
+        if len(watched.received_token) < TOKEN_SIZE:
+            watched.received_token += data
+            if watched.token and not watched.token.startswith(watched.received_token[:TOKEN_SIZE]):
                 self._lose(watched, f"another process listens at {watched.address.rpartition('/')[0]} now")
                 return
         watched.refusals.clear()
-        if watched.detector.heard(self._clock.now()) is LivenessChange.RECOVERED:
+        if watched.detector.on_reply(self._clock.now()) is LivenessChange.RECOVERED:
             self._notify(self._suspected, watched.peer, 0.0)
 
-    def _broken(self, watched: _Peer, error: int, *, connecting: bool) -> None:
+    def _on_broken(self, watched: _Peer, error: int, *, connecting: bool) -> None:
         """Handles a connection that broke or could not be opened."""
         self._disconnect(watched)
         now = self._clock.now()
@@ -266,14 +269,14 @@ class HeartbeatMonitor:
             elif (seconds := watched.refusals.refused(now)) >= self._timeouts.refused:
                 self._lose(watched, f"connection refused for {seconds:.1f} s")
             else:
-                watched.at = now + RETRY_SECONDS
-        elif error in _OUT_OF_REACH:
-            watched.trouble = f", {os.strerror(error)}"
-            watched.at = now + watched.detector.interval
+                watched.next_due = now + RETRY_SECONDS
+        elif error in _UNREACHABLE_ERRNOS:
+            watched.last_error = f", {os.strerror(error)}"
+            watched.next_due = now + watched.detector.interval
         elif connecting:
-            watched.at = now + watched.detector.interval  # its backlog is full: the peer is alive
+            watched.next_due = now + watched.detector.interval  # its backlog is full: the peer is alive
         else:
-            watched.at = now + RECONNECT_SECONDS
+            watched.next_due = now + RECONNECT_SECONDS
 
     def _disconnect(self, watched: _Peer) -> None:
         opened, watched.socket = watched.socket, None
@@ -288,7 +291,7 @@ class HeartbeatMonitor:
 
     def _lose(self, watched: _Peer, why: str) -> None:
         self._drop(watched)
-        silent = self._clock.now() - watched.detector.last_heard
+        silent = self._clock.now() - watched.detector.last_reply_at
         self._notify(self._lost, watched.peer, f"{why} (last heard of {silent:.1f} s before)")
 
     def _notify(self, callback: Callable[[int, Any], None], peer: int, what: Any) -> None:
@@ -298,17 +301,17 @@ class HeartbeatMonitor:
             logger.exception("the callback for worker %d (%s) failed", peer, what)
 
 
-_OUT_OF_REACH = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN))
+_UNREACHABLE_ERRNOS = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN))
 
 
 # A fork (such as a data loader's worker) gets copies of all sockets. While it lives, the kernel would keep
 # the connections of its parent open, and no peer would see the parent die.
-_watches: weakref.WeakSet[HeartbeatMonitor] = weakref.WeakSet()
+_monitors: weakref.WeakSet[HeartbeatMonitor] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    for watch in list(_watches):
-        watch.close_sockets()
+    for monitor in list(_monitors):
+        monitor.close_sockets()
 
 
 os.register_at_fork(after_in_child=_close_in_fork)

@@ -2,18 +2,12 @@
 
 libzmq passes every message to an I/O thread, which wakes the reader: the two wake-ups cost more than the
 message. So messages of one frame and at most :data:`MAX_PACKET_BYTES` use a Unix socket beside the ROUTER.
-The kernel preserves message boundaries and reports the peer's user (``SO_PEERCRED``), so no framing is
-needed. The handshake is one packet each way, and refuses processes of other jobs
-(:mod:`~zmqgrad.transport.local.connection`). The names are in Linux's abstract namespace: they vanish with
-their process, and are private to the network namespace.
+The kernel preserves message boundaries and reports the peer's user (``SO_PEERCRED``): no framing is needed.
 
-The reader of a process polls a :class:`LocalListener`. A thread that waits for a reply may own a listener of
-its own, a :class:`~zmqgrad.transport.local.channels.ReplyChannel`, and read the reply without another thread.
-Sends never block: what the kernel does not accept is queued, and
-:class:`~zmqgrad.transport.local.writer.BacklogWriter` sends it later.
-
-Mailboxes and the store use the same classes. Where the fast path is not :func:`supported`, or switched off,
-everything uses ZeroMQ; the layers above transport see no difference.
+The reader of a process polls a :class:`LocalListener`. A thread that waits for a reply may own a
+:class:`~zmqgrad.transport.local.channels.ReplyChannel` and read the reply itself. Sends never block: what the
+kernel does not accept, :class:`~zmqgrad.transport.local.writer.BacklogWriter` sends later. Mailboxes and the
+store use the same classes. Where the fast path is not :func:`supported`, everything uses ZeroMQ.
 """
 
 from __future__ import annotations
@@ -21,7 +15,7 @@ from __future__ import annotations
 from zmqgrad.transport.local.connection import (
     MAX_PACKET_BYTES,
     LocalConnection,
-    accepts_us,
+    can_connect,
     connect,
     is_same_user,
     supported,
@@ -33,7 +27,7 @@ __all__ = [
     "MAX_PACKET_BYTES",
     "LocalConnection",
     "LocalListener",
-    "accepts_us",
+    "can_connect",
     "connect",
     "is_same_user",
     "supported",

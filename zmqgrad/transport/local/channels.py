@@ -74,12 +74,12 @@ class ReplyChannel:
         while not self._arrived:
             ready = self._spinner.spin(self._poll.poll) or self._poll.poll(to_milliseconds(seconds))
             over = not ready
-            for number, _ in ready:
-                if number == self._wakeup:
-                    os.eventfd_read(number)
+            for fd, _ in ready:
+                if fd == self._wakeup:
+                    os.eventfd_read(fd)
                     over = True
                 else:
-                    self._arrived.extend(self._listener.read(number))
+                    self._arrived.extend(self._listener.read(fd))
             if over and not self._arrived:
                 return None
         return self._decode(self._arrived.popleft())

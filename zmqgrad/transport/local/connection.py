@@ -45,7 +45,10 @@ def supported() -> bool:
 
 
 def unix_name(endpoint: str) -> str:
-    """Returns the socket name of an ipc endpoint: abstract (``@``) names begin with a zero byte."""
+    """Returns the socket name of an ipc endpoint. Abstract (``@``) names begin with a zero byte.
+
+    The kernel removes an abstract name with its process; it is private to the network namespace.
+    """
     path = endpoint.removeprefix("ipc://")
     return "\0" + path[1:] if path.startswith("@") else path
 
@@ -59,7 +62,7 @@ def is_same_user(connected: socket.socket) -> bool:
     return bool(user == os.getuid())
 
 
-def accepts_us(endpoint: str) -> bool:
+def can_connect(endpoint: str) -> bool:
     """Returns whether a process of our own user listens at ``endpoint`` (ipc)."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
@@ -110,7 +113,7 @@ class LocalConnection:
         "_ready",
         "_send",
         "_socket",
-        "number",
+        "fd",
         "receive",
         "sent",
         "sent_bytes",
@@ -127,7 +130,7 @@ class LocalConnection:
         self.sent = 0
         self.sent_bytes = 0
         self._backlog: deque[bytes] = deque()
-        self.number = connected.fileno()
+        self.fd = connected.fileno()
         """The file descriptor; -1 once closed."""
 
         def receive(flags: int = socket.MSG_DONTWAIT) -> bytes:
@@ -173,7 +176,7 @@ class LocalConnection:
             if not self._backlog:
                 try:
                     if keep_gil:
-                        send_with_gil(self.number, packet)
+                        send_with_gil(self.fd, packet)
                     else:
                         self._send(packet, _NOW)
                     return
@@ -217,7 +220,7 @@ class LocalConnection:
 
     def close(self) -> None:
         """Closes the connection and drops queued packets. Idempotent."""
-        self.number = -1
+        self.fd = -1
         self._backlog.clear()
         self._socket.close()
 
@@ -227,16 +230,16 @@ _send.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_size_t, ctypes.c_int)
 _send.restype = ctypes.c_ssize_t
 
 
-def send_with_gil(number: int, packet: bytes | bytearray) -> None:
-    """As ``socket.send`` on descriptor ``number``, without blocking, and without releasing the GIL.
+def send_with_gil(fd: int, packet: bytes | bytearray) -> None:
+    """As ``socket.send`` on descriptor ``fd``, without blocking, and without releasing the GIL.
 
     Python releases the GIL for each system call. With many calls in flight, the thread that reads their
-    replies then takes it for one reply, and the sender waits until that thread blocks again: two thread
+    replies then acquires it for one reply, and the sender waits until that thread blocks again: two thread
     switches per message.
 
     Raises:
         BlockingIOError: if the kernel accepts nothing now. OSError: if the connection is broken.
     """
-    if _send(number, bytes(packet), len(packet), _NOW) < 0:
+    if _send(fd, bytes(packet), len(packet), _NOW) < 0:
         error = ctypes.get_errno()
         raise OSError(error, os.strerror(error))  # Python chooses the subclass

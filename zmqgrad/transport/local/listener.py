@@ -28,7 +28,7 @@ ACCEPT_BACKLOG = 1024
 MAX_CONNECTIONS = 16_384
 """Peers beyond this limit use ZeroMQ."""
 
-BURST = 16
+BURST_PACKETS = 16
 """Packets read from one connection in a row before others have their turn."""
 
 PROBE_INTERVAL = 4
@@ -38,12 +38,12 @@ PROBE_INTERVAL = 4
 class Registry(Protocol):
     """Polls file descriptors."""
 
-    def register(self, number: int, mask: int, /) -> None:
-        """Polls ``number`` for ``mask`` (``select.POLLIN``)."""
+    def register(self, fd: int, mask: int, /) -> None:
+        """Polls ``fd`` for ``mask`` (``select.POLLIN``)."""
         ...
 
-    def unregister(self, number: int, /) -> None:
-        """Stops polling ``number``."""
+    def unregister(self, fd: int, /) -> None:
+        """Stops polling ``fd``."""
         ...
 
 
@@ -85,7 +85,7 @@ class LocalListener:
         self._on_closed = on_closed
         self._max_connections = max_connections
         self._reads = 0
-        self._new: dict[int, socket.socket] = {}  # connected sockets that have not sent a hello
+        self._handshaking: dict[int, socket.socket] = {}  # connected sockets that have not sent a hello
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._listening.setblocking(False)
@@ -96,17 +96,17 @@ class LocalListener:
             raise
         poll.register(self._listening.fileno(), select.POLLIN)
 
-    def read(self, number: int) -> Sequence[bytes]:
-        """Returns the packets that arrived at file descriptor ``number``, which is ready."""
-        connection = self.connections.get(number)
+    def read(self, fd: int) -> Sequence[bytes]:
+        """Returns the packets that arrived at file descriptor ``fd``, which is ready."""
+        connection = self.connections.get(fd)
         if connection is None:
-            self._handshake(number)
+            self._handshake(fd)
             return ()
         self._reads += 1
         try:
             packet = connection.receive()
             if not packet:
-                self._end(number, connection)
+                self._end(fd, connection)
                 return ()
             if not self.bursting and self._reads % PROBE_INTERVAL:
                 return (packet,)
@@ -114,14 +114,14 @@ class LocalListener:
             return ()
         except OSError as e:
             logger.debug("%s: dropped a connection: %s", self.endpoint, e)
-            self._end(number, connection)
+            self._end(fd, connection)
             return ()
-        return self._read_burst(number, connection, packet)
+        return self._read_burst(fd, connection, packet)
 
-    def _read_burst(self, number: int, connection: LocalConnection, first: bytes) -> list[bytes]:
+    def _read_burst(self, fd: int, connection: LocalConnection, first: bytes) -> list[bytes]:
         packets = [first]
         try:
-            while len(packets) < BURST and (packet := connection.receive()):
+            while len(packets) < BURST_PACKETS and (packet := connection.receive()):
                 packets.append(packet)
         except BlockingIOError:
             pass
@@ -130,11 +130,11 @@ class LocalListener:
         self.bursting = len(packets) > 1
         return packets
 
-    def _handshake(self, number: int) -> None:
+    def _handshake(self, fd: int) -> None:
         """Handles the listening socket, or the hello of a new connection."""
-        new = self._new.get(number)
+        new = self._handshaking.get(fd)
         if new is None:
-            if number == self._listening.fileno():
+            if fd == self._listening.fileno():
                 self._accept()
             return
         try:
@@ -145,13 +145,13 @@ class LocalListener:
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as e:
             logger.warning("%s: refused a connection that does not speak zmqgrad: %s", self.endpoint, e)
             hello = None
-        del self._new[number]
+        del self._handshaking[fd]
         full = len(self.connections) >= self._max_connections
         if hello is None or full or not self._is_for_us(hello) or not _sends(new, WELCOME):
-            self._poll.unregister(number)
+            self._poll.unregister(fd)
             new.close()
             return
-        self.connections[number] = LocalConnection(new, self._on_backlog, ready=True)
+        self.connections[fd] = LocalConnection(new, self._on_backlog, ready=True)
 
     def _is_for_us(self, hello: Hello) -> bool:
         matches = hello == Hello(PROTOCOL, self._job, self._incarnation)
@@ -175,36 +175,36 @@ class LocalListener:
             accepted.close()
             return
         accepted.setblocking(False)
-        self._new[accepted.fileno()] = accepted
+        self._handshaking[accepted.fileno()] = accepted
         self._poll.register(accepted.fileno(), select.POLLIN)
 
     def _refuse_without_descriptor(self) -> None:
         """Stops listening, as this process has no descriptor left for a connection."""
-        logger.warning("%s: this process has no more file descriptors: peers come by ZeroMQ", self.endpoint)
+        logger.warning("%s: this process has no more file descriptors: peers use ZeroMQ", self.endpoint)
         self._poll.unregister(self._listening.fileno())
         self._listening.close()
 
-    def _end(self, number: int, connection: LocalConnection) -> None:
-        self._poll.unregister(number)
-        del self.connections[number]
+    def _end(self, fd: int, connection: LocalConnection) -> None:
+        self._poll.unregister(fd)
+        del self.connections[fd]
         if self._on_closed is not None:
             self._on_closed(connection)
         connection.close()
 
     def drop(self, connection: LocalConnection) -> None:
         """Closes ``connection`` unless it has ended."""
-        number = connection.number
-        if self.connections.get(number) is connection:
-            self._end(number, connection)
+        fd = connection.fd
+        if self.connections.get(fd) is connection:
+            self._end(fd, connection)
 
     def close(self) -> None:
         """Stops listening and reading. Idempotent."""
         self._listening.close()
-        for new in self._new.values():
+        for new in self._handshaking.values():
             new.close()
         for connection in self.connections.values():
             connection.close()
-        self._new.clear()
+        self._handshaking.clear()
         self.connections.clear()
 
 

@@ -41,18 +41,18 @@ class BacklogWriter:
         poll, waiting = select.poll(), dict[int, LocalConnection]()
         poll.register(self._wakeup, select.POLLIN)
         while not self._closed:
-            for number, _ in poll.poll():
-                if number == self._wakeup:
+            for fd, _ in poll.poll():
+                if fd == self._wakeup:
                     os.eventfd_read(self._wakeup)
-                elif self._flushed(waiting[number]):
-                    poll.unregister(number)
-                    del waiting[number]
+                elif self._flushed(waiting[fd]):
+                    poll.unregister(fd)
+                    del waiting[fd]
             while self._new:
                 connection = self._new.popleft()
-                number = connection.number
-                if number >= 0 and not self._flushed(connection):
-                    waiting[number] = connection
-                    poll.register(number, select.POLLOUT)
+                fd = connection.fd
+                if fd >= 0 and not self._flushed(connection):
+                    waiting[fd] = connection
+                    poll.register(fd, select.POLLOUT)
         with self._lock:
             os.close(self._wakeup)
 

@@ -1,4 +1,4 @@
-"""Mailboxes in memory: the contract of those over ZeroMQ, in one process, with a history and with faults.
+"""Mailboxes in memory: the contract of those over ZeroMQ in one process, with a message log and faults.
 
 They ship with the product, for :mod:`zmqgrad.testing`. Each message is encoded, and its frames are copied, so
 workers share no objects by accident. Each mailbox delivers in a thread of its own, named ``<name>-receiver``.

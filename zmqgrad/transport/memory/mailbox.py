@@ -15,11 +15,11 @@ from zmqgrad.transport.base import (
     Frame,
     Handler,
     Inbound,
-    Lost,
     OnIdle,
+    OnLost,
+    OnSuspected,
     PeerAddress,
     Resolver,
-    Suspected,
     Timer,
 )
 from zmqgrad.transport.memory.faults import InFlightMessage
@@ -67,9 +67,9 @@ class MemoryMailbox:
         handler: Handler,
         resolve: Resolver,
         pool: ThreadPool | None = None,
-        lost: Lost | None = None,
+        lost: OnLost | None = None,
         timer: Timer | None = None,
-        suspected: Suspected | None = None,
+        suspected: OnSuspected | None = None,
         on_idle: OnIdle | None = None,
     ) -> None:
         """Start to deliver; ``handler`` runs in the receiver thread. No peer is ever reported as ``lost``."""
@@ -87,7 +87,7 @@ class MemoryMailbox:
         message_id: int,
         frames: Sequence[Frame] = (),
         channel: int = 0,
-        patience: float = 0.0,
+        timeout: float = 0.0,
     ) -> None:
         """Queue ``message`` for ``peer``. As :meth:`Mailbox.send`, but without flow control."""
         first = encode(message, self.worker_id, self.incarnation, message_id)
@@ -108,7 +108,7 @@ class MemoryMailbox:
             raise ClosedError(f"the mailbox of {self._name} is closed")
         endpoint = self._peer_endpoints.get(peer)
         if endpoint is None:
-            known = self._resolve(peer).endpoints  # with no lock held: it may ask a store
+            known = self._resolve(peer).endpoints  # with no lock held: it may query a store
             endpoint = next((e for e in known if self._network.knows(e)), None)
             if endpoint is None:
                 raise UnknownPeerError(
@@ -167,7 +167,7 @@ class MemoryMailbox:
             else:
                 self._pool.submit(task)
         except ClosedError:
-            logger.debug("%s: %s came while closing", self._name, message)
+            logger.debug("%s: %s arrived while closing", self._name, message)
         except Exception:
             logger.exception("%s: handling %s from worker %d failed", self._name, message, envelope.source)
 

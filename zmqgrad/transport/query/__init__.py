@@ -2,8 +2,8 @@
 
     client.py      QueryClient: a pool of channels, one query at a time on each
     channel.py     sends a query and receives the reply, by a DEALER or the local fast path
-    pending.py     pure: which messages answer the query, and when to repeat it
-    dealer.py      a DEALER, and what its handshakes tell about the server
+    pending.py     pure: which message is the reply, and when to repeat the query
+    dealer.py      a DEALER, and what its handshakes reveal about the server
     server.py      QueryServer: one thread, a ROUTER and a local listener
     router.py      the server's ROUTER: binds it, and counts connections
     admission.py   pure: which clients are connected, and the limit on their number
@@ -11,7 +11,7 @@
     sockets.py     options of all these sockets, and the context that clients share
 
 Clients are responsible for reliability: they repeat a query until its reply arrives. So the server need not
-notice that a client is gone, and nothing depends on a connection.
+notice that a client has ended, and nothing depends on a connection.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPIN_RECENCY_SECONDS = 1e-3
 
 
 def spin_budget() -> SpinBudget:
-    """Returns the spin budget of one side: SPIN_SECONDS, or less if ``ZMQGRAD_SPIN_US`` says so.
+    """Returns the spin budget of one side: SPIN_SECONDS, or less if ``ZMQGRAD_SPIN_US`` is lower.
 
     Raises:
         ConfigurationError: if that variable is malformed.

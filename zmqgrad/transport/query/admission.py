@@ -1,6 +1,6 @@
 """Admission control of a query server: counts clients, and refuses those above the limit. Pure.
 
-libzmq does not tell which client a connection belongs to, so the clients on tcp are counted as the smaller of
+libzmq does not report which client a connection belongs to. So clients on tcp are counted as the smaller of
 two numbers: connections that completed the handshake and did not break, and clients that sent a ping by tcp
 and none by the fast path since.
 """

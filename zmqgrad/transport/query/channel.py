@@ -22,12 +22,12 @@ from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.polling import to_milliseconds
 from zmqgrad.transport.query import LOCAL_JOB, SPIN_RECENCY_SECONDS, spin_budget
 from zmqgrad.transport.query.dealer import DealerConnection, LocalAddress, ServerInfo
-from zmqgrad.transport.query.pending import PING_NUMBER, Arrival, PendingQuery
+from zmqgrad.transport.query.pending import PING_ID, Arrival, PendingQuery
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message, StorePing, StorePong, StoreRefused
 
 QUICK_SECONDS = 0.1
-"""Nearly all queries are answered within this time."""
+"""Nearly all replies arrive within this time."""
 
 
 class QueryChannel:
@@ -53,14 +53,14 @@ class QueryChannel:
         self._fast_path = fast_path
         self._closed_error = closed_error
         self._now = clock.now
-        self._number = PING_NUMBER  # of the last query
+        self._request_id = PING_ID  # of the last query
         self._started = -math.inf  # when the last query was sent first
-        self._query = PendingQuery(self._number, bytearray(), 0.0, 0.0)
+        self._query = PendingQuery(self._request_id, bytearray(), 0.0, 0.0)
         self._trouble = ""  # the last problem, for error messages
         self._dealer: DealerConnection | None = None
         self._keep_dealer = False  # large messages have needed it
         self._local: LocalConnection | None = None
-        self._local_number = -1
+        self._local_fd = -1
         self._accepted: LocalConnection | None = None  # the same, once the server has accepted it
         self._spin = Spinner(spin_budget()).spin
         self._poll = select.poll()
@@ -69,8 +69,8 @@ class QueryChannel:
 
     def request(self, message: Message, seconds: float) -> Message:
         """Sends ``message`` until its reply arrives. Arguments and errors as ``QueryClient.request``."""
-        self._number = number = self._number + 1
-        packet = encode(message, 0, self.id, number)
+        self._request_id = request_id = self._request_id + 1
+        packet = encode(message, 0, self.id, request_id)
         before, self._started = self._started, self._now()
         fast, sent, data = self._accepted, False, None
         if fast is not None and seconds >= QUICK_SECONDS and len(packet) <= MAX_PACKET_BYTES:
@@ -83,7 +83,7 @@ class QueryChannel:
                     self._spin(self._poll_for)
                 data = fast.receive(0)
                 envelope, reply = decode(data)
-                if envelope.message_id == number and type(reply) is not StoreRefused:
+                if envelope.message_id == request_id and type(reply) is not StoreRefused:
                     return reply
             except BlockingIOError:
                 pass  # the reply takes longer
@@ -92,7 +92,7 @@ class QueryChannel:
                 sent = False
             except ProtocolError:
                 pass  # _complete() decodes it again, and reports the error
-        self._query = PendingQuery(number, packet, self._now(), self._started + seconds)
+        self._query = PendingQuery(request_id, packet, self._now(), self._started + seconds)
         return self._complete(sent, data)
 
     def _complete(self, sent: bool, data: bytes | None) -> Message:
@@ -146,7 +146,7 @@ class QueryChannel:
                 self._query.peer_responded = False
                 self._dealer.ping()
             else:
-                self._close_dealer()  # the peer is gone, though no event reported it
+                self._close_dealer()  # the server has ended, though no event reported it
         self._send()
 
     # ---- receiving --------------------------------------------------------------------------------------
@@ -157,11 +157,11 @@ class QueryChannel:
         while dealer is not None and (data := dealer.receive()) is not None:
             if (reply := self._on_message(data)) is not None:
                 return reply
-        for number, _ in self._spin(self._poll_for) or self._poll_for(to_milliseconds(seconds)):
-            if number == self._local_number:
+        for fd, _ in self._spin(self._poll_for) or self._poll_for(to_milliseconds(seconds)):
+            if fd == self._local_fd:
                 if (reply := self._read_local()) is not None:
                     return reply
-            elif self._dealer is None or number != self._dealer.number:  # the DEALER is read next time
+            elif self._dealer is None or fd != self._dealer.fd:  # the DEALER is read next time
                 self._raise_if_closed()
                 if self._dealer is not None and self._dealer.read_events():
                     self._dealer.ping()
@@ -207,20 +207,20 @@ class QueryChannel:
             self._server.local = None  # another host, or another container
             return None
         fast.limit_waits(QUICK_SECONDS)
-        self._local, self._local_number = fast, fast.number
-        self._poll.register(fast.number, select.POLLIN)
-        fast.send(encode(StorePing(""), 0, self.id, PING_NUMBER))  # identifies the channel that came by tcp
+        self._local, self._local_fd = fast, fast.fd
+        self._poll.register(fast.fd, select.POLLIN)
+        fast.send(encode(StorePing(""), 0, self.id, PING_ID))  # identifies the channel, known by tcp
         return fast
 
     def _on_backlog(self, connection: LocalConnection) -> None:
-        self._poll.modify(connection.number, select.POLLIN | select.POLLOUT)
+        self._poll.modify(connection.fd, select.POLLIN | select.POLLOUT)
 
     def _read_local(self) -> Message | None:
         fast = self._local
         assert fast is not None
         try:
             if fast.backlog() and fast.flush():
-                self._poll.modify(self._local_number, select.POLLIN)
+                self._poll.modify(self._local_fd, select.POLLIN)
             if not fast.is_ready():
                 return None
             self._accepted = fast
@@ -248,8 +248,8 @@ class QueryChannel:
         self._trouble = reason
         if fast is not None:
             self._server.local = None  # the server may have restarted at another endpoint
-            self._poll.unregister(self._local_number)
-            self._local_number = -1
+            self._poll.unregister(self._local_fd)
+            self._local_fd = -1
             fast.close()
 
     def _close_dealer(self) -> None:

@@ -1,6 +1,6 @@
 """Sends queries to one server, from any thread. The calling thread itself sends and receives.
 
-A client keeps a few channels (:mod:`~zmqgrad.transport.query.channel`) and gives each query one of its own.
+A client keeps a few channels (:mod:`~zmqgrad.transport.query.channel`) and uses one for each query under way.
 So a round trip needs no other thread, and a query that waits long does not delay others.
 """
 
@@ -54,7 +54,7 @@ class QueryClient:
         self._closed = False
         self._closing = Wakeup()
         self._pid = os.getpid()
-        self._lock = threading.Lock()  # guards _channels and the setting of _closed
+        self._lock = threading.Lock()  # guards _channels and writes to _closed
         self._idle: deque[QueryChannel] = deque()
         self._channels: set[QueryChannel] = set()
         _clients.add(self)
@@ -66,7 +66,7 @@ class QueryClient:
             TimeoutError: if there is no reply within ``seconds``; the text names the last problem.
             ClosedError: if the client is or was closed, or belongs to the parent of a forked process.
             ProtocolError: if ``message`` cannot be encoded, or the reply is malformed.
-            SecretError: if the server has another secret, or only one of the two ends has one.
+            AuthenticationError: if the server has another secret, or only one of the two ends has one.
             TransportError: if the system has no socket left.
         """
         try:
@@ -104,7 +104,7 @@ class QueryClient:
             if error is not None:
                 raise error
             channel = QueryChannel(
-                self._server, self._fast_path, self._closing.number, self._closed_error, self._clock
+                self._server, self._fast_path, self._closing.fd, self._closed_error, self._clock
             )
             self._channels.add(channel)
         return channel

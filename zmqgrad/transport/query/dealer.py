@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import zmq
 
-from zmqgrad.errors import ProtocolError, SecretError, TransportError
-from zmqgrad.transport.query.pending import PING_NUMBER
+from zmqgrad.errors import AuthenticationError, ProtocolError, TransportError
+from zmqgrad.transport.query.pending import PING_ID
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket, speaks_curve
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.sockets import (
@@ -72,11 +72,11 @@ class DealerConnection:
         self._cut_handshakes = 0  # in a row
         self._monitor: SocketMonitor | None = None
         self._socket = open_client_socket(zmq.DEALER, server.address, server.keys)
-        self.number = get_int(self._socket, zmq.FD)
+        self.fd = get_int(self._socket, zmq.FD)
         try:
             self._monitor = SocketMonitor(self._socket, CONNECTED | DISCONNECTED | HANDSHAKE_FAILED)
-            poll.register(self.number, select.POLLIN)
-            poll.register(self._monitor.number, select.POLLIN)
+            poll.register(self.fd, select.POLLIN)
+            poll.register(self._monitor.fd, select.POLLIN)
             self._socket.connect(server.address)
         except zmq.ZMQError as e:
             self.close()
@@ -88,11 +88,11 @@ class DealerConnection:
         self._socket.send(packet, NOBLOCK, copy=len(packet) < ZERO_COPY_BYTES)
 
     def ping(self) -> None:
-        """Asks the server to respond, and for the address of its fast path."""
-        self.send(encode(StorePing(secrets.token_hex(8)), 0, self._client, PING_NUMBER))
+        """Requests a PONG, which shows that the server responds and where its fast path is."""
+        self.send(encode(StorePing(secrets.token_hex(8)), 0, self._client, PING_ID))
 
     def receive(self) -> bytes | memoryview | None:
-        """Returns the next message. Must be called until it returns None before ``number`` is polled again.
+        """Returns the next message. Must be called until it returns None before ``fd`` is polled again.
 
         Raises:
             ProtocolError: if the message has several frames.
@@ -115,7 +115,7 @@ class DealerConnection:
             Whether the connection was re-established, so that what was sent before may be lost.
 
         Raises:
-            SecretError: if handshakes fail, and will go on failing.
+            AuthenticationError: if handshakes fail, and will go on failing.
         """
         reconnected = False
         while self._monitor is not None and (events := self._monitor.read()):
@@ -135,8 +135,8 @@ class DealerConnection:
         server = self._server
         if kind == HANDSHAKE_DENIED or (kind == HANDSHAKE_MALFORMED and value == MECHANISM_MISMATCH):
             if server.keys is None:
-                raise SecretError("the other end wants a secret, and there is none here")
-            raise SecretError("the other end has no secret, or another one")
+                raise AuthenticationError("the other end wants a secret, and there is none here")
+            raise AuthenticationError("the other end has no secret, or another one")
         self.trouble = "connections are cut off during the handshake: is it a store?"
         if kind != HANDSHAKE_CUT or server.keys is None or server.was_connected:
             return
@@ -144,14 +144,14 @@ class DealerConnection:
         if self._cut_handshakes >= MAX_CUT_HANDSHAKES:
             self._cut_handshakes = 0
             if speaks_curve(server.address):
-                raise SecretError("the other end has another secret")
+                raise AuthenticationError("the other end has another secret")
 
     def close(self) -> None:
         """Closes the socket. Idempotent."""
         monitor, self._monitor = self._monitor, None
         if monitor is not None:
-            self._poll.unregister(monitor.number)
-            self._poll.unregister(self.number)
+            self._poll.unregister(monitor.fd)
+            self._poll.unregister(self.fd)
             monitor.close()
         if not self._socket.closed:
             close_client_socket(self._socket)

@@ -1,7 +1,7 @@
-"""The query under way on a channel: which messages answer it, and when it is repeated. Pure.
+"""The query under way on a channel: which message is its reply, and when to repeat it. Pure.
 
 A channel numbers its queries and sends one at a time. A query is repeated until its reply arrives, so a
-channel may receive further replies to queries that are answered already.
+channel may receive further replies to earlier queries.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from zmqgrad.wire.messages import Message, Refusal, StoreRefused
 REPEAT_SECONDS = (1.0, 2.0, 5.0)
 """Intervals before the first, second and third repetition. Later ones use the last."""
 
-PING_NUMBER = 0
+PING_ID = 0
 """Message id of a channel's pings. Queries begin with 1."""
 
 
@@ -27,7 +27,7 @@ class Arrival(enum.Enum):
     TOO_LARGE = enum.auto()
     """The reply exceeds the fast path: the query must be sent by the DEALER."""
     NO_REPLY = enum.auto()
-    """It answers a ping, or an earlier query that was repeated."""
+    """It is the reply to a ping, or to an earlier query that was repeated."""
 
 
 class PendingQuery:
@@ -39,10 +39,10 @@ class PendingQuery:
         deadline: when it fails.
     """
 
-    __slots__ = ("_intervals", "_repeat_at", "deadline", "is_large", "number", "packet", "peer_responded")
+    __slots__ = ("_intervals", "_repeat_at", "deadline", "is_large", "packet", "peer_responded", "request_id")
 
-    def __init__(self, number: int, packet: bytearray, now: float, deadline: float) -> None:
-        self.number = number
+    def __init__(self, request_id: int, packet: bytearray, now: float, deadline: float) -> None:
+        self.request_id = request_id
         self.packet = packet
         self.deadline = deadline
         self.is_large = len(packet) > MAX_PACKET_BYTES
@@ -63,22 +63,22 @@ class PendingQuery:
         self._repeat_at = now + next(self._intervals)
         return True
 
-    def receive(self, number: int, message: Message) -> Arrival:
+    def receive(self, request_id: int, message: Message) -> Arrival:
         """Classifies a received message.
 
         Args:
             number: the message id in its envelope.
 
         Raises:
-            ProtocolError: if it answers a query that was never sent.
+            ProtocolError: if it is the reply to a query that was never sent.
         """
         self.peer_responded = True
-        if number == self.number:
+        if request_id == self.request_id:
             if type(message) is StoreRefused and message.reason is Refusal.TOO_LARGE:
                 return Arrival.NO_REPLY if self.is_large else Arrival.TOO_LARGE
             return Arrival.REPLY
-        if number == PING_NUMBER and type(message) is StoreRefused:
+        if request_id == PING_ID and type(message) is StoreRefused:
             return Arrival.REPLY  # the server has too many clients
-        if number > self.number:
-            raise ProtocolError(f"a reply to query {number}, not to {self.number}")
+        if request_id > self.request_id:
+            raise ProtocolError(f"a reply to query {request_id}, not to {self.request_id}")
         return Arrival.NO_REPLY

@@ -75,7 +75,7 @@ class Publisher:
             self._socket.close(linger=0)
             raise
         self.port = int(bound.rpartition(":")[2])
-        self.number = get_int(self._socket, zmq.FD)
+        self.fd = get_int(self._socket, zmq.FD)
         """The descriptor to poll; see :meth:`read`."""
 
     def publish(self, topic: bytes, message: Message) -> None:
@@ -86,7 +86,7 @@ class Publisher:
         self._socket.send(encode(message, 0, self._incarnation, 0), NOBLOCK)
 
     def read(self) -> None:
-        """Reads subscriptions. Must be called when ``number`` is ready."""
+        """Reads subscriptions. Must be called when ``fd`` is ready."""
         self._unread = False
         try:
             while True:
@@ -97,7 +97,7 @@ class Publisher:
             return
 
     def read_if_unread(self) -> None:
-        """As :meth:`read`, if there may be subscriptions that ``number`` does not report."""
+        """As :meth:`read`, if there may be subscriptions that ``fd`` does not report."""
         if self._unread:
             self.read()
 

@@ -79,15 +79,15 @@ class RouterSocket:
         except BaseException:
             self.close(linger=0)
             raise
-        self.number = get_int(self._socket, zmq.FD)
-        self.monitor_number = self._monitor.number
+        self.fd = get_int(self._socket, zmq.FD)
+        self.monitor_fd = self._monitor.fd
         self.receive = self._socket.recv_multipart
 
     def send(self, route: bytes, data: bytearray) -> None:
         """Sends ``data`` to the client with routing id ``route``.
 
         Raises:
-            zmq.ZMQError: if the client is gone, or does not read its replies.
+            zmq.ZMQError: if the client has disconnected, or does not read its replies.
         """
         self._socket.send(route, NOBLOCK_MORE)
         self._socket.send(data, NOBLOCK, copy=len(data) < ZERO_COPY_BYTES)

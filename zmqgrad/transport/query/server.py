@@ -5,7 +5,7 @@ user may use the fast path (:mod:`~zmqgrad.transport.local`), whose address the 
 query is identified by client and number, and may arrive more than once and by either path: see
 :mod:`~zmqgrad.transport.query.channel`.
 
-Malformed messages cost a counter and a log line (P5).
+Malformed messages cost a counter and a log line (docs/guarantees.md, P5).
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ Route = bytes | LocalConnection
 class Service(Protocol):
     """Executes the queries of a server. Called in the server's thread only."""
 
-    def handle(self, route: Route, client: int, number: int, query: Message) -> None:
-        """Replies to query ``number`` of ``client`` by :meth:`QueryServer.reply`, now or in a later call."""
+    def handle(self, route: Route, client_id: int, request_id: int, query: Message) -> None:
+        """Replies to a query by :meth:`QueryServer.reply`, now or in a later call."""
         ...
 
     def settle(self) -> None:
@@ -112,7 +112,7 @@ class QueryServer:
         self.malformed = 0
         """How many messages were malformed, and how many handshakes failed."""
         self.undeliverable = 0
-        """How many replies were dropped, as the client was gone or did not read them."""
+        """How many replies were dropped, as the client had ended or did not read them."""
         self.refuses_newcomers = False
         """Set to leave pings unanswered, so no new client begins. From any thread."""
         self._clock = clock
@@ -137,9 +137,9 @@ class QueryServer:
             raise
         self.endpoint = self._router.endpoint
         self._router_unread = False  # its descriptor does not report again what it has reported
-        self.register(self._router.number, self._read_router)
-        self.register(self._router.monitor_number, self._read_monitor)
-        self.register(self._wakeup.number, self._end)
+        self.register(self._router.fd, self._read_router)
+        self.register(self._router.monitor_fd, self._read_monitor)
+        self.register(self._wakeup.fd, self._end)
 
     def _open_local(self, max_clients: int) -> LocalListener | None:
         endpoint = f"ipc://@zmqgrad-store-{secrets.token_hex(16)}"
@@ -154,7 +154,7 @@ class QueryServer:
                 max_clients,
             )
         except OSError as e:
-            logger.warning("%s has no fast path, all queries come by ZeroMQ: %s", self.name, e)
+            logger.warning("%s has no fast path, all queries arrive by ZeroMQ: %s", self.name, e)
             return None
 
     @property
@@ -174,10 +174,10 @@ class QueryServer:
 
     # ---- the thread -------------------------------------------------------------------------------------
 
-    def register(self, number: int, action: Callable[[], None]) -> None:
-        """Makes the server's thread call ``action`` whenever file descriptor ``number`` is readable."""
-        self._actions[number] = action
-        self._poller.register(number, READ)
+    def register(self, fd: int, action: Callable[[], None]) -> None:
+        """Makes the server's thread call ``action`` whenever file descriptor ``fd`` is readable."""
+        self._actions[fd] = action
+        self._poller.register(fd, READ)
 
     def serve(self, service: Service) -> None:
         """Passes queries to ``service`` until :meth:`stop`; then closes all sockets. Blocks."""
@@ -208,14 +208,14 @@ class QueryServer:
                     self._do_due()
                     continue
                 seconds = min(seconds, MAX_SECONDS)
-            for number, mask in (spins and spin(self._poll)) or poll(seconds, MAX_POLL_EVENTS):
-                connection = connections.get(number)
+            for fd, mask in (spins and spin(self._poll)) or poll(seconds, MAX_POLL_EVENTS):
+                connection = connections.get(fd)
                 if connection is not None and mask == READ:
                     read(connection)
-                elif (action := actions.get(number)) is not None:
+                elif (action := actions.get(fd)) is not None:
                     action()
                 else:
-                    on_local_event(number, mask)
+                    on_local_event(fd, mask)
             if self._router_unread:
                 self._read_router()
             service.settle()
@@ -286,7 +286,7 @@ class QueryServer:
         except BlockingIOError:
             return
         except OSError as e:
-            logger.debug("%s: a client of this host is gone: %s", self.name, e)
+            logger.debug("%s: a client of this host has ended: %s", self.name, e)
             packet = b""
         if packet:
             self._receive(connection, packet, None)
@@ -300,15 +300,15 @@ class QueryServer:
         except ProtocolError as e:
             self._on_malformed(route, data, frame, e)
             return
-        client, number = envelope.incarnation, envelope.message_id
+        client_id, request_id = envelope.incarnation, envelope.message_id
         if type(query) is StorePing:
-            self._on_ping(route, client, number, query)
+            self._on_ping(route, client_id, request_id, query)
         elif self._admission.surplus and route in self._admission.surplus:
-            self._refuse_surplus(route, number)
+            self._refuse_surplus(route, request_id)
         else:
             self.requests += 1
             try:
-                self._handle_query(route, client, number, query)
+                self._handle_query(route, client_id, request_id, query)
             except Exception:
                 logger.exception("%s: handling %s failed", self.name, type(query).__name__)
 
@@ -318,10 +318,10 @@ class QueryServer:
         """Counts and logs a malformed message. Replies if at least its envelope can be read."""
         self._count_malformed("a process of this host" if frame is None else _peer_address(frame), error)
         try:
-            number = read_envelope(data).message_id
+            request_id = read_envelope(data).message_id
         except ProtocolError:
             return  # not a client of ours
-        self.reply(route, number, StoreRefused(Refusal.INVALID, str(error)))
+        self.reply(route, request_id, StoreRefused(Refusal.INVALID, str(error)))
 
     def _count_malformed(self, address: str, error: object) -> None:
         self.malformed += 1
@@ -334,36 +334,36 @@ class QueryServer:
             self._count_malformed("tcp", "a handshake failed: no ZeroMQ, or another secret")
         self.wake_by(self._router.rebind_at)
 
-    def _on_ping(self, route: Route, client: int, number: int, query: StorePing) -> None:
+    def _on_ping(self, route: Route, client_id: int, request_id: int, query: StorePing) -> None:
         """Replies to a client that begins, or that tests whether its connection still works."""
         if self.refuses_newcomers:
             return  # it will find the next server here when this one has closed the connection
         admission = self._admission
         if isinstance(route, LocalConnection):
-            admission.add_local(route, client)
-        elif not admission.knows(client):
+            admission.add_local(route, client_id)
+        elif not admission.knows(client_id):
             self._read_monitor()
             if not admission.has_room():
                 admission.surplus.add(route)
-                self._refuse_surplus(route, number)
+                self._refuse_surplus(route, request_id)
                 return
-            admission.add_tcp(client)
+            admission.add_tcp(client_id)
         endpoint = "" if self._local is None else self._local.endpoint
-        self.reply(route, number, StorePong(query.nonce, endpoint))
+        self.reply(route, request_id, StorePong(query.nonce, endpoint))
 
-    def _refuse_surplus(self, route: Route, number: int) -> None:
+    def _refuse_surplus(self, route: Route, request_id: int) -> None:
         text = f"it serves {self._admission.limit} connections already, which is its limit"
-        self.reply(route, number, StoreRefused(Refusal.LIMIT, text))
+        self.reply(route, request_id, StoreRefused(Refusal.LIMIT, text))
 
     # ---- replying ---------------------------------------------------------------------------------------
 
-    def reply(self, route: Route, number: int, message: Message) -> bool:
-        """Replies to query ``number``. Server's thread only.
+    def reply(self, route: Route, request_id: int, message: Message) -> bool:
+        """Replies to query ``request_id``. Server's thread only.
 
         Returns:
             False if the reply is known not to arrive.
         """
-        data = encode(message, 0, self.incarnation, number)
+        data = encode(message, 0, self.incarnation, request_id)
         try:
             if isinstance(route, bytes):
                 self._router_unread = True
@@ -371,7 +371,7 @@ class QueryServer:
             else:
                 if len(data) > MAX_PACKET_BYTES:
                     refusal = StoreRefused(Refusal.TOO_LARGE, f"{len(data)} bytes")
-                    data = encode(refusal, 0, self.incarnation, number)
+                    data = encode(refusal, 0, self.incarnation, request_id)
                 route.send(data)
                 if self._backlogged and route.backlog() > MAX_UNREAD_REPLIES:
                     raise OSError("a client that does not read its replies")
@@ -385,40 +385,40 @@ class QueryServer:
 
     # ---- connections of the fast path -------------------------------------------------------------------
 
-    def _on_local_event(self, number: int, mask: int) -> None:
+    def _on_local_event(self, fd: int, mask: int) -> None:
         """Handles all but packets: new connections, and those that have ended or accept data again."""
         if self._local is None:
             return
-        connection = self._connections.get(number)
+        connection = self._connections.get(fd)
         if connection is None:
-            self._local.read(number)
+            self._local.read(fd)
             return
-        if number in self._backlogged and mask & WRITE:
+        if fd in self._backlogged and mask & WRITE:
             self._flush(connection)
         if mask & ~WRITE:
             self._read_connection(connection)
 
     def _on_backlog(self, connection: LocalConnection) -> None:
         """Polls ``connection`` until the kernel accepts more. Called by :meth:`reply`."""
-        self._backlogged[connection.number] = connection
-        self._poller.modify(connection.number, READ | WRITE)
+        self._backlogged[connection.fd] = connection
+        self._poller.modify(connection.fd, READ | WRITE)
 
     def _flush(self, connection: LocalConnection) -> None:
         try:
             flushed = connection.flush()
         except OSError as e:
-            logger.debug("%s: a client of this host is gone: %s", self.name, e)
+            logger.debug("%s: a client of this host has ended: %s", self.name, e)
             flushed = True  # the next read finds that, too
         if flushed:
-            del self._backlogged[connection.number]
-            self._poller.modify(connection.number, READ)
+            del self._backlogged[connection.fd]
+            self._poller.modify(connection.fd, READ)
 
     def _drop(self, connection: LocalConnection) -> None:
         assert self._local is not None
         self._local.drop(connection)
 
     def _on_connection_closed(self, connection: LocalConnection) -> None:
-        self._backlogged.pop(connection.number, None)
+        self._backlogged.pop(connection.fd, None)
         self._admission.remove_local(connection)
 
 

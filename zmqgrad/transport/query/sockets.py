@@ -22,7 +22,7 @@ from zmqgrad.transport.sockets import (
     SocketMonitor,
     set_up,
 )
-from zmqgrad.wire.frames import MAX_HEADER
+from zmqgrad.wire.frames import MAX_HEADER_BYTES
 
 RECONNECT_MS, MAX_RECONNECT_MS = 10, 250
 """Initial pause between connection attempts, and the maximum that doubling it reaches."""
@@ -41,7 +41,7 @@ _users = 0
 def set_up_query_socket(socket: zmq.Socket[bytes]) -> None:
     """Sets the options that clients and servers have in common."""
     set_up(socket)
-    socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER)
+    socket.setsockopt(zmq.MAXMSGSIZE, MAX_HEADER_BYTES)
     # A host that vanishes without closing its connections is noticed within 40 s.
     socket.tcp_keepalive = 1
     socket.tcp_keepalive_idle = 20
@@ -101,7 +101,7 @@ def _release_context() -> None:
 def _needs_ipv6(address: str) -> bool:
     """Returns whether ``address`` is IPv6, or a name with IPv6 addresses only: libzmq tries one of a name."""
     if not address.startswith("tcp://"):
-        return False  # "ipc" is not a host name: looking it up would ask DNS
+        return False  # "ipc" is not a host name: looking it up would query DNS
     host = address.removeprefix("tcp://").rpartition(":")[0]
     if "[" in host:
         return True
@@ -122,7 +122,7 @@ def speaks_curve(address: str) -> bool:
     try:
         probe.connect(address)
         poll = select.poll()
-        poll.register(monitor.number, select.POLLIN)
+        poll.register(monitor.fd, select.POLLIN)
         poll.poll(PROBE_SECONDS * 1000)
         return any(event.value == MECHANISM_MISMATCH for event in monitor.read())
     finally:

@@ -59,13 +59,13 @@ class Subscriber:
         self._lock = threading.Lock()  # guards the socket, and all of the next three
         self._socket: zmq.Socket[bytes] | None = None
         self._monitor: SocketMonitor | None = None
-        self._numbers: tuple[int, ...] = ()
+        self._fds: tuple[int, ...] = ()
         self._closed = False
         self._ended = threading.Event()
         self._tasks: deque[Task] = deque()
         self._wakeup = Wakeup()
         self._poller = make_leader_poller()
-        self._poller.register(self._wakeup.number, select.POLLIN)
+        self._poller.register(self._wakeup.fd, select.POLLIN)
         serve_from(self)
 
     def connect(self, endpoint: str, keys: Keys | None) -> None:
@@ -81,9 +81,9 @@ class Subscriber:
             socket = open_client_socket(zmq.SUB, endpoint, keys if endpoint.startswith("tcp:") else None)
             self._socket, self.endpoint = socket, endpoint
             self._monitor = SocketMonitor(socket, CONNECTED | DISCONNECTED)
-            self._numbers = (get_int(socket, zmq.FD), self._monitor.number)
-            for number in self._numbers:
-                self._poller.register(number, select.POLLIN)
+            self._fds = (get_int(socket, zmq.FD), self._monitor.fd)
+            for fd in self._fds:
+                self._poller.register(fd, select.POLLIN)
             socket.connect(endpoint)
         self._wakeup.set()
 
@@ -113,9 +113,9 @@ class Subscriber:
     def _disconnect(self) -> None:
         """Called with the lock held."""
         socket, self._socket, self.endpoint = self._socket, None, ""
-        for number in self._numbers:
-            self._poller.unregister(number)
-        self._numbers = ()
+        for fd in self._fds:
+            self._poller.unregister(fd)
+        self._fds = ()
         if self._monitor is not None:
             self._monitor.close()
             self._monitor = None
@@ -142,8 +142,8 @@ class Subscriber:
             while not self._closed:
                 if self._tasks:
                     return self._tasks.popleft()
-                for number, _ in self._poller.poll(None):
-                    if number == self._wakeup.number:
+                for fd, _ in self._poller.poll(None):
+                    if fd == self._wakeup.fd:
                         self._wakeup.clear()
                 self._read_socket()
         except Exception:

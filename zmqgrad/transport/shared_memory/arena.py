@@ -2,6 +2,8 @@
 
 Before the first lease, a peer is offered a segment. It maps the segment and sends back the nonce found there;
 host or boot ids are never compared. A message waits for that reply no longer than a socket would take for it.
+As long as the segment is mapped on behalf of a peer, a byte of it is locked
+(:mod:`~zmqgrad.transport.shared_memory.segment`), so that the arena can find out.
 
 Each lease has a number that is never used again, so a repeated or late release frees nothing that is in use.
 The leases of a lost peer end as soon as no process maps the segment on its behalf: a worker may have left its
@@ -62,7 +64,7 @@ class LeaseState:
         self.offered: Segment | None = None  # offered and not yet replied to
         self.offer_id = 0
         self.replied: Promise[None] | None = None  # completed by the reply to the last offer
-        self.is_slow = False  # a message has waited for that reply in vain
+        self.is_slow = False  # a message waited for that reply until its timeout
         self.refused = ""  # why this peer cannot read the arena
 
     def settle(self) -> None:
@@ -92,7 +94,7 @@ class Arena:
         self._departed: list[LeaseState] = []  # lost peers with leases in segments that are still mapped
         self._lease_numbers = itertools.count(1)
         self._offer_ids = itertools.count(1)
-        self._lock_bytes = itertools.count(1)
+        self._lock_bytes = itertools.count(1)  # offsets of the bytes locked for peers
         self._unknown_releases = 0
         self._used = False  # something was leased since the last trim
         self._trimmed = True
@@ -171,7 +173,7 @@ class Arena:
 
     # ---- offers -----------------------------------------------------------------------------------------
 
-    def introduce(self, peer: int, size: int) -> None:
+    def offer_if_new(self, peer: int, size: int) -> None:
         """Offer memory for ``size`` bytes to ``peer``, unless it has been offered some."""
         if peer not in self._peers:
             result = self._try_lease(peer, [size])

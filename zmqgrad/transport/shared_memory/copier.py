@@ -29,7 +29,7 @@ Source = Any
 class Copier:
     """Copies for the threads of one worker, with a helper thread named ``<name>-copier``.
 
-    The helper takes part in one copy at a time. A copy that starts meanwhile uses one thread.
+    The helper participates in one copy at a time. A copy that starts meanwhile uses one thread.
     """
 
     def __init__(self, name: str) -> None:
@@ -42,7 +42,7 @@ class Copier:
 
     def copy(self, destination: int, source: Source, size: int) -> None:
         """Copy ``size`` bytes of ``source`` to the address ``destination``, without the GIL."""
-        # ctypes gives the address of bytes only by a cast, whose reference cycle would keep them for long.
+        # ctypes returns the address of bytes only by a cast, whose reference cycle would keep them for long.
         single = not MIN_SPLIT_BYTES <= size < MAX_SPLIT_BYTES or isinstance(source, bytes) or self._closed
         if single or not self._lock.acquire(blocking=False):
             ctypes.memmove(destination, source, size)

@@ -3,7 +3,7 @@
 Shared memory is not copied by a fork. If the parent released a block, the child's tensors would change under
 it. So a fork pins the blocks in use: the parent keeps references to them until the fork, and all forks made
 by it, have ended. A pipe shows that: they hold its write end, which the kernel closes with the last of them.
-Nobody has to wait for children, and a program that forks repeatedly (a data loader at each epoch) keeps only
+Children need not be waited for, and a program that forks repeatedly (a data loader at each epoch) keeps only
 the blocks that living children can read.
 """
 

@@ -86,7 +86,7 @@ class FreeList:
         return sorted(self._by_start.items())
 
     def reset_high_water(self) -> None:
-        """Lower ``high_water`` to the end of the last block, after the memory beyond it was given back."""
+        """Lower ``high_water`` to the end of the last block, after the memory beyond it was trimmed."""
         self.high_water = max((offset + size for offset, size in self._blocks.items()), default=0)
 
     def __len__(self) -> int:

@@ -119,7 +119,7 @@ class MappedBlocks:
         return ArenaReply(mapped.nonce)
 
     def open(self, peer: int, manifest: Manifest, frames: Sequence[Buffer]) -> list[Buffer]:
-        """Return the frames of a message of ``peer``. ``Inbound.let_go`` can empty the list.
+        """Return the frames of a message of ``peer``. ``Inbound.release_frames`` can empty the list.
 
         Raises:
             ProtocolError: if the manifest contradicts the segments or the ZeroMQ ``frames``.

@@ -7,7 +7,7 @@ that it is the segment that was offered, and proves that by the nonce found ther
 
 As long as a reader maps the segment, it holds an open-file-description lock on one byte of it. The kernel
 drops that lock with the mapping: with the last tensor on it, or with the process and its forks. So the
-creator can tell whether blocks may still be read, whatever became of the reader.
+creator can tell whether blocks may still be read, even after the reader has crashed.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Segment:
             return
         if isinstance(data, LazyFrame):
             data.write_to(memoryview(self._map)[offset : offset + size])
-        elif isinstance(data, memoryview) and data.readonly:  # ctypes does not give the address of such
+        elif isinstance(data, memoryview) and data.readonly:  # ctypes has no address of such
             self._map[offset : offset + size] = data
         else:
             source = data if isinstance(data, bytes) else _array_type(size).from_buffer(data)
@@ -161,7 +161,7 @@ class MappedSegment:
         self.size = offer.size
         path = f"/proc/{offer.pid}/fd/{offer.descriptor}"
         target = os.readlink(path)
-        if not target.startswith(f"/memfd:{NAME}"):  # opening somebody else's pipe or device may have effects
+        if not target.startswith(f"/memfd:{NAME}"):  # opening an unrelated pipe or device may have effects
             raise OSError(f"{path} is {target!r}: the processes see different process numbers")
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:

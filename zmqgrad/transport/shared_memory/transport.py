@@ -1,7 +1,7 @@
 """What a mailbox does with frames: shared memory if the peer can read it, a socket otherwise.
 
 Whether a peer can is determined with the first message that is large enough. If the peer cannot, has not
-replied yet, or the arena is full, the frames go through the socket, and a counter says why.
+replied yet, or the arena is full, the frames go through the socket, and a counter per reason is incremented.
 
 Blocks are released by the manifest of the next message to their owner, or after :data:`RELEASE_SECONDS` by a
 message of their own.
@@ -163,7 +163,7 @@ class SharedMemoryTransport:
             self._send(peer, reply, message_id)
             if reply.nonce and self._arena.limit:
                 # Large requests may have large replies. The peer is certainly on this host.
-                self._arena.introduce(peer, self._threshold)
+                self._arena.offer_if_new(peer, self._threshold)
         elif isinstance(message, ArenaReply):
             self._arena.on_reply(peer, message, message_id)
         # A Release has done its work by its manifest.

@@ -85,7 +85,7 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
 
     HELLO                          reserved and never sent: every envelope identifies its sender
     GOODBYE                        the receiver was declared lost and gets no more messages
-    ARENA_OFFER                    asks whether the receiver can map this shared memory -> ARENA_REPLY
+    ARENA_OFFER                    offers shared memory to map -> ARENA_REPLY
     ARENA_REPLY                    reply: the nonce read there, or why it could not be read
     RELEASE                        releases the shared-memory blocks listed in the manifest
     CREDIT                         this many more bytes were consumed

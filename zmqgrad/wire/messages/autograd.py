@@ -1,4 +1,4 @@
-"""Distributed autograd: recording calls, sending gradients back, releasing contexts (DESIGN section 10).
+"""Distributed autograd: recording calls, sending gradients back, releasing contexts.
 
 A context records a *send* for tensors that were sent and a *recv* for tensors that were received; both have
 the same autograd id. The root is the worker that called ``backward``; it detects the end of the pass.

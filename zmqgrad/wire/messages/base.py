@@ -1,7 +1,7 @@
 """Message types, bounds of fields, and the base classes of messages.
 
 Requests carry 0x100 and responses 0x200; notifications and other one-way messages carry neither. Messages
-that torch's RPC has as well use its numbers (DESIGN section 5).
+that torch's RPC has as well use its numbers.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Goodbye(Message, frozen=True):
 
 
 class ArenaOffer(Message, frozen=True):
-    """Worker to a peer, before the first large message: asks whether the peer can map its memory.
+    """Worker to a peer, before the first large message: offers shared memory to map.
 
     ``segment`` has ``size`` bytes; it is descriptor ``descriptor`` of process ``pid``, with ``device`` and
     ``inode``. The nonce at ``nonce_at`` proves that the peer read it. The peer holds a lock on byte ``lock``
@@ -111,24 +111,24 @@ class Release(Message, frozen=True):
 class Credit(Message, frozen=True):
     """Worker to a peer: this many more bytes of the peer's frames were consumed.
 
-    ``requests`` counts the frames of requests, ``answers`` those of replies.
+    ``requests`` counts the frames of requests, ``replies`` those of replies.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CREDIT
     requests: Size = 0
-    answers: Size = 0
+    replies: Size = 0
 
 
 class CreditWanted(Message, frozen=True):
     """Worker to a peer: a message waits for credit; send CREDIT after consuming this many more bytes.
 
-    0 in ``requests`` or ``answers`` means that no message of that kind waits. ``again``: it has waited for
+    0 in ``requests`` or ``replies`` means that no message of that kind waits. ``again``: it has waited for
     long; this message follows everything sent so far, so count what did not arrive as consumed.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CREDIT_WANTED
     requests: Size = 0
-    answers: Size = 0
+    replies: Size = 0
     again: bool = False
 
 

@@ -115,7 +115,7 @@ class Payload(WireStruct, frozen=True):
 
     ``pickled`` is the pickle, ``buffers`` are its out-of-band buffers. ``forks`` lists the RRefs in it as
     (owner, rref id, fork id, parent); a receiver that drops the payload unread must release them. ``order``
-    gives the index of the tensor of each argument, if one tensor is passed more than once.
+    has the index of the tensor of each argument, if one tensor is passed more than once.
     """
 
     format: PayloadFormat = PayloadFormat.NONE

@@ -1,4 +1,4 @@
-"""References: fetching the value of an RRef, and its reference counts (DESIGN section 9, "RRef protocol").
+"""References: fetching the value of an RRef, and its reference counts. See :mod:`zmqgrad.rpc.rref.protocol`.
 
 Owner: the worker that holds the value. User: a worker that holds a fork; its parent sent it that fork.
 """

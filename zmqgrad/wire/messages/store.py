@@ -1,4 +1,4 @@
-"""Store queries, client to server, and their replies (DESIGN section 7).
+"""Store queries, client to server, and their replies.
 
 Timeouts are the time left at the client, in seconds; the server stops waiting when it has passed. The reply
 to any query may be STORE_REFUSED instead.
@@ -185,7 +185,7 @@ class StoreNumber(Message, frozen=True):
 
 
 class StoreValues(Message, frozen=True):
-    """Values, in the order of the keys asked for."""
+    """Values, in the order of the requested keys."""
 
     TYPE: ClassVar[MessageType] = MessageType.STORE_VALUES
     values: Values

@@ -1,8 +1,8 @@
-"""The watch channel of a store: subscribing to notifications, and the notifications (DESIGN section 7).
+"""The watch channel of a store: subscribing to notifications, and the notifications.
 
-The server publishes notifications (PUB/SUB), each under the topic of its key or prefix, and each tells the
-revision of the one before, so that a gap is seen. A watch belongs to a *watcher*, a client that renews all
-its watches every few seconds; what is not renewed is forgotten.
+The server publishes notifications (PUB/SUB), each under the topic of its key or prefix. Each contains the
+revision of the one before, so that a gap is detected. A watch belongs to a *watcher*, a client that renews
+all its watches every few seconds; watches that are not renewed are dropped.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Preserved are any dtype, any shape (0-dim and empty included), strides of dense tensors, storages shared by
 several tensors of one message, and sparse COO; other layouts (quantized, CSR, ...) are written by
 ``torch.save``. Of a view of a large storage, only the visible part is sent. Each blob is bounded by its
-frame, and each tensor is checked against its blob before a byte is read (P5).
+frame, and each tensor is checked against its blob before a byte is read (docs/guarantees.md, P5).
 """
 
 from __future__ import annotations

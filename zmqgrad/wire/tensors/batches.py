@@ -1,4 +1,4 @@
-"""Batches: many small tensors of one dtype, whose bytes lie one behind the other in one blob.
+"""Batches: many small tensors of one dtype, whose bytes are consecutive in one blob.
 
 A descriptor and a blob for each of a hundred tensors take longer to encode and decode than their bytes. A
 batch records only the shape of each. The decoded tensors are independent: none is a view of another and each

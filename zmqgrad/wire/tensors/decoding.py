@@ -1,4 +1,4 @@
-"""Decodes tensors from descriptors and frames of a peer, each checked before a byte is read (P5)."""
+"""Decodes tensors from descriptors and frames of a peer, each checked before a byte is read."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def _data(blob: Blob, frames: Sequence[Buffer]) -> Buffer:
     else:
         raise ProtocolError(f"a blob refers to frame {blob.index} of {len(frames)}")
     if len(data) != blob.size:
-        raise ProtocolError(f"a blob of {blob.size} bytes came with {len(data)}")
+        raise ProtocolError(f"a blob of {blob.size} bytes has {len(data)} bytes of data")
     return data
 
 
@@ -143,7 +143,7 @@ def _blob_of(d: TensorDescriptor, blobs: Sequence[Blob]) -> Blob:
     if d.blob >= len(blobs):
         raise ProtocolError(f"a tensor refers to blob {d.blob} of {len(blobs)}")
     if d.strides and len(d.strides) != len(d.shape):
-        raise ProtocolError(f"a tensor of shape {d.shape} came with strides {d.strides}")
+        raise ProtocolError(f"a tensor of shape {d.shape} has strides {d.strides}")
     return blobs[d.blob]
 
 
@@ -260,7 +260,7 @@ def _checked_compressed(t: torch.Tensor) -> torch.Tensor:
 
 def _decode_coo(d: TensorDescriptor, blobs: Sequence[Blob], frames: Sequence[Buffer]) -> torch.Tensor:
     if len(d.parts) != 2 or any(p.layout is not Layout.STRIDED or p.device != "cpu" for p in d.parts):
-        raise ProtocolError("a sparse tensor came without its indices and values")
+        raise ProtocolError("a sparse tensor lacks its indices or values")
     indices, values = (_decode_alone(p, blobs, frames) for p in d.parts)
     try:
         # check_invariants: indices out of range would write outside of memory later
