@@ -134,17 +134,21 @@ class OwnedValues:
 
     # ---- ending -----------------------------------------------------------------------------------------
 
-    def lose(self, peer: int) -> tuple[list[Effect], dict[int, Promise[Any]]]:
-        """Remove the forks of a lost peer. Returns effects, and promises that nobody will set."""
+    def lose(self, peer: int) -> dict[int, Promise[Any]]:
+        """Note that ``peer`` is lost. Returns promises that nobody will set. Its forks stay (:meth:`expire`)."""
         with self._lock:
             self._lost.add(peer)
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
             self._awaited -= orphans.keys()
-            effects = self._forks.lose(peer)
             for rref_id in orphans:
                 if not self._forks.knows(rref_id):
                     del self._values[rref_id]
-        return effects, orphans
+        return orphans
+
+    def expire(self, peer: int) -> list[Effect]:
+        """Remove the forks of ``peer``, which was lost ``ORPHAN_GRACE_SECONDS`` ago."""
+        with self._lock:
+            return self._forks.expire(peer)
 
     def close(self) -> None:
         """Drop everything; promises that are not set fail."""
