@@ -134,7 +134,7 @@ class Simulation(RuleBasedStateMachine):
     @precondition(lambda self: not self.dead and WORKERS - 1 in self.alive.values())
     @rule()
     def dies(self) -> None:
-        """Worker 3, which holds a reference, dies: what it held is gone, and what was under way to or from it."""
+        """Worker 3, which holds a reference, dies: its references and all letters to or from it are lost."""
         dead = WORKERS - 1
         self.dead = True
         self.unexpired = set(range(dead))
@@ -149,7 +149,7 @@ class Simulation(RuleBasedStateMachine):
     @precondition(lambda self: self.unexpired and not self._orphans())
     @rule(data=st.data())
     def grace_ends(self, data: st.DataObject) -> None:
-        """Long after the death, when the children of the dead have registered, one worker forgets its forks."""
+        """The children of the dead have registered long ago: one worker drops what it kept for them."""
         worker = data.draw(st.sampled_from(sorted(self.unexpired)))
         self._expire(worker)
 

@@ -16,9 +16,9 @@ Until then the parent does not request its own deletion, even if nothing refers 
 
 Lost workers: the forks of a lost worker may have children whose requests are still in flight, and nobody but
 that worker knew of them. So its forks, and the forks that were sent to it, stay registered until
-:meth:`OwnerForks.expire` and :meth:`UserForks.expire` are called, which the caller does ``ORPHAN_GRACE_SECONDS``
-after the loss. Guarantee (R1) holds for a child if its request arrives before that; without the loss of its
-parent it holds without any limit. Guarantee (R2) holds from then on.
+:meth:`OwnerForks.expire` and :meth:`UserForks.expire` are called, a grace time after the loss. (R1) holds for
+a child of a lost parent if its request arrives within that time, and (R2) holds after it. Without a loss,
+neither depends on any time.
 
 Methods return the effects that the caller must carry out; none of them sends, waits or calls back.
 """
@@ -252,7 +252,7 @@ class UserForks:
                 self._parents.pop(child, None)
 
     def expire(self, worker: int) -> list[Effect]:
-        """Drop the children sent to a worker that was lost so long ago that their children have registered."""
+        """Drop the children sent to a lost worker, once their own children have registered."""
         effects: list[Effect] = []
         for fork in list(self._forks.values()):
             for child in [c for c, holder in fork.children.items() if holder == worker]:

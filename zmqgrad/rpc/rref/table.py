@@ -270,7 +270,7 @@ class ReferenceTable:
         self._reply(inbound, RRefAck())  # last: it fails if the user was lost meanwhile
 
     def peer_lost(self, peer: int) -> None:
-        """Drop the references to values of a lost peer now, and its forks once their children have registered."""
+        """Drop the references to values of a lost peer; drop its forks after the grace time."""
         orphans = self._owned.lose(peer)
         with self._lock:
             self._lost.add(peer)

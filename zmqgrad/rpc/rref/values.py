@@ -135,7 +135,7 @@ class OwnedValues:
     # ---- ending -----------------------------------------------------------------------------------------
 
     def lose(self, peer: int) -> dict[int, Promise[Any]]:
-        """Note that ``peer`` is lost. Returns promises that nobody will set. Its forks stay (:meth:`expire`)."""
+        """Note that ``peer`` is lost, whose forks stay. Returns the promises that nobody will set."""
         with self._lock:
             self._lost.add(peer)
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
