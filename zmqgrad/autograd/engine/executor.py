@@ -398,6 +398,13 @@ class LocalPass:
         for hook in after:
             hook((), (hooked_grad,))
 
+    def is_running(self) -> bool:
+        """Whether this worker is handling gradients of the pass, or waits for more of them."""
+        if self.queue.is_consumed():
+            return True
+        with self._lock:
+            return self._plan.waits()
+
     def waiting(self) -> StallReport:
         """Report whether a group that has been reached waits for another entry."""
         with self._lock:
