@@ -165,9 +165,10 @@ class OwnedValues:
         return RRefError(f"worker {self._name} was shut down before this value was made")
 
     def statistics(self) -> dict[str, int]:
-        """The number of values kept for other workers, and of forks that these hold."""
+        """The number of values kept for other workers, and of forks that living ones hold."""
         with self._lock:
+            holders = [holder for forks in self._forks.forks().values() for holder in forks.values()]
             return {
                 "owner_rrefs": len(self._values),
-                "forks": sum(map(len, self._forks.forks().values())),
+                "forks": sum(holder not in self._lost for holder in holders),
             }
