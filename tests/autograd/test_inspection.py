@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -103,6 +104,56 @@ def test_numbers_of_contexts(c: Cluster) -> None:
             expected = {"num_autograd_contexts": 1, "num_current_backward_passes": 0}
             assert autograd.get_debug_info() == expected
             assert autograd._get_debug_info() == {name: str(n) for name, n in expected.items()}
+
+
+class Held(torch.autograd.Function):
+    """Its backward waits until the test goes on."""
+
+    reached, go_on = threading.Event(), threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Any function."""
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        """Wait."""
+        Held.reached.set()
+        assert Held.go_on.wait(20)
+        return gradients[0]
+
+
+def hold(x: Tensor) -> Tensor:
+    return cast("Tensor", Held.apply(x))
+
+
+def test_a_running_pass_counts_on_each_worker_that_is_part_of_it(c: Cluster) -> None:
+    def running() -> list[int]:
+        found = []
+        for worker in range(3):
+            with c.acting(worker):
+                found.append(autograd.get_debug_info()["num_current_backward_passes"])
+        return found
+
+    def run(context_id: int, loss: Tensor) -> None:
+        with c.acting(0):
+            autograd.backward(context_id, [loss])
+
+    Held.reached.clear()
+    Held.go_on.clear()
+    x = torch.ones(1, requires_grad=True)
+    with autograd.context() as context_id:
+        loss = rpc.rpc_sync(1, hold, (x,)) * 1
+        rpc.rpc_sync(2, add, (x, x))  # nothing depends on it
+        thread = threading.Thread(target=run, args=(context_id, loss))
+        thread.start()
+        assert Held.reached.wait(20)
+        assert running() == [1, 1, 0]
+        Held.go_on.set()
+        thread.join(20)
+        assert running() == [0, 0, 0]
+        assert autograd.get_gradients(context_id)[x].tolist() == [1.0]
 
 
 def test_init_only_checks_the_worker(c: Cluster) -> None:

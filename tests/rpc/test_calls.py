@@ -503,3 +503,25 @@ def test_many_threads_wait_for_one_future(pair: Cluster) -> None:
     for t in threads:
         t.join(10)
     assert got == [5] * 5
+
+
+# ---- what the callee logs --------------------------------------------------------------------------------
+
+
+def fail_as(text: str) -> None:
+    """Raise an error."""
+    raise ValueError(text)
+
+
+def test_a_failure_that_repeats_is_logged_once_and_counted(caplog: pytest.LogCaptureFixture) -> None:
+    with cluster(2):
+        for _ in range(30):
+            with pytest.raises(ValueError, match="always"):
+                rpc.rpc_sync(1, fail_as, args=("always",))
+        with pytest.raises(ValueError, match="once"):
+            rpc.rpc_sync(1, fail_as, args=("once",))
+    logged = [r.getMessage() for r in caplog.records if r.name == "zmqgrad.rpc.server"]
+    assert sum("in fail_as" in text and "always" in text for text in logged) == 1
+    assert sum("in fail_as" in text and "once" in text for text in logged) == 1
+    counts = [text for text in logged if "logged once" in text]
+    assert ["10 times so far" in counts[0], "30 times in total" in counts[1], len(counts)] == [True, True, 2]

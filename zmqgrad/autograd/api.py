@@ -69,10 +69,12 @@ def backward(
         context_id: the id that :class:`context` yielded.
         roots: local scalars (one element, any shape) that require grad.
         retain_graph: whether to keep the graphs for another pass.
-        mode: "fast" expects a gradient for everything that was sent, as torch does, and raises an error that
-            names the calls without one. "smart" first finds out what will never get a gradient, by a round of
-            small messages. "auto" starts like fast and continues like smart only if parts of the graph still
-            wait when no message is in flight; it costs nothing if everything is used.
+        mode: "fast" expects, as torch does, that every part of the graph which one gradient reaches gets all
+            of its gradients. If a part still waits when no message is in flight, it raises an error that
+            names the calls without a gradient (torch waits until its timeout). A call that no waiting part
+            depends on may stay without one: that is no error. "smart" first finds out which calls will never
+            get a gradient, by a round of small messages. "auto" starts like fast and continues like smart
+            only where fast would raise.
 
     Raises:
         AutogradError: if the context is not known here, a root is invalid, or, in fast mode, a part of the

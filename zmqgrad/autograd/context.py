@@ -128,6 +128,11 @@ class Context:
                 self.passes.pop(number, None)
             return fresh
 
+    def local_passes(self) -> dict[int, LocalPass]:
+        """Return the passes that this worker has taken part in and has not forgotten, by id."""
+        with self.pass_lock:
+            return dict(self.passes)
+
     def is_forgotten(self, number: int) -> bool:
         """Whether this pass was forgotten. The caller holds ``pass_lock``."""
         return number in self._forgotten

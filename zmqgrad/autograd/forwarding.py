@@ -151,7 +151,7 @@ class Autograd:
         return context.receive(autograd_id, source, tensors, wanted, in_reply)
 
     def debug_info(self) -> dict[str, int]:
-        """Return the number of contexts here, and of running passes that began here."""
+        """Return the number of contexts here, and of those with a running pass (see ``get_debug_info``)."""
         return {
             "num_autograd_contexts": len(self.contexts.live()),
             "num_current_backward_passes": self.participant.running(),

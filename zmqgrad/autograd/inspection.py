@@ -197,7 +197,10 @@ def _get_max_id() -> int:
 
 
 def get_debug_info() -> dict[str, int]:
-    """Return the number of contexts here, and of running passes that began here.
+    """Return the number of contexts here, and of those with a running pass that this worker is part of.
+
+    A worker is part of a pass that began on it, and of another one while it has gradients to handle or waits
+    for more of them.
 
     ``zmqgrad.rpc.get_debug_info()`` includes them.
 

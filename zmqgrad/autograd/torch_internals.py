@@ -97,9 +97,14 @@ def outputs_of(node: Any) -> int:
     return len(node._input_metadata)
 
 
+def input_metadata(node: Any, output: int) -> Any:
+    """Return ``shape`` (a list), ``dtype``, ``device`` and ``is_nested_tensor`` of an output of ``node``."""
+    return node._input_metadata[output]
+
+
 def zeros_for(node: Any, output: int) -> torch.Tensor:
     """Return zeros with the shape, dtype and device of an output of ``node``."""
-    form = node._input_metadata[output]
+    form = input_metadata(node, output)
     return torch.zeros(form.shape, dtype=form.dtype, device=form.device)
 
 

@@ -22,6 +22,7 @@ from zmqgrad.rpc.in_flight import InFlightRequest, InFlightRequests, cancelled, 
 from zmqgrad.rpc.remote_errors import describe_exception, shorten
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
+from zmqgrad.runtime.repeat_log import RepeatLog
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
 from zmqgrad.wire.messages import REQUEST, RESPONSE, Cancel, Goodbye, Message, MessageType, RemoteCall
@@ -64,6 +65,7 @@ class Server:
         self._completions = completions
         self.in_flight = InFlightRequests(worker.clock)
         self.served = 0
+        self.repeats = RepeatLog(logger, worker.name)
         self._lock = threading.Lock()  # guards _held
         self._held: list[Task] | None = None  # requests that arrive before serve(); None: they run at once
         self._hooks.control[MessageType.CANCEL] = self._on_cancel
@@ -92,7 +94,7 @@ class Server:
         self._completions.flush()  # the task of this thread may take long
         handler = self._hooks.requests.get(kind)
         if handler is None:
-            logger.warning("%s: no handler for %s", self._worker.name, type(inbound.message).__name__)
+            self.repeats.warning(f"{self._worker.name}: no handler for {type(inbound.message).__name__}")
             return None
         task = partial(self._serve, handler, inbound, self.in_flight.begin(inbound))
         return task if self._held is None else self._hold(task)
@@ -224,7 +226,7 @@ class Server:
         try:
             self._send_error(inbound, error)
         except (TransportError, RpcError) as e:
-            logger.warning("%s cannot send %r to worker %d: %s", own, error, source, e)
+            self.repeats.warning(f"{own} cannot send {error!r} to worker {source}: {e}")
 
     def _refuse(self, inbound: Inbound) -> None:
         """Refuse a message of a lost peer that is alive, so that it declares this worker lost as well."""
@@ -252,7 +254,7 @@ class Server:
         self._mailbox.send(envelope.source, reply, envelope.message_id, (), envelope.channel)
 
     def log_failure(self, source: int, trace: str) -> None:
-        """Log what a call raised: its caller may never read its future."""
-        logger.warning(
-            "On %s, for %s:\n%s", self._membership.own.info, self._membership.name_of(source), trace
+        """Log what a call raised: its caller may never read its future. Equal tracebacks are counted."""
+        self.repeats.warning(
+            f"On {self._membership.own.info}, for {self._membership.name_of(source)}:\n{trace}"
         )

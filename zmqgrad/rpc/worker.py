@@ -170,6 +170,7 @@ class Worker(WorkerCore):
         self.references.close()
         self.mailbox.close()
         self.timer.close()
+        self.server.repeats.close()
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait until ``deadline`` for all threads to end; returns the names of those that have not."""

@@ -96,6 +96,10 @@ class FileStore(Store):
         """Close the file, and remove it if this is the last of ``world_size`` stores. Idempotent."""
         self._finalizer.close()
 
+    def disown(self) -> None:
+        """Make :meth:`close` leave the file alone: it turned out to be that of another job."""
+        self._connection.disown()
+
     def __repr__(self) -> str:
         return f"<FileStore {self._path!r}>"
 

@@ -257,6 +257,10 @@ class FileConnection:
                 _connections.discard(self)
                 self._db.close()
 
+    def disown(self) -> None:
+        """Do not count this store when it is closed: the file belongs to others, who still use it."""
+        self._world_size = -1
+
     def _count_closed(self) -> None:
         """Count this store as closed. The last one removes the file."""
         with self._transaction(Deadline.after(CLOSE_SECONDS), write=True):

@@ -55,6 +55,8 @@ class Simulation(RuleBasedStateMachine):
         self.in_hand = 0  # references on the owner itself
         self.dropped = False
         self.forks = 0
+        self.dead = False  # worker 3
+        self.unexpired: set[int] = set()  # workers that still keep the forks of the dead
 
     # -- the program
 
@@ -70,6 +72,8 @@ class Simulation(RuleBasedStateMachine):
     def user_sends(self, data: st.DataObject, to: int) -> None:
         """A user passes its reference on: to another user, to the owner, or to itself."""
         parent = data.draw(st.sampled_from(sorted(self.alive)))
+        if self.dead and to == WORKERS - 1:
+            return  # it would be refused
         holder, fork = self.alive[parent], self._new_fork()
         self.users[holder].fork(parent, fork, to)
         self.travelling.append((fork, holder, to))
@@ -127,26 +131,42 @@ class Simulation(RuleBasedStateMachine):
         """Nobody answered: the same is said once more."""
         self.letters.append(data.draw(st.sampled_from(sorted(self.unanswered, key=repr))))
 
-    @precondition(lambda self: not self._orphans())
+    @precondition(lambda self: not self.dead and WORKERS - 1 in self.alive.values())
     @rule()
     def dies(self) -> None:
-        """Worker 3 dies: what it held is gone, and what was under way to or from it.
-
-        Not while a child of its forks is unknown to the owner: nobody but the parent speaks for that one.
-        """
+        """Worker 3, which holds a reference, dies: its references and all letters to or from it are lost."""
         dead = WORKERS - 1
+        self.dead = True
+        self.unexpired = set(range(dead))
         self.alive = {f: w for f, w in self.alive.items() if w != dead}
         self.travelling = [t for t in self.travelling if dead not in t[1:]]
         self.letters = [x for x in self.letters if dead not in (x.source, x.target)]
         self.unanswered = {x for x in self.unanswered if dead not in (x.source, x.target)}
         self.users[dead] = UserForks()
-        self._carry_out(OWNER, self.owner.lose(dead))
         for worker in range(1, dead):
-            self._carry_out(worker, self.users[worker].lose(dead))
+            self.users[worker].lose(dead)
+
+    @precondition(lambda self: self.unexpired and not self._orphans())
+    @rule(data=st.data())
+    def grace_ends(self, data: st.DataObject) -> None:
+        """The children of the dead have registered long ago: one worker drops what it kept for them."""
+        worker = data.draw(st.sampled_from(sorted(self.unexpired)))
+        self._expire(worker)
+
+    @rule()
+    def nothing(self) -> None:
+        """Time passes: there may be nothing else left to happen."""
+
+    def _expire(self, worker: int) -> None:
+        self.unexpired.remove(worker)
+        at = self.owner if worker == OWNER else self.users[worker]
+        self._carry_out(worker, at.expire(WORKERS - 1))
 
     def _orphans(self) -> bool:
-        forks = [f for u in self.users.values() for f in u.forks()]
-        return any(f.parent == WORKERS - 1 and not f.confirmed for f in forks)
+        """Whether a child of the dead is alive that the owner does not know yet."""
+        known = self.owner.forks().get(VALUE, {})
+        forks = [f for w, u in self.users.items() if w != WORKERS - 1 for f in u.forks()]
+        return any(f.parent == WORKERS - 1 and f.fork_id not in known and not f.confirmed for f in forks)
 
     # -- the shell
 
@@ -217,6 +237,8 @@ class Simulation(RuleBasedStateMachine):
                 self._deliver(self.letters.pop())
             elif self.unanswered:
                 self.letters.extend(sorted(self.unanswered, key=repr))
+            elif self.unexpired:
+                self._expire(min(self.unexpired))
             else:
                 break
         assert not self.owner.forks()
@@ -303,3 +325,23 @@ def test_a_parent_outlives_the_journey_of_its_child() -> None:
     assert child.confirm(2) == [SendChildAccept(1, VALUE, 2)]
     assert parent.child_accepted(2) == [SendDelete(OWNER, VALUE, 1)]
     assert parent.child_accepted(2) == []
+
+
+def test_the_fork_of_a_lost_parent_stays_until_its_child_has_registered() -> None:
+    """0 -> 2 -> 3: worker 2 dies while the request of worker 3 is in flight."""
+    owner = OwnerForks()
+    owner.note(VALUE, 1, holder=2)
+    owner.note(VALUE, 2, holder=3)
+    assert owner.expire(2) == []
+    assert owner.delete(VALUE, 2) == [DropValue(VALUE)]
+
+
+def test_a_child_sent_to_a_lost_worker_keeps_its_parent_until_grandchildren_have_registered() -> None:
+    """0 -> 1 -> 2 -> 3: worker 2 dies unknown to the owner, so only worker 1 keeps the value for worker 3."""
+    user = UserForks()
+    user.import_fork(VALUE, 1, OWNER, OWNER)
+    user.fork(1, 2, holder=2)
+    assert user.release(1) == []
+    user.lose(2)
+    assert len(user) == 1
+    assert user.expire(2) == [SendDelete(OWNER, VALUE, 1)]

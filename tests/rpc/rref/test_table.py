@@ -6,7 +6,7 @@ import faulthandler
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +19,7 @@ from zmqgrad.errors import PayloadError, PeerLostError, RpcError, RpcTimeoutErro
 from zmqgrad.rpc import reliable
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.rpc.rref import table
+from zmqgrad.rpc.worker import Worker
 from zmqgrad.testing import Cluster, cluster
 from zmqgrad.wire.messages import MessageType
 
@@ -34,6 +35,7 @@ CONTROL = (
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reliable, "RETRY_SECONDS", 0.05)
     monkeypatch.setattr(table, "FLUSH_SECONDS", 0.001)
+    monkeypatch.setattr(table, "ORPHAN_GRACE_SECONDS", 0.05)
 
 
 @pytest.fixture
@@ -43,14 +45,14 @@ def trio() -> Iterator[Cluster]:
         assert_nothing_left(c)
 
 
-def assert_nothing_left(c: Cluster) -> None:
-    """In the end no worker keeps a value for another, or a reference."""
+def assert_nothing_left(c: Cluster, workers: Sequence[Worker] = ()) -> None:
+    """In the end no worker (of ``workers``) keeps a value for another, or a reference."""
 
     def left() -> dict[str, dict[str, int]]:
         gc.collect()
-        for worker in c.workers:
+        for worker in workers or c.workers:
             worker.references.flush_releases()
-        return {w.name: s for w in c.workers if any((s := w.references.statistics()).values())}
+        return {w.name: s for w in workers or c.workers if any((s := w.references.statistics()).values())}
 
     try:
         eventually(left, lambda found: not found)
@@ -308,7 +310,34 @@ def test_references_of_a_worker_that_is_lost(trio: Cluster) -> None:
     for worker in (trio.workers[0], trio.workers[2]):
         worker.references.peer_lost(1)
     lost.hooks.extensions.clear()
-    assert not any(trio.workers[0].references.statistics().values())
+    eventually(lambda: trio.workers[0].references.statistics(), lambda found: not any(found.values()))
+
+
+def pass_on(rref: rpc.RRef[Any], to: int) -> None:
+    """Runs on some worker: let worker ``to`` keep it."""
+    rpc.rpc_sync(to, keep, args=(rref,))
+
+
+@pytest.mark.parametrize("owner", [0, 2])
+def test_a_reference_whose_giver_dies_before_it_is_registered(
+    monkeypatch: pytest.MonkeyPatch, owner: int
+) -> None:
+    """It goes 0 -> 1 -> 3; its request to the owner is late, 0 lets go, 1 dies, and only then it arrives."""
+    monkeypatch.setattr(table, "ORPHAN_GRACE_SECONDS", 2.0)
+    with cluster(4) as c:
+        others = [w for w in c.workers if w.id != 1]
+        rref = rpc.RRef("value") if owner == 0 else rpc.remote(owner, str, args=("value",))
+        with c.network.hold(MessageType.RREF_FORK_REQUEST, source=3) as held:
+            rpc.rpc_sync(1, pass_on, args=(rref, 3))
+            held.wait()
+            del rref
+            for worker in others:
+                worker.lose(1, "it fell over")
+            for worker in others:
+                worker.references.flush_releases()
+            c.network.wait_quiet()
+        assert rpc.rpc_sync(3, use_kept) == "value"
+        assert_nothing_left(c, others)
 
 
 def test_a_reference_to_what_the_lost_should_have_made(trio: Cluster) -> None:

@@ -41,9 +41,10 @@ from zmqgrad.autograd.graph.node import (
 )
 from zmqgrad.autograd.graph.plan import Edge, Group, Plan, bits
 from zmqgrad.autograd.graph.undefined import UNDEFINED, reached, zero_placeholders
+from zmqgrad.autograd.graph.validation import fit, matches
 from zmqgrad.autograd.graph.walk import GraphWalk, condense
 from zmqgrad.autograd.profiling import SEND_NAME, profiled
-from zmqgrad.autograd.send_recv import RecvMetadata
+from zmqgrad.autograd.send_recv import EdgeOrLeaf, RecvMetadata
 from zmqgrad.autograd.torch_internals import (
     LEAF_NODE,
     is_python_function,
@@ -183,6 +184,8 @@ class LocalPass:
                 for start, gradient in zip(self._starts[entry], gradients, strict=True):
                     if gradient is None:
                         continue
+                    if gradient is not UNDEFINED and not matches(gradient, start):
+                        gradient = self._fit(entry, gradient, start)
                     if isinstance(start, GradientEdge):
                         self._add((start[0], start[1]), gradient)
                     elif gradient is not UNDEFINED:
@@ -190,6 +193,23 @@ class LocalPass:
                 ready += self._plan.arrive(entry)
             self._version += 1
         self._run_ready(ready, sink)
+
+    def _fit(self, entry: int, gradient: torch.Tensor, start: EdgeOrLeaf) -> torch.Tensor:
+        """Return a gradient in the form that its tensor requires.
+
+        Raises:
+            AutogradError: if it does not fit; names the worker that sent it, the message and the tensor.
+        """
+        try:
+            return fit(gradient, start)
+        except RuntimeError as e:
+            send = self._sends[entry - 1]
+            index = next(i for i, each in enumerate(self._starts[entry]) if each is start)
+            raise AutogradError(
+                f"worker {send.peer} returned an invalid gradient at index {index} - {e}; it is for tensor "
+                f"{index} of the {len(send.edges)} that worker {self._worker} sent to it in message "
+                f"{show_id(send.autograd_id)} ({send.describe()})"
+            ) from None
 
     def _add(self, edge: Edge, gradient: torch.Tensor) -> None:
         """Add ``gradient`` at an incoming edge of a group. The caller holds the lock."""
@@ -377,6 +397,13 @@ class LocalPass:
             self.context.replace(leaf, run_post_accumulate_hooks(leaf, total))
         for hook in after:
             hook((), (hooked_grad,))
+
+    def is_running(self) -> bool:
+        """Whether this worker is handling gradients of the pass, or waits for more of them."""
+        if self.queue.is_consumed():
+            return True
+        with self._lock:
+            return self._plan.waits()
 
     def waiting(self) -> StallReport:
         """Report whether a group that has been reached waits for another entry."""

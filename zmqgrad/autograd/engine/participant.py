@@ -95,8 +95,14 @@ class Participant:
             coordinator.close()
 
     def running(self) -> int:
-        """Return the number of passes that began here and have not finished."""
-        return len(self._detectors)
+        """Return the number of contexts with a pass that began here or has work for this worker."""
+        return sum(
+            any(
+                number in self._detectors or each.is_running()
+                for number, each in context.local_passes().items()
+            )
+            for context in self._contexts.live()
+        )
 
     def peer_lost(self, peer: int, error: BaseException) -> None:
         """Fail the passes that began here and have requests outstanding at ``peer``."""

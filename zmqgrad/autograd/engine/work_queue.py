@@ -64,6 +64,10 @@ class WorkQueue:
             arrived.wait_on_current_stream()
         return taken
 
+    def is_consumed(self) -> bool:
+        """Whether a thread is handling arrivals."""
+        return self._consumed
+
     def finish(self) -> bool:
         """Stop consuming if nothing is left. Returns False if the caller has to continue."""
         with self._lock:

@@ -69,6 +69,13 @@ def join_group(
     except BaseException as e:
         if isinstance(e, DuplicateWorkerError):  # all workers are refused, and try again under new keys
             _end_generation(world_size)
+            if isinstance(store, FileStore):
+                store.disown()
+                close_quietly(group)
+                raise DuplicateWorkerError(
+                    f"{e}. The workers meet by the file {store.path!r}: if another job uses it, give each "
+                    f"job a file of its own; if no job does, an earlier one has left it behind: remove it"
+                ) from e
         close_quietly(group)
         raise
     _end_generation(world_size)

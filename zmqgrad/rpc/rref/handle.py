@@ -6,6 +6,8 @@ any more, the owner is notified that the reference is deleted.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from zmqgrad.rpc.futures import PythonFuture
@@ -53,6 +55,8 @@ class Handle(SerializedByReference):
         self.value_type: PythonFuture[Any] | None = None  # once requested
         self.creation: Promise[Inbound] | None = None  # the owner's reply, if this worker requested the value
 
-    def __del__(self) -> None:
-        if self.fork_id:
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        # Bound as a default: while the interpreter ends, the globals of modules become None one by one. No
+        # thread could send the release any more; the owner drops the fork when it misses this process.
+        if self.fork_id and not is_finalizing():
             self.table.enqueue_release(self.fork_id)

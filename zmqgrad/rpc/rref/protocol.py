@@ -12,8 +12,15 @@ A fork is one reference held by one worker. How R1 holds for each way to send on
     user  -> owner        the owner notifies the parent at once (RREF_CHILD_ACCEPT)
     user  -> other user   the child registers with the owner (RREF_FORK_REQUEST), then notifies its parent
 
-Until then the parent does not request its own deletion, even if nothing refers to it any more. Methods return
-the effects that the caller must carry out; none of them sends, waits or calls back.
+Until then the parent does not request its own deletion, even if nothing refers to it any more.
+
+Lost workers: the forks of a lost worker may have children whose requests are still in flight, and nobody but
+that worker knew of them. So its forks, and the forks that were sent to it, stay registered until
+:meth:`OwnerForks.expire` and :meth:`UserForks.expire` are called, a grace time after the loss. (R1) holds for
+a child of a lost parent if its request arrives within that time, and (R2) holds after it. Without a loss,
+neither depends on any time.
+
+Methods return the effects that the caller must carry out; none of them sends, waits or calls back.
 """
 
 from __future__ import annotations
@@ -132,8 +139,8 @@ class OwnerForks:
         forks.pop(fork_id, None)
         return self._dropped_if_empty(rref_id)
 
-    def lose(self, worker: int) -> list[Effect]:
-        """Remove all forks of a lost worker."""
+    def expire(self, worker: int) -> list[Effect]:
+        """Remove all forks of a worker that was lost so long ago that their children have registered."""
         effects: list[Effect] = []
         for rref_id, forks in list(self._forks.items()):
             for fork_id in [f for f, holder in forks.items() if holder == worker]:
@@ -237,15 +244,17 @@ class UserForks:
         """Note that the owner has acknowledged the deletion of ``fork_id``."""
         self._forks.pop(fork_id, None)
 
-    def lose(self, worker: int) -> list[Effect]:
-        """Drop the forks of values that a lost worker owned, and children that were sent to it."""
+    def lose(self, owner: int) -> None:
+        """Drop the forks of values that a lost worker owned."""
+        for fork in [f for f in self._forks.values() if f.owner == owner]:
+            del self._forks[fork.fork_id]
+            for child in fork.children:
+                self._parents.pop(child, None)
+
+    def expire(self, worker: int) -> list[Effect]:
+        """Drop the children sent to a lost worker, once their own children have registered."""
         effects: list[Effect] = []
         for fork in list(self._forks.values()):
-            if fork.owner == worker:
-                del self._forks[fork.fork_id]
-                for child in fork.children:
-                    self._parents.pop(child, None)
-                continue
             for child in [c for c, holder in fork.children.items() if holder == worker]:
                 effects += self.child_accepted(child)
         return effects

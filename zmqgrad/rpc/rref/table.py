@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from zmqgrad.errors import PeerLostError, RpcError, RRefError
@@ -43,6 +44,11 @@ from zmqgrad.wire.messages import (
 
 FLUSH_SECONDS = 0.02
 """How long deleted references are collected before each owner gets them in one message."""
+
+ORPHAN_GRACE_SECONDS = 30.0
+"""How long the forks of a lost worker stay registered, and those that were sent to it. References that it
+passed on may still be on their way to be registered: a request is sent as soon as the reference is unpickled,
+and sent again after 5 and 15 s."""
 
 
 class ReferenceTable:
@@ -126,6 +132,8 @@ class ReferenceTable:
 
     def enqueue_release(self, fork_id: int) -> None:
         """Queue the deletion of a fork. Called by finalizers: see Note [Finalizers only enqueue]."""
+        if self._closed:
+            return
         self._released.append(fork_id)
         if not self._flush_scheduled:
             self._flush_scheduled = True
@@ -262,15 +270,18 @@ class ReferenceTable:
         self._reply(inbound, RRefAck())  # last: it fails if the user was lost meanwhile
 
     def peer_lost(self, peer: int) -> None:
-        """Drop the forks and values of a lost peer."""
-        effects, orphans = self._owned.lose(peer)
+        """Drop the references to values of a lost peer; drop its forks after the grace time."""
+        orphans = self._owned.lose(peer)
         with self._lock:
             self._lost.add(peer)
             self._views.pop(peer, None)
-            effects += self._user.lose(peer)
+            self._user.lose(peer)
         for rref_id, promise in orphans.items():
             promise.set_exception(self._worker.loss_of(peer, f"the call that makes value {show_id(rref_id)}"))
-        self._carry_out(effects)
+        self._worker.timer.call_later(ORPHAN_GRACE_SECONDS, partial(self._expire, peer))
+
+    def _expire(self, peer: int) -> None:
+        self._carry_out(self._owned.expire(peer) + self._locked(lambda: self._user.expire(peer)))
 
     # ---- effects ----------------------------------------------------------------------------------------
 

@@ -134,17 +134,21 @@ class OwnedValues:
 
     # ---- ending -----------------------------------------------------------------------------------------
 
-    def lose(self, peer: int) -> tuple[list[Effect], dict[int, Promise[Any]]]:
-        """Remove the forks of a lost peer. Returns effects, and promises that will not be set by a call."""
+    def lose(self, peer: int) -> dict[int, Promise[Any]]:
+        """Note that ``peer`` is lost; its forks stay. Returns the promises that no call will set."""
         with self._lock:
             self._lost.add(peer)
             orphans = {r: self._values[r] for r in self._awaited if split_id(r)[0] == peer}
             self._awaited -= orphans.keys()
-            effects = self._forks.lose(peer)
             for rref_id in orphans:
                 if not self._forks.knows(rref_id):
                     del self._values[rref_id]
-        return effects, orphans
+        return orphans
+
+    def expire(self, peer: int) -> list[Effect]:
+        """Remove the forks of ``peer``, which was lost ``ORPHAN_GRACE_SECONDS`` ago."""
+        with self._lock:
+            return self._forks.expire(peer)
 
     def close(self) -> None:
         """Drop everything; promises that are not set fail."""
@@ -161,9 +165,10 @@ class OwnedValues:
         return RRefError(f"worker {self._name} was shut down before this value was made")
 
     def statistics(self) -> dict[str, int]:
-        """The number of values kept for other workers, and of forks that these hold."""
+        """The number of values kept for other workers, and of forks that living ones hold."""
         with self._lock:
+            holders = [holder for forks in self._forks.forks().values() for holder in forks.values()]
             return {
                 "owner_rrefs": len(self._values),
-                "forks": sum(map(len, self._forks.forks().values())),
+                "forks": sum(holder not in self._lost for holder in holders),
             }

@@ -93,10 +93,14 @@ class ReplyChannel:
         self._listener.close()
         self.release = _nothing  # breaks a reference cycle that would delay __del__
 
-    def __del__(self) -> None:
+    def __del__(self, close: Callable[[int], None] = os.close) -> None:
         # Not in close(): another thread may be about to wake this, and the number could be reused.
+        # `close` is bound as a default: while the interpreter ends, globals of modules become None.
         if hasattr(self, "_listener"):
-            os.close(self._wakeup)
+            try:
+                close(self._wakeup)
+            except OSError:
+                return  # the program has closed all file descriptors
 
 
 def _nothing() -> None:

@@ -1,0 +1,73 @@
+"""Validation of gradients that arrive from other workers, as torch's engine validates those of its own nodes.
+
+The engine checks what enters it, but not gradients for a leaf or for a tensor that was itself received, which
+never enter it; and two gradients for one tensor are added before it sees them. So each is checked where it
+arrives. A gradient may have a shape that the tensor's broadcasts to (it is summed) and another dtype (it is
+cast), but must be on the tensor's device and have a compatible layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from zmqgrad.autograd.send_recv import EdgeOrLeaf
+from zmqgrad.autograd.torch_internals import input_metadata
+
+_DENSE_FOR = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
+def matches(gradient: torch.Tensor, place: EdgeOrLeaf) -> bool:
+    """Whether ``gradient`` has the form of the tensor at ``place``. An edge does not show its layout."""
+    if isinstance(place, GradientEdge):
+        form = input_metadata(*place[:2])
+        return (
+            form.dtype is gradient.dtype
+            and (form.is_nested_tensor or form.shape == [*gradient.shape])
+            and form.device == gradient.device
+        )
+    return (
+        place.dtype is gradient.dtype
+        and place.shape == gradient.shape
+        and place.layout is gradient.layout
+        and place.device == gradient.device
+    )
+
+
+def fit(gradient: torch.Tensor, place: EdgeOrLeaf) -> torch.Tensor:
+    """Return ``gradient`` in the form of the tensor at ``place``: summed to its shape, cast to its dtype.
+
+    Raises:
+        RuntimeError: if that is not possible; says why, in torch's words.
+    """
+    form: Any = input_metadata(*place[:2]) if isinstance(place, GradientEdge) else place
+    if gradient.is_nested or getattr(form, "is_nested_tensor", False):
+        return gradient  # the engine validates it
+    shape = tuple(form.shape)
+    if gradient.shape != shape:
+        if not _expands_to(shape, tuple(gradient.shape)):
+            raise RuntimeError(f"got {list(gradient.shape)} but expected shape compatible with {list(shape)}")
+        gradient = gradient.sum_to_size(shape)
+    if gradient.dtype is not form.dtype:
+        if not gradient.dtype.is_floating_point and gradient.dtype.is_complex != form.dtype.is_complex:
+            raise RuntimeError(f"got {gradient.dtype} but expected a dtype that casts to {form.dtype}")
+        gradient = gradient.to(form.dtype)
+    if isinstance(place, torch.Tensor) and gradient.layout is not place.layout:
+        dense_for_sparse = gradient.layout is torch.strided and place.layout in _DENSE_FOR
+        if gradient.layout is not torch.sparse_coo and not dense_for_sparse:
+            raise RuntimeError(f"expected layout {place.layout} but got {gradient.layout}")
+    if gradient.device != form.device:
+        if gradient.dim():
+            raise RuntimeError(f"expected device {form.device} but got {gradient.device}")
+        gradient = gradient.to(form.device)
+    return gradient
+
+
+def _expands_to(shape: tuple[int, ...], larger: tuple[int, ...]) -> bool:
+    """Whether a tensor of ``shape`` broadcasts to ``larger``."""
+    if len(shape) > len(larger):
+        return False
+    pairs = zip(reversed(shape), reversed(larger), strict=False)
+    return all(size in (1, target) for size, target in pairs)
