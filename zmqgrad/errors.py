@@ -3,6 +3,7 @@
     ZmqgradError
     |-- ConfigurationError (ValueError)        invalid arguments or environment
     |   |-- ArgumentTypeError (TypeError)      an argument has the wrong type
+    |   |-- OptionError (RuntimeError)         an option or a timeout is out of range
     |   |-- WorkerNameError (RuntimeError)     an invalid worker name
     |   `-- RendezvousError (RuntimeError)     the workers could not find each other
     |       |-- RendezvousTimeoutError (TimeoutError)
@@ -47,6 +48,10 @@ class ConfigurationError(ZmqgradError, ValueError):
 
 class ArgumentTypeError(ConfigurationError, TypeError):
     """An argument has the wrong type."""
+
+
+class OptionError(ConfigurationError, RuntimeError):
+    """An option of ``init_rpc``, or a timeout, is out of range."""
 
 
 class WorkerNameError(ConfigurationError, RuntimeError):

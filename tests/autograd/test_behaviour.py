@@ -1095,6 +1095,8 @@ def test_roots_that_cannot_be(c: Cluster, roots: Callable[[], Any], kind: type[E
 def test_context_ids_that_cannot_be(c: Cluster, bad: Any) -> None:
     with pytest.raises(TypeError, match="context_id must be an int"):
         backward(bad, [leaf(1).sum()])
+    with pytest.raises(TypeError, match="incompatible function arguments: context_id must be an int"):
+        get_gradients(bad)
 
 
 @pytest.mark.parametrize("number", [0, -1, 12345, 2**70])

@@ -439,3 +439,11 @@ def test_ctrl_c_interrupts_wait_all(trio: Cluster, gate: int) -> None:
     interrupted.set()
     helper.join(10)
     assert not late
+
+
+def test_a_future_that_is_done_keeps_its_result(trio: Cluster) -> None:
+    future = rpc.rpc_async(1, abs, args=(-5,))
+    future.wait()
+    with pytest.raises(RuntimeError, match="completed"):
+        future.set_exception(ValueError("too late"))
+    assert future.wait() == 5

@@ -128,7 +128,9 @@ def test_errors_name_key_address_and_time(server: StoreServer) -> None:
     with connect(server) as store:
         where = rf"the store at 127\.0\.0\.1:{server.port}"
         store.set_timeout(0.02)
-        with pytest.raises(StoreTimeoutError, match=rf"get\('k'\): after 0\.02 s at {where}: missing: 'k'"):
+        with pytest.raises(
+            StoreTimeoutError, match=rf"get\('k'\): wait timeout after 0\.02 s at {where}: missing: 'k'"
+        ):
             store.get("k")
         store.set("word", "seven")
         with pytest.raises(

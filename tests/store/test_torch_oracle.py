@@ -131,6 +131,29 @@ DIFFERENT = {
 """Lines of the script whose outcome is another, and why."""
 
 
+PROMISED = {
+    's.get("none")': "wait timeout",
+    's.multi_get(["k", "none"])': "wait timeout",
+    's.wait(["none"])': "wait timeout",
+    's.wait(["none"], T(milliseconds=20))': "wait timeout after",
+    's.queue_pop("q")': "wait timeout",
+    's.queue_pop("q", False)': "queue is empty",
+    's.barrier("bar3", 2, T(milliseconds=20))': "barrier timeout after",
+    "s.nonsense": "has no attribute 'nonsense'",
+}
+"""Parts of error texts of torch's TCPStore that programs match on."""
+
+STARTS = {
+    'm.TCPStore("127.0.0.1", 1, is_master=False, timeout=SHORT)': ("timed out",),
+    'm.TCPStore("127.0.0.1", 0, 2, True, SHORT)': ("Timed out after", "waiting for clients"),
+    'm.TCPStore("127.0.0.1", taken, is_master=True, wait_for_workers=False)': (
+        "EADDRINUSE",
+        "address already in use",
+    ),
+}
+"""Constructors that fail, and parts of torch's error texts."""
+
+
 @contextmanager
 def theirs(kind: str) -> Iterator[Any]:
     if kind == "hash":
@@ -165,6 +188,37 @@ def outcome(line: str, store: Any) -> str:
     except (TypeError, AttributeError, ValueError) as e:
         return type(e).__name__
     return f"{type(value).__name__} {value!r}"
+
+
+def error_of(line: str, **names: Any) -> str:
+    """Run ``line``, which raises, and return the text of the error."""
+    with pytest.raises(Exception) as caught:  # noqa: PT011  the text is the subject
+        eval(line, {"T": T, "SHORT": SHORT, **names})
+    return str(caught.value)
+
+
+@pytest.mark.slow
+def test_torch_promises_these_texts() -> None:
+    with theirs("tcp") as store:
+        for line, part in PROMISED.items():
+            assert part in error_of(line, s=store)
+        for line, parts in STARTS.items():
+            for part in parts:
+                assert part in error_of(line, m=dist, taken=store.port)
+
+
+@pytest.mark.parametrize("kind", ["hash", "tcp", "file", "prefix"])
+def test_a_program_that_matches_on_error_texts_finds_them(kind: str, tmp_path: Path) -> None:
+    with mine(kind, tmp_path) as store:
+        for line, part in PROMISED.items():
+            assert part in error_of(line, s=store)
+
+
+def test_a_program_that_matches_on_errors_of_the_start_finds_them() -> None:
+    with ours.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as store:
+        for line, parts in STARTS.items():
+            for part in parts:
+                assert part in error_of(line, m=ours, taken=store.port)
 
 
 @pytest.fixture(scope="module")

@@ -82,11 +82,7 @@ def backward(
         Exception: any error of a backward function on any worker, with its own type; it is a RuntimeError as
             well, and names the worker.
     """
-    if not isinstance(context_id, int) or isinstance(context_id, bool):
-        raise TypeError(
-            f"incompatible function arguments: context_id must be an int, the id that context() yields, "
-            f"not {context_id!r}"
-        )
+    _check_id(context_id)
     if mode not in MODES:
         raise AutogradError(f"mode must be one of {', '.join(MODES)}, not {mode!r}")
     autograd = autograd_of(current_worker())
@@ -106,10 +102,20 @@ def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
 
     Raises:
         AutogradError: if the context is not known here.
+        TypeError: if ``context_id`` is not an int.
     """
+    _check_id(context_id)
     gradients = get_context(context_id).gradients()
     wait_for_default_streams(gradients.values())
     return gradients
+
+
+def _check_id(context_id: object) -> None:
+    if not isinstance(context_id, int) or isinstance(context_id, bool):
+        raise TypeError(
+            f"incompatible function arguments: context_id must be an int, the id that context() yielded, "
+            f"not {context_id!r}"
+        )
 
 
 def gradients_of(context_id: int, params: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:

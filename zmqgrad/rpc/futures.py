@@ -62,7 +62,8 @@ class PythonFuture(torch.futures.Future[T]):
         """
         if not isinstance(result, Exception):
             raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
-        set_unwrap_func(self, raise_copy)
+        if not self.done():  # otherwise set_result raises, and wait() must return the result as before
+            set_unwrap_func(self, raise_copy)
         self.set_result(copy_exception(result))
 
     def _set_copied(self, result: T, copies: DeviceCopies) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from zmqgrad import environment
-from zmqgrad.errors import ArgumentTypeError, ConfigurationError
+from zmqgrad.errors import ArgumentTypeError, ConfigurationError, OptionError
 from zmqgrad.rpc.devices import check_present, to_device_map, to_devices
 from zmqgrad.runtime.spinning import SPIN_SECONDS
 from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
@@ -122,9 +122,7 @@ class RpcBackendOptions:
         if not isinstance(self.num_worker_threads, int):
             raise ArgumentTypeError(f"num_worker_threads must be a number, not {self.num_worker_threads!r}")
         if self.num_worker_threads < 1:
-            raise ConfigurationError(
-                f"num_worker_threads must be at least 1, not {self.num_worker_threads!r}"
-            )
+            raise OptionError(f"num_worker_threads must be positive, not {self.num_worker_threads!r}")
         self.device_maps = {to: to_device_map(each) for to, each in dict(self.device_maps or {}).items()}
         self.devices = to_devices(self.devices or ())
         if not _is_integer(self.io_threads, 1, MAX_IO_THREADS):
@@ -268,12 +266,12 @@ def check_timeout(value: Any, name: str = "timeout") -> float:
 
     Raises:
         ArgumentTypeError: unless ``value`` is a number of seconds or a timedelta.
-        ConfigurationError: if it is below 0.
+        OptionError: if it is below 0.
     """
     if isinstance(value, timedelta):
         value = value.total_seconds()
     if isinstance(value, bool) or not hasattr(type(value), "__float__"):
         raise ArgumentTypeError(f"{name} must be seconds or a timedelta, not {value!r}")
     if not value >= 0:
-        raise ConfigurationError(f"{name} must be at least 0 seconds (0: no limit), not {value!r}")
+        raise OptionError(f"{name} must be at least 0 seconds (0: no limit), not {value!r}")
     return float(value)

@@ -140,7 +140,7 @@ def _queue_pop(state: State, query: StoreQueuePop, requester: Any, now: float) -
     if query.key in state.queues:
         return state.deliver(requester, query.key, state.contents.pop(query.key))
     if not query.block:
-        return StoreRefused(Refusal.MISSING, f"the queue {query.key!r} is empty")
+        return StoreRefused(Refusal.MISSING, f"queue is empty: {query.key!r}")
     blocked = BlockedQuery(query, requester, (query.key,))
     state.wait_queue.add(blocked, queue_condition(query.key), now + query.timeout)
     return None

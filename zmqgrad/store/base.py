@@ -206,7 +206,7 @@ class Store(ABC):
     def _refused(self, refusal: StoreRefused, seconds: float) -> StoreError:
         """The error for ``refusal``, of a query that was allowed ``seconds``."""
         if refusal.reason is Refusal.TIMEOUT:
-            return StoreTimeoutError(f"{self!r} after {seconds:g} s: {refusal.text}")
+            return StoreTimeoutError(f"{self!r}: wait timeout after {seconds:g} s: {refusal.text}")
         kind = QueueEmptyError if refusal.reason is Refusal.MISSING else StoreError
         return kind(f"{self!r}: {refusal.text}")
 
@@ -346,7 +346,7 @@ class Store(ABC):
         except StoreTimeoutError as e:
             present = (self.add(f"{name}/num_members", 0) - 1) % world_size + 1
             raise StoreTimeoutError(
-                f"barrier({name!r}): {present} of {world_size} came within {seconds:g} s"
+                f"barrier timeout after {seconds:g} s, key {name!r}: {present} of {world_size} have arrived"
             ) from e
 
     def __enter__(self) -> Store:

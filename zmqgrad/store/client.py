@@ -145,8 +145,8 @@ class TCPStore(Store):
             joined = self._request(StoreAdd(_JOINED, 0), self._timeout)
             present = joined.number if type(joined) is StoreNumber else "?"
             raise StoreTimeoutError(
-                f"{present} of {world_size} workers have connected to {self._host}:{self._port} within "
-                f"{self._timeout:g} s"
+                f"Timed out after {self._timeout:g} s waiting for clients: {present} of {world_size} workers "
+                f"have connected to {self._host}:{self._port}"
             ) from e
 
     @property

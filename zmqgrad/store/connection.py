@@ -117,8 +117,8 @@ class Connection:
         call = _name(query)
         if isinstance(error, TimeoutError):
             return StoreTimeoutError(
-                f"{call}: no store answered at {self._host}:{self._port} within {seconds:g} s: is the master "
-                f"running, and is this its address?{why_unknown(self._host)} [{error}]"
+                f"{call} timed out: no store answered at {self._host}:{self._port} within {seconds:g} s: is "
+                f"the master running, and is this its address?{why_unknown(self._host)} [{error}]"
             )
         if isinstance(error, AuthenticationError):
             return StoreError(
@@ -132,7 +132,9 @@ class Connection:
     def _refused(self, query: Message, seconds: float, reply: StoreRefused) -> StoreError:
         where = f"the store at {self._host}:{self._port}"
         if reply.reason is Refusal.TIMEOUT:
-            return StoreTimeoutError(f"{_name(query)}: after {seconds:g} s at {where}: {reply.text}")
+            return StoreTimeoutError(
+                f"{_name(query)}: wait timeout after {seconds:g} s at {where}: {reply.text}"
+            )
         kind = _KINDS.get(reply.reason, StoreError)
         return kind(f"{_name(query)}: {where} refused: {reply.text}")
 

@@ -68,7 +68,7 @@ class FileStore(Store):
         try:
             reply = self._connection.request(query, Deadline.after(seconds, self._clock))
         except StoreTimeoutError as e:
-            raise StoreTimeoutError(f"{self!r} after {seconds:g} s: {e}") from e
+            raise StoreTimeoutError(f"{self!r}: wait timeout after {seconds:g} s: {e}") from e
         if type(reply) is StoreRefused:
             raise self._refused(reply, seconds)
         return reply

@@ -91,8 +91,8 @@ def bind(socket: zmq.Socket[bytes], address: str) -> str:
     except zmq.ZMQError as e:
         if e.errno == zmq.EADDRINUSE:
             raise AddressInUseError(
-                f"cannot listen on {address}: another socket does. Choose another port, or end the process "
-                f"that has this one"
+                f"cannot listen on {address}: another socket does (EADDRINUSE: address already in use). "
+                f"Choose another port, or end the process that has this one"
             ) from e
         raise TransportError(f"cannot listen on {address}: {e}") from e
     return socket.getsockopt_string(zmq.LAST_ENDPOINT)

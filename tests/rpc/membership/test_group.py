@@ -284,6 +284,12 @@ def test_options_that_cannot_be(options: dict[str, Any]) -> None:
         rpc.RpcBackendOptions(**options)
 
 
+@pytest.mark.parametrize("options", [{"num_worker_threads": 0}, {"rpc_timeout": -1}])
+def test_options_out_of_range_are_runtime_errors_as_with_torch(options: dict[str, Any]) -> None:
+    with pytest.raises(RuntimeError, match=next(iter(options))):
+        rpc.RpcBackendOptions(**options)
+
+
 def test_options_by_torchs_name() -> None:
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=3, rpc_timeout=7, _transports=["uv"], arena_limit=0
