@@ -1,15 +1,18 @@
-"""Data parallel training beside RPC: two trainers share a dense model, a third worker holds the embedding.
+"""Data parallel training beside RPC.
 
     python examples/ddp_beside_rpc.py
+    python examples/ddp_beside_rpc.py --backend torch    # the same over torch's own RPC
 
-The embedding is looked up by RPC, and one backward pass goes from the loss through the dense model to the
-embedding. On its way the trainers' gradients are averaged by DistributedDataParallel over gloo, whose process
-group meets at the same address as RPC. At the end one process does the same training alone, and the
-numbers are compared.
+The last worker holds a large embedding. The others are trainers, and each has a copy of the dense model. A
+trainer looks up the embedding by RPC. One backward pass runs from its loss through the dense model to the
+embedding, and on the way DistributedDataParallel averages the gradients of the trainers over gloo. The
+process group of the trainers meets at the same address as RPC. At the end, one process repeats the training
+alone, and the results are compared.
 """
 
 from __future__ import annotations
 
+import argparse
 import functools
 import os
 
@@ -20,32 +23,45 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-import zmqgrad
-import zmqgrad.autograd as dist_autograd
-from zmqgrad import rpc
-from zmqgrad.optim import DistributedOptimizer
+parser = argparse.ArgumentParser(description="Data parallel training beside RPC.")
+parser.add_argument("--backend", choices=("zmqgrad", "torch"), default="zmqgrad", help="whose RPC to use")
+parser.add_argument(
+    "--workers", type=int, default=3, help="the trainers and one for the embedding (default: 3)"
+)
+OPTIONS = parser.parse_args()
 
-TRAINERS = 2
-HOLDER = "holder"
+if OPTIONS.backend == "torch":
+    import torch.distributed.autograd as dist_autograd
+    from torch.distributed import init_process_group, rpc
+    from torch.distributed.optim import DistributedOptimizer
+else:
+    import zmqgrad.autograd as dist_autograd
+    from zmqgrad import init_process_group, rpc
+    from zmqgrad.optim import DistributedOptimizer
+
+EMBEDDING_WORKER = "embedding"
 WORDS, TOPICS, WIDTH, BAG = 200, 4, 16, 6
 STEPS, BATCH, RATE = 80, 64, 2.0
 
 
 @functools.cache
 def embedding() -> nn.EmbeddingBag:
-    """The big table; of the three workers only the holder has it."""
+    """Return the embedding. Only its worker calls this during the training."""
     torch.manual_seed(1)
     return nn.EmbeddingBag(WORDS, WIDTH, mode="mean")
 
 
 def make_dense() -> nn.Module:
-    """What every trainer has a copy of."""
+    """Return the dense model. All copies begin with the same weights."""
     torch.manual_seed(2)
     return nn.Sequential(nn.Linear(WIDTH, 32), nn.Tanh(), nn.Linear(32, TOPICS))
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:
-    """Bags of words about some topic, but for the first two of each; and the topics."""
+    """Return bags of words, shape (batch, words of a bag), and their topics, shape (batch,).
+
+    The first two words of a bag are random; the others belong to its topic.
+    """
     generator = torch.Generator().manual_seed(3)
     topics = torch.randint(TOPICS, (STEPS, BATCH), generator=generator)
     bags = torch.randint(WORDS // TOPICS, (STEPS, BATCH, BAG), generator=generator) * TOPICS
@@ -55,40 +71,39 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 
 def look_up(bags: Tensor) -> Tensor:
-    """At the holder: the embedded words."""
+    """Return the embedded bags. Runs on the worker of the embedding."""
     return embedding()(bags)
 
 
 def table() -> rpc.RRef:
-    """At the holder: a reference to the table, for the optimizer."""
+    """Return a reference to the table, for the optimizer. Runs on the worker of the embedding."""
     return rpc.RRef(embedding().weight)
 
 
-def train(rank: int) -> tuple[list[float], nn.Module]:
-    """Train as one of the trainers; the losses of whole batches, and the dense model."""
+def train(rank: int, trainers: int) -> tuple[list[float], nn.Module]:
+    """Run all steps of one trainer. Returns the loss of each whole batch, and the dense model."""
     dense = DistributedDataParallel(make_dense())
-    groups = [
-        {"params": [rpc.RRef(p) for p in dense.parameters()]},
-        # Each trainer's share of a gradient that DDP knows nothing of.
-        {"params": [rpc.rpc_sync(HOLDER, table)], "lr": RATE / TRAINERS},
-    ]
-    optimizer = DistributedOptimizer(optim.SGD, groups, lr=RATE)
+    optimizer = DistributedOptimizer(optim.SGD, [rpc.RRef(p) for p in dense.parameters()], lr=RATE)
+    # DDP does not average the gradient of the embedding: each trainer updates the table with a share of it.
+    table_rref = rpc.rpc_sync(EMBEDDING_WORKER, table)
+    table_optimizer = DistributedOptimizer(optim.SGD, [table_rref], lr=RATE / trainers)
     losses = []
     for bags, topics in batches():
-        mine = slice(rank * BATCH // TRAINERS, (rank + 1) * BATCH // TRAINERS)
+        share = slice(rank * BATCH // trainers, (rank + 1) * BATCH // trainers)
         with dist_autograd.context() as context_id:
-            embedded = rpc.rpc_sync(HOLDER, look_up, args=(bags[mine],))
-            loss = cross_entropy(dense(embedded), topics[mine])
+            embedded = rpc.rpc_sync(EMBEDDING_WORKER, look_up, args=(bags[share],))
+            loss = cross_entropy(dense(embedded), topics[share])
             dist_autograd.backward(context_id, [loss])
             optimizer.step(context_id)
-        whole = loss.detach() / TRAINERS
-        dist.all_reduce(whole)  # and nobody looks anything up before everybody's step is done
-        losses.append(whole.item())
+            table_optimizer.step(context_id)
+        mean_loss = loss.detach() / trainers
+        dist.all_reduce(mean_loss)  # so the next step begins when all trainers have updated the table
+        losses.append(mean_loss.item())
     return losses, dense.module
 
 
 def train_alone() -> tuple[list[float], nn.Module, Tensor]:
-    """The same in one process, without any of it."""
+    """Do the same in one process, without RPC and without DistributedDataParallel."""
     dense = make_dense()
     optimizer = optim.SGD([*dense.parameters(), *embedding().parameters()], lr=RATE)
     losses = []
@@ -103,27 +118,31 @@ def train_alone() -> tuple[list[float], nn.Module, Tensor]:
 
 def compare(losses: list[float], dense: nn.Module) -> None:
     """Print how well the two trainings agree."""
-    table_there = rpc.rpc_sync(HOLDER, table).to_here()
+    distributed_table = rpc.rpc_sync(EMBEDDING_WORKER, table).to_here()
     alone, dense_alone, table_alone = train_alone()
     for step in (0, STEPS // 2, STEPS - 1):
         print(f"step {step:3}: loss {losses[step]:.6f}, by one process {alone[step]:.6f}")
     loss_gap = max(abs(a - b) for a, b in zip(losses, alone, strict=True))
-    pairs = [*zip(dense.parameters(), dense_alone.parameters(), strict=True), (table_there, table_alone)]
+    pairs = [
+        *zip(dense.parameters(), dense_alone.parameters(), strict=True),
+        (distributed_table, table_alone),
+    ]
     gap = max((a - b).abs().max().item() for a, b in pairs)
     print(f"largest difference: {loss_gap:.1e} in a loss, {gap:.1e} in a parameter", flush=True)
 
 
-def run_worker(rank: int) -> None:
-    """Ranks 0 and 1 train, and are a process group of their own; the last rank holds the embedding."""
-    torch.set_num_threads(1)
-    name = f"trainer{rank}" if rank < TRAINERS else HOLDER
-    if name == HOLDER:
-        embedding()  # before anybody asks
-    rpc.init_rpc(name, rank=rank, world_size=TRAINERS + 1)
-    if rank < TRAINERS:
-        # At MASTER_ADDR and MASTER_PORT, as RPC. dist.init_process_group works there as well.
-        zmqgrad.init_process_group("gloo", rank=rank, world_size=TRAINERS)
-        losses, dense = train(rank)
+def run_worker(rank: int, world_size: int) -> None:
+    """Take part as a trainer or, with the last rank, as the worker that holds the embedding."""
+    torch.set_num_threads(1)  # the workers share the cores of one machine
+    trainers = world_size - 1
+    is_trainer = rank < trainers
+    if not is_trainer:
+        embedding()  # the calls run in several threads; they find it made
+    rpc.init_rpc(f"trainer{rank}" if is_trainer else EMBEDDING_WORKER, rank=rank, world_size=world_size)
+    if is_trainer:
+        # Meets at MASTER_ADDR and MASTER_PORT, as RPC does. dist.init_process_group works there as well.
+        init_process_group("gloo", rank=rank, world_size=trainers)
+        losses, dense = train(rank, trainers)
         if rank == 0:
             compare(losses, dense)
         dist.destroy_process_group()
@@ -133,4 +152,4 @@ def run_worker(rank: int) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("MASTER_ADDR", "localhost")
     os.environ.setdefault("MASTER_PORT", "29500")
-    mp.spawn(run_worker, nprocs=TRAINERS + 1)
+    mp.spawn(run_worker, args=(OPTIONS.workers,), nprocs=OPTIONS.workers)

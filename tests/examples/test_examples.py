@@ -1,12 +1,14 @@
-"""The examples, run as their readers run them."""
+"""The examples, run as a reader runs them."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -15,9 +17,9 @@ from tests.support.processes import free_port
 pytestmark = pytest.mark.processes
 
 ROOT = Path(__file__).parents[2]
-DIGITS = ROOT / "examples" / "digits_pipeline.py"
-SIMPLE = ROOT / "examples" / "dist_autograd_simple.py"
-BESIDE = ROOT / "examples" / "ddp_beside_rpc.py"
+EXAMPLES = ROOT / "examples"
+DIGITS = EXAMPLES / "digits_pipeline.py"
+BACKENDS = ("zmqgrad", "torch")
 
 
 def run(*command: object, seconds: float) -> str:
@@ -73,9 +75,10 @@ def test_the_same_training_in_other_ways(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_small_program() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_small_program(backend: str) -> None:
     """Each tensor has nine elements, each with gradient 1: SGD takes 2 x 9 x 0.05 off their sum."""
-    said = run(SIMPLE, seconds=90)
+    said = run_example("dist_autograd_simple.py", backend)
     sums = re.findall(r"^worker(\d): the sum went from ([\d.]+) to ([\d.]+)$", said, re.MULTILINE)
     assert sorted(rank for rank, _, _ in sums) == ["0", "1"]
     for _, before, after in sums:
@@ -83,10 +86,10 @@ def test_the_small_program() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
-def test_data_parallel_training_beside_rpc() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_data_parallel_training_beside_rpc(backend: str) -> None:
     """It compares itself with one process; the last batches are mostly understood."""
-    said = run(BESIDE, seconds=280)
+    said = run_example("ddp_beside_rpc.py", backend)
     steps = re.findall(r"^step +\d+: loss ([\d.]+), by one process ([\d.]+)$", said, re.MULTILINE)
     assert len(steps) == 3
     assert float(steps[-1][0]) < float(steps[0][0]) - 0.8
@@ -120,3 +123,91 @@ except SystemExit as end:
     print(end.code)
 """
     assert message in run("-c", code, repr(place), DIGITS, seconds=90)
+
+
+def run_example(name: str, backend: str, *options: object) -> str:
+    # torch's RPC warns about its own calls.
+    return run("-W", "ignore", EXAMPLES / name, "--backend", backend, *options, seconds=90)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_parameter_server_trains_a_model_that_classifies_spirals(backend: str) -> None:
+    output = run_example("parameter_server.py", backend, "--workers", 3)
+    assert number(r"accuracy before training: ([\d.]+)%", output) < 60
+    assert number(r"accuracy after training: ([\d.]+)%", output) > 95
+    losses = re.findall(r"trainer \d: loss ([\d.]+) at the first step, ([\d.]+) at the last", output)
+    assert len(losses) == 2
+    assert all(float(last) < 0.5 * float(first) for first, last in losses)
+
+
+@pytest.mark.slow
+def test_a_batch_update_computes_the_same_over_both_rpcs() -> None:
+    losses = [
+        [float(loss) for loss in re.findall(r"loss ([\d.]+)", run_example("batch_parameter_server.py", name))]
+        for name in BACKENDS
+    ]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert losses[0][-1] < 0.1 * losses[0][0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_recurrent_network_learns_its_text(backend: str) -> None:
+    output = run_example("rnn_parameter_server.py", backend)
+    assert number(r"step   1: loss .*perplexity ([\d.]+)", output) > 30
+    assert number(r"step  60: loss .*perplexity ([\d.]+)", output) < 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["reinforcement_learning.py", "batch_reinforcement_learning.py"])
+def test_the_pole_stays_upright_for_longer(name: str) -> None:
+    """The decisions are the same over both RPCs, as the random numbers are."""
+    outputs = [run_example(name, backend) for backend in BACKENDS]
+    lengths = [[float(n) for n in re.findall(r"episode +([\d.]+)", output)] for output in outputs]
+    assert lengths[0] == pytest.approx(lengths[1], rel=0.05)
+    assert sum(lengths[0][-3:]) > 2.5 * sum(lengths[0][:3])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_micro_batches_do_not_change_the_losses(backend: str) -> None:
+    output = run_example("resnet_pipeline.py", backend)
+    rows = re.findall(r"^ +(\d) +([\d.]+) +([\d.]+) +[\d.]+$", output, re.MULTILINE)
+    assert [micro_batches for micro_batches, _, _ in rows] == ["1", "2", "4"]
+    assert float(rows[0][2]) < float(rows[0][1]) - 0.1
+    for _, first, last in rows:
+        assert (float(first), float(last)) == pytest.approx((float(rows[0][1]), float(rows[0][2])), abs=0.01)
+
+
+def test_a_push_to_the_right_tips_the_pole_to_the_left() -> None:
+    environment = cartpole().CartPole(seed=0)
+    before = environment.reset()
+    after, reward, is_over = environment.step(1)
+    assert after[1] > before[1]  # the cart moves to the right
+    assert after[3] < before[3]  # and the pole to the left
+    assert (reward, is_over) == (1.0, False)
+
+
+def test_the_pole_falls_within_ten_to_twenty_steps_of_one_push() -> None:
+    environment = cartpole().CartPole(seed=0)
+    environment.reset()
+    steps = 1
+    while not environment.step(0)[2]:
+        steps += 1
+    assert 8 <= steps <= 11  # as in CartPole-v1
+
+
+def cartpole() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("cartpole", EXAMPLES / "cartpole.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_page_lists_every_example() -> None:
+    page = (ROOT / "docs" / "examples.md").read_text()
+    listed = set(re.findall(r"\[(\w+\.py)\]\(\.\./examples/", page))
+    assert listed == {path.name for path in EXAMPLES.glob("*.py")}
