@@ -79,7 +79,7 @@ def test_only_transport_speaks_zmq() -> None:
 
 
 def test_only_the_upper_floors_know_torch() -> None:
-    rooms = ("wire.tensors", "interop", "rpc", "autograd", "optim", "nn", "testing")
+    rooms = ("wire.tensors", "interop", "rpc", "autograd", "optim", "nn", "testing", "replacement")
     upper = [f"zmqgrad.{room}" for room in rooms]
     assert within(importers("torch"), *upper)
 
