@@ -52,9 +52,17 @@ def test_every_way_to_import_torchs_names_leads_to_ours(imported_before: str) ->
     )
 
 
-def test_values_pass_isinstance_and_pickles_by_torchs_names_load(tmp_path: Path) -> None:
+def test_isinstance_pickles_and_wait_all_behave_as_with_torchs_rpc(tmp_path: Path) -> None:
     code = """
+import threading
 old = pickle.dumps(torch._C._distributed_rpc.WorkerInfo)
+
+def finish_later():
+    finish.wait(60)
+
+def fail():
+    raise ValueError("fail")
+
 import zmqgrad
 zmqgrad.install()
 assert pickle.loads(old) is zmqgrad.rpc.WorkerInfo
@@ -71,6 +79,15 @@ try:
 except zmqgrad.errors.RpcError as error:
     assert "shutdown" in str(error)
 del rref
+finish = threading.Event()
+slow, bad = rpc.rpc_async("a", finish_later), rpc.rpc_async("a", fail)
+try:
+    torch.futures.wait_all([slow, bad])
+    raise SystemExit("wait_all returned")
+except ValueError:
+    assert not slow.done()
+finish.set()
+slow.wait()
 rpc.shutdown()
 zmqgrad.uninstall()
 """

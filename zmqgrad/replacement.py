@@ -8,6 +8,7 @@ replaced when they are imported.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import sys
@@ -19,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
+import torch.futures
 
 import zmqgrad.autograd
 import zmqgrad.nn
@@ -27,6 +29,7 @@ import zmqgrad.rpc
 from zmqgrad.errors import RpcError
 from zmqgrad.import_hooks import AfterImport
 from zmqgrad.rpc.api import _is_current_rpc_agent_set
+from zmqgrad.rpc.futures import PythonFuture
 
 _RPC_SUBMODULES = (
     "api",
@@ -152,6 +155,7 @@ class _Replacement:
                 self._set_attribute(zmqgrad.rpc, name, sys.modules[full_name])
         for name in _CLASSES:
             self._replace_classes(name, outside)
+        self._set_attribute(torch.futures, "wait_all", _wait_all_until_failure(torch.futures.wait_all))
         return outside
 
     def undo(self) -> None:
@@ -214,6 +218,20 @@ class _Replacement:
         else:
             self._undo.append(lambda: delattr(owner, name))
         setattr(owner, name, value)
+
+
+def _wait_all_until_failure(theirs: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
+    """Return a ``torch.futures.wait_all`` that ends with the first failure, as torch's does for its own RPC.
+
+    C++ does not see that a future of this library has failed.
+    """
+
+    @functools.wraps(theirs)
+    def wait_all(futures: list[Any]) -> list[Any]:
+        has_ours = isinstance(futures, list) and any(isinstance(future, PythonFuture) for future in futures)
+        return zmqgrad.rpc.wait_all(futures) if has_ours else theirs(futures)
+
+    return wait_all
 
 
 def _module_pairs() -> Iterator[tuple[str, ModuleType]]:
