@@ -79,7 +79,7 @@ def test_only_transport_imports_zmq() -> None:
 
 
 def test_only_upper_layers_import_torch() -> None:
-    packages = ("wire.tensors", "interop", "rpc", "autograd", "optim", "nn", "testing")
+    packages = ("wire.tensors", "interop", "rpc", "autograd", "optim", "nn", "testing", "replacement")
     upper = [f"zmqgrad.{package}" for package in packages]
     assert within(importers("torch"), *upper)
 

@@ -5,8 +5,11 @@
     from zmqgrad.optim import DistributedOptimizer  # was torch.distributed.optim
     from zmqgrad.nn import RemoteModule             # was torch.distributed.nn
 
-This module imports no submodule, so that programs that only use ``zmqgrad.store`` do not load torch.
-Submodules are imported on first access (``zmqgrad.rpc``, ``zmqgrad.store``, ...).
+This module imports no submodule that loads torch, so that programs that only use ``zmqgrad.store`` start
+without it. Submodules are imported on first access (``zmqgrad.rpc``, ``zmqgrad.store``, ...).
+
+Programs whose imports cannot be changed call :func:`install`, or run with ZMQGRAD_REPLACE_TORCH_RPC=1: then
+this replaces ``torch.distributed.rpc`` as soon as torch has been imported.
 
 If torch is loaded already, this registers ``zmq://host:port`` URLs for its ``init_process_group``. If torch
 is loaded later, import :mod:`zmqgrad.interop` to register them.
@@ -19,11 +22,18 @@ import sys
 from collections.abc import Iterator
 from typing import Any
 
+from zmqgrad.environment import replaces_torch_rpc
+from zmqgrad.import_hooks import AfterImport
+
 __version__ = "0.1.0"
 
 _SUBMODULES = ("autograd", "errors", "interop", "nn", "optim", "rendezvous", "rpc", "store", "testing")
 
-_FUNCTIONS = {"init_process_group": "zmqgrad.interop"}
+_FUNCTIONS = {
+    "init_process_group": "zmqgrad.interop",
+    "install": "zmqgrad.replacement",
+    "uninstall": "zmqgrad.replacement",
+}
 """Functions of submodules that are offered here."""
 
 __all__ = ["__version__", *_FUNCTIONS, *_SUBMODULES]
@@ -58,3 +68,20 @@ def _rendezvous(url: str, **options: Any) -> Iterator[Any]:
 
 
 _register_with_torch()
+
+
+def _install_after_torch() -> None:
+    """Call :func:`install`, now or when torch and all modules of this library that import it are loaded."""
+
+    def install_if_loaded() -> None:
+        if "torch" in sys.modules:
+            hook.remove()
+            importlib.import_module("zmqgrad.replacement").install()
+
+    hook = AfterImport(lambda name: name == "torch" or name.startswith("zmqgrad."), install_if_loaded)
+    hook.install()
+    install_if_loaded()
+
+
+if replaces_torch_rpc():
+    _install_after_torch()

@@ -110,6 +110,11 @@ spin_us = Setting[int | None]("ZMQGRAD_SPIN_US", _parse_microseconds, None)
 local_fast_path = Setting("ZMQGRAD_LOCAL_FAST_PATH", _parse_switch, True)
 """Whether small messages between processes of one host bypass libzmq."""
 
+REPLACE_TORCH_RPC = "ZMQGRAD_REPLACE_TORCH_RPC"
+
+replaces_torch_rpc = Setting(REPLACE_TORCH_RPC, _parse_switch, False)
+"""Whether this library replaces ``torch.distributed.rpc`` in processes that import both."""
+
 OPTIONS: Mapping[str, Setting[Any]] = {
     "arena_limit": arena_limit,
     "arena_threshold": arena_threshold,

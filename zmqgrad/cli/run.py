@@ -56,6 +56,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="print the address, the number of workers and changed variables",
     )
+    parser.add_argument(
+        "--replace-torch-rpc",
+        action="store_true",
+        help="use this library for torch.distributed.rpc in the workers and the Python processes that they"
+        f" start (also {environment.REPLACE_TORCH_RPC}=1)",
+    )
     parser.add_argument("-m", "--module", action="store_true", help="SCRIPT is a module, as in python -m")
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
     parser.add_argument("args", nargs=argparse.REMAINDER, metavar="ARGS", help="arguments of the script")
@@ -70,6 +76,8 @@ def execute(arguments: argparse.Namespace) -> int:
     command = _command(arguments.script, arguments.module, arguments.args)
     port = usable_port(arguments.master_addr, arguments.master_port)
     inherited = environment.inherited()
+    if arguments.replace_torch_rpc or environment.replaces_torch_rpc():
+        inherited |= replacing_torch_rpc(inherited)
     environments = worker_environments(inherited, arguments.nproc_per_node, arguments.master_addr, port)
     terminals = {fd: window_of(fd) for fd in (STDOUT, STDERR) if os.isatty(fd)}
     coloured = frozenset(terminals) if wants_colour(inherited) else frozenset()
@@ -105,6 +113,15 @@ def worker_environments(
         "LOCAL_WORLD_SIZE": str(workers),
     }
     return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(workers)]
+
+
+def replacing_torch_rpc(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The variables by which all Python processes of a program use this library for torch's RPC."""
+    path = [str(Path(__file__).parent / "startup"), inherited.get("PYTHONPATH", "")]
+    return {
+        environment.REPLACE_TORCH_RPC: "1",
+        "PYTHONPATH": os.pathsep.join(entry for entry in path if entry),
+    }
 
 
 def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:

@@ -1,0 +1,221 @@
+"""``zmqgrad.install``: what it replaces, restores, refuses and warns about."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.interpreter import run_python
+
+pytestmark = pytest.mark.slow  # each imports torch
+
+SETUP = """
+import os, pickle, sys, warnings
+warnings.filterwarnings("ignore", module="torch")
+warnings.filterwarnings("ignore", category=DeprecationWarning)
+warnings.filterwarnings("ignore", category=FutureWarning)
+import torch
+"""
+
+REPLACED = """
+import zmqgrad.autograd, zmqgrad.nn, zmqgrad.optim, zmqgrad.rpc
+import torch.distributed.rpc as rpc
+import torch.distributed.autograd as dist_autograd
+from torch.distributed import rpc as same
+from torch.distributed.rpc import RRef, api, internal
+from torch.distributed.rpc.api import rpc_sync
+from torch.distributed.rpc.backend_registry import BackendType
+import torch.distributed.rpc.internal as internal_too
+from torch.distributed.optim import DistributedOptimizer
+from torch.distributed.optim.optimizer import DistributedOptimizer as same_optimizer
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.nn import RemoteModule
+from torch.distributed.nn.api.remote_module import RemoteModule as same_module
+from torch._C._distributed_rpc import PyRRef, WorkerInfo
+
+assert rpc is same is torch.distributed.rpc is zmqgrad.rpc and api is zmqgrad.rpc.api
+assert dist_autograd is torch.distributed.autograd is zmqgrad.autograd
+assert RRef is PyRRef is zmqgrad.rpc.RRef and rpc_sync is zmqgrad.rpc.rpc_sync
+assert WorkerInfo is zmqgrad.rpc.WorkerInfo and BackendType is zmqgrad.rpc.BackendType
+assert internal is internal_too
+assert DistributedOptimizer is same_optimizer is zmqgrad.optim.DistributedOptimizer
+assert RemoteModule is same_module is torch.distributed.nn.RemoteModule is zmqgrad.nn.RemoteModule
+assert torch.nn.parallel.distributed.RRef is RRef
+"""
+
+
+@pytest.mark.parametrize("imported_before", ["", "import torch.distributed.optim, torch.distributed.nn"])
+def test_every_way_to_import_torchs_names_leads_to_ours(imported_before: str) -> None:
+    run_python(
+        f"{SETUP}\n{imported_before}\nimport zmqgrad\nzmqgrad.install()\nzmqgrad.install()\n{REPLACED}"
+    )
+
+
+def test_isinstance_pickles_and_wait_all_behave_as_with_torchs_rpc(tmp_path: Path) -> None:
+    code = """
+import threading
+old = pickle.dumps(torch._C._distributed_rpc.WorkerInfo)
+
+def finish_later():
+    finish.wait(60)
+
+def fail():
+    raise ValueError("fail")
+
+import zmqgrad
+zmqgrad.install()
+assert pickle.loads(old) is zmqgrad.rpc.WorkerInfo
+import torch.distributed.rpc as rpc
+rpc.init_rpc("a", rank=0, world_size=1, rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
+    init_method=f"file://{sys.argv[1]}"))
+rref = rpc.remote("a", torch.add, (torch.ones(2), 1))
+assert isinstance(rref, torch._C._distributed_rpc.PyRRef) and isinstance(rref, rpc.RRef)
+assert isinstance(rref.owner(), torch._C._distributed_rpc.WorkerInfo)
+assert pickle.loads(pickle.dumps(rref.owner())) == rref.owner()
+try:
+    zmqgrad.uninstall()
+    raise SystemExit("uninstalled under a running group")
+except zmqgrad.errors.RpcError as error:
+    assert "shutdown" in str(error)
+del rref
+finish = threading.Event()
+slow, bad = rpc.rpc_async("a", finish_later), rpc.rpc_async("a", fail)
+try:
+    torch.futures.wait_all([slow, bad])
+    raise SystemExit("wait_all returned")
+except ValueError:
+    assert not slow.done()
+finish.set()
+slow.wait()
+rpc.shutdown()
+zmqgrad.uninstall()
+"""
+    run_python(SETUP + code, str(tmp_path / "store"))
+
+
+def test_uninstall_restores_everything() -> None:
+    code = """
+import torch.distributed.rpc
+
+def state():
+    of_torch = [(n, m) for n, m in sys.modules.items() if n.split(".")[0] == "torch"]
+    return {(n, a): v for n, m in of_torch for a, v in vars(m).copy().items() if a != "__warningregistry__"}
+
+import torch.distributed.optim, torch.distributed.nn
+names = ["torch.distributed.rpc", "torch.distributed.rpc.api", "torch.distributed.autograd"]
+before, modules, finders = state(), [sys.modules[n] for n in names], list(sys.meta_path)
+import zmqgrad
+zmqgrad.uninstall()
+zmqgrad.install()
+assert [sys.modules[n] for n in names] != modules
+zmqgrad.uninstall()
+zmqgrad.uninstall()
+assert [sys.modules[n] for n in names] == modules and sys.meta_path == finders
+after = state()
+changed = [key for key, value in before.items() if after.get(key, key) is not value]
+assert not changed, changed
+"""
+    run_python(SETUP + code)
+
+
+def test_what_torch_imported_meanwhile_is_restored_too() -> None:
+    code = """
+import zmqgrad
+zmqgrad.install()
+import torch.distributed.optim, torch.distributed.nn
+zmqgrad.uninstall()
+for module in [m for n, m in sys.modules.items() if n.split(".")[0] == "torch"]:
+    for name, value in list(vars(module).items()):
+        assert not str(getattr(value, "__module__", "")).startswith("zmqgrad"), (module, name)
+from torch.distributed.optim import DistributedOptimizer
+assert DistributedOptimizer.__module__ == "torch.distributed.optim.optimizer"
+assert torch.distributed.optim.optimizer.rpc is sys.modules["torch.distributed.rpc"]
+"""
+    run_python(SETUP + code)
+
+
+def test_modules_that_imported_torchs_names_before_are_named_in_one_warning() -> None:
+    code = """
+import types
+import torch.distributed.rpc
+library = sys.modules["library.workers"] = types.ModuleType("library.workers")
+library.RRef, library.call, library.two = torch.distributed.rpc.RRef, torch.distributed.rpc.rpc_sync, 2
+import zmqgrad
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always", RuntimeWarning)
+    zmqgrad.install()
+    zmqgrad.install()
+print(*(w.message for w in caught if w.category is RuntimeWarning), sep="\\n")
+"""
+    lines = run_python(SETUP + code).strip().splitlines()
+    assert len(lines) == 1
+    assert "library.workers (RRef, call)" in lines[0]
+
+
+def test_torchs_own_rpc_must_not_be_running() -> None:
+    code = """
+import tempfile
+import torch.distributed.rpc as theirs
+import zmqgrad
+
+def refused():
+    try:
+        zmqgrad.install()
+    except zmqgrad.errors.RpcError as error:
+        return "shutdown" in str(error) and "forked" in str(error)
+    return False
+
+with tempfile.TemporaryDirectory() as folder:
+    theirs.init_rpc("a", rank=0, world_size=1, rpc_backend_options=theirs.TensorPipeRpcBackendOptions(
+        init_method=f"file://{folder}/store"))
+    assert refused()
+    child = os.fork()
+    if not child:
+        os._exit(0 if refused() else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    theirs.shutdown()
+assert theirs.__name__ == sys.modules["torch.distributed.rpc"].__name__ == "torch.distributed.rpc"
+"""
+    run_python(SETUP + code)
+
+
+def test_a_forked_child_inherits_the_replacement_and_can_undo_its_own() -> None:
+    code = """
+import zmqgrad
+zmqgrad.install()
+child = os.fork()
+if not child:
+    zmqgrad.install()
+    assert torch.distributed.rpc is zmqgrad.rpc
+    zmqgrad.uninstall()
+    os._exit(0 if torch.distributed.rpc is not zmqgrad.rpc else 1)
+assert os.waitpid(child, 0)[1] == 0
+assert torch.distributed.rpc is zmqgrad.rpc
+"""
+    run_python(SETUP + code)
+
+
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import torch, zmqgrad",
+        "import zmqgrad, torch",
+        "import zmqgrad.rpc",
+        "from zmqgrad import nn",
+        "import zmqgrad.store; assert 'torch' not in sys.modules; import torch",
+    ],
+)
+def test_the_environment_variable_replaces_torchs_rpc_once_both_are_imported(imports: str) -> None:
+    code = f"{imports}\nimport torch\nassert torch.distributed.rpc.__name__ == 'zmqgrad.rpc'"
+    code += "\nassert type(torch.__spec__.loader).__name__ == 'SourceFileLoader'"
+    run_python(_quiet(code), env={"ZMQGRAD_REPLACE_TORCH_RPC": "1"})
+
+
+def test_without_the_variable_nothing_is_replaced() -> None:
+    run_python(_quiet("import zmqgrad.rpc, torch\nassert torch.distributed.rpc is not zmqgrad.rpc"))
+
+
+def _quiet(code: str) -> str:
+    """Ignores what torch warns about itself when it is imported."""
+    return f"import sys, warnings\nwarnings.simplefilter('ignore', DeprecationWarning)\n{code}"
