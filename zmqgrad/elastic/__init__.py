@@ -13,7 +13,9 @@ Start reading with :mod:`~zmqgrad.elastic.state` (what is shared), then :mod:`~z
 
 from __future__ import annotations
 
+from zmqgrad.elastic.backends import StoreBackend
 from zmqgrad.elastic.executor import OperatorExecutor
+from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import NodeDesc, RendezvousState
 from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
@@ -21,9 +23,12 @@ from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
 __all__ = [
     "NodeDesc",
     "OperatorExecutor",
+    "Rendezvous",
     "RendezvousBackend",
+    "RendezvousHandler",
     "RendezvousSettings",
     "RendezvousState",
     "RendezvousTimeout",
     "StateHolder",
+    "StoreBackend",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -66,7 +67,10 @@ class StateHolder:
         backend: where the state is shared.
         settings: of the rendezvous.
         clock: of this node.
-        cache_duration: seconds for which a state that was read is not read again.
+
+    Attributes:
+        state: the copy.
+        renewed: when this node last began to write a new heartbeat that was accepted.
     """
 
     def __init__(
@@ -75,19 +79,19 @@ class StateHolder:
         backend: RendezvousBackend,
         settings: RendezvousSettings,
         clock: Clock = MONOTONIC,
-        cache_duration: float = 0.0,
     ) -> None:
         self.state = RendezvousState()
         self._node = node
         self._backend = backend
         self._settings = settings
         self._clock = clock
-        self._cache_duration = cache_duration
         self._observer = Observer()
         self._token: Token = None
         self._dirty = False
         self._synced: float | None = None
         self._dead: list[NodeDesc] = []
+        self._heartbeat = 0  # the last one of this node that was accepted
+        self.renewed = -math.inf
 
     def context(self) -> Context:
         """What an operator may know."""
@@ -109,8 +113,11 @@ class StateHolder:
         """
         self._dirty = True
 
-    def sync(self) -> bool | None:
+    def sync(self, cache_seconds: float = 0.0) -> bool | None:
         """Write the state if it is dirty, otherwise read it; then remove dead nodes from the local copy.
+
+        Args:
+            cache_seconds: how long a state that was read or written is not read again.
 
         Returns:
             Whether the local changes were written; None if there were none.
@@ -120,11 +127,12 @@ class StateHolder:
             RendezvousStateError: if the state is malformed, or was lost.
         """
         has_set: bool | None = None
+        began = self._clock.now()
         if self._dirty:
             written = self._backend.set_state(encode(self.state), self._token)
             found = None if written is None else written[:2]
             has_set = written is not None and written[2]
-        elif self._synced is not None and self._clock.now() - self._synced < self._cache_duration:
+        elif self._synced is not None and began - self._synced < cache_seconds:
             return None
         else:
             found = self._backend.get_state()
@@ -142,6 +150,9 @@ class StateHolder:
                 self._settings.run_id,
                 ", ".join(map(str, self._dead)),
             )
+        heartbeat = self.state.last_heartbeats.get(self._node, 0)
+        if has_set and heartbeat != self._heartbeat:
+            self._heartbeat, self.renewed = heartbeat, began
         self._dirty = False
         self._synced = self._clock.now()
         self._sanitize(self._synced)
