@@ -103,7 +103,10 @@ class SimulatedAgent:
             self.phase = Phase.CLOSED
             return None
         except RendezvousTimeoutError:
-            self.phase = Phase.TIMED_OUT
+            if self.phase is Phase.RUNNING:
+                self._idle = True  # the next keep-alive follows
+            else:
+                self.phase = Phase.TIMED_OUT
             return None
         if action is Action.FINISH:
             self._finish()
