@@ -9,6 +9,7 @@ from zmqgrad.elastic.operators import Action, Operator, exit_round, join, keep_a
 from zmqgrad.elastic.settings import RendezvousSettings
 from zmqgrad.elastic.state import NodeDesc, RendezvousState, decode
 from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder, Token
+from zmqgrad.elastic.transitions import num_admissible
 from zmqgrad.errors import RendezvousClosedError, RendezvousTimeoutError
 
 
@@ -120,7 +121,11 @@ class SimulatedAgent:
         elif self.phase is Phase.JOINING:
             self.formed.append((state.round, dict(state.completed_ranks)))
             self.phase = Phase.RUNNING
-        elif self.node not in state.participants or state.wait_list or self._is_incomplete():
+        elif (
+            self.node not in state.participants
+            or num_admissible(state, self.settings)
+            or self._is_incomplete()
+        ):
             self._begin_rendezvous()  # removed by others, or the group changes
 
     def _is_incomplete(self) -> bool:

@@ -17,7 +17,7 @@ from zmqgrad.elastic.operators import (
 )
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import NodeDesc, NodeDescGenerator, RendezvousState, decode, encode
-from zmqgrad.elastic.transitions import apply, assign_ranks
+from zmqgrad.elastic.transitions import apply, assign_ranks, num_admissible
 from zmqgrad.errors import ConfigurationError, RendezvousStateError
 
 A, B, C, D = (NodeDesc(f"host{n}", 10, 0) for n in range(4))
@@ -164,6 +164,17 @@ def test_a_node_that_left_the_wait_list_has_no_heartbeat() -> None:
     assert state.last_heartbeats[C] == 2
     apply(Action.REMOVE_FROM_WAIT_LIST, state, C, SETTINGS)
     assert (state.wait_list, C in state.last_heartbeats) == (set(), False)
+
+
+def test_a_full_group_is_not_disturbed_by_nodes_that_wait() -> None:
+    state = complete(A, B)
+    assert num_admissible(state, SETTINGS) == 0
+    for node in (C, D):
+        apply(Action.ADD_TO_WAIT_LIST, state, node, SETTINGS)
+    assert num_admissible(state, SETTINGS) == 1
+    full = complete(A, B, C)
+    full.wait_list.add(D)
+    assert num_admissible(full, SETTINGS) == 0
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from zmqgrad.elastic.operators import close, exit_round, join, keep_alive
 from zmqgrad.elastic.settings import RendezvousSettings
 from zmqgrad.elastic.state import NodeDesc, NodeDescGenerator, RendezvousState
 from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
+from zmqgrad.elastic.transitions import num_admissible
 from zmqgrad.errors import RendezvousError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.store import PrefixStore, Store
@@ -118,8 +119,8 @@ class RendezvousHandler:
         return self._latest().closed
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait for the next round. If there are some, call :meth:`next_rendezvous`."""
-        return len(self._latest().wait_list)
+        """How many waiting nodes the next round would admit. If any, call :meth:`next_rendezvous`."""
+        return num_admissible(self._latest(), self._settings)
 
     def lost_nodes(self) -> list[NodeDesc]:
         """The nodes of the completed round that have left it or died, sorted."""

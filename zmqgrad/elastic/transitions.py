@@ -85,6 +85,14 @@ def mark_closed(state: RendezvousState, node: NodeDesc, settings: RendezvousSett
     state.closed = True
 
 
+def num_admissible(state: RendezvousState, settings: RendezvousSettings) -> int:
+    """How many waiting nodes another round could admit.
+
+    Nodes that wait although the job has ``max_nodes`` do not count: admitting them would exclude others.
+    """
+    return max(0, min(len(state.wait_list), settings.max_nodes - len(state.participants)))
+
+
 def assign_ranks(nodes: Iterable[NodeDesc], previous: dict[NodeDesc, int]) -> dict[NodeDesc, int]:
     """Assign the ranks 0 to n - 1.
 
