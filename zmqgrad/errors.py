@@ -7,7 +7,10 @@
     |   |-- WorkerNameError (RuntimeError)     an invalid worker name
     |   `-- RendezvousError (RuntimeError)     the workers could not find each other
     |       |-- RendezvousTimeoutError (TimeoutError)
-    |       `-- DuplicateWorkerError           a worker of that name or rank already exists
+    |       |-- DuplicateWorkerError           a worker of that name or rank already exists
+    |       |-- RendezvousClosedError          no further round of an elastic rendezvous begins
+    |       |-- RendezvousStateError           the shared state is malformed
+    |       `-- RendezvousConnectionError      the backend cannot be reached
     |-- ProtocolError                          malformed bytes from a peer
     |   `-- AuthenticationError                the two ends do not have the same secret
     |-- TransportError (RuntimeError)          sockets: closed, address in use, unknown peer
@@ -68,6 +71,18 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 
 class DuplicateWorkerError(RendezvousError):
     """Another worker has this name or this rank."""
+
+
+class RendezvousClosedError(RendezvousError):
+    """An elastic rendezvous was closed: no further round begins."""
+
+
+class RendezvousStateError(RendezvousError):
+    """The shared state of an elastic rendezvous is malformed, or of another version."""
+
+
+class RendezvousConnectionError(RendezvousError):
+    """The backend of an elastic rendezvous cannot be reached."""
 
 
 class ProtocolError(ZmqgradError):

@@ -1,0 +1,133 @@
+"""Nodes of a rendezvous in one process: a backend in memory, clocks that drift, and agents run in steps."""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+from zmqgrad.elastic.executor import OperatorExecutor
+from zmqgrad.elastic.operators import Action, Operator, exit_round, join, keep_alive
+from zmqgrad.elastic.settings import RendezvousSettings
+from zmqgrad.elastic.state import NodeDesc, RendezvousState, decode
+from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder, Token
+from zmqgrad.elastic.transitions import num_admissible
+from zmqgrad.errors import RendezvousClosedError, RendezvousTimeoutError
+
+
+class SimulatedBackend(RendezvousBackend):
+    """Keeps the state in memory, and every state that it ever had."""
+
+    name = "simulated"
+
+    def __init__(self) -> None:
+        self.history: list[bytes] = []
+        self.lose_next = 0
+        """How many of the next writes lose against another node's, which changes nothing."""
+
+    @property
+    def state(self) -> RendezvousState:
+        return decode(self.history[-1]) if self.history else RendezvousState()
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        return (self.history[-1], len(self.history)) if self.history else None
+
+    def set_state(self, state: bytes, token: Token = None) -> tuple[bytes, Token, bool] | None:
+        if self.lose_next and self.history:
+            self.lose_next -= 1
+            self.history.append(self.history[-1])
+        if (token or 0) != len(self.history):
+            found = self.get_state()
+            return None if found is None else (*found, False)
+        self.history.append(state)
+        return state, len(self.history), True
+
+    def wait_for_change(self, token: Token, seconds: float) -> None:
+        raise AssertionError("a simulated node is stepped, it does not wait")
+
+
+class DriftingClock:
+    """Starts anywhere, and advances at a rate of its own."""
+
+    def __init__(self, start: float, rate: float) -> None:
+        self.time, self.rate = start, rate
+
+    def now(self) -> float:
+        return self.time
+
+    def advance(self, seconds: float) -> None:
+        self.time += seconds * self.rate
+
+
+class Phase(Enum):
+    EXITING = auto()
+    JOINING = auto()
+    RUNNING = auto()
+    CLOSED = auto()
+    TIMED_OUT = auto()
+
+
+class SimulatedAgent:
+    """What an agent does: joins, keeps its node alive, and joins again when the group changes."""
+
+    def __init__(
+        self, number: int, backend: SimulatedBackend, settings: RendezvousSettings, clock: DriftingClock
+    ) -> None:
+        self.node = NodeDesc(f"host{number}", 1, number)
+        self.clock = clock
+        self.settings = settings
+        self.holder = StateHolder(self.node, backend, settings, clock)
+        self.executor = OperatorExecutor(self.node, self.holder, settings)
+        self.phase = Phase.EXITING
+        self._idle = True  # no operator is under way
+        self.formed: list[tuple[int, dict[NodeDesc, int]]] = []
+        """The rounds that this node took part in, with the ranks of all nodes."""
+        self._begin_rendezvous()
+
+    def _begin_rendezvous(self) -> None:
+        self.phase = Phase.EXITING
+        self.deadline = self.clock.now() + self.settings.timeout.join
+
+    def step(self) -> Action | None:
+        """One step of the operator that is under way. None if the agent has ended."""
+        if self.phase in (Phase.CLOSED, Phase.TIMED_OUT):
+            return None
+        operators: dict[Phase, Operator] = {
+            Phase.EXITING: exit_round,
+            Phase.JOINING: join,
+            Phase.RUNNING: keep_alive,
+        }
+        if self.phase is Phase.RUNNING and self._idle:  # each keep-alive has its own deadline
+            self.deadline = self.clock.now() + self.settings.timeout.heartbeat
+        self._idle = False
+        try:
+            action = self.executor.step(operators[self.phase], self.deadline)
+        except RendezvousClosedError:
+            self.phase = Phase.CLOSED
+            return None
+        except RendezvousTimeoutError:
+            if self.phase is Phase.RUNNING:
+                self._idle = True  # the next keep-alive follows
+            else:
+                self.phase = Phase.TIMED_OUT
+            return None
+        if action is Action.FINISH:
+            self._finish()
+        return action
+
+    def _finish(self) -> None:
+        state = self.holder.state
+        self._idle = True
+        if self.phase is Phase.EXITING:
+            self.phase = Phase.JOINING
+        elif self.phase is Phase.JOINING:
+            self.formed.append((state.round, dict(state.completed_ranks)))
+            self.phase = Phase.RUNNING
+        elif (
+            self.node not in state.participants
+            or num_admissible(state, self.settings)
+            or self._is_incomplete()
+        ):
+            self._begin_rendezvous()  # removed by others, or the group changes
+
+    def _is_incomplete(self) -> bool:
+        """Whether a node of the running round has left or died."""
+        return set(self.holder.state.participants) != set(self.formed[-1][1])

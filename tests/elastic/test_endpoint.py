@@ -1,0 +1,102 @@
+"""The store at an endpoint, and torchelastic's own agent over our rendezvous."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import free_port
+from zmqgrad.elastic.endpoint import is_this_host, open_endpoint, parse_endpoint
+from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "parsed"),
+    [
+        ("", ("localhost", 29400)),
+        ("host", ("host", 29400)),
+        ("host:1", ("host", 1)),
+        ("[::1]:5", ("[::1]", 5)),
+        ("[::1]", ("[::1]", 29400)),
+        (" 10.0.0.1:7 ", ("10.0.0.1", 7)),
+    ],
+)
+def test_endpoints(endpoint: str, parsed: tuple[str, int]) -> None:
+    assert parse_endpoint(endpoint) == parsed
+
+
+@pytest.mark.parametrize("endpoint", ["host:x", "host:65536", "host:-1"])
+def test_malformed_endpoints(endpoint: str) -> None:
+    with pytest.raises(ConfigurationError, match="must be host or host:port"):
+        parse_endpoint(endpoint)
+
+
+def test_the_first_process_on_the_host_serves_the_store() -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    with open_endpoint(endpoint, 20.0) as first, open_endpoint(endpoint, 20.0) as second:
+        assert (first.is_master, second.is_master) == (True, False)
+        first.set("k", "1")
+        assert second.get("k") == b"1"
+        with pytest.raises(RendezvousConnectionError, match="cannot be used"):
+            open_endpoint(endpoint, 20.0, is_host=True)
+
+
+def test_an_endpoint_that_is_not_served() -> None:
+    with pytest.raises(RendezvousConnectionError, match=r"127\.0\.0\.1:\d+ cannot be used"):
+        open_endpoint(f"127.0.0.1:{free_port()}", 0.2, is_host=False)
+    assert is_this_host("localhost")
+    assert not is_this_host("192.0.2.1")
+
+
+SCRIPT = """
+import os
+from zmqgrad import rpc
+
+rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+rpc.init_rpc(f"w{rank}", rank=rank, world_size=size)
+line = f"{rank} of {size}: {rpc.rpc_sync(f'w{(rank + 1) % size}', max, args=(rank, 7))}\\n"
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and rank == 1:
+    os._exit(1)
+os.write(1, line.encode())
+rpc.shutdown()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(150)
+def test_torchrun_restarts_workers_over_our_rendezvous(tmp_path: Path) -> None:
+    """Two agents; a worker fails in the first round, and the second round succeeds."""
+    script = tmp_path / "program.py"
+    script.write_text(SCRIPT)
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
+        *("--rdzv-backend=zmqgrad", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"),
+        *("--max-restarts=1", "--local-addr=127.0.0.1", "--monitor-interval=0.1", str(script)),
+    ]
+    agents = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)
+    ]
+    try:
+        said = [agent.communicate(timeout=120) for agent in agents]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    lines = "".join(out for out, _ in said).splitlines()
+    assert {"0 of 2: 7", "1 of 2: 7"} <= set(lines), said
+
+
+def test_the_documented_program_runs(tmp_path: Path) -> None:
+    page = Path(__file__).parents[2].joinpath("docs/elastic.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    rank, lease = done.stdout.splitlines()
+    assert rank == "0 1 0"
+    assert lease.startswith("0 [] ")

@@ -1,0 +1,257 @@
+"""Rendezvous over real stores: several handlers in threads, each with a client of its own."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import pytest
+
+from tests.support.waiting import eventually
+from zmqgrad.elastic import (
+    NodeDesc,
+    Rendezvous,
+    RendezvousHandler,
+    RendezvousSettings,
+    RendezvousTimeout,
+    StoreBackend,
+)
+from zmqgrad.elastic.events import NodeState, RdzvEvent
+from zmqgrad.elastic.handler import LEASE_MARGIN
+from zmqgrad.errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from zmqgrad.store import HashStore, Store, TCPStore
+
+WAIT = 20.0
+INTERVAL = 0.2
+
+Join = Callable[..., "Future[Rendezvous]"]
+
+
+class Town:
+    """Handlers of one job, and threads in which they join."""
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.pool = ThreadPoolExecutor(8)
+        self.handlers: list[RendezvousHandler] = []
+        self.backends: list[StoreBackend] = []
+        self.clients: list[Store] = []
+
+    def handler(
+        self, low: int = 2, high: int = 4, last_call: float = 0.2, **timeouts: float
+    ) -> RendezvousHandler:
+        settings = RendezvousSettings(
+            "job",
+            low,
+            high,
+            RendezvousTimeout(**{"join": WAIT, "last_call": last_call, **timeouts}),
+            INTERVAL,
+            3,
+        )
+        client = self.store.clone()
+        backend = StoreBackend(client, "job")
+        made = RendezvousHandler(settings, backend, client, NodeDesc("host", 1, len(self.handlers)))
+        self.handlers.append(made)
+        self.backends.append(backend)
+        self.clients.append(client)
+        return made
+
+    def join(self, *handlers: RendezvousHandler) -> list[Future[Rendezvous]]:
+        return [self.pool.submit(handler.next_rendezvous) for handler in handlers]
+
+    def close(self) -> None:
+        for handler in self.handlers:
+            handler.stop()
+        for backend, client in zip(self.backends, self.clients, strict=True):
+            backend.close()
+            client.close()
+        self.pool.shutdown()
+
+
+@pytest.fixture(params=["memory", "tcp"])
+def town(request: pytest.FixtureRequest) -> Iterator[Town]:
+    if request.param == "memory":
+        store: Store = HashStore(WAIT)
+    else:
+        store = TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT)
+    made = Town(store)
+    yield made
+    made.close()
+    store.close()
+
+
+def results(futures: list[Future[Rendezvous]]) -> list[Rendezvous]:
+    return [future.result(WAIT) for future in futures]
+
+
+def test_a_round_is_complete_at_once_with_the_maximum_of_nodes(town: Town) -> None:
+    made = [town.handler(2, 3, last_call=WAIT) for _ in range(3)]
+    formed = results(town.join(*made))
+    assert sorted(r.rank for r in formed) == [0, 1, 2]
+    assert {(r.world_size, r.round) for r in formed} == {(3, 0)}
+    formed[0].store.set("k", "1")
+    assert formed[2].store.get("k") == b"1"
+    assert made[0].lost_nodes() == []
+    assert (made[0].get_run_id(), made[0].get_backend()) == ("job", "zmqgrad")
+
+
+def test_a_round_is_complete_after_the_last_call_with_fewer(town: Town) -> None:
+    formed = results(town.join(*[town.handler(2, 4) for _ in range(2)]))
+    assert {r.world_size for r in formed} == {2}
+
+
+def test_a_node_that_comes_later_waits_for_the_next_round_where_all_keep_their_ranks(town: Town) -> None:
+    first = [town.handler() for _ in range(2)]
+    ranks = {h.node: r.rank for h, r in zip(first, results(town.join(*first)), strict=True)}
+    late = town.handler()
+    waiting = town.join(late)
+    eventually(lambda: [h.num_nodes_waiting() for h in first], lambda n: n == [1, 1])
+    formed = results(waiting + town.join(*first))
+    assert {(r.world_size, r.round) for r in formed} == {(3, 1)}
+    assert formed[0].rank == 2
+    assert {h.node: r.rank for h, r in zip(first, formed[1:], strict=True)} == ranks
+    formed[0].store.set("k", "1")
+    assert formed[1].store.check(["k"])
+
+
+def test_a_node_that_dies_is_removed_and_the_next_round_forms_without_it(town: Town) -> None:
+    made = [town.handler(2, 3) for _ in range(3)]
+    results(town.join(*made))
+    made[2].stop()  # its heartbeat is not renewed any more
+    eventually(lambda: made[0].lost_nodes(), lambda lost: lost == [made[2].node])
+    assert made[1].lease_left() > 0
+    formed = results(town.join(*made[:2]))
+    assert {(r.world_size, r.round) for r in formed} == {(2, 1)}
+    assert made[2].lease_left() <= 0, "it knows that it has to stop its workers"
+
+
+def test_a_node_renews_its_lease_while_it_lives(town: Town) -> None:
+    made = [town.handler(1, 1)]
+    results(town.join(*made))
+    most = 3 * INTERVAL * (1 - LEASE_MARGIN)
+    assert 0 < made[0].lease_left() <= most
+    renewed = threading.Event()
+    town.store.watch_key("zmqgrad/rendezvous/job", lambda old, new: renewed.set())
+    for _ in range(3):
+        assert renewed.wait(WAIT)
+        renewed.clear()
+    assert made[0].lease_left() > 0
+
+
+def test_a_closed_rendezvous_refuses_and_wakes_those_that_wait(town: Town) -> None:
+    made = [town.handler(2, 3) for _ in range(2)]
+    waiting = town.join(made[0])
+    eventually(lambda: town.store.check(["zmqgrad/rendezvous/job"]))
+    assert made[1].shutdown()
+    with pytest.raises(RendezvousClosedError, match="'job' is closed"):
+        waiting[0].result(WAIT)
+    with pytest.raises(RendezvousClosedError):
+        made[1].next_rendezvous()
+    assert made[0].is_closed()
+    assert made[0].shutdown(), "closing it again is no error"
+
+
+def test_too_few_nodes_in_time(town: Town) -> None:
+    alone = town.handler(2, 3, join=0.3)
+    with pytest.raises(
+        RendezvousTimeoutError, match="did not complete in time: round 0 has 0 of 2 to 3 nodes"
+    ):
+        alone.next_rendezvous()
+    formed = results(town.join(*[town.handler(2, 2) for _ in range(2)]))
+    assert {r.world_size for r in formed} == {2}, "the node that gave up has left nothing"
+
+
+def test_a_handler_that_is_dropped_stops_to_renew() -> None:
+    store = HashStore(WAIT)
+    settings = RendezvousSettings("job", 1, 1, keep_alive_interval=0.02)
+    backend = StoreBackend(store, "job")
+    handler = RendezvousHandler(settings, backend, store)
+    handler.next_rendezvous()
+    gone, before = weakref.ref(handler), threading.active_count()
+    del handler
+    gc.collect()
+    assert gone() is None
+    eventually(threading.active_count, lambda n: n < before)
+    backend.close()
+    store.close()
+
+
+# ---- faults -----------------------------------------------------------------------------------------------
+
+
+def test_a_state_that_was_lost_is_an_error_and_not_a_new_group(town: Town) -> None:
+    made = [town.handler(1, 2) for _ in range(2)]
+    results(town.join(*made))
+    assert town.store.delete_key("zmqgrad/rendezvous/job")
+    with pytest.raises(RendezvousStateError, match="has lost the state of the rendezvous 'job'"):
+        made[0].next_rendezvous()
+    with pytest.raises(RendezvousStateError, match="has lost the state"):
+        made[1].set_closed()
+    assert not made[0].shutdown()
+
+
+def test_what_another_program_wrote_is_an_error(town: Town) -> None:
+    town.store.set("zmqgrad/rendezvous/job", b"\x80pickle")
+    with pytest.raises(RendezvousStateError, match="malformed"):
+        town.handler().next_rendezvous()
+    with pytest.raises(RendezvousStateError, match="token of another backend"):
+        town.backends[0].set_state(b"", 7)
+
+
+def test_a_store_that_is_gone_is_an_error() -> None:
+    store = TCPStore("127.0.0.1", 0, is_master=True, timeout=WAIT)
+    client = store.clone()
+    backend = StoreBackend(client, "job")
+    handler = RendezvousHandler(RendezvousSettings("job", 1, 1), backend, client)
+    handler.next_rendezvous()
+    client.set_timeout(0.3)
+    store.close()
+    with pytest.raises(RendezvousConnectionError, match="store of the rendezvous cannot be used"):
+        handler.next_rendezvous()
+    assert not handler.shutdown()
+    client.close()
+
+
+def test_a_token_of_an_older_state_changes_nothing(town: Town) -> None:
+    town.handler()
+    backend = town.backends[0]
+    assert backend.get_state() is None
+    assert backend.set_state(b"1") == (b"1", b"1", True)
+    assert backend.set_state(b"2") == (b"1", b"1", False)
+    assert backend.set_state(b"2", b"1") == (b"2", b"2", True)
+    assert backend.set_state(b"3", b"1") == (b"2", b"2", False)
+    assert backend.get_state() == (b"2", b"2")
+    town.store.delete_key("zmqgrad/rendezvous/job")
+    assert backend.set_state(b"3", b"2") is None
+
+
+def test_events_are_json_on_the_logger(town: Town, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "zmqgrad.elastic.events")
+    handler = town.handler(1, 1)
+    handler.next_rendezvous()
+    handler.shutdown()
+    with pytest.raises(RendezvousClosedError):
+        handler.next_rendezvous()
+    logged = [r.getMessage() for r in caplog.records if r.name == "zmqgrad.elastic.events"]
+    found = [RdzvEvent.deserialize(line) for line in logged]
+    assert [e.node_state for e in found] == [
+        NodeState.INIT,
+        NodeState.RUNNING,
+        NodeState.SUCCEEDED,
+        NodeState.INIT,
+        NodeState.FAILED,
+    ]
+    assert {(e.run_id, e.hostname, e.pid, e.local_id) for e in found} == {("job", "host", 1, 0)}
+    assert found[1].rank == 0
+    assert "RendezvousClosedError" in found[-1].error_trace
+    assert json.loads(logged[0])["node_state"] == "INIT"

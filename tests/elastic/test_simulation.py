@@ -1,0 +1,136 @@
+"""Random histories of whole rendezvous: nodes that join, stall, die and return, with clocks that drift."""
+
+from __future__ import annotations
+
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from tests.elastic.simulation import DriftingClock, Phase, SimulatedAgent, SimulatedBackend
+from zmqgrad.elastic.operators import Action
+from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
+from zmqgrad.elastic.state import RendezvousState, decode, encode
+from zmqgrad.elastic.transitions import apply
+
+INTERVAL, ATTEMPTS = 5.0, 3
+
+
+class Rendezvous(RuleBasedStateMachine):
+    """Steps agents in any order, and checks what they agree on."""
+
+    @initialize(low=st.integers(1, 3), more=st.integers(0, 3))
+    def begin(self, low: int, more: int) -> None:
+        self.settings = RendezvousSettings(
+            "job", low, low + more, RendezvousTimeout(join=300.0, last_call=10.0), INTERVAL, ATTEMPTS
+        )
+        self.backend = SimulatedBackend()
+        self.agents: list[SimulatedAgent] = []
+        self.checked = 0
+        self.previous = RendezvousState()
+
+    @rule(start=st.floats(-1e6, 1e6), rate=st.floats(0.95, 1.05))
+    def a_node_comes(self, start: float, rate: float) -> None:
+        if len(self.agents) < 7:
+            number = len(self.agents)
+            self.agents.append(
+                SimulatedAgent(number, self.backend, self.settings, DriftingClock(start, rate))
+            )
+
+    @rule(which=st.integers(0, 6), times=st.integers(1, 8))
+    def a_node_runs(self, which: int, times: int) -> None:
+        if which < len(self.agents):
+            for _ in range(times):
+                self.agents[which].step()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]))
+    def all_run_for_a_while(self, seconds: float) -> None:
+        for agent in self.agents:
+            agent.clock.advance(seconds)
+            agent.step()
+
+    @rule(seconds=st.floats(0.0, 30.0))
+    def all_stall(self, seconds: float) -> None:
+        for agent in self.agents:
+            agent.clock.advance(seconds)
+
+    @rule(which=st.integers(0, 6), times=st.integers(1, 25))
+    def one_stalls_while_the_others_run(self, which: int, times: int) -> None:
+        for _ in range(times):
+            for number, agent in enumerate(self.agents):
+                agent.clock.advance(1.0)
+                if number != which:
+                    agent.step()
+
+    @rule(which=st.integers(0, 6))
+    def a_node_dies(self, which: int) -> None:
+        if which < len(self.agents):
+            self.agents[which].phase = Phase.TIMED_OUT
+
+    @rule(writes=st.integers(1, 3))
+    def writes_lose(self, writes: int) -> None:
+        self.backend.lose_next = writes
+
+    @rule()
+    def closed_by_a_node(self) -> None:
+        if len(self.agents) > 5:  # rarely: nothing happens afterwards
+            state = self.backend.state
+            apply(Action.MARK_RENDEZVOUS_CLOSED, state, self.agents[0].node, self.settings)
+            self.backend.history.append(encode(state))
+
+    # ---- what must hold ---------------------------------------------------------------------------------
+
+    @invariant()
+    def every_state_follows_from_the_one_before(self) -> None:
+        for data in self.backend.history[self.checked :]:
+            state, before = decode(data), self.previous
+            assert state.round >= before.round
+            assert state.closed >= before.closed, "closed stays closed"
+            assert len(state.participants) <= self.settings.max_nodes
+            assert not state.wait_list & set(state.participants)
+            assert set(state.participants) | state.wait_list == set(state.last_heartbeats)
+            if state.complete and not (before.complete and before.round == state.round):
+                assert len(state.participants) >= self.settings.min_nodes
+                assert sorted(state.participants.values()) == list(range(len(state.participants)))
+                for node, rank in state.participants.items():
+                    kept = before.completed_ranks.get(node)
+                    assert kept is None or kept >= len(state.participants) or rank == kept
+            elif state.complete:
+                assert state.completed_ranks == before.completed_ranks, "a complete round does not change"
+                assert state.participants.items() <= before.participants.items()
+            self.previous = state
+        self.checked = len(self.backend.history)
+
+    @invariant()
+    def all_nodes_of_a_round_agree(self) -> None:
+        rounds: dict[int, dict[object, int]] = {}
+        for agent in self.agents:
+            for number, ranks in agent.formed:
+                assert agent.node in ranks
+                assert rounds.setdefault(number, dict(ranks)) == ranks, "no split round"
+
+    def teardown(self) -> None:
+        """Left alone, the living nodes form a group: the dead are removed, the waiting are served."""
+        if not hasattr(self, "agents"):
+            return
+        living = [a for a in self.agents if a.phase not in (Phase.TIMED_OUT, Phase.CLOSED)]
+        self.backend.lose_next = 0
+        for _ in range(1500):
+            for agent in living:
+                agent.clock.advance(0.25)
+                agent.step()
+            self.every_state_follows_from_the_one_before()
+            self.all_nodes_of_a_round_agree()
+        state = self.backend.state
+        if state.closed:
+            assert all(a.phase in (Phase.CLOSED, Phase.RUNNING, Phase.TIMED_OUT) for a in living)
+            return
+        running = {a.node for a in living if a.phase is Phase.RUNNING}
+        if len(living) >= self.settings.min_nodes:
+            assert len(running) == min(len(living), self.settings.max_nodes), (living, state)
+            assert set(state.participants) == running
+        else:
+            assert not running or state.complete
+
+
+TestRendezvous = Rendezvous.TestCase
+TestRendezvous.settings = hypothesis_settings(stateful_step_count=40)

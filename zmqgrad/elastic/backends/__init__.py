@@ -1,0 +1,7 @@
+"""Where the state of a rendezvous is kept."""
+
+from __future__ import annotations
+
+from zmqgrad.elastic.backends.store import StoreBackend
+
+__all__ = ["StoreBackend"]

@@ -1,0 +1,68 @@
+"""A rendezvous backend in one of our stores: the state is the value of a key, which the backend watches."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from zmqgrad.elastic.state_holder import RendezvousBackend, Token
+from zmqgrad.errors import RendezvousConnectionError, RendezvousStateError, StoreError
+from zmqgrad.store import Store
+
+
+class StoreBackend(RendezvousBackend):
+    """Keeps the state in ``store``, under a key of the job.
+
+    The fencing token is the encoded state itself: nodes that write equal states agree.
+
+    Args:
+        store: shared by all nodes; yours to close, after :meth:`close`.
+        run_id: identifies the job.
+    """
+
+    name = "zmqgrad"
+
+    def __init__(self, store: Store, run_id: str) -> None:
+        self._store = store
+        self._key = f"zmqgrad/rendezvous/{run_id}"
+        self._changed = threading.Event()
+        with self._errors():
+            store.watch_key(self._key, self._on_change)
+
+    def _on_change(self, old: bytes | None, new: bytes | None) -> None:
+        self._changed.set()
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        self._changed.clear()  # changes from here on wake wait_for_change()
+        with self._errors():
+            if not self._store.check([self._key]):
+                return None
+            state = self._store.get(self._key)
+        return state, state
+
+    def set_state(self, state: bytes, token: Token = None) -> tuple[bytes, Token, bool] | None:
+        if token is not None and not isinstance(token, bytes):
+            raise RendezvousStateError(f"a token of another backend: {token!r}")
+        expected = token or b""
+        self._changed.clear()
+        with self._errors():
+            found = self._store.compare_set(self._key, expected, state)
+        if found == expected:
+            return None  # the key does not exist any more: otherwise the state would have been set
+        return found, found, found == state
+
+    def wait_for_change(self, token: Token, seconds: float) -> None:
+        self._changed.wait(seconds)
+
+    def close(self) -> None:
+        """Stop watching the state."""
+        with self._errors():
+            self._store.unwatch_key(self._key, self._on_change)
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreError as e:
+            raise RendezvousConnectionError(f"the store of the rendezvous cannot be used: {e}") from e

@@ -1,0 +1,117 @@
+"""What a node does next: pure functions of what it knows, which return one action.
+
+An operator is called again after each action, with the state that resulted, until it returns FINISH or an
+error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import NamedTuple
+
+from zmqgrad.elastic.settings import RendezvousSettings
+from zmqgrad.elastic.state import NodeDesc, RendezvousState
+
+ROLLBACK_SECONDS = 5.0
+"""How long after its deadline a join may take to remove its node from the state again."""
+
+
+class Action(Enum):
+    """What to do with the shared state, or that nothing is left to do."""
+
+    KEEP_ALIVE = auto()
+    ADD_TO_PARTICIPANTS = auto()
+    ADD_TO_WAIT_LIST = auto()
+    REMOVE_FROM_PARTICIPANTS = auto()
+    REMOVE_FROM_WAIT_LIST = auto()
+    MARK_RENDEZVOUS_COMPLETE = auto()
+    MARK_RENDEZVOUS_CLOSED = auto()
+    SYNC = auto()
+    """Wait until the state changes."""
+    ERROR_CLOSED = auto()
+    ERROR_TIMEOUT = auto()
+    FINISH = auto()
+
+
+class Context(NamedTuple):
+    """What a node knows when it decides."""
+
+    node: NodeDesc
+    state: RendezvousState
+    settings: RendezvousSettings
+    now: float
+    """Seconds of this node's monotonic clock."""
+    heartbeat_age: float
+    """Seconds since this node's heartbeat changed, by this node's clock; infinite if it has none."""
+    last_call_age: float
+    """Seconds since this node saw the running last call begin; 0 if none is running."""
+
+    @property
+    def is_participant(self) -> bool:
+        """Whether this node takes part in the current round."""
+        return self.node in self.state.participants
+
+    @property
+    def must_keep_alive(self) -> bool:
+        """Whether the next keep-alive of this node is due."""
+        return self.heartbeat_age >= self.settings.keep_alive_interval
+
+
+Operator = Callable[[Context, float], Action]
+"""(context, deadline) -> action. The deadline is a time of ``context.now``'s clock."""
+
+
+def join(context: Context, deadline: float) -> Action:
+    """Take part in the current round, or in the next if this one is complete."""
+    state, settings, now = context.state, context.settings, context.now
+    if state.closed:
+        return Action.ERROR_CLOSED
+    if state.complete and context.is_participant:
+        return Action.FINISH
+    if now > deadline:
+        return _give_up(context, deadline)
+    if state.complete:
+        # The node waits for the next round, unless the job has all the nodes that it can have.
+        if len(state.participants) < settings.max_nodes and context.node not in state.wait_list:
+            return Action.ADD_TO_WAIT_LIST
+    elif not context.is_participant:
+        return Action.ADD_TO_PARTICIPANTS
+    elif state.deadline is not None and context.last_call_age >= settings.timeout.last_call:
+        return Action.MARK_RENDEZVOUS_COMPLETE
+    return Action.KEEP_ALIVE if _is_known(context) and context.must_keep_alive else Action.SYNC
+
+
+def _give_up(context: Context, deadline: float) -> Action:
+    """Remove the node for a short time after the deadline; otherwise its heartbeat will expire."""
+    if context.now <= deadline + ROLLBACK_SECONDS:
+        if context.is_participant:
+            return Action.REMOVE_FROM_PARTICIPANTS
+        if context.node in context.state.wait_list:
+            return Action.REMOVE_FROM_WAIT_LIST
+    return Action.ERROR_TIMEOUT
+
+
+def _is_known(context: Context) -> bool:
+    return context.is_participant or context.node in context.state.wait_list
+
+
+def exit_round(context: Context, deadline: float) -> Action:
+    """Leave the current round, before joining the next one."""
+    if not context.is_participant:
+        return Action.FINISH
+    return Action.ERROR_TIMEOUT if context.now > deadline else Action.REMOVE_FROM_PARTICIPANTS
+
+
+def close(context: Context, deadline: float) -> Action:
+    """Close the rendezvous."""
+    if context.state.closed:
+        return Action.FINISH
+    return Action.ERROR_TIMEOUT if context.now > deadline else Action.MARK_RENDEZVOUS_CLOSED
+
+
+def keep_alive(context: Context, deadline: float) -> Action:
+    """Renew the heartbeat if that is due. A node that is not in the state any more has nothing to renew."""
+    if not _is_known(context) or not context.must_keep_alive:
+        return Action.FINISH
+    return Action.ERROR_TIMEOUT if context.now > deadline else Action.KEEP_ALIVE

@@ -1,0 +1,74 @@
+"""Settings of a rendezvous; equal on all its nodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from zmqgrad.errors import ConfigurationError
+
+
+@dataclass(frozen=True)
+class RendezvousTimeout:
+    """Timeouts in seconds.
+
+    Args:
+        join: of a whole rendezvous.
+        last_call: how long a rendezvous that has ``min_nodes`` waits for more nodes.
+        close: for marking the rendezvous as closed.
+        heartbeat: for one keep-alive.
+    """
+
+    join: float = 600.0
+    last_call: float = 30.0
+    close: float = 30.0
+    heartbeat: float = 5.0
+
+    def __post_init__(self) -> None:
+        for name, seconds in vars(self).items():
+            if not seconds > 0:
+                raise ConfigurationError(f"the timeout {name!r} is {seconds} s; it must be greater than 0")
+
+
+@dataclass(frozen=True)
+class RendezvousSettings:
+    """Settings of a rendezvous.
+
+    Args:
+        run_id: identifies the job.
+        min_nodes, max_nodes: how many nodes take part.
+        timeout: see :class:`RendezvousTimeout`.
+        keep_alive_interval: seconds between two keep-alives of a node.
+        keep_alive_max_attempt: a node counts as dead after this many intervals without a keep-alive.
+
+    Raises:
+        ConfigurationError: if a value is invalid.
+    """
+
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    timeout: RendezvousTimeout = field(default_factory=RendezvousTimeout)
+    keep_alive_interval: float = 5.0
+    keep_alive_max_attempt: int = 3
+
+    def __post_init__(self) -> None:
+        if not self.run_id:
+            raise ConfigurationError("the run id of a rendezvous must not be empty")
+        if self.min_nodes < 1:
+            raise ConfigurationError(
+                f"the minimum number of nodes is {self.min_nodes}; it must be at least 1"
+            )
+        if self.max_nodes < self.min_nodes:
+            raise ConfigurationError(
+                f"the maximum number of nodes ({self.max_nodes}) is less than the minimum ({self.min_nodes})"
+            )
+        if not self.keep_alive_interval > 0 or self.keep_alive_max_attempt < 1:
+            raise ConfigurationError(
+                f"the keep-alive interval is {self.keep_alive_interval} s, the number of attempts "
+                f"{self.keep_alive_max_attempt}; the one must be greater than 0, the other at least 1"
+            )
+
+    @property
+    def expiry_seconds(self) -> float:
+        """After this long without a keep-alive, other nodes may remove a node."""
+        return self.keep_alive_interval * self.keep_alive_max_attempt

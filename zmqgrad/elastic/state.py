@@ -1,0 +1,142 @@
+"""The state that all nodes of a rendezvous share, and its form in the backend: JSON.
+
+The state contains no time of any clock. A heartbeat is a counter that its node increments, and a deadline is
+the number of a last call; how long ago either changed, each node measures by its own monotonic clock
+(:mod:`~zmqgrad.elastic.observer`). So clocks that disagree or jump affect nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from dataclasses import dataclass, field
+
+import msgspec
+
+from zmqgrad.errors import RendezvousStateError
+
+VERSION = 1
+"""Of the encoding. A state of another version is refused."""
+
+
+class NodeDesc(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """A node: an agent process.
+
+    Args:
+        fqdn: the name of its host.
+        pid: its process id.
+        local_id: tells the handlers of one process apart.
+    """
+
+    fqdn: str
+    pid: int
+    local_id: int
+
+    def __str__(self) -> str:
+        return f"{self.fqdn}_{self.pid}_{self.local_id}"
+
+
+@dataclass
+class RendezvousState:
+    """The shared state.
+
+    Attributes:
+        round: number of the current round.
+        complete: whether the participants of this round are final.
+        closed: whether no further round will begin. Never reset.
+        deadline: number of the last call that is running; None if no participant can complete the round yet.
+        last_calls: number of last calls so far.
+        participants: the nodes of this round. Their ranks are valid once it is complete.
+        wait_list: nodes that came after the round was complete; they join the next one.
+        last_heartbeats: a counter for each participant and waiting node.
+        completed_ranks: the ranks of all nodes of the last round that was completed, also of those that have
+            left since. The nodes of that round agree on it, and keep their ranks where possible.
+    """
+
+    round: int = 0
+    complete: bool = False
+    closed: bool = False
+    deadline: int | None = None
+    last_calls: int = 0
+    participants: dict[NodeDesc, int] = field(default_factory=dict)
+    wait_list: set[NodeDesc] = field(default_factory=set)
+    last_heartbeats: dict[NodeDesc, int] = field(default_factory=dict)
+    completed_ranks: dict[NodeDesc, int] = field(default_factory=dict)
+
+
+class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
+    """The JSON form: an object whose keys are strings, with nodes in sorted lists."""
+
+    version: int
+    round: int
+    complete: bool
+    closed: bool
+    deadline: int | None
+    last_calls: int
+    participants: list[tuple[NodeDesc, int]]
+    wait_list: list[NodeDesc]
+    last_heartbeats: list[tuple[NodeDesc, int]]
+    completed_ranks: list[tuple[NodeDesc, int]]
+
+
+class _Version(msgspec.Struct):
+    version: int
+
+
+def encode(state: RendezvousState) -> bytes:
+    """Encode ``state``. Equal states have equal encodings."""
+    return msgspec.json.encode(
+        _Encoded(
+            VERSION,
+            state.round,
+            state.complete,
+            state.closed,
+            state.deadline,
+            state.last_calls,
+            sorted(state.participants.items()),
+            sorted(state.wait_list),
+            sorted(state.last_heartbeats.items()),
+            sorted(state.completed_ranks.items()),
+        )
+    )
+
+
+def decode(data: bytes) -> RendezvousState:
+    """Decode what :func:`encode` returned.
+
+    Raises:
+        RendezvousStateError: if it is malformed, or was written by another version.
+    """
+    try:
+        version = msgspec.json.decode(data, type=_Version).version
+        if version != VERSION:
+            raise RendezvousStateError(
+                f"the state of the rendezvous has version {version}, not {VERSION}: all nodes must run "
+                f"the same version of zmqgrad"
+            )
+        encoded = msgspec.json.decode(data, type=_Encoded)
+    except msgspec.MsgspecError as e:
+        raise RendezvousStateError(f"the state of the rendezvous is malformed: {e}") from e
+    return RendezvousState(
+        encoded.round,
+        encoded.complete,
+        encoded.closed,
+        encoded.deadline,
+        encoded.last_calls,
+        dict(encoded.participants),
+        set(encoded.wait_list),
+        dict(encoded.last_heartbeats),
+        dict(encoded.completed_ranks),
+    )
+
+
+class NodeDescGenerator:
+    """Generates descriptors that are unique in this process."""
+
+    def __init__(self) -> None:
+        self._next_local_id = 0
+
+    def generate(self, local_addr: str | None = None) -> NodeDesc:
+        """Returns a new descriptor. ``local_addr``: the name of this host, if its own is of no use."""
+        local_id, self._next_local_id = self._next_local_id, self._next_local_id + 1
+        return NodeDesc(local_addr or socket.getfqdn(), os.getpid(), local_id)

@@ -1,0 +1,170 @@
+"""A node's copy of the shared state, synchronised with the backend."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import ABC, abstractmethod
+from typing import Any
+
+from zmqgrad.elastic.observer import Observer
+from zmqgrad.elastic.operators import Context
+from zmqgrad.elastic.settings import RendezvousSettings
+from zmqgrad.elastic.state import NodeDesc, RendezvousState, decode, encode
+from zmqgrad.elastic.transitions import remove
+from zmqgrad.errors import RendezvousStateError
+from zmqgrad.runtime.clock import MONOTONIC, Clock
+
+logger = logging.getLogger(__name__)
+
+Token = Any
+"""Fencing token: identifies the state that was read. Opaque outside of its backend."""
+
+
+class RendezvousBackend(ABC):
+    """Where the state is kept. Any number of nodes use it at the same time."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """Name of the kind of backend."""
+
+    @abstractmethod
+    def get_state(self) -> tuple[bytes, Token] | None:
+        """The state and its token; None if there is no state yet.
+
+        Raises:
+            RendezvousConnectionError: if the backend cannot be reached.
+            RendezvousStateError: if what is there is not a state.
+        """
+
+    @abstractmethod
+    def set_state(self, state: bytes, token: Token = None) -> tuple[bytes, Token, bool] | None:
+        """Set the state if it is still the one that ``token`` was returned with.
+
+        Args:
+            state: the new state.
+            token: of the state that was read before; None: there was none.
+
+        Returns:
+            The state after the call, its token, and whether it is the new one. None if the backend holds no
+            state, because it was lost.
+
+        Raises:
+            RendezvousConnectionError, RendezvousStateError: as :meth:`get_state`.
+        """
+
+    @abstractmethod
+    def wait_for_change(self, token: Token, seconds: float) -> None:
+        """Wait until the state may be another one than that of ``token``, at most ``seconds``."""
+
+
+class StateHolder:
+    """The state as one node knows it.
+
+    Args:
+        node: this node.
+        backend: where the state is shared.
+        settings: of the rendezvous.
+        clock: of this node.
+
+    Attributes:
+        state: the copy.
+        renewed: when this node last began to write a new heartbeat that was accepted.
+    """
+
+    def __init__(
+        self,
+        node: NodeDesc,
+        backend: RendezvousBackend,
+        settings: RendezvousSettings,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        self.state = RendezvousState()
+        self._node = node
+        self._backend = backend
+        self._settings = settings
+        self._clock = clock
+        self._observer = Observer()
+        self._token: Token = None
+        self._dirty = False
+        self._synced: float | None = None
+        self._dead: list[NodeDesc] = []
+        self._heartbeat = 0  # the last one of this node that was accepted
+        self.renewed = -math.inf
+
+    def context(self) -> Context:
+        """What an operator may know."""
+        now = self._clock.now()
+        return Context(
+            self._node,
+            self.state,
+            self._settings,
+            now,
+            self._observer.heartbeat_age(self._node, now),
+            self._observer.last_call_age(now),
+        )
+
+    def mark_dirty(self) -> None:
+        """The state was changed here: the next :meth:`sync` tries to write it.
+
+        The attempt fails if another node has written since; the change is then lost, and the operator decides
+        again.
+        """
+        self._dirty = True
+
+    def sync(self, cache_seconds: float = 0.0) -> bool | None:
+        """Write the state if it is dirty, otherwise read it; then remove dead nodes from the local copy.
+
+        Args:
+            cache_seconds: how long a state that was read or written is not read again.
+
+        Returns:
+            Whether the local changes were written; None if there were none.
+
+        Raises:
+            RendezvousConnectionError: if the backend cannot be reached.
+            RendezvousStateError: if the state is malformed, or was lost.
+        """
+        has_set: bool | None = None
+        began = self._clock.now()
+        if self._dirty:
+            written = self._backend.set_state(encode(self.state), self._token)
+            found = None if written is None else written[:2]
+            has_set = written is not None and written[2]
+        elif self._synced is not None and began - self._synced < cache_seconds:
+            return None
+        else:
+            found = self._backend.get_state()
+        if found is None:
+            if self._token is not None:  # a new state would let a second group of this job form
+                raise RendezvousStateError(
+                    f"the backend has lost the state of the rendezvous {self._settings.run_id!r}"
+                )
+            self.state = RendezvousState()
+        else:
+            self.state, self._token = decode(found[0]), found[1]
+        if has_set and self._dead:
+            logger.info(
+                "%s: removed %s, which had no heartbeat",
+                self._settings.run_id,
+                ", ".join(map(str, self._dead)),
+            )
+        heartbeat = self.state.last_heartbeats.get(self._node, 0)
+        if has_set and heartbeat != self._heartbeat:
+            self._heartbeat, self.renewed = heartbeat, began
+        self._dirty = False
+        self._synced = self._clock.now()
+        self._sanitize(self._synced)
+        return has_set
+
+    def wait_for_change(self, seconds: float) -> None:
+        """Wait at most ``seconds`` for another node to change the state."""
+        self._backend.wait_for_change(self._token, seconds)
+
+    def _sanitize(self, now: float) -> None:
+        """Remove dead nodes from the local copy. They leave the shared state with the next change."""
+        self._observer.observe(self.state, now)
+        self._dead = [node for node in self._observer.dead(self._settings, now) if node != self._node]
+        if self._dead:
+            remove(self.state, self._dead, self._settings)

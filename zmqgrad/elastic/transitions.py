@@ -1,0 +1,117 @@
+"""What each action changes in the shared state. Pure; the functions modify the state that they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from zmqgrad.elastic.operators import Action
+from zmqgrad.elastic.settings import RendezvousSettings
+from zmqgrad.elastic.state import NodeDesc, RendezvousState
+
+
+def apply(action: Action, state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Apply ``action`` of ``node`` to ``state``.
+
+    Raises:
+        KeyError: if ``action`` changes nothing (SYNC, FINISH and the errors).
+    """
+    _CHANGES[action](state, node, settings)
+
+
+def keep_alive(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Increment the heartbeat of ``node``."""
+    state.last_heartbeats[node] = state.last_heartbeats.get(node, 0) + 1
+
+
+def add_to_participants(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Begins the last call with ``min_nodes`` participants, and completes the round with ``max_nodes``."""
+    state.wait_list.discard(node)
+    state.participants[node] = 0  # ranks are assigned on completion
+    keep_alive(state, node, settings)
+    if len(state.participants) == settings.min_nodes:
+        state.last_calls += 1
+        state.deadline = state.last_calls
+    if len(state.participants) == settings.max_nodes:
+        mark_complete(state, node, settings)
+
+
+def add_to_wait_list(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Add ``node`` to those that join the next round."""
+    state.wait_list.add(node)
+    keep_alive(state, node, settings)
+
+
+def remove_from_participants(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Remove ``node``, and open the next round or cancel the last call if necessary."""
+    remove(state, [node], settings)
+
+
+def remove_from_wait_list(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Remove ``node`` from those that wait for the next round."""
+    remove(state, [node], settings)
+
+
+def remove(state: RendezvousState, nodes: Iterable[NodeDesc], settings: RendezvousSettings) -> None:
+    """Remove ``nodes``, which left or died.
+
+    The next round opens when the last participant of a complete round has left. A last call ends when too few
+    participants remain.
+    """
+    left = False
+    for node in nodes:
+        state.last_heartbeats.pop(node, None)
+        state.wait_list.discard(node)
+        left |= state.participants.pop(node, None) is not None
+    if not left:
+        return
+    if state.complete:
+        if not state.participants:
+            state.complete = False
+            state.round += 1
+    elif len(state.participants) < settings.min_nodes:
+        state.deadline = None
+
+
+def mark_complete(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Complete the round, and assign the ranks."""
+    state.complete = True
+    state.deadline = None
+    state.participants = assign_ranks(state.participants, state.completed_ranks)
+    state.completed_ranks = dict(state.participants)
+
+
+def mark_closed(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
+    """Close the rendezvous for good."""
+    state.closed = True
+
+
+def num_admissible(state: RendezvousState, settings: RendezvousSettings) -> int:
+    """How many waiting nodes another round could admit.
+
+    Nodes that wait although the job has ``max_nodes`` do not count: admitting them would exclude others.
+    """
+    return max(0, min(len(state.wait_list), settings.max_nodes - len(state.participants)))
+
+
+def assign_ranks(nodes: Iterable[NodeDesc], previous: dict[NodeDesc, int]) -> dict[NodeDesc, int]:
+    """Assign the ranks 0 to n - 1.
+
+    A node keeps its previous rank if that is below n. The ranks that are left go to nodes without a previous
+    rank first, then to those whose rank is too high now; each group in sorted order.
+    """
+    nodes = sorted(nodes)
+    kept = {node: previous[node] for node in nodes if previous.get(node, len(nodes)) < len(nodes)}
+    free = sorted(set(range(len(nodes))) - set(kept.values()))
+    others = sorted((node for node in nodes if node not in kept), key=lambda n: (previous.get(n, -1), n))
+    return kept | dict(zip(others, free, strict=True))
+
+
+_CHANGES: dict[Action, Callable[[RendezvousState, NodeDesc, RendezvousSettings], None]] = {
+    Action.KEEP_ALIVE: keep_alive,
+    Action.ADD_TO_PARTICIPANTS: add_to_participants,
+    Action.ADD_TO_WAIT_LIST: add_to_wait_list,
+    Action.REMOVE_FROM_PARTICIPANTS: remove_from_participants,
+    Action.REMOVE_FROM_WAIT_LIST: remove_from_wait_list,
+    Action.MARK_RENDEZVOUS_COMPLETE: mark_complete,
+    Action.MARK_RENDEZVOUS_CLOSED: mark_closed,
+}
