@@ -315,7 +315,7 @@ def _path_of(request: Request, group: Group | None) -> str:
     """The file of the store. Process groups have ``request.path``, in torch's format."""
     if request.host is not None or not request.path.strip("/"):
         raise RendezvousError(f"{request.url!r} names no file; write file:///path?rank=..&world_size=..")
-    return request.path if group is None else f"{request.path}.{group.purpose}-{group.number}"
+    return request.path if group is None else f"{request.path}.{group.purpose}"
 
 
 def _missing_parameter(name: str, request: Request) -> RendezvousError:

@@ -14,7 +14,7 @@ from torch.distributed.rendezvous import register_rendezvous_handler
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.interop.stores import TorchStore, as_torch_store, forget
 from zmqgrad.rendezvous import DEFAULT_TIMEOUT, Group, rendezvous, rendezvous_beside
-from zmqgrad.store import Store
+from zmqgrad.store import PrefixStore, Store
 
 SCHEME = "zmq"
 
@@ -70,7 +70,7 @@ def init_process_group(
         timeout or DEFAULT_TIMEOUT,
         group=Group("process_group", _joined),
     )
-    own = as_torch_store(found)
+    own = as_torch_store(PrefixStore(f"group_{_joined}", found, owned=True))  # a file may outlive a group
     try:
         torch_distributed.init_process_group(backend, world_size=world_size, rank=rank, store=own, **options)
     except BaseException:

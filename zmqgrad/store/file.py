@@ -32,7 +32,7 @@ class FileStore(Store):
 
     Args:
         file_name: the path. Give each job its own path, because a leftover file holds the keys of its job.
-        world_size: the file is removed once this many stores on it were closed; -1: never.
+        world_size: the file is removed once this many stores on it were closed and none is open; -1: never.
         timeout: how long blocking calls wait for keys, and all calls for the lock on the file.
         allow_network_file_system: accept a path on NFS, SMB or the like, if its locks can be trusted.
 

@@ -47,7 +47,7 @@ class FileConnection:
 
     Args:
         name: for threads and log lines.
-        world_size: the file is removed once this many stores on it were closed; -1: never.
+        world_size: the file is removed once this many stores on it were closed and none is open; -1: never.
 
     Raises:
         StoreError: if the file cannot be opened, or is another kind of file.
@@ -67,14 +67,31 @@ class FileConnection:
         self._changed = threading.Condition(self.lock)
         self._commits = 0
         self._closed = False
+        self._disowned = False
         self._removed = False
         self._watcher: threading.Thread | None = None
         self.inherited = False
         """Whether this process is a fork of the one that opened the file."""
         with _fork_lock:
-            self._db = self._connect(Deadline.after(OPEN_SECONDS))
+            self._db = self._open(Deadline.after(OPEN_SECONDS))
             _connections.add(self)
         self._contents = FileContents(self._db)
+
+    def _open(self, deadline: Deadline) -> sqlite3.Connection:
+        """Open the file, and count this store as open; again, if the file is removed meanwhile."""
+        while True:
+            self._db = self._connect(deadline)
+            self._contents = FileContents(self._db)
+            try:
+                if self._world_size >= 0:
+                    self._count("opened = opened + 1")
+            except BaseException as e:
+                self._db.close()
+                if not (isinstance(e, StoreError) and self._removed) or deadline.passed():
+                    raise
+                self._removed = False
+            else:
+                return self._db
 
     def _connect(self, deadline: Deadline) -> sqlite3.Connection:
         while True:
@@ -247,7 +264,7 @@ class FileConnection:
         try:
             self.watches.close()  # first, as they cannot be registered again any more
             if self._world_size >= 0:
-                self._count_closed()
+                self._count("opened = opened - 1" if self._disowned else "closed = closed + 1")
         except StoreError as e:
             logger.warning("%s: closed, but not counted as such: %s", self.name, e)
         finally:
@@ -259,14 +276,17 @@ class FileConnection:
 
     def disown(self) -> None:
         """Do not count this store when it is closed: the file belongs to others, who still use it."""
-        self._world_size = -1
+        self._disowned = True
 
-    def _count_closed(self) -> None:
-        """Count this store as closed. The last one removes the file."""
+    def _count(self, change: str) -> None:
+        """Count this store as opened or closed. The last one removes the file.
+
+        A worker that joins its next group through the same file has opened it again before others close it.
+        """
         with self._transaction(Deadline.after(CLOSE_SECONDS), write=True):
-            self._db.execute("UPDATE meta SET closed = closed + 1")
-            closed: int = self._db.execute("SELECT closed FROM meta").fetchone()[0]
-            if closed != self._world_size:
+            self._db.execute(f"UPDATE meta SET {change}")
+            opened, closed = self._db.execute("SELECT opened, closed FROM meta").fetchone()
+            if closed < max(1, self._world_size) or closed < opened:
                 return
             # Under the lock, and before any write: processes that wait for the lock then find the file
             # removed.

@@ -10,8 +10,8 @@ from zmqgrad.store.contents import Item
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 
 SCHEMA = """
-CREATE TABLE meta (revision INTEGER NOT NULL, closed INTEGER NOT NULL);
-INSERT INTO meta VALUES (0, 0);
+CREATE TABLE meta (revision INTEGER NOT NULL, opened INTEGER NOT NULL, closed INTEGER NOT NULL);
+INSERT INTO meta VALUES (0, 0, 0);
 CREATE TABLE keys (key BLOB PRIMARY KEY, value BLOB NOT NULL);
 CREATE TABLE items (id INTEGER PRIMARY KEY AUTOINCREMENT, name BLOB NOT NULL, value BLOB NOT NULL);
 CREATE INDEX items_by_name ON items (name, id)

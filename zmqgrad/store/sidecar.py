@@ -162,4 +162,7 @@ def _published_port(published: TorchStore, address: _Address) -> int:
     try:
         return int(published.get(address.key))
     except (RuntimeError, ValueError) as e:
-        raise address.error("has no address of a store by rank 0", e) from e
+        raise address.error(
+            "has no address of a store by rank 0, which must pass a world size if and only if the others do",
+            e,
+        ) from e
