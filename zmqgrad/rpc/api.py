@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import multiprocessing.util
 import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,7 @@ logger = logging.getLogger(__name__)
 
 _lock = threading.Lock()  # guards _group; held while joining and leaving
 _group: Group | None = None
+_exit_hook: multiprocessing.util.Finalize | None = None
 
 
 def init_rpc(
@@ -77,7 +79,7 @@ def init_rpc(
             (``DuplicateWorkerError``), missing workers (``RendezvousTimeoutError``, with their names).
         RpcError: if this process has joined a group already.
     """
-    global _group
+    global _group, _exit_hook
     check_name(name)
     own = is_own(backend)
     options: Any = rpc_backend_options
@@ -98,6 +100,8 @@ def init_rpc(
             group = _join_by(backend, store, name, rank, world_size, options)
         _group = group
         set_default_worker(group.worker)
+        # Children of multiprocessing that were forked run no atexit functions, only these.
+        _exit_hook = multiprocessing.util.Finalize(None, _leave_at_exit, exitpriority=0)
         group.worker.server.serve()  # last: a call may read what the program sets next
 
 
@@ -171,6 +175,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         finally:
             _group = None
             set_default_worker(None)
+            if _exit_hook is not None:
+                _exit_hook.cancel()
 
 
 @atexit.register
