@@ -202,16 +202,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"-k {options.select} matches none of: {', '.join(PROGRAMS)}")
     rows = [Row(name, n, {OURS: [], TORCH: []}) for name in programs for n in options.workers]
     failures, began = [], time.monotonic()
-    for number in range(options.rounds):
-        backends = [OURS, TORCH] if number % 2 == 0 else [TORCH, OURS]
-        for row in rows:
-            for backend in backends:
-                step = f"round {number + 1}: {row.program}, {row.workers} workers, {backend}"
-                print(f"{time.monotonic() - began:6.0f} s  {step}", file=sys.stderr, flush=True)
-                try:
-                    row.runs[backend].append(run_program(row.program, backend, row.workers))
-                except ProgramFailed as e:
-                    failures.append(f"{step}\n{e}")
+    try:
+        for number in range(options.rounds):
+            backends = [OURS, TORCH] if number % 2 == 0 else [TORCH, OURS]
+            for row in rows:
+                for backend in backends:
+                    step = f"round {number + 1}: {row.program}, {row.workers} workers, {backend}"
+                    print(f"{time.monotonic() - began:6.0f} s  {step}", file=sys.stderr, flush=True)
+                    try:
+                        row.runs[backend].append(run_program(row.program, backend, row.workers))
+                    except ProgramFailed as e:
+                        failures.append(f"{step}\n{e}")
+    except KeyboardInterrupt:
+        print("interrupted; these are the runs so far", file=sys.stderr)
     complete = [row for row in rows if row.is_complete()]
     if complete:
         print_table(complete)
