@@ -283,6 +283,11 @@ def _meaning(name: str) -> str:
     return _MEANINGS[name]
 
 
+def torchrun_default(option: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The default of a launcher's option, from ``PET_<OPTION>`` as torchrun reads it; None if unset."""
+    return _text(environ, f"PET_{option.upper()}")
+
+
 def missing_variable(name: str, also: str | None = None) -> RendezvousError:
     """The error for a required variable ``name`` that is unset.
 
