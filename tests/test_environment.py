@@ -253,6 +253,29 @@ def test_the_workers_of_an_agent_in_a_pod_or_a_step_are_numbered_by_the_agent() 
         assert environment.read_launch({**outer, **agent}) == LauncherInfo("host", 1, 5, 8, 1)
 
 
+@pytest.mark.parametrize(
+    ("recording", "rank", "world_size", "local_rank", "master"),
+    [
+        ("srun", 1, 2, 0, "gpu01"),
+        ("sbatch", None, None, None, None),
+        ("salloc", None, None, None, None),
+        ("mpirun", 1, 2, 1, "127.0.0.1"),
+        ("mpirun-in-slurm", 1, 2, 0, "gpu01"),
+        ("mpiexec-in-slurm", 1, 2, 0, "gpu01"),
+    ],
+)
+def test_recorded_environments(
+    recording: str, rank: int | None, world_size: int | None, local_rank: int | None, master: str | None
+) -> None:
+    """Recorded with Slurm 22.05 (two nodes; srun with --mpi=pmi2), Open MPI 4.1 and MPICH 4.0."""
+    path = Path(__file__).parent / "fixtures" / "launchers" / f"{recording}.env"
+    environ = dict(line.split("=", 1) for line in path.read_text().splitlines())
+    launch = environment.read_launch(environ)
+    assert (launch.rank, launch.world_size, launch.local_rank) == (rank, world_size, local_rank)
+    assert launch.master_addr == master
+    assert (launch.master_port is None) == (master is None)
+
+
 def test_variables_set_by_hand_take_precedence() -> None:
     by_hand = {"MASTER_ADDR": "host", "MASTER_PORT": "1"}
     launch = environment.read_launch({**SRUN, **by_hand})
