@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import re
+import shlex
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -294,6 +296,26 @@ def test_help_shows_examples_and_exit_codes() -> None:
     assert "zmqgrad run --nnodes 1:4" in text
     assert "exit codes:" in text
     assert "--virtual-local-rank" not in text
+
+
+def documented_commands() -> list[str]:
+    """The commands of the help and of the page on clusters, with variables replaced."""
+    parser = argparse.ArgumentParser(prog="zmqgrad run")
+    run_options.add_arguments(parser)
+    page = Path(SCRIPT).parents[2].joinpath("docs/clusters.md").read_text()
+    text = f"{parser.epilog}{page}".replace("\\\n", " ").replace("$SLURM_NNODES", "2")
+    return re.findall(
+        r"zmqgrad run (-.*(?:train\.py|package\.train).*)", re.sub(r"\n +- (?!\{|name)", " ", text)
+    )
+
+
+def test_documented_commands_are_valid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_options, "count_workers", lambda given: 4)
+    commands = documented_commands()
+    assert len(commands) == 7
+    for command in commands:
+        config = run_options.to_config(parse(*shlex.split(command)))
+        assert config.rdzv_endpoint or config.max_nodes == 1, command
 
 
 @pytest.mark.slow
