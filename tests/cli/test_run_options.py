@@ -196,7 +196,7 @@ def test_a_malformed_variable_is_named(
     monkeypatch.setenv(variable, value)
     with pytest.raises(SystemExit, match="2"):
         parse(SCRIPT)
-    assert message in capsys.readouterr().err.replace("--nnodes/", "").replace("/--nnodes", "")
+    assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

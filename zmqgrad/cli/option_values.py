@@ -26,23 +26,21 @@ def add_option(
 ) -> None:
     """Declare the option ``name``, spelled with - and with _; ``PET_<NAME>`` overrides its default."""
     given = environment.torchrun_default(name)
+    parse = _naming_errors(parse, name, given)
+    shown = f"--{name.replace('_', '-')}"
     group.add_argument(
-        *short,
-        *_spellings(name),
-        type=_naming_errors(parse, name, given),
-        default=default if given is None else given,
-        help=help,
-        **keywords,
+        *short, shown, type=parse, default=default if given is None else given, help=help, **keywords
     )
+    if "_" in name:  # torchrun's other spelling, which would double the length of the help
+        hidden = argparse.SUPPRESS
+        group.add_argument(f"--{name}", type=parse, default=hidden, help=hidden, **keywords)
 
 
 def add_flag(
     group: argparse._ActionsContainer, name: str, help: str = argparse.SUPPRESS, short: Sequence[str] = ()
 ) -> None:
     """Declare the option ``name`` without a value; ``PET_<NAME>=1`` sets it."""
-    given = environment.torchrun_default(name)
-    parse = _naming_errors(_switch, name, given)
-    group.add_argument(*short, *_spellings(name), action=_Flag, type=parse, default=given or "0", help=help)
+    add_option(group, name, _switch, "0", help, short, action=_Flag)
 
 
 class _Flag(argparse.Action):
@@ -53,10 +51,6 @@ class _Flag(argparse.Action):
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: Any = None) -> None:
         setattr(namespace, self.dest, True)
-
-
-def _spellings(name: str) -> list[str]:
-    return list(dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}")))
 
 
 def _naming_errors(parse: Callable[[str], Any], name: str, given: str | None) -> Callable[[str], Any]:

@@ -48,15 +48,15 @@ examples:
   2 hosts with fixed ranks (on the other: --node-rank 1):
     zmqgrad run --nnodes 2 --node-rank 0 --master-addr host0 --master-port 29500 train.py
 
-Every option can be set by a variable, too: PET_NNODES=1:4 is --nnodes 1:4.
+torchrun's options can also be set by variables: PET_NNODES=1:4 is --nnodes 1:4.
 The job's secret is never an argument: see `zmqgrad secret --help`.
 
 exit codes:
-  0    every worker succeeded
-  N    the code of the first worker that failed; 128 + S if signal S killed it
-  2    an invalid option or setting; nothing was started
-  126  a worker could not be started
-  128 + S    signal S ended the launcher (130: Ctrl-C)
+  0        every worker succeeded
+  N        exit code of the first worker that failed; 128 + S if signal S killed it
+  2        an invalid option or setting; nothing was started
+  126      a worker could not be started
+  128 + S  signal S ended the launcher (130: Ctrl-C)
 """
 
 
