@@ -7,6 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from zmqgrad import environment
 from zmqgrad.environment import LauncherInfo, Setting
@@ -81,6 +83,14 @@ SRUN = {
     "SLURM_STEP_NODELIST": "gpu[03-04,09],login",
 }
 
+SBATCH = {
+    "SLURM_JOB_ID": "4711",
+    "SLURM_JOB_NODELIST": "gpu[03-04]",
+    "SLURM_NNODES": "2",
+    "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0",
+}
+
 MPIRUN = {
     "OMPI_COMM_WORLD_RANK": "1",
     "OMPI_COMM_WORLD_SIZE": "2",
@@ -120,6 +130,32 @@ def test_the_first_host_of_slurms_list(nodes: str, first: str) -> None:
     assert environment.first_node(nodes) == first
 
 
+names = st.text("abcnode", min_size=1, max_size=4)
+spans = st.tuples(st.integers(0, 120), st.integers(0, 9), st.integers(1, 3))
+
+
+@st.composite
+def host_lists(draw: st.DrawFn) -> tuple[str, list[str]]:
+    """A host list as Slurm prints it, and its hosts."""
+    texts, hosts = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        before, after = draw(names), draw(st.sampled_from(["", "-ib", ".cluster"]))
+        ranges = draw(st.lists(spans, max_size=3))
+        numbers = [f"{low + i:0{width}}" for low, size, width in ranges for i in range(size + 1)]
+        hosts += [f"{before}{number}{after}" for number in numbers or [""]]
+        inside = ",".join(
+            f"{low:0{width}}" + (f"-{low + size:0{width}}" if size else "") for low, size, width in ranges
+        )
+        texts.append(f"{before}[{inside}]{after}" if ranges else f"{before}{after}")
+    return ",".join(texts), hosts
+
+
+@given(host_lists())
+def test_the_first_host_of_any_list(drawn: tuple[str, list[str]]) -> None:
+    text, hosts = drawn
+    assert environment.first_node(text) == hosts[0]
+
+
 def test_open_mpi_on_one_host() -> None:
     launch = environment.read_launch({**SRUN, **MPIRUN})
     assert (launch.rank, launch.world_size, launch.local_rank) == (1, 2, 1), "mpirun inside a Slurm job"
@@ -130,6 +166,114 @@ def test_open_mpi_on_one_host() -> None:
 def test_open_mpi_on_several_hosts_does_not_provide_master_addr() -> None:
     launch = environment.read_launch({**MPIRUN, "OMPI_COMM_WORLD_SIZE": "4"})
     assert (launch.master_addr, launch.master_port, launch.rank, launch.world_size) == (None, None, 1, 4)
+
+
+def test_open_mpi_on_several_hosts_of_a_slurm_job() -> None:
+    launch = environment.read_launch({**MPIRUN, **SBATCH, "OMPI_COMM_WORLD_SIZE": "4"})
+    assert (launch.rank, launch.world_size, launch.master_addr) == (1, 4, "gpu03")
+    other_daemon = {
+        **MPIRUN,
+        **SBATCH,
+        "OMPI_COMM_WORLD_SIZE": "4",
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": "0",
+    }
+    assert environment.read_launch({**other_daemon, "SLURM_STEP_NODELIST": "gpu04"}) == launch
+
+
+def test_slurm_with_pmi() -> None:
+    assert environment.read_launch({**SRUN, "PMI_RANK": "0", "PMI_SIZE": "1"}) == environment.read_launch(
+        SRUN
+    )
+
+
+def test_the_shell_of_an_interactive_allocation_is_no_worker() -> None:
+    shell = {**SRUN, "SLURM_STEP_ID": "4294967290", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    assert environment.read_launch(shell) == LauncherInfo()
+
+
+# As Hydra of MPICH 4.0 sets them.
+MPIEXEC = {
+    "GFORTRAN_UNBUFFERED_PRECONNECTED": "y",
+    "HYDI_CONTROL_FD": "7",
+    "MPIR_CVAR_CH3_INTERFACE_HOSTNAME": "vm",
+    "MPI_LOCALNRANKS": "2",
+    "MPI_LOCALRANKID": "1",
+    "PMI_FD": "8",
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+}
+
+
+def test_mpich() -> None:
+    launch = environment.read_launch(MPIEXEC)
+    assert (launch.rank, launch.world_size, launch.local_rank) == (1, 2, 1)
+    assert (launch.master_addr, launch.master_port) == ("127.0.0.1", None), "it does not name the job"
+    launch = environment.read_launch({**MPIEXEC, "PMI_SIZE": "4"})
+    assert (launch.world_size, launch.master_addr, launch.master_port) == (4, None, None)
+    in_slurm = environment.read_launch({**MPIEXEC, **SRUN, "PMI_SIZE": "4", "SLURM_JOB_NODELIST": "n[1-2]"})
+    assert (in_slurm.rank, in_slurm.world_size, in_slurm.master_addr) == (1, 4, "n1"), "Slurm starts proxies"
+    assert in_slurm.master_port is not None
+
+
+# A pod of an Indexed Job "digits", by the documentation of Kubernetes; the manifest sets the last two.
+POD = {
+    "HOSTNAME": "digits-2",
+    "JOB_COMPLETION_INDEX": "2",
+    "KUBERNETES_PORT": "tcp://10.96.0.1:443",
+    "KUBERNETES_PORT_443_TCP": "tcp://10.96.0.1:443",
+    "KUBERNETES_PORT_443_TCP_ADDR": "10.96.0.1",
+    "KUBERNETES_PORT_443_TCP_PORT": "443",
+    "KUBERNETES_PORT_443_TCP_PROTO": "tcp",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "KUBERNETES_SERVICE_PORT": "443",
+    "KUBERNETES_SERVICE_PORT_HTTPS": "443",
+    "MASTER_ADDR": "digits-0.digits",
+    "WORLD_SIZE": "4",
+}
+
+
+def test_a_pod_of_an_indexed_job() -> None:
+    launch = environment.read_launch(POD)
+    assert launch == LauncherInfo("digits-0.digits", 29500, 2, 4, None, "JOB_COMPLETION_INDEX", "WORLD_SIZE")
+    assert environment.read_launch({**POD, "MASTER_PORT": "1"}).master_port == 1
+
+
+def test_a_pod_whose_manifest_does_not_pass_on_the_number_of_pods() -> None:
+    pod = {name: value for name, value in POD.items() if name != "WORLD_SIZE"}
+    assert environment.read_launch(pod).world_size is None
+    assert environment.read_launch(pod).rank == 2
+    said = str(environment.missing_variable("WORLD_SIZE"))
+    assert "nor was OMPI_COMM_WORLD_SIZE (Open MPI) or PMI_SIZE (MPICH or Intel MPI) or SLURM_STEP" in said
+
+
+def test_the_workers_of_an_agent_in_a_pod_or_a_step_are_numbered_by_the_agent() -> None:
+    agent = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+    for outer in (POD, SRUN, MPIRUN, MPIEXEC):
+        assert environment.read_launch({**outer, **agent}) == LauncherInfo("host", 1, 5, 8, 1)
+
+
+@pytest.mark.parametrize(
+    ("recording", "rank", "world_size", "local_rank", "master"),
+    [
+        ("srun", 1, 2, 0, "gpu01"),
+        ("sbatch", None, None, None, None),
+        ("salloc", None, None, None, None),
+        ("mpirun", 1, 2, 1, "127.0.0.1"),
+        ("mpirun-in-slurm", 1, 2, 0, "gpu01"),
+        ("mpiexec-in-slurm", 1, 2, 0, "gpu01"),
+    ],
+)
+def test_recorded_environments(
+    recording: str, rank: int | None, world_size: int | None, local_rank: int | None, master: str | None
+) -> None:
+    """Recorded with Slurm 22.05 (two nodes; srun with --mpi=pmi2), Open MPI 4.1 and MPICH 4.0."""
+    path = Path(__file__).parent / "fixtures" / "launchers" / f"{recording}.env"
+    environ = dict(line.split("=", 1) for line in path.read_text().splitlines())
+    launch = environment.read_launch(environ)
+    assert (launch.rank, launch.world_size, launch.local_rank) == (rank, world_size, local_rank)
+    assert launch.master_addr == master
+    assert (launch.master_port is None) == (master is None)
 
 
 def test_variables_set_by_hand_take_precedence() -> None:

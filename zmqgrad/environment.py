@@ -159,6 +159,7 @@ class _Launcher(NamedTuple):
     rank: str
     world_size: str
     local_rank: str
+    local_world_size: str = ""
 
 
 _OPEN_MPI = _Launcher(
@@ -167,33 +168,49 @@ _OPEN_MPI = _Launcher(
     "OMPI_COMM_WORLD_RANK",
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_LOCAL_RANK",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+)
+# Slurm's srun sets PMI_RANK, too, for programs that use PMI; only Hydra numbers the processes of a host.
+_MPICH = _Launcher(
+    "MPICH or Intel MPI", "MPI_LOCALRANKID", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+)
+# An Indexed Job numbers its pods. How many there are, and their names, the manifest has to pass on.
+_KUBERNETES = _Launcher(
+    "Kubernetes", "JOB_COMPLETION_INDEX", "JOB_COMPLETION_INDEX", "WORLD_SIZE", "LOCAL_RANK"
 )
 # A batch script has most of Slurm's variables too; only processes started by srun have a step.
 _SLURM = _Launcher("Slurm", "SLURM_STEP_ID", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 
 # Processes started by mpirun inside a Slurm job inherit the Slurm variables of mpirun's daemons.
-_LAUNCHERS = (_OPEN_MPI, _SLURM)
+_LAUNCHERS = (_OPEN_MPI, _MPICH, _KUBERNETES, _SLURM)
+
+_MAX_SLURM_STEP = 0xFFFFFFF0
+"""Steps from here on are not started by srun: the shell of an interactive allocation, for one."""
 
 _PORTS = (20000, 30000)
 """Range (end exclusive) of the ports derived from job numbers."""
+
+_POD_PORT = 29500
+"""The port in a pod, which has a network of its own; torch's default."""
 
 
 def read_launch(environ: Mapping[str, str] = os.environ) -> LauncherInfo:
     """The launcher's variables.
 
     RANK, WORLD_SIZE and LOCAL_RANK, as set by torchrun and ``zmqgrad run``, are used if RANK or WORLD_SIZE is
-    set; otherwise those of Open MPI's ``mpirun``, or of Slurm's ``srun``. MASTER_ADDR and MASTER_PORT take
-    precedence. While unset, they are derived: under Slurm, the first host of the step, and a port from the
-    numbers of job and step; under Open MPI with all workers on one host, that host, and a port from the name
-    of the job.
+    set; otherwise those of Open MPI's ``mpirun``, of MPICH's ``mpiexec`` (also Intel MPI's), or of Slurm's
+    ``srun``. In a pod of a Kubernetes Indexed Job, the rank is its index, and the manifest sets WORLD_SIZE.
+    MASTER_ADDR and MASTER_PORT take precedence. While unset, they are derived where possible:
+
+    - ``srun``: the first host of the step; a port from the numbers of job and step;
+    - ``mpirun``, ``mpiexec``: this host if it has all workers, otherwise the first host of the Slurm job; a
+      port from the name (Open MPI) or the number (MPICH, in a Slurm job) of the job;
+    - Kubernetes: the port 29500.
 
     Raises:
         RendezvousError: if a variable is malformed.
     """
-    plain = _Launcher("", "", "RANK", "WORLD_SIZE", "LOCAL_RANK")
-    launcher = plain
-    if not _text(environ, "RANK") and not _text(environ, "WORLD_SIZE"):
-        launcher = next((each for each in _LAUNCHERS if _text(environ, each.present)), plain)
+    launcher = _launcher_of(environ)
     address, port = _text(environ, "MASTER_ADDR"), _number(environ, "MASTER_PORT", 0, MAX_PORT)
     return LauncherInfo(
         master_addr=_master_of(environ, launcher) if address is None else address,
@@ -206,31 +223,50 @@ def read_launch(environ: Mapping[str, str] = os.environ) -> LauncherInfo:
     )
 
 
+def _launcher_of(environ: Mapping[str, str]) -> _Launcher:
+    candidates: tuple[_Launcher, ...] = _LAUNCHERS
+    if _text(environ, "RANK"):
+        candidates = ()
+    elif _text(environ, "WORLD_SIZE"):
+        candidates = (_KUBERNETES,)
+    step = _text(environ, _SLURM.present) or ""
+    if step.isdecimal() and int(step) >= _MAX_SLURM_STEP:
+        candidates = tuple(each for each in candidates if each is not _SLURM)
+    plain = _Launcher("", "", "RANK", "WORLD_SIZE", "LOCAL_RANK")
+    return next((each for each in candidates if _text(environ, each.present)), plain)
+
+
 def _text(environ: Mapping[str, str], name: str) -> str | None:
     return environ.get(name, "").strip() or None
 
 
 def _master_of(environ: Mapping[str, str], launcher: _Launcher) -> str | None:
     """The host of rank 0, if ``launcher`` provides it."""
+    nodes = None
     if launcher is _SLURM:
         nodes = _text(environ, "SLURM_STEP_NODELIST") or _text(environ, "SLURM_JOB_NODELIST")
-        return nodes and first_node(nodes)
-    return "127.0.0.1" if _on_one_host(environ, launcher) else None
+    elif _on_one_host(environ, launcher):
+        return "127.0.0.1"
+    elif launcher in (_OPEN_MPI, _MPICH):  # they begin with the first host of their allocation
+        nodes = _text(environ, "SLURM_JOB_NODELIST")
+    return nodes and first_node(nodes)
 
 
 def _port_of(environ: Mapping[str, str], launcher: _Launcher) -> int | None:
     """A port derived from the job, the same for all its workers."""
     job = None
+    if launcher is _KUBERNETES:
+        return _POD_PORT
     if launcher is _SLURM:
         job = f"{environ.get('SLURM_JOB_ID', '')}.{environ.get('SLURM_STEP_ID', '')}"
-    elif _on_one_host(environ, launcher):
-        job = _text(environ, "PMIX_NAMESPACE")
+    elif _master_of(environ, launcher) is not None:
+        job = _text(environ, "PMIX_NAMESPACE" if launcher is _OPEN_MPI else "SLURM_JOB_ID")
     return None if job is None else _PORTS[0] + zlib.crc32(job.encode()) % (_PORTS[1] - _PORTS[0])
 
 
 def _on_one_host(environ: Mapping[str, str], launcher: _Launcher) -> bool:
-    size = _text(environ, "OMPI_COMM_WORLD_SIZE")
-    return launcher is _OPEN_MPI and size is not None and size == _text(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    size = _text(environ, launcher.world_size)
+    return size is not None and size == _text(environ, launcher.local_world_size)
 
 
 def first_node(nodes: str) -> str:
@@ -283,6 +319,11 @@ def _meaning(name: str) -> str:
     return _MEANINGS[name]
 
 
+def torchrun_default(option: str, environ: Mapping[str, str] = os.environ) -> str | None:
+    """The default of a launcher's option, from ``PET_<OPTION>`` as torchrun reads it; None if unset."""
+    return _text(environ, f"PET_{option.upper()}")
+
+
 def missing_variable(name: str, also: str | None = None) -> RendezvousError:
     """The error for a required variable ``name`` that is unset.
 
@@ -294,7 +335,7 @@ def missing_variable(name: str, also: str | None = None) -> RendezvousError:
     others = [
         f"{getattr(launcher, name.lower())} ({launcher.name})"
         for launcher in _LAUNCHERS
-        if hasattr(launcher, name.lower())
+        if getattr(launcher, name.lower(), name) != name
     ]
     nor = f", nor was {' or '.join(others)}" if others else ""
     remedy = f"set {name}{f', give it as {also}' if also else ''}, or start this program by a launcher"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,6 +51,19 @@ def test_an_endpoint_that_is_not_served() -> None:
         open_endpoint(f"127.0.0.1:{free_port()}", 0.2, is_host=False)
     assert is_this_host("localhost")
     assert not is_this_host("192.0.2.1")
+
+
+def test_the_name_of_this_host_before_it_is_in_the_dns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda: "digits-0.digits.invalid")
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
+    assert is_this_host("digits-0.digits")
+    assert is_this_host("digits-0.digits.invalid")
+    assert not is_this_host("digits-1.digits")
+    assert not is_this_host("digits-0.dig")
+
+
+def unknown(*_: object, **__: object) -> None:
+    raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
 
 SCRIPT = """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import logging
+import os
 import re
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from zmq.utils import z85
 
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.transport.bind_policy import check_bind_address
-from zmqgrad.transport.security import load_keys
+from zmqgrad.transport.security import load_keys, read_secret
 
 SECRET = "the secret of this job"
 
@@ -77,16 +77,24 @@ def test_invalid_secrets(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
         load_keys()
 
 
-def test_a_world_readable_secret_file_is_warned_about(
-    monkeypatch: pytest.MonkeyPatch, file: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("mode", [0o644, 0o640, 0o602, 0o777])
+def test_a_secret_to_which_others_have_access_is_refused(
+    monkeypatch: pytest.MonkeyPatch, file: Path, mode: int
 ) -> None:
     monkeypatch.setenv("ZMQGRAD_SECRET_FILE", str(file))
-    with caplog.at_level(logging.WARNING):
+    file.chmod(mode)
+    if mode == 0o640 and os.getuid() == 0:
+        os.chown(file, 65534, 65534)  # a group may read files of root, and of nobody else
+    with pytest.raises(ConfigurationError, match=rf"other users .* \(mode {mode:04o}\): chmod 600 {file}"):
         load_keys()
-        assert not caplog.text
-        file.chmod(0o644)
-        load_keys()
-    assert f"chmod 600 {file}" in caplog.text
+    file.chmod(0o600)
+    assert load_keys() == load_keys(SECRET)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a file of root's")
+def test_a_group_may_read_a_secret_that_root_mounts(file: Path) -> None:
+    file.chmod(0o440)  # as Kubernetes, for a pod with a group of its own
+    assert read_secret(str(file)) == SECRET.encode()
 
 
 def test_a_secret_opens_the_network(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,7 @@
 """The ``zmqgrad`` command: arguments in, text and exit codes out.
 
-``run`` starts the workers of one host; ``store`` serves a store or accesses one; ``doctor`` checks this host.
-Nothing here imports torch, so commands start fast and the launcher stays small. Start with
-:mod:`zmqgrad.cli.run`. :mod:`zmqgrad.cli.supervision` holds the launcher's decisions and is pure.
+``run`` starts the workers of one host; ``store`` serves a store or accesses one; ``doctor`` checks this host;
+``secret`` makes a secret for a job. Nothing here imports torch, so commands start fast and the launcher stays
+small. Start with :mod:`zmqgrad.cli.run`. :mod:`zmqgrad.cli.supervision` holds the launcher's decisions and is
+pure.
 """

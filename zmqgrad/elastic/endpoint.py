@@ -35,6 +35,8 @@ def is_this_host(host: str) -> bool:
         address = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
         with socket.socket(address[0], address[1]) as probe:
             probe.bind(address[4])  # only addresses of this machine can be bound
+    except socket.gaierror:
+        return f"{socket.getfqdn()}.".startswith(f"{host}.")  # a pod starts before its name is in the DNS
     except OSError:
         return False
     return True

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import stat
 import threading
 from functools import lru_cache
-from pathlib import Path
 from typing import NamedTuple
 
 import zmq
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 MIN_SECRET_BYTES = 16
 """Shorter secrets can be guessed from recorded traffic by trying them all."""
+
+# As for the keys of PostgreSQL's libpq: a secret that root mounts may belong to the group of its reader.
+_OF_GROUP = stat.S_IRWXG
+_OF_OTHERS = stat.S_IRWXO | stat.S_IWGRP | stat.S_IXGRP
 
 _ZAP_DOMAIN = b"zmqgrad"
 _ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -58,7 +62,7 @@ def load_keys(secret: str | bytes | None = None) -> Keys | None:
 
     Raises:
         TypeError: if ``secret`` is neither str nor bytes.
-        ConfigurationError: if the secret is too short, set twice, or its file cannot be read.
+        ConfigurationError: if the secret is too short, set twice, or its file cannot be read safely.
     """
     if secret is None:
         value, path = environment.secret(), environment.secret_file()
@@ -76,15 +80,20 @@ def read_secret(path: str) -> bytes:
     """Reads the secret from the file at ``path``, without surrounding white space.
 
     Raises:
-        ConfigurationError: if the file cannot be read, or the secret is too short.
+        ConfigurationError: if the file cannot be read, other users have access to it, or the secret is too
+            short.
     """
     try:
-        secret = Path(path).read_bytes()
-        mode = Path(path).stat().st_mode
+        with open(path, "rb") as file:
+            status = os.fstat(file.fileno())
+            secret = file.read()
     except OSError as e:
         raise ConfigurationError(f"cannot read the secret's file {path!r}: {e.strerror}") from e
-    if mode & stat.S_IROTH:
-        logger.warning("all users of this host can read the secret in %s: chmod 600 %s", path, path)
+    if status.st_mode & (_OF_OTHERS if status.st_uid == 0 else _OF_GROUP | _OF_OTHERS):
+        raise ConfigurationError(
+            f"other users have access to the secret in {path!r} (mode {stat.S_IMODE(status.st_mode):04o}): "
+            f"chmod 600 {path}, and use a new secret if they may have read it"
+        )
     return _checked(secret.strip(), f"the secret in {path!r}")
 
 

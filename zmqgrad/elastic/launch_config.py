@@ -1,0 +1,159 @@
+"""What a launcher starts on a host: how many workers, where the hosts meet, what becomes of the output."""
+
+from __future__ import annotations
+
+import enum
+import math
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from zmqgrad.environment import MAX_PORT
+from zmqgrad.errors import ConfigurationError
+
+START_METHODS = ("spawn", "fork", "forkserver")
+
+_STREAMS = re.compile(r"[0-3]|(\d+:[0-3])(,\d+:[0-3])*", re.ASCII)
+
+
+class Std(enum.IntFlag):
+    """Output streams of a worker, with the numbers of torchrun's options ``-r`` and ``-t``."""
+
+    NONE = 0
+    OUT = 1
+    ERR = 2
+    ALL = OUT | ERR
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Output streams by local rank.
+
+    Args:
+        default: of workers that ``by_local_rank`` does not contain.
+        by_local_rank: of single workers.
+    """
+
+    default: Std = Std.NONE
+    by_local_rank: dict[int, Std] = field(default_factory=dict)
+
+    @classmethod
+    def from_str(cls, text: str) -> Streams:
+        """Parse torchrun's notation: ``3`` (all workers), ``0:1,1:2`` (by local rank; none for the others).
+
+        Raises:
+            ConfigurationError: if it is malformed.
+        """
+        if not _STREAMS.fullmatch(text):
+            raise ConfigurationError(
+                f"cannot read {text!r} as output streams: write 0 (none), 1 (stdout), 2 (stderr) or 3 (both) "
+                "for all workers, or LOCAL_RANK:STREAMS,... such as 0:3,1:2"
+            )
+        if ":" not in text:
+            return cls(Std(int(text)))
+        pairs = (pair.split(":") for pair in text.split(","))
+        return cls(by_local_rank={int(rank): Std(int(streams)) for rank, streams in pairs})
+
+    def of(self, local_rank: int) -> Std:
+        """The streams of one worker."""
+        return self.by_local_rank.get(local_rank, self.default)
+
+    def __bool__(self) -> bool:
+        """Whether any stream of any worker is meant."""
+        return any((self.default, *self.by_local_rank.values()))
+
+
+@dataclass(frozen=True)
+class LaunchConfig:
+    """Configuration of the workers of one host. All hosts of a job have equal ones, except where noted.
+
+    Args:
+        min_nodes, max_nodes: how many hosts take part.
+        nproc_per_node: number of workers on this host.
+        run_id: identifies the job. Empty: the launcher generates one, which suits a job of one host.
+        role: a name for the workers, passed on to them.
+        rdzv_backend: name of the rendezvous backend.
+        rdzv_endpoint: ``host[:port]`` at which the hosts meet. Empty: no other host takes part, or the hosts
+            meet at ``master_addr`` and ``master_port``.
+        rdzv_configs: options of the backend, by name.
+        node_rank: the rank of this host, in a job whose hosts have fixed ranks. None: the rendezvous
+            assigns ranks.
+        max_restarts: how often the group of workers is restarted before the job fails.
+        monitor_interval: seconds between two looks at the workers, where a launcher polls.
+        start_method: of workers that run a function: ``spawn``, ``fork`` or ``forkserver``.
+        log_dir: directory for copies of the output.
+        redirects: output streams that go to files in ``log_dir`` and are not displayed.
+        tee: output streams that go to files in ``log_dir`` and are displayed.
+        local_addr: address of this host for the others. None: found by the launcher.
+        master_addr: address of the host of rank 0. Empty: found by the launcher.
+        master_port: port for the workers' own rendezvous. 0: any free one.
+        env: environment variables of the workers, which override inherited ones.
+
+    Raises:
+        ConfigurationError: if a value is invalid.
+    """
+
+    min_nodes: int = 1
+    max_nodes: int = 1
+    nproc_per_node: int = 1
+    run_id: str = ""
+    role: str = "default_role"
+    rdzv_backend: str = "zmqgrad"
+    rdzv_endpoint: str = ""
+    rdzv_configs: dict[str, str] = field(default_factory=dict)
+    node_rank: int | None = None
+    max_restarts: int = 0
+    monitor_interval: float = 0.1
+    start_method: str = "spawn"
+    log_dir: Path | None = None
+    redirects: Streams = field(default_factory=Streams)
+    tee: Streams = field(default_factory=Streams)
+    local_addr: str | None = None
+    master_addr: str = ""
+    master_port: int = 0
+    env: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _check_integer("min_nodes", self.min_nodes, 1)
+        _check_integer("max_nodes", self.max_nodes, 1)
+        _check_integer("nproc_per_node", self.nproc_per_node, 1)
+        _check_integer("max_restarts", self.max_restarts, 0)
+        _check_integer("master_port", self.master_port, 0, MAX_PORT)
+        if self.node_rank is not None:
+            _check_integer("node_rank", self.node_rank, 0, self.max_nodes - 1)
+        self._check_nodes()
+        if not 0 < self.monitor_interval < math.inf:
+            raise ConfigurationError(
+                f"monitor_interval is {self.monitor_interval!r}; it must be a number of seconds above 0"
+            )
+        if self.start_method not in START_METHODS:
+            raise ConfigurationError(
+                f"start_method is {self.start_method!r}; it must be one of {', '.join(START_METHODS)}"
+            )
+        if self.redirects and self.log_dir is None:
+            raise ConfigurationError(
+                "redirects writes output to files, but log_dir is not set: set it to a directory, or use no "
+                "redirects"
+            )
+
+    def _check_nodes(self) -> None:
+        nodes = f"{self.min_nodes}:{self.max_nodes}"
+        if self.min_nodes > self.max_nodes:
+            raise ConfigurationError(f"nnodes is {nodes}; the minimum must not exceed the maximum")
+        if self.node_rank is not None and self.min_nodes != self.max_nodes:
+            raise ConfigurationError(
+                f"node_rank is {self.node_rank}, but nnodes is {nodes}: hosts with fixed ranks need a fixed "
+                "number of nodes. Set one number, or leave node_rank out"
+            )
+        if self.max_nodes > 1 and not (self.rdzv_endpoint or self.master_addr):
+            raise ConfigurationError(
+                f"nnodes is {nodes}, but the nodes have no place to meet: set rdzv_endpoint to the HOST:PORT "
+                "of one of them, the same on all"
+            )
+
+
+def _check_integer(name: str, value: object, least: int, most: int | None = None) -> None:
+    valid = isinstance(value, int) and not isinstance(value, bool)
+    if not valid or value < least or (most is not None and value > most):  # type: ignore[operator]
+        bounds = f"at least {least}" if most is None else f"from {least} to {most}"
+        raise ConfigurationError(f"{name} is {value!r}; it must be an integer, {bounds}")
