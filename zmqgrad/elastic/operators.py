@@ -103,6 +103,13 @@ def exit_round(context: Context, deadline: float) -> Action:
     return Action.ERROR_TIMEOUT if context.now > deadline else Action.REMOVE_FROM_PARTICIPANTS
 
 
+def await_departure(context: Context, deadline: float) -> Action:
+    """Wait until no node takes part any more. Only for the node that serves the state."""
+    if not context.state.participants:
+        return Action.FINISH
+    return Action.ERROR_TIMEOUT if context.now > deadline else Action.SYNC
+
+
 def close(context: Context, deadline: float) -> Action:
     """Close the rendezvous."""
     if context.state.closed:
