@@ -11,7 +11,7 @@ DEFAULT_PORT = 29400
 """As torchelastic's c10d backend."""
 
 
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
+def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
     """Split ``host[:port]``. An empty endpoint is this host.
 
     Raises:
@@ -21,7 +21,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     if not colon or endpoint.endswith("]"):
         host, port = endpoint.strip(), ""
     try:
-        number = int(port) if port else DEFAULT_PORT
+        number = int(port) if port else default_port
     except ValueError:
         number = -1
     if not 0 <= number < 1 << 16:
