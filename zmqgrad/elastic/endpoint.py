@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from zmqgrad.errors import AddressInUseError, ConfigurationError, RendezvousConnectionError, StoreError
@@ -40,6 +41,15 @@ def is_this_host(host: str) -> bool:
     return True
 
 
+_left_open: dict[tuple[int, str, int], TCPStore] = {}
+"""Stores that this process serves for others, by process id, host and port."""
+
+
+def leave_open(store: TCPStore) -> None:
+    """Go on to serve ``store`` until this process opens its endpoint again, or ends."""
+    _left_open[os.getpid(), store.host, store.port] = store
+
+
 def open_endpoint(endpoint: str, timeout: float, is_host: bool | None = None) -> TCPStore:
     """Open the store at ``endpoint``; the first node on its host serves it.
 
@@ -54,6 +64,10 @@ def open_endpoint(endpoint: str, timeout: float, is_host: bool | None = None) ->
         RendezvousConnectionError: if no store replies there.
     """
     host, port = parse_endpoint(endpoint)
+    served = _left_open.pop((os.getpid(), host, port), None)
+    if served is not None:
+        served.set_timeout(timeout)
+        return served
     try:
         if is_host or (is_host is None and is_this_host(host)):
             try:

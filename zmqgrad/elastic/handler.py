@@ -220,23 +220,25 @@ class RendezvousHandler:
     def close(self) -> None:
         """Leave the round, stop, and close the backend and the stores of rounds. Idempotent.
 
-        A node that serves the state waits until the others have left, or their heartbeats have expired.
+        A node that serves the state waits until the others have left the round, or their heartbeats have
+        expired. If some take part in the next one by then, its process goes on to serve the state.
         """
         if self._closed:
             return
         self._closed = True
         self._stop_heartbeats()
-        deadline = self._clock.now() + LEAVE_SECONDS
+        deadline, number = self._clock.now() + LEAVE_SECONDS, self._holder.state.round
         try:
             with self._lock:
                 self._executor.run(exit_round, deadline)
                 if self._backend.is_host:
-                    self._executor.run(await_departure, deadline + self._settings.expiry_seconds)
+                    self._executor.run(await_departure(number), deadline + self._settings.expiry_seconds)
         except RendezvousError as e:
             logger.info("%s: %s could not leave in order: %s", self.get_run_id(), self.node, e)
         finally:
             self._stores.close()
-            self._backend.close()
+            state = self._holder.state
+            self._backend.close(in_use=bool({*state.participants, *state.wait_list} - {self.node}))
 
     def _stop_heartbeats(self) -> None:
         heartbeats, self._heartbeats = self._heartbeats, None

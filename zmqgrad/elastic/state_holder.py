@@ -63,8 +63,12 @@ class RendezvousBackend(ABC):
         """Whether other nodes lose the state when this backend is closed."""
         return False
 
-    def close(self) -> None:  # noqa: B027  # a backend without connections has nothing to do
-        """Disconnect. Idempotent."""
+    def close(self, in_use: bool = False) -> None:  # noqa: B027  # without connections nothing is to do
+        """Disconnect. Idempotent.
+
+        Args:
+            in_use: other nodes need the state that this process may serve.
+        """
 
 
 class StateHolder:

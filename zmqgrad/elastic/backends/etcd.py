@@ -104,7 +104,7 @@ class EtcdBackend(RendezvousBackend):
         if not self._members[0].watch(self._key, after, seconds):
             self._closed.wait(min(seconds, RETRY_SECONDS))  # the next read tries the members
 
-    def close(self) -> None:
+    def close(self, in_use: bool = False) -> None:
         self._closed.set()
         for member in self._members:
             member.close()

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zmqgrad.elastic.endpoint import leave_open
 from zmqgrad.elastic.state_holder import RendezvousBackend, Token
 from zmqgrad.errors import RendezvousConnectionError, RendezvousStateError, StoreError
 from zmqgrad.store import Store, TCPStore
@@ -61,13 +62,15 @@ class StoreBackend(RendezvousBackend):
     def is_host(self) -> bool:
         return self._owned and isinstance(self._store, TCPStore) and self._store.is_master
 
-    def close(self) -> None:
-        """Stop watching the state."""
-        if self._owned:
+    def close(self, in_use: bool = False) -> None:
+        """Stop watching the state, and close the store if it is owned and others do not need it."""
+        if self._owned and not (in_use and self.is_host):
             self._store.close()
-        else:
-            with self._errors():
-                self._store.unwatch_key(self._key, self._on_change)
+            return
+        with self._errors():
+            self._store.unwatch_key(self._key, self._on_change)
+        if self._owned and isinstance(self._store, TCPStore):
+            leave_open(self._store)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:
