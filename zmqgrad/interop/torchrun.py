@@ -44,16 +44,18 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
     Args:
         handler: takes part in the rendezvous. Its connections end with the process: other agents may need
             them longer than this one.
+        backend: as requested by ``--rdzv-backend``.
         local_addr: the address of this node for its workers; None: its host name.
     """
 
-    def __init__(self, handler: RendezvousHandler, local_addr: str | None) -> None:
+    def __init__(self, handler: RendezvousHandler, backend: str, local_addr: str | None) -> None:
         self._handler = handler
+        self._backend = backend
         self._local_addr = local_addr
 
     def get_backend(self) -> str:
-        """Name of the backend."""
-        return self._handler.get_backend()
+        """The name by which torchrun knows the backend."""
+        return self._backend
 
     def next_rendezvous(self) -> Any:
         """As :meth:`zmqgrad.elastic.RendezvousHandler.next_rendezvous`, with a store that torch can use."""
@@ -103,7 +105,7 @@ def _create(backend: str, parameters: Any) -> TorchrunHandler:
             local_addr=parameters.local_addr,
             **conf,
         )
-    return TorchrunHandler(handler, parameters.local_addr)
+    return TorchrunHandler(handler, parameters.backend, parameters.local_addr)
 
 
 def rendezvous_backend() -> Callable[[Any], TorchrunHandler]:
