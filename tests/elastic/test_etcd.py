@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,7 +295,7 @@ def test_no_majority_is_an_error_and_no_second_group() -> None:
 
 
 @needs_etcd
-def test_users_and_passwords(tmp_path: Any) -> None:
+def test_users_and_passwords(tmp_path: Path) -> None:
     password = tmp_path / "password"
     password.write_text("pw\n")
     import etcd3gw
@@ -318,3 +321,20 @@ def test_users_and_passwords(tmp_path: Any) -> None:
         cluster.start(0)
         eventually(lambda: cluster.is_healthy(0))
         assert known.next_rendezvous().round == 1
+
+
+@needs_etcd
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="no openssl to make certificates")
+def test_certificates(tmp_path: Path) -> None:
+    cert, key = str(tmp_path / "cert"), str(tmp_path / "key")
+    subject = ["-subj", "/CN=etcd", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "2"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-keyout", key, "-out", cert]
+    subprocess.run([*command, *subject], check=True, capture_output=True)
+    options = ["--cert-file", cert, "--key-file", key, "--trusted-ca-file", cert, "--client-cert-auth"]
+    tls = {"protocol": "https", "ca_cert": cert}
+    with EtcdCluster(1, options, "https") as cluster, Nodes(cluster, "job") as nodes:
+        known = nodes.handler(1, 1, ssl_cert=cert, ssl_cert_key=key, **tls)
+        assert known.next_rendezvous().world_size == 1
+        for conf, what in [(tls, "tls|ssl|SSL|reset"), ({"protocol": "https"}, "CERTIFICATE_VERIFY_FAILED")]:
+            with pytest.raises(RendezvousConnectionError, match=what):
+                nodes.handler(1, 1, read_timeout=0.5, **conf).next_rendezvous()

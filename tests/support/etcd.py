@@ -22,21 +22,23 @@ needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd (D
 class EtcdCluster:
     """Use it as a context manager. ``options``: further arguments of each member."""
 
-    def __init__(self, size: int = 1, options: Sequence[str] = ()) -> None:
+    def __init__(self, size: int = 1, options: Sequence[str] = (), scheme: str = "http") -> None:
         self._directory = Path(tempfile.mkdtemp(prefix="etcd-"))
         self.ports = [free_port() for _ in range(size)]
+        self._health = [free_port() for _ in range(size)]
         peers = [f"http://127.0.0.1:{free_port()}" for _ in range(size)]
         cluster = ",".join(f"m{n}={peer}" for n, peer in enumerate(peers))
         self._commands = [
             [
                 *("etcd", "--name", f"m{n}", "--data-dir", str(self._directory / f"{n}")),
-                *("--listen-client-urls", f"http://127.0.0.1:{port}"),
-                *("--advertise-client-urls", f"http://127.0.0.1:{port}"),
+                *("--listen-client-urls", f"{scheme}://127.0.0.1:{port}"),
+                *("--advertise-client-urls", f"{scheme}://127.0.0.1:{port}"),
+                *("--listen-metrics-urls", f"http://127.0.0.1:{health}"),
                 *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
                 *("--initial-cluster", cluster, "--heartbeat-interval", "50", "--election-timeout", "500"),
                 *options,
             ]
-            for n, (port, peer) in enumerate(zip(self.ports, peers, strict=True))
+            for n, (port, peer, health) in enumerate(zip(self.ports, peers, self._health, strict=True))
         ]
         self._members: list[subprocess.Popen[bytes] | None] = [None] * size
 
@@ -61,7 +63,7 @@ class EtcdCluster:
 
     def is_healthy(self, n: int) -> bool:
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{self.ports[n]}/health", timeout=1) as reply:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._health[n]}/health", timeout=1) as reply:
                 return b'"true"' in reply.read()
         except (urllib.error.URLError, OSError):
             return False

@@ -154,6 +154,7 @@ class StateHolder:
             found = self._backend.get_state()
         if found is None:
             if self._token is not None:  # a new state would let a second group of this job form
+                self.renewed = -math.inf  # nodes without a token may form one now
                 raise RendezvousStateError(
                     f"the backend has lost the state of the rendezvous {self._settings.run_id!r}"
                 )
