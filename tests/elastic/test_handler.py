@@ -25,7 +25,7 @@ from zmqgrad.elastic import (
     StoreBackend,
 )
 from zmqgrad.elastic.events import NodeState, RdzvEvent
-from zmqgrad.elastic.handler import LEASE_MARGIN
+from zmqgrad.elastic.handler import CACHE_SECONDS, LEASE_MARGIN
 from zmqgrad.elastic.state_holder import Token
 from zmqgrad.errors import (
     RendezvousClosedError,
@@ -280,13 +280,15 @@ def test_a_store_that_restarts_in_a_round(tmp_path: Path, journal: bool) -> None
     store.close()
 
 
-def test_lease_left_never_waits_for_the_backend() -> None:
+def test_an_agent_that_looks_at_its_round_does_not_wait_for_the_backend() -> None:
     backend = HangingBackend()
     settings = RendezvousSettings("job", 1, 1, keep_alive_interval=0.1)
     handler = RendezvousHandler(settings, backend, HashStore(WAIT))
     handler.next_rendezvous()
     backend.hang.clear()
     assert backend.hangs.wait(WAIT)
+    eventually(lambda: not handler._holder.is_fresh(CACHE_SECONDS))
+    assert (handler.num_nodes_waiting(), handler.is_closed(), handler.lost_nodes()) == (0, False, [])
     eventually(handler.lease_left, lambda left: left <= 0)
     backend.hang.set()
     handler.stop()

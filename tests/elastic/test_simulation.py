@@ -170,18 +170,18 @@ def _run_a_job(backend: SimulatedBackend) -> None:
         "job", 1, 3, RendezvousTimeout(join=300.0, last_call=2.0), INTERVAL, ATTEMPTS
     )
     agents: list[SimulatedAgent] = []
-    for step in range(170):
-        if step in (0, 20):
+    for step in range(85):
+        if step in (0, 10):
             agents += [
                 SimulatedAgent(n, backend, settings, DriftingClock(n, 1.0))
-                for n in ((0, 1), (2,))[step // 20]
+                for n in ((0, 1), (2,))[step // 10]
             ]
-        if step == 50:
+        if step == 25:
             agents[1].phase = Phase.TIMED_OUT
-        if step == 110:
+        if step == 55:
             backend.faults.clear()
         for agent in agents:
-            agent.clock.advance(0.5)
+            agent.clock.advance(1.0)
             agent.step()
             assert agent.lease_left() <= 0 or agent.node in backend.state.participants
     rounds: dict[int, object] = {}

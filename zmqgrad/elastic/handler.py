@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 CACHE_SECONDS = 1.0
 """How long the state is not read again for :meth:`RendezvousHandler.num_nodes_waiting` and ``is_closed``."""
 
+LATEST_SECONDS = 0.5
+"""How long they wait for the backend while this node is in a round; then they use the last state."""
+
 LEASE_MARGIN = 0.2
 """Fraction of the expiry by which a node gives up before others may remove it.
 
@@ -164,6 +167,11 @@ class RendezvousHandler:
         return sorted(state.completed_ranks.keys() - state.participants.keys()) if state.complete else []
 
     def _latest(self) -> RendezvousState:
+        if self._heartbeats is not None:
+            # Its thread reads: an agent must not miss the end of its lease if the backend does not reply.
+            if not self._holder.is_fresh(CACHE_SECONDS):
+                self._heartbeats.refresh(LATEST_SECONDS)
+            return self._holder.state
         with self._lock:
             try:
                 self._holder.sync(CACHE_SECONDS)
@@ -260,27 +268,43 @@ class _Heartbeats:
     """The thread that renews the heartbeat of a handler, twice in each interval so that no delay adds up."""
 
     def __init__(self, handler: RendezvousHandler, interval: float) -> None:
-        self._stopped = threading.Event()
+        self._stopped, self._wanted, self._done = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(
             target=_renew,
-            args=(weakref.ref(handler), self._stopped, interval / 2),
+            args=(weakref.ref(handler), self._stopped, self._wanted, self._done, interval / 2),
             name=f"zmqgrad-rendezvous-{handler.node}",
             daemon=True,
         )
         self._thread.start()
 
+    def refresh(self, seconds: float) -> None:
+        """Read the state now; wait for that, at most ``seconds``."""
+        self._done.clear()
+        self._wanted.set()
+        self._done.wait(seconds)
+
     def stop(self) -> None:
         self._stopped.set()
+        self._wanted.set()
         self._thread.join()
 
 
-def _renew(handler: weakref.ref[RendezvousHandler], stopped: threading.Event, pause: float) -> None:
-    while not stopped.wait(pause):
+def _renew(
+    handler: weakref.ref[RendezvousHandler],
+    stopped: threading.Event,
+    wanted: threading.Event,
+    done: threading.Event,
+    pause: float,
+) -> None:
+    while True:
+        wanted.wait(pause)
+        wanted.clear()
         alive = handler()
-        if alive is None:
+        if alive is None or stopped.is_set():
             return
         try:
             alive.keep_alive()
         except RendezvousError as e:
             logger.warning("%s: the heartbeat of %s was not renewed: %s", alive.get_run_id(), alive.node, e)
+        done.set()
         del alive

@@ -148,7 +148,7 @@ class StateHolder:
             written = self._backend.set_state(encode(self.state), self._token)
             found = None if written is None else written[:2]
             has_set = written is not None and written[2]
-        elif self._synced is not None and began - self._synced < cache_seconds:
+        elif self.is_fresh(cache_seconds):
             return None
         else:
             found = self._backend.get_state()
@@ -187,6 +187,10 @@ class StateHolder:
                 f"nodes of a job the same settings. Nodes that have died count for "
                 f"{self._settings.expiry_seconds:g} s"
             )
+
+    def is_fresh(self, seconds: float) -> bool:
+        """Whether the state was read or written less than ``seconds`` ago."""
+        return self._synced is not None and self._clock.now() - self._synced < seconds
 
     def wait_for_change(self, seconds: float) -> None:
         """Wait at most ``seconds`` for another node to change the state."""

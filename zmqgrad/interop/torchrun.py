@@ -75,8 +75,12 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
             self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait for the next round."""
-        return self._handler.num_nodes_waiting()
+        """How many nodes wait for the next round; at least 1 if this node itself has to join again.
+
+        So the agent stops its workers when its lease ends, before other nodes may form a group without it.
+        """
+        waiting = self._handler.num_nodes_waiting()
+        return waiting if self._handler.lease_left() > 0 else max(1, waiting)
 
     def get_run_id(self) -> str:
         """Identifies the job."""
