@@ -9,6 +9,7 @@ no handler here supports re-rendezvous. Handlers are registered by scheme:
 - ``tcp://host:port?rank=..&world_size=..``, also as ``zmq://``: from the URL and the arguments.
 - ``file:///path?rank=..&world_size=..``: likewise, through a file on a file system that all workers share. It
   must not exist yet, and is deleted with the last store that is closed.
+- ``elastic://host:port?run_id=..&min_nodes=..&max_nodes=..``: :mod:`zmqgrad.elastic.url` assigns the rank.
 
 With ``env`` and ``tcp`` rank 0 serves the store, unless the launcher does (TORCHELASTIC_USE_AGENT_STORE). The
 agent of ``torchrun`` serves a store of torch's: rank 0 then serves a :mod:`sidecar <zmqgrad.store.sidecar>`.
@@ -19,6 +20,7 @@ store is always a sidecar, and a file has a companion.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator
@@ -73,6 +75,9 @@ class Group(NamedTuple):
 _handlers: dict[str, Handler] = {}
 _handlers_lock = threading.Lock()
 
+_REGISTERED_BY = {"elastic": "zmqgrad.elastic.url"}
+"""Modules of higher layers that register a scheme when they are imported, at the first URL of that scheme."""
+
 _sidecars = itertools.count()
 """Numbers the stores that :func:`rendezvous` opens under torchrun, in the same order on all workers."""
 
@@ -106,9 +111,12 @@ def rendezvous(
     """
     if not isinstance(url, str):
         raise TypeError(f"the URL of a rendezvous must be a str, not {type(url).__name__}")
-    handler = _handlers.get(_scheme_of(url))
+    scheme = _scheme_of(url)
+    if scheme not in _handlers and scheme in _REGISTERED_BY:
+        importlib.import_module(_REGISTERED_BY[scheme])
+    handler = _handlers.get(scheme)
     if handler is None:
-        known = ", ".join(f"{name}://" for name in sorted(_handlers))
+        known = ", ".join(f"{name}://" for name in sorted({*_handlers, *_REGISTERED_BY}))
         raise RendezvousError(f"No rendezvous handler for {url!r}: its scheme must be one of {known}")
     return handler(_with_arguments(url, rank, world_size), timeout=timeout)
 

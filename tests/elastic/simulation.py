@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 
 from zmqgrad.elastic.executor import OperatorExecutor
+from zmqgrad.elastic.handler import LEASE_MARGIN
 from zmqgrad.elastic.operators import Action, Operator, exit_round, join, keep_alive
 from zmqgrad.elastic.settings import RendezvousSettings
 from zmqgrad.elastic.state import NodeDesc, RendezvousState, decode
 from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder, Token
 from zmqgrad.elastic.transitions import num_admissible
-from zmqgrad.errors import RendezvousClosedError, RendezvousTimeoutError
+from zmqgrad.errors import RendezvousClosedError, RendezvousConnectionError, RendezvousTimeoutError
+
+
+class Fault(Enum):
+    """What happens to a request to the backend, whose sender gets an error."""
+
+    REQUEST_LOST = auto()
+    REPLY_LOST = auto()
 
 
 class SimulatedBackend(RendezvousBackend):
@@ -22,21 +32,42 @@ class SimulatedBackend(RendezvousBackend):
         self.history: list[bytes] = []
         self.lose_next = 0
         """How many of the next writes lose against another node's, which changes nothing."""
+        self.requests = 0
+        self.faults: dict[int, Fault] = {}
+        """By the number of the request."""
 
     @property
     def state(self) -> RendezvousState:
         return decode(self.history[-1]) if self.history else RendezvousState()
 
+    @contextmanager
+    def _request(self) -> Iterator[None]:
+        fault = self.faults.pop(self.requests, None)
+        self.requests += 1
+        if fault is Fault.REQUEST_LOST:
+            raise RendezvousConnectionError("the request was lost")
+        yield
+        if fault is Fault.REPLY_LOST:
+            raise RendezvousConnectionError("the reply was lost")
+
     def get_state(self) -> tuple[bytes, Token] | None:
+        with self._request():
+            return self._read()
+
+    def _read(self) -> tuple[bytes, Token] | None:
         return (self.history[-1], len(self.history)) if self.history else None
 
     def set_state(self, state: bytes, token: Token = None) -> tuple[bytes, Token, bool] | None:
+        with self._request():
+            return self._write(state, token)
+
+    def _write(self, state: bytes, token: Token) -> tuple[bytes, Token, bool] | None:
         if self.lose_next and self.history:
             self.lose_next -= 1
             self.history.append(self.history[-1])
         if (token or 0) != len(self.history):
-            found = self.get_state()
-            return None if found is None else (*found, False)
+            found = self._read()
+            return None if found is None else (*found, found[0] == state)
         self.history.append(state)
         return state, len(self.history), True
 
@@ -109,9 +140,22 @@ class SimulatedAgent:
             else:
                 self.phase = Phase.TIMED_OUT
             return None
+        except RendezvousConnectionError:
+            if self.phase is Phase.RUNNING:
+                self._idle = True
+            else:
+                self._begin_rendezvous()  # as an agent that is restarted
+            return None
         if action is Action.FINISH:
             self._finish()
         return action
+
+    def lease_left(self) -> float:
+        """As :meth:`RendezvousHandler.lease_left`, while the workers of this node run."""
+        if self.phase is not Phase.RUNNING or self.node not in self.holder.state.participants:
+            return 0.0
+        expiry = self.settings.expiry_seconds * (1 - LEASE_MARGIN)
+        return self.holder.renewed + expiry - self.clock.now()
 
     def _finish(self) -> None:
         state = self.holder.state

@@ -6,10 +6,12 @@ import re
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from tests.support.etcd import EtcdCluster, needs_etcd
 from tests.support.processes import free_port
 from zmqgrad.elastic.endpoint import is_this_host, open_endpoint, parse_endpoint
 from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
@@ -83,13 +85,19 @@ rpc.shutdown()
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.timeout(150)
-def test_torchrun_restarts_workers_over_our_rendezvous(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["zmqgrad", pytest.param("zmqgrad-etcd", marks=needs_etcd)])
+def test_torchrun_restarts_workers_over_our_rendezvous(tmp_path: Path, backend: str) -> None:
     """Two agents; a worker fails in the first round, and the second round succeeds."""
+    with EtcdCluster(1) if backend == "zmqgrad-etcd" else nullcontext() as cluster:
+        _run_two_agents(tmp_path, backend, cluster.endpoint if cluster else f"127.0.0.1:{free_port()}")
+
+
+def _run_two_agents(tmp_path: Path, backend: str, endpoint: str) -> None:
     script = tmp_path / "program.py"
     script.write_text(SCRIPT)
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"),
-        *("--rdzv-backend=zmqgrad", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=job"),
+        *(f"--rdzv-backend={backend}", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job"),
         *("--max-restarts=1", "--local-addr=127.0.0.1", "--monitor-interval=0.1", str(script)),
     ]
     agents = [

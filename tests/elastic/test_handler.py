@@ -9,9 +9,12 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
+from tests.elastic.simulation import SimulatedBackend
+from tests.support.processes import free_port
 from tests.support.waiting import eventually
 from zmqgrad.elastic import (
     NodeDesc,
@@ -22,7 +25,8 @@ from zmqgrad.elastic import (
     StoreBackend,
 )
 from zmqgrad.elastic.events import NodeState, RdzvEvent
-from zmqgrad.elastic.handler import LEASE_MARGIN
+from zmqgrad.elastic.handler import CACHE_SECONDS, LEASE_MARGIN
+from zmqgrad.elastic.state_holder import Token
 from zmqgrad.errors import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -233,6 +237,76 @@ def test_a_token_of_an_older_state_changes_nothing(town: Town) -> None:
     assert backend.get_state() == (b"2", b"2")
     town.store.delete_key("zmqgrad/rendezvous/job")
     assert backend.set_state(b"3", b"2") is None
+
+
+def test_two_jobs_with_one_id_are_refused_while_nodes_live(town: Town) -> None:
+    made = town.handler(1, 2)
+    made.next_rendezvous()
+    other = town.handler(1, 3)
+    with pytest.raises(RendezvousStateError, match=r"'job' is in use with other settings: .*max_nodes=2.*=3"):
+        other.next_rendezvous()
+    with pytest.raises(RendezvousStateError, match="in use with other settings"):
+        other.set_closed()
+    assert made.lease_left() > 0
+    assert not made.is_closed(), "the other job has changed nothing"
+    made.close()
+    assert other.next_rendezvous().world_size == 1, "settings may change between runs"
+
+
+@pytest.mark.parametrize("journal", [True, False])
+def test_a_store_that_restarts_in_a_round(tmp_path: Path, journal: bool) -> None:
+    port, path = free_port(), tmp_path / "journal" if journal else None
+
+    def serve() -> TCPStore:
+        return TCPStore("127.0.0.1", port, is_master=True, timeout=WAIT, journal=path)
+
+    store = serve()
+    town = Town(store)
+    made = [town.handler(2, 2) for _ in range(2)]
+    results(town.join(*made))
+    waiting = town.join(made[0])  # in the middle of the next round
+    eventually(lambda: made[1].lost_nodes())
+    store.close()
+    store = serve()
+    if journal:
+        formed = results(waiting + town.join(made[1]))
+        assert {(r.world_size, r.round) for r in formed} == {(2, 1)}
+    else:
+        for future in waiting + town.join(made[1]):
+            with pytest.raises((RendezvousStateError, RendezvousConnectionError)):
+                future.result(WAIT)
+        assert [handler.lease_left() <= 0 for handler in made] == [True, True]
+    town.close()
+    store.close()
+
+
+def test_an_agent_that_looks_at_its_round_does_not_wait_for_the_backend() -> None:
+    backend = HangingBackend()
+    settings = RendezvousSettings("job", 1, 1, keep_alive_interval=0.1)
+    handler = RendezvousHandler(settings, backend, HashStore(WAIT))
+    handler.next_rendezvous()
+    backend.hang.clear()
+    assert backend.hangs.wait(WAIT)
+    eventually(lambda: not handler._holder.is_fresh(CACHE_SECONDS))
+    assert (handler.num_nodes_waiting(), handler.is_closed(), handler.lost_nodes()) == (0, False, [])
+    eventually(handler.lease_left, lambda left: left <= 0)
+    backend.hang.set()
+    handler.stop()
+
+
+class HangingBackend(SimulatedBackend):
+    """Replies only while ``hang`` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hang, self.hangs = threading.Event(), threading.Event()
+        self.hang.set()
+
+    def get_state(self) -> tuple[bytes, Token] | None:
+        if not self.hang.is_set():
+            self.hangs.set()
+        assert self.hang.wait(WAIT)
+        return super().get_state()
 
 
 def test_events_are_json_on_the_logger(town: Town, caplog: pytest.LogCaptureFixture) -> None:

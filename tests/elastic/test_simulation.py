@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from tests.elastic.simulation import DriftingClock, Phase, SimulatedAgent, SimulatedBackend
+from tests.elastic.simulation import DriftingClock, Fault, Phase, SimulatedAgent, SimulatedBackend
 from zmqgrad.elastic.operators import Action
 from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import RendezvousState, decode, encode
@@ -70,6 +71,10 @@ class Rendezvous(RuleBasedStateMachine):
     def writes_lose(self, writes: int) -> None:
         self.backend.lose_next = writes
 
+    @rule(after=st.integers(0, 6), fault=st.sampled_from(Fault))
+    def a_request_fails(self, after: int, fault: Fault) -> None:
+        self.backend.faults[self.backend.requests + after] = fault
+
     @rule()
     def closed_by_a_node(self) -> None:
         if len(self.agents) > 5:  # rarely: nothing happens afterwards
@@ -108,18 +113,26 @@ class Rendezvous(RuleBasedStateMachine):
                 assert agent.node in ranks
                 assert rounds.setdefault(number, dict(ranks)) == ranks, "no split round"
 
+    @invariant()
+    def no_node_is_removed_while_its_lease_lasts(self) -> None:
+        for agent in self.agents:
+            if agent.lease_left() > 0:
+                assert agent.node in self.backend.state.participants
+
     def teardown(self) -> None:
         """Left alone, the living nodes form a group: the dead are removed, the waiting are served."""
         if not hasattr(self, "agents"):
             return
         living = [a for a in self.agents if a.phase not in (Phase.TIMED_OUT, Phase.CLOSED)]
         self.backend.lose_next = 0
+        self.backend.faults.clear()
         for _ in range(1500):
             for agent in living:
                 agent.clock.advance(0.25)
                 agent.step()
             self.every_state_follows_from_the_one_before()
             self.all_nodes_of_a_round_agree()
+            self.no_node_is_removed_while_its_lease_lasts()
         state = self.backend.state
         if state.closed:
             assert all(a.phase in (Phase.CLOSED, Phase.RUNNING, Phase.TIMED_OUT) for a in living)
@@ -134,3 +147,64 @@ class Rendezvous(RuleBasedStateMachine):
 
 TestRendezvous = Rendezvous.TestCase
 TestRendezvous.settings = hypothesis_settings(stateful_step_count=40)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", Fault)
+@pytest.mark.parametrize("lasts", [1, 4, 60])
+def test_a_backend_that_fails_at_any_step_never_makes_two_groups(fault: Fault, lasts: int) -> None:
+    """Two nodes form a group, one joins later, one dies; requests fail from the k-th one on, for each k."""
+    k = 0
+    while True:
+        backend = SimulatedBackend()
+        backend.faults = dict.fromkeys(range(k, k + lasts), fault)
+        _run_a_job(backend)
+        if k > backend.requests:
+            return
+        k += 1 if lasts == 1 else 7
+
+
+def _run_a_job(backend: SimulatedBackend) -> None:
+    """Runs the agents, and checks that they agree and that those which live form a group."""
+    settings = RendezvousSettings(
+        "job", 1, 3, RendezvousTimeout(join=300.0, last_call=2.0), INTERVAL, ATTEMPTS
+    )
+    agents: list[SimulatedAgent] = []
+    for step in range(85):
+        if step in (0, 10):
+            agents += [
+                SimulatedAgent(n, backend, settings, DriftingClock(n, 1.0))
+                for n in ((0, 1), (2,))[step // 10]
+            ]
+        if step == 25:
+            agents[1].phase = Phase.TIMED_OUT
+        if step == 55:
+            backend.faults.clear()
+        for agent in agents:
+            agent.clock.advance(1.0)
+            agent.step()
+            assert agent.lease_left() <= 0 or agent.node in backend.state.participants
+    rounds: dict[int, object] = {}
+    for agent in agents:
+        for number, ranks in agent.formed:
+            assert rounds.setdefault(number, ranks) == ranks, "two groups of one round"
+    left = (agents[0], agents[2])
+    assert all(agent.phase is Phase.RUNNING for agent in left)
+    assert backend.state.participants.keys() == {agent.node for agent in left}
+
+
+def test_a_heartbeat_whose_reply_was_lost_renews_the_lease_from_its_first_attempt() -> None:
+    backend, clock = SimulatedBackend(), DriftingClock(0.0, 1.0)
+    agent = SimulatedAgent(0, backend, RendezvousSettings("job", 1, 1), clock)
+    while agent.phase is not Phase.RUNNING:
+        agent.step()
+    clock.advance(INTERVAL)
+    backend.faults[backend.requests + 1] = Fault.REPLY_LOST  # of the write; the read comes first
+    for _ in range(2):
+        agent.step()
+    before = agent.lease_left()
+    clock.advance(3.0)
+    for _ in range(3):
+        agent.step()
+    assert not backend.faults
+    assert agent.lease_left() <= before + INTERVAL - 3.0, "other nodes count from the first attempt"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 
 from zmqgrad.errors import AddressInUseError, ConfigurationError, RendezvousConnectionError, StoreError
@@ -11,7 +12,7 @@ DEFAULT_PORT = 29400
 """As torchelastic's c10d backend."""
 
 
-def parse_endpoint(endpoint: str) -> tuple[str, int]:
+def parse_endpoint(endpoint: str, default_port: int = DEFAULT_PORT) -> tuple[str, int]:
     """Split ``host[:port]``. An empty endpoint is this host.
 
     Raises:
@@ -21,7 +22,7 @@ def parse_endpoint(endpoint: str) -> tuple[str, int]:
     if not colon or endpoint.endswith("]"):
         host, port = endpoint.strip(), ""
     try:
-        number = int(port) if port else DEFAULT_PORT
+        number = int(port) if port else default_port
     except ValueError:
         number = -1
     if not 0 <= number < 1 << 16:
@@ -42,6 +43,15 @@ def is_this_host(host: str) -> bool:
     return True
 
 
+_left_open: dict[tuple[int, str, int], TCPStore] = {}
+"""Stores that this process serves for others, by process id, host and port."""
+
+
+def leave_open(store: TCPStore) -> None:
+    """Go on to serve ``store`` until this process opens its endpoint again, or ends."""
+    _left_open[os.getpid(), store.host, store.port] = store
+
+
 def open_endpoint(endpoint: str, timeout: float, is_host: bool | None = None) -> TCPStore:
     """Open the store at ``endpoint``; the first node on its host serves it.
 
@@ -56,6 +66,10 @@ def open_endpoint(endpoint: str, timeout: float, is_host: bool | None = None) ->
         RendezvousConnectionError: if no store replies there.
     """
     host, port = parse_endpoint(endpoint)
+    served = _left_open.pop((os.getpid(), host, port), None)
+    if served is not None:
+        served.set_timeout(timeout)
+        return served
     try:
         if is_host or (is_host is None and is_this_host(host)):
             try:

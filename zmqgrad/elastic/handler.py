@@ -15,25 +15,32 @@ from typing import NamedTuple
 from zmqgrad.elastic import events
 from zmqgrad.elastic.events import NodeState
 from zmqgrad.elastic.executor import OperatorExecutor
-from zmqgrad.elastic.operators import close, exit_round, join, keep_alive
+from zmqgrad.elastic.operators import await_departure, close, exit_round, join, keep_alive
+from zmqgrad.elastic.round_stores import RoundStores, SharedStore, await_address, is_intact
 from zmqgrad.elastic.settings import RendezvousSettings
 from zmqgrad.elastic.state import NodeDesc, NodeDescGenerator, RendezvousState
 from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
 from zmqgrad.elastic.transitions import num_admissible
-from zmqgrad.errors import RendezvousError
+from zmqgrad.errors import RendezvousConnectionError, RendezvousError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
-from zmqgrad.store import PrefixStore, Store
+from zmqgrad.store import Store
 
 logger = logging.getLogger(__name__)
 
 CACHE_SECONDS = 1.0
 """How long the state is not read again for :meth:`RendezvousHandler.num_nodes_waiting` and ``is_closed``."""
 
+LATEST_SECONDS = 0.5
+"""How long they wait for the backend while this node is in a round; then they use the last state."""
+
 LEASE_MARGIN = 0.2
 """Fraction of the expiry by which a node gives up before others may remove it.
 
 It covers differences between the rates of clocks, and the time that stopping the workers takes.
 """
+
+LEAVE_SECONDS = 5.0
+"""How long leaving the round may take when a handler is closed."""
 
 _nodes = NodeDescGenerator()
 
@@ -54,7 +61,7 @@ class RendezvousHandler:
     Args:
         settings: equal on all nodes.
         backend: where the state is shared.
-        store: what the nodes of a round are given, with a prefix of their own.
+        store: what the nodes of a round are given, with a prefix of their own; or what opens their stores.
         node: this node; None: a new descriptor.
         clock: monotonic; for tests.
     """
@@ -63,19 +70,20 @@ class RendezvousHandler:
         self,
         settings: RendezvousSettings,
         backend: RendezvousBackend,
-        store: Store,
+        store: Store | RoundStores,
         node: NodeDesc | None = None,
         clock: Clock = MONOTONIC,
     ) -> None:
         self.node = _nodes.generate() if node is None else node
         self._settings = settings
         self._backend = backend
-        self._store = store
+        self._stores = store if isinstance(store, RoundStores) else SharedStore(store)
         self._clock = clock
-        self._lock = threading.Lock()  # guards _holder
+        self._lock = threading.Lock()  # guards changes of _holder
         self._holder = StateHolder(self.node, backend, settings, clock)
         self._executor = OperatorExecutor(self.node, self._holder, settings)
         self._heartbeats: _Heartbeats | None = None
+        self._closed = False
 
     def get_backend(self) -> str:
         """Name of the backend."""
@@ -91,28 +99,59 @@ class RendezvousHandler:
         Raises:
             RendezvousClosedError: if the rendezvous is closed.
             RendezvousTimeoutError: if no round completes within ``settings.timeout.join``.
-            RendezvousConnectionError, RendezvousStateError: if the backend cannot be used.
+            RendezvousConnectionError, RendezvousStateError: if the backend, or the store that rank 0 serves,
+                cannot be used.
         """
         self._stop_heartbeats()
         self._record("next_rendezvous", "joins the rendezvous", NodeState.INIT)
         deadline = self._clock.now() + self._settings.timeout.join
         try:
-            with self._lock:
-                self._executor.run(exit_round, deadline)
-                self._executor.run(join, deadline)
-                state = self._holder.state
+            while (joined := self._join_round(deadline)) is None:
+                pass  # rank 0 was lost before it served a store
         except RendezvousError as e:
             self._record("next_rendezvous", str(e), NodeState.FAILED, trace=traceback.format_exc())
             raise
-        self._heartbeats = _Heartbeats(self, self._settings.keep_alive_interval)
-        return self._result(state)
+        message = f"round {joined.round}: rank {joined.rank} of {joined.world_size}"
+        self._record("next_rendezvous", message, rank=joined.rank)
+        return joined
 
-    def _result(self, state: RendezvousState) -> Rendezvous:
-        # What the round agreed on when it completed: some of its nodes may have left since.
-        rank, size = state.completed_ranks[self.node], len(state.completed_ranks)
-        self._record("next_rendezvous", f"round {state.round}: rank {rank} of {size}", rank=rank)
-        store = PrefixStore(f"zmqgrad/rendezvous/{self._settings.run_id}/{state.round}", self._store)
-        return Rendezvous(store, rank, size, state.round)
+    def _join_round(self, deadline: float) -> Rendezvous | None:
+        """Take part in one round. Returns None if it ended before all its nodes could use its store."""
+        with self._lock:
+            self._executor.run(exit_round, deadline)
+            self._executor.run(join, deadline)
+            state = self._holder.state
+            # What the round agreed on when it completed: some of its nodes may have left since.
+            number, rank, size = state.round, state.completed_ranks[self.node], len(state.completed_ranks)
+            if self._stores.are_served and not self._publish_store(number, rank, deadline):
+                return None
+            address = self._holder.state.store_address
+        self._heartbeats = _Heartbeats(self, self._settings.keep_alive_interval)
+        try:
+            store = self._stores.open(self.get_run_id(), number, address, self._settings.expiry_seconds)
+        except BaseException as e:
+            self._stop_heartbeats()
+            if isinstance(e, RendezvousConnectionError) and not self._is_intact(number):
+                return None
+            raise
+        return Rendezvous(store, rank, size, number)
+
+    def _publish_store(self, number: int, rank: int, deadline: float) -> bool:
+        """Publish the store of a round, or wait until rank 0 has. Returns whether the round goes on."""
+        if rank == 0:
+            address = self._stores.serve()
+            while is_intact(self._holder.context(), number) and self._holder.state.store_address != address:
+                self._holder.state.store_address = address
+                self._holder.mark_dirty()
+                self._holder.sync()
+        else:
+            self._executor.run(await_address(number), deadline)
+        return is_intact(self._holder.context(), number)
+
+    def _is_intact(self, number: int) -> bool:
+        with self._lock:
+            self._holder.sync()
+            return is_intact(self._holder.context(), number)
 
     def is_closed(self) -> bool:
         """Whether no further round begins. False if the backend cannot be reached."""
@@ -128,6 +167,11 @@ class RendezvousHandler:
         return sorted(state.completed_ranks.keys() - state.participants.keys()) if state.complete else []
 
     def _latest(self) -> RendezvousState:
+        if self._heartbeats is not None:
+            # Its thread reads: an agent must not miss the end of its lease if the backend does not reply.
+            if not self._holder.is_fresh(CACHE_SECONDS):
+                self._heartbeats.refresh(LATEST_SECONDS)
+            return self._holder.state
         with self._lock:
             try:
                 self._holder.sync(CACHE_SECONDS)
@@ -159,13 +203,13 @@ class RendezvousHandler:
         """Seconds for which this node surely belongs to its round.
 
         When they are over, you must stop the workers of this node: other nodes may remove it soon, and form a
-        new round without it. Not positive if the node was removed already.
+        new round without it. Not positive if the node was removed already. Never waits for the backend.
         """
-        with self._lock:
-            if self.node not in self._holder.state.participants:
-                return 0.0
-            expiry = self._settings.expiry_seconds * (1 - LEASE_MARGIN)
-            return self._holder.renewed + expiry - self._clock.now()
+        # Without the lock: the thread that renews the lease holds it while it waits for the backend.
+        if self.node not in self._holder.state.participants:
+            return 0.0
+        expiry = self._settings.expiry_seconds * (1 - LEASE_MARGIN)
+        return self._holder.renewed + expiry - self._clock.now()
 
     def shutdown(self) -> bool:
         """Stop, and close the rendezvous for all nodes. Returns whether it was closed."""
@@ -180,6 +224,29 @@ class RendezvousHandler:
     def stop(self) -> None:
         """Stop to renew the heartbeat: other nodes go on without this one. Idempotent."""
         self._stop_heartbeats()
+
+    def close(self) -> None:
+        """Leave the round, stop, and close the backend and the stores of rounds. Idempotent.
+
+        A node that serves the state waits until the others have left the round, or their heartbeats have
+        expired. If some take part in the next one by then, its process goes on to serve the state.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._stop_heartbeats()
+        deadline, number = self._clock.now() + LEAVE_SECONDS, self._holder.state.round
+        try:
+            with self._lock:
+                self._executor.run(exit_round, deadline)
+                if self._backend.is_host:
+                    self._executor.run(await_departure(number), deadline + self._settings.expiry_seconds)
+        except RendezvousError as e:
+            logger.info("%s: %s could not leave in order: %s", self.get_run_id(), self.node, e)
+        finally:
+            self._stores.close()
+            state = self._holder.state
+            self._backend.close(in_use=bool({*state.participants, *state.wait_list} - {self.node}))
 
     def _stop_heartbeats(self) -> None:
         heartbeats, self._heartbeats = self._heartbeats, None
@@ -201,27 +268,43 @@ class _Heartbeats:
     """The thread that renews the heartbeat of a handler, twice in each interval so that no delay adds up."""
 
     def __init__(self, handler: RendezvousHandler, interval: float) -> None:
-        self._stopped = threading.Event()
+        self._stopped, self._wanted, self._done = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(
             target=_renew,
-            args=(weakref.ref(handler), self._stopped, interval / 2),
+            args=(weakref.ref(handler), self._stopped, self._wanted, self._done, interval / 2),
             name=f"zmqgrad-rendezvous-{handler.node}",
             daemon=True,
         )
         self._thread.start()
 
+    def refresh(self, seconds: float) -> None:
+        """Read the state now; wait for that, at most ``seconds``."""
+        self._done.clear()
+        self._wanted.set()
+        self._done.wait(seconds)
+
     def stop(self) -> None:
         self._stopped.set()
+        self._wanted.set()
         self._thread.join()
 
 
-def _renew(handler: weakref.ref[RendezvousHandler], stopped: threading.Event, pause: float) -> None:
-    while not stopped.wait(pause):
+def _renew(
+    handler: weakref.ref[RendezvousHandler],
+    stopped: threading.Event,
+    wanted: threading.Event,
+    done: threading.Event,
+    pause: float,
+) -> None:
+    while True:
+        wanted.wait(pause)
+        wanted.clear()
         alive = handler()
-        if alive is None:
+        if alive is None or stopped.is_set():
             return
         try:
             alive.keep_alive()
         except RendezvousError as e:
             logger.warning("%s: the heartbeat of %s was not renewed: %s", alive.get_run_id(), alive.node, e)
+        done.set()
         del alive

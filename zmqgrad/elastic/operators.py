@@ -103,6 +103,17 @@ def exit_round(context: Context, deadline: float) -> Action:
     return Action.ERROR_TIMEOUT if context.now > deadline else Action.REMOVE_FROM_PARTICIPANTS
 
 
+def await_departure(number: int) -> Operator:
+    """An operator for the node that serves the state: waits until all nodes have left round ``number``."""
+
+    def operator(context: Context, deadline: float) -> Action:
+        if context.state.round != number or not context.state.participants:
+            return Action.FINISH
+        return Action.ERROR_TIMEOUT if context.now > deadline else Action.SYNC
+
+    return operator
+
+
 def close(context: Context, deadline: float) -> Action:
     """Close the rendezvous."""
     if context.state.closed:

@@ -69,6 +69,16 @@ class RendezvousSettings:
             )
 
     @property
+    def agreement(self) -> str:
+        """What all nodes of the job must have in common, as text."""
+        return (
+            f"min_nodes={self.min_nodes}, max_nodes={self.max_nodes}, "
+            f"last_call_timeout={self.timeout.last_call:g}, "
+            f"keep_alive_interval={self.keep_alive_interval:g}, "
+            f"keep_alive_max_attempt={self.keep_alive_max_attempt}"
+        )
+
+    @property
     def expiry_seconds(self) -> float:
         """After this long without a keep-alive, other nodes may remove a node."""
         return self.keep_alive_interval * self.keep_alive_max_attempt

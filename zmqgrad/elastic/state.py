@@ -15,7 +15,7 @@ import msgspec
 
 from zmqgrad.errors import RendezvousStateError
 
-VERSION = 1
+VERSION = 2
 """Of the encoding. A state of another version is refused."""
 
 
@@ -51,6 +51,8 @@ class RendezvousState:
         last_heartbeats: a counter for each participant and waiting node.
         completed_ranks: the ranks of all nodes of the last round that was completed, also of those that have
             left since. The nodes of that round agree on it, and keep their ranks where possible.
+        store_address: ``host:port`` of the store that rank 0 serves for the completed round; empty: none yet.
+        settings: the :attr:`~zmqgrad.elastic.RendezvousSettings.agreement` of the nodes; empty: none yet.
     """
 
     round: int = 0
@@ -62,6 +64,8 @@ class RendezvousState:
     wait_list: set[NodeDesc] = field(default_factory=set)
     last_heartbeats: dict[NodeDesc, int] = field(default_factory=dict)
     completed_ranks: dict[NodeDesc, int] = field(default_factory=dict)
+    store_address: str = ""
+    settings: str = ""
 
 
 class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
@@ -77,6 +81,8 @@ class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
     wait_list: list[NodeDesc]
     last_heartbeats: list[tuple[NodeDesc, int]]
     completed_ranks: list[tuple[NodeDesc, int]]
+    store_address: str
+    settings: str
 
 
 class _Version(msgspec.Struct):
@@ -97,6 +103,8 @@ def encode(state: RendezvousState) -> bytes:
             sorted(state.wait_list),
             sorted(state.last_heartbeats.items()),
             sorted(state.completed_ranks.items()),
+            state.store_address,
+            state.settings,
         )
     )
 
@@ -127,6 +135,8 @@ def decode(data: bytes) -> RendezvousState:
         set(encoded.wait_list),
         dict(encoded.last_heartbeats),
         dict(encoded.completed_ranks),
+        encoded.store_address,
+        encoded.settings,
     )
 
 

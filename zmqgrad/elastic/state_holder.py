@@ -58,6 +58,18 @@ class RendezvousBackend(ABC):
     def wait_for_change(self, token: Token, seconds: float) -> None:
         """Wait until the state may be another one than that of ``token``, at most ``seconds``."""
 
+    @property
+    def is_host(self) -> bool:
+        """Whether other nodes lose the state when this backend is closed."""
+        return False
+
+    def close(self, in_use: bool = False) -> None:  # noqa: B027  # without connections nothing is to do
+        """Disconnect. Idempotent.
+
+        Args:
+            in_use: other nodes need the state that this process may serve.
+        """
+
 
 class StateHolder:
     """The state as one node knows it.
@@ -108,8 +120,8 @@ class StateHolder:
     def mark_dirty(self) -> None:
         """The state was changed here: the next :meth:`sync` tries to write it.
 
-        The attempt fails if another node has written since; the change is then lost, and the operator decides
-        again.
+        The attempt fails if another node has written since, or the backend does not reply; the change is then
+        lost, and the operator decides again.
         """
         self._dirty = True
 
@@ -124,20 +136,25 @@ class StateHolder:
 
         Raises:
             RendezvousConnectionError: if the backend cannot be reached.
-            RendezvousStateError: if the state is malformed, or was lost.
+            RendezvousStateError: if the state is malformed, was lost, or belongs to a job of other settings.
         """
         has_set: bool | None = None
         began = self._clock.now()
         if self._dirty:
+            # If the attempt fails, it may have written all the same, and other nodes count from now. Writing
+            # again later would succeed, and renew the lease of this node for longer than they agree to.
+            self._dirty = False
+            self.state.settings = self._settings.agreement
             written = self._backend.set_state(encode(self.state), self._token)
             found = None if written is None else written[:2]
             has_set = written is not None and written[2]
-        elif self._synced is not None and began - self._synced < cache_seconds:
+        elif self.is_fresh(cache_seconds):
             return None
         else:
             found = self._backend.get_state()
         if found is None:
             if self._token is not None:  # a new state would let a second group of this job form
+                self.renewed = -math.inf  # nodes without a token may form one now
                 raise RendezvousStateError(
                     f"the backend has lost the state of the rendezvous {self._settings.run_id!r}"
                 )
@@ -156,7 +173,24 @@ class StateHolder:
         self._dirty = False
         self._synced = self._clock.now()
         self._sanitize(self._synced)
+        self._check_settings()
         return has_set
+
+    def _check_settings(self) -> None:
+        """Refuse to share the state with nodes of other settings. A job without nodes may change them."""
+        found, own = self.state.settings, self._settings.agreement
+        nodes = self.state.participants.keys() | self.state.wait_list
+        if found and found != own and nodes:
+            raise RendezvousStateError(
+                f"the rendezvous {self._settings.run_id!r} is in use with other settings: {found} at "
+                f"{', '.join(map(str, sorted(nodes)))}; {own} here. Give each job an id of its own, and all "
+                f"nodes of a job the same settings. Nodes that have died count for "
+                f"{self._settings.expiry_seconds:g} s"
+            )
+
+    def is_fresh(self, seconds: float) -> bool:
+        """Whether the state was read or written less than ``seconds`` ago."""
+        return self._synced is not None and self._clock.now() - self._synced < seconds
 
     def wait_for_change(self, seconds: float) -> None:
         """Wait at most ``seconds`` for another node to change the state."""

@@ -78,6 +78,7 @@ def mark_complete(state: RendezvousState, node: NodeDesc, settings: RendezvousSe
     state.deadline = None
     state.participants = assign_ranks(state.participants, state.completed_ranks)
     state.completed_ranks = dict(state.participants)
+    state.store_address = ""
 
 
 def mark_closed(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:

@@ -1,10 +1,13 @@
 """Our elastic rendezvous for torchrun: ``torchrun --rdzv-backend=zmqgrad --rdzv-endpoint=host:port ...``.
 
-torchelastic finds :func:`rendezvous_backend` by the entry point ``zmqgrad`` in ``torchrun.handlers``.
+torchelastic finds :func:`rendezvous_backend` and :func:`etcd_backend` by the entry points ``zmqgrad`` and
+``zmqgrad-etcd`` in ``torchrun.handlers``. ``--rdzv-conf`` accepts what
+:func:`zmqgrad.elastic.create_handler` does.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,19 +15,11 @@ from typing import Any
 from torch.distributed.elastic import rendezvous as torchelastic
 
 from zmqgrad import errors
-from zmqgrad.elastic import (
-    RendezvousHandler,
-    RendezvousSettings,
-    RendezvousTimeout,
-    StoreBackend,
-)
-from zmqgrad.elastic.endpoint import open_endpoint
-from zmqgrad.elastic.state import NodeDescGenerator
+from zmqgrad.elastic import RendezvousHandler, create_handler
 from zmqgrad.interop.stores import as_torch_store
-from zmqgrad.store import Store
 
-STORE_TIMEOUT_SECONDS = 60.0
-"""Timeout of the store that holds the state; ``--rdzv-conf read_timeout=..`` changes it."""
+_OF_TORCHRUN = ("timeout",)
+"""Settings that torchrun adds, for other backends."""
 
 _ERRORS: dict[type[Exception], type[Exception]] = {
     errors.RendezvousClosedError: torchelastic.RendezvousClosedError,
@@ -33,8 +28,6 @@ _ERRORS: dict[type[Exception], type[Exception]] = {
     errors.RendezvousConnectionError: torchelastic.RendezvousConnectionError,
 }
 """What torchelastic's agent expects for each of our errors."""
-
-_nodes = NodeDescGenerator()
 
 
 @contextmanager
@@ -49,23 +42,20 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
     """Adapts our handler to torchelastic's interface.
 
     Args:
-        handler: takes part in the rendezvous.
-        backend: its backend; closed on shutdown.
-        store: beneath the backend; closed on shutdown.
+        handler: takes part in the rendezvous. Its connections end with the process: other agents may need
+            them longer than this one.
+        backend: as requested by ``--rdzv-backend``.
         local_addr: the address of this node for its workers; None: its host name.
     """
 
-    def __init__(
-        self, handler: RendezvousHandler, backend: StoreBackend, store: Store, local_addr: str | None
-    ) -> None:
+    def __init__(self, handler: RendezvousHandler, backend: str, local_addr: str | None) -> None:
         self._handler = handler
         self._backend = backend
-        self._store = store
         self._local_addr = local_addr
 
     def get_backend(self) -> str:
-        """Name of the backend."""
-        return self._handler.get_backend()
+        """The name by which torchrun knows the backend."""
+        return self._backend
 
     def next_rendezvous(self) -> Any:
         """As :meth:`zmqgrad.elastic.RendezvousHandler.next_rendezvous`, with a store that torch can use."""
@@ -85,8 +75,12 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
             self._handler.set_closed()
 
     def num_nodes_waiting(self) -> int:
-        """How many nodes wait for the next round."""
-        return self._handler.num_nodes_waiting()
+        """How many nodes wait for the next round; at least 1 if this node itself has to join again.
+
+        So the agent stops its workers when its lease ends, before other nodes may form a group without it.
+        """
+        waiting = self._handler.num_nodes_waiting()
+        return waiting if self._handler.lease_left() > 0 else max(1, waiting)
 
     def get_run_id(self) -> str:
         """Identifies the job."""
@@ -97,48 +91,32 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
         return self._handler.shutdown()
 
 
-def create_handler(parameters: Any) -> TorchrunHandler:
+def _create(backend: str, parameters: Any) -> TorchrunHandler:
     """Create a handler from torchelastic's ``RendezvousParameters``.
-
-    ``--rdzv-conf`` accepts ``join_timeout``, ``last_call_timeout``, ``close_timeout``, ``heartbeat_timeout``,
-    ``keep_alive_interval``, ``read_timeout`` (seconds), ``keep_alive_max_attempt`` and ``is_host``.
 
     Raises:
         ConfigurationError: if a parameter is invalid.
         torchelastic.RendezvousConnectionError: if the endpoint cannot be used.
     """
-
-    def seconds(name: str, default: float) -> float:
-        try:
-            return float(parameters.get(name, default))
-        except ValueError as e:
-            raise errors.ConfigurationError(f"--rdzv-conf {name} must be a number of seconds: {e}") from e
-
-    default = RendezvousTimeout()
-    settings = RendezvousSettings(
-        parameters.run_id,
-        parameters.min_nodes,
-        parameters.max_nodes,
-        RendezvousTimeout(
-            seconds("join_timeout", default.join),
-            seconds("last_call_timeout", default.last_call),
-            seconds("close_timeout", default.close),
-            seconds("heartbeat_timeout", default.heartbeat),
-        ),
-        seconds("keep_alive_interval", 5.0),
-        int(parameters.get_as_int("keep_alive_max_attempt", 3) or 0),
-    )
+    conf = {name: value for name, value in parameters.config.items() if name not in _OF_TORCHRUN}
     with _torchelastic_errors():
-        store = open_endpoint(
+        handler = create_handler(
+            backend,
             parameters.endpoint,
-            seconds("read_timeout", STORE_TIMEOUT_SECONDS),
-            parameters.get_as_bool("is_host"),
+            parameters.run_id,
+            parameters.min_nodes,
+            parameters.max_nodes,
+            local_addr=parameters.local_addr,
+            **conf,
         )
-        backend = StoreBackend(store, settings.run_id)
-    handler = RendezvousHandler(settings, backend, store, _nodes.generate(parameters.local_addr))
-    return TorchrunHandler(handler, backend, store, parameters.local_addr)
+    return TorchrunHandler(handler, parameters.backend, parameters.local_addr)
 
 
 def rendezvous_backend() -> Callable[[Any], TorchrunHandler]:
-    """The entry point: returns the function that creates handlers."""
-    return create_handler
+    """The entry point ``zmqgrad``: returns the function that creates handlers."""
+    return functools.partial(_create, "zmqgrad")
+
+
+def etcd_backend() -> Callable[[Any], TorchrunHandler]:
+    """The entry point ``zmqgrad-etcd``."""
+    return functools.partial(_create, "etcd")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from zmqgrad.elastic.backends.etcd import EtcdBackend, EtcdOptions
 from zmqgrad.elastic.backends.store import StoreBackend
 
-__all__ = ["StoreBackend"]
+__all__ = ["EtcdBackend", "EtcdOptions", "StoreBackend"]

@@ -6,9 +6,10 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from zmqgrad.elastic.endpoint import leave_open
 from zmqgrad.elastic.state_holder import RendezvousBackend, Token
 from zmqgrad.errors import RendezvousConnectionError, RendezvousStateError, StoreError
-from zmqgrad.store import Store
+from zmqgrad.store import Store, TCPStore
 
 
 class StoreBackend(RendezvousBackend):
@@ -17,14 +18,16 @@ class StoreBackend(RendezvousBackend):
     The fencing token is the encoded state itself: nodes that write equal states agree.
 
     Args:
-        store: shared by all nodes; yours to close, after :meth:`close`.
+        store: shared by all nodes.
         run_id: identifies the job.
+        owned: :meth:`close` closes ``store``, too. Otherwise that is yours to close afterwards.
     """
 
     name = "zmqgrad"
 
-    def __init__(self, store: Store, run_id: str) -> None:
+    def __init__(self, store: Store, run_id: str, *, owned: bool = False) -> None:
         self._store = store
+        self._owned = owned
         self._key = f"zmqgrad/rendezvous/{run_id}"
         self._changed = threading.Event()
         with self._errors():
@@ -55,10 +58,19 @@ class StoreBackend(RendezvousBackend):
     def wait_for_change(self, token: Token, seconds: float) -> None:
         self._changed.wait(seconds)
 
-    def close(self) -> None:
-        """Stop watching the state."""
+    @property
+    def is_host(self) -> bool:
+        return self._owned and isinstance(self._store, TCPStore) and self._store.is_master
+
+    def close(self, in_use: bool = False) -> None:
+        """Stop watching the state, and close the store if it is owned and others do not need it."""
+        if self._owned and not (in_use and self.is_host):
+            self._store.close()
+            return
         with self._errors():
             self._store.unwatch_key(self._key, self._on_change)
+        if self._owned and isinstance(self._store, TCPStore):
+            leave_open(self._store)
 
     @contextmanager
     def _errors(self) -> Iterator[None]:

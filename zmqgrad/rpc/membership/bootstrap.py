@@ -91,7 +91,8 @@ def _end_generation(world_size: int | None) -> None:
 def _make_group(
     store: Store, name: str, rank: int | None, world_size: int | None, options: RpcBackendOptions
 ) -> Group:
-    served = store if isinstance(store, TCPStore) and store.is_master else None
+    beneath = getattr(store, "underlying_store", store)
+    served = beneath if isinstance(beneath, TCPStore) and beneath.is_master else None
     if world_size is None:
         keys = dynamic_store(store)
         number = allocate_id(keys, name, rank)

@@ -1,0 +1,173 @@
+"""``elastic://`` URLs: bad ones, and groups of real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from tests.support.etcd import EtcdCluster, needs_etcd
+from tests.support.processes import free_port, run_processes
+from zmqgrad import rpc
+from zmqgrad.elastic import create_handler, register_backend
+from zmqgrad.errors import ConfigurationError, RendezvousConnectionError, RendezvousError
+from zmqgrad.rendezvous import rendezvous
+
+
+@pytest.mark.parametrize(
+    ("query", "what"),
+    [
+        ("min_nodes=1&max_nodes=1", "lacks a run_id"),
+        ("run_id=job", "must have either min_nodes and max_nodes, or a world size"),
+        ("run_id=job&min_nodes=1", "must have either min_nodes and max_nodes"),
+        ("run_id=job&min_nodes=1&max_nodes=2&world_size=2", "must have either min_nodes and max_nodes"),
+        ("run_id=job&min_nodes=1&max_nodes=x", "min_nodes and max_nodes must be whole numbers"),
+        ("run_id=job&min_nodes=2&max_nodes=1", r"maximum number of nodes \(1\) is less than the minimum"),
+        ("run_id=job&world_size=0", "minimum number of nodes is 0"),
+        ("run_id=job&world_size=1&rank=0", "assigns the ranks; pass no rank"),
+        ("run_id=job&world_size=1&backend=zookeeper", "no rendezvous backend 'zookeeper'; .* etcd, zmqgrad"),
+        ("run_id=job&world_size=1&joint_timeout=5", "has no setting 'joint_timeout'; it has .*join_timeout"),
+        ("run_id=job&world_size=1&join_timeout=soon", "'join_timeout' .* is 'soon'"),
+        ("run_id=job&world_size=1&is_host=maybe", "'is_host' .* is 'maybe': it must be true or false"),
+        ("run_id=job&world_size=1&backend=etcd&protocol=ftp", "'ftp'; it must be http or https"),
+        ("run_id=job&world_size=1&backend=etcd&password_file=/nowhere", "password_file' cannot be read"),
+        ("run_id", "cannot be read"),
+    ],
+)
+def test_bad_urls(query: str, what: str) -> None:
+    with pytest.raises(ConfigurationError, match=what):
+        next(rendezvous(f"elastic://127.0.0.1:29400?{query}", timeout=1.0))
+
+
+def test_an_endpoint_that_nobody_serves() -> None:
+    url = f"elastic://127.0.0.1:{free_port()}?run_id=job&is_host=false"
+    with pytest.raises(RendezvousConnectionError, match=r"the rendezvous endpoint .* cannot be used"):
+        next(rendezvous(url, world_size=1, timeout=0.3))
+
+
+def test_one_process_alone_leaves_and_joins_again() -> None:
+    url = f"elastic://127.0.0.1:{free_port()}?run_id=job"
+    for _ in range(2):
+        found = rendezvous(url, world_size=1, timeout=20.0)
+        store, rank, world_size = next(found)
+        assert (rank, world_size) == (0, 1)
+        store.set("k", "1")
+        assert store.get("k") == b"1"
+        with pytest.raises(RendezvousError, match="does not support re-rendezvous"):
+            next(found)
+        store.close()
+        store.close()
+
+
+def test_a_backend_has_one_owner_of_its_name() -> None:
+    with pytest.raises(ConfigurationError, match="backend 'etcd' already"):
+        register_backend("etcd", lambda parameters: NotImplemented)
+    with pytest.raises(ConfigurationError, match="no rendezvous backend 'c10d'; the names are etcd, zmqgrad"):
+        create_handler("c10d", "", "job", 1, 1)
+
+
+# ---- real processes ---------------------------------------------------------------------------------------
+
+
+def join_and_call(rank: int, url: str) -> tuple[int, int, list[int]]:
+    options = rpc.RpcBackendOptions(init_method=url, rpc_timeout=30)
+    rpc.init_rpc(f"w{os.getpid()}", rpc_backend_options=options)
+    own = rpc.get_worker_info().id
+    gathered = rpc.all_gather(own)
+    results = [rpc.rpc_sync(name, os.getpid) for name in sorted(gathered)]
+    assert sorted(f"w{pid}" for pid in results) == sorted(gathered)
+    rpc.shutdown()
+    return own, len(gathered), sorted(gathered.values())
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_three_workers_call_each_other_by_rpc() -> None:
+    url = f"elastic://127.0.0.1:{free_port()}?run_id=job&min_nodes=3&max_nodes=3"
+    results = run_processes(join_and_call, 3, (url,))
+    assert sorted(own for own, _, _ in results) == [0, 1, 2]
+    assert [others for _, _, others in results] == [[0, 1, 2]] * 3
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_last_call_determines_the_world_size() -> None:
+    url = f"elastic://127.0.0.1:{free_port()}?run_id=job&min_nodes=1&max_nodes=8&last_call_timeout=3"
+    assert sorted(run_processes(join_and_call, 3, (url,))) == [(n, 3, [0, 1, 2]) for n in range(3)]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@needs_etcd
+def test_workers_find_each_other_through_etcd() -> None:
+    with EtcdCluster(3) as cluster:
+        url = f"elastic://{cluster.endpoint}?backend=etcd&run_id=job&min_nodes=3&max_nodes=3"
+        results = run_processes(join_and_call, 3, (url,))
+    assert sorted(own for own, _, _ in results) == [0, 1, 2]
+
+
+def join_process_group(rank: int, url: str) -> tuple[int, float]:
+    import torch
+    import torch.distributed as dist
+
+    import zmqgrad
+
+    zmqgrad.init_process_group("gloo", init_method=url)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    own = dist.get_rank()
+    dist.destroy_process_group()
+    return own, float(value)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_process_group_of_torch() -> None:
+    url = f"elastic://127.0.0.1:{free_port()}?run_id=job&min_nodes=2&max_nodes=2"
+    assert sorted(run_processes(join_process_group, 2, (url,))) == [(0, 2.0), (1, 2.0)]
+
+
+def join_many_times(rank: int, url: str) -> list[int]:
+    sizes = []
+    for n in range(5):
+        store, own, size = next(rendezvous(url, timeout=30.0))
+        sizes.append(size)
+        store.set(f"{n}/{own}", "-")
+        store.wait([f"{n}/{other}" for other in range(size)])
+        store.set(f"left/{own}", "-")
+        if own == 0:
+            store.wait([f"left/{other}" for other in range(size)])
+        store.close()
+    return sizes
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_processes_that_leave_at_once_join_again() -> None:
+    """Also those that are faster than the process that serves the state."""
+    url = f"elastic://127.0.0.1:{free_port()}?run_id=job&min_nodes=3&max_nodes=3"
+    assert run_processes(join_many_times, 3, (url,)) == [[3] * 5] * 3
+
+
+def join_twice(rank: int, url: str) -> list[int]:
+    sizes = []
+    for n in range(2):
+        store, own, size = next(rendezvous(f"{url}&is_host={rank == 0}", timeout=30.0))
+        sizes.append(size)
+        if n == 0 and rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        store.set(f"{own}", "-")
+        store.wait([f"{other}" for other in range(size) if n])
+        store.close()
+    return sizes
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_a_process_that_dies_is_not_waited_for() -> None:
+    conf = "last_call_timeout=1&keep_alive_interval=0.5"
+    url = f"elastic://127.0.0.1:{free_port()}?run_id=job&min_nodes=2&max_nodes=3&{conf}"
+    results: list[Any] = run_processes(join_twice, 3, (url,), may_die=[1])
+    assert [sizes[1] for sizes in results if sizes] == [2, 2]

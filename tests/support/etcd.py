@@ -1,0 +1,87 @@
+"""A real etcd cluster on this host, whose members can be killed, stopped and restarted."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import free_port
+from tests.support.waiting import eventually
+
+needs_etcd = pytest.mark.skipif(shutil.which("etcd") is None, reason="no etcd (Debian: etcd-server)")
+
+
+class EtcdCluster:
+    """Use it as a context manager. ``options``: further arguments of each member."""
+
+    def __init__(self, size: int = 1, options: Sequence[str] = (), scheme: str = "http") -> None:
+        self._directory = Path(tempfile.mkdtemp(prefix="etcd-"))
+        self.ports = [free_port() for _ in range(size)]
+        self._health = [free_port() for _ in range(size)]
+        peers = [f"http://127.0.0.1:{free_port()}" for _ in range(size)]
+        cluster = ",".join(f"m{n}={peer}" for n, peer in enumerate(peers))
+        self._commands = [
+            [
+                *("etcd", "--name", f"m{n}", "--data-dir", str(self._directory / f"{n}")),
+                *("--listen-client-urls", f"{scheme}://127.0.0.1:{port}"),
+                *("--advertise-client-urls", f"{scheme}://127.0.0.1:{port}"),
+                *("--listen-metrics-urls", f"http://127.0.0.1:{health}"),
+                *("--listen-peer-urls", peer, "--initial-advertise-peer-urls", peer),
+                *("--initial-cluster", cluster, "--heartbeat-interval", "50", "--election-timeout", "500"),
+                *options,
+            ]
+            for n, (port, peer, health) in enumerate(zip(self.ports, peers, self._health, strict=True))
+        ]
+        self._members: list[subprocess.Popen[bytes] | None] = [None] * size
+
+    @property
+    def endpoint(self) -> str:
+        return ",".join(f"127.0.0.1:{port}" for port in self.ports)
+
+    def __enter__(self) -> EtcdCluster:
+        try:
+            for n in range(len(self.ports)):
+                self.start(n)
+            for n in range(len(self.ports)):
+                eventually(lambda n=n: self.is_healthy(n))
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def start(self, n: int) -> None:
+        with (self._directory / f"{n}.log").open("ab") as log:
+            self._members[n] = subprocess.Popen(self._commands[n], stdout=log, stderr=log)
+
+    def is_healthy(self, n: int) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self._health[n]}/health", timeout=1) as reply:
+                return b'"true"' in reply.read()
+        except (urllib.error.URLError, OSError):
+            return False
+
+    def kill(self, n: int) -> None:
+        member = self._members[n]
+        assert member is not None
+        member.kill()
+        member.wait()
+
+    def freeze(self, n: int, frozen: bool = True) -> None:
+        member = self._members[n]
+        assert member is not None
+        member.send_signal(signal.SIGSTOP if frozen else signal.SIGCONT)
+
+    def __exit__(self, *error: object) -> None:
+        for member in self._members:
+            if member is not None:
+                member.kill()
+                member.wait()
+        shutil.rmtree(self._directory)

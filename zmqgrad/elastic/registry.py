@@ -1,0 +1,221 @@
+"""Rendezvous backends by name, and handlers from a command's or a URL's settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from zmqgrad.elastic.backends import EtcdBackend, EtcdOptions, StoreBackend
+from zmqgrad.elastic.endpoint import open_endpoint, parse_endpoint
+from zmqgrad.elastic.handler import RendezvousHandler
+from zmqgrad.elastic.round_stores import RoundStores, ServedByRankZero, SharedStore
+from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
+from zmqgrad.elastic.state import NodeDescGenerator
+from zmqgrad.elastic.state_holder import RendezvousBackend
+from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
+from zmqgrad.transport.bind_policy import check_bind_address, facing_address
+from zmqgrad.transport.security import load_keys
+
+T = TypeVar("T")
+
+READ_TIMEOUT_SECONDS = 60.0
+"""Default timeout of stores."""
+
+ETCD_PORT = 2379
+
+_TIMEOUTS = {f"{name}_timeout": name for name in ("join", "last_call", "close", "heartbeat")}
+_COMMON = (*_TIMEOUTS, "keep_alive_interval", "keep_alive_max_attempt")
+
+_nodes = NodeDescGenerator()
+
+
+class Parameters(NamedTuple):
+    """What the function that creates a backend may use."""
+
+    endpoint: str
+    settings: RendezvousSettings
+    local_addr: str | None
+    """Name or address of this host for other nodes; None: the backend finds it out."""
+    serve_rounds: bool
+    """Rank 0 has to serve the store of each round, whatever the backend would do."""
+    conf: Mapping[str, Any]
+
+    def get(self, name: str, convert: Callable[[Any], T], default: T) -> T:
+        """The value of setting ``name``, converted.
+
+        Raises:
+            ConfigurationError: if ``convert`` raises ValueError or TypeError.
+        """
+        return _converted(self.conf, name, convert, default)
+
+
+Create = Callable[[Parameters], tuple[RendezvousBackend, RoundStores]]
+
+
+class _Backend(NamedTuple):
+    create: Create
+    options: Collection[str]
+
+
+_backends: dict[str, _Backend] = {}
+
+
+def register_backend(name: str, create: Create, options: Collection[str] = ()) -> None:
+    """Register a backend for :func:`create_handler`.
+
+    Args:
+        create: returns the backend, which owns its connections, and what opens the stores of rounds.
+        options: names of the settings that ``create`` reads from ``Parameters.conf``.
+
+    Raises:
+        ConfigurationError: if the name is taken.
+    """
+    if name in _backends:
+        raise ConfigurationError(f"there is a rendezvous backend {name!r} already")
+    _backends[name] = _Backend(create, frozenset(options))
+
+
+def create_handler(
+    backend: str,
+    endpoint: str,
+    run_id: str,
+    min_nodes: int,
+    max_nodes: int,
+    *,
+    local_addr: str | None = None,
+    serve_rounds: bool = False,
+    **conf: Any,
+) -> RendezvousHandler:
+    """Create the rendezvous handler of a node. Close it when done.
+
+    Args:
+        backend: ``zmqgrad``, ``etcd``, or a name of :func:`register_backend`.
+        endpoint: ``host[:port]``; with etcd one for each member, separated by commas.
+        run_id: identifies the job.
+        min_nodes, max_nodes: how many nodes take part.
+        local_addr: the name or address of this host for the other nodes; None: its address on the route to
+            the endpoint.
+        serve_rounds: rank 0 serves the store of each round, as always with etcd.
+        conf: settings as numbers or as text. All backends: ``join_timeout``, ``last_call_timeout``,
+            ``close_timeout``, ``heartbeat_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``.
+            See docs/elastic.md for those of each backend.
+
+    Raises:
+        ConfigurationError: if an argument or a setting is invalid or unknown.
+        RendezvousConnectionError: if the endpoint cannot be used.
+    """
+    known = _backends.get(backend)
+    if known is None:
+        raise ConfigurationError(
+            f"there is no rendezvous backend {backend!r}; the names are {', '.join(sorted(_backends))}"
+        )
+    names = sorted({*_COMMON, *known.options})
+    for name in conf:
+        if name not in names:
+            raise ConfigurationError(
+                f"the rendezvous backend {backend!r} has no setting {name!r}; it has {', '.join(names)}"
+            )
+    settings = _settings(run_id, min_nodes, max_nodes, conf)
+    parameters = Parameters(endpoint, settings, local_addr, serve_rounds, conf)
+    shared, stores = known.create(parameters)
+    return RendezvousHandler(settings, shared, stores, _nodes.generate(local_addr))
+
+
+def _settings(run_id: str, min_nodes: int, max_nodes: int, conf: Mapping[str, Any]) -> RendezvousSettings:
+    timeouts = {field: float(conf[name]) for name, field in _TIMEOUTS.items() if _seconds(conf, name)}
+    return RendezvousSettings(
+        run_id,
+        min_nodes,
+        max_nodes,
+        RendezvousTimeout(**timeouts),
+        _converted(conf, "keep_alive_interval", float, RendezvousSettings.keep_alive_interval),
+        _converted(conf, "keep_alive_max_attempt", int, RendezvousSettings.keep_alive_max_attempt),
+    )
+
+
+def _seconds(conf: Mapping[str, Any], name: str) -> bool:
+    _converted(conf, name, float, 0.0)
+    return name in conf
+
+
+def _converted(conf: Mapping[str, Any], name: str, convert: Callable[[Any], T], default: T) -> T:
+    if name not in conf:
+        return default
+    try:
+        return convert(conf[name])
+    except (ValueError, TypeError) as e:
+        raise ConfigurationError(f"the setting {name!r} of the rendezvous is {conf[name]!r}: {e}") from None
+
+
+def parse_bool(value: object) -> bool:
+    """The truth value of ``value``, which is a bool or text, as in torchelastic.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    text = str(value).lower()
+    if text not in ("1", "t", "true", "y", "yes", "0", "f", "false", "n", "no"):
+        raise ValueError("it must be true or false")
+    return text[0] in "1ty"
+
+
+def serving_host(host: str, port: int, local_addr: str | None) -> str:
+    """Where this node may serve a store: ``local_addr``, or its address on the route to ``host``.
+
+    Raises:
+        RendezvousConnectionError: if there is no route.
+        ConfigurationError: if other hosts could reach it without a secret.
+    """
+    try:
+        address = local_addr or facing_address(host.strip("[]"), port)
+    except OSError as e:
+        raise RendezvousConnectionError(f"no route to the rendezvous endpoint {host}:{port}: {e}") from e
+    check_bind_address(f"tcp://{f'[{address}]' if ':' in address else address}:0", load_keys() is not None)
+    return address
+
+
+def _create_store_backend(parameters: Parameters) -> tuple[RendezvousBackend, RoundStores]:
+    read = parameters.get("read_timeout", float, READ_TIMEOUT_SECONDS)
+    is_host = parameters.get("is_host", parse_bool, None)
+    host, port = parse_endpoint(parameters.endpoint)
+    address = serving_host(host, port, parameters.local_addr) if parameters.serve_rounds else ""
+    store = open_endpoint(parameters.endpoint, parameters.get("connect_timeout", float, read), is_host)
+    try:
+        backend = StoreBackend(store, parameters.settings.run_id, owned=True)
+        store.set_timeout(read)
+    except BaseException:
+        store.close()
+        raise
+    return backend, ServedByRankZero(address, read) if parameters.serve_rounds else SharedStore(store)
+
+
+def _create_etcd_backend(parameters: Parameters) -> tuple[RendezvousBackend, RoundStores]:
+    members = [parse_endpoint(one, ETCD_PORT) for one in parameters.endpoint.split(",")]
+    protocol = parameters.get("protocol", str, "http")
+    if protocol not in ("http", "https"):
+        raise ConfigurationError(f"the setting 'protocol' is {protocol!r}; it must be http or https")
+    password_file = parameters.get("password_file", str, None)
+    options = EtcdOptions(
+        parameters.get("read_timeout", float, EtcdOptions().timeout),
+        protocol,
+        parameters.get("ca_cert", str, None),
+        parameters.get("ssl_cert", str, None),
+        parameters.get("ssl_cert_key", str, None),
+        parameters.get("user", str, None),
+        "" if password_file is None else _password(password_file),
+    )
+    address = serving_host(*members[0], parameters.local_addr)
+    backend = EtcdBackend(members, parameters.settings.run_id, options)
+    return backend, ServedByRankZero(address, READ_TIMEOUT_SECONDS)
+
+
+def _password(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError as e:
+        raise ConfigurationError(f"the setting 'password_file' cannot be read: {e}") from e
+
+
+register_backend("zmqgrad", _create_store_backend, ("read_timeout", "connect_timeout", "is_host"))
+register_backend("etcd", _create_etcd_backend, ("read_timeout", "password_file", *EtcdOptions._fields[1:-1]))
