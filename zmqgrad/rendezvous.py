@@ -38,7 +38,7 @@ from zmqgrad.errors import (
     TransportError,
 )
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
-from zmqgrad.store.sidecar import open_sidecar
+from zmqgrad.store.sidecar import Rival, open_sidecar
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -67,6 +67,8 @@ class Group(NamedTuple):
     purpose: str
     number: int = 0
     """Counts the groups of this purpose: all workers join them in the same order."""
+    rival: Rival | None = None
+    """A group that must not exist beside this one."""
 
     def __str__(self) -> str:
         return f"{self.purpose}/{self.number}"
@@ -363,7 +365,7 @@ def _serve_or_connect(
                 attempt = None
         if attempt is not None or (group is not None and not by_agent):
             group = group or Group("rendezvous", next(_sidecars))
-            return open_sidecar(host, port, rank, world_size, timeout, str(group), attempt)
+            return open_sidecar(host, port, rank, world_size, timeout, str(group), attempt, group.rival)
         store = TCPStore(
             host,
             port,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -154,6 +155,64 @@ def beside_a_dynamic_group(rank: int) -> list[str]:
 def test_beside_a_dynamic_group() -> None:
     env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": ""}
     assert run_processes(beside_a_dynamic_group, 2, env=env) == [["w0", "w1"]] * 2
+
+
+released = threading.Event()
+
+
+def release() -> None:
+    released.set()
+
+
+def of_both_kinds(rank: int, url: str, sized: int) -> tuple[str, float]:
+    """Only rank ``sized`` passes a world size; the error of this one, and its seconds."""
+    options = rpc.RpcBackendOptions(init_method=url, rpc_timeout=RPC_TIMEOUT)
+    began = MONOTONIC.now()
+    world_size = 2 if rank == sized else None
+    try:
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+    except RendezvousError as e:
+        error = f"{type(e).__name__}: {e}", MONOTONIC.now() - began
+        if "is in a group of no fixed size" in str(e):  # as it says, with no world size it can join
+            rpc.init_rpc("late", rank=rank, rpc_backend_options=options)
+            rpc.rpc_sync(f"w{1 - rank}", release)
+            rpc.shutdown()
+        return error
+    assert released.wait(RPC_TIMEOUT)
+    rpc.shutdown()
+    return "", 0.0
+
+
+MIXED = r"RendezvousError: .*RPC group mixes statically and dynamically initialized members"
+
+
+@pytest.mark.parametrize("scheme", ["env", "tcp", "file"])
+@pytest.mark.parametrize("sized", [0, 1])
+def test_groups_of_both_kinds_are_recognized_at_once(scheme: str, sized: int, tmp_path: Path) -> None:
+    """On all ranks but a first one without a world size, which waits for no others."""
+    port = free_port()
+    url = {"env": "env://", "tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/meet"}[scheme]
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": ""}
+    found = run_processes(of_both_kinds, 2, args=(url, sized), env=env)
+    may_be_first = scheme == "file" or sized == 1
+    for rank, (error, seconds) in enumerate(found):
+        assert re.match(MIXED, error) or (may_be_first and not error and rank != sized)
+        assert seconds < AT_ONCE
+
+
+def one_after_the_other(rank: int) -> int:
+    for world_size in (None, 2, None, 2, 2):
+        rpc.init_rpc(f"w{rank}", rank=rank, world_size=world_size)
+        if world_size is None:
+            rpc.wait_for_workers([f"w{1 - rank}"], RPC_TIMEOUT)
+        assert rpc.rpc_sync(f"w{1 - rank}", max, args=(rank, 7)) == 7
+        rpc.shutdown()
+    return rank
+
+
+def test_groups_of_both_kinds_one_after_the_other() -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": ""}
+    assert run_processes(one_after_the_other, 2, env=env) == [0, 1]
 
 
 def between_hosts(rank: int, order: str) -> None:

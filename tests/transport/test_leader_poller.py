@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import select
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
@@ -210,6 +211,30 @@ def test_closing_wakes_all_followers_and_leaves_no_descriptor() -> None:
             thread.join(WAIT)
             assert not thread.is_alive()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.fixture
+def switching_often() -> Iterator[None]:
+    """Makes Python switch between threads as often as it can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_followers_that_come_after_the_end_return(poller: LeaderPoller, switching_often: None) -> None:
+    """Several at once: each finds that others are about to return, and must not wake them."""
+    poller.close()
+    returned: SimpleQueue[bool] = SimpleQueue()
+    threads = [
+        threading.Thread(target=lambda: [returned.put(poller.wait_for_lead()) for _ in range(5000)])
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert [returned.get_nowait() for _ in range(returned.qsize())] == [False] * 40_000
 
 
 @on_linux

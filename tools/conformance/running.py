@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import faulthandler
 import multiprocessing
 import os
 import re
@@ -12,6 +13,9 @@ import unittest
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import IO
+
+STACKS_SECONDS = 10.0
+"""How long the processes of a test that hangs have to write down their stacks."""
 
 _FORK = multiprocessing.get_context("fork")
 
@@ -55,7 +59,9 @@ class RunningTest:
         """Return the result, and end all processes of the test."""
         result = Result(Verdict.FAILED, f"took more than {self._seconds:.0f} s")
         try:
-            if not timed_out:
+            if timed_out:
+                self._write_stacks()
+            else:
                 result = self.connection.recv()
         except EOFError:
             result = Result(Verdict.FAILED, "the process of the test died")
@@ -66,6 +72,14 @@ class RunningTest:
         written = self._output.read().decode(errors="replace")
         self._output.close()
         return Result(result.verdict, result.reason, written + result.output)
+
+    def _write_stacks(self) -> None:
+        """Let all processes of the test write their stacks to its output, and end."""
+        try:
+            os.killpg(self._process.pid or 0, signal.SIGABRT)  # faulthandler handles it in each of them
+        except ProcessLookupError:
+            return  # all have ended, or the session does not exist yet
+        self.connection.poll(STACKS_SECONDS)  # the last of them to end closes the pipe
 
     def _kill(self) -> None:
         try:
@@ -86,6 +100,7 @@ def _run(case: type[unittest.TestCase], method: str, connection: Connection, out
     os.setsid()
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable()
     os.chdir(tempfile.gettempdir())
     outcome = unittest.TestResult()
     case(method).run(outcome)

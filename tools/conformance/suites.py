@@ -7,8 +7,10 @@ import importlib.util
 import sys
 import types
 import unittest
+from collections.abc import Callable
 from typing import Any
 
+import torch.distributed
 import torch.multiprocessing
 from torch.distributed.rpc.api import _use_rpc_pickler
 
@@ -68,7 +70,28 @@ def _test_case(module: str, name: str) -> type[unittest.TestCase]:
     return type(name, bases, {"setUp": _start_workers, "__module__": __name__})
 
 
+_groups: list[Any] = []
+"""All process groups that were made in this process: see :func:`_keep`."""
+
+
+def _keep(make_group: Callable[..., Any]) -> Callable[..., Any]:
+    """Let process groups live until their process ends.
+
+    The destructor of torch's gloo group joins a thread while it holds the GIL. If that thread is dropping the
+    tensors of an all-reduce, it needs the GIL, and both wait forever: with DDP, without any RPC.
+    """
+
+    def make_and_keep(*args: Any, **kwargs: Any) -> Any:
+        made = make_group(*args, **kwargs)
+        _groups.append((made, torch.distributed.group.WORLD))
+        return made
+
+    return make_and_keep
+
+
 def _start_workers(self: Any) -> None:
     """Start the workers of a test. They are forks, because torch takes seconds to import."""
     super(type(self), self).setUp()
+    for name in ("init_process_group", "new_group"):
+        setattr(torch.distributed, name, _keep(getattr(torch.distributed, name)))
     self._start_processes(torch.multiprocessing.get_context("fork").Process)

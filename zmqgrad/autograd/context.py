@@ -1,8 +1,8 @@
 """A distributed autograd context on one worker: its sends, its gradients, its peers.
 
 A worker creates its part of a context at the first message of it. When the ``with`` block is left, all
-workers release theirs. The active context of a thread is a context variable; engine threads set it around
-each call.
+workers release theirs. The active context of a thread is a context variable; engine threads set it in each
+call.
 """
 
 from __future__ import annotations
@@ -214,9 +214,15 @@ def check_not_nested() -> None:
         raise AutogradError("Already have an autograd context id for this thread: contexts do not nest")
 
 
-def set_active_context(context: Context | None) -> None:
-    """Set the active context of the calling thread permanently."""
+def set_active_context(context: Context | None, result: bool = True) -> None:
+    """Set the active context of the calling thread, until its context variables are reset.
+
+    Args:
+        context: the context; None to record nothing.
+        result: whether to record the reply of the call that the thread serves, too.
+    """
     _active_context.set(context)
+    _wants_result_grad.set(result)
 
 
 def wants_result_grad() -> bool:
@@ -225,25 +231,17 @@ def wants_result_grad() -> bool:
 
 
 class ActiveContext:
-    """Context manager that sets the active context of the calling thread.
+    """Context manager that sets the active context of the calling thread; None to record nothing."""
 
-    Args:
-        context: the context; None to record nothing.
-        result: whether to record the reply of the call that runs inside, too.
-    """
+    __slots__ = ("_context", "_token")
 
-    __slots__ = ("_context", "_result", "_result_token", "_token")
-
-    def __init__(self, context: Context | None, result: bool = True) -> None:
+    def __init__(self, context: Context | None) -> None:
         self._context = context
-        self._result = result
 
     def __enter__(self) -> None:
         self._token = _active_context.set(self._context)
-        self._result_token = _wants_result_grad.set(self._result)
 
     def __exit__(self, *exc: object) -> None:
-        _wants_result_grad.reset(self._result_token)
         _active_context.reset(self._token)
 
 

@@ -12,7 +12,13 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from zmqgrad.autograd.context import ActiveContext, Context, Contexts, active_context, wants_result_grad
+from zmqgrad.autograd.context import (
+    Context,
+    Contexts,
+    active_context,
+    set_active_context,
+    wants_result_grad,
+)
 from zmqgrad.autograd.engine.participant import Participant
 from zmqgrad.autograd.releases import Releases
 from zmqgrad.autograd.roots import check_roots
@@ -55,8 +61,9 @@ def install(worker: Worker) -> None:
     hooks.with_history = _keeps_history
     hooks.backward = autograd.backward_from
     hooks.debug["autograd"] = autograd.debug_info
-    hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.on_forward
-    hooks.response_unwrappers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_forward
+    hooks.requests[MessageType.FORWARD_AUTOGRAD_REQ] = worker.callee.run
+    hooks.request_unwrappers[MessageType.FORWARD_AUTOGRAD_REQ] = autograd.open_request
+    hooks.response_unwrappers[MessageType.FORWARD_AUTOGRAD_RESP] = autograd.open_response
     autograd.participant.install()
     autograd.releases.install()
 
@@ -116,16 +123,16 @@ class Autograd:
         if context is not None and isinstance(message, ForwardAutogradReq):
             context.remove_send(message.autograd_id)
 
-    def on_forward(self, inbound: Inbound) -> None:
-        """Run a call inside its context."""
+    def open_request(self, inbound: Inbound) -> Unwrapped:
+        """Unwrap a call, and make its context the active one of what runs it."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradReq)
         context = self.contexts.get_or_create(message.context_id)
         tensors = self._received(context, message.autograd_id, message.wrapped, inbound)
-        with ActiveContext(context, message.wants_result_grad):
-            self._worker.callee.run(inbound, message.wrapped, tensors)
+        set_active_context(context, message.wants_result_grad)
+        return Unwrapped(message.wrapped, tensors)
 
-    def open_forward(self, inbound: Inbound) -> Unwrapped:
+    def open_response(self, inbound: Inbound) -> Unwrapped:
         """Unwrap a reply that belongs to a context. Runs in the thread that waits for it."""
         message = inbound.message
         assert isinstance(message, ForwardAutogradResp)

@@ -111,7 +111,7 @@ def _meet(
     """Run the rendezvous. Returns store, rank and world size (None: not fixed)."""
     timeout = options.rpc_timeout or 1e8
     if world_size is None and not has_world_size(options.init_method):
-        store, rank = open_store(options.init_method, rank, timeout, shared_name(None))
+        store, rank = open_store(options.init_method, rank, timeout, shared_name(None, rank))
         return store, rank, None
     size = -1 if world_size is None else world_size
     return rendezvous_beside(

@@ -53,26 +53,27 @@ class Callee:
         self._server = server
         self._contexts = contexts
         self._references = references
+        self._unwrappers = worker.hooks.request_unwrappers
         for kind in (MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH):
             worker.hooks.requests[kind] = self.run
 
-    def run(
-        self, inbound: Inbound, message: Message | None = None, tensors: list[torch.Tensor] | None = None
-    ) -> None:
-        """Serve a call, remote call or fetch.
+    def run(self, inbound: Inbound) -> None:
+        """Serve a call, remote call or fetch, which an upper layer may have wrapped.
 
-        Calls the function itself, not through helpers, so that few frames lie under it.
+        Calls the function itself, not through helpers, so that few frames lie under it. Context variables
+        that an unwrapper sets are in force until this returns: the server runs it in a context of its own.
 
         Args:
             inbound: the request.
-            message: the request that an upper layer has unwrapped; None: that of ``inbound``.
-            tensors: those of the payload, if they have been decoded already.
 
         Raises:
             Exception: what the function raised; the server replies with it. A remote call does not raise it:
                 the error is raised where the value is fetched.
         """
-        call = inbound.message if message is None else message
+        call, tensors = inbound.message, None
+        unwrap = self._unwrappers.get(inbound.envelope.type)
+        if unwrap is not None:
+            call, tensors = unwrap(inbound)
         source = inbound.envelope.source
         created: Promise[Any] | None = None
         if isinstance(call, RemoteCall):

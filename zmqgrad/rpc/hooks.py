@@ -1,8 +1,8 @@
 """The hooks by which upper layers take part in RPC.
 
 autograd serves message types of its own (``requests``), wraps outgoing calls and replies
-(``request_interceptor``), unwraps replies (``response_unwrappers``), and is notified of lost peers and of
-shutdown. Each worker has its own hooks; nothing here is global.
+(``request_interceptor``), unwraps them (``request_unwrappers``, ``response_unwrappers``), and is notified of
+lost peers and of shutdown. Each worker has its own hooks; nothing here is global.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from zmqgrad.wire.messages import Message, MessageType
 
 
 class Unwrapped(NamedTuple):
-    """An unwrapped reply: the message inside, and its tensors as the caller shall see them."""
+    """An unwrapped message: the one inside, and its tensors as the receiver shall see them."""
 
     message: Message
     tensors: list[torch.Tensor]
@@ -32,7 +32,8 @@ RequestHandler = Callable[[Inbound], None]
 RequestInterceptor = Callable[[int, Message, Sequence[torch.Tensor], Description], Message]
 """(peer, message, its tensors, description) -> the message to send instead."""
 
-ResponseUnwrapper = Callable[[Inbound], Unwrapped]
+Unwrapper = Callable[[Inbound], Unwrapped]
+"""Opens a request in the engine thread that is about to serve it, or a reply in the thread that waits."""
 
 EXTENSIONS = ("zmqgrad.autograd",)
 """Upper layers installed in every worker, even if its program does not use them: a callee has to record what
@@ -51,7 +52,8 @@ class Hooks:
 
     requests: dict[MessageType, RequestHandler] = field(default_factory=dict)
     control: dict[MessageType, RequestHandler] = field(default_factory=dict)
-    response_unwrappers: dict[MessageType, ResponseUnwrapper] = field(default_factory=dict)
+    request_unwrappers: dict[int, Unwrapper] = field(default_factory=dict)
+    response_unwrappers: dict[MessageType, Unwrapper] = field(default_factory=dict)
     request_interceptor: RequestInterceptor | None = None
     on_send_failed: Callable[[Message], None] | None = None
     """Called with the result of ``request_interceptor`` if sending it failed."""

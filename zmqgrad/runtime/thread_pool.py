@@ -125,23 +125,17 @@ class ThreadPool:
             self._tasks.put(partial(self._follow, source))
 
     def _follow(self, source: Source) -> None:
-        """Runs a follower until it becomes an ordinary thread of the pool, or the source is closed."""
-        while source.wait_for_lead():
-            if not self._lead(source):
-                return
-        with self._lock:
-            self._followers -= 1
+        """Follows and leads until the thread becomes an ordinary thread of the pool, or ``source`` is closed.
 
-    def _lead(self, source: Source) -> bool:
-        """Runs in the leader until another thread leads. Returns whether the thread is still a follower."""
-        while (task := source.read()) is not None:
-            with self._lock:
-                may_run = self._live - self._followers - self._blocked - self._idle < self._size
-                may_run = may_run and not self._closed
-                if may_run:
-                    self._followers -= 1
-                    self._promote(source)
-            if not may_run:
+        One function, so that few frames lie under a task.
+        """
+        leads = source.wait_for_lead()
+        while leads:
+            task = source.read()
+            if task is None:
+                leads = source.wait_for_lead()
+                continue
+            if not self._promote_to_run(source):
                 self._submit_read(task)
                 continue
             try:
@@ -151,14 +145,23 @@ class ThreadPool:
             del task  # a follower would keep the tensors of its last task alive
             with self._lock:
                 if self._closed or self._backlog or self._followers >= MAX_FOLLOWERS:
-                    return False
+                    return
                 self._finished += 1
                 self._followers += 1
                 self._note_idle()
                 leads = source.try_lead()
-            if not leads:
-                break
-        return True
+            leads = leads or source.wait_for_lead()
+        with self._lock:
+            self._followers -= 1
+
+    def _promote_to_run(self, source: Source) -> bool:
+        """Hands the lead on if the leader may run the task that it has read. Returns whether it may."""
+        with self._lock:
+            if self._closed or self._live - self._followers - self._blocked - self._idle >= self._size:
+                return False
+            self._followers -= 1
+            self._promote(source)
+            return True
 
     def _submit_read(self, task: Task) -> None:
         """Submits a task that the leader has read while ``size`` threads work."""

@@ -11,13 +11,16 @@ Accessing torch's store requires torch, which this layer must not import: an upp
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import NamedTuple, Protocol
 
 from zmqgrad.errors import ConfigurationError, StoreError, StoreTimeoutError
+from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.arguments import Timeout, seconds_of
+from zmqgrad.store.base import Store
 from zmqgrad.store.client import TCPStore
 
 MAX_TIMEOUT_SECONDS = 1e8
@@ -25,6 +28,13 @@ MAX_TIMEOUT_SECONDS = 1e8
 
 STALE_ADDRESS_SECONDS = 3.0
 """How long a worker tries an address before it reads it again, in case rank 0 was restarted."""
+
+RIVAL_GRACE_SECONDS = 1.0
+"""How long a group may take to end after the first of its workers has left for the next one."""
+
+_POLL_SECONDS = (0.02, 0.5)
+_RIVAL = "!"
+"""Prefix of the port that rank 0 publishes for the rival of its group."""
 
 
 class TorchStore(Protocol):
@@ -35,6 +45,18 @@ class TorchStore(Protocol):
     def get(self, key: str) -> bytes: ...
 
     def set_timeout(self, timeout: timedelta) -> None: ...
+
+
+class Rival(NamedTuple):
+    """A group that must not exist beside another one at the same address.
+
+    Attributes:
+        group: names it, as ``group`` of :func:`open_sidecar`.
+        check: called with its store; raises an error if it exists, and returns if it has ended.
+    """
+
+    group: str
+    check: Callable[[Store], None]
 
 
 Opener = Callable[[str, int, bool, Deadline], TorchStore | None]
@@ -62,6 +84,7 @@ def open_sidecar(
     timeout: Timeout,
     group: str,
     attempt: int | None = None,
+    rival: Rival | None = None,
 ) -> TCPStore:
     """Open the store of a group beside torch's at ``host:port``. Rank 0 serves it on ``host``.
 
@@ -73,20 +96,24 @@ def open_sidecar(
         group: names the group among those that use this address; equal on all its workers.
         attempt: number of restarts of the workers by the agent that serves torch's store; addresses of
             earlier attempts are not read. None: rank 0 serves torch's store.
+        rival: a group that rank 0 may have opened instead of ``group``.
 
     Raises:
         ConfigurationError: if no opener was set; if the store would be reachable without a secret.
         StoreTimeoutError: if rank 0 does not publish its address in time.
         StoreError, TransportError: if a foreign server listens there, or rank 0 cannot listen.
+        Exception: what ``rival.check`` raised.
     """
     if _open is None:
         raise ConfigurationError(
             f"{host}:{port} is served by torch's store, and reaching it requires torch: import "
             f"zmqgrad.interop (or zmqgrad.rpc) first"
         )
-    key = f"zmqgrad/attempt_{attempt or 0}/{group}"
+    prefix = f"zmqgrad/attempt_{attempt or 0}/"
     deadline = Deadline.after(seconds_of(timeout))
-    address = _Address(_open, host, port, attempt is not None, key, world_size, timeout, deadline)
+    address = _Address(
+        _open, host, port, attempt is not None, prefix, group, rival, world_size, timeout, deadline
+    )
     return _serve(address) if rank == 0 else _connect(address)
 
 
@@ -97,7 +124,9 @@ class _Address(NamedTuple):
     host: str
     port: int
     by_agent: bool
-    key: str
+    prefix: str
+    group: str
+    rival: Rival | None
     world_size: int | None
     timeout: Timeout
     deadline: Deadline
@@ -127,7 +156,9 @@ def _serve(address: _Address) -> TCPStore:
         if published is None:
             raise StoreError(f"{address.host}:{address.port} is in use by another store of zmqgrad")
         try:
-            published.set(address.key, str(store.port))
+            if address.rival is not None:
+                published.set(address.prefix + address.rival.group, f"{_RIVAL}{store.port}")
+            published.set(address.prefix + address.group, str(store.port))
         except RuntimeError as e:
             raise address.error("refused the port of rank 0", e) from e
     except BaseException:
@@ -158,11 +189,43 @@ def _connect(address: _Address) -> TCPStore:
 
 
 def _published_port(published: TorchStore, address: _Address) -> int:
+    """The port of the group's store. Waits until rank 0 has published it."""
+    value = _read_address(published, address)
+    grace, backoff = Deadline.after(RIVAL_GRACE_SECONDS), Backoff(*_POLL_SECONDS)
+    while address.rival is not None and value.startswith(_RIVAL):
+        if grace.passed():
+            _check_rival(address, address.rival, int(value.removeprefix(_RIVAL)))
+        if address.deadline.passed():
+            raise StoreTimeoutError(
+                f"{address} has no address of {address.group}, but one of {address.rival.group}"
+            )
+        threading.Event().wait(backoff.pause(address.deadline.left()))  # torch's store cannot notify
+        value = _read_address(published, address)
+    return int(value)
+
+
+def _read_address(published: TorchStore, address: _Address) -> str:
     published.set_timeout(timedelta(seconds=min(address.deadline.left(), MAX_TIMEOUT_SECONDS)))
     try:
-        return int(published.get(address.key))
+        value = published.get(address.prefix + address.group).decode()
+        int(value.removeprefix(_RIVAL))
     except (RuntimeError, ValueError) as e:
         raise address.error(
             "has no address of a store by rank 0, which must pass a world size if and only if the others do",
             e,
         ) from e
+    return value
+
+
+def _check_rival(address: _Address, rival: Rival, port: int) -> None:
+    """Let ``rival`` raise an error if its store is served at ``port``."""
+    try:
+        store = address.connect(port, min(RIVAL_GRACE_SECONDS, address.deadline.left()))
+    except StoreTimeoutError:
+        return  # it has ended
+    try:
+        rival.check(store)
+    except StoreError:
+        pass  # it has ended just now
+    finally:
+        store.close()

@@ -166,10 +166,11 @@ class EpollLeaderPoller:
     def _dismiss(self) -> None:
         """Wakes the next follower, so that it returns; the last one closes the epolls. Called with the lock
         held."""
+        if self._outer.closed:
+            return  # followers that come later do not block
         if self._waiting:
             self._arm(at_once=True)
-            return
-        if not self._outer.closed:
+        else:
             self._outer.close()
             self._inner.close()
             os.close(self._eventfd)

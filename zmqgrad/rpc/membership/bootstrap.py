@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from functools import partial
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, DuplicateWorkerError
@@ -10,11 +11,18 @@ from zmqgrad.rendezvous import Group as SharedName
 from zmqgrad.rpc.membership.dynamic import DynamicGroup
 from zmqgrad.rpc.membership.fixed import FixedGroup
 from zmqgrad.rpc.membership.group import Group, close_quietly, make_worker
-from zmqgrad.rpc.membership.registry import allocate_id, dynamic_store, fixed_store
+from zmqgrad.rpc.membership.registry import (
+    allocate_id,
+    check_no_dynamic_group,
+    check_no_fixed_group,
+    dynamic_store,
+    fixed_store,
+)
 from zmqgrad.rpc.membership.worker_info import check_rank
 from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, Store, TCPStore
+from zmqgrad.store.sidecar import Rival
 from zmqgrad.transport.bind_policy import (
     check_bind_address,
     facing_address,
@@ -31,9 +39,12 @@ _JOB_KEY = "rpc/job"
 """Key of the store that holds the random name of the job."""
 
 
-def shared_name(world_size: int | None) -> SharedName:
+def shared_name(world_size: int | None, rank: int | None = None) -> SharedName:
     """The name of the next group among those that share its address. ``world_size`` None: it is dynamic."""
-    return SharedName("rpc", 0 if world_size is None else _generation)
+    fixed, dynamic = SharedName("rpc", _generation), SharedName("rpc", 0)
+    if world_size is None:
+        return dynamic._replace(rival=Rival(str(fixed), partial(check_no_fixed_group, rank=rank)))
+    return fixed._replace(rival=Rival(str(dynamic), check_no_dynamic_group))
 
 
 def join_group(
@@ -94,7 +105,7 @@ def _make_group(
     beneath = getattr(store, "underlying_store", store)
     served = beneath if isinstance(beneath, TCPStore) and beneath.is_master else None
     if world_size is None:
-        keys = dynamic_store(store)
+        keys = dynamic_store(store, rank)
         number = allocate_id(keys, name, rank)
         worker = make_worker(name, number, 0, _mailbox(name, number, store, options), options)
         return DynamicGroup(worker, keys, served)

@@ -7,9 +7,11 @@ import logging
 from zmqgrad.errors import DuplicateWorkerError, StoreError
 from zmqgrad.rpc.devices import check_group
 from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
-from zmqgrad.rpc.membership.registry import POLL_SECONDS
+from zmqgrad.rpc.membership.registry import POLL_SECONDS, check_no_dynamic_group
 from zmqgrad.rpc.membership.shutdown import ShutdownBarrier
+from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import PrefixStore, TCPStore
 
 logger = logging.getLogger(__name__)
 
@@ -18,10 +20,14 @@ SERVE_GRACE_SECONDS = 10.0
 
 
 class FixedGroup(Group):
-    """A worker's membership in a group of fixed size."""
+    """A worker's membership in a group of fixed size. Arguments as :class:`Group`."""
 
     _others_may_be_joining = False
     """Whether other workers may still need the store that is served here in order to join."""
+
+    def __init__(self, worker: Worker, store: PrefixStore, served: TCPStore | None = None) -> None:
+        super().__init__(worker, store, served)
+        self._shared = store.underlying_store
 
     def join(self, deadline: Deadline) -> None:
         """Claim name and rank, wait for all workers, and start.
@@ -29,13 +35,16 @@ class FixedGroup(Group):
         Raises:
             DuplicateWorkerError: if another worker has this name or rank.
             RendezvousTimeoutError: naming the ranks that did not join.
+            RendezvousError: if a worker passed no world size.
             ConfigurationError: if a device map of one of them is invalid.
         """
         membership = self.worker.membership
         try:
             self._registry.claim_name_and_rank()
             self._registry.publish()
-            records = self._registry.wait_for_records(membership.world_size, deadline)
+            records = self._registry.wait_for_records(
+                membership.world_size, deadline, lambda: check_no_dynamic_group(self._shared)
+            )
         except DuplicateWorkerError:
             raise  # the claims stay, so that the others are refused, too
         except BaseException:

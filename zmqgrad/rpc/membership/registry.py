@@ -52,6 +52,9 @@ IsAlive = Callable[[WorkerRecord], bool]
 _REFUSED = b"!"
 """Prefix of the reason that a refused worker publishes instead of its record."""
 
+_MIXED = b"#"
+"""The same for a worker that passed no world size."""
+
 _DYNAMIC_PREFIX = "rpc/dynamic"
 _FIXED_RECORD = re.compile(r"rpc/\d+/worker/\d+")
 
@@ -64,37 +67,68 @@ def fixed_store(store: Store, generation: int) -> PrefixStore:
     Raises:
         RendezvousError: if a dynamic group uses the store.
     """
-    _refuse_mixed(store, store.list_keys(f"{_DYNAMIC_PREFIX}/worker/"), "of no fixed size")
+    check_no_dynamic_group(store)
     return PrefixStore(f"rpc/{generation}", store, owned=True)
 
 
-def dynamic_store(store: Store) -> PrefixStore:
+def dynamic_store(store: Store, rank: int | None) -> PrefixStore:
     """The keys of the dynamic group that uses ``store``; closing it closes ``store``.
 
     Raises:
         RendezvousError: if a group of fixed size uses the store.
     """
-    fixed = [key for key in store.list_keys("rpc/") if _FIXED_RECORD.fullmatch(key)]
-    _refuse_mixed(store, fixed, "of a fixed size")
+    check_no_fixed_group(store, rank)
     return PrefixStore(_DYNAMIC_PREFIX, store, owned=True)
 
 
-def _refuse_mixed(store: Store, keys: list[str], kind: str) -> None:
-    """Raise ``RendezvousError`` if a worker whose record is at one of ``keys`` is alive."""
+def check_no_dynamic_group(store: Store) -> None:
+    """Check that no dynamic group uses ``store``.
+
+    Raises:
+        RendezvousError: if one does.
+    """
+    error = _mixed(store, store.list_keys(f"{_DYNAMIC_PREFIX}/worker/"), "of no fixed size")
+    if error is not None:
+        raise error
+
+
+def check_no_fixed_group(store: Store, rank: int | None) -> None:
+    """Check that no group of fixed size uses ``store``.
+
+    Args:
+        store: of the workers.
+        rank: of this worker. A group that still waits for this rank is told why it does not join.
+
+    Raises:
+        RendezvousError: if one does.
+    """
+    keys = [key for key in store.list_keys("rpc/") if _FIXED_RECORD.fullmatch(key)]
+    error = _mixed(store, keys, "of a fixed size")
+    if error is None:
+        return
+    if rank is not None:
+        for group in {key.rpartition("/")[0] for key in keys}:
+            store.compare_set(f"{group}/{rank}", "", _MIXED + f"rank {rank}: {error}".encode())
+    raise error
+
+
+def _mixed(store: Store, keys: list[str], kind: str) -> RendezvousError | None:
+    """The error if a worker whose record is at one of ``keys`` is alive."""
     for key in keys:
         try:
             (raw,) = _read(store, [key], READ_TIMEOUT_SECONDS)
         except StoreTimeoutError:
             continue  # the worker has left since the keys were listed
-        if raw.startswith(_REFUSED):
+        if raw.startswith((_REFUSED, _MIXED)):
             continue
         other = msgspec.json.decode(raw, type=WorkerRecord)
         if is_alive(other):
-            raise RendezvousError(
+            return RendezvousError(
                 f"RPC group mixes statically and dynamically initialized members which is not supported: "
                 f"{other.name} (process {other.pid} of {other.host}) is in a group {kind}; let all workers "
                 f"pass the same world size, or none of them"
             )
+    return None
 
 
 def allocate_id(store: Store, name: str, rank: int | None) -> int:
@@ -214,8 +248,15 @@ class Registry:
 
     # ---- members of a group of fixed size ---------------------------------------------------------------
 
-    def wait_for_records(self, world_size: int, deadline: Deadline) -> list[WorkerRecord]:
+    def wait_for_records(
+        self, world_size: int, deadline: Deadline, check: Callable[[], None]
+    ) -> list[WorkerRecord]:
         """Wait until all workers have published their records.
+
+        Args:
+            world_size: number of workers.
+            deadline: for the last of them.
+            check: called now and then; raises an error if waiting is useless.
 
         Returns:
             the records, by rank.
@@ -223,6 +264,7 @@ class Registry:
         Raises:
             RendezvousTimeoutError: naming the ranks that did not join by ``deadline``.
             DuplicateWorkerError: if one of the workers was refused.
+            RendezvousError: if one of them passed no world size.
         """
         keys = [f"worker/{rank}" for rank in range(world_size)]
         missing = [rank for rank in range(world_size) if rank != self._own.id]
@@ -236,11 +278,14 @@ class Registry:
                 missing = self._absent(keys, missing)
                 if deadline.passed():
                     raise self._did_not_join(world_size, missing) from e
+                check()
             except StoreError as e:  # rank 0, which serves the store, timed out earlier
                 raise self._did_not_join(world_size, missing) from e
         for raw in records:
             if raw.startswith(_REFUSED):
                 raise DuplicateWorkerError(raw.removeprefix(_REFUSED).decode())
+            if raw.startswith(_MIXED):
+                raise RendezvousError(raw.removeprefix(_MIXED).decode())
         return [msgspec.json.decode(raw, type=WorkerRecord) for raw in records]
 
     def _absent(self, keys: list[str], before: list[int]) -> list[int]:
