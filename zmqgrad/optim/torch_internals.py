@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 def construct(optimizer_class: Any, params: Sequence[Any], args: Sequence[Any], kwargs: Any) -> Any:
     """Return ``optimizer_class(params, *args, **kwargs)``."""
-    if not f"{optimizer_class.__module__}.".startswith("torch.optim."):
+    if not _is_torchs_class(optimizer_class):
         return optimizer_class(params, *args, **kwargs)
     optimizer = optimizer_class.__new__(optimizer_class)
     optimizer.add_param_group = MethodType(_undecorated(optimizer_class.add_param_group), optimizer)
@@ -67,6 +67,12 @@ def _decorators(function: Any) -> Iterator[Any]:
     while function is not None:
         yield function
         function = getattr(function, "__wrapped__", None)
+
+
+def _is_torchs_class(optimizer_class: Any) -> bool:
+    if not isinstance(optimizer_class, type) or not issubclass(optimizer_class, Optimizer):
+        return False
+    return f"{optimizer_class.__module__}.".startswith("torch.optim.")
 
 
 def _is_torchs(function: Any) -> bool:
