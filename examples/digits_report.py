@@ -1,4 +1,4 @@
-"""What came of training on the digits: a table in the terminal and a picture. Knows of no worker."""
+"""Reports for ``digits_pipeline.py``: a confusion matrix in the terminal, and a picture of the training."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GOAL = 0.97
 
 
 class History(NamedTuple):
-    """How training went: a loss for each step, the accuracy on held-out images after each epoch."""
+    """The loss of each step, the test accuracy after each epoch, and the duration of the training."""
 
     losses: list[float]
     accuracies: list[float]
@@ -24,40 +24,40 @@ class History(NamedTuple):
 
 
 def accuracy(predictions: Tensor, labels: Tensor) -> float:
-    """The share that is right, from 0 to 1."""
+    """Return the fraction of correct predictions."""
     return (predictions == labels).float().mean().item()
 
 
 def confusion(predictions: Tensor, labels: Tensor) -> Tensor:
-    """How often each digit (row) was read as which (column)."""
+    """Return the confusion matrix, shape (10, 10): rows are labels, columns are predictions."""
     return torch.bincount(10 * labels + predictions, minlength=100).reshape(10, 10)
 
 
 def print_table(table: Tensor) -> None:
-    """Show the confusion table, with the accuracy for each digit."""
+    """Print the confusion matrix, with the accuracy for each digit."""
     from rich.console import Console
     from rich.table import Table
 
-    view = Table(title="held-out digits: what they are, and what they were read as", title_style="bold")
-    view.add_column("is", justify="right", style="bold")
+    view = Table(title="confusion matrix of the test set", title_style="bold")
+    view.add_column("label", justify="right", style="bold")
     for digit in range(10):
         view.add_column(str(digit), justify="right")
-    view.add_column("right", justify="right")
+    view.add_column("accuracy", justify="right")
     for digit, row in enumerate(table.tolist()):
-        cells = [_cell(count, read_as == digit) for read_as, count in enumerate(row)]
+        cells = [_cell(count, predicted == digit) for predicted, count in enumerate(row)]
         view.add_row(str(digit), *cells, f"{row[digit] / max(1, sum(row)):.1%}")
     Console().print(view)
 
 
-def _cell(count: int, is_right: bool) -> str:
-    if is_right:
+def _cell(count: int, is_correct: bool) -> str:
+    if is_correct:
         return f"[green]{count}[/]"
     return f"[bold red]{count}[/]" if count else "[dim]·[/]"
 
 
 def save_picture(history: History, table: Tensor, path: Path) -> None:
-    """Write loss, accuracy and confusion table, side by side, as PNG to ``path``."""
-    import matplotlib  # here and not above: it takes a second, and training need not wait for it
+    """Draw the loss, the accuracy and the confusion matrix side by side, as a PNG file at ``path``."""
+    import matplotlib  # slow to import, so it waits until the training is done
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context({"axes.spines.top": False, "axes.spines.right": False, "axes.titlepad": 10}):
@@ -74,10 +74,10 @@ def _draw_loss(axes: Axes, history: History) -> None:
     epochs = len(history.accuracies)
     steps = len(history.losses) // epochs
     means = torch.tensor(history.losses).reshape(epochs, steps).mean(dim=1).tolist()
-    moments = [step / steps for step in range(1, len(history.losses) + 1)]
-    middles = [epoch + 0.5 for epoch in range(epochs)]
-    axes.plot(moments, history.losses, color="#9ecae1", linewidth=0.8, label="each step")
-    axes.plot(middles, means, color="#08519c", linewidth=2, label="mean of an epoch")
+    positions = [step / steps for step in range(1, len(history.losses) + 1)]
+    centers = [epoch + 0.5 for epoch in range(epochs)]
+    axes.plot(positions, history.losses, color="#9ecae1", linewidth=0.8, label="step")
+    axes.plot(centers, means, color="#08519c", linewidth=2, label="mean of the epoch")
     axes.set(title="Training loss", xlabel="epoch", ylabel="cross entropy", yscale="log")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False)
@@ -87,7 +87,7 @@ def _draw_accuracy(axes: Axes, accuracies: list[float]) -> None:
     percent = [100 * value for value in accuracies]
     axes.axhline(100 * GOAL, color="#bbbbbb", linestyle="--", linewidth=1, label=f"goal: {GOAL:.0%}")
     axes.plot(range(1, len(percent) + 1), percent, color="#238b45", linewidth=2, marker="o", markersize=3.5)
-    axes.set(title=f"Held-out digits read right: {percent[-1]:.1f} %", xlabel="epoch", ylabel="%")
+    axes.set(title=f"Test accuracy: {percent[-1]:.1f}%", xlabel="epoch", ylabel="%")
     axes.set_ylim(min(90, *percent) - 1, 100.5)
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, loc="lower right")
@@ -96,9 +96,11 @@ def _draw_accuracy(axes: Axes, accuracies: list[float]) -> None:
 def _draw_confusion(axes: Axes, table: Tensor) -> None:
     axes.imshow(table.float().sqrt().tolist(), cmap="Blues")
     for row, column in torch.nonzero(table).tolist():
-        colour = "white" if row == column else "#cb181d"
+        color = "white" if row == column else "#cb181d"
         count = str(int(table[row, column]))
-        axes.text(column, row, count, ha="center", va="center", color=colour, fontsize=8)
-    axes.set(title="What was read as what", xlabel="read as", ylabel="is", xticks=range(10), yticks=range(10))
+        axes.text(column, row, count, ha="center", va="center", color=color, fontsize=8)
+    axes.set(
+        title="Confusion matrix", xlabel="prediction", ylabel="label", xticks=range(10), yticks=range(10)
+    )
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0)

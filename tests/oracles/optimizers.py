@@ -149,6 +149,34 @@ def two_optimizers_of_one_parameter() -> Any:
 
 
 @scenario()
+def a_parameter_given_twice() -> Any:
+    layer, _ = two_layers()
+    optimizer = DistributedOptimizer(torch.optim.SGD, [layer.rpc_sync().parameter()] * 2, lr=0.01)
+    with dist_autograd.context() as context_id:
+        dist_autograd.backward(context_id, [forward([layer], torch.ones(2))])
+        optimizer.step(context_id)
+    return layer.rpc_sync().values()
+
+
+@scenario()
+def sparse_gradients() -> Any:
+    table = torch.nn.Parameter(torch.ones(4, 2))
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(table)], lr=0.1)
+    with dist_autograd.context() as context_id:
+        rows = torch.nn.functional.embedding(torch.tensor([1, 1, 2]), table, sparse=True)
+        dist_autograd.backward(context_id, [rpc.rpc_sync("worker1", torch.mul, args=(rows, 3)).sum()])
+        optimizer.step(context_id)
+    return table.detach()
+
+
+@scenario()
+def optimizers_that_are_no_classes() -> Any:
+    refs = [rpc.RRef(torch.nn.Parameter(torch.ones(1)))]
+    local = torch.optim.SGD([torch.ones(1)], lr=0.1)
+    return [attempt(lambda kind=kind: DistributedOptimizer(kind, refs, lr=0.1)) for kind in ("SGD", local)]
+
+
+@scenario()
 def a_step_twice() -> Any:
     layers = two_layers()
     optimizer = DistributedOptimizer(

@@ -12,6 +12,7 @@ import torch
 from zmqgrad.autograd.api import gradients_of
 from zmqgrad.autograd.graph.hooks import swapped_grads
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.optim import torch_internals
 from zmqgrad.optim.owners import as_list, call_method, call_owners, group_by_owner, local_values
 from zmqgrad.rpc import RRef
 
@@ -26,7 +27,9 @@ class LocalOptimizer:
         params: list[Any] = [{**group, "params": local_values(group["params"])} for group in groups]
         if len(params) == 1 and len(params[0]) == 1:
             params = params[0]["params"]  # some optimizers accept no groups
-        self.optimizer: torch.optim.Optimizer = optimizer_class(params, *args, **kwargs)
+        self.optimizer: torch.optim.Optimizer = torch_internals.construct(
+            optimizer_class, params, args, kwargs
+        )
         _refuse_closures(self.optimizer)
 
     @property
@@ -38,11 +41,11 @@ class LocalOptimizer:
         """Take one step with the gradients of a context; ``.grad`` of the parameters does not change."""
         params = [p for group in self.optimizer.param_groups for p in group["params"]]
         with swapped_grads(params, gradients_of(context_id, params)):
-            self.optimizer.step()
+            torch_internals.step(self.optimizer)
 
     def state(self) -> dict[str, Any]:
         """Return a copy of the state dictionary, whose tensors a local caller does not share either."""
-        return copy.deepcopy(self.optimizer.state_dict())
+        return copy.deepcopy(torch_internals.call(self.optimizer, "state_dict"))
 
 
 def _refuse_closures(optimizer: torch.optim.Optimizer) -> None:
@@ -59,7 +62,7 @@ def _make(optimizer_class: type, groups: Sequence[Group], args: Any, kwargs: Any
 
 
 def _load(local: RRef[LocalOptimizer], state: dict[str, Any]) -> None:
-    local.local_value().optimizer.load_state_dict(copy.deepcopy(state))
+    torch_internals.call(local.local_value().optimizer, "load_state_dict", copy.deepcopy(state))
 
 
 class DistributedOptimizer:
