@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -361,3 +361,15 @@ def secret_file(environ: Mapping[str, str] = os.environ) -> str | None:
 def inherited() -> dict[str, str]:
     """A copy of the whole environment, for child processes."""
     return dict(os.environ)
+
+
+def export(variables: Mapping[str, str], remove: Iterable[str] = ()) -> None:
+    """Set variables in this process, for what it imports and starts from now on.
+
+    Args:
+        variables: by name.
+        remove: names of variables to remove, if they are set.
+    """
+    for name in remove:
+        os.environ.pop(name, None)
+    os.environ.update(variables)

@@ -22,6 +22,8 @@
     |   |-- StoreTimeoutError (TimeoutError)   a key is missing, or the server did not reply
     |   |-- QueueEmptyError                    a non-blocking pop of an empty queue
     |   `-- JournalError                       the journal of a store cannot be read or opened
+    |-- WorkerFailedError (RuntimeError)       a worker of a launcher failed or died
+    |-- LaunchTimeoutError (TimeoutError)      workers did not start, or did not end, in time
     |-- RpcError (RuntimeError)
     |   |-- NotInitializedError                call init_rpc first
     |   |-- UnknownWorkerError (ValueError)    no worker of that name
@@ -127,6 +129,25 @@ class QueueEmptyError(StoreError):
 
 class JournalError(StoreError):
     """A store's journal is damaged, in use, or cannot be opened; the message names file and remedy."""
+
+
+class WorkerFailedError(ZmqgradError, RuntimeError):
+    """A worker of a launcher failed or died. The message contains its traceback, if it has one.
+
+    Args:
+        message: see above.
+        rank: of the worker that failed first; None: it had no rank yet.
+        restarts: how often the group had been restarted before.
+    """
+
+    def __init__(self, message: str, rank: int | None = None, restarts: int = 0) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.restarts = restarts
+
+
+class LaunchTimeoutError(ZmqgradError, TimeoutError):
+    """The workers of a launcher did not start, or did not end, in time."""
 
 
 class RpcError(ZmqgradError, RuntimeError):

@@ -88,7 +88,7 @@ def test_failures_are_reported_and_sides_alternate() -> None:
     todo = [Piece(title, [Row(title, "")], run(title)) for title in ("one", "two")]
     found = Results([row for piece in todo for row in piece.rows])
     options = command._parser().parse_args(["-r", "2"])
-    assert command._measure(options, todo, None, found) == 1
+    assert command.measure(options, todo, None, found) == 1
     order = [("one", OURS), ("one", TORCH), ("two", OURS), ("two", TORCH)]
     assert begun == order + order[::-1]
     assert [failure.partition(":")[0] for failure in found.failures] == [

@@ -47,13 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     facts = {"machine": machine.describe(), "settings": settings}
     results = Results(rows)
-    exit_code = _measure(options, todo, limits(rows, budget), results)
+    exit_code = measure(options, todo, limits(rows, budget), results)
     settings["load at the end"] = machine.load()
     _show(results, facts, options.out)
     return exit_code
 
 
-def _measure(options: argparse.Namespace, todo: list[Piece], bounds: Piece | None, results: Results) -> int:
+def measure(options: argparse.Namespace, todo: list[Piece], bounds: Piece | None, results: Results) -> int:
     sides = [OURS] if options.no_torch else [OURS, TORCH]
     steps = [(piece, side) for piece in todo for side in sides] + ([(bounds, LIMIT)] if bounds else [])
     progress = Progress(options.rounds)
