@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zmqgrad import environment
-from zmqgrad.cli.launch import Group, launch
-from zmqgrad.cli.listening import write_all
-from zmqgrad.cli.report import failure_report
-from zmqgrad.cli.workers import STDERR, STDOUT, window_of
+from zmqgrad.elastic.agent.group import Group, launch
+from zmqgrad.elastic.agent.listening import write_all
+from zmqgrad.elastic.agent.report import failure_report
+from zmqgrad.elastic.agent.workers import STDERR, STDOUT, window_of
 from zmqgrad.errors import ConfigurationError
 
 EXIT_CANNOT_START = 126

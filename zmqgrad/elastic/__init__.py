@@ -9,16 +9,43 @@ Start reading with :mod:`~zmqgrad.elastic.state` (what is shared), then :mod:`~z
 :mod:`~zmqgrad.elastic.observer` tells dead nodes from slow clocks; :mod:`~zmqgrad.elastic.executor` and
 :mod:`~zmqgrad.elastic.state_holder` connect the pure modules with a backend. The algorithm is that of
 ``torch.distributed.elastic.rendezvous.dynamic_rendezvous``.
+
+:mod:`~zmqgrad.elastic.agent` starts the workers of a host and restarts them in each round. Names are imported
+on first access, because an agent of a single host needs no store and starts without.
 """
 
 from __future__ import annotations
 
-from zmqgrad.elastic.backends import StoreBackend
-from zmqgrad.elastic.executor import OperatorExecutor
-from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
-from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
-from zmqgrad.elastic.state import NodeDesc, RendezvousState
-from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zmqgrad.elastic.backends import StoreBackend
+    from zmqgrad.elastic.executor import OperatorExecutor
+    from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
+    from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
+    from zmqgrad.elastic.state import NodeDesc, RendezvousState
+    from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
+
+_MODULES = {
+    "NodeDesc": "state",
+    "OperatorExecutor": "executor",
+    "Rendezvous": "handler",
+    "RendezvousBackend": "state_holder",
+    "RendezvousHandler": "handler",
+    "RendezvousSettings": "settings",
+    "RendezvousState": "state",
+    "RendezvousTimeout": "settings",
+    "StateHolder": "state_holder",
+    "StoreBackend": "backends",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "NodeDesc",

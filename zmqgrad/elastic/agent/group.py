@@ -1,6 +1,6 @@
 """Runs a group of workers to completion: one thread with one loop over output, exits, signals and time.
 
-Carries out what :mod:`zmqgrad.cli.supervision` decides. When :func:`launch` returns or raises, no
+Carries out what :mod:`zmqgrad.elastic.agent.supervision` decides. When :func:`launch` returns or raises, no
 worker is left, nor any process that a worker has started in its session.
 """
 
@@ -12,10 +12,10 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from zmqgrad.cli.listening import Listener, write_all
-from zmqgrad.cli.output import Screen
-from zmqgrad.cli.signals import SignalInbox
-from zmqgrad.cli.supervision import (
+from zmqgrad.elastic.agent.listening import Listener, write_all
+from zmqgrad.elastic.agent.output import Screen
+from zmqgrad.elastic.agent.signals import SignalInbox
+from zmqgrad.elastic.agent.supervision import (
     Event,
     Outcome,
     SignalReceived,
@@ -24,7 +24,7 @@ from zmqgrad.cli.supervision import (
     TimePassed,
     WorkerExited,
 )
-from zmqgrad.cli.workers import Window, WorkerProcess
+from zmqgrad.elastic.agent.workers import Window, WorkerProcess
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 
 _ORPHAN_GRACE_SECONDS = 0.5

@@ -1,7 +1,7 @@
 """Decisions of the launcher: when the group ends, which workers to signal, and the exit code.
 
-Pure: an event and the time go in, a list of effects comes out. :mod:`zmqgrad.cli.launch` carries them
-out. The rules:
+Pure: an event and the time go in, a list of effects comes out, which :mod:`zmqgrad.elastic.agent.group`
+carries out. The rules:
 
 1. The group succeeds when every worker has exited with code 0.
 2. The first worker that fails determines the exit code, and the others are ended.

@@ -1,4 +1,4 @@
-"""The rules at the head of zmqgrad/cli/supervision.py, one by one, and what holds whatever happens."""
+"""The rules at the head of elastic/agent/supervision.py, one by one, and what holds whatever happens."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.cli.supervision import (
+from zmqgrad.elastic.agent.supervision import (
     Event,
     Outcome,
     Phase,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.cli.output import LineSplitter, Screen, without_escapes
+from zmqgrad.elastic.agent.output import LineSplitter, Screen, without_escapes
 
 LABEL = b"[worker 0] "
 OTHER = b"[worker 1] "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from zmqgrad.cli.supervision import Outcome
+from zmqgrad.elastic.agent.supervision import Outcome
 
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (

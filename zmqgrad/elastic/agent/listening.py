@@ -8,9 +8,9 @@ import selectors
 from collections.abc import Callable
 from typing import NamedTuple
 
-from zmqgrad.cli.output import Screen
-from zmqgrad.cli.signals import SignalInbox
-from zmqgrad.cli.workers import STDERR, Stream, WorkerProcess
+from zmqgrad.elastic.agent.output import Screen
+from zmqgrad.elastic.agent.signals import SignalInbox
+from zmqgrad.elastic.agent.workers import STDERR, Stream, WorkerProcess
 
 
 class _Source(NamedTuple):

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from zmqgrad.cli.output import LineSplitter, without_escapes
+from zmqgrad.elastic.agent.output import LineSplitter, without_escapes
 
 STDOUT, STDERR = 1, 2
 
