@@ -7,6 +7,7 @@ thread holds the handler weakly: a handler that is dropped stops to renew, and o
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import traceback
 import weakref
@@ -15,7 +16,7 @@ from typing import NamedTuple
 from zmqgrad.elastic import events
 from zmqgrad.elastic.events import NodeState
 from zmqgrad.elastic.executor import OperatorExecutor
-from zmqgrad.elastic.operators import close, exit_round, join, keep_alive
+from zmqgrad.elastic.operators import Action, Context, close, exit_round, join, keep_alive
 from zmqgrad.elastic.settings import RendezvousSettings
 from zmqgrad.elastic.state import NodeDesc, NodeDescGenerator, RendezvousState
 from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
@@ -76,6 +77,7 @@ class RendezvousHandler:
         self._holder = StateHolder(self.node, backend, settings, clock)
         self._executor = OperatorExecutor(self.node, self._holder, settings)
         self._heartbeats: _Heartbeats | None = None
+        self._cancelled = math.inf  # when joining was cancelled
 
     def get_backend(self) -> str:
         """Name of the backend."""
@@ -99,13 +101,20 @@ class RendezvousHandler:
         try:
             with self._lock:
                 self._executor.run(exit_round, deadline)
-                self._executor.run(join, deadline)
+                self._executor.run(self._join, deadline)
                 state = self._holder.state
         except RendezvousError as e:
             self._record("next_rendezvous", str(e), NodeState.FAILED, trace=traceback.format_exc())
             raise
         self._heartbeats = _Heartbeats(self, self._settings.keep_alive_interval)
         return self._result(state)
+
+    def _join(self, context: Context, deadline: float) -> Action:
+        return join(context, min(deadline, self._cancelled))
+
+    def cancel(self) -> None:
+        """Let :meth:`next_rendezvous`, also one that runs in another thread, end soon with a timeout."""
+        self._cancelled = self._clock.now()
 
     def _result(self, state: RendezvousState) -> Rendezvous:
         # What the round agreed on when it completed: some of its nodes may have left since.
@@ -127,10 +136,25 @@ class RendezvousHandler:
         state = self._latest()
         return sorted(state.completed_ranks.keys() - state.participants.keys()) if state.complete else []
 
-    def _latest(self) -> RendezvousState:
+    def wait_for_change(self, seconds: float) -> None:
+        """Wait until another node may have changed the state, at most ``seconds``, and read the state."""
+        self._holder.wait_for_change(seconds)
+        self._latest(cache_seconds=0.0)
+
+    def leave(self) -> None:
+        """Leave the current round, so that the other nodes need not wait for the heartbeat to expire.
+
+        Raises:
+            RendezvousError: if the backend cannot be used.
+        """
+        self._stop_heartbeats()
+        with self._lock:
+            self._executor.run(exit_round, self._clock.now() + self._settings.timeout.heartbeat)
+
+    def _latest(self, cache_seconds: float = CACHE_SECONDS) -> RendezvousState:
         with self._lock:
             try:
-                self._holder.sync(CACHE_SECONDS)
+                self._holder.sync(cache_seconds)
             except RendezvousError as e:
                 logger.warning("%s: %s: %s", self._settings.run_id, self.node, e)
             return self._holder.state
@@ -159,13 +183,13 @@ class RendezvousHandler:
         """Seconds for which this node surely belongs to its round.
 
         When they are over, you must stop the workers of this node: other nodes may remove it soon, and form a
-        new round without it. Not positive if the node was removed already.
+        new round without it. Not positive if the node was removed already. Never blocks.
         """
-        with self._lock:
-            if self.node not in self._holder.state.participants:
-                return 0.0
-            expiry = self._settings.expiry_seconds * (1 - LEASE_MARGIN)
-            return self._holder.renewed + expiry - self._clock.now()
+        # Without the lock: a thread that holds it may wait for a backend that does not reply.
+        if self.node not in self._holder.state.participants:
+            return 0.0
+        expiry = self._settings.expiry_seconds * (1 - LEASE_MARGIN)
+        return self._holder.renewed + expiry - self._clock.now()
 
     def shutdown(self) -> bool:
         """Stop, and close the rendezvous for all nodes. Returns whether it was closed."""
