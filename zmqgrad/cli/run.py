@@ -1,24 +1,24 @@
-"""``zmqgrad run``: starts the workers of one host, shows what they print, and ends them together.
+"""``zmqgrad run``: starts the workers of this host, shows their output, and restarts or ends them together.
 
-Each worker gets the environment variables that ``init_rpc`` and ``torch.distributed`` read: MASTER_ADDR,
-MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE and LOCAL_WORLD_SIZE.
+Each worker gets the environment variables that ``init_rpc`` and ``torch.distributed`` read, as from torchrun:
+MASTER_ADDR, MASTER_PORT, RANK, LOCAL_RANK, WORLD_SIZE, LOCAL_WORLD_SIZE and others. With several nodes, this
+runs on each of them; :mod:`zmqgrad.elastic.agent` does the work.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import secrets
-import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from zmqgrad import environment
-from zmqgrad.elastic.agent.group import Group, launch
+from zmqgrad.elastic.agent.job import run_job, starts_script
 from zmqgrad.elastic.agent.listening import write_all
-from zmqgrad.elastic.agent.report import failure_report
-from zmqgrad.elastic.agent.workers import STDERR, STDOUT, window_of
+from zmqgrad.elastic.agent.report import job_report
+from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
+from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.errors import ConfigurationError
 
 EXIT_CANNOT_START = 126
@@ -33,9 +33,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--master-addr",
-        default="127.0.0.1",
+        default="",
         metavar="HOST",
-        help="address of this host at which worker 0 listens for the others (default: 127.0.0.1)",
+        help="address of this host at which worker 0 listens for the others (default: 127.0.0.1, with several"
+        " nodes the address that faces the rendezvous endpoint)",
     )
     parser.add_argument(
         "--master-port",
@@ -43,6 +44,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=0,
         metavar="PORT",
         help="port at which worker 0 listens (default: 0, any free port)",
+    )
+    parser.add_argument(
+        "--nnodes",
+        type=_node_range,
+        default=(1, 1),
+        metavar="N or MIN:MAX",
+        help="number of nodes, each with a launcher of its own (default: 1)",
+    )
+    parser.add_argument(
+        "--rdzv-endpoint",
+        default="",
+        metavar="HOST[:PORT]",
+        help="where the nodes meet; the first launcher on HOST serves the store (default port: 29400)",
+    )
+    parser.add_argument("--rdzv-id", default="", metavar="ID", help="name of the job, equal on all nodes")
+    parser.add_argument(
+        "--rdzv-conf",
+        type=_options,
+        default={},
+        metavar="KEY=VALUE,...",
+        help="join_timeout, last_call_timeout, keep_alive_interval and others, in seconds",
+    )
+    parser.add_argument(
+        "--max-restarts",
+        type=_restarts,
+        default=0,
+        metavar="N",
+        help="how often all workers are restarted after the failure of one (default: 0)",
     )
     parser.add_argument(
         "--log-dir",
@@ -74,45 +103,49 @@ def execute(arguments: argparse.Namespace) -> int:
         ConfigurationError: if the script, the address, the port or the log directory cannot be used.
     """
     command = _command(arguments.script, arguments.module, arguments.args)
-    port = usable_port(arguments.master_addr, arguments.master_port)
     inherited = environment.inherited()
     if arguments.replace_torch_rpc or environment.replaces_torch_rpc():
         inherited |= replacing_torch_rpc(inherited)
-    environments = worker_environments(inherited, arguments.nproc_per_node, arguments.master_addr, port)
     terminals = {fd: window_of(fd) for fd in (STDOUT, STDERR) if os.isatty(fd)}
     coloured = frozenset(terminals) if wants_colour(inherited) else frozenset()
-    if arguments.verbose:
-        _print_error(f"{arguments.nproc_per_node} workers meet at {arguments.master_addr}:{port}")
-        if "OMP_NUM_THREADS" not in inherited and arguments.nproc_per_node > 1:
-            _print_error("OMP_NUM_THREADS=1 for each worker, because it was not set and they share the cores")
-    group = Group(command, environments, labels(coloured), terminals, _log_dir(arguments.log_dir))
+    config = launch_config(arguments)
+    if arguments.verbose and "OMP_NUM_THREADS" not in inherited and config.nproc_per_node > 1:
+        _print_error("OMP_NUM_THREADS=1 for each worker, because it was not set and they share the cores")
+    output = OutputConfig(labels(coloured), terminals, _log_dir(config.log_dir), config.redirects, config.tee)
     try:
-        outcome, stderr_tail = launch(group)
+        result, stderr_tail = run_job(
+            config, starts_script(command, output), inherited, output, _print_error, arguments.verbose
+        )
     except OSError as error:
         _print_error(f"cannot start the workers: {error}")
         return EXIT_CANNOT_START
-    _print_error(*failure_report(outcome, stderr_tail))
-    return outcome.exit_code
+    _print_error(*job_report(result, stderr_tail))
+    return result.exit_code
 
 
-def worker_environments(
-    inherited: Mapping[str, str], workers: int, master_addr: str, master_port: int
-) -> list[dict[str, str]]:
-    """The environment of each worker, by rank: ``inherited``, plus rank and world size."""
-    common = dict(inherited)
-    if workers > 1:
-        # Otherwise each worker would start a thread per core, and the threads would compete for the cores.
-        common.setdefault("OMP_NUM_THREADS", "1")
-    common.setdefault("PYTHONUNBUFFERED", "1")
-    if not environment.has_secret(common):
-        common[environment.SECRET] = secrets.token_hex(32)  # keeps other users of this host out
-    common |= {
-        "MASTER_ADDR": master_addr,
-        "MASTER_PORT": str(master_port),
-        "WORLD_SIZE": str(workers),
-        "LOCAL_WORLD_SIZE": str(workers),
-    }
-    return [common | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(workers)]
+def launch_config(arguments: argparse.Namespace) -> LaunchConfig:
+    """The configuration that the arguments describe.
+
+    Raises:
+        ConfigurationError: if they contradict each other.
+    """
+    least, most = arguments.nnodes
+    if most > 1 and not arguments.rdzv_endpoint:
+        raise ConfigurationError(
+            "several nodes need a place to meet: --rdzv-endpoint HOST[:PORT], equal on all nodes"
+        )
+    return LaunchConfig(
+        min_nodes=least,
+        max_nodes=most,
+        nproc_per_node=arguments.nproc_per_node,
+        run_id=arguments.rdzv_id,
+        rdzv_endpoint=arguments.rdzv_endpoint,
+        rdzv_configs=arguments.rdzv_conf,
+        max_restarts=arguments.max_restarts,
+        log_dir=arguments.log_dir,
+        master_addr=arguments.master_addr,
+        master_port=arguments.master_port,
+    )
 
 
 def replacing_torch_rpc(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -141,25 +174,6 @@ def wants_colour(environ: Mapping[str, str]) -> bool:
     return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
-def usable_port(host: str, port: int) -> int:
-    """Check that ``port`` can be bound on ``host``. Returns it, or a free port if it is 0.
-
-    Raises:
-        ConfigurationError: if ``host`` is not an address of this machine, or the port is in use.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}. --master-addr must be an address of"
-            " this host, and --master-port free (0 finds a free one)"
-        ) from error
-
-
 def _command(script: str, is_module: bool, args: Sequence[str]) -> list[str]:
     if is_module:
         return [sys.executable, "-m", script, *args]
@@ -182,6 +196,28 @@ def _at_least_one(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {number}")
     return number
+
+
+def _restarts(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, not {number}")
+    return number
+
+
+def _node_range(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    first, last = int(least), int(most if colon else least)
+    if not 1 <= first <= last:
+        raise argparse.ArgumentTypeError(f"must be N or MIN:MAX, from 1 on, not {text}")
+    return first, last
+
+
+def _options(text: str) -> dict[str, str]:
+    pairs = [item.partition("=") for item in text.split(",") if item]
+    if not all(name and equals for name, equals, _ in pairs):
+        raise argparse.ArgumentTypeError(f"must be KEY=VALUE,..., not {text!r}")
+    return {name.strip(): value.strip() for name, _, value in pairs}
 
 
 def _port(text: str) -> int:

@@ -1,108 +1,108 @@
-"""Runs a group of workers to completion: one thread with one loop over output, exits, signals and time.
+"""The workers of one round: starts and ends them, and carries out what their supervisor decides.
 
-Carries out what :mod:`zmqgrad.elastic.agent.supervision` decides. When :func:`launch` returns or raises, no
-worker is left, nor any process that a worker has started in its session.
+See :mod:`zmqgrad.elastic.agent.supervision`. After :meth:`WorkerGroup.close` no worker is left, nor any
+process that a worker has started in its session.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 
-from zmqgrad.elastic.agent.listening import Listener, write_all
-from zmqgrad.elastic.agent.output import Screen
-from zmqgrad.elastic.agent.signals import SignalInbox
+from zmqgrad.elastic.agent.listening import Listener
 from zmqgrad.elastic.agent.supervision import (
     Event,
     Outcome,
-    SignalReceived,
     SignalWorkers,
     Supervisor,
     TimePassed,
     WorkerExited,
 )
-from zmqgrad.elastic.agent.workers import Window, WorkerProcess
+from zmqgrad.elastic.agent.workers import Worker
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
 
 _ORPHAN_GRACE_SECONDS = 0.5
 _ORPHAN_POLL_SECONDS = 0.01
 
 
-@dataclass(frozen=True)
-class Group:
-    """The group to launch: one command, and an environment for each worker.
+class WorkerGroup:
+    """The workers ``ranks``, started on construction.
 
-    Attributes:
-        label: returns the label of a worker's lines, by rank and file descriptor.
-        terminals: the terminals among descriptors 1 and 2, with their sizes; worker 0 may draw there.
-        log_dir: directory for a copy of all output, one file per worker and stream.
-    """
-
-    command: Sequence[str]
-    environments: Sequence[Mapping[str, str]]
-    label: Callable[[int, int], bytes]
-    terminals: Mapping[int, Window] = field(default_factory=dict)
-    log_dir: Path | None = None
-
-
-def launch(group: Group, clock: Clock = MONOTONIC) -> tuple[Outcome, Callable[[int], list[str]]]:
-    """Run all workers of ``group``. Returns the result, and a function for the last stderr lines of a worker.
-
-    Must be called on the main thread, because it handles the signals to this process until it returns.
+    Args:
+        ranks: of the workers.
+        start: starts the worker of a rank.
+        listener: shows their output.
+        clock: monotonic.
 
     Raises:
-        OSError: if a worker cannot be started.
+        OSError: if a worker cannot be started. The others are ended then.
     """
-    with ExitStack() as cleanup:
-        signals = cleanup.enter_context(SignalInbox())
-        listener = Listener(Screen(write_all, group.terminals), signals)
-        workers: list[WorkerProcess] = []
-        cleanup.enter_context(closing(listener))
-        for rank, environ in enumerate(group.environments):
-            label = {fd: group.label(rank, fd) for fd in (1, 2)}
-            windows = group.terminals if rank == 0 else {}
-            worker = WorkerProcess(rank, group.command, environ, label, windows, group.log_dir)
-            cleanup.callback(worker.close)
-            workers.append(worker)
-            listener.add(worker)
-        outcome = _supervise(workers, listener, signals, clock)
-        _end_orphans(workers, listener, clock)
-        listener.drain()
-        return outcome, lambda rank: list(workers[rank].tail)
 
+    def __init__(
+        self,
+        ranks: Iterable[int],
+        start: Callable[[int], Worker],
+        listener: Listener,
+        clock: Clock = MONOTONIC,
+    ) -> None:
+        self._listener = listener
+        self._clock = clock
+        self._workers: dict[int, Worker] = {}
+        with ExitStack() as cleanup:
+            for rank in ranks:
+                worker = self._workers[rank] = start(rank)
+                cleanup.callback(worker.close)
+                listener.add(worker)
+                cleanup.callback(listener.remove, worker)
+            self._cleanup = cleanup.pop_all()
+        self._supervisor = Supervisor(self._workers)
+        self._running = set(self._workers)
 
-def _supervise(
-    workers: Sequence[WorkerProcess], listener: Listener, signals: SignalInbox, clock: Clock
-) -> Outcome:
-    supervisor = Supervisor(range(len(workers)))
-    running = list(workers)
-    while True:
-        listener.wait(Deadline(supervisor.deadline, clock).timeout())
-        events: list[Event] = [SignalReceived(signum) for signum in signals.take()]
-        if listener.output_closed and supervisor.is_running:
-            events.append(SignalReceived(signal.SIGPIPE))
-        for worker in list(running):
-            if (code := worker.poll()) is not None:
-                running.remove(worker)
-                events.append(WorkerExited(worker.rank, code))
-        for event in (*events, TimePassed()):
-            for effect in supervisor.handle(event, clock.now()):
+    @property
+    def deadline(self) -> float:
+        """When to call :meth:`handle` at the latest; infinite if that is not needed."""
+        return self._supervisor.deadline
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the group is not being ended."""
+        return self._supervisor.is_running
+
+    def tail(self, rank: int) -> list[str]:
+        """The last lines that a worker wrote to stderr."""
+        return list(self._workers[rank].tail)
+
+    def handle(self, events: Iterable[Event] = ()) -> Outcome | None:
+        """Process ``events``, exits and the time. Returns the outcome if the group has ended."""
+        for event in (*events, *self._exits(), TimePassed()):
+            for effect in self._supervisor.handle(event, self._clock.now()):
                 match effect:
                     case SignalWorkers(ranks, signum):
                         for rank in ranks:
-                            workers[rank].signal(signum)
+                            self._workers[rank].signal(signum)
                     case Outcome():
                         return effect
+        return None
 
+    def _exits(self) -> list[WorkerExited]:
+        exits = []
+        for rank in sorted(self._running):
+            if (code := self._workers[rank].poll()) is not None:
+                self._running.discard(rank)
+                self._listener.exited(self._workers[rank])
+                exits.append(WorkerExited(rank, code))
+        return exits
 
-def _end_orphans(workers: Sequence[WorkerProcess], listener: Listener, clock: Clock) -> None:
-    """End orphan processes of workers: SIGTERM first, as some of them clean up (shared memory)."""
-    orphans = [worker for worker in workers if worker.signal(signal.SIGTERM)]
-    deadline = Deadline.after(_ORPHAN_GRACE_SECONDS, clock)
-    while orphans and not deadline.passed():
-        # The kernel does not signal when a process group becomes empty, so this one wait polls.
-        listener.wait(_ORPHAN_POLL_SECONDS)
-        orphans = [worker for worker in orphans if worker.signal(0)]
+    def end_orphans(self) -> None:
+        """End orphan processes of workers: SIGTERM first, as some of them clean up (shared memory)."""
+        orphans = [worker for worker in self._workers.values() if worker.signal(signal.SIGTERM)]
+        deadline = Deadline.after(_ORPHAN_GRACE_SECONDS, self._clock)
+        while orphans and not deadline.passed():
+            # The kernel does not signal when a process group becomes empty, so this one wait polls.
+            self._listener.wait(_ORPHAN_POLL_SECONDS)
+            orphans = [worker for worker in orphans if worker.signal(0)]
+
+    def close(self) -> None:
+        """Kill what is left, and show the rest of the output. Idempotent."""
+        self._cleanup.close()
