@@ -32,6 +32,7 @@
     |   |-- OperatorError (TypeError)          a torch operator does not take these arguments
     |   |-- RRefError                          invalid use of an RRef
     |   `-- RemoteError                        user code failed remotely; its exception type is not available
+    |-- WorkerFailedError (RuntimeError)       a launched worker raised or died
     `-- AutogradError (RuntimeError)           contexts and backward passes
 
 The second base class, in parentheses, is the exception that ``torch.distributed`` or Python raises for the
@@ -167,6 +168,21 @@ class RRefError(RpcError):
 
 class RemoteError(RpcError):
     """User code failed on another worker with an exception whose type is not available here."""
+
+
+class WorkerFailedError(ZmqgradError, RuntimeError):
+    """A worker of ``elastic.launch`` raised an exception or died, and no restart was left.
+
+    Args:
+        message: with the worker's traceback.
+        rank: of the worker.
+        exit_code: of the worker, or minus the signal that killed it.
+    """
+
+    def __init__(self, message: str, rank: int = -1, exit_code: int = 1) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.exit_code = exit_code
 
 
 class AutogradError(ZmqgradError, RuntimeError):

@@ -23,11 +23,14 @@ if TYPE_CHECKING:
     from zmqgrad.elastic.backends import StoreBackend
     from zmqgrad.elastic.executor import OperatorExecutor
     from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
+    from zmqgrad.elastic.launch_config import LaunchConfig, Std
+    from zmqgrad.elastic.launching import launch
     from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
     from zmqgrad.elastic.state import NodeDesc, RendezvousState
     from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
 
 _MODULES = {
+    "LaunchConfig": "launch_config",
     "NodeDesc": "state",
     "OperatorExecutor": "executor",
     "Rendezvous": "handler",
@@ -37,6 +40,8 @@ _MODULES = {
     "RendezvousState": "state",
     "RendezvousTimeout": "settings",
     "StateHolder": "state_holder",
+    "Std": "launch_config",
+    "launch": "launching",
     "StoreBackend": "backends",
 }
 
@@ -48,6 +53,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "LaunchConfig",
     "NodeDesc",
     "OperatorExecutor",
     "Rendezvous",
@@ -57,5 +63,7 @@ __all__ = [
     "RendezvousState",
     "RendezvousTimeout",
     "StateHolder",
+    "Std",
     "StoreBackend",
+    "launch",
 ]
