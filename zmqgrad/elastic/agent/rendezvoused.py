@@ -29,6 +29,7 @@ from zmqgrad.elastic.agent.events import (
 from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, place
 from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
 from zmqgrad.errors import (
+    RendezvousConnectionError,
     RendezvousError,
     RendezvousTimeoutError,
     StoreError,
@@ -82,6 +83,7 @@ class RendezvousCoordinator(Coordinator):
         self._describe = describe
         self._opened: OpenRendezvous | None = None
         self._round: _Round | None = None
+        self._is_lost = False  # the store does not reply
         self._closing = threading.Event()
         self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="zmqgrad-agent-rendezvous", daemon=True)
@@ -128,6 +130,7 @@ class RendezvousCoordinator(Coordinator):
             try:
                 command()
             except Exception as error:
+                self._is_lost |= isinstance(error, RendezvousConnectionError | StoreError)
                 self.events.post(RendezvousFailed(error))
         self._end_round()
         if self._opened is not None:
@@ -181,7 +184,7 @@ class RendezvousCoordinator(Coordinator):
 
     def _leave(self, close: bool) -> None:
         try:
-            if self._opened is not None:
+            if self._opened is not None and not self._is_lost:
                 self._leave_job(self._opened, close)
         except (RendezvousError, StoreError) as error:
             logger.info("left without notice: %s", error)
@@ -190,12 +193,17 @@ class RendezvousCoordinator(Coordinator):
             self.events.post(Left())
 
     def _leave_job(self, opened: OpenRendezvous, close: bool) -> None:
+        round = self._round
+        if round is not None:
+            round.end()  # before the state changes, which wakes its thread
         if not close:
             opened.handler.leave()
-            return
-        opened.handler.set_closed()
-        if self._round is not None:
-            self._round.leave(wait_for_others=opened.serves_store)
+        else:
+            opened.handler.set_closed()
+            if round is not None:
+                round.leave(wait_for_others=opened.serves_store)
+        if round is not None:
+            round.join()
 
     def _end_round(self) -> None:
         round, self._round = self._round, None
@@ -223,20 +231,27 @@ class _Round:
         self._failed = False
         self._ended = threading.Event()
         self._lock = threading.Lock()  # guards _succeeded and _failed
+        name = f"zmqgrad-agent-round-{placement.round}"
+        self._thread = threading.Thread(target=self._monitor, name=name, daemon=True)
 
     def start(self) -> None:
         """Begin to watch."""
         self.store.watch_prefix("agent/", self._on_key)
         for key in self.store.list_keys("agent/"):  # written before the watch
             self._on_key(key, None, self.store.get(key))
-        name = f"zmqgrad-agent-round-{self.place.round}"
-        threading.Thread(target=self._monitor, name=name, daemon=True).start()
+        self._thread.start()
 
     def end(self) -> None:
-        """Stop watching. Does not wait for the thread, which ends at its next look."""
+        """Stop watching. Does not wait for the thread, which ends at its next look. Idempotent."""
+        if self._ended.is_set():
+            return
         self._ended.set()
         with suppress(StoreError):  # the store may be gone
             self.store.unwatch_prefix("agent/", self._on_key)
+
+    def join(self) -> None:
+        """Wait for the thread of an ended round, which uses the store."""
+        self._thread.join(2 * LOOK_SECONDS)
 
     def leave(self, wait_for_others: bool) -> None:
         """Tell the others that this agent reads the store no more; wait until they do not, either."""
