@@ -131,6 +131,14 @@ def test_an_escape_sequence_cut_in_two(screen: Screen, terminal: Terminal) -> No
     assert terminal.rows == ["[worker 0] step 1"]
 
 
+def test_a_message_of_the_agent_begins_a_row(screen: Screen, terminal: Terminal) -> None:
+    screen.live(1, LABEL, b"\rstep 1")
+    screen.end_line()
+    terminal.write(2, b"a message\n")
+    screen.live(1, LABEL, b"\rstep 2")
+    assert terminal.rows == ["[worker 0] step 1", "a message", "[worker 0] step 2"]
+
+
 def test_close_leaves_the_terminal_usable(screen: Screen, terminal: Terminal) -> None:
     screen.live(1, LABEL, b"\x1b[?25l\rstep 1")
     hidden = [terminal.cursor_hidden]

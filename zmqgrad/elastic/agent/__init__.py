@@ -1,6 +1,8 @@
-"""The agent: the process of a host that starts the workers there, watches them, and ends them together.
+"""The agent: the process of a node that starts the workers there, watches them, and restarts or ends them.
 
-Nothing here needs a store or a socket at import, so that workers of one host start fast.
-:mod:`~zmqgrad.elastic.agent.supervision` holds the decisions about one group of workers and is pure;
-:mod:`~zmqgrad.elastic.agent.group` carries them out.
+Two pure modules decide: :mod:`~zmqgrad.elastic.agent.lifecycle` about the rounds of a job, and
+:mod:`~zmqgrad.elastic.agent.supervision` about the workers of one round.
+:mod:`~zmqgrad.elastic.agent.agent` and :mod:`~zmqgrad.elastic.agent.group` carry out their decisions, in one
+thread that never waits for another node: :mod:`~zmqgrad.elastic.agent.rendezvoused` does that. A single node
+needs no store, so its workers start fast.
 """

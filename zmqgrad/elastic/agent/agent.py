@@ -197,6 +197,7 @@ class _Agent:
                 case Leave(close):
                     coordinator.leave(close)
                 case Say(text):
+                    self._listener.end_line()
                     self._spec.say(text)
                 case Result():
                     return effect

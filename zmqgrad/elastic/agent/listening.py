@@ -87,6 +87,10 @@ class Listener:
         """Wait as :meth:`ready` does, and show the output."""
         self.show(self.ready(seconds))
 
+    def end_line(self) -> None:
+        """End an unterminated line of a worker, before the agent writes a message."""
+        self._guarded(self._screen.end_line)
+
     def close(self) -> None:
         """Stop listening and restore the terminal."""
         self._selector.close()
