@@ -8,7 +8,8 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -373,3 +374,20 @@ def export(variables: Mapping[str, str], remove: Iterable[str] = ()) -> None:
     for name in remove:
         os.environ.pop(name, None)
     os.environ.update(variables)
+
+
+def replace_all(environ: Mapping[str, str]) -> None:
+    """Replace the environment of this process, a worker that has just started."""
+    os.environ.clear()
+    os.environ.update(environ)
+
+
+@contextmanager
+def replaced(environ: Mapping[str, str]) -> Iterator[None]:
+    """Replace the environment of this process while child processes are started that inherit it."""
+    before = dict(os.environ)
+    replace_all(environ)
+    try:
+        yield
+    finally:
+        replace_all(before)

@@ -34,6 +34,7 @@
     |   |-- OperatorError (TypeError)          a torch operator does not take these arguments
     |   |-- RRefError                          invalid use of an RRef
     |   `-- RemoteError                        user code failed remotely; its exception type is not available
+    |-- WorkerFailedError (RuntimeError)       a launched worker raised or died
     `-- AutogradError (RuntimeError)           contexts and backward passes
 
 The second base class, in parentheses, is the exception that ``torch.distributed`` or Python raises for the
@@ -132,18 +133,22 @@ class JournalError(StoreError):
 
 
 class WorkerFailedError(ZmqgradError, RuntimeError):
-    """A worker of a launcher failed or died. The message contains its traceback, if it has one.
+    """A worker of a launcher failed or died, and no restart was left.
 
     Args:
-        message: see above.
+        message: contains the worker's traceback, if it has one.
         rank: of the worker that failed first; None: it had no rank yet.
         restarts: how often the group had been restarted before.
+        exit_code: of the worker's process, or minus the signal that killed it; None: unknown.
     """
 
-    def __init__(self, message: str, rank: int | None = None, restarts: int = 0) -> None:
+    def __init__(
+        self, message: str, rank: int | None = None, restarts: int = 0, exit_code: int | None = None
+    ) -> None:
         super().__init__(message)
         self.rank = rank
         self.restarts = restarts
+        self.exit_code = exit_code
 
 
 class LaunchTimeoutError(ZmqgradError, TimeoutError):

@@ -9,7 +9,11 @@ import pytest
 from tests.support.interpreter import run_python
 from zmqgrad import __version__
 from zmqgrad.__main__ import main
-from zmqgrad.cli.run import labels, usable_port, wants_colour, worker_environments
+from zmqgrad.cli.run import labels, wants_colour
+from zmqgrad.elastic.agent.addresses import usable_port
+from zmqgrad.elastic.agent.ranks import NodeInfo, place
+from zmqgrad.elastic.agent.variables import common_variables, worker_variables
+from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.errors import ConfigurationError
 
 
@@ -77,9 +81,16 @@ def test_a_port_in_use_and_a_free_one() -> None:
     assert usable_port("127.0.0.1", free) == free
 
 
+def worker_environments(inherited: dict[str, str], workers: int, port: int) -> list[dict[str, str]]:
+    """The variables of the workers of a single node."""
+    common = common_variables(inherited, LaunchConfig(nproc_per_node=workers, max_restarts=3))
+    placement = place([NodeInfo("node", "default_role", workers, 1, "127.0.0.1", port)], 0, round=0)
+    return [worker_variables(common, placement, rank) for rank in range(workers)]
+
+
 def test_each_worker_gets_its_rank_in_the_environment() -> None:
     inherited = {"HOME": "/home/me", "RANK": "9", "ZMQGRAD_SECRET_FILE": "/run/secret"}
-    first, second = worker_environments(inherited, 2, "127.0.0.1", 4711)
+    first, second = worker_environments(inherited, 2, 4711)
     assert first == {
         "ZMQGRAD_SECRET_FILE": "/run/secret",
         "HOME": "/home/me",
@@ -89,16 +100,26 @@ def test_each_worker_gets_its_rank_in_the_environment() -> None:
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "2",
         "LOCAL_WORLD_SIZE": "2",
+        "GROUP_RANK": "0",
+        "GROUP_WORLD_SIZE": "1",
+        "ROLE_NAME": "default_role",
+        "ROLE_RANK": "0",
+        "ROLE_WORLD_SIZE": "2",
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
+        "TORCHELASTIC_MAX_RESTARTS": "3",
+        "TORCHELASTIC_RESTART_COUNT": "1",
+        "TORCHELASTIC_RUN_ID": "none",
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1",
     }
-    assert second == first | {"RANK": "1", "LOCAL_RANK": "1"}
+    assert second == first | {"RANK": "1", "LOCAL_RANK": "1", "ROLE_RANK": "1"}
 
 
 def test_variables_set_by_the_user_are_kept() -> None:
-    [alone] = worker_environments({}, 1, "127.0.0.1", 1)
+    [alone] = worker_environments({}, 1, 1)
     assert "OMP_NUM_THREADS" not in alone
-    chosen = worker_environments({"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": ""}, 2, "127.0.0.1", 1)
+    chosen = worker_environments({"OMP_NUM_THREADS": "4", "PYTHONUNBUFFERED": ""}, 2, 1)
     assert [(e["OMP_NUM_THREADS"], e["PYTHONUNBUFFERED"]) for e in chosen] == [("4", "")] * 2
 
 

@@ -306,7 +306,10 @@ def test_a_signal_ends_everything_in_time(
     assert stdout.count("interrupted") == (2 if signum == signal.SIGINT and not manner else 0)
 
 
-def test_workers_do_not_outlive_a_launcher_that_is_killed(script: Path, launch: type[Launched]) -> None:
+def test_workers_do_not_outlive_a_launcher_that_is_killed(
+    script: Path, launch: type[Launched], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))  # it cannot remove the error files of its workers
     script.write_text(WAIT)
     launched = launch("--nproc-per-node", 3, script, "stubborn", processes=3)
     launched.launcher.kill()

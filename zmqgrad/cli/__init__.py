@@ -2,6 +2,5 @@
 
 ``run`` starts the workers of one host; ``store`` serves a store or accesses one; ``doctor`` checks this host;
 ``secret`` makes a secret for a job. Nothing here imports torch, so commands start fast and the launcher stays
-small. Start with :mod:`zmqgrad.cli.run`. :mod:`zmqgrad.cli.supervision` holds the launcher's decisions and is
-pure.
+small. Start with :mod:`zmqgrad.cli.run`; :mod:`zmqgrad.elastic.agent` runs the workers.
 """

@@ -14,7 +14,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from zmqgrad import __version__, environment
-from zmqgrad.cli.run import usable_port, worker_environments
+from zmqgrad.elastic.agent.addresses import LOOPBACK, usable_port
+from zmqgrad.elastic.agent.ranks import NodeInfo, place
+from zmqgrad.elastic.agent.variables import common_variables, worker_variables
+from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.transport import capabilities
 from zmqgrad.transport.bind_policy import check_bind_address, facing_address
@@ -170,8 +173,9 @@ _CHECKS: tuple[Callable[[], Check], ...] = (
 
 def _self_test() -> Check:
     """Start two workers on this host and let one call the other."""
-    port = usable_port("127.0.0.1", 0)
-    environments = worker_environments(environment.inherited(), 2, "127.0.0.1", port)
+    common = common_variables(environment.inherited(), LaunchConfig(nproc_per_node=2))
+    node = NodeInfo("self-test", "default_role", 2, 0, LOOPBACK, usable_port(LOOPBACK, 0))
+    environments = [worker_variables(common, place([node], 0, 0), rank) for rank in range(2)]
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "zmqgrad.rpc.selftest", f"doctor{rank}"],

@@ -7,7 +7,7 @@ import resource
 import select
 import sys
 
-from zmqgrad.cli.signals import SignalInbox
+from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.errors import ConfigurationError, JournalError, TransportError
 from zmqgrad.store.addresses import check_port, listening_address
 from zmqgrad.store.server import StoreServer

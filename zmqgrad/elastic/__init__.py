@@ -10,22 +10,64 @@ Start reading with :mod:`~zmqgrad.elastic.state` (what is shared), then :mod:`~z
 :mod:`~zmqgrad.elastic.state_holder` connect the pure modules with a backend; :func:`create_handler` puts all
 together. The algorithm is that of
 ``torch.distributed.elastic.rendezvous.dynamic_rendezvous``.
+
+:mod:`~zmqgrad.elastic.agent` starts the workers of a host and restarts them in each round. Names are imported
+on first access, because an agent of a single host needs no store and starts without.
 """
 
 from __future__ import annotations
 
-from zmqgrad.elastic.backends import EtcdBackend, EtcdOptions, StoreBackend
-from zmqgrad.elastic.executor import OperatorExecutor
-from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
-from zmqgrad.elastic.registry import Parameters, create_handler, register_backend
-from zmqgrad.elastic.round_stores import RoundStores, ServedByRankZero, SharedStore
-from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
-from zmqgrad.elastic.state import NodeDesc, RendezvousState
-from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from zmqgrad.elastic.backends import EtcdBackend, EtcdOptions, StoreBackend
+    from zmqgrad.elastic.executor import OperatorExecutor
+    from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
+    from zmqgrad.elastic.launch_config import LaunchConfig, Std, Streams
+    from zmqgrad.elastic.launching import launch
+    from zmqgrad.elastic.registry import Parameters, create_handler, register_backend
+    from zmqgrad.elastic.round_stores import RoundStores, ServedByRankZero, SharedStore
+    from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
+    from zmqgrad.elastic.state import NodeDesc, RendezvousState
+    from zmqgrad.elastic.state_holder import RendezvousBackend, StateHolder
+
+_MODULES = {
+    "EtcdBackend": "backends",
+    "EtcdOptions": "backends",
+    "LaunchConfig": "launch_config",
+    "NodeDesc": "state",
+    "OperatorExecutor": "executor",
+    "Parameters": "registry",
+    "Rendezvous": "handler",
+    "RendezvousBackend": "state_holder",
+    "RendezvousHandler": "handler",
+    "RendezvousSettings": "settings",
+    "RendezvousState": "state",
+    "RendezvousTimeout": "settings",
+    "RoundStores": "round_stores",
+    "ServedByRankZero": "round_stores",
+    "SharedStore": "round_stores",
+    "StateHolder": "state_holder",
+    "Std": "launch_config",
+    "StoreBackend": "backends",
+    "Streams": "launch_config",
+    "create_handler": "registry",
+    "launch": "launching",
+    "register_backend": "registry",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
 
 __all__ = [
     "EtcdBackend",
     "EtcdOptions",
+    "LaunchConfig",
     "NodeDesc",
     "OperatorExecutor",
     "Parameters",
@@ -39,7 +81,10 @@ __all__ = [
     "ServedByRankZero",
     "SharedStore",
     "StateHolder",
+    "Std",
     "StoreBackend",
+    "Streams",
     "create_handler",
+    "launch",
     "register_backend",
 ]

@@ -7,6 +7,7 @@ thread holds the handler weakly: a handler that is dropped stops to renew, and o
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import traceback
 import weakref
@@ -15,7 +16,16 @@ from typing import NamedTuple
 from zmqgrad.elastic import events
 from zmqgrad.elastic.events import NodeState
 from zmqgrad.elastic.executor import OperatorExecutor
-from zmqgrad.elastic.operators import await_departure, close, exit_round, join, keep_alive
+from zmqgrad.elastic.operators import (
+    Action,
+    Context,
+    Operator,
+    await_departure,
+    close,
+    exit_round,
+    join,
+    keep_alive,
+)
 from zmqgrad.elastic.round_stores import RoundStores, SharedStore, await_address, is_intact
 from zmqgrad.elastic.settings import RendezvousSettings
 from zmqgrad.elastic.state import NodeDesc, NodeDescGenerator, RendezvousState
@@ -83,6 +93,7 @@ class RendezvousHandler:
         self._holder = StateHolder(self.node, backend, settings, clock)
         self._executor = OperatorExecutor(self.node, self._holder, settings)
         self._heartbeats: _Heartbeats | None = None
+        self._cancelled = math.inf  # when joining was cancelled
         self._closed = False
 
     def get_backend(self) -> str:
@@ -92,6 +103,16 @@ class RendezvousHandler:
     def get_run_id(self) -> str:
         """Identifies the job."""
         return self._settings.run_id
+
+    @property
+    def settings(self) -> RendezvousSettings:
+        """As given."""
+        return self._settings
+
+    @property
+    def is_host(self) -> bool:
+        """Whether this process serves the state to the other nodes."""
+        return self._backend.is_host
 
     def next_rendezvous(self) -> Rendezvous:
         """Leave the current round, and wait until this node takes part in a complete one.
@@ -119,7 +140,7 @@ class RendezvousHandler:
         """Take part in one round. Returns None if it ended before all its nodes could use its store."""
         with self._lock:
             self._executor.run(exit_round, deadline)
-            self._executor.run(join, deadline)
+            self._executor.run(self._cancellable(join), deadline)
             state = self._holder.state
             # What the round agreed on when it completed: some of its nodes may have left since.
             number, rank, size = state.round, state.completed_ranks[self.node], len(state.completed_ranks)
@@ -145,13 +166,23 @@ class RendezvousHandler:
                 self._holder.mark_dirty()
                 self._holder.sync()
         else:
-            self._executor.run(await_address(number), deadline)
+            self._executor.run(self._cancellable(await_address(number)), deadline)
         return is_intact(self._holder.context(), number)
 
     def _is_intact(self, number: int) -> bool:
         with self._lock:
             self._holder.sync()
             return is_intact(self._holder.context(), number)
+
+    def _cancellable(self, operator: Operator) -> Operator:
+        def cancellable(context: Context, deadline: float) -> Action:
+            return operator(context, min(deadline, self._cancelled))
+
+        return cancellable
+
+    def cancel(self) -> None:
+        """Let :meth:`next_rendezvous`, also one that runs in another thread, end soon with a timeout."""
+        self._cancelled = self._clock.now()
 
     def is_closed(self) -> bool:
         """Whether no further round begins. False if the backend cannot be reached."""
@@ -166,15 +197,31 @@ class RendezvousHandler:
         state = self._latest()
         return sorted(state.completed_ranks.keys() - state.participants.keys()) if state.complete else []
 
-    def _latest(self) -> RendezvousState:
-        if self._heartbeats is not None:
+    def wait_for_change(self, seconds: float) -> None:
+        """Wait until another node may have changed the state, at most ``seconds``, and read the state."""
+        self._holder.wait_for_change(seconds)
+        self._latest(cache_seconds=0.0)
+
+    def leave(self) -> None:
+        """Leave the current round, so that the other nodes need not wait for the heartbeat to expire.
+
+        Raises:
+            RendezvousError: if the backend cannot be used.
+        """
+        self._stop_heartbeats()
+        with self._lock:
+            self._executor.run(exit_round, self._clock.now() + self._settings.timeout.heartbeat)
+
+    def _latest(self, cache_seconds: float = CACHE_SECONDS) -> RendezvousState:
+        heartbeats = self._heartbeats
+        if heartbeats is not None:
             # Its thread reads: an agent must not miss the end of its lease if the backend does not reply.
-            if not self._holder.is_fresh(CACHE_SECONDS):
-                self._heartbeats.refresh(LATEST_SECONDS)
+            if not self._holder.is_fresh(cache_seconds):
+                heartbeats.refresh(LATEST_SECONDS)
             return self._holder.state
         with self._lock:
             try:
-                self._holder.sync(CACHE_SECONDS)
+                self._holder.sync(cache_seconds)
             except RendezvousError as e:
                 logger.warning("%s: %s: %s", self._settings.run_id, self.node, e)
             return self._holder.state
@@ -225,8 +272,11 @@ class RendezvousHandler:
         """Stop to renew the heartbeat: other nodes go on without this one. Idempotent."""
         self._stop_heartbeats()
 
-    def close(self) -> None:
+    def close(self, leave: bool = True) -> None:
         """Leave the round, stop, and close the backend and the stores of rounds. Idempotent.
+
+        Args:
+            leave: False: this node has left already, or the backend does not reply.
 
         A node that serves the state waits until the others have left the round, or their heartbeats have
         expired. If some take part in the next one by then, its process goes on to serve the state.
@@ -235,6 +285,15 @@ class RendezvousHandler:
             return
         self._closed = True
         self._stop_heartbeats()
+        try:
+            if leave:
+                self._leave_for_good()
+        finally:
+            self._stores.close()
+            state = self._holder.state
+            self._backend.close(in_use=bool({*state.participants, *state.wait_list} - {self.node}))
+
+    def _leave_for_good(self) -> None:
         deadline, number = self._clock.now() + LEAVE_SECONDS, self._holder.state.round
         try:
             with self._lock:
@@ -243,10 +302,6 @@ class RendezvousHandler:
                     self._executor.run(await_departure(number), deadline + self._settings.expiry_seconds)
         except RendezvousError as e:
             logger.info("%s: %s could not leave in order: %s", self.get_run_id(), self.node, e)
-        finally:
-            self._stores.close()
-            state = self._holder.state
-            self._backend.close(in_use=bool({*state.participants, *state.wait_list} - {self.node}))
 
     def _stop_heartbeats(self) -> None:
         heartbeats, self._heartbeats = self._heartbeats, None

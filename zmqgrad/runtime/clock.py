@@ -13,6 +13,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 
+def unix_time() -> float:
+    """Seconds since 1970, for people and files. It may jump, so nothing may be timed by it."""
+    return time.time()
+
+
 class Clock(Protocol):
     """A monotonic clock."""
 

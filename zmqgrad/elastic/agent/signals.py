@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import socket
+import threading
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -13,7 +14,7 @@ _STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class SignalInbox:
     """While entered, queues SIGINT, SIGTERM and SIGHUP; the exit of a child wakes a select.
 
-    Must be entered on the main thread.
+    Python handles signals on the main thread only; on another one, this queues nothing.
     """
 
     def __init__(self) -> None:
@@ -23,19 +24,24 @@ class SignalInbox:
         self._reader, self._writer = socket.socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            self._install()
+        return self
+
+    def _install(self) -> None:
         self._wakeup_before = signal.set_wakeup_fd(self._writer.fileno())
         for signum in (*_STOPPING, signal.SIGCHLD):
             # A signal that was ignored when this process started, as under nohup, stays ignored.
             if signum == signal.SIGCHLD or signal.getsignal(signum) is not signal.SIG_IGN:
                 self._before[signum] = signal.signal(signum, _only_wake)
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for signum, handler in self._before.items():
             signal.signal(signum, handler)
-        signal.set_wakeup_fd(self._wakeup_before)
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup_before)
         self._reader.close()
         self._writer.close()
 

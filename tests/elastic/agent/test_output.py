@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.cli.output import LineSplitter, Screen, without_escapes
+from zmqgrad.elastic.agent.output import LineSplitter, Screen, without_escapes
 
 LABEL = b"[worker 0] "
 OTHER = b"[worker 1] "
@@ -129,6 +129,14 @@ def test_an_escape_sequence_cut_in_two(screen: Screen, terminal: Terminal) -> No
     for byte in b"\r\x1b[2K\x1b[1;32mstep\x1b[0m 1":
         screen.live(1, LABEL, bytes([byte]))
     assert terminal.rows == ["[worker 0] step 1"]
+
+
+def test_a_message_of_the_agent_begins_a_row(screen: Screen, terminal: Terminal) -> None:
+    screen.live(1, LABEL, b"\rstep 1")
+    screen.end_line()
+    terminal.write(2, b"a message\n")
+    screen.live(1, LABEL, b"\rstep 2")
+    assert terminal.rows == ["[worker 0] step 1", "a message", "[worker 0] step 2"]
 
 
 def test_close_leaves_the_terminal_usable(screen: Screen, terminal: Terminal) -> None:

@@ -1,4 +1,4 @@
-"""The rules at the head of zmqgrad/cli/supervision.py, one by one, and what holds whatever happens."""
+"""The rules at the head of elastic/agent/supervision.py, one by one, and what holds whatever happens."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from zmqgrad.cli.supervision import (
+from zmqgrad.elastic.agent.supervision import (
     Event,
     Outcome,
     Phase,
     SignalReceived,
     SignalWorkers,
+    StopRequested,
     Supervisor,
     TimePassed,
     WorkerExited,
@@ -90,6 +91,35 @@ def test_rule_5_a_second_signal_kills_immediately(three: Supervisor) -> None:
     three.handle(SignalReceived(signal.SIGINT), now=10)
     assert three.handle(SignalReceived(signal.SIGINT), now=10.1) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
     assert three.handle(SignalReceived(signal.SIGINT), now=10.2) == []
+
+
+def test_rule_6_a_request_is_neither_success_nor_failure(three: Supervisor) -> None:
+    three.handle(WorkerExited(1, 0), now=5)
+    assert three.handle(StopRequested(), now=6) == [SignalWorkers((0, 2), signal.SIGTERM)]
+    three.handle(WorkerExited(0, 1), now=6.1)
+    [outcome] = three.handle(WorkerExited(2, -signal.SIGTERM), now=6.2)
+    assert outcome == Outcome(exit_code=0, ended=(0, 2), stopped=True)
+
+
+def test_rule_6_a_request_to_kill(three: Supervisor) -> None:
+    assert three.handle(StopRequested(signal.SIGKILL), now=5) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
+    assert three.handle(StopRequested(signal.SIGKILL), now=5.1) == [], "once is enough"
+
+
+def test_rule_6_a_request_to_kill_ends_the_grace_period(three: Supervisor) -> None:
+    three.handle(StopRequested(), now=5)
+    assert three.handle(StopRequested(signal.SIGKILL), now=5.1) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
+
+
+def test_rule_6_a_signal_meanwhile_counts_and_a_second_one_kills(three: Supervisor) -> None:
+    three.handle(StopRequested(), now=5)
+    assert three.handle(SignalReceived(signal.SIGINT), now=5.1) == []
+    assert three.handle(SignalReceived(signal.SIGINT), now=5.2) == [SignalWorkers((0, 1, 2), signal.SIGKILL)]
+    for rank in (0, 1):
+        three.handle(WorkerExited(rank, -9), now=5.3)
+    [outcome] = three.handle(WorkerExited(2, -9), now=5.3)
+    assert isinstance(outcome, Outcome)
+    assert (outcome.exit_code, outcome.interrupted_by) == (130, signal.SIGINT)
 
 
 def test_a_signal_after_a_failure_hurries_but_does_not_change_the_code(three: Supervisor) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable, Sequence
 
-from zmqgrad.cli.supervision import Outcome
+from zmqgrad.elastic.agent.lifecycle import Result
+from zmqgrad.elastic.agent.supervision import Outcome
 
 _TRACEBACK = "Traceback (most recent call last):"
 _CHAINED = (
@@ -37,9 +38,42 @@ def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]
         lines += _quote_stderr(failure.rank, stderr_tail(failure.rank))
         if outcome.ended:
             lines.append(f"{_workers(outcome.ended)} ended by the launcher")
-    if outcome.given_up:
-        lines.append(f"{_workers(outcome.given_up)} still running: SIGKILL did not end them in time")
-    return lines
+    return lines + _abandoned(outcome)
+
+
+def job_report(result: Result, stderr_tail: Callable[[int], Sequence[str]]) -> list[str]:
+    """The lines of the final report of an agent. Empty on success.
+
+    Args:
+        result: see :class:`~zmqgrad.elastic.agent.lifecycle.Result`.
+        stderr_tail: as for :func:`failure_report`.
+    """
+    if result.interrupted_by is not None:
+        return [f"stopped by {signal_name(result.interrupted_by)}", *_abandoned(result.outcome)]
+    if result.error is not None:
+        return [str(result.error) or type(result.error).__name__]
+    own = result.outcome.first_failure if result.outcome is not None else None
+    failure = result.failure
+    if failure is None or result.outcome is None or (own is not None and own.rank == failure.rank):
+        return failure_report(result.outcome, stderr_tail) if result.outcome is not None else []
+    lines = [
+        f"worker {failure.rank} of node {failure.node_rank} failed first: {_describe_exit(failure.code)}"
+    ]
+    lines += [f"    {line}" for line in failure.lines]
+    if result.outcome.ended:
+        lines.append(f"{_workers(result.outcome.ended)} ended by the launcher")
+    return lines + _abandoned(result.outcome)
+
+
+def _abandoned(outcome: Outcome | None) -> list[str]:
+    if outcome is None or not outcome.given_up:
+        return []
+    return [f"{_workers(outcome.given_up)} still running: SIGKILL did not end them in time"]
+
+
+def quoted(tail: Sequence[str]) -> list[str]:
+    """The last traceback in the stderr of a worker, or its last lines."""
+    return last_traceback(tail) or [line for line in tail if line.strip()][-_QUOTED_LINES:]
 
 
 def signal_name(signum: int) -> str:
@@ -69,10 +103,10 @@ def _describe_exit(code: int) -> str:
 
 
 def _quote_stderr(rank: int, tail: Sequence[str]) -> list[str]:
-    quoted = last_traceback(tail) or [line for line in tail if line.strip()][-_QUOTED_LINES:]
-    if not quoted:
+    lines = quoted(tail)
+    if not lines:
         return [f"worker {rank} wrote nothing to stderr"]
-    return [f"the end of worker {rank}'s stderr:", *(f"    {line}" for line in quoted)]
+    return [f"the end of worker {rank}'s stderr:", *(f"    {line}" for line in lines)]
 
 
 def _workers(ranks: Sequence[int]) -> str:

@@ -101,12 +101,17 @@ class Screen:
         self._owner = fd
         self._write(fd, bytes(out))
 
+    def end_line(self) -> None:
+        """End an unterminated line on the terminal, before something else is written there."""
+        if self._unfinished:
+            self._write(self._owner, b"\n")
+            self._unfinished = b""
+
     def close(self) -> None:
         """Restore the terminal, whose modes a killed program may have left changed."""
         if self._was_live:
-            end = b"\n" if self._unfinished else b""
-            self._write(self._owner, end + _SHOW_CURSOR)
-            self._unfinished = b""
+            self.end_line()
+            self._write(self._owner, _SHOW_CURSOR)
 
 
 def _moves_cursor(token: bytes) -> bool:

@@ -1,7 +1,7 @@
-"""Decisions of the launcher: when the group ends, which workers to signal, and the exit code.
+"""Decisions about one group of workers: when the group ends, which workers to signal, and the exit code.
 
-Pure: an event and the time go in, a list of effects comes out. :mod:`zmqgrad.cli.launch` carries them
-out. The rules:
+Pure: an event and the time go in, a list of effects comes out, which :mod:`zmqgrad.elastic.agent.group`
+carries out. The rules:
 
 1. The group succeeds when every worker has exited with code 0.
 2. The first worker that fails determines the exit code, and the others are ended.
@@ -9,6 +9,7 @@ out. The rules:
 4. To end workers, the launcher signals them, kills the remaining ones after a grace period, and after
    another grace period abandons those that still run, and reports them.
 5. A second signal ends the grace period immediately.
+6. A request to stop ends all workers as well, and is neither a success nor a failure.
 """
 
 from __future__ import annotations
@@ -39,11 +40,18 @@ class SignalReceived:
 
 
 @dataclass(frozen=True)
+class StopRequested:
+    """Event: the group must end, because its round does. ``signum``: SIGTERM, or SIGKILL without grace."""
+
+    signum: int = signal.SIGTERM
+
+
+@dataclass(frozen=True)
 class TimePassed:
     """Event: time has passed."""
 
 
-Event = WorkerExited | SignalReceived | TimePassed
+Event = WorkerExited | SignalReceived | StopRequested | TimePassed
 
 
 @dataclass(frozen=True)
@@ -61,6 +69,7 @@ class Outcome:
     Attributes:
         ended: workers that still ran when the launcher began to end the group.
         given_up: workers that survived SIGKILL.
+        stopped: whether the group was requested to stop before it ended by itself.
     """
 
     exit_code: int
@@ -68,6 +77,7 @@ class Outcome:
     interrupted_by: int | None = None
     ended: tuple[int, ...] = ()
     given_up: tuple[int, ...] = ()
+    stopped: bool = False
 
 
 Effect = SignalWorkers | Outcome
@@ -99,6 +109,7 @@ class Supervisor:
         self._first_failure: WorkerExited | None = None
         self._interrupted_by: int | None = None
         self._ended: tuple[int, ...] = ()
+        self._stopped = False
 
     @property
     def is_running(self) -> bool:
@@ -114,6 +125,8 @@ class Supervisor:
                 return self._on_exit(event, now)
             case SignalReceived(signum):
                 return self._on_signal(signum, now)
+            case StopRequested(signum):
+                return self._on_stop(signum, now)
             case TimePassed():
                 return self._on_time(now)
 
@@ -127,11 +140,21 @@ class Supervisor:
         return self._terminate(signal.SIGTERM, now) if failed else []
 
     def _on_signal(self, signum: int, now: float) -> list[Effect]:
+        if self._stopped and self._interrupted_by is None:
+            self._interrupted_by = signum  # the group ends already, but no other may follow it
+            return []
         if self.phase is not Phase.RUNNING:
             return self._kill(now) if self.phase is Phase.ENDING else []
         self._interrupted_by = signum
         # SIGINT as from a terminal, so that workers see their KeyboardInterrupt; otherwise SIGTERM.
         return self._terminate(signal.SIGINT if signum == signal.SIGINT else signal.SIGTERM, now)
+
+    def _on_stop(self, signum: int, now: float) -> list[Effect]:
+        if self.phase is Phase.RUNNING:
+            self._stopped = True
+            self._ended = tuple(sorted(self._running))
+            return self._kill(now) if signum == signal.SIGKILL else self._terminate(signum, now)
+        return self._kill(now) if signum == signal.SIGKILL and self.phase is Phase.ENDING else []
 
     def _on_time(self, now: float) -> list[Effect]:
         if now < self.deadline:
@@ -158,6 +181,7 @@ class Supervisor:
             interrupted_by=self._interrupted_by,
             ended=self._ended,
             given_up=tuple(sorted(self._running)),
+            stopped=self._stopped,
         )
 
     def _exit_code(self) -> int:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import signal
 
-from zmqgrad.cli.report import failure_report, last_traceback, signal_name
-from zmqgrad.cli.supervision import Outcome, WorkerExited
+from zmqgrad.elastic.agent.report import failure_report, last_traceback, signal_name
+from zmqgrad.elastic.agent.supervision import Outcome, WorkerExited
 
 CAUSE = ["Traceback (most recent call last):", '  File "a.py", line 1, in <module>', "KeyError: 'x'"]
 CHAIN = ["", "The above exception was the direct cause of the following exception:", ""]

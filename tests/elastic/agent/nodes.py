@@ -1,0 +1,138 @@
+"""Nodes of a job on this host: launchers as processes of their own, whose output can be waited for."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import IO
+
+WAIT_SECONDS = 60.0
+
+FAST = "keep_alive_interval=0.5,last_call_timeout=1,join_timeout=60"
+"""A node that died is removed after 1.5 s."""
+
+WORKER = """
+import os, pathlib, signal, sys
+place = " ".join(os.environ[name] for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
+print("worker", os.getpid(), "has", place, flush=True)
+if len(sys.argv) > 1:
+    exec(sys.argv[1])
+signal.pause()
+"""
+"""Prints its pid, rank, world size and restart count; runs its argument; waits for a signal."""
+
+
+class Node:
+    """A launcher with its workers.
+
+    Args:
+        arguments: of ``zmqgrad run``.
+        environ: variables in addition to those of this process.
+    """
+
+    def __init__(self, *arguments: object, **environ: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "zmqgrad", "run", *map(str, arguments)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environ},
+        )
+        self.text = ""
+        self._grown = threading.Condition()
+        self._seen = 0
+        assert self.process.stdout is not None
+        self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
+        self._reader.start()
+
+    def _read(self, stream: IO[bytes]) -> None:
+        for line in stream:
+            with self._grown:
+                self.text += line.decode(errors="replace")
+                self._grown.notify_all()
+
+    def find(self, pattern: str) -> re.Match[str]:
+        """Wait until ``pattern`` appears after what was found before."""
+        compiled = re.compile(pattern, re.MULTILINE)
+        with self._grown:
+            self._grown.wait_for(lambda: compiled.search(self.text, self._seen), WAIT_SECONDS)
+            match = compiled.search(self.text, self._seen)
+            assert match, f"{pattern!r} did not appear in:\n{self.text}"
+            self._seen = match.end()
+            return match
+
+    def find_workers(self, count: int, world_size: int, restarts: int = 0) -> dict[int, int]:
+        """Wait for ``count`` workers to start in a group. Returns their pids by rank."""
+        found = [
+            self.find(rf"worker (\d+) has (\d+) {world_size} {restarts}$").groups() for _ in range(count)
+        ]
+        return {int(rank): int(pid) for pid, rank in found}
+
+    def wait(self) -> int:
+        """Wait for the launcher's exit. Returns the exit code."""
+        code = self.process.wait(WAIT_SECONDS)
+        self._reader.join(WAIT_SECONDS)
+        return code
+
+    def close(self) -> None:
+        """Kill the launcher, and with it its workers."""
+        self.process.kill()
+        self.process.wait()
+        self._reader.join(WAIT_SECONDS)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+class Job:
+    """The nodes of one job.
+
+    Args:
+        endpoint: of its rendezvous.
+        script: that its workers run.
+    """
+
+    def __init__(self, endpoint: str, script: Path) -> None:
+        script.write_text(WORKER)
+        self.endpoint = endpoint
+        self.script = script
+        self.nodes: list[Node] = []
+
+    def start(self, code: str, *options: object, nodes: str = "1:3", restarts: int = 0) -> Node:
+        """Start a node, whose workers run ``code``."""
+        node = Node(
+            *("--nnodes", nodes, "--rdzv-endpoint", self.endpoint, "--rdzv-id", "job", "--rdzv-conf", FAST),
+            *("--max-restarts", restarts, *options, self.script, code),
+            TMPDIR=str(self.script.parent),  # a launcher that is killed cannot remove its temporary directory
+        )
+        self.nodes.append(node)
+        return node
+
+    def close(self) -> None:
+        """Kill all nodes."""
+        for node in self.nodes:
+            node.close()
+
+
+def exits(pid: int, seconds: float = 15.0) -> bool:
+    """Whether the process, which is no child of ours, exits in time."""
+    try:
+        fd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([fd], [], [], seconds)[0])
+    finally:
+        os.close(fd)
+
+
+def pause(node: Node, seconds: float) -> None:
+    """Freeze a launcher for a time, as a host that is suspended or swaps."""
+    node.process.send_signal(signal.SIGSTOP)
+    time.sleep(seconds)
+    node.process.send_signal(signal.SIGCONT)

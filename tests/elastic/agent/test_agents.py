@@ -1,0 +1,197 @@
+"""Agents with real workers, one or several nodes on this host: who runs, who restarts, and how it ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.elastic.agent.nodes import Job, Node, exits, pause
+from zmqgrad.elastic.agent.addresses import usable_port
+from zmqgrad.store import TCPStore
+
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="waits for processes that are not its children"),
+]
+
+FINISH = "sys.exit()"
+
+
+@pytest.fixture
+def store() -> Iterator[TCPStore]:
+    with TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) as served:
+        yield served
+
+
+@pytest.fixture
+def job(store: TCPStore, tmp_path: Path) -> Iterator[Job]:
+    """A job whose rendezvous is served by this process."""
+    made = Job(f"127.0.0.1:{store.port}", tmp_path / "worker.py")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def served_by_a_node(tmp_path: Path) -> Iterator[Job]:
+    """A job whose rendezvous is served by its first node."""
+    made = Job(f"127.0.0.1:{usable_port('127.0.0.1', 0)}", tmp_path / "worker.py")
+    yield made
+    made.close()
+
+
+def test_two_nodes_succeed_and_the_one_that_serves_the_store_leaves_last(served_by_a_node: Job) -> None:
+    """The nodes finish at different times, so one waits for the other."""
+    slow = "import time; time.sleep(2 * (os.environ['RANK'] in '01')); sys.exit()"
+    nodes = [served_by_a_node.start(slow, "--nproc-per-node", 2, nodes="2") for _ in range(2)]
+    workers = [node.find_workers(2, world_size=4) for node in nodes]
+    assert sorted(rank for each in workers for rank in each) == [0, 1, 2, 3]
+    assert [node.wait() for node in nodes] == [0, 0], [node.text for node in nodes]
+    assert all("zmqgrad run: round 0: node " in node.text for node in nodes)
+
+
+def test_a_worker_that_fails_restarts_the_workers_of_all_nodes(job: Job) -> None:
+    nodes = [job.start("", nodes="2", restarts=3) for _ in range(2)]
+    first = [node.find_workers(1, world_size=2) for node in nodes]
+    os.kill(first[0].get(1) or first[1][1], signal.SIGKILL)
+    for node in nodes:
+        node.find(r"^zmqgrad run: worker 1 of node 1 failed \(killed by SIGKILL\), restart 1 of 3$")
+    again = [node.find_workers(1, world_size=2, restarts=1) for node in nodes]
+    assert [list(each) for each in again] == [list(each) for each in first], "nodes keep their ranks"
+    assert all(exits(pid) for each in first for pid in each.values())
+
+
+def test_no_restart_left(job: Job) -> None:
+    code = "if os.environ['RANK'] == '1': raise ValueError('the reason')"
+    nodes = [job.start(code, nodes="2", restarts=1) for _ in range(2)]
+    assert [node.wait() for node in nodes] == [1, 1]
+    for node in nodes:
+        assert node.text.count("failed (exit code 1), restart 1 of 1") == 1
+        report = node.text[node.text.rindex("failed first: exit code 1") :]
+        assert "    ValueError: the reason\n" in report
+
+
+def test_a_worker_that_is_killed_is_named(job: Job) -> None:
+    node = job.start("", "--nproc-per-node", 2, nodes="1", restarts=1)
+    os.kill(node.find_workers(2, world_size=2)[1], signal.SIGKILL)
+    node.find(r"worker 1 of node 0 failed \(killed by SIGKILL\), restart 1 of 1$")
+    os.kill(node.find_workers(2, world_size=2, restarts=1)[0], signal.SIGKILL)
+    assert node.wait() == 137
+    assert "worker 0 failed first: killed by SIGKILL" in node.text
+
+
+def test_a_node_joins_and_is_killed(job: Job) -> None:
+    first = job.start("")
+    alone = first.find_workers(1, world_size=1)
+    second = job.start("")
+    first.find(r"^zmqgrad run: a node joined: restart as 2 nodes$")
+    assert list(first.find_workers(1, world_size=2)) == [0], "who was there keeps its rank"
+    assert exits(alone[0])
+    orphan = second.find_workers(1, world_size=2)[1]
+    second.process.kill()
+    assert exits(orphan), "workers do not outlive their agent"
+    first.find(r"^zmqgrad run: node 1 of 2 left or was lost: restart as 1 node$")
+    first.find_workers(1, world_size=1)
+
+
+def test_a_node_that_is_interrupted_leaves_at_once(job: Job) -> None:
+    nodes = [job.start("") for _ in range(2)]
+    for node in nodes:
+        node.find_workers(1, world_size=2)
+    nodes[0].process.send_signal(signal.SIGINT)
+    assert nodes[0].wait() == 130
+    assert "zmqgrad run: stopped by SIGINT" in nodes[0].text
+    nodes[1].find_workers(1, world_size=1)
+
+
+def test_an_agent_that_was_frozen_kills_its_workers_and_joins_again(job: Job) -> None:
+    nodes = [job.start("") for _ in range(2)]
+    workers = [node.find_workers(1, world_size=2) for node in nodes]
+    [old] = workers[1].values()
+    pause(nodes[1], 4.0)
+    nodes[0].find(r"left or was lost: restart as 1 node$")
+    nodes[1].find(r"its workers are killed$")
+    assert exits(old)
+    for node in nodes:
+        node.find_workers(1, world_size=2)
+
+
+@pytest.mark.parametrize("manner", ["killed", "closed"])
+def test_a_store_that_is_lost(served_by_a_node: Job, manner: str) -> None:
+    """The host of the store dies: the other nodes end with an error, and their workers before."""
+    host = served_by_a_node.start("")
+    host.find_workers(1, world_size=1)
+    other = served_by_a_node.start("")
+    [worker] = other.find_workers(1, world_size=2).values()
+    host.process.send_signal(signal.SIGKILL if manner == "killed" else signal.SIGTERM)
+    assert exits(worker)
+    assert other.wait() == 1
+    assert "zmqgrad run: the store of the rendezvous cannot be used" in other.text
+
+
+def test_ctrl_c_while_a_node_waits_for_others(job: Job) -> None:
+    node = job.start("", nodes="2")
+    time.sleep(2)  # nothing tells from outside that it waits
+    node.process.send_signal(signal.SIGINT)
+    assert node.wait() == 130
+    other = job.start(FINISH, nodes="1")  # nobody waits any more: this one is alone
+    assert other.wait() == 0, other.text
+
+
+def test_an_endpoint_that_nobody_serves(tmp_path: Path) -> None:
+    job = Job("192.0.2.1:29400", tmp_path / "worker.py")  # reserved for documentation (RFC 5737)
+    try:
+        node = job.start("", "--rdzv-conf", "read_timeout=1", nodes="2")
+        assert node.wait() == 1
+        assert "the rendezvous endpoint 192.0.2.1:29400 cannot be used" in node.text
+    finally:
+        job.close()
+
+
+def test_error_files_of_record(tmp_path: Path) -> None:
+    """torch's decorator writes the traceback; nothing else of it reaches the launcher."""
+    script = tmp_path / "recorded.py"
+    script.write_text(
+        "import os, sys\n"
+        "from torch.distributed.elastic.multiprocessing.errors import record\n"
+        "@record\n"
+        "def main():\n"
+        "    sys.stderr = open(os.devnull, 'w')\n"
+        "    os.dup2(sys.stderr.fileno(), 2)\n"
+        "    raise ValueError('the reason')\n"
+        "main()\n"
+    )
+    node = Node(script)
+    try:
+        assert node.wait() == 1
+        assert "    ValueError: the reason" in node.text
+        assert ", in main\n" in node.text
+    finally:
+        node.close()
+
+
+DDP = """
+import os, torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = DistributedDataParallel(torch.nn.Linear(2, 1))
+if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    os._exit(5)
+model(torch.full((1, 2), 1.0 + dist.get_rank())).sum().backward()
+print("gradient", model.module.weight.grad.tolist(), flush=True)
+dist.destroy_process_group()
+"""
+
+
+def test_a_program_of_torch_ddp(job: Job) -> None:
+    code = f"exec({DDP!r}); sys.exit()"
+    nodes = [job.start(code, nodes="2", restarts=1) for _ in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0], [node.text for node in nodes]
+    assert all("gradient [[1.5, 1.5]]" in node.text for node in nodes)

@@ -1,0 +1,48 @@
+"""Where the workers of a round meet: an address of the node of worker rank 0, and a free port there."""
+
+from __future__ import annotations
+
+import socket
+
+from zmqgrad.elastic.launch_config import LaunchConfig
+from zmqgrad.errors import ConfigurationError
+
+LOOPBACK = "127.0.0.1"
+
+
+def master_address(config: LaunchConfig) -> str:
+    """The address of this node for the workers of all nodes.
+
+    Raises:
+        ConfigurationError: if there is no route to the endpoint of the rendezvous.
+    """
+    given = config.master_addr or config.local_addr
+    if given or not config.rdzv_endpoint:
+        return given or LOOPBACK
+    from zmqgrad.elastic.endpoint import parse_endpoint  # loads the store, which a single node does not need
+    from zmqgrad.transport.bind_policy import facing_address
+
+    host, port = parse_endpoint(config.rdzv_endpoint)
+    try:
+        return facing_address(host.strip("[]"), port)
+    except OSError as error:
+        raise ConfigurationError(f"no route to the rendezvous endpoint {host}: {error}") from error
+
+
+def usable_port(host: str, port: int) -> int:
+    """Check that ``port`` can be bound on ``host``. Returns it, or a free port if it is 0.
+
+    Raises:
+        ConfigurationError: if ``host`` is not an address of this machine, or the port is in use.
+    """
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            return int(probe.getsockname()[1])
+    except OSError as error:
+        raise ConfigurationError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}. --master-addr must be an address of"
+            " this host, and --master-port free (0 finds a free one)"
+        ) from error

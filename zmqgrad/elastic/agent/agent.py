@@ -1,0 +1,219 @@
+"""The agent of one node: one thread with one loop over output, exits, signals, other agents and time.
+
+Carries out what :mod:`zmqgrad.elastic.agent.lifecycle` decides. When :func:`run_agent` returns or raises, no
+worker is left, nor any process that a worker has started in its session.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from zmqgrad.elastic.agent.coordination import Coordinator
+from zmqgrad.elastic.agent.group import WorkerGroup
+from zmqgrad.elastic.agent.lifecycle import (
+    Effect,
+    Event,
+    GroupEnded,
+    Interrupted,
+    Join,
+    LeaseLost,
+    Leave,
+    Lifecycle,
+    ReportFailure,
+    ReportSuccess,
+    Result,
+    Say,
+    StartWorkers,
+    StopWorkers,
+)
+from zmqgrad.elastic.agent.listening import Listener, write_all
+from zmqgrad.elastic.agent.output import Screen
+from zmqgrad.elastic.agent.ranks import Placement
+from zmqgrad.elastic.agent.report import last_traceback, quoted
+from zmqgrad.elastic.agent.signals import SignalInbox
+from zmqgrad.elastic.agent.streams import OutputConfig
+from zmqgrad.elastic.agent.supervision import Outcome, SignalReceived, StopRequested
+from zmqgrad.elastic.agent.workers import Worker
+from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+
+Tails = Callable[[int], Sequence[str]]
+"""Returns the last stderr lines of a worker of the last group, by its rank."""
+
+
+@dataclass(frozen=True)
+class AgentSpec:
+    """What an agent runs.
+
+    Attributes:
+        coordinator: connects it with the other agents. Closed at the end.
+        start: starts the worker with a local rank, at its place in a round.
+        error_lines: the traceback that a failed worker has written to its error file, by round and rank.
+        output: where the output of the workers goes.
+        say: tells the user what happens.
+        max_restarts: of the job, after failures of workers.
+        is_distributed: whether there may be other nodes.
+        verbose: also announce the rounds of a single node.
+    """
+
+    coordinator: Coordinator
+    start: Callable[[Placement, int], Worker]
+    error_lines: Callable[[int, int], Sequence[str]]
+    output: OutputConfig
+    say: Callable[[str], None]
+    max_restarts: int = 0
+    is_distributed: bool = False
+    verbose: bool = False
+
+
+def run_agent(spec: AgentSpec, clock: Clock = MONOTONIC) -> tuple[Result, Tails]:
+    """Run the workers of this node until the job ends. Returns how, and the last stderr lines of each worker.
+
+    On the main thread, handles the signals to this process until it returns. The calling thread must not end
+    before: the workers end with it.
+
+    Raises:
+        OSError: if a worker cannot be started.
+    """
+    with ExitStack() as cleanup:
+        cleanup.enter_context(closing(spec.coordinator))
+        signals = cleanup.enter_context(SignalInbox())
+        screen = Screen(write_all, spec.output.terminals)
+        listener = cleanup.enter_context(closing(Listener(screen, signals, spec.coordinator.events)))
+        agent = cleanup.enter_context(closing(_Agent(spec, signals, listener, clock)))
+        return agent.run(), agent.tail
+
+
+class _Agent:
+    def __init__(self, spec: AgentSpec, signals: SignalInbox, listener: Listener, clock: Clock) -> None:
+        self._spec = spec
+        self._signals = signals
+        self._listener = listener
+        self._clock = clock
+        self._lifecycle = Lifecycle(spec.max_restarts, spec.is_distributed, spec.verbose)
+        self._group: WorkerGroup | None = None
+        self._place: Placement | None = None
+        self._lease_lost = False
+        self._tails: dict[int, list[str]] = {}
+
+    def run(self) -> Result:
+        """Run until the job ends."""
+        result = self._apply(self._lifecycle.begin())
+        while result is None:
+            ready = self._listener.ready(self._timeout())
+            # The lease comes first: an agent that was frozen must not do anything for its old round.
+            result = self._check_lease()
+            self._listener.show(ready)
+            if result is None:
+                result = self._step()
+        return result
+
+    def tail(self, rank: int) -> list[str]:
+        """The last stderr lines of a worker of the last group."""
+        return self._tails.get(rank, [])
+
+    def _timeout(self) -> float | None:
+        deadline = math.inf if self._group is None else self._group.deadline
+        if self._needs_lease():
+            deadline = min(deadline, self._clock.now() + max(0.0, self._spec.coordinator.lease_left()))
+        return Deadline(deadline, self._clock).timeout()
+
+    def _needs_lease(self) -> bool:
+        return self._group is not None and not self._lease_lost
+
+    def _check_lease(self) -> Result | None:
+        if self._needs_lease() and self._spec.coordinator.lease_left() <= 0:
+            self._lease_lost = True
+            return self._handle(LeaseLost())
+        return None
+
+    def _step(self) -> Result | None:
+        """Process everything that has happened."""
+        signums = self._signals.take()
+        if self._group is not None:
+            result = self._check_group(signums)
+        else:
+            result = self._handle_all([Interrupted(signum) for signum in signums])
+        return result or self._handle_all(self._spec.coordinator.events.take())
+
+    def _check_group(self, signums: Sequence[int]) -> Result | None:
+        assert self._group is not None
+        received = [SignalReceived(signum) for signum in signums]
+        if self._listener.output_closed and self._group.is_running:
+            received.append(SignalReceived(signal.SIGPIPE))
+        outcome = self._group.handle(received)
+        return None if outcome is None else self._on_group_ended(outcome)
+
+    def _on_group_ended(self, outcome: Outcome) -> Result | None:
+        group, self._group = self._group, None
+        assert group is not None
+        assert self._place is not None
+        if not self._lease_lost:
+            group.end_orphans()
+        group.close()
+        self._tails = {rank: group.tail(rank) for rank in self._place.ranks}
+        return self._handle(GroupEnded(outcome, tuple(self._failure_lines(outcome))))
+
+    def _failure_lines(self, outcome: Outcome) -> list[str]:
+        """The traceback of the first failure, from stderr or from the error file."""
+        if outcome.first_failure is None:
+            return []
+        assert self._place is not None
+        rank = outcome.first_failure.rank
+        tail = self._tails[rank]
+        if not last_traceback(tail):
+            tail += self._spec.error_lines(self._place.round, rank)
+        return quoted(tail)
+
+    def _handle_all(self, events: Sequence[Event]) -> Result | None:
+        for event in events:
+            if (result := self._handle(event)) is not None:
+                return result
+        return None
+
+    def _handle(self, event: Event) -> Result | None:
+        return self._apply(self._lifecycle.handle(event))
+
+    def _apply(self, effects: Sequence[Effect]) -> Result | None:
+        coordinator = self._spec.coordinator
+        for effect in effects:
+            match effect:
+                case Join(restarts):
+                    coordinator.join(restarts)
+                case StartWorkers(place):
+                    self._start(place)
+                case StopWorkers(signum):
+                    if self._group is not None:
+                        outcome = self._group.handle([StopRequested(signum)])
+                        if outcome is not None:
+                            return self._on_group_ended(outcome)
+                case ReportFailure(failure):
+                    coordinator.report_failure(failure)
+                case ReportSuccess():
+                    coordinator.report_success()
+                case Leave(close):
+                    coordinator.leave(close)
+                case Say(text):
+                    self._listener.end_line()
+                    self._spec.say(text)
+                case Result():
+                    return effect
+        return None
+
+    def _start(self, place: Placement) -> None:
+        self._place = place
+        self._lease_lost = False
+
+        def start(rank: int) -> Worker:
+            return self._spec.start(place, rank - place.first_rank)
+
+        self._group = WorkerGroup(place.ranks, start, self._listener, self._clock)
+
+    def close(self) -> None:
+        """Kill the workers, after an error."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None

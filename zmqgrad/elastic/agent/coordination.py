@@ -1,0 +1,119 @@
+"""How an agent agrees with the agents of other nodes: the interface, and the trivial case of a single node.
+
+No call waits: results arrive as events, for which the agent waits together with everything else.
+"""
+
+from __future__ import annotations
+
+import queue
+import socket
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from zmqgrad.elastic.agent.events import AllSucceeded, CoordinatorEvent, Failure, Joined, Left
+from zmqgrad.elastic.agent.ranks import NodeInfo, place
+
+
+class EventQueue:
+    """Events that any thread posts, and a descriptor that is readable while there may be some."""
+
+    def __init__(self) -> None:
+        self._events: queue.SimpleQueue[CoordinatorEvent] = queue.SimpleQueue()
+        self._reader, self._writer = socket.socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+
+    def fileno(self) -> int:
+        """The descriptor to select on."""
+        return self._reader.fileno()
+
+    def post(self, event: CoordinatorEvent) -> None:
+        """Add ``event``."""
+        self._events.put(event)
+        try:
+            self._writer.send(b"\0")
+        except (BlockingIOError, BrokenPipeError, OSError):
+            pass  # full: it is readable anyway; closed: nobody takes events any more
+
+    def take(self) -> list[CoordinatorEvent]:
+        """Remove and return all events."""
+        try:
+            self._reader.recv(4096)
+        except BlockingIOError:
+            pass
+        events = []
+        while not self._events.empty():
+            events.append(self._events.get())
+        return events
+
+    def close(self) -> None:
+        """Close the descriptors. Later events are lost."""
+        self._reader.close()
+        self._writer.close()
+
+
+class Coordinator(ABC):
+    """Connects an agent with the other agents of its job.
+
+    Attributes:
+        events: the results of the calls, and what happens on other nodes.
+    """
+
+    def __init__(self) -> None:
+        self.events = EventQueue()
+
+    @abstractmethod
+    def join(self, restarts: int) -> None:
+        """Join the next round. Posts Joined or RendezvousFailed."""
+
+    @abstractmethod
+    def report_failure(self, failure: Failure) -> None:
+        """Tell the other agents of the round about a failure on this node."""
+
+    @abstractmethod
+    def report_success(self) -> None:
+        """Tell the other agents of the round that the workers of this node have succeeded."""
+
+    @abstractmethod
+    def leave(self, close: bool) -> None:
+        """Leave the job; with ``close``, end it for all nodes. Posts Left."""
+
+    @abstractmethod
+    def lease_left(self) -> float:
+        """Seconds for which this node surely belongs to its round. Never blocks."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads and sockets."""
+
+
+class SingleNode(Coordinator):
+    """The only node of a job: needs no store, no socket and no thread.
+
+    Args:
+        describe: returns what this node would publish, given the number of restarts.
+    """
+
+    def __init__(self, describe: Callable[[int], NodeInfo]) -> None:
+        super().__init__()
+        self._describe = describe
+        self._round = -1
+
+    def join(self, restarts: int) -> None:
+        self._round += 1
+        self.events.post(Joined(place([self._describe(restarts)], 0, self._round)))
+
+    def report_failure(self, failure: Failure) -> None:
+        pass
+
+    def report_success(self) -> None:
+        self.events.post(AllSucceeded(self._round))
+
+    def leave(self, close: bool) -> None:
+        self.events.post(Left())
+
+    def lease_left(self) -> float:
+        return float("inf")
+
+    def close(self) -> None:
+        self.events.close()

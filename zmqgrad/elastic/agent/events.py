@@ -1,0 +1,95 @@
+"""What an agent is notified of by the other agents of its job, and what it reports to them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+
+from zmqgrad.elastic.agent.ranks import Placement
+from zmqgrad.errors import RendezvousStateError
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The failure of a worker.
+
+    Args:
+        rank: of the worker.
+        node_rank: of its node.
+        code: its exit code, or minus the signal that killed it.
+        final: whether the job ends, because no restart is left.
+        lines: its traceback, or the end of its stderr.
+    """
+
+    rank: int
+    node_rank: int
+    code: int
+    final: bool
+    lines: tuple[str, ...] = ()
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the launcher: 128 + the signal, as in a shell."""
+        return self.code if self.code > 0 else 128 - self.code
+
+    def encode(self) -> str:
+        """The form in the store of the round: JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(data: bytes) -> Failure:
+        """Decode what :meth:`encode` returned.
+
+        Raises:
+            RendezvousStateError: if it is malformed.
+        """
+        try:
+            failure = Failure(**json.loads(data))
+            return replace(failure, lines=tuple(failure.lines))
+        except (ValueError, TypeError) as e:
+            raise RendezvousStateError(f"an agent of another version failed: {data[:200]!r} ({e})") from e
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Event: the round is complete, and this is the place of this node."""
+
+    place: Placement
+
+
+@dataclass(frozen=True)
+class MembershipChanged:
+    """Event: nodes joined or left, so another round must begin. ``text`` says what happened."""
+
+    round: int
+    text: str
+
+
+@dataclass(frozen=True)
+class RemoteFailure:
+    """Event: a worker of another node has failed."""
+
+    round: int
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class AllSucceeded:
+    """Event: the workers of all nodes have succeeded."""
+
+    round: int
+
+
+@dataclass(frozen=True)
+class RendezvousFailed:
+    """Event: the other agents cannot be reached, or refuse this one."""
+
+    error: Exception
+
+
+@dataclass(frozen=True)
+class Left:
+    """Event: this agent has left the job, and no other agent needs it."""
+
+
+CoordinatorEvent = Joined | MembershipChanged | RemoteFailure | AllSucceeded | RendezvousFailed | Left

@@ -1,0 +1,119 @@
+"""Runs a job as configured: a command or a function in each worker, on this node and perhaps others."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from zmqgrad.elastic.agent.addresses import master_address, usable_port
+from zmqgrad.elastic.agent.agent import AgentSpec, Tails, run_agent
+from zmqgrad.elastic.agent.coordination import Coordinator, SingleNode
+from zmqgrad.elastic.agent.error_files import read_error
+from zmqgrad.elastic.agent.lifecycle import Result
+from zmqgrad.elastic.agent.ranks import NodeInfo, Placement
+from zmqgrad.elastic.agent.streams import OutputConfig
+from zmqgrad.elastic.agent.variables import ERROR_FILE, common_variables, worker_variables
+from zmqgrad.elastic.agent.workers import ScriptWorker, Worker
+from zmqgrad.elastic.launch_config import LaunchConfig
+
+StartWorker = Callable[[Placement, int, Mapping[str, str], Path], Worker]
+"""(place, local rank, environment, directory of the round for its files) -> a running worker."""
+
+
+def run_job(
+    config: LaunchConfig,
+    start: StartWorker,
+    inherited: Mapping[str, str],
+    output: OutputConfig,
+    say: Callable[[str], None],
+    verbose: bool = False,
+    directory: Path | None = None,
+) -> tuple[Result, Tails]:
+    """Run the workers of this node until the job ends.
+
+    Args:
+        config: of the job.
+        start: starts one worker.
+        inherited: environment variables of all workers.
+        output: where the output of the workers goes.
+        say: tells the user what happens.
+        verbose: tell also what is of no interest usually.
+        directory: for files of the workers (errors, results); None: a temporary one.
+
+    Raises:
+        ConfigurationError: if an address or a port cannot be used.
+        OSError: if a worker cannot be started.
+    """
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="zmqgrad-run-") as temporary:
+            return run_job(config, start, inherited, output, say, verbose, Path(temporary))
+    common = common_variables(inherited, config)
+
+    def start_worker(place: Placement, local_rank: int) -> Worker:
+        environ = worker_variables(common, place, local_rank)
+        files = round_directory(directory, place.round)
+        files.mkdir(exist_ok=True)
+        environ[ERROR_FILE] = str(_error_file(directory, place.round, place.first_rank + local_rank))
+        return start(place, local_rank, environ, files)
+
+    def error_lines(round: int, rank: int) -> Sequence[str]:
+        return read_error(_error_file(directory, round, rank))
+
+    spec = AgentSpec(
+        open_coordinator(config),
+        start_worker,
+        error_lines,
+        output,
+        say,
+        config.max_restarts,
+        is_distributed(config),
+        verbose,
+    )
+    return run_agent(spec)
+
+
+def starts_script(command: Sequence[str], output: OutputConfig) -> StartWorker:
+    """Returns a function that starts ``command`` as a worker."""
+
+    def start(place: Placement, local_rank: int, environ: Mapping[str, str], files: Path) -> Worker:
+        rank = place.first_rank + local_rank
+        streams = output.open(rank, local_rank, append=place.round > 0)
+        return ScriptWorker(rank, command, environ, streams)
+
+    return start
+
+
+def is_distributed(config: LaunchConfig) -> bool:
+    """Whether the job may have several nodes, which meet at a rendezvous."""
+    return config.max_nodes > 1 or bool(config.rdzv_endpoint)
+
+
+def open_coordinator(config: LaunchConfig) -> Coordinator:
+    """Connect to the agents of the other nodes, if there may be any.
+
+    Raises:
+        ConfigurationError: if the address of this node cannot be used.
+    """
+    address = master_address(config)
+
+    def describe(restarts: int, node: str = "single") -> NodeInfo:
+        port = usable_port(address, config.master_port)
+        return NodeInfo(node, config.role, config.nproc_per_node, restarts, address, port)
+
+    if not is_distributed(config):
+        return SingleNode(describe)
+    # Loads the store, which a single node does not need.
+    from zmqgrad.elastic.agent.opening import open_rendezvous
+    from zmqgrad.elastic.agent.rendezvoused import RendezvousCoordinator
+
+    return RendezvousCoordinator(lambda: open_rendezvous(config), describe)
+
+
+def round_directory(directory: Path, round: int) -> Path:
+    """Where the workers of a round put their files."""
+    return directory / f"round-{round}"
+
+
+def _error_file(directory: Path, round: int, rank: int) -> Path:
+    return round_directory(directory, round) / f"error-{rank}.json"

@@ -1,0 +1,337 @@
+"""Decisions of an agent over all rounds of its job. Pure: an event goes in, a list of effects comes out.
+
+The rules:
+
+1. When the round is complete, the agent starts its workers.
+2. A worker that fails on any node ends the round. While restarts are left, all agents join the next round;
+   otherwise the job fails. Failures of several nodes in one round cost one restart.
+3. Nodes that join or are lost end the round, too. That costs no restart.
+4. An agent without a lease kills its workers at once: the others may have begun a round without it.
+5. When the workers of this node have succeeded, the agent waits for those of the other nodes. If these fail,
+   it runs its workers again.
+6. An agent that received a signal leaves the job; the others go on without it.
+"""
+
+from __future__ import annotations
+
+import enum
+import signal
+from dataclasses import dataclass
+
+from zmqgrad.elastic.agent.events import (
+    AllSucceeded,
+    CoordinatorEvent,
+    Failure,
+    Joined,
+    Left,
+    MembershipChanged,
+    RemoteFailure,
+    RendezvousFailed,
+)
+from zmqgrad.elastic.agent.ranks import Placement
+from zmqgrad.elastic.agent.supervision import Outcome
+
+EXIT_FAILED = 1
+
+
+@dataclass(frozen=True)
+class GroupEnded:
+    """Event: no worker of this node is left. ``lines``: the traceback of the first failure."""
+
+    outcome: Outcome
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class LeaseLost:
+    """Event: this node may not belong to its round any more."""
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """Event: the agent received a signal while it has no workers."""
+
+    signum: int
+
+
+Event = CoordinatorEvent | GroupEnded | LeaseLost | Interrupted
+
+
+@dataclass(frozen=True)
+class Join:
+    """Effect: join the next round. ``restarts``: of the job so far."""
+
+    restarts: int
+
+
+@dataclass(frozen=True)
+class StartWorkers:
+    """Effect: start the workers."""
+
+    place: Placement
+
+
+@dataclass(frozen=True)
+class StopWorkers:
+    """Effect: end the workers with ``signum``."""
+
+    signum: int = signal.SIGTERM
+
+
+@dataclass(frozen=True)
+class ReportFailure:
+    """Effect: tell the other agents of a failure on this node."""
+
+    failure: Failure
+
+
+@dataclass(frozen=True)
+class ReportSuccess:
+    """Effect: tell the other agents that the workers of this node have succeeded."""
+
+
+@dataclass(frozen=True)
+class Leave:
+    """Effect: leave the job. ``close``: it is over for all nodes."""
+
+    close: bool
+
+
+@dataclass(frozen=True)
+class Say:
+    """Effect: tell the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Result:
+    """The last effect: how the job ended for this node.
+
+    Attributes:
+        outcome: of the last group of workers; None: no group has run.
+        failure: of the worker that failed first, on any node.
+        error: why the job cannot go on, if no worker failed.
+    """
+
+    exit_code: int
+    outcome: Outcome | None = None
+    failure: Failure | None = None
+    error: Exception | None = None
+    interrupted_by: int | None = None
+
+
+Effect = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | Leave | Say | Result
+
+
+class Phase(enum.Enum):
+    """What the agent does."""
+
+    JOINING = "joining"
+    RUNNING = "running"
+    STOPPING = "stopping"
+    SUCCEEDED = "succeeded"
+    LEAVING = "leaving"
+    OVER = "over"
+
+
+class Lifecycle:
+    """The state of one agent.
+
+    Args:
+        max_restarts: of the job, after failures of workers.
+        is_distributed: whether there may be other nodes.
+        verbose: also announce the rounds of a single node.
+    """
+
+    def __init__(self, max_restarts: int, is_distributed: bool, verbose: bool = False) -> None:
+        self.phase = Phase.JOINING
+        self._max_restarts = max_restarts
+        self._is_distributed = is_distributed
+        self._verbose = verbose
+        self._place: Placement | None = None
+        self._restarts = 0
+        self._failure: Failure | None = None
+        self._outcome: Outcome | None = None
+        self._result: Result | None = None
+
+    def begin(self) -> list[Effect]:
+        """The first effects."""
+        return [Join(0)]
+
+    @property
+    def has_lease(self) -> bool:
+        """Whether workers run, which need a lease."""
+        return self.phase in (Phase.RUNNING, Phase.STOPPING)
+
+    def handle(self, event: Event) -> list[Effect]:
+        """Process ``event`` and return the effects."""
+        if self.phase is Phase.OVER:
+            return []
+        match event:
+            case Joined(place):
+                return self._on_joined(place)
+            case MembershipChanged(round, text):
+                return self._on_membership(text) if self._is_current(round) else []
+            case RemoteFailure(round, failure):
+                return self._on_remote_failure(failure) if self._is_current(round) else []
+            case AllSucceeded(round):
+                return self._on_all_succeeded() if self._is_current(round) else []
+            case RendezvousFailed(error):
+                return self._on_rendezvous_failed(error)
+            case GroupEnded():
+                return self._on_group_ended(event)
+            case LeaseLost():
+                return self._on_lease_lost()
+            case Interrupted(signum):
+                return self._on_interrupted(signum)
+            case Left():
+                return self._finish() if self.phase is Phase.LEAVING else []
+
+    def _is_current(self, round: int) -> bool:
+        return (
+            self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SUCCEEDED)
+            and self._place is not None
+            and self._place.round == round
+        )
+
+    def _on_joined(self, place: Placement) -> list[Effect]:
+        if self.phase is not Phase.JOINING:
+            return []
+        self.phase = Phase.RUNNING
+        self._place = place
+        self._restarts = place.restarts
+        self._failure = None
+        said: list[Effect] = []
+        if self._is_distributed:
+            said = [Say(describe(place))]
+        elif self._verbose:
+            said = [Say(f"{place.world_size} workers meet at {place.master_addr}:{place.master_port}")]
+        return [*said, StartWorkers(place)]
+
+    def _on_membership(self, text: str) -> list[Effect]:
+        if self.phase is Phase.SUCCEEDED:
+            return [Say(text), *self._join()]
+        if self.phase is Phase.STOPPING:
+            return []
+        self.phase = Phase.STOPPING
+        return [Say(text), StopWorkers()]
+
+    def _on_remote_failure(self, failure: Failure) -> list[Effect]:
+        if self._failure is not None:
+            return []
+        self._failure = failure
+        said: list[Effect] = [] if failure.final else [Say(self._describe_restart(failure))]
+        if self.phase is Phase.SUCCEEDED:
+            return [*said, *self._after_failure()]
+        if self.phase is Phase.STOPPING:
+            return said
+        self.phase = Phase.STOPPING
+        return [*said, StopWorkers()]
+
+    def _on_all_succeeded(self) -> list[Effect]:
+        return self._leave(Result(0, self._outcome), close=True) if self.phase is Phase.SUCCEEDED else []
+
+    def _on_rendezvous_failed(self, error: Exception) -> list[Effect]:
+        match self.phase:
+            case Phase.JOINING:
+                return self._leave(Result(EXIT_FAILED, error=error), close=False)
+            case Phase.SUCCEEDED:
+                # The agent that served the store leaves last, so it has most likely seen all succeed.
+                said = Say(f"the workers of this node have succeeded; the other nodes are unknown: {error}")
+                return [said, *self._leave(Result(0, self._outcome), close=False)]
+            case _:
+                return []  # while workers run the lease decides; while leaving, Left follows
+
+    def _on_lease_lost(self) -> list[Effect]:
+        if not self.has_lease:
+            return []
+        said = self.phase is Phase.STOPPING
+        self.phase = Phase.STOPPING
+        text = (
+            "the other nodes were not reached in time and may go on without this node: its workers are killed"
+        )
+        return [*([] if said else [Say(text)]), StopWorkers(signal.SIGKILL)]
+
+    def _on_interrupted(self, signum: int) -> list[Effect]:
+        result = Result(128 + signum, self._outcome, interrupted_by=signum)
+        if self.phase is Phase.LEAVING:
+            return self._finish() if self._result is not None else []
+        return self._leave(result, close=False)
+
+    def _on_group_ended(self, event: GroupEnded) -> list[Effect]:
+        outcome = self._outcome = event.outcome
+        if outcome.interrupted_by is not None:
+            result = Result(outcome.exit_code, outcome, interrupted_by=outcome.interrupted_by)
+            return self._leave(result, close=False)
+        if self._failure is not None:
+            return self._after_failure()
+        if outcome.first_failure is not None:
+            return self._on_local_failure(event)
+        if self.phase is Phase.STOPPING and outcome.stopped:
+            return self._join()
+        if not self._is_distributed:
+            return self._leave(Result(0, outcome), close=True)
+        if self.phase is Phase.STOPPING:
+            return self._join()
+        self.phase = Phase.SUCCEEDED
+        return [ReportSuccess()]
+
+    def _on_local_failure(self, event: GroupEnded) -> list[Effect]:
+        failed = event.outcome.first_failure
+        assert failed is not None
+        assert self._place is not None
+        final = self._restarts >= self._max_restarts
+        self._failure = Failure(failed.rank, self._place.node_rank, failed.code, final, event.lines)
+        said: list[Effect] = [] if final else [Say(self._describe_restart(self._failure))]
+        report: list[Effect] = [ReportFailure(self._failure)] if self._is_distributed else []
+        return [*said, *report, *self._after_failure()]
+
+    def _after_failure(self) -> list[Effect]:
+        """Join the next round after a failure, or end the job."""
+        failure = self._failure
+        assert failure is not None
+        if failure.final:
+            return self._leave(Result(failure.exit_code, self._outcome, failure), close=True)
+        self._restarts += 1
+        return self._join()
+
+    def _join(self) -> list[Effect]:
+        self.phase = Phase.JOINING
+        return [Join(self._restarts)]
+
+    def _leave(self, result: Result, close: bool) -> list[Effect]:
+        self.phase = Phase.LEAVING
+        self._result = result
+        return [Leave(close)]
+
+    def _finish(self) -> list[Effect]:
+        self.phase = Phase.OVER
+        assert self._result is not None
+        return [self._result]
+
+    def _describe_restart(self, failure: Failure) -> str:
+        where = f" of node {failure.node_rank}" if self._is_distributed else ""
+        how = f"exit code {failure.code}" if failure.code > 0 else _signal_name(-failure.code)
+        restart = f"restart {self._restarts + 1} of {self._max_restarts}"
+        return f"worker {failure.rank}{where} failed ({how}), {restart}"
+
+    def __repr__(self) -> str:
+        return f"<Lifecycle {self.phase.value}, {self._restarts} of {self._max_restarts} restarts>"
+
+
+def describe(place: Placement) -> str:
+    """One line about the place of a node."""
+    first, last = place.ranks[0], place.ranks[-1]
+    workers = f"worker {first}" if first == last else f"workers {first} to {last}"
+    node = f"round {place.round}: node {place.node_rank} of {place.num_nodes}"
+    return (
+        f"{node} has {workers} of {place.world_size}, which meet at {place.master_addr}:{place.master_port}"
+    )
+
+
+def _signal_name(signum: int) -> str:
+    try:
+        return f"killed by {signal.Signals(signum).name}"
+    except ValueError:
+        return f"killed by signal {signum}"

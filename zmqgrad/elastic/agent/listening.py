@@ -1,0 +1,132 @@
+"""Waits for the output of workers, and shows it. The agent's thread blocks only here."""
+
+from __future__ import annotations
+
+import os
+import select
+import selectors
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
+
+from zmqgrad.elastic.agent.output import Screen
+from zmqgrad.elastic.agent.streams import STDERR, Stream
+from zmqgrad.elastic.agent.workers import Worker
+
+Ready = list[tuple[selectors.SelectorKey, int]]
+
+
+class HasFileno(Protocol):
+    """Something to select on."""
+
+    def fileno(self) -> int: ...
+
+
+class _Source(NamedTuple):
+    worker: Worker
+    stream: Stream
+
+
+class Listener:
+    """Shows the streams of all workers on ``screen``.
+
+    Args:
+        screen: where the output goes.
+        others: what else ends a wait by becoming readable.
+
+    Attributes:
+        output_closed: whether our own output has no reader any more.
+    """
+
+    def __init__(self, screen: Screen, *others: HasFileno) -> None:
+        self.output_closed = False
+        self._screen = screen
+        self._selector = selectors.DefaultSelector()
+        for other in others:
+            self._selector.register(other, selectors.EVENT_READ)
+
+    def add(self, worker: Worker) -> None:
+        """Start listening to the streams and the exit of a worker."""
+        for stream in worker.streams:
+            self._selector.register(stream, selectors.EVENT_READ, _Source(worker, stream))
+        if worker.sentinel is not None:
+            self._selector.register(worker.sentinel, selectors.EVENT_READ)
+
+    def remove(self, worker: Worker) -> None:
+        """Stop listening to a worker that has exited. Shows pending output, also an unterminated line."""
+        self.exited(worker)
+        for key in list(self._selector.get_map().values()):
+            source: _Source | None = key.data
+            if source is None or source.worker is not worker:
+                continue
+            while chunk := source.stream.read():
+                self._show(source, chunk)
+            self._finish(source)
+
+    def exited(self, worker: Worker) -> None:
+        """Stop listening to the exit of a worker: its sentinel stays readable."""
+        if worker.sentinel is not None and worker.sentinel in self._selector.get_map():
+            self._selector.unregister(worker.sentinel)
+
+    def ready(self, seconds: float | None) -> Ready:
+        """Wait for output, an exit or another event, at most ``seconds``. Then call :meth:`show`."""
+        return self._selector.select(seconds)
+
+    def show(self, ready: Ready) -> None:
+        """Show the output that is ready."""
+        for key, _ in ready:
+            source: _Source | None = key.data
+            if source is None:
+                continue
+            chunk = source.stream.read()
+            if chunk is None:
+                self._finish(source)
+            else:
+                self._show(source, chunk)
+
+    def wait(self, seconds: float | None) -> None:
+        """Wait as :meth:`ready` does, and show the output."""
+        self.show(self.ready(seconds))
+
+    def end_line(self) -> None:
+        """End an unterminated line of a worker, before the agent writes a message."""
+        self._guarded(self._screen.end_line)
+
+    def close(self) -> None:
+        """Stop listening and restore the terminal."""
+        self._selector.close()
+        self._guarded(self._screen.close)
+
+    def _show(self, source: _Source, chunk: bytes) -> None:
+        stream = source.stream
+        self._take_lines(source, stream.lines.feed(chunk))
+        if stream.live and stream.shown:
+            self._guarded(lambda: self._screen.live(stream.fd, stream.label, chunk))
+
+    def _finish(self, source: _Source) -> None:
+        self._take_lines(source, source.stream.lines.finish())
+        self._selector.unregister(source.stream)
+
+    def _take_lines(self, source: _Source, lines: list[bytes]) -> None:
+        worker, stream = source
+        if stream.fd == STDERR:
+            worker.remember(lines)
+        if stream.shown and not stream.live:
+            self._guarded(lambda: self._screen.lines(stream.fd, stream.label, lines))
+
+    def _guarded(self, write: Callable[[], None]) -> None:
+        if self.output_closed:
+            return
+        try:
+            write()
+        except BrokenPipeError:  # as in "| head"
+            self.output_closed = True
+
+
+def write_all(fd: int, data: bytes) -> None:
+    """Write all of ``data`` to ``fd``; waits if the descriptor is non-blocking."""
+    view = memoryview(data)
+    while view:
+        try:
+            view = view[os.write(fd, view) :]
+        except BlockingIOError:
+            select.select([], [fd], [])

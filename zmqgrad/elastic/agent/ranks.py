@@ -1,0 +1,94 @@
+"""The ranks of the workers of a round, computed from what each agent publishes. Pure."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import NamedTuple
+
+from zmqgrad.errors import RendezvousStateError
+
+
+@dataclass(frozen=True)
+class NodeInfo:
+    """What an agent publishes to the other agents of its round.
+
+    Args:
+        node: identifies the agent in all rounds.
+        role: of its workers.
+        local_world_size: number of its workers.
+        restarts: how many restarts of the job this agent knows of.
+        address, port: where worker rank 0 listens, if it runs on this node.
+    """
+
+    node: str
+    role: str
+    local_world_size: int
+    restarts: int
+    address: str
+    port: int
+
+    def encode(self) -> str:
+        """The form in the store of the round: JSON."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def decode(data: bytes) -> NodeInfo:
+        """Decode what :meth:`encode` returned.
+
+        Raises:
+            RendezvousStateError: if it is malformed.
+        """
+        try:
+            info = NodeInfo(**json.loads(data))
+        except (ValueError, TypeError) as e:
+            raise RendezvousStateError(
+                f"an agent of another version takes part in this job: {data[:200]!r} ({e})"
+            ) from e
+        return info
+
+
+class Placement(NamedTuple):
+    """The place of one node and its workers in a round."""
+
+    round: int
+    node_rank: int
+    num_nodes: int
+    first_rank: int
+    local_world_size: int
+    world_size: int
+    first_role_rank: int
+    role_world_size: int
+    master_addr: str
+    master_port: int
+    restarts: int
+    """Restarts of the whole job so far, equal on all nodes."""
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of the workers of this node."""
+        return range(self.first_rank, self.first_rank + self.local_world_size)
+
+
+def place(infos: Sequence[NodeInfo], node_rank: int, round: int) -> Placement:
+    """Compute the place of node ``node_rank`` from the information of all nodes, in the order of their ranks.
+
+    Ranks are consecutive on a node. Role ranks count only workers of the same role. The number of restarts is
+    the largest one known: failures of several nodes in one round cause one restart.
+    """
+    own = infos[node_rank]
+    before = infos[:node_rank]
+    return Placement(
+        round=round,
+        node_rank=node_rank,
+        num_nodes=len(infos),
+        first_rank=sum(info.local_world_size for info in before),
+        local_world_size=own.local_world_size,
+        world_size=sum(info.local_world_size for info in infos),
+        first_role_rank=sum(info.local_world_size for info in before if info.role == own.role),
+        role_world_size=sum(info.local_world_size for info in infos if info.role == own.role),
+        master_addr=infos[0].address,
+        master_port=infos[0].port,
+        restarts=max(info.restarts for info in infos),
+    )

@@ -1,0 +1,316 @@
+"""Agrees with the agents of other nodes through a rendezvous, and the store of each of its rounds.
+
+Keys in the store of a round: ``agent/node/<rank>``: what each agent publishes (NodeInfo); ``agent/failure``:
+the first failure; ``agent/succeeded/<rank>``; ``agent/left/<rank>``, at the end of the job.
+
+One thread carries out the calls in order, because each may wait for other nodes. A second one, for each
+round, waits for changes of the rendezvous; the store's own threads call back for keys of the round.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+
+from zmqgrad.elastic.agent.coordination import Coordinator
+from zmqgrad.elastic.agent.events import (
+    AllSucceeded,
+    Failure,
+    Joined,
+    Left,
+    MembershipChanged,
+    RemoteFailure,
+    RendezvousFailed,
+)
+from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, place
+from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
+from zmqgrad.errors import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousTimeoutError,
+    StoreError,
+    StoreTimeoutError,
+)
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.store import Store
+
+logger = logging.getLogger(__name__)
+
+LOOK_SECONDS = 1.0
+"""How long one wait for other nodes takes at most: a node that died changes nothing by itself."""
+
+LEAVE_SECONDS = 10.0
+"""How long the agent that serves the store waits at the end for the others, which still read it."""
+
+CLOSE_SECONDS = 5.0
+"""How long the threads may take to end."""
+
+_FAILURE = "agent/failure"
+_NODE = "agent/node/"
+_SUCCEEDED = "agent/succeeded/"
+_LEFT = "agent/left/"
+
+
+class RendezvousCoordinator(Coordinator):
+    """Takes part in a rendezvous with the agents of other nodes.
+
+    Args:
+        open_rendezvous: opens the rendezvous; called once, in the thread of this coordinator.
+        describe: returns what this node publishes, given the number of restarts. The node is filled in.
+    """
+
+    def __init__(
+        self, open_rendezvous: Callable[[], RendezvousHandler], describe: Callable[[int, str], NodeInfo]
+    ) -> None:
+        super().__init__()
+        self._open = open_rendezvous
+        self._describe = describe
+        self._opened: RendezvousHandler | None = None
+        self._round: _Round | None = None
+        self._is_lost = False  # the store does not reply
+        self._closing = threading.Event()
+        self._commands: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name="zmqgrad-agent-rendezvous", daemon=True)
+        self._thread.start()
+
+    def join(self, restarts: int) -> None:
+        self._commands.put(lambda: self._join(restarts))
+
+    def report_failure(self, failure: Failure) -> None:
+        self._commands.put(
+            lambda: self._report(lambda r: r.store.compare_set(_FAILURE, "", failure.encode()))
+        )
+
+    def report_success(self) -> None:
+        self._commands.put(
+            lambda: self._report(lambda r: r.store.set(f"{_SUCCEEDED}{r.place.node_rank}", ""))
+        )
+
+    def leave(self, close: bool) -> None:
+        self._closing.set()
+        if self._opened is None:  # still connecting: nobody knows this node
+            self.events.post(Left())
+            return
+        self._opened.cancel()
+        self._commands.put(lambda: self._leave(close))
+
+    def lease_left(self) -> float:
+        return 0.0 if self._opened is None else self._opened.lease_left()
+
+    def close(self) -> None:
+        self._closing.set()
+        self._commands.put(None)
+        if self._opened is not None:
+            self._opened.cancel()
+            self._thread.join(CLOSE_SECONDS)
+        if self._thread.is_alive() and self._opened is not None:
+            logger.warning("the rendezvous does not reply; its thread is left behind")
+        self.events.close()
+
+    # ---- in the thread ----------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        while (command := self._commands.get()) is not None:
+            try:
+                command()
+            except Exception as error:
+                self._is_lost |= isinstance(error, RendezvousConnectionError | StoreError)
+                self.events.post(RendezvousFailed(error))
+        self._end_round()
+        if self._opened is not None:
+            with suppress(RendezvousError, StoreError):  # the store may be gone by now
+                self._opened.close(leave=False)
+
+    def _join(self, restarts: int) -> None:
+        self._end_round()
+        if self._opened is None:
+            self._opened = self._open()
+        handler = self._opened
+        deadline = Deadline.after(self._opened.settings.timeout.join)
+        while not self._closing.is_set():
+            formed = handler.next_rendezvous()
+            found = self._agree(formed, restarts, deadline)
+            if found is not None:
+                infos, placement = found
+                self._round = _Round(handler, formed.store, placement, infos, self.events.post)
+                self.events.post(Joined(placement))
+                self._round.start()
+                return
+
+    def _agree(
+        self, formed: Rendezvous, restarts: int, deadline: Deadline
+    ) -> tuple[list[NodeInfo], Placement] | None:
+        """Exchange information with the agents of the round; None if one of them was lost meanwhile."""
+        assert self._opened is not None
+        handler = self._opened
+        formed.store.set(f"{_NODE}{formed.rank}", self._describe(restarts, str(handler.node)).encode())
+        keys = [f"{_NODE}{rank}" for rank in range(formed.world_size)]
+        while not self._closing.is_set():
+            try:
+                formed.store.wait(keys, LOOK_SECONDS)
+            except StoreTimeoutError:
+                if handler.lost_nodes() or handler.lease_left() <= 0:
+                    return None
+                if deadline.passed():
+                    raise RendezvousTimeoutError(
+                        f"round {formed.round}: not all of its {formed.world_size} agents published their "
+                        "number of workers in time"
+                    ) from None
+            else:
+                infos = [NodeInfo.decode(data) for data in formed.store.multi_get(keys)]
+                return infos, place(infos, formed.rank, formed.round)
+        return None
+
+    def _report(self, write: Callable[[_Round], object]) -> None:
+        if self._round is not None:
+            write(self._round)
+
+    def _leave(self, close: bool) -> None:
+        try:
+            if self._opened is not None and not self._is_lost:
+                self._leave_job(self._opened, close)
+        except (RendezvousError, StoreError) as error:
+            logger.info("left without notice: %s", error)
+        finally:
+            self._end_round()
+            self.events.post(Left())
+
+    def _leave_job(self, opened: RendezvousHandler, close: bool) -> None:
+        round = self._round
+        if round is not None:
+            round.end()  # before the state changes, which wakes its thread
+        if not close:
+            opened.leave()
+        else:
+            opened.set_closed()
+            if round is not None:
+                round.leave(wait_for_others=opened.is_host)
+        if round is not None:
+            round.join()
+
+    def _end_round(self) -> None:
+        round, self._round = self._round, None
+        if round is not None:
+            round.end()
+
+
+class _Round:
+    """Watches one round, and posts what happens."""
+
+    def __init__(
+        self,
+        handler: RendezvousHandler,
+        store: Store,
+        placement: Placement,
+        infos: list[NodeInfo],
+        post: Callable[..., None],
+    ) -> None:
+        self.store = store
+        self.place = placement
+        self._handler = handler
+        self._rank_of = {info.node: rank for rank, info in enumerate(infos)}
+        self._post = post
+        self._succeeded: set[int] = set()
+        self._failed = False
+        self._ended = threading.Event()
+        self._lock = threading.Lock()  # guards _succeeded and _failed
+        name = f"zmqgrad-agent-round-{placement.round}"
+        self._thread = threading.Thread(target=self._monitor, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self.store.watch_prefix("agent/", self._on_key)
+        for key in self.store.list_keys("agent/"):  # written before the watch
+            self._on_key(key, None, self.store.get(key))
+        self._thread.start()
+
+    def end(self) -> None:
+        """Stop watching. Does not wait for the thread, which ends at its next look. Idempotent."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        with suppress(StoreError):  # the store may be gone
+            self.store.unwatch_prefix("agent/", self._on_key)
+
+    def join(self) -> None:
+        """Wait for the thread of an ended round, which uses the store."""
+        self._thread.join(2 * LOOK_SECONDS)
+
+    def leave(self, wait_for_others: bool) -> None:
+        """Tell the others that this agent reads the store no more; wait until they do not, either."""
+        self.store.set(f"{_LEFT}{self.place.node_rank}", "")
+        deadline = Deadline.after(LEAVE_SECONDS)
+        while wait_for_others and not deadline.passed():
+            lost = {self._rank_of.get(str(node)) for node in self._handler.lost_nodes()}
+            left = [f"{_LEFT}{rank}" for rank in range(self.place.num_nodes) if rank not in lost]
+            try:
+                self.store.wait(left, min(LOOK_SECONDS, deadline.left()))
+            except StoreTimeoutError:
+                continue
+            return
+
+    def _on_key(self, key: str, old: bytes | None, new: bytes | None) -> None:
+        if self._ended.is_set() or new is None:
+            return
+        if key == _FAILURE:
+            self._on_failure(new)
+        elif key.startswith(_SUCCEEDED):
+            with self._lock:
+                self._succeeded.add(int(key[len(_SUCCEEDED) :]))
+                complete = len(self._succeeded) == self.place.num_nodes
+            if complete:
+                self._post(AllSucceeded(self.place.round))
+
+    def _on_failure(self, data: bytes) -> None:
+        with self._lock:
+            if self._failed:
+                return
+            self._failed = True
+        failure = Failure.decode(data)
+        if failure.node_rank != self.place.node_rank:
+            self._post(RemoteFailure(self.place.round, failure))
+
+    def _monitor(self) -> None:
+        while not self._ended.is_set():
+            text = self._change()
+            if text is not None:
+                if not self._ended.is_set():
+                    self._post(MembershipChanged(self.place.round, text))
+                return
+            self._handler.wait_for_change(LOOK_SECONDS)
+
+    def _change(self) -> str | None:
+        """What has changed about the nodes, unless a failure is the reason."""
+        with self._lock:
+            succeeded = set(self._succeeded)
+        lost = [
+            rank
+            for node in self._handler.lost_nodes()
+            if (rank := self._rank_of.get(str(node))) != self.place.node_rank and rank not in succeeded
+        ]
+        joined = self._handler.num_nodes_waiting()
+        if lost and not self._reads_failure():
+            nodes = ", ".join(f"node {rank}" for rank in sorted(r for r in lost if r is not None))
+            remaining = self._count(joined - len(lost))
+            return f"{nodes} of {self.place.num_nodes} left or was lost: restart as {remaining}"
+        if joined and not lost and not succeeded:
+            arrived = "a node" if joined == 1 else f"{joined} nodes"
+            return f"{arrived} joined: restart as {self._count(joined)}"
+        return None
+
+    def _reads_failure(self) -> bool:
+        """Whether a failure was reported: then the nodes left because of it, and its event says more."""
+        try:
+            if self.store.check([_FAILURE]):
+                self._on_failure(self.store.get(_FAILURE))
+                return True
+        except StoreError as error:
+            logger.debug("%s", error)
+        return False
+
+    def _count(self, change: int) -> str:
+        number = self.place.num_nodes + change
+        return f"{number} node" if number == 1 else f"{number} nodes"
