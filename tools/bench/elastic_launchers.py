@@ -40,6 +40,9 @@ with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as s:
 signal.pause()
 """
 
+ENVIRONMENT = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Without it, agents of torch 2.13 with c10d hang when a node joins later."""
+
 LIMIT_SECONDS = 60.0
 """For the workers of one round to begin."""
 
@@ -69,7 +72,9 @@ class Job:
     def start_agent(self) -> None:
         """Start the agent of another node."""
         with self._log.open("ab") as log:
-            self._agents.append(subprocess.Popen(self._command, stdout=log, stderr=log))
+            self._agents.append(
+                subprocess.Popen(self._command, env={**os.environ, **ENVIRONMENT}, stdout=log, stderr=log)
+            )
 
     def wait_for_round(self, world_size: int, after: float) -> list[Report]:
         """Wait until all workers of a round of ``world_size`` have begun, after that time.
