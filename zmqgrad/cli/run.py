@@ -13,12 +13,14 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from zmqgrad import environment
-from zmqgrad.cli.run_options import to_command, to_config
+from zmqgrad.cli.run_options import add_arguments, to_command, to_config
 from zmqgrad.elastic.agent.job import run_job, starts_script
 from zmqgrad.elastic.agent.listening import write_all
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
 from zmqgrad.errors import ConfigurationError
+
+__all__ = ["add_arguments", "execute"]
 
 EXIT_CANNOT_START = 126
 

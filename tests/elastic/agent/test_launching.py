@@ -131,7 +131,7 @@ def test_ctrl_c() -> None:
 
 
 def test_an_unknown_start_method() -> None:
-    with pytest.raises(ConfigurationError, match="'vfork'; it must be spawn, forkserver or fork"):
+    with pytest.raises(ConfigurationError, match="'vfork'; it must be one of spawn, fork, forkserver"):
         launch(say, LaunchConfig(start_method="vfork"))("")
 
 
