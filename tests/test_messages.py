@@ -124,6 +124,7 @@ def test_requests_and_responses_are_distinguished_by_their_bits() -> None:
         "CREDIT_WANTED",
         "CHUNK",
         "ACK",
+        "BULK_ACK",
         "RELEASE",
     }
     assert not [t for t in MessageType if t & REQUEST and t & RESPONSE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ import zmqgrad.autograd as dist_autograd
 import zmqgrad.rpc as rpc
 from tests.support.namespaces import Hosts, enter, hosts
 from tests.support.processes import free_port, run_processes
-from zmqgrad.errors import RendezvousError
+from zmqgrad.errors import PeerLostError, RendezvousError
 from zmqgrad.store import FileStore, TCPStore
 
 SECRET = "the secret of this job, of 33 bytes"
@@ -56,6 +57,34 @@ def test_calls_over_curve_and_processes_without_the_secret(hosts: Hosts, tmp_pat
         assert endpoint.startswith(f"tcp://{hosts.addresses[1 - rank]}:")
         assert gradient == [4.0, 4.0]
     assert stranger == "refused"
+
+
+def kill_the_receiver(rank: int) -> dict[str, int] | None:
+    enter(rank)
+    rpc.init_rpc(f"w{rank}", rank=rank, world_size=2)
+    if rank == 1:
+        rpc.shutdown(timeout=60)
+        return None
+    pid, sent = rpc.rpc_sync("w1", os.getpid), torch.ones(4 << 20)
+    assert rpc.rpc_sync("w1", torch.neg, args=(sent,)).equal(-sent)
+    sealed = rpc.get_stats()["sealed"]
+    calls = [rpc.rpc_async("w1", torch.neg, args=(sent,)) for _ in range(8)]
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(PeerLostError):
+        calls[-1].wait()
+    rpc.shutdown(graceful=False)
+    return sealed  # type: ignore[no-any-return]
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(90)
+def test_the_receiver_of_sealed_tensors_is_killed(hosts: Hosts) -> None:
+    """Its caller gets an error, and ends cleanly though records are not acknowledged."""
+    pytest.importorskip("cryptography")
+    sealed, _ = run_processes(kill_the_receiver, 2, timeout=60, env=hosts.environment(), may_die=[1])
+    assert sealed["channels"] == 1
+    assert sealed["refused"] == 0
 
 
 @pytest.mark.processes

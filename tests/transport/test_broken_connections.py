@@ -14,6 +14,7 @@ from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport import bulk, session
 from zmqgrad.transport.base import Inbound, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
+from zmqgrad.transport.sealed import sender as sealed_sender
 from zmqgrad.transport.security import Keys, load_keys
 from zmqgrad.wire.messages import Call, Hello, Payload, Result
 
@@ -114,6 +115,9 @@ def test_a_large_frame_arrives_though_its_connection_breaks_in_the_middle(
     pair: Pair, kind: Result | Call, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In chunks. A reply's memory may be written to as soon as it was sent; it arrives as it was."""
+    monkeypatch.setattr(
+        sealed_sender, "MIN_SEALED_BYTES", 1 << 40
+    )  # tests/transport/test_sealed.py has sealed ones
     monkeypatch.setattr(bulk, "MAX_WHOLE_BYTES", 2 << 20)
     monkeypatch.setattr(bulk, "CHUNK_BYTES", 1 << 20)
     size = 24 << 20

@@ -35,7 +35,7 @@ MAX_WHOLE_BYTES = 32 << 20
 MIN_POOLED_BYTES = 1 << 20
 """Copies of at least this size use pooled memory."""
 
-MAX_STREAMS = 1024
+MAX_STREAMS = 1 << 16
 """Maximum number of incomplete frames of one peer."""
 
 MAX_POOL_BYTES = 512 << 20
@@ -47,13 +47,19 @@ TRIM_SECONDS = 30.0
 _stream_ids = itertools.count(1)
 
 
-def split(prepared: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
-    """Splits the large frames of ``prepared``.
+def split(
+    prepared: PreparedFrames, max_whole: int | None = None, chunk_bytes: int | None = None
+) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
+    """Splits the frames of ``prepared`` that are larger than ``max_whole`` (default: MAX_WHOLE_BYTES).
+
+    Args:
+        chunk_bytes: the size of a chunk (default: CHUNK_BYTES).
 
     Returns:
         ``prepared`` without them, and their chunks, to be sent before it.
     """
-    if all(len(frame) <= MAX_WHOLE_BYTES for frame in prepared.frames):
+    max_whole, step = max_whole or MAX_WHOLE_BYTES, chunk_bytes or CHUNK_BYTES
+    if all(len(frame) <= max_whole for frame in prepared.frames):
         return prepared, []
     manifest = prepared.manifest or Manifest()
     buffers = list(manifest.buffers) or [FrameBuffer(size=len(f)) for f in prepared.frames]
@@ -62,14 +68,14 @@ def split(prepared: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, m
     rest: list[Buffer] = []
     for i, frame in enumerate(prepared.frames):
         size = len(frame)
-        if size <= MAX_WHOLE_BYTES:
+        if size <= max_whole:
             rest.append(frame)
             continue
         buffers[i] = FrameBuffer(block=next(_stream_ids), size=size)
         view = memoryview(frame)
         chunks += [
-            (Chunk(buffers[i].block, start, size), view[start : start + CHUNK_BYTES])
-            for start in range(0, size, CHUNK_BYTES)
+            (Chunk(buffers[i].block, start, size), view[start : start + step])
+            for start in range(0, size, step)
         ]
     return PreparedFrames(replace(manifest, buffers=tuple(buffers), slices=slices), rest), chunks
 
@@ -84,20 +90,20 @@ class _PartialFrame:
         self.size = size
         self.received = 0
 
-    def add(self, chunk: Chunk, data: Buffer) -> None:
-        size = len(data)
+    def reserve(self, chunk: Chunk, size: int) -> memoryview:
         if chunk.offset != self.received or chunk.total != self.size or self.received + size > self.size:
             raise ProtocolError(
                 f"a chunk of {size} bytes at {chunk.offset} of {chunk.total} does not continue a frame of "
                 f"which {self.received} of {self.size} bytes were received"
             )
-        source = (ctypes.c_char * size).from_buffer(data)
-        ctypes.memmove(ctypes.addressof(self.array) + self.received, source, size)  # releases the GIL
-        self.received += size
+        return memoryview(self.array).cast("B")[self.received : self.received + size]
 
 
 class Reassembler:
-    """The incomplete frames of all peers. Used by the reading thread; :meth:`forget` by any."""
+    """The incomplete frames of all peers.
+
+    One thread at a time adds to a stream; another may complete it afterwards. :meth:`forget` is for any.
+    """
 
     def __init__(self) -> None:
         self.buffers = BufferPool()
@@ -109,21 +115,39 @@ class Reassembler:
         Raises:
             ProtocolError: if it does not continue the frame.
         """
+        size = len(frames[0]) if len(frames) == 1 else 0
+        target = self.reserve(peer, chunk, size)
+        source = (ctypes.c_char * size).from_buffer(frames[0])
+        ctypes.memmove((ctypes.c_char * size).from_buffer(target), source, size)  # releases the GIL
+        self.advance(peer, chunk, size)
+
+    def reserve(self, peer: int, chunk: Chunk, size: int) -> memoryview:
+        """Returns the memory for the ``size`` bytes of a chunk; :meth:`advance` adds it once written to.
+
+        Raises:
+            ProtocolError: if it does not continue the frame.
+        """
         key = peer, chunk.stream
         stream = self._streams.get(key)
         try:
-            if len(frames) != 1 or not len(frames[0]):
-                raise ProtocolError(f"a chunk has {len(frames)} frames")
+            if not size:
+                raise ProtocolError("a chunk must have one frame, which is not empty")
             if stream is None:
                 if sum(1 for p, _ in list(self._streams) if p == peer) >= MAX_STREAMS:
                     raise ProtocolError(f"more than {MAX_STREAMS} incomplete frames of worker {peer}")
                 if chunk.offset:
                     raise ProtocolError(f"the beginning of a frame of worker {peer} is missing")
                 stream = self._streams[key] = _PartialFrame(self.buffers.take(chunk.total), chunk.total)
-            stream.add(chunk, frames[0])
+            return stream.reserve(chunk, size)
         except (ProtocolError, OSError, OverflowError, ValueError) as e:  # no memory, or an invalid size
             self._streams.pop(key, None)
             raise ProtocolError(f"a chunk of worker {peer} was dropped: {e}") from e
+
+    def advance(self, peer: int, chunk: Chunk, size: int) -> None:
+        """Adds a chunk that was written to the memory of :meth:`reserve`, unless the peer was forgotten."""
+        stream = self._streams.get((peer, chunk.stream))
+        if stream is not None:
+            stream.received += size
 
     def complete(
         self, peer: int, manifest: Manifest, frames: Sequence[Buffer]
@@ -215,6 +239,12 @@ class BufferPool:
         array = self.take(size)
         memoryview(array).cast("B")[:] = frame
         return memoryview(array).cast("B")
+
+    def empty(self, size: int) -> memoryview:
+        """Returns writable memory of ``size`` bytes."""
+        if size < MIN_POOLED_BYTES:
+            return memoryview(bytearray(size))
+        return memoryview(self.take(size)).cast("B")
 
     def _collect(self) -> None:
         """Collects freed buffers, within the limit. Called with the lock held."""

@@ -77,6 +77,15 @@ class Connection:
         """Whether there is a DEALER or a session."""
         return self.socket is not None or self.session is not None
 
+    def count(
+        self, first: bytearray, frames: Sequence[Buffer], parts: Sequence[tuple[bytearray, memoryview]]
+    ) -> None:
+        """Counts a message that is sent. Called with the lock held."""
+        self.messages += 1
+        self.header_bytes += len(first)
+        if frames or parts:
+            self.frame_bytes += frames_size(frames) + sum(len(data) for _, data in parts)
+
     def close_local(self) -> None:
         """Closes the fast path; from now on the DEALER carries everything."""
         connection, self.local = self.local, None
@@ -188,10 +197,7 @@ class ConnectionPool:
         with connection.lock:
             if connection.session is None and connection.socket is None:
                 self._connect(peer, connection)
-            connection.messages += 1
-            connection.header_bytes += len(first)
-            if frames or parts:
-                connection.frame_bytes += frames_size(frames) + sum(len(data) for _, data in parts)
+            connection.count(first, frames, parts)
             session = connection.session
             if session is not None:
                 now = MONOTONIC.now()

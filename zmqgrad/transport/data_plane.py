@@ -70,10 +70,10 @@ class DataPlane:
         self.shared_memory = SharedMemoryTransport(name, arena, send, may_wait)
         self.has_releases = self.shared_memory.has_releases
         """Returns, as a truth value, whether there are blocks to release to a peer."""
-        self.send_window = SendWindow(name, inflight, self._notify)
+        self.send_window = SendWindow(name, inflight, self.notify)
         self._name = name
-        self._receive_window = ReceiveWindow(inflight, self._notify)
-        self._reassembler = Reassembler()
+        self._receive_window = ReceiveWindow(inflight, self.notify)
+        self.reassembler = Reassembler()
         self._send = send
         self._send_behind = send_behind
         self._may_wait = may_wait
@@ -81,9 +81,9 @@ class DataPlane:
     def start(self, timer: Timer | None) -> None:
         """Starts the periodic work, which ``timer`` runs."""
         self.shared_memory.start(timer)
-        self._reassembler.buffers.start(timer)
+        self.reassembler.buffers.start(timer)
 
-    def _notify(self, peer: int, message: Message, message_id: int = 0) -> None:
+    def notify(self, peer: int, message: Message, message_id: int = 0) -> None:
         try:
             if isinstance(message, CreditWanted) and message.again:
                 self._send_behind(peer, message)
@@ -124,7 +124,7 @@ class DataPlane:
 
     def copies(self, frames: Sequence[Frame]) -> list[Frame]:
         """Returns copies of ``frames`` that later changes of the tensors do not affect."""
-        return [f if isinstance(f, (bytes, LazyFrame)) else self._reassembler.buffers.copy(f) for f in frames]
+        return [f if isinstance(f, (bytes, LazyFrame)) else self.reassembler.buffers.copy(f) for f in frames]
 
     def rollback(self, peer: int, message: Message, prepared: PreparedFrames) -> None:
         """Undoes :meth:`prepare` for a message that could not be sent."""
@@ -141,7 +141,7 @@ class DataPlane:
             ProtocolError: if the manifest does not match the frames and chunks that were received.
         """
         if any([buffer.block and not buffer.segment for buffer in manifest.buffers]):
-            manifest, frames = self._reassembler.complete(peer, manifest, frames)
+            manifest, frames = self.reassembler.complete(peer, manifest, frames)
         return self.shared_memory.open(peer, manifest, frames)
 
     def on_message(self, inbound: Inbound) -> None:
@@ -156,7 +156,7 @@ class DataPlane:
         elif isinstance(message, CreditWanted):
             self._receive_window.credit_requested(source, message)
         elif isinstance(message, Chunk):
-            self._reassembler.add(source, message, inbound.frames)
+            self.reassembler.add(source, message, inbound.frames)
         elif inbound.envelope.type != MessageType.ACK:  # its envelope was handled by the session
             self.shared_memory.on_message(source, message, inbound.envelope.message_id)
 
@@ -187,7 +187,7 @@ class DataPlane:
     def forget(self, peer: int) -> None:
         """Drops all state of ``peer``: nothing in flight in either direction will arrive."""
         self.shared_memory.forget(peer)
-        self._reassembler.forget(peer)
+        self.reassembler.forget(peer)
         self._receive_window.forget(peer)
         self.send_window.forget(peer)  # last: threads that wait for it now fail
 
@@ -195,14 +195,14 @@ class DataPlane:
         """Stops sharing, waiting and pooling. Tensors that were received stay valid. Idempotent."""
         self.send_window.close()
         self.shared_memory.close()
-        self._reassembler.close()
+        self.reassembler.close()
 
     def statistics(self) -> dict[str, Any]:
         """Returns the state of the arena, the bytes in flight, and the size of the buffer pool."""
         return {
             "arena": self.shared_memory.statistics(),
             "inflight": self.send_window.statistics(),
-            "kept_warm": self._reassembler.buffers.kept(),
+            "kept_warm": self.reassembler.buffers.kept(),
         }
 
 

@@ -42,6 +42,8 @@ from zmqgrad.transport.local import LocalListener
 from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
 from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.receiver import Receiver
+from zmqgrad.transport.sealed.sender import CHUNK_BYTES
+from zmqgrad.transport.sealed.transport import SEALED_TYPES, SealedTransport
 from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
@@ -57,8 +59,8 @@ STABLE_TENSOR_TYPES = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, Mess
 """Requests of the user's program, which must not modify their tensors until they are done. Tensors of other
 messages may change as soon as they are sent; between hosts they are copied, as they may have to be resent."""
 
-UNTAPPED_TYPES = frozenset({MessageType.CHUNK, MessageType.ACK})
-"""Messages that the tap does not see: parts of others, and acknowledgements."""
+UNTAPPED_TYPES = frozenset({MessageType.CHUNK, MessageType.ACK}) | SEALED_TYPES
+"""Messages that the tap does not see: parts of others, acknowledgements, and keys."""
 
 NO_FRAMES = PreparedFrames(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
@@ -107,6 +109,7 @@ class ZmqMailbox:
         self._directory: str | None = None
         self._timeouts = timeouts
         self._keys = keys
+        self._zap: ZapAuthenticator | None = None
         self._heartbeats: HeartbeatMonitor | None = None
         self._plane = DataPlane(
             name,
@@ -141,6 +144,19 @@ class ZmqMailbox:
                 self._sessions.receive,
                 self._spin_budget,
             )
+            self._sealed = SealedTransport(
+                name,
+                self.incarnation,
+                self._context,
+                tcp_host,
+                self._zap,
+                self._sessions,
+                self._plane.reassembler,
+                self._plane.notify,
+                self._receiver.inproc,
+                lambda peer: self._connections.to(peer).endpoint,
+                lambda: not self._receiver.reads_here(),
+            )
             self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._spin_budget)
             self._listener = HeartbeatListener(self._endpoints[0], tcp_host)
             if self._listener.endpoint is not None:
@@ -161,7 +177,7 @@ class ZmqMailbox:
             if ":" in tcp_host:
                 router.setsockopt(zmq.IPV6, 1)
             if self._keys is not None:  # after ipc was bound: it stays unencrypted
-                ZapAuthenticator(self._name, self._context, self._keys)
+                self._zap = ZapAuthenticator(self._name, self._context, self._keys)
                 secure_server(router, self._keys)
             bound.append(bind(router, f"tcp://{shown}:*"))
         return bound
@@ -214,6 +230,9 @@ class ZmqMailbox:
         if inbound.envelope.type in DATA_PLANE_TYPES:
             self._plane.on_message(inbound)
             return None
+        if inbound.envelope.type in SEALED_TYPES:
+            self._sealed.on_message(inbound)
+            return None
         task = self._plane.deliver(inbound, self._handler) if inbound.socket_bytes else self._handler(inbound)
         if task is not None:
             self._spin_budget.yield_cpu()
@@ -251,33 +270,43 @@ class ZmqMailbox:
         """As ``Mailbox``. Frames of ``ZERO_COPY_BYTES`` and more must not be modified afterwards."""
         pool = self._connections
         connection = pool.known(peer) or pool.to(peer)
-        prepared = NO_FRAMES
+        prepared, sealed = NO_FRAMES, None
         if frames or self._plane.has_releases(peer):
             if not connection.is_open:
                 pool.open(peer, connection)  # only then is it known whether the peer is on this host
             same_host = connection.endpoint.startswith("ipc:")
-            if not same_host and message.TYPE not in STABLE_TENSOR_TYPES:
+            sealed = None if same_host else self._sealed.to(peer, frames)
+            if not (same_host or sealed or message.TYPE in STABLE_TENSOR_TYPES):
                 frames = self._plane.copies(frames)
             prepared = self._plane.prepare(peer, same_host, message, frames, timeout)
         going, parts = prepared, NO_PARTS
         try:
             if prepared.frames:
-                going, chunks = split(prepared)
+                going, chunks = split(prepared, CHUNK_BYTES, CHUNK_BYTES) if sealed else split(prepared)
                 parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
             first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
             small = not prepared.frames and len(first) <= local.MAX_PACKET_BYTES
             to_channel = small and channel and message.is_awaited_by(peer)
-            if not (to_channel and pool.send_to_channel(peer, channel, first)):
+            if sealed and prepared.frames:
+                with connection.lock:
+                    connection.count(first, going.frames, parts)
+                self._sealed.send(sealed, parts, first, going.frames)
+            elif not (to_channel and pool.send_to_channel(peer, channel, first)):
                 pool.send(peer, connection, first, going.frames, small, parts, bool(channel))
         except BaseException:
             self._plane.rollback(peer, message, prepared)
             raise
-        if self.tap is not None:
+        if self.tap is not None and message.TYPE not in SEALED_TYPES:
             envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, channel)
             self.tap(Tapped(True, peer, envelope, message, len(first) + sum(map(len, frames))))
 
     def _send_behind(self, peer: int, message: Message) -> None:
-        """Queues a message without frames behind all that were sent to ``peer`` before."""
+        """Queues a message without frames behind all that were sent to ``peer`` before.
+
+        It cannot overtake a sealed message, so it is dropped while one is on its way. It is sent repeatedly.
+        """
+        if self._sealed.unacknowledged(peer):
+            return
         first = encode(message, self.worker_id, self.incarnation, 0)
         self._connections.send(peer, self._connections.to(peer), first, (), False, (), False)
 
@@ -300,6 +329,7 @@ class ZmqMailbox:
         if self._heartbeats is not None:
             self._heartbeats.forget(peer)
         self._connections.forget(peer)
+        self._sealed.forget(peer)
         self._plane.forget(peer)
 
     def close(self, linger: int = 0) -> None:
@@ -309,6 +339,7 @@ class ZmqMailbox:
         self._sessions.close()
         self._plane.send_window.close()
         self._connections.shut(linger)
+        self._sealed.close(linger)
         self._channels.close()
         if self._heartbeats is not None:
             self._heartbeats.close()
@@ -360,7 +391,7 @@ class ZmqMailbox:
         }
         received = {
             "inline": receiver.header_bytes,
-            "frames": receiver.frame_bytes,
+            "frames": receiver.frame_bytes + self._sealed.bytes_in(),
             "arena": shared_memory.bytes_in,
         }
         return {
@@ -373,6 +404,7 @@ class ZmqMailbox:
             "malformed": receiver.malformed,
             "peers": self._connections.peers_connected(),
             "sessions": self._sessions.statistics(),
+            "sealed": self._sealed.statistics(),
             **self._plane.statistics(),
         }
 

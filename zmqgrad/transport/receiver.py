@@ -82,7 +82,8 @@ class Receiver:
         self._accept = accept
         self._watched: dict[int, Callable[[], None]] = {}
         self._stop_token = secrets.token_bytes(16)
-        self._inproc = f"inproc://{name}-{self._stop_token.hex()}"
+        self.inproc = f"inproc://{name}-{secrets.token_hex(16)}"
+        """Where threads of this process reach ``socket``."""
         self._handler: Handler | None = None
         self._on_idle: OnIdle = _nothing
         self._strangers: set[bytes] = set()
@@ -94,7 +95,7 @@ class Receiver:
         self.header_bytes = 0
         self.frame_bytes = 0
         self.malformed = 0
-        socket.bind(self._inproc)
+        socket.bind(self.inproc)
         self._poller = make_leader_poller(budget)
         self._router_fd = get_int(socket, zmq.FD)
         self._poller.register(self._router_fd, select.POLLIN)
@@ -307,7 +308,7 @@ class Receiver:
             return
         with self._context.socket(zmq.DEALER) as waker:
             waker.linger = -1  # inproc: delivered in memory, at once
-            waker.connect(self._inproc)
+            waker.connect(self.inproc)
             waker.send(self._stop_token)
 
     def join(self, deadline: Deadline) -> list[str]:

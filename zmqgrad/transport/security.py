@@ -11,6 +11,7 @@ Sockets that only processes of this user can reach (ipc) are not encrypted.
 from __future__ import annotations
 
 import hashlib
+import hmac
 import logging
 import os
 import stat
@@ -133,11 +134,28 @@ def secure_client(socket: zmq.Socket[bytes], keys: Keys) -> None:
     socket.curve_secretkey = keys.client.private
 
 
+def password_server(socket: zmq.Socket[bytes]) -> None:
+    """Requires a password of every peer (RFC 24), as :attr:`ZapAuthenticator.passwords` has it.
+
+    It protects no data: an observer of the network reads it. It keeps everybody else from connecting.
+    """
+    socket.plain_server = True
+    socket.zap_domain = _ZAP_DOMAIN
+
+
+def password_client(socket: zmq.Socket[bytes], password: bytes) -> None:
+    """Sends ``password`` to every server that ``socket`` connects to from now on."""
+    socket.plain_username = b"zmqgrad"
+    socket.plain_password = password
+
+
 class ZapAuthenticator:
     """Authenticates the peers of all sockets of ``context``, in a thread ``<name>-zap`` that ends with it."""
 
     def __init__(self, name: str, context: zmq.Context[zmq.Socket[bytes]], keys: Keys) -> None:
         self._client_key = keys.client.public
+        self.passwords: set[bytes] = set()
+        """Admitted at sockets of :func:`password_server`."""
         self._socket = context.socket(zmq.REP)
         self._socket.linger = 0
         try:
@@ -153,7 +171,7 @@ class ZapAuthenticator:
             while True:
                 # RFC 27: version, request, domain, address, identity, mechanism, credentials
                 version, request, _, address, _, mechanism, *credentials = self._socket.recv_multipart()
-                accepted = mechanism == b"CURVE" and credentials == [self._client_key]
+                accepted = self._accepts(mechanism, credentials)
                 if not accepted:
                     logger.warning(
                         "refused %s, which has not the job's key", address.decode(errors="replace")
@@ -164,3 +182,8 @@ class ZapAuthenticator:
             pass  # the owner of the context has closed it
         finally:
             self._socket.close(linger=0)
+
+    def _accepts(self, mechanism: bytes, credentials: list[bytes]) -> bool:
+        if mechanism == b"PLAIN":
+            return any(hmac.compare_digest(credentials[-1], password) for password in self.passwords.copy())
+        return mechanism == b"CURVE" and credentials == [self._client_key]

@@ -86,6 +86,11 @@ class Outgoing(Generic[M]):
             self.due = self._deadline(now)
         return sequence
 
+    @property
+    def next_sequence(self) -> int:
+        """The number that :meth:`add` will return next."""
+        return self._next
+
     def _deadline(self, now: float) -> float:
         return now + self._timeout + self.size / RESEND_BYTES_PER_SECOND if self._kept else math.inf
 

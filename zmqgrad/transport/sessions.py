@@ -95,6 +95,8 @@ class Sessions:
         self._peers: dict[int, _Peer] = {}  # by number, each in its latest incarnation
         self._incoming: dict[tuple[int, int], Incoming] = {}  # by peer and incarnation
         self._outgoing: dict[int, SessionSocket] = {}
+        self._channels: set[SessionSocket] = set()
+        self.hooks = Hooks(self._watch, self._unwatch)
         self.armed_at = math.inf
         """When the timer fires. For an earlier event, :meth:`arm` must be called."""
         self._closed = False
@@ -120,7 +122,7 @@ class Sessions:
             epoch,
             lock,
             make_socket,
-            Hooks(self._watch, self._unwatch),
+            self.hooks,
             self._ack,
             self._clock.now(),
         )
@@ -139,6 +141,17 @@ class Sessions:
         for (source, _), incoming in list(self._incoming.items()):
             if source == peer:
                 incoming.acknowledgement()
+
+    def add_channel(self, channel: SessionSocket) -> None:
+        """Handles the timeouts of ``channel`` from now on (:mod:`zmqgrad.transport.sealed`)."""
+        self._channels.add(channel)
+
+    def remove_channel(self, channel: SessionSocket) -> None:
+        """Undoes :meth:`add_channel`. Idempotent."""
+        self._channels.discard(channel)
+
+    def _all_outgoing(self) -> list[SessionSocket]:
+        return [*self._outgoing.values(), *self._channels.copy()]
 
     # ---- receiving --------------------------------------------------------------------------------------
 
@@ -207,7 +220,7 @@ class Sessions:
                 except ZmqgradError as e:
                     logger.debug("%s cannot acknowledge what worker %d sent: %s", self._name, peer, e)
             due = min(due, incoming.due)
-        for session in list(self._outgoing.values()):
+        for session in self._all_outgoing():
             with session.lock:
                 session.on_time(now)
                 due = min(due, session.next_due())
@@ -233,7 +246,7 @@ class Sessions:
 
     def statistics(self) -> dict[str, Any]:
         """Returns counts of messages kept, resent and received twice, and of broken connections."""
-        outgoing = list(self._outgoing.values())
+        outgoing = self._all_outgoing()
         incoming = list(self._incoming.values())
         return {
             "unacknowledged": sum(len(session.outgoing) for session in outgoing),

@@ -92,6 +92,9 @@ Delivery (:mod:`~zmqgrad.wire.messages.delivery`), worker to worker::
     CREDIT_WANTED                  the sender is out of credit: send CREDIT after this many more bytes
     CHUNK                          part of a large frame, ahead of its message
     ACK                            acknowledges messages up to a number, by the envelope alone
+    BULK_OPEN                      opens a channel for sealed records -> BULK_READY
+    BULK_READY                     reply: where to connect it, or why it cannot be
+    BULK_ACK                       acknowledges the records of a channel up to a number
 """
 
 from __future__ import annotations
@@ -147,6 +150,9 @@ from zmqgrad.wire.messages.delivery import (
     Ack,
     ArenaOffer,
     ArenaReply,
+    BulkAck,
+    BulkOpen,
+    BulkReady,
     Chunk,
     Credit,
     CreditWanted,
@@ -253,6 +259,9 @@ __all__ = [
     "BackwardAutogradResp",
     "Blob",
     "BlobLocation",
+    "BulkAck",
+    "BulkOpen",
+    "BulkReady",
     "Call",
     "Cancel",
     "Chunk",

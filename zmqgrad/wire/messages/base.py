@@ -113,6 +113,9 @@ class MessageType(enum.IntEnum):
     CREDIT_WANTED = 0x76
     CHUNK = 0x77
     ACK = 0x78
+    BULK_OPEN = 0x79 | REQUEST
+    BULK_READY = 0x7A | RESPONSE
+    BULK_ACK = 0x7B
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):

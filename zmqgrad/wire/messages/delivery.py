@@ -148,3 +148,38 @@ class Ack(Message, frozen=True):
     """Worker to a peer, if no other message is due: its envelope acknowledges received messages."""
 
     TYPE: ClassVar[MessageType] = MessageType.ACK
+
+
+class BulkOpen(Message, frozen=True):
+    """Worker to a peer, before the first large message: opens ``channel``, whose records have ``key``."""
+
+    TYPE: ClassVar[MessageType] = MessageType.BULK_OPEN
+    channel: Id
+    key: Annotated[bytes, Meta(max_length=32)]
+
+    def __repr__(self) -> str:  # keys must not appear in logs
+        return f"BulkOpen(channel={self.channel})"
+
+
+class BulkReady(Message, frozen=True):
+    """Reply to BULK_OPEN: ``channel`` connects to ``port`` of the host, with ``token`` as the password.
+
+    ``port`` is 0 if there is no such port; ``why`` states the reason.
+    """
+
+    TYPE: ClassVar[MessageType] = MessageType.BULK_READY
+    channel: Id
+    port: Annotated[int, Meta(ge=0, le=65535)]
+    token: Annotated[bytes, Meta(max_length=64)] = b""
+    why: Text = ""
+
+    def __repr__(self) -> str:  # nor must passwords
+        return f"BulkReady(channel={self.channel}, port={self.port}, why={self.why!r})"
+
+
+class BulkAck(Message, frozen=True):
+    """Worker to a peer: all records of ``channel`` up to ``sequence`` have arrived."""
+
+    TYPE: ClassVar[MessageType] = MessageType.BULK_ACK
+    channel: Id
+    sequence: Id

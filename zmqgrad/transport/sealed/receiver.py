@@ -1,0 +1,267 @@
+"""The receiving half: one ROUTER for the channels of all peers, and the thread that reads it.
+
+Both start with the first channel. The thread, ``<name>-bulk``, opens records: chunks straight into the memory
+of their frame, other messages to be passed to the mailbox's own ROUTER over inproc. It has handled all chunks
+of a message by then. So neither decrypting nor copying delays the thread that reads small messages. It ends
+with the context.
+
+Whoever knows the password can connect, and an observer of the network knows it; what he sends costs a counter
+and a log line. A session changes only by records that were opened.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import secrets
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import zmq
+
+from zmqgrad.errors import ProtocolError, TransportError
+from zmqgrad.runtime.clock import MONOTONIC
+from zmqgrad.transport.base import Buffer
+from zmqgrad.transport.bind_policy import bind
+from zmqgrad.transport.bulk import MAX_WHOLE_BYTES, Reassembler
+from zmqgrad.transport.sealed.records import AVAILABLE, KEY_BYTES, TAG_BYTES, Cipher, Head, read_head
+from zmqgrad.transport.security import ZapAuthenticator, password_server
+from zmqgrad.transport.session import Incoming, Verdict
+from zmqgrad.transport.sockets import send_all, set_up
+from zmqgrad.wire.codec import decode_all
+from zmqgrad.wire.frames import Envelope
+from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Chunk, Message
+
+logger = logging.getLogger(__name__)
+
+MAX_QUEUED_RECORDS = 16
+"""Records that libzmq reads ahead for each connection. The memory of few records stays in the cache."""
+
+MAX_CHANNELS_PER_PEER = 2
+"""The current channel of a peer, and the one that it replaces."""
+
+MAX_LOGGED = 100
+"""Refused records beyond this many are only counted."""
+
+
+class _Channel:
+    """The receiving half of one channel of worker ``peer`` in ``incarnation``."""
+
+    __slots__ = ("cipher", "incarnation", "incoming", "number", "peer")
+
+    def __init__(self, peer: int, incarnation: int, cipher: Cipher) -> None:
+        self.peer = peer
+        self.incarnation = incarnation
+        self.number = cipher.channel
+        self.cipher = cipher
+        self.incoming = Incoming()
+
+
+class ChannelReceiver:
+    """Receives the channels of all peers of one mailbox.
+
+    Args:
+        name, incarnation: of the worker.
+        host: address to listen on; None: there are no channels.
+        zap: authenticator of ``context``; None: there is no secret, so there are no channels.
+        mailbox: returns the inproc endpoint of the mailbox's ROUTER.
+        reassembler: of the mailbox.
+        reply: sends a message to a peer over CURVE; does not raise because of the peer.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        incarnation: int,
+        context: zmq.Context[zmq.Socket[bytes]],
+        host: str | None,
+        zap: ZapAuthenticator | None,
+        mailbox: str,
+        reassembler: Reassembler,
+        reply: Callable[[int, Message, int], None],
+    ) -> None:
+        self._name = name
+        self._incarnation = incarnation
+        self._context = context
+        self._host = host
+        self._zap = zap
+        self._mailbox = mailbox
+        self._reassembler = reassembler
+        self._reply = reply
+        self._lock = threading.Lock()  # guards _channels and _port
+        self._channels: dict[int, _Channel] = {}
+        self._port = 0
+        self._token = secrets.token_hex(16).encode()
+        self._thread: threading.Thread | None = None
+        self.refused = 0
+        self.bytes_in = 0
+
+    # ---- opening, in the reading thread -----------------------------------------------------------------
+
+    def on_open(self, source: Envelope, message: BulkOpen) -> None:
+        """Handles a peer's message that opens a channel.
+
+        Raises:
+            ProtocolError: if its key is too short.
+        """
+        if len(message.key) != KEY_BYTES:
+            raise ProtocolError(f"a channel's key of {len(message.key)} bytes (expected {KEY_BYTES})")
+        why = self._start()
+        if not why:
+            cipher = Cipher(message.key, message.channel, source.incarnation, self._incarnation)
+            with self._lock:
+                self._channels[message.channel] = _Channel(source.source, source.incarnation, cipher)
+                own = [n for n, channel in self._channels.items() if channel.peer == source.source]
+                for number in own[:-MAX_CHANNELS_PER_PEER]:
+                    del self._channels[number]
+        ready = BulkReady(message.channel, 0 if why else self._port, b"" if why else self._token, why)
+        self._reply(source.source, ready, source.message_id)
+
+    def _start(self) -> str:
+        """Binds the ROUTER, and starts the thread. Returns why that is not possible."""
+        if self._thread is not None:
+            return ""
+        if not AVAILABLE or self._zap is None or self._host is None:
+            return (
+                f"{self._name} has no package cryptography"
+                if not AVAILABLE
+                else f"{self._name} has no secret"
+            )
+        router = self._context.socket(zmq.ROUTER)
+        try:
+            set_up(router)
+            router.rcvhwm = MAX_QUEUED_RECORDS
+            router.ipv6 = ":" in self._host
+            password_server(router)
+            shown = f"[{self._host}]" if ":" in self._host else self._host
+            endpoint = bind(router, f"tcp://{shown}:*")
+        except TransportError as e:
+            router.close()
+            logger.warning("%s cannot receive sealed data: %s", self._name, e)
+            return str(e)
+        bytearray(
+            MAX_WHOLE_BYTES - (1 << 20)
+        )  # once freed, glibc reuses blocks of this size and does not unmap
+        self._zap.passwords.add(self._token)
+        self._port = int(endpoint.rpartition(":")[2])
+        self._thread = threading.Thread(
+            target=self._run, args=(router,), name=f"{self._name}-bulk", daemon=True
+        )
+        self._thread.start()
+        return ""
+
+    # ---- receiving, in the thread ----------------------------------------------------------------------
+
+    def _run(self, router: zmq.Socket[bytes]) -> None:
+        forward = self._context.socket(zmq.DEALER)
+        try:
+            set_up(forward)
+            forward.sndhwm = 0
+            forward.connect(self._mailbox)
+            due = math.inf
+            while True:
+                now = MONOTONIC.now()
+                if due <= now:
+                    due = self._acknowledge(now)
+                if router.poll(None if due == math.inf else math.ceil(1000 * (due - now))):
+                    due = min(due, self._receive(router.recv_multipart(copy=False), forward))
+        except zmq.ContextTerminated:
+            pass  # the mailbox has been closed
+        finally:
+            router.close(linger=0)
+            forward.close(linger=0)
+
+    def _receive(self, frames: Sequence[zmq.Frame], forward: zmq.Socket[bytes]) -> float:
+        """Handles a record, behind the identity of its connection. Returns when to acknowledge it."""
+        record: list[Buffer] = [frame.buffer for frame in frames[1:]]
+        try:
+            head = read_head(record)
+            channel = self._channels.get(head.channel)
+            if channel is None:
+                raise ProtocolError(f"unknown channel {head.channel:#x}")
+            self._open(channel, head, record, forward)
+            return channel.incoming.due
+        except ProtocolError as e:
+            self._refuse(e)
+        except Exception:
+            logger.exception("%s: handling a sealed record failed", self._name)
+        return math.inf
+
+    def _open(
+        self, channel: _Channel, head: Head, record: Sequence[Buffer], forward: zmq.Socket[bytes]
+    ) -> None:
+        incoming, cipher, now = channel.incoming, channel.cipher, MONOTONIC.now()
+        size = sum(map(len, record))
+        first = cipher.open(record, 0)  # authenticates the head, too
+        if head.sequence != incoming.delivered + 1:
+            verdict = incoming.receive(head.sequence, size, now)
+            assert verdict is not Verdict.DELIVER  # a channel has one epoch
+            logger.debug("%s: record %d of %r: %s", self._name, head.sequence, cipher, verdict.name)
+            return
+        try:
+            target = None
+            envelope, _, message = decode_all(first)
+            if (envelope.source, envelope.incarnation) != (channel.peer, channel.incarnation):
+                raise ProtocolError(f"worker {channel.peer} sent a message as worker {envelope.source}")
+            if isinstance(message, Chunk):
+                length = len(record[2]) - TAG_BYTES if len(record) == 3 else 0
+                target = self._reassembler.reserve(channel.peer, message, length)
+        except ProtocolError:
+            incoming.receive(head.sequence, size, now)  # the sender's mistake; it would be resent forever
+            raise
+        if target is not None and isinstance(message, Chunk):
+            cipher.open_into(record, 1, target)
+            self._reassembler.advance(channel.peer, message, len(target))
+            self.bytes_in += len(target)
+        else:
+            _pass_on(forward, first, [self._open_frame(cipher, record, i) for i in range(1, head.parts)])
+        incoming.receive(head.sequence, size, now)
+
+    def _open_frame(self, cipher: Cipher, record: Sequence[Buffer], index: int) -> Buffer:
+        """Returns a frame in memory that the handler of the message may write to."""
+        size = max(0, len(record[1 + index]) - TAG_BYTES)
+        if not size:
+            return cipher.open(record, index)
+        target = self._reassembler.buffers.empty(size)
+        cipher.open_into(record, index, target)
+        return target
+
+    def _refuse(self, error: ProtocolError) -> None:
+        self.refused += 1
+        if self.refused <= MAX_LOGGED:
+            logger.warning("%s: refused a sealed record (%s)", self._name, error)
+
+    def _acknowledge(self, now: float) -> float:
+        """Sends the acknowledgements that are due. Returns when the next one is."""
+        due = math.inf
+        for channel in list(self._channels.values()):
+            if channel.incoming.due <= now:
+                sequence = channel.incoming.acknowledgement()
+                self._reply(channel.peer, BulkAck(channel.number, sequence), 0)
+            due = min(due, channel.incoming.due)
+        return due
+
+    # ---- closing ---------------------------------------------------------------------------------------
+
+    def forget(self, peer: int) -> None:
+        """Drops the channels of ``peer``; their records are refused from now on."""
+        with self._lock:
+            for number in [n for n, channel in self._channels.items() if channel.peer == peer]:
+                del self._channels[number]
+
+    def statistics(self) -> dict[str, Any]:
+        """Returns counts of records refused, received twice and after a gap."""
+        incoming = [channel.incoming for channel in list(self._channels.values())]
+        return {
+            "refused": self.refused,
+            "duplicates": sum(each.duplicates for each in incoming),
+            "gaps": sum(each.gaps for each in incoming),
+        }
+
+
+def _pass_on(forward: zmq.Socket[bytes], first: bytes, frames: Sequence[Buffer]) -> None:
+    try:
+        send_all(forward, first, frames)
+    except zmq.Again:
+        logger.debug("a sealed message arrived when the mailbox was closed")
