@@ -1,0 +1,4 @@
+"""Traces: what a job sends, receives, runs and waits for, recorded in a log per process.
+
+Start reading with :mod:`~zmqgrad.trace.events` (what is recorded) and :mod:`~zmqgrad.trace.log` (the format).
+"""
