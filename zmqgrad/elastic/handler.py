@@ -23,6 +23,7 @@ from zmqgrad.elastic.transitions import num_admissible
 from zmqgrad.errors import RendezvousError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.store import PrefixStore, Store
+from zmqgrad.transport import tap
 
 logger = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ class RendezvousHandler:
 
     def shutdown(self) -> bool:
         """Stop, and close the rendezvous for all nodes. Returns whether it was closed."""
-        self._stop_heartbeats()
+        self.stop()
         try:
             self.set_closed()
         except RendezvousError as e:
@@ -180,6 +181,7 @@ class RendezvousHandler:
     def stop(self) -> None:
         """Stop to renew the heartbeat: other nodes go on without this one. Idempotent."""
         self._stop_heartbeats()
+        tap.unregister(self._executor)
 
     def _stop_heartbeats(self) -> None:
         heartbeats, self._heartbeats = self._heartbeats, None

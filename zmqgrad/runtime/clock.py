@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+monotonic_ns, wall_ns = time.monotonic_ns, time.time_ns
+"""Nanoseconds, for traces: they record the real time, so no clock is handed to them."""
+
 
 class Clock(Protocol):
     """A monotonic clock."""

@@ -2,3 +2,9 @@
 
 Start reading with :mod:`~zmqgrad.trace.events` (what is recorded) and :mod:`~zmqgrad.trace.log` (the format).
 """
+
+from __future__ import annotations
+
+from zmqgrad.trace.recorder import Recorder, launch_environment, record
+
+__all__ = ["Recorder", "launch_environment", "record"]
