@@ -178,10 +178,16 @@ class _Solver:
     ) -> None:
         self._reference = reference
         self._coarse = coarse
-        samples = [(pair, s) for pair, each in best.items() if pair[0] in coarse for s in each.values()]
-        times = [s.sent - coarse[pair[0]] for pair, s in samples]
-        self._start = min(times)
-        self._width = max(MIN_BIN_NANOSECONDS, (max(times) - self._start) / MAX_BINS)
+        depth = {clock: i for i, clock in enumerate(coarse)}
+        samples: list[tuple[float, _Pair, int]] = []
+        for pair, each in best.items():
+            if pair[0] in coarse:
+                # The time by the clock next to the reference: the other one may be what jumps.
+                by_sender = depth[pair[0]] < depth[pair[1]]
+                offset = coarse[pair[0] if by_sender else pair[1]]
+                samples += ((s[1 if by_sender else 2] - offset, pair, s.delay) for s in each.values())
+        self._start = min(samples)[0]
+        self._width = max(MIN_BIN_NANOSECONDS, (max(samples)[0] - self._start) / MAX_BINS)
         self._step = 2 * MAX_DRIFT * self._width  # how much less a bin says about the next one
         self._bins = self._constraints(samples)
         self._segments = self._find_segments()
@@ -190,14 +196,13 @@ class _Solver:
     def _center(self, number: int) -> float:
         return self._start + (number + 0.5) * self._width
 
-    def _constraints(self, samples: Iterable[tuple[_Pair, _Sample]]) -> list[dict[_Pair, float]]:
+    def _constraints(self, samples: Iterable[tuple[float, _Pair, int]]) -> list[dict[_Pair, float]]:
         """By bin: the most that the offset of the second clock from the first can be at its center."""
         found: defaultdict[int, dict[_Pair, float]] = defaultdict(dict)
-        for pair, (delay, sent, received) in samples:
-            left, arrived = sent - self._coarse[pair[0]], received - self._coarse[pair[1]]
-            number = int((left - self._start) // self._width)
-            center = self._center(number)
-            most = delay + MAX_DRIFT * (abs(left - center) + abs(arrived - center))
+        for time, pair, delay in samples:
+            number = int((time - self._start) // self._width)
+            # Both clocks drift between then and the center; what the message took outweighs its own drift.
+            most = delay + 2 * MAX_DRIFT * abs(time - self._center(number))
             found[number][pair] = min(found[number].get(pair, math.inf), most)
         return [found[number] for number in range(max(found) + 1)]
 
