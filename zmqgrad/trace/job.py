@@ -7,9 +7,10 @@ of one clock, the reference; :meth:`Job.wall` converts them to wall time.
 
 from __future__ import annotations
 
-import heapq
+import bisect
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from pathlib import Path as FilePath
 
 from zmqgrad.errors import TraceError
@@ -24,12 +25,11 @@ from zmqgrad.trace.events import (
     MessageReceived,
     MessageSent,
     NameDeclared,
-    PeerDeclared,
     Role,
     ThreadDeclared,
 )
 from zmqgrad.trace.log import LogReader, find_logs
-from zmqgrad.trace.model import Actor, Call, Declared, Message, Process, Stamped
+from zmqgrad.trace.model import Actor, Call, Declared, Entry, Message, Process, Stamped
 from zmqgrad.trace.pairing import REPEATED, Pairing
 from zmqgrad.wire.messages import REQUEST, RESPONSE
 
@@ -108,7 +108,7 @@ class Job:
         if len(clocks) == 1:
             return
         estimator = OffsetEstimator()
-        for message in Pairing(self._stamped(), aligned=False).run():
+        for message in Pairing(self._merged(), aligned=False).run():
             source, target = message.source, message.target
             if source is None or target is None or not message.message_id or message.kind in REPEATED:
                 continue
@@ -162,36 +162,54 @@ class Job:
         return [actor for actor in self.actors() if actor.role is Role.WORKER]
 
     def events(self) -> Iterator[Stamped]:
-        """All events of all processes on one clock, nearly in order of time (threads record side by side)."""
-        return (stamped for stamped, _ in self._stamped())
+        """All events of all processes on one clock, nearly in order of time."""
+        for time, declared, actor, event in self._merged():
+            yield Stamped(time, declared.process, actor, event)
 
     def messages(self) -> Iterator[Message]:
         """All messages, each when its second end has been read; those without a second end come last.
 
         No message is received before it was sent: within the error of the clocks, the receive is moved.
         """
-        return Pairing(self._stamped()).run()
+        return Pairing(self._merged()).run()
 
     def calls(self) -> Iterator[Call]:
         """All requests that have a reply by their type, each when it is complete; open ones come last."""
-        return Assembly(self._stamped()).run()
+        return Assembly(self._merged()).run()
 
-    def _stamped(self) -> Iterator[tuple[Stamped, Declared]]:
+    def _merged(self) -> Iterator[Entry]:
+        """The entries of all logs in order of time. Sorting whole batches is quicker than a heap."""
         streams = [self._stream(process) for process in self.processes]
-        return heapq.merge(*streams, key=_time_of)
+        heads = [(batch, stream) for stream in streams if (batch := next(stream, _NO_ENTRIES))]
+        while heads:
+            until = min(batch[-1][0] for batch, _ in heads)
+            ready: list[Entry] = []
+            following = []
+            for batch, stream in heads:
+                count = bisect.bisect_right(batch, until, key=_time_of)
+                ready += batch[:count]
+                rest = batch[count:] or next(stream, _NO_ENTRIES)
+                if rest:
+                    following.append((rest, stream))
+            heads = following
+            ready.sort(key=_time_of)
+            yield from ready
 
-    def _stream(self, process: Process) -> Iterator[tuple[Stamped, Declared]]:
-        convert, actors = self._converters[self._clock(process)], process.actors
-        names = Declared(process)
-        for event in _events(process):
-            if type(event) is PeerDeclared:
-                names.incarnations[event.actor, event.peer] = event.incarnation
-            actor = actors.get(getattr(event, "actor", 0))
-            yield Stamped(convert(event.time), process, actor, event), names
+    def _stream(self, process: Process) -> Iterator[list[Entry]]:
+        """The entries of a log, batch by batch, each in order of time."""
+        convert, find = self._converters[self._clock(process)], process.actors.get
+        declared = Declared(process)
+        for events in _batches(process):
+            batch: list[Entry] = []
+            for event in events:
+                batch.append((convert(event.time), declared, find(getattr(event, "actor", 0)), event))
+            batch.sort(key=_time_of)
+            if batch:
+                yield batch
 
 
-def _time_of(item: tuple[Stamped, Declared]) -> int:
-    return item[0].time
+_time_of = itemgetter(0)
+_NO_ENTRIES: list[Entry] = []
 
 
 def _shift(process: Process, reference: Process) -> Callable[[int], int]:
@@ -200,11 +218,11 @@ def _shift(process: Process, reference: Process) -> Callable[[int], int]:
     return lambda time: time + offset
 
 
-def _events(process: Process) -> Iterator[AnyEvent]:
+def _batches(process: Process) -> Iterator[list[AnyEvent]]:
     """The events of a log as far as it can be read."""
     with LogReader(process.path) as reader:
         try:
-            yield from reader
+            yield from reader.batches()
         except TraceError as e:
             logger.debug("%s", e)  # told by Process.damage
 

@@ -137,5 +137,10 @@ class Declared:
     """The names that a log declares, and the incarnations of peers as declared so far."""
 
     def __init__(self, process: Process) -> None:
+        self.process = process
         self.names = process.names
         self.incarnations: dict[tuple[int, int], int] = {}
+
+
+Entry = tuple[int, Declared, Actor | None, AnyEvent]
+"""An event in a merged stream: its time on the clock of the job, what its log declares, its actor."""

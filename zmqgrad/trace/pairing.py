@@ -8,8 +8,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
-from zmqgrad.trace.events import MessageReceived, MessageSent, Role
-from zmqgrad.trace.model import Actor, Declared, Message, Stamped
+from zmqgrad.trace.events import MessageReceived, MessageSent, PeerDeclared, Role
+from zmqgrad.trace.model import Actor, Declared, Entry, Message
 from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
 
 MAX_OPEN = 1 << 18
@@ -43,9 +43,9 @@ class Pairing:
         aligned: whether times are of one clock, so that no message may arrive before it left.
     """
 
-    def __init__(self, stamped: Iterator[tuple[Stamped, Declared]], aligned: bool = True) -> None:
+    def __init__(self, entries: Iterator[Entry], aligned: bool = True) -> None:
         self._aligned = aligned
-        self._stamped = stamped
+        self._entries = entries
         self._sent: Open[Message] = Open()
         self._received: Open[Message] = Open()
         self._published: dict[Key, Message] = {}
@@ -55,35 +55,38 @@ class Pairing:
 
     def run(self) -> Iterator[Message]:
         """Yields the messages."""
-        for stamped, names in self._stamped:
-            kind = type(stamped.event)
+        add = self.add
+        for entry in self._entries:
+            kind = type(entry[3])
             if kind is MessageSent or kind is MessageReceived:
-                yield from self.add(stamped, names)
+                yield from add(entry)
+            elif kind is PeerDeclared:
+                note_peer(entry)
         yield from self.rest()
 
-    def add(self, stamped: Stamped, names: Declared) -> Sequence[Message]:
+    def add(self, entry: Entry) -> Sequence[Message]:
         """Adds one end of a message. Returns the messages that this completes, or that make room."""
-        time, _, actor, event = stamped
-        assert isinstance(event, (MessageSent, MessageReceived))
+        time, names, actor, event = entry
         if actor is None:
             return ()  # its declaration was dropped
+        assert isinstance(event, (MessageSent, MessageReceived))
         outgoing = type(event) is MessageSent
-        if not event.kind & (REQUEST | RESPONSE) and 0x60 <= event.kind < 0x70:
+        if 0x60 <= event.kind < 0x70:
             return self._notification(time, actor, event, outgoing, names)
         key = self._key(actor, event, outgoing, names)
         ours, theirs = (self._sent, self._received) if outgoing else (self._received, self._sent)
-        other = theirs.items.pop(key, None)
-        message = _end_of(time, actor, event, outgoing, names)
+        message = theirs.items.pop(key, None)
+        if message is not None:
+            self._complete(message, time, actor, event, outgoing, names)
+            return (message,)
+        message = ours.items[key] = _end_of(time, actor, event, outgoing, names)
         if event.kind & REQUEST or actor.role is not Role.WORKER:
             message.requester = key[0]
         elif event.kind & RESPONSE:
             message.requester = (
                 names.incarnations.get((event.actor, event.peer), 0) if outgoing else actor.incarnation
             )
-        if other is None:
-            ours.items[key] = message
-            return ours.evict()
-        return (self._merge(message, other) if outgoing else self._merge(other, message),)
+        return ours.evict()
 
     def _key(
         self, actor: Actor, event: MessageSent | MessageReceived, outgoing: bool, names: Declared
@@ -124,18 +127,33 @@ class Pairing:
         sent = self._published.get(key)
         if sent is None:
             return (message,)
-        return (self._merge(msgspec.structs.replace(sent), message),)
+        both = msgspec.structs.replace(sent)
+        self._complete(both, time, actor, event, outgoing, names)
+        return (both,)
 
-    def _merge(self, sent: Message, received: Message) -> Message:
-        assert sent.sent is not None
-        assert received.received is not None
-        sent.target, sent.receiver_thread = received.target, received.receiver_thread
-        sent.received = received.received
-        if self._aligned and received.received < sent.sent:
-            sent.received = sent.sent  # within the error of the clocks
-        sent.size = sent.size or received.size
-        sent.requester = sent.requester or received.requester
-        return sent
+    def _complete(
+        self,
+        message: Message,
+        time: int,
+        actor: Actor,
+        event: MessageSent | MessageReceived,
+        outgoing: bool,
+        names: Declared,
+    ) -> None:
+        """Adds the second end to ``message``."""
+        if outgoing:
+            message.source, message.sent, message.sender_thread = actor, time, event.thread
+            message.peer, message.path = event.peer, event.path
+        else:
+            message.target, message.received, message.receiver_thread = actor, time, event.thread
+        message.size = message.size or event.size
+        message.name = message.name or names.names.get(event.name, "")
+        if not message.requester and event.kind & RESPONSE and not outgoing:
+            message.requester = actor.incarnation
+        assert message.sent is not None
+        assert message.received is not None
+        if self._aligned and message.received < message.sent:
+            message.received = message.sent  # within the error of the clocks
 
     def rest(self) -> Iterator[Message]:
         """Yields the messages of which only one end was recorded."""
@@ -152,3 +170,10 @@ def _end_of(
     if outgoing:
         return Message(event.kind, event.message_id, actor, None, time, None, event.thread, 0, *common)
     return Message(event.kind, event.message_id, None, actor, None, time, 0, event.thread, *common)
+
+
+def note_peer(entry: Entry) -> None:
+    """Notes the incarnation of a peer, by which the messages from it are paired."""
+    event = entry[3]
+    assert isinstance(event, PeerDeclared)
+    entry[1].incarnations[event.actor, event.peer] = event.incarnation
