@@ -13,7 +13,7 @@ import torch
 from tests.support.processes import run_processes
 from zmqgrad import autograd, rpc
 from zmqgrad.trace import Job, launch_environment
-from zmqgrad.trace.events import GroupExecuted, PassFinished, PassStarted, WaitBegun, WaitEnded
+from zmqgrad.trace.events import GroupExecuted, Heartbeat, PassFinished, PassStarted, WaitBegun, WaitEnded
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -37,7 +37,8 @@ def train(rank: int) -> int:
 
 
 def test_a_job_is_traced_from_end_to_end(tmp_path: Path) -> None:
-    pids = run_processes(train, 2, env=launch_environment(tmp_path))
+    env = {**launch_environment(tmp_path), "ZMQGRAD_TRACE_ARGS": "1", "ZMQGRAD_TRACE_HEARTBEATS": "1"}
+    pids = run_processes(train, 2, env=env)
     job = Job(tmp_path, shared_clocks=False)
     assert [(w.name, w.rank, w.process.info.pid, w.stopped is not None) for w in job.workers()] == [
         ("worker0", 0, pids[0], True),
@@ -59,7 +60,8 @@ def test_a_job_is_traced_from_end_to_end(tmp_path: Path) -> None:
     assert forward[0].request.context
     assert any(c.request.size > 4 << 20 and c.request.path == 2 for c in calls), "through shared memory"
     events = [s.event for s in job.events()]
-    for kind in (PassStarted, PassFinished, GroupExecuted, WaitBegun, WaitEnded):
+    assert any("tensor([1., 1., 1.]" in c.arguments for c in calls)
+    for kind in (Heartbeat, PassStarted, PassFinished, GroupExecuted, WaitBegun, WaitEnded):
         assert any(isinstance(e, kind) for e in events), kind
     # Both processes have one clock, so what the messages say must be an offset of 0.
     other = next(w.process for w in job.workers() if w.process is not job.reference)

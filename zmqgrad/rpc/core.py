@@ -61,7 +61,11 @@ class WorkerCore(ABC):
     @tracer.setter
     def tracer(self, tracer: Tracer | None) -> None:
         self.hooks.tracer = tracer
-        self.mailbox.tap = None if tracer is None else tracer.tap
+        self.mailbox.tap = self.mailbox.on_heartbeat = None
+        if tracer is not None:
+            self.mailbox.tap = tracer.tap
+            if tracer.records_heartbeats:
+                self.mailbox.on_heartbeat = tracer.heartbeat
 
     def identity(self) -> Identity:
         """As :class:`~zmqgrad.transport.tap.Traced`."""

@@ -94,4 +94,4 @@ def _apply(call: Call, entry: Entry) -> None:
     elif isinstance(event, RequestFinished):
         call.finished, call.failed = max(time, call.started or time), event.failed
     elif isinstance(event, RequestDescribed):
-        call.function, call.arguments = event.function or call.function, event.arguments
+        call.function, call.arguments = call.function or event.function, event.arguments

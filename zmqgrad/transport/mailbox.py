@@ -47,7 +47,7 @@ from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
-from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY, Tap
+from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY, OnHeartbeat, Tap
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Ack, Message, MessageType
 
@@ -102,6 +102,7 @@ class ZmqMailbox:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None
+        self.on_heartbeat: OnHeartbeat | None = None
         self._name = name
         self._handler: Handler = _drop
         self._directory: str | None = None
@@ -193,7 +194,12 @@ class ZmqMailbox:
         if lost is not None:
             self._lost = lost
             self._heartbeats = HeartbeatMonitor(
-                self._name, self._listener, self._lose, suspected or _log_suspected, self._timeouts
+                self._name,
+                self._listener,
+                self._lose,
+                suspected or _log_suspected,
+                self._timeouts,
+                on_heartbeat=lambda: self.on_heartbeat,
             )
         if timer is None:
             timer = self._own_timer = TimerThread(self._name)

@@ -47,6 +47,9 @@ class Tapped(NamedTuple):
 
 Tap = Callable[[Tapped], None]
 
+OnHeartbeat = Callable[[int, bool], None]
+"""Called with a peer, and whether the heartbeat was sent to it (or is its reply)."""
+
 _new = tuple.__new__  # a third of the time that the classes themselves take
 
 

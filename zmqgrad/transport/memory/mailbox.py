@@ -25,7 +25,7 @@ from zmqgrad.transport.base import (
 )
 from zmqgrad.transport.memory.faults import InFlightMessage
 from zmqgrad.transport.memory.network import MemoryNetwork
-from zmqgrad.transport.tap import FRAMES, INLINE, Tap
+from zmqgrad.transport.tap import FRAMES, INLINE, OnHeartbeat, Tap
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import materialize
@@ -41,6 +41,7 @@ class MemoryMailbox:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None
+        self.on_heartbeat: OnHeartbeat | None = None
         self.is_open = True
         self._network = network
         self._name = name
