@@ -371,14 +371,11 @@ class Tracer:
             self._queue.append((Tag.PEER, time, self._actor, peer, incarnation))
 
     def _add(self, tag: int, *values: Any) -> None:
-        self._add_at(now(), tag, *values)
-
-    def _add_at(self, time: int, tag: int, *values: Any) -> None:
         if len(self._queue) >= self._recorder.max_events:
             self._recorder.drop()
             return
         thread = self._threads.number or self._recorder.declare_thread()
-        self._queue.append((tag, time, thread, self._actor, *values))
+        self._queue.append((tag, now(), thread, self._actor, *values))
 
     def request_started(self, peer: int, message_id: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
@@ -428,7 +425,11 @@ class Tracer:
         recvs: Sequence[tuple[int, int]],
     ) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add_at(began, 17, context, pass_id, now() - began, sends, recvs)
+        if len(self._queue) >= self._recorder.max_events:
+            self._recorder.drop()
+            return
+        thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
+        self._queue.append((17, began, thread, self._actor, context, pass_id, took, sends, recvs))
 
     def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
