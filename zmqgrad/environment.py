@@ -111,6 +111,22 @@ spin_us = Setting[int | None]("ZMQGRAD_SPIN_US", _parse_microseconds, None)
 local_fast_path = Setting("ZMQGRAD_LOCAL_FAST_PATH", _parse_switch, True)
 """Whether small messages between processes of one host bypass libzmq."""
 
+TRACE = "ZMQGRAD_TRACE"
+
+TRACE_JOB = "ZMQGRAD_TRACE_JOB"
+
+trace_directory = Setting[str | None](TRACE, lambda _, text: text, None)
+"""The directory of the trace logs; unset: nothing is traced."""
+
+trace_job = Setting(TRACE_JOB, lambda _, text: text, "")
+"""Set by a launcher, the same for all processes of a job: tells jobs apart that share a directory."""
+
+trace_arguments = Setting("ZMQGRAD_TRACE_ARGS", _parse_switch, False)
+"""Whether traces contain the ``repr`` of the arguments of calls, cut to a bounded length."""
+
+trace_heartbeats = Setting("ZMQGRAD_TRACE_HEARTBEATS", _parse_switch, False)
+"""Whether traces contain heartbeats."""
+
 REPLACE_TORCH_RPC = "ZMQGRAD_REPLACE_TORCH_RPC"
 
 replaces_torch_rpc = Setting(REPLACE_TORCH_RPC, _parse_switch, False)

@@ -35,7 +35,8 @@
     |   |-- RRefError                          invalid use of an RRef
     |   `-- RemoteError                        user code failed remotely; its exception type is not available
     |-- WorkerFailedError (RuntimeError)       a launched worker raised or died
-    `-- AutogradError (RuntimeError)           contexts and backward passes
+    |-- AutogradError (RuntimeError)           contexts and backward passes
+    `-- TraceError (RuntimeError)              a trace cannot be recorded or read
 
 The second base class, in parentheses, is the exception that ``torch.distributed`` or Python raises for the
 same mistake, so that an ``except`` written for torch still works.
@@ -197,3 +198,7 @@ class RemoteError(RpcError):
 
 class AutogradError(ZmqgradError, RuntimeError):
     """Invalid use of a distributed autograd context or backward pass."""
+
+
+class TraceError(ZmqgradError, RuntimeError):
+    """A trace log cannot be written, or is not one that this release can read; the message names it."""

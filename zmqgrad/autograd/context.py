@@ -18,6 +18,7 @@ import torch
 from zmqgrad.autograd.graph.node import added
 from zmqgrad.autograd.send_recv import RecvMetadata, Send, attach_recv
 from zmqgrad.errors import AutogradError
+from zmqgrad.transport.tap import Tracer
 from zmqgrad.wire.ids import show_id, split_id
 
 if TYPE_CHECKING:
@@ -246,18 +247,28 @@ class ActiveContext:
 
 
 class Contexts:
-    """The contexts of one worker."""
+    """The contexts of one worker.
 
-    def __init__(self) -> None:
+    Args:
+        tracer: returns what records their begin and end; None: nothing does.
+    """
+
+    def __init__(self, tracer: Callable[[], Tracer | None] = lambda: None) -> None:
         self._lock = threading.Lock()  # guards both
         self._live: dict[int, Context] = {}
         self._released: OrderedDict[int, None] = OrderedDict()
+        self._tracer = tracer
+
+    def _created(self, context_id: int) -> Context:
+        context = self._live[context_id] = Context(context_id)
+        if (tracer := self._tracer()) is not None:
+            tracer.context_created(context_id)
+        return context
 
     def new(self, context_id: int) -> Context:
         """Create a context that begins here."""
         with self._lock:
-            context = self._live[context_id] = Context(context_id)
-            return context
+            return self._created(context_id)
 
     def get_or_create(self, context_id: int) -> Context | None:
         """Return the context of a message, created if need be; None if it was released before."""
@@ -266,7 +277,7 @@ class Contexts:
                 return None
             context = self._live.get(context_id)
             if context is None:
-                context = self._live[context_id] = Context(context_id)
+                context = self._created(context_id)
             return context
 
     def get(self, context_id: int) -> Context | None:
@@ -300,6 +311,8 @@ class Contexts:
             context = self._live.pop(context_id, None)
             if context is not None:
                 context.end()
+                if (tracer := self._tracer()) is not None:
+                    tracer.context_released(context_id)
             return context
 
     def live(self) -> list[Context]:

@@ -83,7 +83,7 @@ class Autograd:
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
-        self.contexts = Contexts()
+        self.contexts = Contexts(lambda: worker.hooks.tracer)
         self.releases = Releases(worker, self.contexts)
         self.participant = Participant(worker, self.contexts, self.releases.end_passes)
 

@@ -10,6 +10,8 @@ from zmqgrad.elastic.state import NodeDesc
 from zmqgrad.elastic.state_holder import StateHolder
 from zmqgrad.elastic.transitions import apply
 from zmqgrad.errors import RendezvousClosedError, RendezvousTimeoutError
+from zmqgrad.transport import tap
+from zmqgrad.transport.tap import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,12 @@ class OperatorExecutor:
         self._node = node
         self._holder = holder
         self._settings = settings
+        self.tracer: Tracer | None = None
+        tap.register(self)
+
+    def identity(self) -> tap.Identity:
+        """As :class:`~zmqgrad.transport.tap.Traced`."""
+        return tap.Identity(tap.RENDEZVOUS_NODE, str(self._node), job=self._settings.run_id)
 
     def run(self, operator: Operator, deadline: float) -> None:
         """Run ``operator`` until it returns FINISH.
@@ -63,6 +71,11 @@ class OperatorExecutor:
         if action not in (Action.FINISH, Action.SYNC):
             logger.debug("%s: %s: %s", self._settings.run_id, self._node, action.name)
             apply(action, holder.state, self._node, self._settings)
+            if self.tracer is not None:
+                state = holder.state
+                self.tracer.rendezvous_step(
+                    state.round, action.name, len(state.participants), len(state.wait_list)
+                )
             holder.mark_dirty()
         return action
 

@@ -34,6 +34,7 @@ from zmqgrad.elastic.transitions import num_admissible
 from zmqgrad.errors import RendezvousConnectionError, RendezvousError
 from zmqgrad.runtime.clock import MONOTONIC, Clock
 from zmqgrad.store import Store
+from zmqgrad.transport import tap
 
 logger = logging.getLogger(__name__)
 
@@ -260,7 +261,7 @@ class RendezvousHandler:
 
     def shutdown(self) -> bool:
         """Stop, and close the rendezvous for all nodes. Returns whether it was closed."""
-        self._stop_heartbeats()
+        self.stop()
         try:
             self.set_closed()
         except RendezvousError as e:
@@ -271,6 +272,7 @@ class RendezvousHandler:
     def stop(self) -> None:
         """Stop to renew the heartbeat: other nodes go on without this one. Idempotent."""
         self._stop_heartbeats()
+        tap.unregister(self._executor)
 
     def close(self, leave: bool = True) -> None:
         """Leave the round, stop, and close the backend and the stores of rounds. Idempotent.
@@ -284,7 +286,7 @@ class RendezvousHandler:
         if self._closed:
             return
         self._closed = True
-        self._stop_heartbeats()
+        self.stop()
         try:
             if leave:
                 self._leave_for_good()

@@ -107,7 +107,11 @@ class Client:
         if peer is None:
             peer, seconds = self.find_peer(to, seconds)
         reference, serialized = serialize_call(function, args, kwargs, self._context_for(peer))
-        return self.request_call(peer.id, reference, serialized, seconds, function, waits=waits)
+        call = self.request_call(peer.id, reference, serialized, seconds, function, waits=waits)
+        tracer = self._hooks.tracer
+        if tracer is not None and (not reference or tracer.records_arguments):
+            tracer.request_described(call.message_id, describe(function), args, kwargs)
+        return call
 
     def find_peer(self, to: object, seconds: float) -> tuple[WorkerRecord, float]:
         """Look up worker ``to`` in the group's directory.
@@ -256,6 +260,9 @@ class Client:
         """
         promise, port = call.promise, call.port
         abandoned = False
+        tracer = self._hooks.tracer
+        if tracer is not None:
+            tracer.wait_begun(call.peer, call.message_id)
         try:
             while (inbound := port.receive(promise, call.deadline)) is not None:
                 if inbound.envelope.message_id != call.message_id:
@@ -277,6 +284,8 @@ class Client:
             raise
         finally:
             port.release(abandoned)
+            if tracer is not None:
+                tracer.wait_ended(call.peer, call.message_id, abandoned)
         try:
             return promise.result()
         finally:

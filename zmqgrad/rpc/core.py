@@ -18,6 +18,7 @@ from zmqgrad.runtime.clock import Clock
 from zmqgrad.runtime.thread_pool import ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport.base import Mailbox
+from zmqgrad.transport.tap import WORKER, Identity, Tracer
 from zmqgrad.wire.ids import IdSource
 
 
@@ -51,6 +52,26 @@ class WorkerCore(ABC):
         self.submit = self.pool.submit
         self.hooks = Hooks()
         self.events = Events(self.submit)
+
+    @property
+    def tracer(self) -> Tracer | None:
+        """As :class:`~zmqgrad.transport.tap.Traced`."""
+        return self.hooks.tracer
+
+    @tracer.setter
+    def tracer(self, tracer: Tracer | None) -> None:
+        self.hooks.tracer = tracer
+        self.mailbox.tap = self.mailbox.on_heartbeat = None
+        if tracer is not None:
+            self.mailbox.tap = tracer.tap
+            if tracer.records_heartbeats:
+                self.mailbox.on_heartbeat = tracer.heartbeat
+
+    def identity(self) -> Identity:
+        """As :class:`~zmqgrad.transport.tap.Traced`."""
+        job: bytes = getattr(self.mailbox, "job", b"")
+        endpoints = " ".join(self.mailbox.endpoints)
+        return Identity(WORKER, self.name, self.id, self.mailbox.incarnation, job.decode(), endpoints)
 
     @abstractmethod
     def _prepare_thread(self) -> None:

@@ -23,6 +23,7 @@ from zmqgrad.rpc.torch_internals import CppFuture, set_unwrap_func
 from zmqgrad.runtime.future import Promise
 from zmqgrad.runtime.thread_pool import Task
 from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.tap import Tracer
 from zmqgrad.wire.tensors.streams import NO_COPIES, DeviceCopies, record_copies
 
 logger = logging.getLogger(__name__)
@@ -142,22 +143,30 @@ class RpcFuture(PythonFuture[T]):
     """The future that ``rpc_async`` returns."""
 
     # Slots, because a dictionary for all of them takes as long to create as torch's future.
-    __slots__ = ("_queue", "batched", "called_back", "description", "peer", "waiting")
+    __slots__ = ("_queue", "batched", "called_back", "description", "message_id", "peer", "waiting")
     batched: bool
     """Whether the thread that reads the reply reads more, and calls :meth:`CompletionQueue.drain` then."""
     description: Description
     """What was requested of ``peer`` (-1: unknown), for logs."""
+    message_id: int
+    """Of the request; 0: unknown."""
     peer: int
     _reply: Promise[Inbound] | None = None  # in the dictionary, from which only one thread can pop it
 
     def __init__(
-        self, reply: Promise[Inbound], queue: CompletionQueue, description: Description = "", peer: int = -1
+        self,
+        reply: Promise[Inbound],
+        queue: CompletionQueue,
+        description: Description = "",
+        peer: int = -1,
+        message_id: int = 0,
     ) -> None:
         CppFuture.__init__(self, [])  # what torch's own __init__ does after checking the devices
         self._reply = reply
         self._queue = queue
         self.description = description
         self.peer = peer
+        self.message_id = message_id
         self.waiting = self.called_back = self.batched = False
 
     def on_reply(self, _: object) -> None:
@@ -199,9 +208,14 @@ class RpcFuture(PythonFuture[T]):
         reply = None if self.done() else self._reply
         if reply is not None:
             self.waiting = True
+            tracer = self._queue.tracer()
+            if tracer is not None:
+                tracer.wait_begun(self.peer, self.message_id)
             try:
                 reply.wait_done()  # has the deadline of the call
             finally:
+                if tracer is not None:
+                    tracer.wait_ended(self.peer, self.message_id, not reply.done())
                 self.waiting = False
                 if reply.done():
                     self.complete()
@@ -231,6 +245,7 @@ class CompletionQueue:
         decode: returns the value of a reply.
         tracks_streams: whether replies may have tensors on devices, whose streams the waiting thread must
             synchronize with.
+        tracer: returns what records waits; None: nothing does.
     """
 
     def __init__(
@@ -239,7 +254,9 @@ class CompletionQueue:
         call_later: Callable[[float, Callable[[], None]], object],
         decode: Callable[[Promise[Inbound]], Any],
         tracks_streams: bool = False,
+        tracer: Callable[[], Tracer | None] = lambda: None,
     ) -> None:
+        self.tracer = tracer
         self.decode = decode
         self.tracks_streams = tracks_streams
         self._submit = submit

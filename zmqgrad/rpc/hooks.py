@@ -16,6 +16,7 @@ import torch
 
 from zmqgrad.rpc.calls import Description
 from zmqgrad.transport.base import Inbound
+from zmqgrad.transport.tap import Tracer
 from zmqgrad.wire.messages import Message, MessageType
 
 
@@ -61,6 +62,8 @@ class Hooks:
     """(context id, root, retain_graph): run a distributed backward pass from a tensor of this worker."""
     with_history: Callable[[], bool] = lambda: False
     """Whether tensors are sent with their autograd history just now."""
+    tracer: Tracer | None = None
+    """Records what the worker does; None: it is not traced."""
     peer_lost: list[Callable[[int, BaseException], None]] = field(default_factory=list)
     closing: list[Callable[[], None]] = field(default_factory=list)
     debug: dict[str, Callable[[], dict[str, Any]]] = field(default_factory=dict)

@@ -26,6 +26,7 @@ class ReplyDecoder:
             worker.timer.call_later,
             self._decode_reply,
             bool(worker.membership.own.device_maps),  # replies arrive on devices only by these maps
+            lambda: worker.hooks.tracer,
         )
 
     def decode(self, inbound: Inbound) -> Any:
@@ -53,7 +54,9 @@ class ReplyDecoder:
 
     def future(self, call: PendingCall) -> RpcFuture[Any]:
         """A future of the value of ``call``."""
-        future = call.future = RpcFuture(call.promise, self.queue, call.description, call.peer)
+        future = call.future = RpcFuture(
+            call.promise, self.queue, call.description, call.peer, call.message_id
+        )
         call.promise.add_done_callback(future.on_reply)
         return future
 

@@ -144,6 +144,10 @@ class Server:
 
     def _serve(self, handler: RequestHandler, inbound: Inbound, request: InFlightRequest | None) -> None:
         """Serve a request in an engine thread."""
+        envelope, failed = inbound.envelope, False
+        tracer = self._hooks.tracer
+        if tracer is not None:
+            tracer.request_started(envelope.source, envelope.message_id)
         token = start_serving(request)
         if not is_grad_enabled() or function_modes():
             _reset_torch_modes()
@@ -153,8 +157,11 @@ class Server:
             else:
                 copy_context().run(handler, inbound)  # context variables that it sets end with it
         except BaseException as e:
+            failed = True
             self.reply_error(inbound, e)
         finally:
+            if tracer is not None:
+                tracer.request_finished(envelope.source, envelope.message_id, failed)
             if request is not None:
                 self.in_flight.end(request)
             end_serving(token)

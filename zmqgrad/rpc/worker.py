@@ -27,6 +27,7 @@ from zmqgrad.rpc.reply_port import ReplyPorts
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.server import Server
 from zmqgrad.runtime.clock import MONOTONIC, Clock, Deadline
+from zmqgrad.transport import tap
 from zmqgrad.transport.base import Mailbox, PeerAddress
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,7 @@ class Worker(WorkerCore):
         """
         if not serving:
             self.server.hold()
+        tap.register(self)
         self.timer.start()
         self.mailbox.start(
             self.server.on_message,
@@ -171,6 +173,7 @@ class Worker(WorkerCore):
         self.mailbox.close()
         self.timer.close()
         self.server.repeats.close()
+        tap.unregister(self)
 
     def join(self, deadline: Deadline) -> list[str]:
         """Wait until ``deadline`` for all threads to end; returns the names of those that have not."""

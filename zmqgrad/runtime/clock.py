@@ -12,6 +12,9 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+monotonic_ns, wall_ns = time.monotonic_ns, time.time_ns
+"""Nanoseconds, for traces: they record the real time, so no clock is handed to them."""
+
 
 def unix_time() -> float:
     """Seconds since 1970, for people and files. It may jump, so nothing may be timed by it."""

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
-from zmqgrad.transport.tap import Tap
+from zmqgrad.transport.tap import OnHeartbeat, Tap
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import Buffer as Buffer
 from zmqgrad.wire.lazy_frame import Frame as Frame
@@ -107,6 +107,7 @@ class Mailbox(Protocol):
     worker_id: int
     incarnation: int
     tap: Tap | None
+    on_heartbeat: OnHeartbeat | None
 
     @property
     def endpoints(self) -> tuple[str, ...]:

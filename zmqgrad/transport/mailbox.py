@@ -25,11 +25,12 @@ from typing import Any
 import zmq
 
 from zmqgrad.errors import UnknownPeerError
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
+from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.base import Frame, Handler, Inbound, OnIdle, OnLost, OnSuspected, Resolver, Timer
 from zmqgrad.transport.bind_policy import bind
 from zmqgrad.transport.bulk import split
@@ -48,9 +49,8 @@ from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.transport.shared_memory.settings import OFF, ArenaSettings
-from zmqgrad.transport.tap import Tap, Tapped
+from zmqgrad.transport.tap import FRAMES, INLINE, SHARED_MEMORY, OnHeartbeat, Tap
 from zmqgrad.wire.codec import encode
-from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Ack, Message, MessageType
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class ZmqMailbox:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None
+        self.on_heartbeat: OnHeartbeat | None = None
         self._name = name
         self._handler: Handler = _drop
         self._directory: str | None = None
@@ -122,7 +123,7 @@ class ZmqMailbox:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
         self._spin_budget = SpinBudget(spin_seconds)
         fast_path = fast_path and local.supported()
-        self._job = job
+        self.job = job
         ack = bytes(encode(Ack(), worker_id, self.incarnation, 0))
         self._sessions = Sessions(
             name, self.incarnation, ack, lambda peer: self._connections.acknowledge(peer)
@@ -168,7 +169,7 @@ class ZmqMailbox:
             raise
 
     def _listen(self, endpoint: str, poll: Registry) -> LocalListener:
-        return LocalListener(endpoint, poll, self._job, self.incarnation)
+        return LocalListener(endpoint, poll, self.job, self.incarnation)
 
     def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None) -> list[str]:
         bound = [bind(router, self._ipc_address(router))]
@@ -209,7 +210,12 @@ class ZmqMailbox:
         if lost is not None:
             self._lost = lost
             self._heartbeats = HeartbeatMonitor(
-                self._name, self._listener, self._lose, suspected or _log_suspected, self._timeouts
+                self._name,
+                self._listener,
+                self._lose,
+                suspected or _log_suspected,
+                self._timeouts,
+                on_heartbeat=lambda: self.on_heartbeat,
             )
         if timer is None:
             timer = self._own_timer = TimerThread(self._name)
@@ -247,8 +253,9 @@ class ZmqMailbox:
 
     def _call_tap(self, inbound: Inbound) -> None:
         assert self.tap is not None
-        envelope = inbound.envelope
-        self.tap(Tapped(False, envelope.source, envelope, inbound.message, inbound.size))
+        envelope, message, frames, size, socket_bytes = inbound
+        path = INLINE if not frames else FRAMES if socket_bytes else SHARED_MEMORY
+        tapping.received(self.tap, envelope.source, envelope, message, size, path)
 
     def acquire_channel(self, peer: int) -> ReplyChannel | None:
         """As ``Mailbox``. Only peers of this host can reach a reply channel."""
@@ -285,6 +292,7 @@ class ZmqMailbox:
                 going, chunks = split(prepared, CHUNK_BYTES, CHUNK_BYTES) if sealed else split(prepared)
                 parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
             first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
+            began = 0 if self.tap is None else monotonic_ns()
             small = not prepared.frames and len(first) <= local.MAX_PACKET_BYTES
             to_channel = small and channel and message.is_awaited_by(peer)
             if sealed and prepared.frames:
@@ -297,8 +305,10 @@ class ZmqMailbox:
             self._plane.rollback(peer, message, prepared)
             raise
         if self.tap is not None and message.TYPE not in SEALED_TYPES:
-            envelope = Envelope(message.TYPE, self.worker_id, self.incarnation, message_id, channel)
-            self.tap(Tapped(True, peer, envelope, message, len(first) + sum(map(len, frames))))
+            envelope = (message.TYPE, self.worker_id, self.incarnation, message_id, channel, 0, 0, 0)
+            size = len(first) + sum(map(len, frames)) if frames else len(first)
+            path = INLINE if not frames else FRAMES if prepared.frames else SHARED_MEMORY
+            tapping.sent(self.tap, peer, envelope, message, size, began or monotonic_ns(), path)
 
     def _send_behind(self, peer: int, message: Message) -> None:
         """Queues a message without frames behind all that were sent to ``peer`` before.

@@ -1,26 +1,228 @@
-"""The hook for tracing: a tap is called with every message that is sent or received.
+"""The hooks for tracing: a tap is called with every message, a tracer with what a worker does besides.
 
-A tap runs in the sending or the receiving thread, so it must be quick and must not raise. Without a tap, the
-cost is one comparison with None.
+Both run in the thread that sends, receives or works, so they must be quick and must not raise. Without them,
+the cost is one comparison with None. What can be traced (a worker, a store's client or server) registers here
+and gets its tracer from the active recorder, if there is one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import importlib
+import os
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
+from zmqgrad import environment
+from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message
 
+INLINE, FRAMES, SHARED_MEMORY = 0, 1, 2
+"""How the bytes of a message are transferred."""
+
+WORKER, STORE_CLIENT, STORE_SERVER, RENDEZVOUS_NODE = 1, 2, 3, 4
+"""What is traced: the roles of an identity."""
+
 
 class Tapped(NamedTuple):
-    """A message that is sent or received. ``peer`` is the other worker, ``size`` the bytes of all frames."""
+    """A message that is sent or received.
+
+    Args:
+        peer: the other worker; of store messages, the id of the client's channel.
+        size: the bytes of all frames; 0 if it is not known here.
+        time: ``monotonic_ns`` just before it was sent, or after it was received.
+        path: how its bytes were transferred.
+    """
 
     outgoing: bool
     peer: int
     envelope: Envelope
     message: Message
     size: int
+    time: int = 0
+    path: int = INLINE
 
 
 Tap = Callable[[Tapped], None]
+
+OnHeartbeat = Callable[[int, bool], None]
+"""Called with a peer, and whether the heartbeat was sent to it (or is its reply)."""
+
+_new = tuple.__new__  # a third of the time that the classes themselves take
+
+
+def sent(
+    tap: Tap, peer: int, envelope: tuple[int, ...], message: Message, size: int, time: int, path: int = INLINE
+) -> None:
+    """Calls ``tap`` with a message that was sent; ``envelope`` has the fields of an :class:`Envelope`."""
+    tap(_new(Tapped, (True, peer, _new(Envelope, envelope), message, size, time, path)))
+
+
+def received(
+    tap: Tap, peer: int, envelope: Envelope, message: Message, size: int, path: int = INLINE
+) -> None:
+    """Calls ``tap`` with a message that was just received."""
+    tap(_new(Tapped, (False, peer, envelope, message, size, monotonic_ns(), path)))
+
+
+class Tracer(Protocol):
+    """Records what one traced object does. Thread-safe; nothing raises."""
+
+    records_arguments: bool
+    """Whether :meth:`request_described` wants the arguments of every call."""
+    records_heartbeats: bool
+
+    def tap(self, tapped: Tapped) -> None:
+        """A message was sent or received."""
+
+    def request_started(self, peer: int, message_id: int) -> None:
+        """The calling thread begins to serve a request."""
+
+    def request_finished(self, peer: int, message_id: int, failed: bool) -> None:
+        """The calling thread has served it."""
+
+    def request_described(
+        self, message_id: int, function: str, args: Sequence[Any] | None, kwargs: Any
+    ) -> None:
+        """A request that was sent calls ``function``, which its message does not name."""
+
+    def wait_begun(self, peer: int, message_id: int) -> None:
+        """The calling thread waits for the reply to a request, or the end of a backward pass."""
+
+    def wait_ended(self, peer: int, message_id: int, failed: bool) -> None:
+        """It does not wait any more."""
+
+    def context_created(self, context: int) -> None:
+        """A distributed autograd context exists here from now on."""
+
+    def context_released(self, context: int) -> None:
+        """It does not any more."""
+
+    def pass_started(self, context: int, pass_id: int) -> None:
+        """A backward pass begins here."""
+
+    def pass_finished(self, context: int, pass_id: int, failed: bool) -> None:
+        """It is over on all workers."""
+
+    def group_executed(
+        self,
+        began: int,
+        context: int,
+        pass_id: int,
+        sends: Sequence[int],
+        recvs: Sequence[tuple[int, int]],
+    ) -> None:
+        """Groups of a pass ran from ``began`` (``monotonic_ns``) until now."""
+
+    def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
+        """A node of a rendezvous applied an action to the shared state."""
+
+    def heartbeat(self, peer: int, outgoing: bool) -> None:
+        """A heartbeat was sent or received."""
+
+    def close(self) -> None:
+        """The traced object was closed."""
+
+
+class Identity(NamedTuple):
+    """Who is traced."""
+
+    role: int
+    name: str
+    number: int = 0
+    incarnation: int = 0
+    job: str = ""
+    address: str = ""
+
+
+class Traced(Protocol):
+    """What can be traced. It must call :func:`register`, and :func:`unregister` when it is closed."""
+
+    tracer: Tracer | None
+
+    def identity(self) -> Identity:
+        """Who it is."""
+        ...
+
+
+class Recorder(Protocol):
+    """Makes the tracers of one process."""
+
+    def attach(self, identity: Identity) -> Tracer:
+        """Returns the tracer of an object. Must not call back into this module."""
+        ...
+
+    def in_child(self) -> Recorder | None:
+        """Called in a forked child: returns the recorder of the child."""
+        ...
+
+
+_lock = threading.RLock()  # guards the next three
+_traced: weakref.WeakSet[Any] = weakref.WeakSet()
+_recorder: Recorder | None = None
+_environment_read = False
+
+START = "zmqgrad.trace.recorder"
+"""The module that starts the recorder that the environment asks for (``start_from_environment()``). It is
+named, not imported, because imports point downwards."""
+
+
+def register(traced: Traced) -> None:
+    """Makes ``traced`` traceable, and traces it if a recorder is active."""
+    _start_from_environment()
+    with _lock:
+        _traced.add(traced)
+        if _recorder is not None:
+            traced.tracer = _recorder.attach(traced.identity())
+
+
+def unregister(traced: Traced) -> None:
+    """Ends tracing ``traced``. Idempotent."""
+    with _lock:
+        _traced.discard(traced)
+        tracer, traced.tracer = traced.tracer, None
+    if tracer is not None:
+        tracer.close()
+
+
+def activate(recorder: Recorder | None) -> Recorder | None:
+    """Traces all registered objects with ``recorder`` from now on, and returns the one before; None: none."""
+    global _recorder, _environment_read
+    with _lock:
+        before, _recorder = _recorder, recorder
+        _environment_read = True  # an explicit recorder replaces that of the environment
+        for traced in list(_traced):
+            tracer, traced.tracer = traced.tracer, None
+            if tracer is not None:
+                tracer.close()
+            if recorder is not None:
+                traced.tracer = recorder.attach(traced.identity())
+    return before
+
+
+def _start_from_environment() -> None:
+    global _environment_read
+    if _environment_read:
+        return
+    with _lock:
+        if not _environment_read:
+            _environment_read = True
+            if environment.trace_directory() is not None:
+                activate(importlib.import_module(START).start_from_environment())
+
+
+def _in_child() -> None:
+    """In a forked child: what was traced belongs to the parent; what comes gets a recorder of the child."""
+    global _lock, _recorder
+    _lock = threading.RLock()  # a thread of the parent may have held it
+    for traced in list(_traced):
+        traced.tracer = None
+    _traced.clear()
+    if _recorder is not None:
+        _recorder = _recorder.in_child()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)

@@ -48,7 +48,7 @@ class Coordinator:
         ports = worker.ports
         self._port = ports.at_receiver if self.inbox is not None else ports.acquire_any(context.peers())
         self.detector = TerminationDetector(worker.id, self._port.promise)
-        self._finished = False
+        self.finished = False
 
     def run(self, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str) -> None:
         """Run the pass from ``roots``. Returns when it has finished on all workers.
@@ -76,14 +76,25 @@ class Coordinator:
             raise AutogradError(
                 f"the backward pass makes no progress, though no gradient is missing:\n{local_pass}"
             )
-        self._finished = True
+        self.finished = True
 
     def close(self) -> None:
         """Release what the pass holds, whether or not it has finished."""
-        self._port.release(expects_more=not self._finished)
+        self._port.release(expects_more=not self.finished)
 
     def _wait(self) -> None:
         """Wait until no request of the pass is outstanding, and raise its error, if any."""
+        tracer = self._participant.tracer()
+        if tracer is None:
+            self._wait_for_reports()
+            return
+        tracer.wait_begun(self._worker.id, self.id)
+        try:
+            self._wait_for_reports()
+        finally:
+            tracer.wait_ended(self._worker.id, self.id, not self.detector.finished.done())
+
+    def _wait_for_reports(self) -> None:
         detector = self.detector
         timeout = self._worker.default_timeout or None
         while True:

@@ -19,6 +19,7 @@ from zmqgrad.autograd.engine.termination import TerminationDetector
 from zmqgrad.errors import AutogradError, ClosedError, RpcError, TransportError
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.transport.base import Frame, Inbound
+from zmqgrad.transport.tap import Tracer
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import (
     BackwardAutogradReq,
@@ -82,17 +83,26 @@ class Participant:
             Exception: any error of a backward function or hook on any worker, also as a RuntimeError.
         """
         coordinator = Coordinator(self, self._worker, context)
+        tracer = self.tracer()
+        if tracer is not None:
+            tracer.pass_started(context.id, coordinator.id)
         self._detectors[coordinator.id] = coordinator.detector
         if coordinator.inbox is not None:
             self._inboxes[coordinator.id] = coordinator.inbox
         try:
             coordinator.run(roots, retain_graph, mode)
         finally:
+            if tracer is not None:
+                tracer.pass_finished(context.id, coordinator.id, not coordinator.finished)
             del self._detectors[coordinator.id]
             self._inboxes.pop(coordinator.id, None)
             if ended := context.end_pass(coordinator.id):
                 self._end_passes(context, ended)
             coordinator.close()
+
+    def tracer(self) -> Tracer | None:
+        """What records the passes; None: nothing does."""
+        return self._worker.hooks.tracer
 
     def running(self) -> int:
         """Return the number of contexts with a pass that began here or has work for this worker."""

@@ -18,11 +18,13 @@ from typing import TYPE_CHECKING
 
 from zmqgrad.autograd.engine.batch import Batch
 from zmqgrad.autograd.engine.executor import LocalPass
+from zmqgrad.autograd.engine.termination import ROOTS
 from zmqgrad.autograd.graph.node import Gradient
 from zmqgrad.autograd.profiling import RECV_NAME, profiled
 from zmqgrad.autograd.send_recv import RecvMetadata
 from zmqgrad.errors import AutogradError
 from zmqgrad.rpc.profiling import profiled_anywhere
+from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.transport.base import Frame
 from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import BackwardAutogradReq, ProgressReport
@@ -74,6 +76,20 @@ class BackwardStep:
 
         If ``action`` returns False, nothing is sent: its request was a repetition.
         """
+        tracer = self._participant.tracer()
+        if tracer is None:
+            self._carry_out(action)
+            return
+        began = monotonic_ns()
+        try:
+            self._carry_out(action)
+        finally:
+            sends = [send for send in self._handled if send != ROOTS]
+            recvs = [(recv, worker) for worker, requests in self._sent for recv in requests]
+            if self._handled or recvs:
+                tracer.group_executed(began, self._pass.context.id, self._pass_id, sends, recvs)
+
+    def _carry_out(self, action: Callable[[], object]) -> None:
         error: Exception | None = None
         try:
             if action() is False or self._send_all():
@@ -116,6 +132,7 @@ class BackwardStep:
         if last is None:
             return False
         self._send(to, last, self._report(None, (self._root, last.requests())))
+        self._sent.append((self._root, last.requests()))
         return True
 
     def _report(self, error: BaseException | None, *last: tuple[int, tuple[int, ...]]) -> ProgressReport:

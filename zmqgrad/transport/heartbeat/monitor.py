@@ -32,6 +32,7 @@ from zmqgrad.transport.heartbeat.failure_detector import (
 from zmqgrad.transport.heartbeat.protocol import PING, PINGS_AT_ONCE, SCHEME, TOKEN_SIZE, read, write
 from zmqgrad.transport.heartbeat.server import HeartbeatListener, HeartbeatServer
 from zmqgrad.transport.local import unix_name
+from zmqgrad.transport.tap import OnHeartbeat
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,7 @@ class HeartbeatMonitor:
         listener: where other workers connect; closed with the monitor.
         lost: called with a lost peer and the reason, in the thread of the monitor; must not block.
         suspected: called with a peer and its seconds of silence; 0 once it replies again.
+        on_heartbeat: returns what to call with each heartbeat; None: nothing.
     """
 
     def __init__(
@@ -73,7 +75,9 @@ class HeartbeatMonitor:
         suspected: OnSuspected,
         timeouts: LivenessTimeouts = LivenessTimeouts(),  # noqa: B008 (immutable)
         clock: Clock = MONOTONIC,
+        on_heartbeat: Callable[[], OnHeartbeat | None] = lambda: None,
     ) -> None:
+        self._on_heartbeat = on_heartbeat
         self._lost = lost
         self._suspected = suspected
         self._timeouts = timeouts
@@ -194,6 +198,13 @@ class HeartbeatMonitor:
                 self._connect(watched)
             else:
                 write(watched.socket, PING)  # an error shows at the next read
+                self._record(watched.peer, True)
+
+    def _record(self, peer: int, outgoing: bool) -> None:
+        """Shows a heartbeat to what traces them."""
+        on_heartbeat = self._on_heartbeat()
+        if on_heartbeat is not None:
+            on_heartbeat(peer, outgoing)
 
     def _is_unreachable(self, watched: _Peer) -> bool:
         """Whether its kernel has not even accepted a connection. (It does if the process is only frozen.)"""
@@ -255,6 +266,7 @@ class HeartbeatMonitor:
             if watched.token and not watched.token.startswith(watched.received_token[:TOKEN_SIZE]):
                 self._lose(watched, f"another process listens at {watched.address.rpartition('/')[0]} now")
                 return
+        self._record(watched.peer, False)
         watched.refusals.clear()
         if watched.detector.on_reply(self._clock.now()) is LivenessChange.RECOVERED:
             self._notify(self._suspected, watched.peer, 0.0)

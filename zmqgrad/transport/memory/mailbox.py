@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.thread_pool import ThreadPool
+from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.base import (
     Frame,
     Handler,
@@ -24,7 +25,7 @@ from zmqgrad.transport.base import (
 )
 from zmqgrad.transport.memory.faults import InFlightMessage
 from zmqgrad.transport.memory.network import MemoryNetwork
-from zmqgrad.transport.tap import Tap, Tapped
+from zmqgrad.transport.tap import FRAMES, INLINE, OnHeartbeat, Tap
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.lazy_frame import materialize
@@ -40,6 +41,7 @@ class MemoryMailbox:
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None
+        self.on_heartbeat: OnHeartbeat | None = None
         self.is_open = True
         self._network = network
         self._name = name
@@ -99,9 +101,11 @@ class MemoryMailbox:
         with self._network.lock:
             self._counters["messages_sent"] += 1
             self._counters["bytes_sent"] += sent.size
+        began = 0 if self.tap is None else monotonic_ns()
         self._network.send(sent)
         if self.tap is not None:
-            self.tap(Tapped(True, peer, envelope, message, sent.size))
+            path = FRAMES if frames else INLINE
+            tapping.sent(self.tap, peer, envelope, message, sent.size, began or monotonic_ns(), path)
 
     def _endpoint_of(self, peer: int) -> str:
         if not self.is_open:
@@ -156,7 +160,8 @@ class MemoryMailbox:
         assert self._handler is not None
         try:
             if self.tap is not None:
-                self.tap(Tapped(False, envelope.source, envelope, message, inbound.size))
+                path = FRAMES if inbound.frames else INLINE
+                tapping.received(self.tap, envelope.source, envelope, message, inbound.size, path)
             task = self._handler(inbound)
             if task is None and self._on_idle is not None:
                 task = self._on_idle()

@@ -53,9 +53,9 @@ class QueryChannel:
         self._fast_path = fast_path
         self._closed_error = closed_error
         self._now = clock.now
-        self._request_id = PING_ID  # of the last query
+        self.last_request_id = PING_ID
         self._started = -math.inf  # when the last query was sent first
-        self._query = PendingQuery(self._request_id, bytearray(), 0.0, 0.0)
+        self._query = PendingQuery(self.last_request_id, bytearray(), 0.0, 0.0)
         self._trouble = ""  # the last problem, for error messages
         self._dealer: DealerConnection | None = None
         self._keep_dealer = False  # large messages have needed it
@@ -69,7 +69,7 @@ class QueryChannel:
 
     def request(self, message: Message, seconds: float) -> Message:
         """Sends ``message`` until its reply arrives. Arguments and errors as ``QueryClient.request``."""
-        self._request_id = request_id = self._request_id + 1
+        self.last_request_id = request_id = self.last_request_id + 1
         packet = encode(message, 0, self.id, request_id)
         before, self._started = self._started, self._now()
         fast, sent, data = self._accepted, False, None

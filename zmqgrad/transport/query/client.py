@@ -13,12 +13,15 @@ from collections import deque
 
 from zmqgrad.errors import ClosedError
 from zmqgrad.runtime import blocking
-from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.runtime.clock import MONOTONIC, Clock, monotonic_ns
 from zmqgrad.transport import local
+from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.polling import Wakeup
 from zmqgrad.transport.query.channel import QueryChannel
 from zmqgrad.transport.query.dealer import ServerInfo
 from zmqgrad.transport.security import Keys
+from zmqgrad.transport.tap import Identity, Tracer
+from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message
 
 MAX_IDLE = 8
@@ -58,6 +61,12 @@ class QueryClient:
         self._idle: deque[QueryChannel] = deque()
         self._channels: set[QueryChannel] = set()
         _clients.add(self)
+        self.tracer: Tracer | None = None
+        tapping.register(self)
+
+    def identity(self) -> Identity:
+        """As :class:`~zmqgrad.transport.tap.Traced`."""
+        return Identity(tapping.STORE_CLIENT, self.name, address=self.address)
 
     def request(self, message: Message, seconds: float) -> Message:
         """Sends ``message`` and returns the reply. Ctrl-C abandons the query.
@@ -73,6 +82,9 @@ class QueryClient:
             channel = self._idle.pop()  # empty once the client is closed, and in a forked child
         except IndexError:
             channel = self._new_channel()
+        if self.tracer is not None:
+            envelope = (message.TYPE, 0, channel.id, channel.last_request_id + 1, 0, 0, 0, 0)
+            tapping.sent(self.tracer.tap, channel.id, envelope, message, 0, monotonic_ns())
         try:
             if not blocking.used_by_a_pool or blocking.thread_state.pool is None:
                 reply = channel.request(message, seconds)
@@ -82,6 +94,9 @@ class QueryClient:
         except BaseException:
             self._drop(channel)
             raise
+        if self.tracer is not None:
+            arrived = Envelope(reply.TYPE, 0, channel.id, channel.last_request_id)
+            tapping.received(self.tracer.tap, channel.id, arrived, reply, 0)
         if len(self._idle) < MAX_IDLE:
             self._idle.append(channel)
             if not self._closed:  # otherwise close() may have emptied _idle before
@@ -126,6 +141,7 @@ class QueryClient:
         """Disconnects; queries under way raise ``ClosedError``. Idempotent."""
         if os.getpid() != self._pid:
             return
+        tapping.unregister(self)
         with self._lock:
             self._closed = True
             if not self._channels:

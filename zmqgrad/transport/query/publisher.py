@@ -15,11 +15,14 @@ from collections.abc import Callable
 
 import zmq
 
+from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.transport import local
+from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.bind_policy import bind_tcp
 from zmqgrad.transport.query.sockets import set_up_query_socket
 from zmqgrad.transport.security import Keys, secure_server
 from zmqgrad.transport.sockets import NOBLOCK, NOBLOCK_MORE, get_int
+from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Message
 
@@ -77,13 +80,24 @@ class Publisher:
         self.port = int(bound.rpartition(":")[2])
         self.fd = get_int(self._socket, zmq.FD)
         """The descriptor to poll; see :meth:`read`."""
+        self.tracer: Tracer | None = None
+        tapping.register(self)
+
+    def identity(self) -> Identity:
+        """As :class:`~zmqgrad.transport.tap.Traced`."""
+        return Identity(tapping.STORE_SERVER, "publisher", 0, self._incarnation, address=self.endpoint)
 
     def publish(self, topic: bytes, message: Message) -> None:
         """Publishes ``message`` under ``topic``. Slow subscribers may miss it."""
         self.published += 1
         self._unread = True
         self._socket.send(topic, NOBLOCK_MORE)
-        self._socket.send(encode(message, 0, self._incarnation, 0), NOBLOCK)
+        data = encode(message, 0, self._incarnation, 0)
+        if self.tracer is not None:
+            revision: int = getattr(message, "revision", 0)
+            envelope = (message.TYPE, 0, self._incarnation, revision, 0, 0, 0, 0)
+            tapping.sent(self.tracer.tap, 0, envelope, message, len(data), monotonic_ns())
+        self._socket.send(data, NOBLOCK)
 
     def read(self) -> None:
         """Reads subscriptions. Must be called when ``fd`` is ready."""
@@ -120,4 +134,5 @@ class Publisher:
 
     def close(self) -> None:
         """Closes the socket. Idempotent."""
+        tapping.unregister(self)
         self._socket.close(linger=0)

@@ -20,9 +20,10 @@ from typing import Protocol
 import zmq
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.runtime.clock import MONOTONIC, Clock
+from zmqgrad.runtime.clock import MONOTONIC, Clock, monotonic_ns
 from zmqgrad.runtime.spinning import Spinner
 from zmqgrad.transport import local
+from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.local.connection import MAX_PACKET_BYTES, LocalConnection
 from zmqgrad.transport.local.listener import LocalListener
 from zmqgrad.transport.polling import MAX_SECONDS, READ, WRITE, Poller, Wakeup
@@ -31,8 +32,9 @@ from zmqgrad.transport.query.admission import Admission
 from zmqgrad.transport.query.router import MAX_UNREAD_REPLIES, RouterSocket
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.sockets import NOBLOCK
+from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.codec import COPY_LIMIT_BYTES, decode, encode
-from zmqgrad.wire.frames import read_envelope
+from zmqgrad.wire.frames import Envelope, read_envelope
 from zmqgrad.wire.messages import Message, Refusal, StorePing, StorePong, StoreRefused
 
 logger = logging.getLogger(__name__)
@@ -140,6 +142,12 @@ class QueryServer:
         self.register(self._router.fd, self._read_router)
         self.register(self._router.monitor_fd, self._read_monitor)
         self.register(self._wakeup.fd, self._end)
+        self.tracer: Tracer | None = None
+        tapping.register(self)
+
+    def identity(self) -> Identity:
+        """As :class:`~zmqgrad.transport.tap.Traced`."""
+        return Identity(tapping.STORE_SERVER, self.name, 0, self.incarnation, address=self.endpoint)
 
     def _open_local(self, max_clients: int) -> LocalListener | None:
         endpoint = f"ipc://@zmqgrad-store-{secrets.token_hex(16)}"
@@ -253,6 +261,8 @@ class QueryServer:
                 self._close(self._router)
 
     def _close(self, router: RouterSocket | None) -> None:
+        if router is not None:  # otherwise it was not registered
+            tapping.unregister(self)
         if self._local is not None:
             self._local.close()
         if router is not None:
@@ -301,6 +311,8 @@ class QueryServer:
             self._on_malformed(route, data, frame, e)
             return
         client_id, request_id = envelope.incarnation, envelope.message_id
+        if self.tracer is not None:
+            self._tap_query(self.tracer, route, envelope, query, len(data))
         if type(query) is StorePing:
             self._on_ping(route, client_id, request_id, query)
         elif self._admission.surplus and route in self._admission.surplus:
@@ -311,6 +323,10 @@ class QueryServer:
                 self._handle_query(route, client_id, request_id, query)
             except Exception:
                 logger.exception("%s: handling %s failed", self.name, type(query).__name__)
+
+    def _tap_query(self, tracer: Tracer, route: Route, envelope: Envelope, query: Message, size: int) -> None:
+        shown = Envelope(envelope.type, 0, envelope.incarnation, envelope.message_id, _route_key(route))
+        tapping.received(tracer.tap, envelope.incarnation, shown, query, size)
 
     def _on_malformed(
         self, route: Route, data: bytes | memoryview, frame: zmq.Frame | None, error: ProtocolError
@@ -364,6 +380,9 @@ class QueryServer:
             False if the reply is known not to arrive.
         """
         data = encode(message, 0, self.incarnation, request_id)
+        if self.tracer is not None:
+            envelope = (message.TYPE, 0, self.incarnation, request_id, _route_key(route), 0, 0, 0)
+            tapping.sent(self.tracer.tap, 0, envelope, message, len(data), monotonic_ns())
         try:
             if isinstance(route, bytes):
                 self._router_unread = True
@@ -420,6 +439,11 @@ class QueryServer:
     def _on_connection_closed(self, connection: LocalConnection) -> None:
         self._backlogged.pop(connection.fd, None)
         self._admission.remove_local(connection)
+
+
+def _route_key(route: Route) -> int:
+    """Identifies a connection in a trace; a reply goes to that of its query."""
+    return hash(route) & 0x7FFF_FFFF_FFFF_FFFF
 
 
 def _peer_address(frame: zmq.Frame) -> str:

@@ -18,12 +18,15 @@ import zmq
 from zmqgrad.errors import ProtocolError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Source, Task
+from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.leader_poller import make_leader_poller
 from zmqgrad.transport.polling import Wakeup
 from zmqgrad.transport.query.sockets import close_client_socket, open_client_socket
 from zmqgrad.transport.security import Keys
 from zmqgrad.transport.sockets import CONNECTED, DISCONNECTED, NOBLOCK, SocketMonitor, get_int
+from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.codec import decode
+from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message
 
 logger = logging.getLogger(__name__)
@@ -66,7 +69,13 @@ class Subscriber:
         self._wakeup = Wakeup()
         self._poller = make_leader_poller()
         self._poller.register(self._wakeup.fd, select.POLLIN)
+        self.tracer: Tracer | None = None
+        tapping.register(self)
         serve_from(self)
+
+    def identity(self) -> Identity:
+        """As :class:`~zmqgrad.transport.tap.Traced`."""
+        return Identity(tapping.STORE_CLIENT, self.name)
 
     def connect(self, endpoint: str, keys: Keys | None) -> None:
         """Receives from ``endpoint`` only, from now on. All subscriptions are dropped.
@@ -174,7 +183,7 @@ class Subscriber:
         try:
             if len(frames) != 2:
                 raise ProtocolError(f"a notification of {len(frames)} frames (expected two)")
-            message = decode(frames[1].buffer)[1]
+            envelope, message = decode(frames[1].buffer)
         except ProtocolError as e:
             self.malformed += 1
             if self.malformed == 1:
@@ -182,10 +191,15 @@ class Subscriber:
                     "%s: dropped a malformed notification from %s (%s)", self.name, self.endpoint, e
                 )
             return
+        if self.tracer is not None:
+            revision: int = getattr(message, "revision", 0)
+            shown = Envelope(envelope.type, 0, envelope.incarnation, revision)
+            tapping.received(self.tracer.tap, 0, shown, message, len(frames[1]))
         self._tasks.extend(self._on_message(message))
 
     def _end(self) -> None:
         """Closes everything when reading ends."""
+        tapping.unregister(self)
         with self._lock:
             self._closed = True
             self._disconnect()

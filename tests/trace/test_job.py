@@ -1,0 +1,186 @@
+"""Jobs: logs of several processes on one clock, messages paired, calls assembled. From logs written here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from zmqgrad.errors import TraceError
+from zmqgrad.trace import Job, log
+from zmqgrad.trace.events import ProcessInfo, Role, Tag
+from zmqgrad.wire.messages import MessageType
+
+CALL, RESULT = int(MessageType.CALL), int(MessageType.RESULT)
+SECOND = 1_000_000_000
+
+
+class Writer:
+    """Writes the log of a worker whose clock is ahead of the true time by ``skew``."""
+
+    def __init__(
+        self,
+        directory: Path,
+        rank: int,
+        *,
+        skew: int = 0,
+        clock: str = "",
+        job: str = "j",
+        incarnation: int = 0,
+    ) -> None:
+        self.rank, self.skew = rank, skew
+        self.incarnation = incarnation or 1000 + rank
+        info = ProcessInfo(f"h{rank}", 100 + rank, 50 * SECOND + skew, skew, clock)
+        self.path = directory / f"w{rank}-{self.incarnation}.zgtrace"
+        self.path.write_bytes(log.header(info))
+        self.rows: list[tuple[object, ...]] = [
+            (Tag.ACTOR_STARTED, skew, 1, Role.WORKER, f"w{rank}", rank, self.incarnation, job, ""),
+            (Tag.THREAD, skew, 1, "main", 7),
+            (Tag.NAME, skew, 1, "m:f"),
+        ]
+
+    def knows(self, *others: Writer) -> None:
+        for other in others:
+            self.rows.append((Tag.PEER, self.skew, 1, other.rank, other.incarnation))
+
+    def add(self, tag: Tag, time: int, *values: object) -> None:
+        self.rows.append((tag, time + self.skew, 1, 1, *values))
+
+    def message(self, out: bool, time: int, kind: int, peer: int, number: int, name: int = 0) -> None:
+        self.add(Tag.MESSAGE_SENT if out else Tag.MESSAGE_RECEIVED, time, kind, peer, number, 0, name, 100, 0)
+
+    def write(self) -> None:
+        with self.path.open("ab") as file:
+            file.write(log.record(self.rows))
+        self.rows = []
+
+
+def call(a: Writer, b: Writer, number: int, at: int, reply: bool = True) -> None:
+    """A call of b by a: 10 us there, 5 us in the queue, 20 us of work, 10 us back."""
+    us = 1000
+    a.message(True, at, CALL, b.rank, number, 1)
+    b.message(False, at + 10 * us, CALL, a.rank, number, 1)
+    b.add(Tag.REQUEST_STARTED, at + 15 * us, a.rank, number)
+    if reply:
+        b.message(True, at + 35 * us, RESULT, a.rank, number)
+        b.add(Tag.REQUEST_FINISHED, at + 36 * us, a.rank, number, False)
+        a.message(False, at + 45 * us, RESULT, b.rank, number)
+
+
+def two(
+    directory: Path, calls: int = 100, *, skew: int = 5 * SECOND, clock: str = ""
+) -> tuple[Writer, Writer]:
+    a, b = Writer(directory, 0, clock=clock), Writer(directory, 1, skew=skew, clock=clock)
+    a.knows(b)
+    b.knows(a)
+    for i in range(calls):
+        call(a, b, i + 1, i * 10_000_000)
+    a.write()
+    b.write()
+    return a, b
+
+
+def test_calls_of_two_processes_are_assembled_on_one_clock(tmp_path: Path) -> None:
+    two(tmp_path, skew=5 * SECOND)
+    job = Job(tmp_path)
+    assert [w.name for w in job.workers()] == ["w0", "w1"]
+    calls = list(job.calls())
+    assert len(calls) == 100
+    for each in calls:
+        assert each.request.source is not None
+        assert each.request.target is not None
+        assert (each.request.source.rank, each.request.target.rank, each.function) == (0, 1, "m:f")
+        assert each.reply is not None
+        times = [each.request.sent, each.request.received, each.started, each.reply.sent, each.reply.received]
+        assert times == sorted(t for t in times if t is not None)
+        assert each.duration == 45_000
+        assert each.queued is not None
+        assert each.queued <= 5_000
+    process = job.workers()[1].process
+    middle = 500_000_000
+    bound = job.bound(process, middle + 5 * SECOND)
+    assert abs(job.time(process, middle + 5 * SECOND) - middle) <= bound < 50_000
+
+
+def test_processes_that_share_a_clock_need_no_alignment(tmp_path: Path) -> None:
+    two(tmp_path, skew=0, clock="boot")
+    job = Job(tmp_path)
+    assert job.alignment is None
+    assert {m.received - m.sent for m in job.messages() if m.received and m.sent is not None} == {10_000}
+    assert job.bound(job.processes[1], 0) == 0.0
+
+
+def test_a_call_without_reply_is_open(tmp_path: Path) -> None:
+    a, b = two(tmp_path, 3, skew=0, clock="boot")
+    call(a, b, 99, SECOND, reply=False)
+    a.write()
+    b.write()
+    *done, last = Job(tmp_path).calls()
+    assert len(done) == 3
+    assert not last.is_complete
+    assert last.started == SECOND + 15_000
+    assert last.finished is None
+
+
+def test_the_log_of_a_killed_worker_may_be_missing_or_cut(tmp_path: Path) -> None:
+    a, b = two(tmp_path, 3, skew=0, clock="boot")
+    b.path.write_bytes(b.path.read_bytes() + b"\0\0\1")
+    assert len(list(Job(tmp_path).calls())) == 3
+    b.path.unlink()
+    calls = list(Job(tmp_path).calls())
+    assert len(calls) == 3
+    assert all(c.request.target is None and c.request.peer == 1 and c.request.received is None for c in calls)
+    assert a.path.exists()
+
+
+def test_a_worker_that_joins_again_reuses_message_ids(tmp_path: Path) -> None:
+    a, b = two(tmp_path, 2, skew=0, clock="boot")
+    again = Writer(tmp_path, 0, clock="boot", incarnation=77)
+    again.knows(b)
+    b.knows(again)
+    call(again, b, 1, SECOND)
+    again.write()
+    b.write()
+    calls = list(Job(tmp_path).calls())
+    assert [c.request.source.incarnation for c in calls if c.request.source] == [1000, 1000, 77]
+    assert all(c.is_complete for c in calls)
+    assert a.path.exists()
+
+
+def test_jobs_in_one_directory_are_told_apart(tmp_path: Path) -> None:
+    two(tmp_path, 2, skew=0, clock="boot")
+    other = Writer(tmp_path, 0, clock="boot", job="other", incarnation=5)
+    other.write()
+    with pytest.raises(TraceError, match=r"several jobs, choose one: .*j \(2 processes\)"):
+        Job(tmp_path)
+    assert len(list(Job(tmp_path, "j").calls())) == 2
+    assert list(Job(tmp_path, "other").calls()) == []
+    with pytest.raises(TraceError, match="no traces of job 'x'"):
+        Job(tmp_path, "x")
+
+
+def test_unreadable_files_are_left_out_and_named(tmp_path: Path) -> None:
+    two(tmp_path, 2, skew=0, clock="boot")
+    (tmp_path / "x.zgtrace").write_bytes(log.MAGIC + b"\0\0\0\x09" + b"rest")
+    job = Job(tmp_path)
+    assert len(job.processes) == 2
+    assert "has version 9" in job.unreadable[0]
+
+
+def test_damage_in_the_middle_keeps_what_is_before(tmp_path: Path) -> None:
+    _, b = two(tmp_path, 2, skew=0, clock="boot")
+    with b.path.open("ab") as file:
+        file.write(b"\0\0\0\x01\xc1")
+    job = Job(tmp_path)
+    damaged = [p for p in job.processes if p.damage]
+    assert [p.path for p in damaged] == [b.path]
+    assert len(list(job.calls())) == 2
+
+
+def test_a_wall_clock_that_is_set_is_noted_and_changes_no_time(tmp_path: Path) -> None:
+    a, _ = two(tmp_path, 2, skew=0, clock="boot")
+    a.rows += [(Tag.CLOCK_SAMPLE, 1, 50 * SECOND), (Tag.CLOCK_SAMPLE, SECOND, 3600 * SECOND)]
+    a.write()
+    job = Job(tmp_path)
+    assert [p.jumps for p in job.processes if p.path == a.path] == [[SECOND]]
+    assert len(list(job.calls())) == 2

@@ -1,0 +1,98 @@
+"""The format of trace logs: round trips, cut ends, growing files, and files that are no logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from zmqgrad.errors import TraceError
+from zmqgrad.trace import events, log
+from zmqgrad.trace.events import MessageSent, NameDeclared, ProcessInfo, RequestFinished, Tag
+
+INFO = ProcessInfo("host", 42, 1_700_000_000_000_000_000, 5_000_000_000, "clock", "job")
+EVENTS = [
+    NameDeclared(1, 7, "m:f"),
+    MessageSent(2, 1, 1, 0x102, 3, 1 << 48, 0, 7, 100),
+    RequestFinished(3, 1, 1, 0, 9),
+]
+
+
+def write(path: Path, *batches: list[object], info: ProcessInfo = INFO) -> Path:
+    path.write_bytes(log.header(info) + b"".join(map(log.record, batches)))
+    return path
+
+
+def test_events_come_back_in_order(tmp_path: Path) -> None:
+    with log.LogReader(write(tmp_path / "a.zgtrace", EVENTS[:1], EVENTS[1:])) as reader:
+        assert reader.info == INFO
+        assert list(reader) == EVENTS
+
+
+def test_a_tuple_that_begins_with_the_tag_is_read_as_the_struct(tmp_path: Path) -> None:
+    row = (Tag.MESSAGE_SENT, 2, 1, 1, 0x102, 3, 1 << 48, 0, 7, 100, 0)
+    with log.LogReader(write(tmp_path / "a.zgtrace", [row])) as reader:
+        assert list(reader) == [EVENTS[1]]
+
+
+def test_every_event_has_the_tag_of_its_name() -> None:
+    tags = {cls.__struct_config__.tag for cls in events.AnyEvent.__args__}
+    assert tags == set(Tag)
+
+
+@given(cut=st.integers(min_value=0, max_value=10_000))
+def test_a_log_cut_anywhere_yields_the_complete_records(
+    tmp_path_factory: pytest.TempPathFactory, cut: int
+) -> None:
+    path = tmp_path_factory.mktemp("cut") / "a.zgtrace"
+    head, batches = log.header(INFO), [log.record(EVENTS[:1]), log.record(EVENTS[1:])]
+    data = head + b"".join(batches)
+    cut %= len(data) + 1
+    path.write_bytes(data[:cut])
+    if cut < len(head):
+        with pytest.raises(TraceError, match="ends within its header"):
+            log.LogReader(path)
+        return
+    complete = 0 if cut < len(head) + len(batches[0]) else 1 if cut < len(data) else 3
+    with log.LogReader(path) as reader:
+        assert list(reader) == EVENTS[:complete]
+
+
+def test_a_reader_follows_a_growing_log(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.zgtrace", EVENTS[:1])
+    more = log.record(EVENTS[1:])
+    with log.LogReader(path) as reader, path.open("ab", buffering=0) as file:
+        assert list(reader) == EVENTS[:1]
+        file.write(more[:7])
+        assert list(reader) == []
+        file.write(more[7:])
+        assert list(reader) == EVENTS[1:]
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"#!/bin/sh\nexit 0\n", "is no trace log"),
+        (b"x", "is no trace log"),
+        (log.MAGIC + b"\0\0\0\x63" + b"\0" * 20, "has version 99 of the format"),
+        (log.header(INFO) + b"\xff\xff\xff\xff", "damaged at byte"),
+        (log.header(INFO) + b"\0\0\0\0", "damaged at byte .*: an empty record"),
+        (log.header(INFO) + b"\0\0\0\x02\x91\x05", "damaged at byte"),
+        (log.header(INFO) + log.record([(99, 1)]), "damaged at byte"),
+    ],
+)
+def test_other_files_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
+    path = tmp_path / "a.zgtrace"
+    path.write_bytes(data)
+    with pytest.raises(TraceError, match=message), log.LogReader(path) as reader:
+        list(reader)
+
+
+def test_a_directory_without_logs_is_an_error_that_names_the_remedy(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(TraceError, match=r"no trace logs .* ZMQGRAD_TRACE="):
+        log.find_logs(tmp_path)
+    with pytest.raises(TraceError, match="cannot read the trace directory"):
+        log.find_logs(tmp_path / "missing")

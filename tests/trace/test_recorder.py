@@ -1,0 +1,178 @@
+"""The recorder: what is in a log after a store was used, what is dropped, and what errors do."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+import textwrap
+import threading
+from pathlib import Path
+
+import pytest
+
+from tests.support.interpreter import run_python
+from zmqgrad import environment
+from zmqgrad.errors import TraceError
+from zmqgrad.store import TCPStore
+from zmqgrad.trace import Job, launch_environment, record
+from zmqgrad.trace import recorder as recording
+from zmqgrad.trace.events import Dropped
+from zmqgrad.trace.log import LogReader, find_logs
+from zmqgrad.trace.recorder import show_arguments
+from zmqgrad.transport import tap
+from zmqgrad.transport.tap import Identity, Tracer
+from zmqgrad.wire.messages import MessageType
+
+
+class Subject:
+    """Something traced."""
+
+    tracer: Tracer | None = None
+
+    def identity(self) -> Identity:
+        return Identity(tap.WORKER, "w0", 0, 5, "job")
+
+
+def test_store_queries_replies_and_notifications_are_recorded_at_both_ends(tmp_path: Path) -> None:
+    with record(tmp_path):
+        store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        changed = threading.Event()
+        try:
+            store.set("key", "value")
+            store.watch_key("key", lambda old, new: changed.set())
+            store.set("key", "other")
+            assert changed.wait(10)
+            assert store.get("key") == b"other"
+        finally:
+            store.close()
+    job = Job(tmp_path)
+    sets = [c for c in job.calls() if c.request.type == "STORE_SET" and c.function == "key"]
+    assert len(sets) == 2
+    assert all(c.is_complete and c.duration and c.request.size > 0 for c in sets)
+    roles = {(m.source.role.name, m.target.role.name) for m in job.messages() if m.source and m.target}
+    assert roles == {("STORE_CLIENT", "STORE_SERVER"), ("STORE_SERVER", "STORE_CLIENT")}
+    notified = [m for m in job.messages() if m.kind == MessageType.KEY_UPDATED]
+    assert [(m.name, m.sent is not None, m.received is not None) for m in notified] == [("key", True, True)]
+    assert all(a.stopped is not None for a in job.actors())
+
+
+def test_nothing_is_traced_outside_the_block(tmp_path: Path) -> None:
+    subject = Subject()
+    tap.register(subject)
+    try:
+        assert subject.tracer is None
+        with record(tmp_path):
+            assert subject.tracer is not None
+        assert subject.tracer is None
+    finally:
+        tap.unregister(subject)
+
+
+def test_files_are_for_the_user_alone_and_an_idle_process_has_none(tmp_path: Path) -> None:
+    with record(tmp_path / "a" / "b"):
+        pass
+    assert list((tmp_path / "a" / "b").iterdir()) == []
+    assert stat.S_IMODE((tmp_path / "a" / "b").stat().st_mode) == 0o700
+    subject = Subject()
+    with record(tmp_path / "a" / "b") as recorder:
+        tap.register(subject)
+        tap.unregister(subject)
+    assert recorder.path is not None
+    assert stat.S_IMODE(recorder.path.stat().st_mode) == 0o600
+
+
+def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "FLUSH_SECONDS", 3600.0)
+    subject = Subject()
+    with record(tmp_path, max_events=100) as recorder:
+        tap.register(subject)
+        assert subject.tracer is not None
+        for i in range(1000):
+            subject.tracer.request_started(1, i)
+        recorder.flush()
+        subject.tracer.request_started(1, 5000)
+        tap.unregister(subject)
+    assert recorder.path is not None
+    with LogReader(recorder.path) as reader:
+        events = list(reader)
+    dropped = sum(e.count for e in events if isinstance(e, Dropped))
+    recorded = sum(hasattr(e, "message_id") for e in events)
+    assert dropped + recorded == 1001
+    assert recorded <= 102
+    assert Job(tmp_path).processes[0].dropped == dropped
+
+
+def test_a_full_disk_stops_the_trace_says_so_once_and_nothing_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    subject = Subject()
+    with caplog.at_level(logging.WARNING), record(tmp_path) as recorder:
+        tap.register(subject)
+        assert subject.tracer is not None
+        recorder.flush()
+        monkeypatch.setattr(recording, "write_all", full)
+        for _ in range(3):
+            subject.tracer.request_started(1, 2)
+            recorder.flush()
+        assert recorder.failed
+        tap.unregister(subject)
+    said = [r.getMessage() for r in caplog.records if "cannot write the trace log" in r.getMessage()]
+    assert len(said) == 1
+    assert os.strerror(errno.ENOSPC) in said[0]
+
+
+def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with (
+        pytest.raises(TraceError, match="cannot create the trace directory"),
+        record(tmp_path / "file" / "d"),
+    ):
+        pass
+
+
+def test_the_environment_starts_a_recorder_and_a_fork_gets_its_own(tmp_path: Path) -> None:
+    program = """
+        import os
+        from zmqgrad.store import TCPStore
+        def use():
+            store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            store.set(str(os.getpid()), "x")
+            return store
+        store = use()
+        pid = os.fork()
+        if pid == 0:
+            use().close()
+            os._exit(0)
+        assert os.waitpid(pid, 0)[1] == 0
+        store.set("again", "x")
+        # not closed: the end of the interpreter writes the rest
+    """
+    run_python(textwrap.dedent(program), env=launch_environment(tmp_path))
+    logs = find_logs(tmp_path)
+    assert len(logs) == 2
+    job = Job(tmp_path)
+    assert len({p.info.job for p in job.processes}) == 1
+    by_pid = {p.info.pid: {n for n in p.names.values() if n} for p in job.processes}
+    assert all(str(pid) in names for pid, names in by_pid.items())
+    assert sum("again" in names for names in by_pid.values()) == 1
+
+
+def test_arguments_are_cut_and_cannot_fail_a_call() -> None:
+    class Bad:
+        def __repr__(self) -> str:
+            raise ValueError("no")
+
+    assert "Bad" in show_arguments((Bad(),), {})
+    assert show_arguments((1, "two"), {"three": 3}) == "1, 'two', three=3"
+    assert len(show_arguments(("x" * 10**6,) * 20, {})) <= 400
+
+
+def test_the_launcher_names_directory_and_job(tmp_path: Path) -> None:
+    first, second = launch_environment(tmp_path / "t"), launch_environment(tmp_path / "t")
+    assert environment.trace_directory(first) == str(tmp_path / "t")
+    assert environment.trace_job(first) != environment.trace_job(second)

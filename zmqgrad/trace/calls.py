@@ -1,0 +1,97 @@
+"""Assembles calls: requests with their replies, and what happened to them at the server."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from zmqgrad.trace.events import (
+    MessageReceived,
+    MessageSent,
+    PeerDeclared,
+    RequestDescribed,
+    RequestFinished,
+    RequestStarted,
+)
+from zmqgrad.trace.model import Call, Entry, Message
+from zmqgrad.trace.pairing import REPEATED, Key, Open, Pairing, note_peer
+from zmqgrad.wire.messages import REQUEST, RESPONSE
+
+
+class Assembly:
+    """Assembles the calls of a stream of events."""
+
+    def __init__(self, entries: Iterator[Entry]) -> None:
+        self._entries = entries
+        self._pairing = Pairing(entries)
+        self._open: Open[Call] = Open()
+        # What was read before the request to which it belongs: clocks are aligned to within an error only.
+        self._replies: Open[Message] = Open()
+        self._early: Open[list[Entry]] = Open()
+
+    def run(self) -> Iterator[Call]:
+        """Yields the calls."""
+        for entry in self._entries:
+            _, declared, actor, event = entry
+            kind = type(event)
+            if kind is MessageSent or kind is MessageReceived:
+                for message in self._pairing.add(entry):
+                    yield from self._add(message)
+            elif kind is PeerDeclared:
+                note_peer(entry)
+            elif actor is None:
+                continue
+            elif isinstance(event, (RequestStarted, RequestFinished)):
+                source = declared.incarnations.get((event.actor, event.peer), 0)
+                yield from self._happened((source, event.message_id), entry)
+            elif isinstance(event, RequestDescribed):
+                yield from self._happened((actor.incarnation, event.message_id), entry)
+        for message in self._pairing.rest():
+            yield from self._add(message)
+        yield from self._open.items.values()
+
+    def _happened(self, key: Key, entry: Entry) -> Sequence[Call]:
+        call = self._open.items.get(key)
+        if call is None:
+            self._early.items.setdefault(key, []).append(entry)
+            self._early.evict()
+            return ()
+        _apply(call, entry)
+        return self._complete(key, call)
+
+    def _add(self, message: Message) -> Sequence[Call]:
+        if not message.message_id or message.kind in REPEATED:
+            return ()
+        if message.kind & REQUEST:
+            key = (message.requester, message.message_id)
+            call = self._open.items[key] = Call(message, self._replies.items.pop(key, None))
+            call.function = message.name
+            for entry in self._early.items.pop(key, ()):
+                _apply(call, entry)
+            return [*self._complete(key, call), *self._open.evict()]
+        if message.kind & RESPONSE:
+            key = (message.requester, message.message_id)
+            call_open = self._open.items.get(key)
+            if call_open is not None:
+                call_open.reply = message
+                return self._complete(key, call_open)
+            self._replies.items[key] = message
+            self._replies.evict()
+        return ()
+
+    def _complete(self, key: Key, call: Call) -> Sequence[Call]:
+        """Returns ``call`` if nothing more is to come: most have finished when the reply arrives."""
+        if not call.is_complete or (call.started is not None and call.finished is None):
+            return ()
+        self._open.items.pop(key, None)
+        return (call,)
+
+
+def _apply(call: Call, entry: Entry) -> None:
+    """Notes what happened to the request of ``call`` at the server. Its times never decrease."""
+    time, _, _, event = entry
+    if isinstance(event, RequestStarted):
+        call.started, call.thread = max(time, call.request.received or time), event.thread
+    elif isinstance(event, RequestFinished):
+        call.finished, call.failed = max(time, call.started or time), event.failed
+    elif isinstance(event, RequestDescribed):
+        call.function, call.arguments = call.function or event.function, event.arguments

@@ -1,0 +1,322 @@
+"""The events of a trace log: what happened, when, in which thread, and to which actor.
+
+Times are nanoseconds of the process's monotonic clock (:mod:`zmqgrad.trace.clocks` aligns processes). An
+actor is what sends and receives in a process: a worker, a store client, a store server, a rendezvous node.
+Actors, threads and names (of functions, keys) are numbered in the order of their appearance and declared once
+by an event of their own, so that other events stay small; number 0 means none.
+
+The recorder appends plain tuples, whose first element is the tag; they encode to the same bytes as the
+structs here, by which the log is read. Payloads are never part of an event.
+"""
+
+from __future__ import annotations
+
+import enum
+
+import msgspec
+
+
+class Tag(enum.IntEnum):
+    """The first element of each event."""
+
+    ACTOR_STARTED = 1
+    ACTOR_STOPPED = 2
+    THREAD = 3
+    NAME = 4
+    PEER = 5
+    MESSAGE_SENT = 6
+    MESSAGE_RECEIVED = 7
+    REQUEST_STARTED = 8
+    REQUEST_FINISHED = 9
+    REQUEST_DESCRIBED = 10
+    WAIT_BEGUN = 11
+    WAIT_ENDED = 12
+    CONTEXT_CREATED = 13
+    CONTEXT_RELEASED = 14
+    PASS_STARTED = 15
+    PASS_FINISHED = 16
+    GROUP_EXECUTED = 17
+    RENDEZVOUS = 18
+    HEARTBEAT = 19
+    CLOCK_SAMPLE = 20
+    DROPPED = 21
+
+
+class Role(enum.IntEnum):
+    """What an actor is."""
+
+    WORKER = 1
+    STORE_CLIENT = 2
+    STORE_SERVER = 3
+    RENDEZVOUS_NODE = 4
+
+
+class Path(enum.IntEnum):
+    """How the bytes of a message were transferred."""
+
+    INLINE = 0  # all in the first frame
+    FRAMES = 1  # in frames through a socket
+    SHARED_MEMORY = 2
+
+
+class Event(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Base of all events. ``time`` is in nanoseconds of the process's monotonic clock."""
+
+    time: int
+
+
+class ActorStarted(Event, frozen=True, tag=1):
+    """Declares actor ``actor``.
+
+    ``name`` and ``number`` (the rank) are those of a worker; ``incarnation`` is random at each start. ``job``
+    is the same for all workers of a job, and empty for others. ``address`` is where a store serves, or the
+    endpoints of a worker.
+    """
+
+    actor: int
+    role: Role
+    name: str
+    number: int = 0
+    incarnation: int = 0
+    job: str = ""
+    address: str = ""
+
+
+class ActorStopped(Event, frozen=True, tag=2):
+    """Actor ``actor`` was closed. Missing if its process was killed."""
+
+    actor: int
+
+
+class ThreadDeclared(Event, frozen=True, tag=3):
+    """Declares thread ``thread``; ``native_id`` is the system's id of it."""
+
+    thread: int
+    name: str
+    native_id: int
+
+
+class NameDeclared(Event, frozen=True, tag=4):
+    """Declares name ``number``: a function, a key of a store, a prefix."""
+
+    number: int
+    name: str
+
+
+class PeerDeclared(Event, frozen=True, tag=5):
+    """Messages that ``actor`` receives from worker ``peer`` are of this ``incarnation`` from here on."""
+
+    actor: int
+    peer: int
+    incarnation: int
+
+
+class _Message(Event, frozen=True):
+    thread: int
+    actor: int
+    kind: int
+    peer: int
+    message_id: int
+    context: int = 0
+    name: int = 0
+    size: int = 0
+    path: Path = Path.INLINE
+
+
+class MessageSent(_Message, frozen=True, tag=6):
+    """``actor`` sent a message to worker ``peer``; ``time`` is just before that.
+
+    ``kind`` is its ``MessageType``, ``context`` the distributed autograd context, ``name`` the function that
+    is called, ``size`` the bytes of all frames. A reply has the message id of its request, and no name.
+
+    Of store messages, ``peer`` is the id of the client's channel and ``message_id`` the number of the query
+    on it, ``name`` the (first) key, and ``context``, at the server, identifies the connection: a reply there
+    has it and no ``peer``. Of notifications, ``message_id`` is the revision.
+    """
+
+
+class MessageReceived(_Message, frozen=True, tag=7):
+    """``actor`` received a message; as :class:`MessageSent`. A request is queued from here on."""
+
+
+class RequestStarted(Event, frozen=True, tag=8):
+    """A thread of ``actor`` took the request ``message_id`` of worker ``peer`` from the queue."""
+
+    thread: int
+    actor: int
+    peer: int
+    message_id: int
+
+
+class RequestFinished(Event, frozen=True, tag=9):
+    """That thread is done with the request. Usually the reply was sent just before."""
+
+    thread: int
+    actor: int
+    peer: int
+    message_id: int
+    failed: bool = False
+
+
+class RequestDescribed(Event, frozen=True, tag=10):
+    """The function of the request ``message_id``, if the message does not name it, and its arguments.
+
+    ``arguments`` is empty unless ZMQGRAD_TRACE_ARGS=1; its length is bounded.
+    """
+
+    thread: int
+    actor: int
+    message_id: int
+    function: str
+    arguments: str = ""
+
+
+class WaitBegun(Event, frozen=True, tag=11):
+    """A thread of ``actor`` waits for the reply of worker ``peer`` to its request ``message_id``.
+
+    If it waits for the end of a backward pass, ``message_id`` is the pass and ``peer`` is the actor's own.
+    """
+
+    thread: int
+    actor: int
+    peer: int
+    message_id: int
+
+
+class WaitEnded(Event, frozen=True, tag=12):
+    """The wait is over; ``failed``: without a reply (timeout, loss, Ctrl-C)."""
+
+    thread: int
+    actor: int
+    peer: int
+    message_id: int
+    failed: bool = False
+
+
+class ContextCreated(Event, frozen=True, tag=13):
+    """``actor`` takes part in distributed autograd context ``context`` from here on."""
+
+    thread: int
+    actor: int
+    context: int
+
+
+class ContextReleased(Event, frozen=True, tag=14):
+    """``actor`` has forgotten the context."""
+
+    thread: int
+    actor: int
+    context: int
+
+
+class PassStarted(Event, frozen=True, tag=15):
+    """``actor`` began backward pass ``pass_id``, as its coordinator."""
+
+    thread: int
+    actor: int
+    context: int
+    pass_id: int
+
+
+class PassFinished(Event, frozen=True, tag=16):
+    """The pass is over on all workers."""
+
+    thread: int
+    actor: int
+    context: int
+    pass_id: int
+    failed: bool = False
+
+
+class GroupExecuted(Event, frozen=True, tag=17):
+    """``actor`` ran the groups of a pass that the gradients of ``sends`` completed.
+
+    It began at ``time`` and took ``nanoseconds``. ``sends`` are autograd ids, empty for the roots of the
+    pass; ``recvs`` are (autograd id, worker that the gradients go to).
+    """
+
+    thread: int
+    actor: int
+    context: int
+    pass_id: int
+    nanoseconds: int
+    sends: tuple[int, ...] = ()
+    recvs: tuple[tuple[int, int], ...] = ()
+
+
+class RendezvousStep(Event, frozen=True, tag=18):
+    """A node of an elastic rendezvous applied ``action`` to the state, in round ``round``."""
+
+    thread: int
+    actor: int
+    round: int
+    action: str
+    participants: int = 0
+    waiting: int = 0
+
+
+class Heartbeat(Event, frozen=True, tag=19):
+    """A heartbeat to (``outgoing``) or from worker ``peer``. Recorded on request only."""
+
+    thread: int
+    actor: int
+    peer: int
+    outgoing: bool
+
+
+class ClockSample(Event, frozen=True, tag=20):
+    """The wall clock (nanoseconds since 1970) at ``time``; written at each flush that is a second later."""
+
+    wall: int
+
+
+class Dropped(Event, frozen=True, tag=21):
+    """``count`` events before this one were not recorded, because the buffer was full."""
+
+    count: int
+
+
+Message = MessageSent | MessageReceived
+
+AnyEvent = (
+    ActorStarted
+    | ActorStopped
+    | ThreadDeclared
+    | NameDeclared
+    | PeerDeclared
+    | MessageSent
+    | MessageReceived
+    | RequestStarted
+    | RequestFinished
+    | RequestDescribed
+    | WaitBegun
+    | WaitEnded
+    | ContextCreated
+    | ContextReleased
+    | PassStarted
+    | PassFinished
+    | GroupExecuted
+    | RendezvousStep
+    | Heartbeat
+    | ClockSample
+    | Dropped
+)
+"""All events that a log may contain."""
+
+
+class ProcessInfo(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):
+    """The process of a log; the first record of the file.
+
+    ``wall`` and ``monotonic`` are both clocks, in nanoseconds, at the same moment. ``clock`` identifies the
+    monotonic clock: processes with the same one share it, so their times need no alignment; empty: unknown.
+    ``job`` is set by the launcher; without one, workers tell it (:class:`ActorStarted`).
+    """
+
+    host: str
+    pid: int
+    wall: int
+    monotonic: int
+    clock: str = ""
+    job: str = ""
+    program: str = ""
+    parent: int = 0

@@ -1,0 +1,279 @@
+"""A job's traces together: all logs of a directory on one clock, sends with their receives, calls assembled.
+
+Everything is streamed: :meth:`Job.events`, :meth:`Job.messages` and :meth:`Job.calls` read the logs anew at
+each use and keep only what is still incomplete, so a trace may be larger than memory. Times are nanoseconds
+of one clock, the reference; :meth:`Job.wall` converts them to wall time.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
+from pathlib import Path as FilePath
+
+from zmqgrad.errors import TraceError
+from zmqgrad.trace.calls import Assembly
+from zmqgrad.trace.clocks import Alignment, OffsetEstimator
+from zmqgrad.trace.events import (
+    ActorStarted,
+    ActorStopped,
+    AnyEvent,
+    ClockSample,
+    Dropped,
+    MessageReceived,
+    MessageSent,
+    NameDeclared,
+    Role,
+    ThreadDeclared,
+)
+from zmqgrad.trace.log import LogReader, find_logs
+from zmqgrad.trace.model import Actor, Call, Declared, Entry, Message, Process, Stamped
+from zmqgrad.trace.pairing import REPEATED, Pairing
+from zmqgrad.wire.messages import REQUEST, RESPONSE
+
+logger = logging.getLogger(__name__)
+
+JUMP_NANOSECONDS = 100_000_000
+"""A wall clock that moves by more than this against the monotonic one between two samples has jumped."""
+
+
+class Job:
+    """The traces of one job, in ``directory``.
+
+    Args:
+        job: which job, if the directory has logs of several; see :attr:`jobs`.
+        shared_clocks: whether processes whose logs say so share a clock. False: all are aligned by messages.
+
+    Raises:
+        TraceError: if the directory has no readable logs, or logs of several jobs and ``job`` is not given.
+    """
+
+    def __init__(
+        self, directory: FilePath | str, job: str | None = None, *, shared_clocks: bool = True
+    ) -> None:
+        self.directory = FilePath(directory)
+        self._shared_clocks = shared_clocks
+        self.jobs: dict[str, list[Process]] = {}
+        """The processes by job. Those that belong to no job, such as a store's own, are part of every one."""
+        self.unreadable: list[str] = []
+        """Why files of the directory are left out."""
+        self.processes = self._choose(self._survey(), job)
+        self.alignment: Alignment | None = None
+        """None if all processes share a clock, or no messages connect those that do not."""
+        self._converters: dict[str, Callable[[int], int]] = {}
+        self._align()
+
+    # ---- loading ----------------------------------------------------------------------------------------
+
+    def _survey(self) -> list[Process]:
+        found: list[Process] = []
+        for path in find_logs(self.directory):
+            try:
+                found.append(_survey(path))
+            except TraceError as e:
+                self.unreadable.append(str(e))
+        if not found:
+            raise TraceError(
+                f"no readable trace logs in {self.directory}:\n  " + "\n  ".join(self.unreadable[:10])
+            )
+        return found
+
+    def _choose(self, processes: Sequence[Process], job: str | None) -> list[Process]:
+        for process in processes:
+            for each in process.jobs():
+                self.jobs.setdefault(each, []).append(process)
+        if job is None and len(self.jobs) > 1:
+            shown = "; ".join(f"{name} ({len(each)} processes)" for name, each in self.jobs.items())
+            raise TraceError(f"{self.directory} has traces of several jobs, choose one: {shown}")
+        if job is not None and job not in self.jobs:
+            known = ", ".join(self.jobs) or "none"
+            raise TraceError(f"{self.directory} has no traces of job {job!r}; it has {known}")
+        return [
+            p
+            for p in processes
+            if not p.jobs() or not self.jobs or (job or next(iter(self.jobs))) in p.jobs()
+        ]
+
+    def _clock(self, process: Process) -> str:
+        return process.clock if self._shared_clocks else str(process.path)
+
+    def _align(self) -> None:
+        clocks = {self._clock(p): p for p in self.processes}
+        first = self._clock(self.processes[0])
+        self.reference = clocks[first]
+        """A process whose clock is that of the job."""
+        self._converters = {clock: _shift(p, self.reference) for clock, p in clocks.items()}
+        if len(clocks) == 1:
+            return
+        estimator = OffsetEstimator()
+        for message in Pairing(self._merged(), aligned=False).run():
+            source, target = message.source, message.target
+            if source is None or target is None or not message.message_id or message.kind in REPEATED:
+                continue
+            if not message.kind & (REQUEST | RESPONSE):
+                continue  # a notification is read when the subscriber gets to it, and has no unique id
+            u, v = self._clock(source.process), self._clock(target.process)
+            if u != v and message.sent is not None and message.received is not None:
+                estimator.add(
+                    u, v, self._own_time(source, message.sent), self._own_time(target, message.received)
+                )
+        self.alignment = estimator.solve(first)
+        if self.alignment is not None:
+            for clock in self.alignment.clocks():
+                self._converters[clock] = self.alignment.converter(clock)
+
+    def _own_time(self, actor: Actor, time: int) -> int:
+        """The inverse of the conversion by wall clocks, which is a shift."""
+        return time - self._converters[self._clock(actor.process)](0)
+
+    # ---- time -------------------------------------------------------------------------------------------
+
+    def time(self, process: Process, time: int) -> int:
+        """A time of ``process`` on the clock of the job."""
+        return self._converters[self._clock(process)](time)
+
+    def bound(self, process: Process, time: int) -> float:
+        """The largest error (ns) of a ``time`` of ``process`` on the clock of the job.
+
+        Infinite if no messages show it: then times of other hosts are aligned by their wall clocks alone.
+        """
+        clock, reference = self._clock(process), self._clock(self.reference)
+        if clock == reference:
+            return 0.0
+        if self.alignment is None or clock not in self.alignment.clocks():
+            return float("inf")
+        return self.alignment.bound(clock, time)
+
+    def wall(self, time: int) -> int:
+        """The wall time (ns since 1970) of the reference at a time of the job."""
+        return time + self.reference.wall_offset
+
+    # ---- reading ----------------------------------------------------------------------------------------
+
+    def actors(self) -> list[Actor]:
+        """All actors, workers first, in the order of their ranks."""
+        found = [actor for process in self.processes for actor in process.actors.values()]
+        return sorted(found, key=lambda a: (a.role, a.rank, a.started))
+
+    def workers(self) -> list[Actor]:
+        """The workers, in the order of their ranks; one that joined again appears again."""
+        return [actor for actor in self.actors() if actor.role is Role.WORKER]
+
+    def events(self) -> Iterator[Stamped]:
+        """All events of all processes on one clock, nearly in order of time."""
+        for time, declared, actor, event in self._merged():
+            yield Stamped(time, declared.process, actor, event)
+
+    def messages(self) -> Iterator[Message]:
+        """All messages, each when its second end has been read; those without a second end come last.
+
+        No message is received before it was sent: within the error of the clocks, the receive is moved.
+        """
+        return Pairing(self._merged()).run()
+
+    def calls(self) -> Iterator[Call]:
+        """All requests that have a reply by their type, each when it is complete; open ones come last."""
+        return Assembly(self._merged()).run()
+
+    def _merged(self) -> Iterator[Entry]:
+        """The entries of all logs in order of time. Sorting whole batches is quicker than a heap."""
+        streams = [self._stream(process) for process in self.processes]
+        heads = [(batch, stream) for stream in streams if (batch := next(stream, _NO_ENTRIES))]
+        while heads:
+            until = min(batch[-1][0] for batch, _ in heads)
+            ready: list[Entry] = []
+            following = []
+            for batch, stream in heads:
+                count = bisect.bisect_right(batch, until, key=_time_of)
+                ready += batch[:count]
+                rest = batch[count:] or next(stream, _NO_ENTRIES)
+                if rest:
+                    following.append((rest, stream))
+            heads = following
+            ready.sort(key=_time_of)
+            yield from ready
+
+    def _stream(self, process: Process) -> Iterator[list[Entry]]:
+        """The entries of a log, batch by batch, each in order of time."""
+        convert, find = self._converters[self._clock(process)], process.actors.get
+        declared = Declared(process)
+        for events in _batches(process):
+            batch: list[Entry] = []
+            for event in events:
+                batch.append((convert(event.time), declared, find(getattr(event, "actor", 0)), event))
+            batch.sort(key=_time_of)
+            if batch:
+                yield batch
+
+
+_time_of = itemgetter(0)
+_NO_ENTRIES: list[Entry] = []
+
+
+def _shift(process: Process, reference: Process) -> Callable[[int], int]:
+    """Converts by the wall clocks of both."""
+    offset = process.wall_offset - reference.wall_offset if process is not reference else 0
+    return lambda time: time + offset
+
+
+def _batches(process: Process) -> Iterator[list[AnyEvent]]:
+    """The events of a log as far as it can be read."""
+    with LogReader(process.path) as reader:
+        try:
+            yield from reader.batches()
+        except TraceError as e:
+            logger.debug("%s", e)  # told by Process.damage
+
+
+def _survey(path: FilePath) -> Process:
+    """Reads a log once: what it declares, and its extent."""
+    with LogReader(path) as reader:
+        process = Process(
+            path, reader.info, {}, {}, {0: ""}, reader.info.monotonic, reader.info.monotonic, jumps=[]
+        )
+        wall = process.wall_offset
+        try:
+            for batch in reader.batches():
+                process.events += len(batch)
+                for event in batch:
+                    kind = type(event)
+                    if kind is MessageSent or kind is MessageReceived:
+                        continue
+                    wall = _declare(process, event, wall)
+                if batch:
+                    process.last = max(process.last, batch[-1].time)
+        except TraceError as e:
+            process.damage = str(e)
+    return process
+
+
+def _declare(process: Process, event: AnyEvent, wall: int) -> int:
+    """Notes what ``event`` declares. Returns what the wall clock is ahead of the monotonic one by now."""
+    if isinstance(event, NameDeclared):
+        process.names[event.number] = event.name
+    elif isinstance(event, ThreadDeclared):
+        process.threads[event.thread] = event
+    elif isinstance(event, ActorStarted):
+        process.actors[event.actor] = Actor(
+            process,
+            event.actor,
+            event.role,
+            event.name,
+            event.number,
+            event.incarnation,
+            event.job,
+            event.address,
+            event.time,
+        )
+    elif isinstance(event, ActorStopped):
+        if event.actor in process.actors:
+            process.actors[event.actor].stopped = event.time
+    elif isinstance(event, Dropped):
+        process.dropped += event.count
+    elif isinstance(event, ClockSample):
+        if abs(event.wall - event.time - wall) > JUMP_NANOSECONDS:
+            process.jumps.append(event.time)
+        return event.wall - event.time
+    return wall

@@ -1,0 +1,146 @@
+"""What a trace tells about a job: its processes and actors, messages and calls. Made by a :class:`Job`."""
+
+from __future__ import annotations
+
+from pathlib import Path as FilePath
+from typing import NamedTuple
+
+import msgspec
+
+from zmqgrad.trace.events import AnyEvent, Path, ProcessInfo, Role, ThreadDeclared
+from zmqgrad.wire.messages import MessageType
+
+
+class Actor(msgspec.Struct, eq=False):
+    """What sent and received in a process: a worker, a store client, a store server, a rendezvous node."""
+
+    process: Process
+    number: int
+    role: Role
+    name: str
+    rank: int
+    incarnation: int
+    job: str
+    address: str
+    started: int
+    stopped: int | None = None
+    """None if it was not closed: it was killed, or its job still runs."""
+
+    def __repr__(self) -> str:
+        return f"<{self.role.name.lower()} {self.name or self.address} of process {self.process.info.pid}>"
+
+
+class Process(msgspec.Struct, eq=False):
+    """One process of a job, and what its log declares. Times are of its own clock."""
+
+    path: FilePath
+    info: ProcessInfo
+    actors: dict[int, Actor] = {}
+    threads: dict[int, ThreadDeclared] = {}
+    names: dict[int, str] = {}
+    first: int = 0
+    last: int = 0
+    events: int = 0
+    dropped: int = 0
+    jumps: list[int] = []
+    """Times at which its wall clock was set."""
+    damage: str = ""
+    """Why its log cannot be read to the end; empty: it can."""
+
+    @property
+    def clock(self) -> str:
+        """Identifies its clock."""
+        return self.info.clock or f"{self.info.host} {self.info.pid}"
+
+    @property
+    def wall_offset(self) -> int:
+        """What its wall clock was ahead of its monotonic clock when the log began."""
+        return self.info.wall - self.info.monotonic
+
+    def jobs(self) -> set[str]:
+        """The jobs it belongs to: that of its launcher, or those of its workers."""
+        return {self.info.job} if self.info.job else {a.job for a in self.actors.values() if a.job}
+
+    def __repr__(self) -> str:
+        names = ", ".join(a.name for a in self.actors.values() if a.role is Role.WORKER)
+        return f"<process {self.info.pid} on {self.info.host}{names and f': {names}'}>"
+
+
+class Stamped(NamedTuple):
+    """An event with its time on the clock of the job. ``actor`` is None if it concerns none."""
+
+    time: int
+    process: Process
+    actor: Actor | None
+    event: AnyEvent
+
+
+class Message(msgspec.Struct, eq=False):
+    """A message: its send, its receive, or usually both. What only the other end knows is None."""
+
+    kind: int
+    message_id: int
+    source: Actor | None = None
+    target: Actor | None = None
+    sent: int | None = None
+    received: int | None = None
+    sender_thread: int = 0
+    receiver_thread: int = 0
+    context: int = 0
+    name: str = ""
+    size: int = 0
+    path: Path = Path.INLINE
+    peer: int = 0
+    """The rank of the other worker as the first event tells it; known even if that worker has no log."""
+    requester: int = 0
+    """Who asked: the incarnation of a worker, or the channel of a store's client; 0: unknown."""
+
+    @property
+    def type(self) -> str:
+        """The name of the message type."""
+        return MessageType(self.kind).name if self.kind in MessageType._value2member_map_ else str(self.kind)
+
+
+class Call(msgspec.Struct, eq=False):
+    """A request with its reply, and what happened to it at the server. What is unknown is None."""
+
+    request: Message
+    reply: Message | None = None
+    started: int | None = None
+    finished: int | None = None
+    thread: int = 0
+    failed: bool = False
+    function: str = ""
+    arguments: str = ""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the reply has arrived."""
+        return self.reply is not None and self.reply.received is not None
+
+    @property
+    def duration(self) -> int | None:
+        """From the send to the arrival of the reply."""
+        if self.reply is None or self.reply.received is None or self.request.sent is None:
+            return None
+        return self.reply.received - self.request.sent
+
+    @property
+    def queued(self) -> int | None:
+        """How long the request waited for a thread at the server."""
+        if self.started is None or self.request.received is None:
+            return None
+        return self.started - self.request.received
+
+
+class Declared:
+    """The names that a log declares, and the incarnations of peers as declared so far."""
+
+    def __init__(self, process: Process) -> None:
+        self.process = process
+        self.names = process.names
+        self.incarnations: dict[tuple[int, int], int] = {}
+
+
+Entry = tuple[int, Declared, Actor | None, AnyEvent]
+"""An event in a merged stream: its time on the clock of the job, what its log declares, its actor."""
