@@ -25,12 +25,14 @@ OURS, THEIRS = _ours, _theirs
 class Echo:
     """Replies to a ``get`` with its key; parks those of ``park`` until an ``add``, or until they are late.
 
-    The value of key ``large <n>`` has n bytes. It does not know repeated queries from others.
+    The value of key ``large <n>`` has n bytes. It does not know repeated queries from others, but replies to
+    a parked one again as it did before, as a store does: the client may have reconnected meanwhile.
     """
 
     def __init__(self, server: QueryServer) -> None:
         self.server = server
-        self.parked: list[tuple[Route, int]] = []
+        self.parked: list[tuple[Route, int, int]] = []
+        self._replies: dict[tuple[int, int], StoreValue] = {}
         self.received: list[tuple[int, int]] = []
         self._late_at: list[float] = []
         self.arrived = threading.Semaphore(0)
@@ -38,8 +40,10 @@ class Echo:
     def handle(self, route: Route, client: int, number: int, query: Message) -> None:
         self.received.append((client, number))
         match query:
+            case StoreGet("park") if (client, number) in self._replies:
+                self.server.reply(route, number, self._replies[client, number])
             case StoreGet("park", timeout):
-                self.parked.append((route, number))
+                self.parked.append((route, client, number))
                 self._late_at.append(MONOTONIC.now() + timeout)
                 self.server.wake_by(self._late_at[-1])
                 self.arrived.release()
@@ -54,8 +58,9 @@ class Echo:
                 self.server.reply(route, number, StoreNumber(amount))
 
     def _reply_to_parked(self, value: bytes) -> None:
-        for route, number in self.parked:
-            self.server.reply(route, number, StoreValue(value))
+        for route, client, number in self.parked:
+            reply = self._replies[client, number] = StoreValue(value)
+            self.server.reply(route, number, reply)
         self.parked.clear()
         self._late_at.clear()
 
