@@ -19,7 +19,6 @@ from zmqgrad.elastic.agent.listening import write_all
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.trace.recorder import launch_environment
 
 __all__ = ["add_arguments", "execute"]
 
@@ -39,6 +38,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.replace_torch_rpc or environment.replaces_torch_rpc():
         inherited |= replacing_torch_rpc(inherited)
     if arguments.trace is not None:
+        from zmqgrad.trace import launch_environment  # only now: most jobs need not wait for it
+
         inherited |= launch_environment(arguments.trace)
     terminals = {fd: window_of(fd) for fd in (STDOUT, STDERR) if os.isatty(fd)}
     coloured = frozenset(terminals) if wants_colour(inherited) else frozenset()

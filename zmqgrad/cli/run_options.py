@@ -195,7 +195,9 @@ def _add_output(group: argparse._ArgumentGroup) -> None:
     text = "streams that go to files in --log-dir and are displayed"
     add_option(group, "tee", Streams.from_str, "0", text, ["-t"], metavar="STREAMS")
     text = "print the address, the number of workers and changed variables"
-    group.add_argument("--trace", type=Path, metavar="DIR", help="record all messages in DIR (docs/tracing.md)")
+    group.add_argument(
+        "--trace", type=Path, metavar="DIR", help="record all messages in DIR (docs/tracing.md)"
+    )
     group.add_argument("-v", "--verbose", action="store_true", help=text)
 
 

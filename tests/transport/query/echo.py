@@ -26,7 +26,7 @@ class Echo:
     """Replies to a ``get`` with its key; parks those of ``park`` until an ``add``, or until they are late.
 
     The value of key ``large <n>`` has n bytes. It does not know repeated queries from others, but replies to
-    a parked one again as it did before, as a store does: a client may reconnect while the reply is sent.
+    a parked one again as it did before, as a store does: the client may have reconnected meanwhile.
     """
 
     def __init__(self, server: QueryServer) -> None:
