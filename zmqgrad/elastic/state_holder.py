@@ -102,7 +102,7 @@ class StateHolder:
         self._dirty = False
         self._synced: float | None = None
         self._dead: list[NodeDesc] = []
-        self._heartbeat = 0  # the last one of this node that was accepted
+        self._heartbeat = 0  # the last one of this node that was seen in the backend
         self.renewed = -math.inf
 
     def context(self) -> Context:
@@ -169,7 +169,8 @@ class StateHolder:
             )
         heartbeat = self.state.last_heartbeats.get(self._node, 0)
         if has_set and heartbeat != self._heartbeat:
-            self._heartbeat, self.renewed = heartbeat, began
+            self.renewed = began
+        self._heartbeat = heartbeat  # also one whose reply was lost: it renews nothing later
         self._dirty = False
         self._synced = self._clock.now()
         self._sanitize(self._synced)
