@@ -221,7 +221,7 @@ class Lifecycle:
         if self._failure is not None:
             return []
         self._failure = failure
-        said: list[Effect] = [] if failure.final else [Say(self._describe_restart(failure))]
+        said: list[Effect] = [] if self._is_final(failure) else [Say(self._describe_restart(failure))]
         if self.phase is Phase.SUCCEEDED:
             return [*said, *self._after_failure()]
         if self.phase is Phase.STOPPING:
@@ -291,10 +291,14 @@ class Lifecycle:
         """Join the next round after a failure, or end the job."""
         failure = self._failure
         assert failure is not None
-        if failure.final:
+        if self._is_final(failure):
             return self._leave(Result(failure.exit_code, self._outcome, failure), close=True)
         self._restarts += 1
         return self._join()
+
+    def _is_final(self, failure: Failure) -> bool:
+        """Whether the job ends. If nodes allow different numbers of restarts, the smallest counts."""
+        return failure.final or self._restarts >= self._max_restarts
 
     def _join(self) -> list[Effect]:
         self.phase = Phase.JOINING
