@@ -42,8 +42,7 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
     """Adapts our handler to torchelastic's interface.
 
     Args:
-        handler: takes part in the rendezvous. Its connections end with the process: other agents may need
-            them longer than this one.
+        handler: takes part in the rendezvous; closed on shutdown.
         backend: as requested by ``--rdzv-backend``.
         local_addr: the address of this node for its workers; None: its host name.
     """
@@ -87,8 +86,13 @@ class TorchrunHandler(torchelastic.RendezvousHandler):
         return self._handler.get_run_id()
 
     def shutdown(self) -> bool:
-        """Close the rendezvous for all nodes. Returns whether that worked."""
-        return self._handler.shutdown()
+        """Close the rendezvous for all nodes, and leave it. Returns whether closing worked.
+
+        The agent that serves the state leaves last: others would wait for its replies in vain.
+        """
+        closed = self._handler.shutdown()
+        self._handler.close()
+        return closed
 
 
 def _create(backend: str, parameters: Any) -> TorchrunHandler:
