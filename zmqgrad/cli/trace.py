@@ -22,6 +22,7 @@ EXIT_PIPE = 141
 
 _VIEWS = {
     "stats": "Count messages, bytes and latencies, by type, pair of workers and function.",
+    "tail": "Print messages, a line each, also while the job runs.",
 }
 """Views with their help texts; ``zmqgrad.cli.trace_<name>`` is the module."""
 

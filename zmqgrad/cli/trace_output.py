@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
+from zmqgrad.runtime.clock import local_time
 from zmqgrad.trace import Job
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
@@ -70,6 +71,12 @@ def duration(nanoseconds: float | None) -> str:
         if abs(nanoseconds) < limit:
             return f"{nanoseconds / divisor:.1f} {unit}"
     return f"{nanoseconds / 1e9:.2f} s"
+
+
+def clock_text(wall: int) -> str:
+    """The local time of day of a wall time (ns), in microseconds."""
+    seconds, rest = divmod(wall, 1_000_000_000)
+    return f"{local_time(seconds)}.{rest // 1000:06}"
 
 
 def size(count: float) -> str:

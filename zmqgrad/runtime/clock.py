@@ -16,6 +16,11 @@ monotonic_ns, wall_ns = time.monotonic_ns, time.time_ns
 """Nanoseconds, for traces: they record the real time, so no clock is handed to them."""
 
 
+def local_time(seconds: int) -> str:
+    """The time of day, here, at ``seconds`` since 1970."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
 class Clock(Protocol):
     """A monotonic clock."""
 
