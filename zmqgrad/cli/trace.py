@@ -21,6 +21,7 @@ EXIT_PIPE = 141
 """The exit codes that shells use for a program killed by SIGINT, or by SIGPIPE."""
 
 _VIEWS = {
+    "sequence": "Show a call, an autograd context or a rendezvous round as a sequence diagram.",
     "stats": "Count messages, bytes and latencies, by type, pair of workers and function.",
     "tail": "Print messages, a line each, also while the job runs.",
 }

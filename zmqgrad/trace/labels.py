@@ -18,8 +18,10 @@ def actor_label(actor: Actor) -> str:
 
 
 def process_label(process: Process) -> str:
-    """The names of its workers, or ``pid N``."""
-    names = dict.fromkeys(a.name for a in process.actors.values() if a.role is Role.WORKER)
+    """The names of its workers, or of its rendezvous nodes, or ``pid N``."""
+    actors = sorted(process.actors.values(), key=lambda a: a.role)
+    named = [a for a in actors if a.role in (Role.WORKER, Role.RENDEZVOUS_NODE)]
+    names = dict.fromkeys(a.name for a in named if a.role is named[0].role)
     return "+".join(names) or f"pid {process.info.pid}"
 
 
