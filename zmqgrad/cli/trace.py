@@ -24,6 +24,7 @@ _VIEWS = {
     "sequence": "Show a call, an autograd context or a rendezvous round as a sequence diagram.",
     "stats": "Count messages, bytes and latencies, by type, pair of workers and function.",
     "tail": "Print messages, a line each, also while the job runs.",
+    "top": "Show rates, latencies, queues and threads of a running job in the terminal.",
 }
 """Views with their help texts; ``zmqgrad.cli.trace_<name>`` is the module."""
 

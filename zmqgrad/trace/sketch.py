@@ -29,6 +29,12 @@ class Sketch:
         self.max = max(self.max, value)
         self._buckets[math.ceil(math.log(value) / _LOG_GAMMA) if value > 1 else 0] += 1
 
+    def merge(self, other: Sketch) -> None:
+        """Adds all values of ``other``."""
+        self.count += other.count
+        self.max = max(self.max, other.max)
+        self._buckets.update(other._buckets)
+
     def quantile(self, q: float) -> int | None:
         """The smallest value that at least the share ``q`` of all does not exceed; None without values."""
         rank = max(1, math.ceil(q * self.count))

@@ -1,0 +1,275 @@
+"""``zmqgrad trace top``: rates, latencies, queues and threads of a running job, renewed each second."""
+
+from __future__ import annotations
+
+import argparse
+import select
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from zmqgrad.cli.trace_live import polls, wait_for_closed_output
+from zmqgrad.cli.trace_output import (
+    add_job_arguments,
+    clock_text,
+    directory_of,
+    duration,
+    print_table,
+    printable,
+    size,
+)
+from zmqgrad.errors import TraceError
+from zmqgrad.runtime.clock import monotonic_ns
+from zmqgrad.trace.follow import Follower, is_recording
+from zmqgrad.trace.load import Load, Rate, Snapshot, WorkerLoad
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+WORKER_COLUMNS = (
+    "worker",
+    "pid",
+    "out/s",
+    "in/s",
+    "bytes out/s",
+    "shm/s",
+    "queued",
+    "running",
+    "longest",
+    "waiting",
+    "threads",
+    "blocked",
+    "shm used",
+    "dropped",
+)
+RATE_COLUMNS = ("msg/s", "bytes/s", "calls/s", "p50", "p99")
+
+_ORDERS: dict[str, Callable[[Rate], float]] = {
+    "messages": lambda rate: rate.messages,
+    "bytes": lambda rate: rate.bytes,
+    "p99": lambda rate: rate.p99 or 0,
+}
+
+Show = Callable[[Snapshot, int], None]
+"""Shows a snapshot, given its wall time in nanoseconds."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``zmqgrad trace top``."""
+    add_job_arguments(parser)
+    parser.epilog = "In the terminal: q ends, s changes the order, space pauses. Rates are of the last 10 s."
+    parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two updates (default: 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one snapshot as text, and end")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object per update; times in nanoseconds"
+    )
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Show the load of a job until it ends, or ``q`` is pressed."""
+    with Follower(directory_of(arguments), arguments.job) as follower:
+        if not follower.is_recording():
+            raise TraceError(
+                f"no process records into {follower.directory} any more; "
+                "`zmqgrad trace stats` shows what they did"
+            )
+        if arguments.json or arguments.once:
+            show = _show_json if arguments.json else _text_printer(arguments.sort)
+            _run(follower, show, arguments.interval, wait_for_closed_output, once=arguments.once)
+            return 0
+        with _Terminal(arguments.sort) as terminal:
+            _run(follower, terminal.show, arguments.interval, terminal.wait, is_over=lambda: terminal.is_over)
+    return 0
+
+
+def _run(
+    follower: Follower,
+    show: Show,
+    interval: float,
+    wait: Callable[[float], None],
+    *,
+    once: bool = False,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    load, shown = Load(), 0
+    for entries, waited in polls(follower, wait):
+        load.add(entries)
+        now = monotonic_ns()
+        if not follower.behind and now - shown >= interval * 1e9:
+            shown = now
+            show(load.snapshot(waited, is_recording), follower.wall(load.newest + waited))
+            sys.stdout.flush()
+            if once:
+                return
+        if is_over():
+            return
+
+
+def _show_json(snapshot: Snapshot, _: int) -> None:
+    print(msgspec.json.encode(snapshot).decode())
+
+
+def _text_printer(order: str) -> Show:
+    def show(snapshot: Snapshot, wall: int) -> None:
+        print(f"{clock_text(wall)[:8]}, rates of the last {snapshot.seconds:.0f} s\n")
+        print_table(WORKER_COLUMNS, [worker_cells(worker) for worker in snapshot.workers])
+        for title, rates in (("type", snapshot.types), ("from > to", snapshot.pairs)):
+            print()
+            print_table((title, *RATE_COLUMNS), [rate_cells(rate) for rate in in_order(rates, order)])
+
+    return show
+
+
+def in_order(rates: Sequence[Rate], order: str) -> list[Rate]:
+    """The largest first."""
+    return sorted(rates, key=_ORDERS[order], reverse=True)
+
+
+def worker_cells(worker: WorkerLoad) -> tuple[str, ...]:
+    """A row of the table of workers."""
+    return (
+        printable(worker.name),
+        str(worker.pid),
+        f"{worker.sent:.0f}",
+        f"{worker.received:.0f}",
+        size(worker.bytes_sent),
+        size(worker.shared_memory_bytes),
+        str(worker.queued),
+        str(worker.running),
+        duration(worker.oldest_ns) if worker.running else "-",
+        str(worker.waiting),
+        f"{worker.threads} of {worker.working_limit}" if worker.working_limit else "-",
+        str(worker.blocked),
+        f"{size(worker.leased_bytes)} of {size(worker.leased_limit)}" if worker.leased_limit else "-",
+        str(worker.dropped),
+    )
+
+
+def rate_cells(rate: Rate) -> tuple[str, ...]:
+    """A row of the tables of types and pairs."""
+    calls = f"{rate.calls:.0f}" if rate.calls else "-"
+    return (
+        printable(rate.name),
+        f"{rate.messages:.0f}",
+        size(rate.bytes),
+        calls,
+        duration(rate.p50),
+        duration(rate.p99),
+    )
+
+
+class _Terminal:
+    """The whole terminal, by rich; reads single keys. Use as a context manager: restores the terminal."""
+
+    def __init__(self, order: str) -> None:
+        if not sys.stdout.isatty():
+            raise TraceError("top needs a terminal; --once and --json print to a file or pipe")
+        try:
+            from rich.live import Live
+        except ImportError as e:
+            raise TraceError("top needs rich: pip install 'zmqgrad[trace]'; or use --once or --json") from e
+        self.is_over = False
+        self._order = order
+        self._paused = False
+        self._last: tuple[Snapshot, int] | None = None
+        self._live = Live(screen=True, auto_refresh=False)
+        self._keys = _keys()
+
+    def show(self, snapshot: Snapshot, wall: int) -> None:
+        """Draws a snapshot, unless paused."""
+        if not self._paused:
+            self._last = snapshot, wall
+            self._draw()
+
+    def wait(self, seconds: float) -> None:
+        """Waits for a key."""
+        if not sys.stdin.isatty():
+            wait_for_closed_output(seconds)
+        elif select.select([sys.stdin], [], [], seconds)[0]:
+            self._press(sys.stdin.read(1))
+
+    def _press(self, key: str) -> None:
+        if key in ("q", "\x1b", ""):
+            self.is_over = True
+        elif key == "s":
+            names = list(_ORDERS)
+            self._order = names[(names.index(self._order) + 1) % len(names)]
+            self._draw()
+        elif key == " ":
+            self._paused = not self._paused
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._last is not None:
+            snapshot, wall = self._last
+            state = "paused" if self._paused else f"by {self._order}"
+            title = f"{clock_text(wall)[:8]}  rates of the last {snapshot.seconds:.0f} s, {state}"
+            rows = self._live.console.size.height
+            self._live.update(_picture(title, snapshot, self._order, rows), refresh=True)
+
+    def __enter__(self) -> _Terminal:
+        self._keys.__enter__()
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.__exit__(None, None, None)
+        self._keys.__exit__(None, None, None)
+
+
+@contextmanager
+def _keys() -> Iterator[None]:
+    """Has the terminal deliver each key at once, without showing it."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    modes = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, modes)
+
+
+def _picture(title: str, snapshot: Snapshot, order: str, height: int) -> RenderableType:
+    """Tables that fill a terminal of ``height`` rows."""
+    from rich.console import Group
+    from rich.text import Text
+
+    workers = snapshot.workers[: max(1, height // 3)]
+    left = height - len(workers) - 8  # titles, headers, empty lines
+    types = in_order(snapshot.types, order)[: max(1, left // 2)]
+    pairs = in_order(snapshot.pairs, order)[: max(1, left - len(types))]
+    return Group(
+        Text(f"zmqgrad trace top  {title}", style="bold", no_wrap=True),
+        Text("q ends, s changes the order, space pauses\n", style="dim", no_wrap=True),
+        _table(WORKER_COLUMNS, [worker_cells(each) for each in workers]),
+        _table(("type", *RATE_COLUMNS), [rate_cells(each) for each in types]),
+        _table(("from > to", *RATE_COLUMNS), [rate_cells(each) for each in pairs]),
+    )
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold reverse", expand=True)
+    for i, column in enumerate(columns):
+        table.add_column(
+            column,
+            justify="right" if i else "left",
+            no_wrap=True,
+            overflow="ellipsis",
+            ratio=None if i else 1,
+        )
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return table
