@@ -12,6 +12,8 @@ from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import local_time
 from zmqgrad.trace import Job
 
+MIN_TABLE_WIDTH = 140
+
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -99,10 +101,12 @@ def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         else:
             table = Table(box=None, header_style="bold")
             for i, column in enumerate(columns):
-                table.add_column(column, justify="right" if i else "left", overflow="fold")
+                table.add_column(column, justify="right" if i else "left", no_wrap=True)
             for row in rows:
                 table.add_row(*row)
-            Console(markup=False, highlight=False).print(table)
+            console = Console(markup=False, highlight=False)
+            # Wrapped cells cannot be read; in a narrow terminal, whole lines wrap.
+            console.print(table, width=max(console.width, MIN_TABLE_WIDTH), crop=False, no_wrap=True)
             return
     widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     for row in (columns, *rows):

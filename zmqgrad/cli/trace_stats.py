@@ -58,6 +58,7 @@ def _print_processes(found: Statistics) -> None:
 
 def _process_cells(row: ProcessRow) -> Sequence[str]:
     bound = "unknown" if row.clock_bound is None else f"<= {duration(row.clock_bound)}"
+    bound = "none" if row.clock_bound == 0 else bound
     if row.clock_jumps:
         bound += f", wall clock set {row.clock_jumps} times"
     name, host = printable(row.name), printable(row.host)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import os
 import select
+import signal
 import sys
 import termios
 import tty
@@ -194,10 +196,12 @@ class _Terminal:
         if not sys.stdin.isatty():
             wait_for_closed_output(seconds)
         elif select.select([sys.stdin], [], [], seconds)[0]:
-            self._press(sys.stdin.read(1))
+            # Not by sys.stdin, whose buffer select does not see. Nothing: the terminal was closed.
+            for key in os.read(sys.stdin.fileno(), 64).decode(errors="replace") or "q":
+                self._press(key)
 
     def _press(self, key: str) -> None:
-        if key in ("q", "\x1b", ""):
+        if key == "q":
             self.is_over = True
         elif key == "s":
             names = list(_ORDERS)
@@ -233,9 +237,11 @@ def _keys() -> Iterator[None]:
         return
     modes = termios.tcgetattr(sys.stdin)
     tty.setcbreak(sys.stdin)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise the modes would stay
     try:
         yield
     finally:
+        signal.signal(signal.SIGTERM, before)
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, modes)
 
 
