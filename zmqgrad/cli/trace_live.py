@@ -23,7 +23,7 @@ def polls(follower: Follower, wait: Callable[[float], None]) -> Iterator[tuple[l
     """Yields what was recorded since the last time, and the ns since something was; ends with the job.
 
     Args:
-        wait: called with seconds, when nothing is left to read.
+        wait: called with the seconds until the next poll: 0 while more is recorded already.
     """
     noted: set[str] = set()
     active = recording = checked = monotonic_ns()
@@ -34,6 +34,7 @@ def polls(follower: Follower, wait: Callable[[float], None]) -> Iterator[tuple[l
             active = recording = now
         yield entries, now - active
         if follower.behind:
+            wait(0)  # keys and a closed output count meanwhile, too
             continue
         if now - checked > CHECK_NANOSECONDS:
             checked = now

@@ -19,11 +19,15 @@ from zmqgrad.cli.trace_output import (
     printable,
     size,
 )
-from zmqgrad.trace.events import Path
+from zmqgrad.runtime.clock import wall_ns
+from zmqgrad.trace.events import Path, PeerDeclared
 from zmqgrad.trace.follow import Follower
 from zmqgrad.trace.labels import ends
 from zmqgrad.trace.tail import Filter, Line, LiveMessages, recorded
 from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
+
+CONTEXT_NANOSECONDS = 10_000_000_000
+"""What is read of the time before the start: the requests, whose functions their replies do not name."""
 
 Show = Callable[[Line, int], None]
 """Prints a line, given its wall time in nanoseconds."""
@@ -73,7 +77,10 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _follow(follower: Follower, wanted: Filter, show: Show, from_start: bool) -> None:
     messages, caught_up = LiveMessages(), from_start
+    begin = wall_ns() - CONTEXT_NANOSECONDS
     for entries, waited in polls(follower, wait_for_closed_output):
+        if not caught_up:
+            entries = [e for e in entries if type(e[3]) is PeerDeclared or follower.wall(e[0]) >= begin]
         lines = messages.add(entries, waited)
         if caught_up:
             _print(lines, wanted, show, follower.wall)

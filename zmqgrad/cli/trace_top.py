@@ -101,11 +101,11 @@ def _run(
     once: bool = False,
     is_over: Callable[[], bool] = lambda: False,
 ) -> None:
-    load, shown = Load(), 0
+    load, shown = Load(), monotonic_ns()
     for entries, waited in polls(follower, wait):
         load.add(entries)
         now = monotonic_ns()
-        if not follower.behind and now - shown >= interval * 1e9:
+        if (once and not follower.behind) or (not once and now - shown >= interval * 1e9):
             shown = now
             show(load.snapshot(waited, is_recording), follower.wall(load.newest + waited))
             sys.stdout.flush()
