@@ -14,6 +14,7 @@ import pytest
 
 from tests.trace.test_job import CALL, SECOND, call, two
 from zmqgrad.__main__ import main
+from zmqgrad.cli.trace_top import fitting
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.follow import Follower
 from zmqgrad.trace.load import Load, Snapshot
@@ -93,6 +94,20 @@ def test_usage_drops_and_stopped_workers(tmp_path: Path) -> None:
     assert (only.name, only.threads, only.blocked, only.working_limit) == ("w0", 5, 2, 16)
     assert (only.leased_bytes, only.leased_limit, only.dropped) == (1024, 4096, 9)
     assert load_of(tmp_path).snapshot(alive=lambda _: False).workers == []
+
+
+def test_columns_that_do_not_fit_are_left_out_from_the_end() -> None:
+    rows = [("a-long-name", "1", "22")]
+    assert [fitting(("x", "y", "z"), rows, width) for width in (5, 13, 15, 16, 19, 20, 99)] == [
+        1,
+        1,
+        1,
+        2,
+        2,
+        3,
+        3,
+    ]
+    assert fitting(("x", "y"), [], 99) == 2
 
 
 def test_a_job_that_has_ended_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

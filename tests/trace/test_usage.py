@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from zmqgrad.trace import Job, record, recorder
+from zmqgrad.trace import record, recorder
 from zmqgrad.trace.events import Usage
+from zmqgrad.trace.follow import Follower
 from zmqgrad.transport import tap
 
 
@@ -51,7 +52,9 @@ def test_usage_is_recorded_when_it_changes(tmp_path: Path, monkeypatch: pytest.M
             worker.act()
             active.flush()
         tap.unregister(worker)
-    usages = [s.event for s in Job(tmp_path).events() if isinstance(s.event, Usage)]
+    with Follower(tmp_path) as follower:  # reads once, so the actor must be declared before
+        entries = follower.poll()
+    usages = [event for _, _, actor, event in entries if isinstance(event, Usage) and actor is not None]
     seen = [(u.threads, u.blocked, u.working_limit, u.leased_bytes, u.leased_limit) for u in usages]
     assert seen == [(4, 1, 8, 100, 1000), (4, 2, 8, 100, 1000)]
 

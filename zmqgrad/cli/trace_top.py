@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import select
 import signal
@@ -35,20 +36,22 @@ if TYPE_CHECKING:
 
 WORKER_COLUMNS = (
     "worker",
-    "pid",
-    "out/s",
-    "in/s",
-    "bytes out/s",
-    "shm/s",
     "queued",
     "running",
     "longest",
     "waiting",
     "threads",
     "blocked",
+    "out/s",
+    "in/s",
+    "bytes out/s",
+    "shm/s",
     "shm used",
     "dropped",
+    "pid",
 )
+"""By importance: the last ones are left out where they do not fit."""
+
 RATE_COLUMNS = ("msg/s", "bytes/s", "calls/s", "p50", "p99")
 
 _ORDERS: dict[str, Callable[[Rate], float]] = {
@@ -139,19 +142,19 @@ def worker_cells(worker: WorkerLoad) -> tuple[str, ...]:
     """A row of the table of workers."""
     return (
         printable(worker.name),
-        str(worker.pid),
-        f"{worker.sent:.0f}",
-        f"{worker.received:.0f}",
-        size(worker.bytes_sent),
-        size(worker.shared_memory_bytes),
         str(worker.queued),
         str(worker.running),
         duration(worker.oldest_ns) if worker.running else "-",
         str(worker.waiting),
         f"{worker.threads} of {worker.working_limit}" if worker.working_limit else "-",
         str(worker.blocked),
+        f"{worker.sent:.0f}",
+        f"{worker.received:.0f}",
+        size(worker.bytes_sent),
+        size(worker.shared_memory_bytes),
         f"{size(worker.leased_bytes)} of {size(worker.leased_limit)}" if worker.leased_limit else "-",
         str(worker.dropped),
+        str(worker.pid),
     )
 
 
@@ -216,8 +219,8 @@ class _Terminal:
             snapshot, wall = self._last
             state = "paused" if self._paused else f"by {self._order}"
             title = f"{clock_text(wall)[:8]}  rates of the last {snapshot.seconds:.0f} s, {state}"
-            rows = self._live.console.size.height
-            self._live.update(_picture(title, snapshot, self._order, rows), refresh=True)
+            width, height = self._live.console.size
+            self._live.update(_picture(title, snapshot, self._order, width, height), refresh=True)
 
     def __enter__(self) -> _Terminal:
         self._keys.__enter__()
@@ -245,8 +248,8 @@ def _keys() -> Iterator[None]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, modes)
 
 
-def _picture(title: str, snapshot: Snapshot, order: str, height: int) -> RenderableType:
-    """Tables that fill a terminal of ``height`` rows."""
+def _picture(title: str, snapshot: Snapshot, order: str, width: int, height: int) -> RenderableType:
+    """Tables that fill a terminal of ``width`` columns and ``height`` rows."""
     from rich.console import Group
     from rich.text import Text
 
@@ -257,25 +260,26 @@ def _picture(title: str, snapshot: Snapshot, order: str, height: int) -> Rendera
     return Group(
         Text(f"zmqgrad trace top  {title}", style="bold", no_wrap=True),
         Text("q ends, s changes the order, space pauses\n", style="dim", no_wrap=True),
-        _table(WORKER_COLUMNS, [worker_cells(each) for each in workers]),
-        _table(("type", *RATE_COLUMNS), [rate_cells(each) for each in types]),
-        _table(("from > to", *RATE_COLUMNS), [rate_cells(each) for each in pairs]),
+        _table(WORKER_COLUMNS, [worker_cells(each) for each in workers], width),
+        _table(("type", *RATE_COLUMNS), [rate_cells(each) for each in types], width),
+        _table(("from > to", *RATE_COLUMNS), [rate_cells(each) for each in pairs], width),
     )
 
 
-def _table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> RenderableType:
+def fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:
+    """How many of the columns, with a space at each side, fit into ``width``; the first always does."""
+    widths = itertools.accumulate(2 + max(map(len, cells)) for cells in zip(columns, *rows, strict=True))
+    return max(1, sum(each <= width for each in widths))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, header_style="bold reverse", expand=True)
-    for i, column in enumerate(columns):
-        table.add_column(
-            column,
-            justify="right" if i else "left",
-            no_wrap=True,
-            overflow="ellipsis",
-            ratio=None if i else 1,
-        )
+    count = fitting(columns, rows, width)
+    for i, column in enumerate(columns[:count]):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True, ratio=None if i else 1)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(*map(Text, row[:count]))
     return table

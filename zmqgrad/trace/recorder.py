@@ -285,11 +285,11 @@ class _Writer:
             try:
                 if self._fd < 0:
                     self._fd = recorder.create()
-                self._sample()
                 for _ in range(len(recorder.queue) // BATCH_EVENTS + 1):
                     rows = recorder.take()
                     if rows:
                         write_all(self._fd, log.record(rows))
+                self._sample()  # only now: the actors are declared
             except OSError as e:
                 recorder.fail(e)
 
