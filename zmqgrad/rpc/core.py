@@ -18,7 +18,7 @@ from zmqgrad.runtime.clock import Clock
 from zmqgrad.runtime.thread_pool import ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport.base import Mailbox
-from zmqgrad.transport.tap import WORKER, Identity, Tracer
+from zmqgrad.transport.tap import WORKER, Identity, Tracer, Usage
 from zmqgrad.wire.ids import IdSource
 
 
@@ -64,8 +64,16 @@ class WorkerCore(ABC):
         self.mailbox.tap = self.mailbox.on_heartbeat = None
         if tracer is not None:
             self.mailbox.tap = tracer.tap
+            tracer.watch_usage(self._usage)
             if tracer.records_heartbeats:
                 self.mailbox.on_heartbeat = tracer.heartbeat
+
+    def _usage(self) -> Usage:
+        threads, arena = self.pool.statistics(), self.mailbox.statistics().get("arena", {})
+        limits = self.options.num_worker_threads, arena.get("limit", 0)
+        return Usage(
+            threads["threads"], threads["blocked"], limits[0], arena.get("bytes_leased", 0), limits[1]
+        )
 
     def identity(self) -> Identity:
         """As :class:`~zmqgrad.transport.tap.Traced`."""

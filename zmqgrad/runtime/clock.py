@@ -21,6 +21,11 @@ def unix_time() -> float:
     return time.time()
 
 
+def local_time(seconds: int) -> str:
+    """The time of day, here, at ``seconds`` since 1970."""
+    return time.strftime("%H:%M:%S", time.localtime(seconds))
+
+
 class Clock(Protocol):
     """A monotonic clock."""
 

@@ -30,24 +30,29 @@ class Assembly:
 
     def run(self) -> Iterator[Call]:
         """Yields the calls."""
+        add = self.add
         for entry in self._entries:
-            _, declared, actor, event = entry
-            kind = type(event)
-            if kind is MessageSent or kind is MessageReceived:
-                for message in self._pairing.add(entry):
-                    yield from self._add(message)
-            elif kind is PeerDeclared:
-                note_peer(entry)
-            elif actor is None:
-                continue
-            elif isinstance(event, (RequestStarted, RequestFinished)):
-                source = declared.incarnations.get((event.actor, event.peer), 0)
-                yield from self._happened((source, event.message_id), entry)
-            elif isinstance(event, RequestDescribed):
-                yield from self._happened((actor.incarnation, event.message_id), entry)
+            yield from add(entry)
         for message in self._pairing.rest():
             yield from self._add(message)
         yield from self._open.items.values()
+
+    def add(self, entry: Entry) -> Sequence[Call]:
+        """Adds an event. Returns the calls that this completes, or that make room."""
+        _, declared, actor, event = entry
+        kind = type(event)
+        if kind is MessageSent or kind is MessageReceived:
+            return [call for message in self._pairing.add(entry) for call in self._add(message)]
+        if kind is PeerDeclared:
+            note_peer(entry)
+        elif actor is None:
+            return ()
+        elif isinstance(event, (RequestStarted, RequestFinished)):
+            source = declared.incarnations.get((event.actor, event.peer), 0)
+            return self._happened((source, event.message_id), entry)
+        elif isinstance(event, RequestDescribed):
+            return self._happened((actor.incarnation, event.message_id), entry)
+        return ()
 
     def _happened(self, key: Key, entry: Entry) -> Sequence[Call]:
         call = self._open.items.get(key)

@@ -40,6 +40,7 @@ class Tag(enum.IntEnum):
     HEARTBEAT = 19
     CLOCK_SAMPLE = 20
     DROPPED = 21
+    USAGE = 30
 
 
 class Role(enum.IntEnum):
@@ -276,6 +277,21 @@ class Dropped(Event, frozen=True, tag=21):
     count: int
 
 
+class Usage(Event, frozen=True, tag=30):
+    """What worker ``actor`` uses; written at each flush that is a second later, if it has changed.
+
+    Of the ``threads`` of its pool, ``blocked`` wait for something, and at most ``working_limit`` work;
+    ``leased_bytes`` of shared memory, of at most ``leased_limit``, are in messages.
+    """
+
+    actor: int
+    threads: int
+    blocked: int
+    working_limit: int
+    leased_bytes: int = 0
+    leased_limit: int = 0
+
+
 Message = MessageSent | MessageReceived
 
 AnyEvent = (
@@ -300,6 +316,7 @@ AnyEvent = (
     | Heartbeat
     | ClockSample
     | Dropped
+    | Usage
 )
 """All events that a log may contain."""
 

@@ -104,7 +104,7 @@ class Job:
         first = self._clock(self.processes[0])
         self.reference = clocks[first]
         """A process whose clock is that of the job."""
-        self._converters = {clock: _shift(p, self.reference) for clock, p in clocks.items()}
+        self._converters = {clock: shift(p, self.reference) for clock, p in clocks.items()}
         if len(clocks) == 1:
             return
         estimator = OffsetEstimator()
@@ -212,7 +212,7 @@ _time_of = itemgetter(0)
 _NO_ENTRIES: list[Entry] = []
 
 
-def _shift(process: Process, reference: Process) -> Callable[[int], int]:
+def shift(process: Process, reference: Process) -> Callable[[int], int]:
     """Converts by the wall clocks of both."""
     offset = process.wall_offset - reference.wall_offset if process is not reference else 0
     return lambda time: time + offset
@@ -241,7 +241,7 @@ def _survey(path: FilePath) -> Process:
                     kind = type(event)
                     if kind is MessageSent or kind is MessageReceived:
                         continue
-                    wall = _declare(process, event, wall)
+                    wall = declare(process, event, wall)
                 if batch:
                     process.last = max(process.last, batch[-1].time)
         except TraceError as e:
@@ -249,7 +249,7 @@ def _survey(path: FilePath) -> Process:
     return process
 
 
-def _declare(process: Process, event: AnyEvent, wall: int) -> int:
+def declare(process: Process, event: AnyEvent, wall: int) -> int:
     """Notes what ``event`` declares. Returns what the wall clock is ahead of the monotonic one by now."""
     if isinstance(event, NameDeclared):
         process.names[event.number] = event.name

@@ -155,6 +155,15 @@ class Pairing:
         if self._aligned and message.received < message.sent:
             message.received = message.sent  # within the error of the clocks
 
+    def overdue(self, before: int) -> list[Message]:
+        """Gives up on messages of which one end was recorded before this time, and returns them."""
+        found = []
+        for ends in (self._sent.items, self._received.items):
+            # They are nearly in order, so the first that is recent ends the search.
+            keys = itertools.takewhile(lambda key: _first_time(ends[key]) < before, ends)  # noqa: B023
+            found += [ends.pop(key) for key in list(keys)]
+        return found
+
     def rest(self) -> Iterator[Message]:
         """Yields the messages of which only one end was recorded."""
         yield from self._sent.items.values()
@@ -170,6 +179,10 @@ def _end_of(
     if outgoing:
         return Message(event.kind, event.message_id, actor, None, time, None, event.thread, 0, *common)
     return Message(event.kind, event.message_id, None, actor, None, time, 0, event.thread, *common)
+
+
+def _first_time(message: Message) -> int:
+    return message.sent if message.sent is not None else message.received or 0
 
 
 def note_peer(entry: Entry) -> None:

@@ -17,6 +17,7 @@ import secrets
 import socket
 import sys
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ from zmqgrad.runtime.clock import wall_ns
 from zmqgrad.trace import log
 from zmqgrad.trace.events import ProcessInfo, Tag
 from zmqgrad.transport import tap as tapping
-from zmqgrad.transport.tap import Identity, Tapped
+from zmqgrad.transport.tap import Identity, Tapped, Usage
 from zmqgrad.wire.messages import BY_TYPE, ForwardAutogradReq, Message, MessageType
 
 logger = logging.getLogger(__name__)
@@ -122,6 +123,7 @@ class Recorder:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()  # guards the rest
         self._open = 0  # actors that are not closed
+        self.measures: dict[int, weakref.WeakMethod[Callable[[], Usage]]] = {}  # by actor
         self._writer: _Writer | None = None
 
     def _create_directory(self) -> None:
@@ -144,6 +146,7 @@ class Recorder:
 
     def detach(self, actor: int) -> None:
         """Ends the writer with the last actor, so that no thread is left after ``shutdown``."""
+        self.measures.pop(actor, None)
         self.queue.append((Tag.ACTOR_STOPPED, now(), actor))
         with self._lock:
             self._open -= 1
@@ -263,6 +266,7 @@ class _Writer:
         self._recorder = recorder
         self._fd = -1
         self._sampled = 0
+        self._usages: dict[int, Usage] = {}
         self._lock = threading.Lock()  # guards the file
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="zmqgrad-trace", daemon=True)
@@ -281,19 +285,27 @@ class _Writer:
             try:
                 if self._fd < 0:
                     self._fd = recorder.create()
-                self._sample_clock()
                 for _ in range(len(recorder.queue) // BATCH_EVENTS + 1):
                     rows = recorder.take()
                     if rows:
                         write_all(self._fd, log.record(rows))
+                self._sample()  # only now: the actors are declared
             except OSError as e:
                 recorder.fail(e)
 
-    def _sample_clock(self) -> None:
+    def _sample(self) -> None:
         moment = now()
-        if moment - self._sampled >= CLOCK_SAMPLE_NANOSECONDS:
-            self._sampled = moment
-            write_all(self._fd, log.record([(Tag.CLOCK_SAMPLE, moment, wall_ns())]))
+        if moment - self._sampled < CLOCK_SAMPLE_NANOSECONDS:
+            return
+        self._sampled = moment
+        rows: list[Row] = [(Tag.CLOCK_SAMPLE, moment, wall_ns())]
+        for actor, measure in list(self._recorder.measures.items()):
+            method = measure()
+            usage = method() if method is not None else None
+            if usage is not None and self._usages.get(actor) != usage:
+                self._usages[actor] = usage
+                rows.append((Tag.USAGE, now(), actor, *usage))
+        write_all(self._fd, log.record(rows))
 
     def close(self) -> None:
         """Writes the rest and ends. Called once."""
@@ -438,6 +450,10 @@ class Tracer:
     def heartbeat(self, peer: int, outgoing: bool) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(19, peer, outgoing)
+
+    def watch_usage(self, measure: Callable[[], Usage]) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._recorder.measures[self._actor] = weakref.WeakMethod(measure)
 
     def close(self) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""

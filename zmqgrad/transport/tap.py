@@ -67,6 +67,16 @@ def received(
     tap(_new(Tapped, (False, peer, envelope, message, size, monotonic_ns(), path)))
 
 
+class Usage(NamedTuple):
+    """What a worker uses at a moment: see :class:`zmqgrad.trace.events.Usage`."""
+
+    threads: int
+    blocked: int
+    working_limit: int
+    leased_bytes: int
+    leased_limit: int
+
+
 class Tracer(Protocol):
     """Records what one traced object does. Thread-safe; nothing raises."""
 
@@ -121,6 +131,9 @@ class Tracer(Protocol):
 
     def heartbeat(self, peer: int, outgoing: bool) -> None:
         """A heartbeat was sent or received."""
+
+    def watch_usage(self, measure: Callable[[], Usage]) -> None:
+        """Calls ``measure``, a method, about once a second until :meth:`close`. It must not raise."""
 
     def close(self) -> None:
         """The traced object was closed."""

@@ -1,0 +1,192 @@
+"""Sequence diagrams: which messages they have, in which order, and how they are drawn."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
+from zmqgrad.__main__ import main
+from zmqgrad.errors import TraceError
+from zmqgrad.trace import Job
+from zmqgrad.trace.drawing import as_mermaid, as_svg, as_text
+from zmqgrad.trace.events import Tag
+from zmqgrad.trace.sequence import Diagram, Step, call_diagram, context_diagram, round_diagram
+from zmqgrad.wire.messages import MessageType
+
+
+def run(*arguments: object) -> int:
+    return main(["trace", "sequence", *map(str, arguments)])
+
+
+def nested(directory: Path) -> None:
+    """w0 calls w1, whose function calls w2; another thread of w1 calls w2 meanwhile."""
+    a, b, c = (Writer(directory, rank, clock="boot") for rank in range(3))
+    for writer in (a, b, c):
+        writer.knows(*(other for other in (a, b, c) if other is not writer))
+    a.message(True, 1000, CALL, 1, 5, 1)
+    b.message(False, 2000, CALL, 0, 5, 1)
+    b.add(Tag.REQUEST_STARTED, 3000, 0, 5)
+    b.message(True, 4000, CALL, 2, 6, 1)
+    b.rows.append((Tag.MESSAGE_SENT, 4500, 2, 1, CALL, 2, 7, 0, 1, 10, 0))
+    c.message(False, 5000, CALL, 1, 6, 1)
+    c.message(False, 5500, CALL, 1, 7, 1)
+    c.message(True, 6000, RESULT, 1, 6)
+    b.message(False, 7000, RESULT, 2, 6)
+    b.message(True, 8000, RESULT, 0, 5)
+    b.add(Tag.REQUEST_FINISHED, 8500, 0, 5, False)
+    a.message(False, 9000, RESULT, 1, 5)
+    for writer in (a, b, c):
+        writer.write()
+
+
+def arrows(diagram: Diagram) -> list[tuple[int, str, str, bool]]:
+    return [(step.time, step.source, step.target, step.reply) for step in diagram.steps if step.target]
+
+
+def test_a_call_is_shown_with_what_it_caused_and_nothing_else(tmp_path: Path) -> None:
+    nested(tmp_path)
+    diagram = call_diagram(Job(tmp_path), 5)
+    assert diagram.lanes == ["w0", "w1", "w2"]
+    assert arrows(diagram) == [
+        (1000, "w0", "w1", False),
+        (4000, "w1", "w2", False),
+        (6000, "w2", "w1", True),
+        (8000, "w1", "w0", True),
+    ]
+    notes = [(s.source, s.text, s.nanoseconds) for s in diagram.steps if not s.target]
+    assert notes == [("w1", "queued", 1000), ("w1", "ran m:f", 5500)]
+
+
+def test_without_a_choice_it_is_the_slowest_call(tmp_path: Path) -> None:
+    nested(tmp_path)
+    assert call_diagram(Job(tmp_path)).title == "call #5 m:f"
+    assert call_diagram(Job(tmp_path), worker="w1").title == "call #6 m:f"
+
+
+def test_calls_of_one_number_are_told_apart_by_their_worker(tmp_path: Path) -> None:
+    a, b = two(tmp_path, 1, skew=0, clock="boot")
+    call(b, a, 1, SECOND)
+    a.write()
+    b.write()
+    with pytest.raises(TraceError, match=r"several workers made a call #1, choose one: w0, w1"):
+        call_diagram(Job(tmp_path), 1)
+    assert arrows(call_diagram(Job(tmp_path), 1, "w1"))[0][1:3] == ("w1", "w0")
+    with pytest.raises(TraceError, match="does not have call #9 of w1"):
+        call_diagram(Job(tmp_path), 9, "w1")
+
+
+def test_a_call_without_reply_is_not_shown_to_end(tmp_path: Path) -> None:
+    a, b = two(tmp_path, 0, skew=0, clock="boot")
+    call(a, b, 3, 0, reply=False)
+    a.write()
+    b.write()
+    diagram = call_diagram(Job(tmp_path), 3)
+    assert [(s.text, s.nanoseconds) for s in diagram.steps][-1] == ("runs m:f", None)
+    with pytest.raises(TraceError, match="a call with a reply"):
+        call_diagram(Job(tmp_path))
+
+
+def test_a_context_has_its_passes_and_groups(tmp_path: Path) -> None:
+    a, b = Writer(tmp_path, 0, clock="boot"), Writer(tmp_path, 1, clock="boot")
+    a.knows(b)
+    b.knows(a)
+    backward = int(MessageType.BACKWARD_AUTOGRAD_REQ)
+    a.add(Tag.PASS_STARTED, 1, 40, 2)
+    a.add(Tag.MESSAGE_SENT, 2, backward, 1, 9, 40, 0, 50, 0)
+    b.add(Tag.MESSAGE_RECEIVED, 3, backward, 0, 9, 40, 0, 50, 0)
+    b.add(Tag.GROUP_EXECUTED, 4, 40, 2, 100, (7,), ((8, 0),))
+    a.add(Tag.PASS_FINISHED, 200, 40, 2, True)
+    a.add(Tag.PASS_STARTED, 300, 41, 3)
+    a.write()
+    b.write()
+    diagram = context_diagram(Job(tmp_path), 40)
+    assert [(s.time, s.source, s.target) for s in diagram.steps] == [
+        (1, "w0", ""),
+        (2, "w0", "w1"),
+        (4, "w1", ""),
+        (200, "w0", ""),
+    ]
+    assert diagram.steps[-1].failed
+    with pytest.raises(TraceError, match="nothing of autograd context 99"):
+        context_diagram(Job(tmp_path), 99)
+
+
+def test_a_round_has_the_actions_of_its_nodes(tmp_path: Path) -> None:
+    a = Writer(tmp_path, 0)
+    a.add(Tag.RENDEZVOUS, 5, 3, "ADD_TO_PARTICIPANTS", 2, 0)
+    a.add(Tag.RENDEZVOUS, 6, 4, "MARK_COMPLETE", 2, 0)
+    a.write()
+    diagram = round_diagram(Job(tmp_path), 3)
+    assert [step.text for step in diagram.steps] == ["ADD_TO_PARTICIPANTS (2 participants, 0 waiting)"]
+    with pytest.raises(TraceError, match="no round 7"):
+        round_diagram(Job(tmp_path), 7)
+
+
+# ---- drawing -----------------------------------------------------------------------------------------------
+
+DIAGRAM = Diagram(
+    "a <b>",
+    ["w0", "w1; x"],
+    [
+        Step(0, "w0", "w1; x", "CALL f #1", 10),
+        Step(5, "w1; x", "", "ran f", 3, failed=True),
+        Step(9, "w1; x", "w0", "RESULT #1", None, reply=True),
+    ],
+)
+
+
+def shown(nanoseconds: float | None) -> str:
+    return f"{nanoseconds} ns"
+
+
+def test_text_has_an_arrow_per_message() -> None:
+    title, heads, *lines = as_text(DIAGRAM, shown, 100)
+    assert title == "a <b>"
+    assert heads.split() == ["w0", "w1;", "x"]
+    assert "-- CALL f #1 10 ns --" in lines[0]
+    assert lines[0].rstrip("|").endswith(">")
+    assert "* ran f 3 ns FAILED" in lines[1]
+    assert "<.." in lines[2]
+    assert "RESULT #1 (not received)" in lines[2]
+
+
+def test_text_that_does_not_fit_stands_above_its_arrow() -> None:
+    lines = list(as_text(DIAGRAM, shown, 20))
+    assert len(lines) == 2 + 2 + 1 + 2
+
+
+def test_mermaid_escapes_what_would_end_a_statement() -> None:
+    text = "\n".join(as_mermaid(DIAGRAM, shown))
+    assert text.startswith("sequenceDiagram\n")
+    assert "participant p1 as w1#59; x" in text
+    assert "p0->>p1: CALL f #35;1 10 ns" in text
+    assert "p1--xp0: RESULT" in text
+    assert "Note over p1: ran f 3 ns FAILED" in text
+
+
+def test_svg_is_valid_and_escaped() -> None:
+    root = ElementTree.fromstring("\n".join(as_svg(DIAGRAM, shown)))
+    texts = ["".join(each.itertext()) for each in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert texts[0] == "a <b>"
+    assert "CALL f #1 10 ns" in texts
+
+
+def test_the_command_prints_each_form(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nested(tmp_path)
+    assert run(tmp_path, "--call", 5) == 0
+    assert "call #5 m:f" in capsys.readouterr().out
+    assert run(tmp_path, "--call", 5, "--mermaid") == 0
+    assert capsys.readouterr().out.startswith("sequenceDiagram")
+    assert run(tmp_path, "--call", 5, "--json", "--limit", 2) == 0
+    printed = capsys.readouterr()
+    assert len(json.loads(printed.out)["steps"]) == 2
+    assert "the last 4 steps are left out" in printed.err
+    assert run(tmp_path, "--call", 5, "--svg", tmp_path / "x.svg") == 0
+    assert (tmp_path / "x.svg").read_text().startswith("<svg")
+    assert run(tmp_path, "--call", 5, "--svg", tmp_path / "no" / "x.svg") == 1
+    assert "cannot write" in capsys.readouterr().err
+    assert run(tmp_path, "--call", 77) == 1

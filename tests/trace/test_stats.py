@@ -1,0 +1,110 @@
+"""Statistics of jobs whose logs are written here, so that every figure is known."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trace.test_job import SECOND, Writer, call, two
+from zmqgrad.__main__ import main
+from zmqgrad.trace import Job
+from zmqgrad.trace.events import Tag
+from zmqgrad.trace.stats import statistics
+
+
+def about(value: int) -> object:
+    return pytest.approx(value, rel=0.01)
+
+
+def test_calls_are_split_into_their_parts(tmp_path: Path) -> None:
+    two(tmp_path, 100, skew=0, clock="boot")
+    found = statistics(Job(tmp_path))
+    assert (found.messages, found.bytes, found.lost, found.dropped) == (200, 20_000, 0, 0)
+    for rows, name in ((found.types, "CALL"), (found.pairs, "w0 > w1"), (found.functions, "m:f")):
+        (row,) = [row for row in rows if row.name == name]
+        assert (row.calls, row.failed, row.unanswered) == (100, 0, 0)
+        medians = [part.p50 for part in (row.whole, row.network, row.queued, row.running)]
+        assert medians == [about(45_000), about(20_000), about(5_000), about(21_000)]
+        assert row.whole.max == 45_000
+    assert [(row.name, row.messages) for row in found.functions] == [("m:f", 200)]
+    assert [p.clock_bound for p in found.processes] == [0, 0]
+
+
+def test_failures_and_missing_replies_are_counted(tmp_path: Path) -> None:
+    a, b = two(tmp_path, 1, skew=0, clock="boot")
+    call(a, b, 50, SECOND, reply=False)
+    call(a, b, 51, 2 * SECOND)
+    b.rows[-1] = (Tag.REQUEST_FINISHED, 2 * SECOND + 36_000, 1, 1, a.rank, 51, True)
+    a.rows.append((Tag.DROPPED, 3 * SECOND, 7))
+    a.write()
+    b.write()
+    found = statistics(Job(tmp_path))
+    (row,) = found.functions
+    assert (row.calls, row.failed, row.unanswered) == (3, 1, 1)
+    assert found.dropped == 7
+
+
+def test_a_worker_without_a_log_is_named_by_its_rank(tmp_path: Path) -> None:
+    _, b = two(tmp_path, 3, skew=0, clock="boot")
+    b.path.unlink()
+    found = statistics(Job(tmp_path))
+    assert {row.name for row in found.pairs} == {"w0 > #1", "#1 > w0"}
+
+
+def run(*arguments: object) -> int:
+    return main(["trace", *map(str, arguments)])
+
+
+def test_json_is_the_statistics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two(tmp_path, 3, skew=0, clock="boot")
+    assert run("stats", tmp_path, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["functions"][0]["name"] == "m:f"
+    assert found["functions"][0]["whole"]["max"] == 45_000
+    assert [p["name"] for p in found["processes"]] == ["w0", "w1"]
+
+
+def test_tables_have_a_row_for_each_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a, _ = two(tmp_path, 3, skew=0, clock="boot")
+    with a.path.open("ab") as file:
+        file.write(b"\0\0\0\x01\xc1")
+    assert run("stats", tmp_path) == 0
+    shown = capsys.readouterr()
+    assert [line.split()[:2] for line in shown.out.splitlines() if line.startswith("m:f")] == [["m:f", "6"]]
+    assert "45.0 us" in shown.out
+    assert "read in part" in shown.err
+
+
+def test_names_cannot_command_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a = Writer(tmp_path, 0)
+    a.rows.append((Tag.NAME, 0, 2, "\x1b]0;owned\x07"))
+    a.message(True, 1, 0x102, 1, 1, 2)
+    a.write()
+    assert run("stats", tmp_path) == 0
+    assert "\x1b" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("make", "code", "told"),
+    [
+        (lambda path: path / "missing", 1, "cannot read the trace directory"),
+        (lambda path: path, 1, "no trace logs"),
+        (lambda path: "", 2, "set ZMQGRAD_TRACE"),
+    ],
+)
+def test_what_cannot_be_read_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], make: object, code: int, told: str
+) -> None:
+    assert callable(make)
+    assert run("stats", make(tmp_path)) == code
+    assert told in capsys.readouterr().err
+
+
+def test_a_job_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    two(tmp_path, 3, skew=0, clock="boot")
+    Writer(tmp_path, 0, clock="boot", job="other", incarnation=5).write()
+    assert run("stats", tmp_path) == 1
+    assert "several jobs" in capsys.readouterr().err
+    assert run("stats", tmp_path, "--job", "j") == 0

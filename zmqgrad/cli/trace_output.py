@@ -1,0 +1,117 @@
+"""What the views of ``zmqgrad trace`` share: opening a job, and tables, times and names as text."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from zmqgrad import environment
+from zmqgrad.errors import ConfigurationError
+from zmqgrad.runtime.clock import local_time
+from zmqgrad.trace import Job
+
+MIN_TABLE_WIDTH = 140
+
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
+
+
+def add_job_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the directory of the logs and the choice of a job in it."""
+    parser.add_argument(
+        "directory", nargs="?", help="the directory of the trace logs (default: that of ZMQGRAD_TRACE)"
+    )
+    parser.add_argument("--job", metavar="ID", help="which job, if the directory has traces of several")
+
+
+def directory_of(arguments: argparse.Namespace) -> str:
+    """The directory of the logs.
+
+    Raises:
+        ConfigurationError: if it is given neither as an argument nor by ZMQGRAD_TRACE.
+    """
+    directory: str | None = arguments.directory or environment.trace_directory()
+    if directory is None:
+        raise ConfigurationError(f"pass the directory of the trace logs, or set {environment.TRACE}")
+    return directory
+
+
+def open_job(arguments: argparse.Namespace) -> Job:
+    """The job, once recorded; what is missing from its traces is noted on stderr.
+
+    Raises:
+        ConfigurationError: if no directory is given.
+        TraceError: if the directory has no readable logs, or not those of one job.
+    """
+    job = Job(directory_of(arguments), arguments.job)
+    for problem in job.unreadable:
+        note(f"left out: {problem}")
+    for process in job.processes:
+        if process.damage:
+            note(f"read in part: {process.damage}")
+        if process.dropped:
+            note(f"{process}: {process.dropped} events were not recorded, because its buffer was full")
+    return job
+
+
+def note(text: str) -> None:
+    """Prints a remark, beside the output."""
+    print(f"note: {printable(text)}", file=sys.stderr)
+
+
+def printable(text: str) -> str:
+    """``text`` from a trace, fit for a terminal: control characters, which might command it, are escaped."""
+    return _CONTROL.sub(lambda match: f"\\x{ord(match[0]):02x}", text)
+
+
+def duration(nanoseconds: float | None) -> str:
+    """A time with a unit that fits, such as ``12.3 us``; ``-`` for None."""
+    if nanoseconds is None:
+        return "-"
+    for limit, divisor, unit in ((1e6, 1e3, "us"), (1e9, 1e6, "ms")):
+        if abs(nanoseconds) < limit:
+            return f"{nanoseconds / divisor:.1f} {unit}"
+    return f"{nanoseconds / 1e9:.2f} s"
+
+
+def clock_text(wall: int) -> str:
+    """The local time of day of a wall time (ns), in microseconds."""
+    seconds, rest = divmod(wall, 1_000_000_000)
+    return f"{local_time(seconds)}.{rest // 1000:06}"
+
+
+def size(count: float) -> str:
+    """Bytes with a unit that fits, such as ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
+    """Prints a table: drawn by rich in a terminal, if it is installed; otherwise plain columns."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass  # plain then: rich is optional
+        else:
+            table = Table(box=None, header_style="bold")
+            for i, column in enumerate(columns):
+                table.add_column(column, justify="right" if i else "left", no_wrap=True)
+            for row in rows:
+                table.add_row(*row)
+            console = Console(markup=False, highlight=False)
+            # Wrapped cells cannot be read; in a narrow terminal, whole lines wrap.
+            console.print(table, width=max(console.width, MIN_TABLE_WIDTH), crop=False, no_wrap=True)
+            return
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    for row in (columns, *rows):
+        first, *rest = (
+            cell.rjust(width) if i else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        print("  ".join([first, *rest]).rstrip())

@@ -1,0 +1,87 @@
+"""``zmqgrad trace stats``: counts, bytes and latencies as tables, or as JSON for scripts."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+
+from zmqgrad.cli.trace_output import add_job_arguments, duration, open_job, print_table, printable, size
+from zmqgrad.trace.stats import Latency, ProcessRow, Row, Statistics, statistics
+
+_ORDERS: dict[str, Callable[[Row], Any]] = {
+    "messages": lambda row: row.messages,
+    "bytes": lambda row: row.bytes,
+    "calls": lambda row: row.calls,
+    "p50": lambda row: row.whole.p50 or 0,
+    "p99": lambda row: row.whole.p99 or 0,
+    "max": lambda row: row.whole.max or 0,
+    "name": lambda row: row.name,
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``zmqgrad trace stats``."""
+    add_job_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object; times in nanoseconds")
+    parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
+    parser.add_argument(
+        "--top", type=int, default=30, metavar="N", help="rows of a table (default: %(default)s; 0: all)"
+    )
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print the statistics of a job."""
+    found = statistics(open_job(arguments))
+    for rows in (found.types, found.pairs, found.functions):
+        rows.sort(key=_ORDERS[arguments.sort], reverse=arguments.sort != "name")
+    if arguments.json:
+        print(msgspec.json.encode(found).decode())
+        return 0
+    _print_processes(found)
+    for title, rows in (("type", found.types), ("from > to", found.pairs), ("function", found.functions)):
+        _print_rows(title, rows, arguments.top or len(rows))
+    print("\nnetwork, queued and running: medians; quantiles are within 1%")
+    return 0
+
+
+def _print_processes(found: Statistics) -> None:
+    print(
+        f"{duration(found.nanoseconds)}, {found.messages} messages, {size(found.bytes)}; "
+        f"{found.lost} messages not received, {found.dropped} events dropped"
+    )
+    columns = ("process", "host", "pid", "events", "dropped", "clock error", "log")
+    print_table(columns, [_process_cells(row) for row in found.processes])
+
+
+def _process_cells(row: ProcessRow) -> Sequence[str]:
+    bound = "unknown" if row.clock_bound is None else f"<= {duration(row.clock_bound)}"
+    bound = "none" if row.clock_bound == 0 else bound
+    if row.clock_jumps:
+        bound += f", wall clock set {row.clock_jumps} times"
+    name, host = printable(row.name), printable(row.host)
+    damage = "damaged" if row.damage else "whole"
+    return (name, host, str(row.pid), str(row.events), str(row.dropped), bound, damage)
+
+
+def _print_rows(title: str, rows: Sequence[Row], limit: int) -> None:
+    if not rows:
+        return
+    columns = f"{title},messages,bytes,calls,failed,open,p50,p90,p99,max,network,queued,running".split(",")
+    print()
+    print_table(columns, [_cells(row) for row in rows[:limit]])
+    if len(rows) > limit:
+        print(f"... and {len(rows) - limit} more: --top 0 shows all")
+
+
+def _cells(row: Row) -> Sequence[str]:
+    counts = (str(row.calls), str(row.failed), str(row.unanswered)) if row.calls else ("-",) * 3
+    whole = map(duration, (row.whole.p50, row.whole.p90, row.whole.p99, row.whole.max))
+    part = (_median(each) for each in (row.network, row.queued, row.running))
+    return (printable(row.name), str(row.messages), size(row.bytes), *counts, *whole, *part)
+
+
+def _median(latency: Latency) -> str:
+    return duration(latency.p50)

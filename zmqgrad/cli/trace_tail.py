@@ -1,0 +1,170 @@
+"""``zmqgrad trace tail``: messages as they are sent, one per line, as tcpdump shows packets."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable
+
+import msgspec
+
+from zmqgrad.cli.trace_live import polls, wait_for_closed_output
+from zmqgrad.cli.trace_output import (
+    add_job_arguments,
+    clock_text,
+    directory_of,
+    duration,
+    note,
+    open_job,
+    printable,
+    size,
+)
+from zmqgrad.runtime.clock import wall_ns
+from zmqgrad.trace.events import Path, PeerDeclared
+from zmqgrad.trace.follow import Follower
+from zmqgrad.trace.labels import ends
+from zmqgrad.trace.tail import Filter, Line, LiveMessages, recorded
+from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
+
+CONTEXT_NANOSECONDS = 10_000_000_000
+"""What is read of the time before the start: the requests, whose functions their replies do not name."""
+
+Show = Callable[[Line, int], None]
+"""Prints a line, given its wall time in nanoseconds."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``zmqgrad trace tail``."""
+    add_job_arguments(parser)
+    parser.epilog = (
+        "Follows a running job, from now on, until it has ended or Ctrl-C; prints all of one that has ended. "
+        "Patterns are those of a shell, such as 'STORE_*'; options may be repeated."
+    )
+    parser.add_argument("--from-start", action="store_true", help="of a running job too: all from its start")
+    parser.add_argument("--no-follow", action="store_true", help="print what is recorded by now, and end")
+    repeated = {"action": "append", "default": [], "metavar": "PATTERN"}
+    parser.add_argument("--type", **repeated, help="message types, such as CALL")  # type: ignore[arg-type]
+    parser.add_argument("--not-type", **repeated, help="types to leave out")  # type: ignore[arg-type]
+    parser.add_argument("--function", **repeated, help="functions, or keys of a store")  # type: ignore[arg-type]
+    parser.add_argument("--worker", **repeated, help="workers that send or receive")  # type: ignore[arg-type]
+    parser.add_argument("--peer", **repeated, help="workers at the other end")  # type: ignore[arg-type]
+    parser.add_argument(
+        "--context", type=int, action="append", default=[], metavar="ID", help="distributed autograd contexts"
+    )
+    parser.add_argument("--json", action="store_true", help="print a JSON object per line; times in ns")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print messages until the job ends."""
+    wanted = Filter(
+        [each.upper() for each in arguments.type],
+        [each.upper() for each in arguments.not_type],
+        arguments.function,
+        arguments.context,
+        arguments.worker,
+        arguments.peer,
+    )
+    show = _show_json if arguments.json else _text_printer()
+    if not arguments.no_follow:
+        with Follower(directory_of(arguments), arguments.job) as follower:
+            if follower.is_recording():
+                _follow(follower, wanted, show, arguments.from_start)
+                return 0
+    job = open_job(arguments)
+    _print(recorded(job.messages()), wanted, show, job.wall)
+    return 0
+
+
+def _follow(follower: Follower, wanted: Filter, show: Show, from_start: bool) -> None:
+    messages, caught_up = LiveMessages(), from_start
+    begin = wall_ns() - CONTEXT_NANOSECONDS
+    for entries, waited in polls(follower, wait_for_closed_output):
+        if not caught_up:
+            entries = [e for e in entries if type(e[3]) is PeerDeclared or follower.wall(e[0]) >= begin]
+        lines = messages.add(entries, waited)
+        if caught_up:
+            _print(lines, wanted, show, follower.wall)
+            sys.stdout.flush()
+        caught_up = caught_up or not follower.behind
+    _print(messages.rest(), wanted, show, follower.wall)
+    note("the job has ended")
+
+
+def _print(lines: Iterable[Line], wanted: Filter, show: Show, wall: Callable[[int], int]) -> None:
+    for line in lines:
+        if wanted.matches(line.message):
+            show(line, wall(line.time))
+
+
+def _show_json(line: Line, wall: int) -> None:
+    message = line.message
+    source, target = ends(message)
+    shown = {
+        "wall": wall,
+        "type": message.type,
+        "source": source,
+        "target": target,
+        "id": message.message_id,
+        "context": message.context,
+        "name": message.name,
+        "bytes": message.size,
+        "path": Path(message.path).name.lower(),
+        "sent": message.sent,
+        "received": message.received,
+        "latency": line.latency,
+    }
+    sys.stdout.write(msgspec.json.encode(shown).decode() + "\n")
+
+
+def _text_printer() -> Show:
+    colour = _colours() if sys.stdout.isatty() else lambda _, text: text
+
+    def show(line: Line, wall: int) -> None:
+        sys.stdout.write(colour(line.message.kind, text_of(line, wall)) + "\n")
+
+    return show
+
+
+def text_of(line: Line, wall: int) -> str:
+    """A line of text: time, ends, type, function, id, context, bytes, path, transit, latency of the call."""
+    message = line.message
+    source, target = ends(message)
+    parts = [
+        clock_text(wall),
+        f"{source} > {target}",
+        message.type,
+        message.name,
+        f"#{message.message_id}",
+        f"ctx={message.context}" if message.context else "",
+        size(message.size),
+        "shm" if message.path is Path.SHARED_MEMORY else "",
+        _transit(message.sent, message.received),
+        f"call={duration(line.latency)}" if line.latency is not None else "",
+    ]
+    return printable(" ".join(part for part in parts if part))
+
+
+def _transit(sent: int | None, received: int | None) -> str:
+    if sent is None:
+        return "(send not recorded)"
+    if received is None:
+        return "(not received yet)"
+    return f"transit={duration(received - sent)}"
+
+
+def _colours() -> Callable[[int, str], str]:
+    try:
+        from rich.color import Color
+        from rich.style import Style
+    except ImportError:
+        return lambda _, text: text
+    request, reply, failed, other = (
+        Style(color=Color.parse(name)) for name in ("cyan", "green", "red", "bright_black")
+    )
+
+    def colour(kind: int, text: str) -> str:
+        if kind == MessageType.EXCEPTION:
+            return failed.render(text)
+        return (request if kind & REQUEST else reply if kind & RESPONSE else other).render(text)
+
+    return colour

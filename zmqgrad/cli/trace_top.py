@@ -1,0 +1,285 @@
+"""``zmqgrad trace top``: rates, latencies, queues and threads of a running job, renewed each second."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import select
+import signal
+import sys
+import termios
+import tty
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from zmqgrad.cli.trace_live import polls, wait_for_closed_output
+from zmqgrad.cli.trace_output import (
+    add_job_arguments,
+    clock_text,
+    directory_of,
+    duration,
+    print_table,
+    printable,
+    size,
+)
+from zmqgrad.errors import TraceError
+from zmqgrad.runtime.clock import monotonic_ns
+from zmqgrad.trace.follow import Follower, is_recording
+from zmqgrad.trace.load import Load, Rate, Snapshot, WorkerLoad
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+WORKER_COLUMNS = (
+    "worker",
+    "queued",
+    "running",
+    "longest",
+    "waiting",
+    "threads",
+    "blocked",
+    "out/s",
+    "in/s",
+    "bytes out/s",
+    "shm/s",
+    "shm used",
+    "dropped",
+    "pid",
+)
+"""By importance: the last ones are left out where they do not fit."""
+
+RATE_COLUMNS = ("msg/s", "bytes/s", "calls/s", "p50", "p99")
+
+_ORDERS: dict[str, Callable[[Rate], float]] = {
+    "messages": lambda rate: rate.messages,
+    "bytes": lambda rate: rate.bytes,
+    "p99": lambda rate: rate.p99 or 0,
+}
+
+Show = Callable[[Snapshot, int], None]
+"""Shows a snapshot, given its wall time in nanoseconds."""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments of ``zmqgrad trace top``."""
+    add_job_arguments(parser)
+    parser.epilog = "In the terminal: q ends, s changes the order, space pauses. Rates are of the last 10 s."
+    parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
+    parser.add_argument(
+        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two updates (default: 1)"
+    )
+    parser.add_argument("--once", action="store_true", help="print one snapshot as text, and end")
+    parser.add_argument(
+        "--json", action="store_true", help="print a JSON object per update; times in nanoseconds"
+    )
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Show the load of a job until it ends, or ``q`` is pressed."""
+    with Follower(directory_of(arguments), arguments.job) as follower:
+        if not follower.is_recording():
+            raise TraceError(
+                f"no process records into {follower.directory} any more; "
+                "`zmqgrad trace stats` shows what they did"
+            )
+        if arguments.json or arguments.once:
+            show = _show_json if arguments.json else _text_printer(arguments.sort)
+            _run(follower, show, arguments.interval, wait_for_closed_output, once=arguments.once)
+            return 0
+        with _Terminal(arguments.sort) as terminal:
+            _run(follower, terminal.show, arguments.interval, terminal.wait, is_over=lambda: terminal.is_over)
+    return 0
+
+
+def _run(
+    follower: Follower,
+    show: Show,
+    interval: float,
+    wait: Callable[[float], None],
+    *,
+    once: bool = False,
+    is_over: Callable[[], bool] = lambda: False,
+) -> None:
+    load, shown = Load(), monotonic_ns()
+    for entries, waited in polls(follower, wait):
+        load.add(entries)
+        now = monotonic_ns()
+        if (once and not follower.behind) or (not once and now - shown >= interval * 1e9):
+            shown = now
+            show(load.snapshot(waited, is_recording), follower.wall(load.newest + waited))
+            sys.stdout.flush()
+            if once:
+                return
+        if is_over():
+            return
+
+
+def _show_json(snapshot: Snapshot, _: int) -> None:
+    print(msgspec.json.encode(snapshot).decode())
+
+
+def _text_printer(order: str) -> Show:
+    def show(snapshot: Snapshot, wall: int) -> None:
+        print(f"{clock_text(wall)[:8]}, rates of the last {snapshot.seconds:.0f} s\n")
+        print_table(WORKER_COLUMNS, [worker_cells(worker) for worker in snapshot.workers])
+        for title, rates in (("type", snapshot.types), ("from > to", snapshot.pairs)):
+            print()
+            print_table((title, *RATE_COLUMNS), [rate_cells(rate) for rate in in_order(rates, order)])
+
+    return show
+
+
+def in_order(rates: Sequence[Rate], order: str) -> list[Rate]:
+    """The largest first."""
+    return sorted(rates, key=_ORDERS[order], reverse=True)
+
+
+def worker_cells(worker: WorkerLoad) -> tuple[str, ...]:
+    """A row of the table of workers."""
+    return (
+        printable(worker.name),
+        str(worker.queued),
+        str(worker.running),
+        duration(worker.oldest_ns) if worker.running else "-",
+        str(worker.waiting),
+        f"{worker.threads} of {worker.working_limit}" if worker.working_limit else "-",
+        str(worker.blocked),
+        f"{worker.sent:.0f}",
+        f"{worker.received:.0f}",
+        size(worker.bytes_sent),
+        size(worker.shared_memory_bytes),
+        f"{size(worker.leased_bytes)} of {size(worker.leased_limit)}" if worker.leased_limit else "-",
+        str(worker.dropped),
+        str(worker.pid),
+    )
+
+
+def rate_cells(rate: Rate) -> tuple[str, ...]:
+    """A row of the tables of types and pairs."""
+    calls = f"{rate.calls:.0f}" if rate.calls else "-"
+    return (
+        printable(rate.name),
+        f"{rate.messages:.0f}",
+        size(rate.bytes),
+        calls,
+        duration(rate.p50),
+        duration(rate.p99),
+    )
+
+
+class _Terminal:
+    """The whole terminal, by rich; reads single keys. Use as a context manager: restores the terminal."""
+
+    def __init__(self, order: str) -> None:
+        if not sys.stdout.isatty():
+            raise TraceError("top needs a terminal; --once and --json print to a file or pipe")
+        try:
+            from rich.live import Live
+        except ImportError as e:
+            raise TraceError("top needs rich: pip install 'zmqgrad[trace]'; or use --once or --json") from e
+        self.is_over = False
+        self._order = order
+        self._paused = False
+        self._last: tuple[Snapshot, int] | None = None
+        self._live = Live(screen=True, auto_refresh=False)
+        self._keys = _keys()
+
+    def show(self, snapshot: Snapshot, wall: int) -> None:
+        """Draws a snapshot, unless paused."""
+        if not self._paused:
+            self._last = snapshot, wall
+            self._draw()
+
+    def wait(self, seconds: float) -> None:
+        """Waits for a key."""
+        if not sys.stdin.isatty():
+            wait_for_closed_output(seconds)
+        elif select.select([sys.stdin], [], [], seconds)[0]:
+            # Not by sys.stdin, whose buffer select does not see. Nothing: the terminal was closed.
+            for key in os.read(sys.stdin.fileno(), 64).decode(errors="replace") or "q":
+                self._press(key)
+
+    def _press(self, key: str) -> None:
+        if key == "q":
+            self.is_over = True
+        elif key == "s":
+            names = list(_ORDERS)
+            self._order = names[(names.index(self._order) + 1) % len(names)]
+            self._draw()
+        elif key == " ":
+            self._paused = not self._paused
+            self._draw()
+
+    def _draw(self) -> None:
+        if self._last is not None:
+            snapshot, wall = self._last
+            state = "paused" if self._paused else f"by {self._order}"
+            title = f"{clock_text(wall)[:8]}  rates of the last {snapshot.seconds:.0f} s, {state}"
+            width, height = self._live.console.size
+            self._live.update(_picture(title, snapshot, self._order, width, height), refresh=True)
+
+    def __enter__(self) -> _Terminal:
+        self._keys.__enter__()
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.__exit__(None, None, None)
+        self._keys.__exit__(None, None, None)
+
+
+@contextmanager
+def _keys() -> Iterator[None]:
+    """Has the terminal deliver each key at once, without showing it."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    modes = termios.tcgetattr(sys.stdin)
+    tty.setcbreak(sys.stdin)
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # otherwise the modes would stay
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, modes)
+
+
+def _picture(title: str, snapshot: Snapshot, order: str, width: int, height: int) -> RenderableType:
+    """Tables that fill a terminal of ``width`` columns and ``height`` rows."""
+    from rich.console import Group
+    from rich.text import Text
+
+    workers = snapshot.workers[: max(1, height // 3)]
+    left = height - len(workers) - 8  # titles, headers, empty lines
+    types = in_order(snapshot.types, order)[: max(1, left // 2)]
+    pairs = in_order(snapshot.pairs, order)[: max(1, left - len(types))]
+    return Group(
+        Text(f"zmqgrad trace top  {title}", style="bold", no_wrap=True),
+        Text("q ends, s changes the order, space pauses\n", style="dim", no_wrap=True),
+        _table(WORKER_COLUMNS, [worker_cells(each) for each in workers], width),
+        _table(("type", *RATE_COLUMNS), [rate_cells(each) for each in types], width),
+        _table(("from > to", *RATE_COLUMNS), [rate_cells(each) for each in pairs], width),
+    )
+
+
+def fitting(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> int:
+    """How many of the columns, with a space at each side, fit into ``width``; the first always does."""
+    widths = itertools.accumulate(2 + max(map(len, cells)) for cells in zip(columns, *rows, strict=True))
+    return max(1, sum(each <= width for each in widths))
+
+
+def _table(columns: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, header_style="bold reverse", expand=True)
+    count = fitting(columns, rows, width)
+    for i, column in enumerate(columns[:count]):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True, ratio=None if i else 1)
+    for row in rows:
+        table.add_row(*map(Text, row[:count]))
+    return table

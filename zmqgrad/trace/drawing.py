@@ -1,0 +1,124 @@
+"""Draws a sequence diagram: as text for a terminal, as Mermaid, and as SVG. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from html import escape
+
+from zmqgrad.trace.sequence import Diagram, Step
+
+Format = Callable[[float | None], str]
+"""Shows a time in nanoseconds."""
+
+_LEAST_GAP = 14
+_TIME_WIDTH = 11
+
+
+def as_text(diagram: Diagram, duration: Format, width: int = 110) -> Iterator[str]:
+    """Yields lines: the time since the first step, and arrows between the lanes, which are ``width`` wide."""
+    gap = max(
+        _LEAST_GAP, max(map(len, diagram.lanes)) + 2, (width - _TIME_WIDTH) // max(1, len(diagram.lanes))
+    )
+    middles = {lane: _TIME_WIDTH + gap // 2 + i * gap for i, lane in enumerate(diagram.lanes)}
+    yield diagram.title
+    yield _overlay("", [(middles[lane] - len(lane) // 2, lane) for lane in diagram.lanes])
+    rails = [(x, "|") for x in middles.values()]
+    start = diagram.steps[0].time if diagram.steps else 0
+    for step in diagram.steps:
+        time = duration(step.time - start).rjust(_TIME_WIDTH - 2)
+        text = _caption(step, duration)
+        here = middles[step.source]
+        if not step.target or step.target == step.source:
+            yield _overlay(time, [*rails, (here, f"* {text}")])
+            continue
+        there = middles[step.target]
+        low, high = min(here, there), max(here, there)
+        line = ("." if step.reply else "-") * (high - low - 1)
+        head = (there - 1, ">") if there > here else (there + 1, "<")
+        inside = text if len(text) <= high - low - 5 else ""
+        label = (low + 1 + (high - low - 1 - len(inside) - 2) // 2, f" {inside} ") if inside else (0, "")
+        if not inside:  # above the arrow, from its left end
+            yield _overlay("", [*rails, (low + 2, text)])
+        yield _overlay(time, [*rails, (low + 1, line), label, head])
+
+
+def _overlay(base: str, parts: list[tuple[int, str]]) -> str:
+    """``base`` with each text of ``parts`` written over it at its column."""
+    line = list(base)
+    for column, text in parts:
+        line += " " * (column + len(text) - len(line))
+        line[column : column + len(text)] = text
+    return "".join(line).rstrip()
+
+
+def _caption(step: Step, duration: Format) -> str:
+    if step.nanoseconds is not None:
+        took = f" {duration(step.nanoseconds)}"
+    else:
+        took = " (not received)" if step.target else ""
+    return f"{step.text}{took}{' FAILED' if step.failed else ''}"
+
+
+def as_mermaid(diagram: Diagram, duration: Format) -> Iterator[str]:
+    """Yields the lines of a Mermaid ``sequenceDiagram``."""
+    ids = {lane: f"p{i}" for i, lane in enumerate(diagram.lanes)}
+    yield "sequenceDiagram"
+    yield f"    %% {_plain(diagram.title)}"
+    for lane, name in ids.items():
+        yield f"    participant {name} as {_plain(lane)}"
+    for step in diagram.steps:
+        text = _plain(_caption(step, duration))
+        if not step.target:
+            yield f"    Note over {ids[step.source]}: {text}"
+        else:
+            lost = "x" if step.nanoseconds is None else ">>"
+            arrow = ("--" if step.reply else "-") + lost
+            yield f"    {ids[step.source]}{arrow}{ids[step.target]}: {text}"
+
+
+def _plain(text: str) -> str:
+    """Without what Mermaid takes for the end of a statement, an entity or a tag."""
+    return text.translate(_ENTITIES)
+
+
+_ENTITIES = str.maketrans({"#": "#35;", ";": "#59;", "<": "#lt;", ">": "#gt;", "\n": " "})
+
+_LANE, _ROW, _TOP, _LEFT = 220, 34, 70, 110
+
+_STYLE = (
+    "text{font:13px sans-serif;fill:#222}.t{fill:#777;font-size:11px}.l{stroke:#bbb;stroke-dasharray:4}"
+    ".m{stroke:#1f5fbf;stroke-width:1.5}.r{stroke-dasharray:6 3}.f{stroke:#c00}"
+    ".n{fill:#f5e9b8;stroke:#b9a44c}"
+)
+
+
+def as_svg(diagram: Diagram, duration: Format) -> Iterator[str]:
+    """Yields the lines of an SVG picture; a row for each step."""
+    xs = {lane: _LEFT + _LANE // 2 + i * _LANE for i, lane in enumerate(diagram.lanes)}
+    width, height = _LEFT + _LANE * (len(xs) + 1), _TOP + _ROW * (len(diagram.steps) + 1)
+    yield f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" role="img">'
+    yield f"<title>{escape(diagram.title)}</title><style>{_STYLE}</style>"
+    yield '<marker id="a" markerWidth="9" markerHeight="8" refX="8" refY="4" orient="auto">'
+    yield '<path d="M0,0L9,4L0,8z" fill="context-stroke"/></marker>'
+    yield f'<rect width="{width}" height="{height}" fill="#fff"/>'
+    yield f'<text x="10" y="20">{escape(diagram.title)}</text>'
+    for lane, x in xs.items():
+        yield f'<line class="l" x1="{x}" x2="{x}" y1="{_TOP - 15}" y2="{height - 10}"/>'
+        yield f'<text x="{x}" y="{_TOP - 22}" text-anchor="middle" font-weight="bold">{escape(lane)}</text>'
+    start = diagram.steps[0].time if diagram.steps else 0
+    for i, step in enumerate(diagram.steps):
+        y, text = _TOP + _ROW * i + 20, escape(_caption(step, duration))
+        yield f'<text class="t" x="10" y="{y}">{duration(step.time - start)}</text>'
+        yield from _svg_step(step, xs, y, text)
+    yield "</svg>"
+
+
+def _svg_step(step: Step, xs: dict[str, int], y: int, text: str) -> Iterator[str]:
+    here = xs[step.source]
+    if not step.target or step.target == step.source:
+        yield f'<circle class="n" cx="{here}" cy="{y - 4}" r="5"/><text x="{here + 10}" y="{y}">{text}</text>'
+        return
+    there = xs[step.target]
+    classes = "m" + " r" * step.reply + " f" * step.failed
+    yield f'<line class="{classes}" x1="{here}" x2="{there}" y1="{y}" y2="{y}" marker-end="url(#a)"/>'
+    yield f'<text x="{min(here, there) + 8}" y="{y - 5}">{text}</text>'

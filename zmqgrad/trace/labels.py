@@ -1,0 +1,43 @@
+"""Short names for what takes part in a trace, equal in all views. Pure."""
+
+from __future__ import annotations
+
+from zmqgrad.trace.events import Role
+from zmqgrad.trace.model import Actor, Message, Process
+
+UNKNOWN = "?"
+
+
+def actor_label(actor: Actor) -> str:
+    """The name of a worker; ``store``; ``w0/store`` for the store client in the process of worker w0."""
+    if actor.role is Role.STORE_SERVER:
+        return "store"
+    if actor.role is Role.STORE_CLIENT:
+        return f"{process_label(actor.process)}/store"
+    return actor.name or f"{actor.role.name.lower()} {actor.rank}"
+
+
+def process_label(process: Process) -> str:
+    """The names of its workers, or of its rendezvous nodes, or ``pid N``."""
+    actors = sorted(process.actors.values(), key=lambda a: a.role)
+    named = [a for a in actors if a.role in (Role.WORKER, Role.RENDEZVOUS_NODE)]
+    names = dict.fromkeys(a.name for a in named if a.role is named[0].role)
+    return "+".join(names) or f"pid {process.info.pid}"
+
+
+def ends(message: Message) -> tuple[str, str]:
+    """Labels of the source and the target of a message. Without its log, a worker is its rank, as ``#3``."""
+    source, target = message.source, message.target
+    known = source or target
+    missing = f"#{message.peer}" if known is not None and known.role is Role.WORKER else UNKNOWN
+    if known is not None and known.role is Role.STORE_CLIENT:
+        missing = "store"
+    return (
+        actor_label(source) if source is not None else missing,
+        actor_label(target) if target is not None else missing,
+    )
+
+
+def is_store(message: Message) -> bool:
+    """Whether this is a query of a store, its reply, or a notification: then ``name`` is a key."""
+    return 0x40 <= message.kind & 0xFF < 0x70

@@ -1,0 +1,321 @@
+"""What a running job does now: rates and latencies of the last seconds, queues, threads, shared memory. Pure.
+
+Rates are of a sliding window of ``SLOTS`` slots of a second each.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+import msgspec
+
+from zmqgrad.trace.calls import Assembly
+from zmqgrad.trace.events import (
+    Dropped,
+    MessageReceived,
+    MessageSent,
+    Path,
+    RequestFinished,
+    RequestStarted,
+    Role,
+    Usage,
+    WaitBegun,
+    WaitEnded,
+)
+from zmqgrad.trace.labels import actor_label
+from zmqgrad.trace.model import Actor, Call, Entry, Process
+from zmqgrad.trace.sketch import Sketch
+from zmqgrad.wire.messages import MessageType
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+SLOTS = 10
+SLOT_NANOSECONDS = 1_000_000_000
+
+SERVED = frozenset(
+    (
+        MessageType.CALL,
+        MessageType.REMOTE_CALL,
+        MessageType.RREF_FETCH,
+        MessageType.FORWARD_AUTOGRAD_REQ,
+        MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ,
+        MessageType.DISCOVER_AUTOGRAD_REQ,
+    )
+)
+"""Requests that wait for a thread of the pool. The receiver handles others itself, or adds them to a pass."""
+
+Request = tuple[int, int]
+"""A request at its server: the rank of the requester, and the message id."""
+
+
+_Pair = tuple[str, str, int | None]
+"""Label of the sender; the job and rank of the worker at the other end, or what else is there and None."""
+
+
+class Rate(msgspec.Struct):
+    """One type, or one pair of actors: per second, in the window; latencies in ns."""
+
+    name: str
+    messages: float
+    bytes: float
+    calls: float
+    p50: int | None
+    p99: int | None
+
+
+class WorkerLoad(msgspec.Struct):
+    """One worker now. ``oldest_ns`` is for how long the longest of the ``running`` requests has run."""
+
+    name: str
+    pid: int
+    sent: float
+    received: float
+    bytes_sent: float
+    shared_memory_bytes: float
+    """Of ``bytes_sent``, through shared memory."""
+    queued: int
+    running: int
+    oldest_ns: int
+    waiting: int
+    """Threads that wait for a reply or a backward pass."""
+    threads: int
+    blocked: int
+    working_limit: int
+    leased_bytes: int
+    leased_limit: int
+    dropped: int
+
+
+class Snapshot(msgspec.Struct):
+    """The load of a job at ``time``; rates are per second over ``seconds``."""
+
+    time: int
+    seconds: float
+    types: list[Rate]
+    pairs: list[Rate]
+    workers: list[WorkerLoad]
+
+
+class _Cell:
+    """A type or a pair in one slot."""
+
+    def __init__(self) -> None:
+        self.messages = self.bytes = self.calls = 0
+        self.latency = Sketch()
+
+
+class _Traffic:
+    """What a worker sent and received in one slot."""
+
+    def __init__(self) -> None:
+        self.sent = self.received = self.bytes = self.shared = 0
+
+
+class _Slot:
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.types: dict[str, _Cell] = {}
+        self.pairs: dict[_Pair, _Cell] = {}
+        self.traffic: dict[int, _Traffic] = {}
+
+
+class _State:
+    """What is open at one worker."""
+
+    def __init__(self, actor: Actor) -> None:
+        self.actor = actor
+        self.queued: set[Request] = set()
+        self.running: dict[Request, int] = {}
+        self.waiting: set[int] = set()
+        self.usage = Usage(0, 0, 0, 0, 0)
+
+
+class Load:
+    """Follows the events of a job, each added once, nearly in order of time."""
+
+    def __init__(self) -> None:
+        self.newest = 0
+        self._first: int | None = None
+        self._calls = Assembly(iter(()))
+        self._slots: deque[_Slot] = deque()
+        self._states: dict[int, _State] = {}
+        self._dropped: dict[int, int] = {}
+        self._names: dict[tuple[str, int], str] = {}
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Adds events."""
+        for entry in entries:
+            time, declared, actor, event = entry
+            self.newest = max(self.newest, time)
+            for call in self._calls.add(entry):
+                self._count_call(call)
+            if isinstance(event, Dropped):
+                number = id(declared.process)
+                self._dropped[number] = self._dropped.get(number, 0) + event.count
+            elif actor is not None:
+                if isinstance(event, (MessageSent, MessageReceived)):
+                    self._count_message(time, actor, event)
+                if actor.role is Role.WORKER:
+                    self._note(self._state(actor), time, event)
+
+    def _count_message(self, time: int, actor: Actor, event: MessageSent | MessageReceived) -> None:
+        slot = self._slot(time)
+        if slot is None:
+            return
+        traffic = slot.traffic.setdefault(id(actor), _Traffic())
+        if isinstance(event, MessageReceived):
+            traffic.received += 1
+            return
+        traffic.sent += 1
+        traffic.bytes += event.size
+        traffic.shared += event.size if event.path == Path.SHARED_MEMORY else 0
+        for cell in (
+            _cell(slot.types, _type_name(event.kind)),
+            _cell(slot.pairs, _pair(actor, event.peer)),
+        ):
+            cell.messages += 1
+            cell.bytes += event.size
+
+    def _count_call(self, call: Call) -> None:
+        slot = self._slot(call.reply.received) if call.reply is not None and call.reply.received else None
+        source = call.request.source
+        if slot is None or source is None or call.duration is None:
+            return
+        for cell in (
+            _cell(slot.types, call.request.type),
+            _cell(slot.pairs, _pair(source, call.request.peer)),
+        ):
+            cell.calls += 1
+            cell.latency.add(call.duration)
+
+    def _state(self, actor: Actor) -> _State:
+        state = self._states.get(id(actor))
+        if state is None:
+            state = self._states[id(actor)] = _State(actor)
+            self._names[actor.job, actor.rank] = actor.name
+        return state
+
+    def _note(self, state: _State, time: int, event: object) -> None:
+        if isinstance(event, MessageReceived):
+            if event.kind in SERVED:
+                state.queued.add((event.peer, event.message_id))
+        elif isinstance(event, MessageSent):
+            state.queued.discard((event.peer, event.message_id))
+        elif isinstance(event, RequestStarted):
+            request = (event.peer, event.message_id)
+            state.queued.discard(request)
+            state.running[request] = time
+        elif isinstance(event, RequestFinished):
+            state.running.pop((event.peer, event.message_id), None)
+        elif isinstance(event, WaitBegun):
+            state.waiting.add(event.thread)
+        elif isinstance(event, WaitEnded):
+            state.waiting.discard(event.thread)
+        elif isinstance(event, Usage):
+            state.usage = event
+
+    def _slot(self, time: int) -> _Slot | None:
+        """The slot of ``time``; None if it has left the window."""
+        number = time // SLOT_NANOSECONDS
+        if self._first is None:
+            self._first = number
+        while not self._slots or self._slots[-1].number < number:
+            first = self._slots[-1].number + 1 if self._slots else number
+            self._slots.append(_Slot(max(first, number - SLOTS)))
+            if len(self._slots) > SLOTS + 1:
+                self._slots.popleft()
+        index = len(self._slots) - 1 - (self._slots[-1].number - number)
+        return self._slots[index] if 0 <= index < len(self._slots) else None
+
+    def snapshot(self, elapsed: int = 0, alive: Callable[[Process], bool] = lambda _: True) -> Snapshot:
+        """The load ``elapsed`` ns after the newest event; of worker processes that are ``alive``."""
+        time = self.newest + elapsed
+        now = time // SLOT_NANOSECONDS
+        first = max(now - SLOTS, self._first if self._first is not None else now)
+        slots = [slot for slot in self._slots if slot.number >= first]
+        seconds = max(time - first * SLOT_NANOSECONDS, SLOT_NANOSECONDS) / 1e9
+        workers = [
+            self._worker(state, slots, seconds, time)
+            for state in self._states.values()
+            if state.actor.stopped is None and alive(state.actor.process)
+        ]
+        types = _merge((slot.types.items() for slot in slots), seconds)
+        pairs = _merge((self._named(slot.pairs) for slot in slots), seconds)
+        return Snapshot(time, seconds, types, pairs, sorted(workers, key=lambda w: w.name))
+
+    def _named(self, pairs: dict[_Pair, _Cell]) -> list[tuple[str, _Cell]]:
+        """By the names of the workers, which may be told after their first messages."""
+        names = self._names.get
+        return [
+            (f"{source} > {other if rank is None else names((other, rank), f'#{rank}')}", cell)
+            for (source, other, rank), cell in pairs.items()
+        ]
+
+    def _worker(self, state: _State, slots: Iterable[_Slot], seconds: float, time: int) -> WorkerLoad:
+        actor, usage = state.actor, state.usage
+        traffic = [slot.traffic[id(actor)] for slot in slots if id(actor) in slot.traffic]
+        return WorkerLoad(
+            actor.name,
+            actor.process.info.pid,
+            sum(t.sent for t in traffic) / seconds,
+            sum(t.received for t in traffic) / seconds,
+            sum(t.bytes for t in traffic) / seconds,
+            sum(t.shared for t in traffic) / seconds,
+            len(state.queued),
+            len(state.running),
+            time - min(state.running.values(), default=time),
+            len(state.waiting),
+            usage.threads,
+            usage.blocked,
+            usage.working_limit,
+            usage.leased_bytes,
+            usage.leased_limit,
+            self._dropped.get(id(actor.process), 0),
+        )
+
+
+def _type_name(kind: int) -> str:
+    return _TYPE_NAMES.get(kind) or str(kind)
+
+
+_TYPE_NAMES = {int(kind): kind.name for kind in MessageType}
+
+
+def _pair(actor: Actor, rank: int) -> _Pair:
+    label = actor_label(actor)
+    if actor.role is Role.WORKER:
+        return label, actor.job, rank
+    return label, "store" if actor.role is Role.STORE_CLIENT else "clients", None
+
+
+def _cell(cells: dict[_Key, _Cell], name: _Key) -> _Cell:
+    found = cells.get(name)
+    if found is None:
+        found = cells[name] = _Cell()
+    return found
+
+
+def _merge(groups: Iterable[Iterable[tuple[str, _Cell]]], seconds: float) -> list[Rate]:
+    cells: dict[str, list[_Cell]] = {}
+    for name, cell in itertools.chain.from_iterable(groups):
+        cells.setdefault(name, []).append(cell)
+    return sorted(
+        (_rate(name, each, seconds) for name, each in cells.items()), key=lambda r: (-r.messages, r.name)
+    )
+
+
+def _rate(name: str, cells: list[_Cell], seconds: float) -> Rate:
+    latency = Sketch()
+    for cell in cells:
+        latency.merge(cell.latency)
+    return Rate(
+        name,
+        sum(c.messages for c in cells) / seconds,
+        sum(c.bytes for c in cells) / seconds,
+        sum(c.calls for c in cells) / seconds,
+        latency.quantile(0.5),
+        latency.quantile(0.99),
+    )

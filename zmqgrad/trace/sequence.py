@@ -1,0 +1,205 @@
+"""A call, an autograd context or a rendezvous round as a sequence diagram. Pure: :class:`Job` to steps.
+
+A call is shown with what it caused: the calls that its thread made at the server until it finished, and
+theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from zmqgrad.errors import TraceError
+from zmqgrad.trace.events import GroupExecuted, PassFinished, PassStarted, RendezvousStep
+from zmqgrad.trace.job import Job
+from zmqgrad.trace.labels import actor_label, ends, is_store
+from zmqgrad.trace.model import Actor, Call, Message, Stamped
+from zmqgrad.trace.tail import recorded
+from zmqgrad.wire.messages import RESPONSE, MessageType
+
+_STATE_CHANGES = frozenset(
+    (MessageType.STORE_COMPARE_SET, MessageType.KEY_CREATED, MessageType.KEY_UPDATED, MessageType.KEY_DELETED)
+)
+
+
+class Step(msgspec.Struct):
+    """A message from lane ``source`` to lane ``target``, or a note at ``source`` if ``target`` is empty."""
+
+    time: int
+    """When it was sent, or when what is noted began."""
+    source: str
+    target: str
+    text: str
+    nanoseconds: int | None = None
+    """How long the message took to arrive, or what is noted took; None: unknown, or it did not end."""
+    reply: bool = False
+    failed: bool = False
+
+
+class Diagram(msgspec.Struct):
+    """Steps in order of time; ``lanes`` names what takes part, in the order of first appearance."""
+
+    title: str
+    lanes: list[str]
+    steps: list[Step]
+
+
+def call_diagram(job: Job, message_id: int | None = None, worker: str | None = None) -> Diagram:
+    """One call and what it caused.
+
+    Args:
+        message_id: which call; None: the slowest one that has a reply.
+        worker: that made the call; needed if several have calls of this number.
+
+    Raises:
+        TraceError: if there is no such call, or there are several.
+    """
+    root = _find(job, message_id, worker)
+    begin = root.request.sent if root.request.sent is not None else root.request.received or 0
+    end = root.reply.received if root.reply is not None else None
+    during = [c for c in job.calls() if _overlaps(c, begin, end)]
+    chosen = _descendants(root, during)
+    title = f"call #{root.request.message_id} {root.function or root.request.type}"
+    return _diagram(title, (step for call in chosen for step in _call_steps(call)))
+
+
+def context_diagram(job: Job, context: int) -> Diagram:
+    """The messages and backward passes of one distributed autograd context.
+
+    Raises:
+        TraceError: if the trace does not have it.
+    """
+    lines = recorded(job.messages())
+    steps = [_message_step(line.message) for line in lines if line.message.context == context]
+    for stamped in job.events():
+        if getattr(stamped.event, "context", None) == context and stamped.actor is not None:
+            steps += _pass_steps(stamped, stamped.actor)
+    if not steps:
+        raise TraceError(f"the trace has nothing of autograd context {context}")
+    return _diagram(f"autograd context {context}", steps)
+
+
+def round_diagram(job: Job, number: int) -> Diagram:
+    """The actions of all nodes in one round of the elastic rendezvous, and the changes of the shared state.
+
+    Raises:
+        TraceError: if the trace does not have it.
+    """
+    steps: list[Step] = []
+    processes = set()
+    for time, process, actor, event in job.events():
+        if isinstance(event, RendezvousStep) and event.round == number and actor is not None:
+            text = f"{event.action} ({event.participants} participants, {event.waiting} waiting)"
+            steps.append(Step(time, actor_label(actor), "", text))
+            processes.add(process.path)
+    if not steps:
+        raise TraceError(f"the trace has no round {number} of a rendezvous")
+    first, last = steps[0].time, steps[-1].time
+    for message in job.messages():
+        if message.kind in _STATE_CHANGES and first <= _time(message) <= last:
+            node = message.source if message.kind == MessageType.STORE_COMPARE_SET else message.target
+            if node is not None and node.process.path in processes:
+                steps.append(_message_step(message))
+    return _diagram(f"rendezvous round {number}", steps)
+
+
+# ---- calls -------------------------------------------------------------------------------------------------
+
+
+def _find(job: Job, message_id: int | None, worker: str | None) -> Call:
+    found: list[Call] = []
+    for call in job.calls():
+        if is_store(call.request) or (worker is not None and ends(call.request)[0] != worker):
+            continue
+        if message_id is not None:
+            if call.request.message_id == message_id:
+                found.append(call)
+        elif call.duration is not None and (not found or call.duration > (found[0].duration or 0)):
+            found = [call]
+    if not found:
+        what = "a call with a reply" if message_id is None else f"call #{message_id}"
+        raise TraceError(f"the trace does not have {what}" + (f" of {worker}" if worker else ""))
+    if len(found) > 1:
+        callers = ", ".join(sorted(ends(call.request)[0] for call in found))
+        raise TraceError(f"several workers made a call #{message_id}, choose one: {callers}")
+    return found[0]
+
+
+def _overlaps(call: Call, begin: int, end: int | None) -> bool:
+    sent = call.request.sent
+    return sent is not None and sent >= begin and (end is None or sent <= end)
+
+
+def _descendants(root: Call, calls: Sequence[Call]) -> list[Call]:
+    """``root`` and the calls that its thread made while it ran, and theirs."""
+    by_thread: dict[tuple[int, int], list[Call]] = {}
+    for call in calls:
+        if call.request.source is not None:
+            key = (id(call.request.source.process), call.request.sender_thread)
+            by_thread.setdefault(key, []).append(call)
+    found = [root]
+    seen = {_identity(root)}
+    for parent in found:
+        target = parent.request.target
+        if target is None or parent.started is None:
+            continue
+        for call in by_thread.get((id(target.process), parent.thread), ()):
+            sent = call.request.sent or 0
+            inside = parent.started <= sent and (parent.finished is None or sent <= parent.finished)
+            if inside and _identity(call) not in seen:
+                seen.add(_identity(call))
+                found.append(call)
+    return found
+
+
+def _identity(call: Call) -> tuple[int, int]:
+    return (call.request.requester, call.request.message_id)
+
+
+def _call_steps(call: Call) -> Iterable[Step]:
+    yield _message_step(call.request)
+    target = ends(call.request)[1]
+    if call.started is not None:
+        if call.queued:
+            yield Step(call.started - call.queued, target, "", "queued", call.queued)
+        took = None if call.finished is None else call.finished - call.started
+        text = f"runs {call.function}".rstrip() if took is None else f"ran {call.function}".rstrip()
+        yield Step(call.started, target, "", text, took, failed=call.failed)
+    if call.reply is not None:
+        yield _message_step(call.reply)
+
+
+# ---- steps -------------------------------------------------------------------------------------------------
+
+
+def _time(message: Message) -> int:
+    return message.sent if message.sent is not None else message.received or 0
+
+
+def _message_step(message: Message) -> Step:
+    took = None
+    if message.sent is not None and message.received is not None:
+        took = message.received - message.sent
+    reply = bool(message.kind & RESPONSE)
+    text = f"{message.type} {message.name if not reply or is_store(message) else ''}".rstrip()
+    failed = message.kind == MessageType.EXCEPTION
+    return Step(_time(message), *ends(message), f"{text} #{message.message_id}", took, reply, failed)
+
+
+def _pass_steps(stamped: Stamped, actor: Actor) -> Iterable[Step]:
+    time, event, lane = stamped.time, stamped.event, actor_label(actor)
+    if isinstance(event, PassStarted):
+        yield Step(time, lane, "", "backward pass begins")
+    elif isinstance(event, PassFinished):
+        yield Step(time, lane, "", "backward pass ends", failed=event.failed)
+    elif isinstance(event, GroupExecuted):
+        whose = f"send {', '.join(map(str, event.sends))}" if event.sends else "the roots"
+        text = f"ran group of {whose}, {len(event.recvs)} gradients out"
+        yield Step(time, lane, "", text, event.nanoseconds)
+
+
+def _diagram(title: str, steps: Iterable[Step]) -> Diagram:
+    ordered = sorted(steps, key=lambda step: step.time)
+    lanes = dict.fromkeys(lane for step in ordered for lane in (step.source, step.target) if lane)
+    return Diagram(title, list(lanes), ordered)

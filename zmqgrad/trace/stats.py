@@ -1,0 +1,187 @@
+"""Statistics of a job: counts, bytes and latencies by message type, by pair of actors, and by function. Pure.
+
+Everything streams: the memory depends on the number of different types, pairs and functions alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import msgspec
+
+from zmqgrad.trace.job import Job
+from zmqgrad.trace.labels import ends, is_store, process_label
+from zmqgrad.trace.model import Call, Message, Process
+from zmqgrad.trace.sketch import Sketch
+from zmqgrad.wire.messages import MessageType
+
+ONE_WAY = frozenset(
+    (
+        MessageType.CANCEL,
+        MessageType.BACKWARD_AUTOGRAD_REQ,
+        MessageType.DROP_AUTOGRAD_REQ,
+    )
+)
+"""Requests that have no reply of their own."""
+
+
+class Latency(msgspec.Struct):
+    """Quantiles in nanoseconds, within 1%; the maximum is exact. None: nothing was measured."""
+
+    count: int = 0
+    p50: int | None = None
+    p90: int | None = None
+    p99: int | None = None
+    max: int | None = None
+
+
+class Row(msgspec.Struct):
+    """One type, pair or function. A call counts for the type and the pair of its request."""
+
+    name: str
+    messages: int
+    bytes: int
+    calls: int
+    failed: int
+    unanswered: int
+    """Calls without a recorded reply."""
+    whole: Latency
+    """From the send of the request to the arrival of the reply."""
+    network: Latency
+    """Of that: request and reply on their way."""
+    queued: Latency
+    """Of that: until a thread took the request."""
+    running: Latency
+    """Of that: in this thread."""
+
+
+class ProcessRow(msgspec.Struct):
+    """One process. ``clock_bound`` is the largest error of its times in ns; None: not known."""
+
+    name: str
+    host: str
+    pid: int
+    events: int
+    dropped: int
+    damage: str
+    clock_bound: int | None
+    clock_jumps: int
+
+
+class Statistics(msgspec.Struct):
+    """All of a job. ``nanoseconds`` is the time from its first event to its last."""
+
+    nanoseconds: int
+    messages: int
+    bytes: int
+    lost: int
+    """Messages whose arrival is not in the trace of their receiver."""
+    dropped: int
+    processes: list[ProcessRow]
+    types: list[Row]
+    pairs: list[Row]
+    functions: list[Row]
+
+
+class _Group:
+    """Collects one row."""
+
+    def __init__(self) -> None:
+        self.messages = self.bytes = self.calls = self.failed = self.unanswered = 0
+        self.parts = (Sketch(), Sketch(), Sketch(), Sketch())
+
+    def add_message(self, message: Message) -> None:
+        self.messages += 1
+        self.bytes += message.size
+
+    def add_call(self, call: Call) -> None:
+        self.calls += 1
+        self.failed += call.failed or (call.reply is not None and call.reply.kind == MessageType.EXCEPTION)
+        self.unanswered += call.reply is None and call.request.kind not in ONE_WAY
+        for part, value in zip(self.parts, parts(call), strict=True):
+            if value is not None:
+                part.add(value)
+
+    def row(self, name: str) -> Row:
+        counts = (self.messages, self.bytes, self.calls, self.failed, self.unanswered)
+        return Row(name, *counts, *map(latency, self.parts))
+
+
+def parts(call: Call) -> tuple[int | None, int | None, int | None, int | None]:
+    """How long a call took as a whole, and of that: on the network, in the queue, running (ns)."""
+    request, reply = call.request, call.reply
+    network = None
+    if request.sent is not None and request.received is not None and call.duration is not None:
+        assert reply is not None
+        if reply.sent is not None and reply.received is not None:
+            network = request.received - request.sent + reply.received - reply.sent
+    running = None if call.started is None or call.finished is None else call.finished - call.started
+    return call.duration, network, call.queued, running
+
+
+def latency(sketch: Sketch) -> Latency:
+    """The quantiles that are shown."""
+    if not sketch.count:
+        return Latency()
+    p50, p90, p99 = map(sketch.quantile, (0.5, 0.9, 0.99))
+    return Latency(sketch.count, p50, p90, p99, sketch.max)
+
+
+def statistics(job: Job) -> Statistics:
+    """Reads all messages and calls of ``job``."""
+    types: dict[str, _Group] = {}
+    pairs: dict[str, _Group] = {}
+    functions: dict[str, _Group] = {}
+    messages = size = lost = 0
+    for message in job.messages():
+        messages += 1
+        size += message.size
+        lost += message.received is None and message.target is not None
+        _group(types, message.type).add_message(message)
+        _group(pairs, " > ".join(ends(message))).add_message(message)
+    for call in job.calls():
+        _group(types, call.request.type).add_call(call)
+        _group(pairs, " > ".join(ends(call.request))).add_call(call)
+        if call.function and not is_store(call.request):
+            group = _group(functions, call.function)
+            group.add_call(call)
+            for each in (call.request, call.reply):
+                if each is not None:
+                    group.add_message(each)
+    processes = [_process_row(job, process) for process in job.processes]
+    return Statistics(
+        max(job.time(p, p.last) for p in job.processes) - min(job.time(p, p.first) for p in job.processes),
+        messages,
+        size,
+        lost,
+        sum(p.dropped for p in processes),
+        processes,
+        *map(_rows, (types, pairs, functions)),
+    )
+
+
+def _group(groups: dict[str, _Group], name: str) -> _Group:
+    found = groups.get(name)
+    if found is None:
+        found = groups[name] = _Group()
+    return found
+
+
+def _rows(groups: Mapping[str, _Group]) -> list[Row]:
+    rows = [group.row(name) for name, group in groups.items()]
+    return sorted(rows, key=lambda row: (-row.messages, row.name))
+
+
+def _process_row(job: Job, process: Process) -> ProcessRow:
+    bound = max(job.bound(process, process.first), job.bound(process, process.last))
+    return ProcessRow(
+        process_label(process),
+        process.info.host,
+        process.info.pid,
+        process.events,
+        process.dropped,
+        process.damage,
+        round(bound) if math.isfinite(bound) else None,
+        len(process.jumps),
+    )

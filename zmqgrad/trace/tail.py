@@ -1,0 +1,134 @@
+"""Messages as they are recorded, filtered; replies know the function and context of their request. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
+
+import msgspec
+
+from zmqgrad.trace.events import MessageReceived, MessageSent, PeerDeclared
+from zmqgrad.trace.labels import ends
+from zmqgrad.trace.model import Entry, Message
+from zmqgrad.trace.pairing import REPEATED, Open, Pairing, note_peer
+from zmqgrad.wire.messages import REQUEST, RESPONSE
+
+OVERDUE_NANOSECONDS = 1_000_000_000
+"""A message is shown after this time even if its other end has not been recorded."""
+
+
+class Line(msgspec.Struct):
+    """A message, and for a reply ``latency``: nanoseconds since its request was sent."""
+
+    message: Message
+    latency: int | None = None
+
+    @property
+    def time(self) -> int:
+        """When it was sent; when it was received if the send was not recorded."""
+        sent, received = self.message.sent, self.message.received
+        return sent if sent is not None else received or 0
+
+
+class Filter(msgspec.Struct, frozen=True):
+    """Which messages are shown. Names are patterns as those of a shell; an empty list allows all.
+
+    A message matches if it has one of ``types``, none of ``without``, one of ``functions`` and ``contexts``,
+    one of its ends is in ``workers``, and the other one in ``peers``.
+    """
+
+    types: Sequence[str] = ()
+    without: Sequence[str] = ()
+    functions: Sequence[str] = ()
+    contexts: Sequence[int] = ()
+    workers: Sequence[str] = ()
+    peers: Sequence[str] = ()
+
+    def matches(self, message: Message) -> bool:
+        """Whether ``message`` is shown."""
+        if self.contexts and message.context not in self.contexts:
+            return False
+        kind = message.type
+        return (
+            _matches(kind, self.types)
+            and not (self.without and _matches(kind, self.without))
+            and _matches(message.name, self.functions)
+            and self._concerns(*ends(message))
+        )
+
+    def _concerns(self, source: str, target: str) -> bool:
+        return any(
+            _matches(one, self.workers) and _matches(other, self.peers)
+            for one, other in ((source, target), (target, source))
+        )
+
+
+def _matches(name: str, patterns: Sequence[str]) -> bool:
+    return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+class Replies:
+    """Adds to replies what only their requests tell."""
+
+    def __init__(self) -> None:
+        self._requests: Open[Message] = Open()
+
+    def line(self, message: Message) -> Line:
+        """The line of ``message``; requests must come before their replies."""
+        if not message.message_id or message.kind in REPEATED:
+            return Line(message)
+        key = (message.requester, message.message_id)
+        if message.kind & REQUEST:
+            self._requests.items[key] = message
+            self._requests.evict()
+        elif message.kind & RESPONSE:
+            request = self._requests.items.pop(key, None)
+            if request is not None:
+                message.name = message.name or request.name
+                message.context = message.context or request.context
+                if message.received is not None and request.sent is not None:
+                    return Line(message, message.received - request.sent)
+        return Line(message)
+
+
+class LiveMessages:
+    """Pairs messages while they are recorded."""
+
+    def __init__(self) -> None:
+        self._pairing = Pairing(iter(()))
+        self._replies = Replies()
+        self._newest = 0
+
+    def add(self, entries: Iterable[Entry], waited: int = 0) -> list[Line]:
+        """Adds events. Returns the messages that are complete or overdue, in order of time.
+
+        Args:
+            waited: nanoseconds since the last event.
+        """
+        found: list[Message] = []
+        for entry in entries:
+            kind = type(entry[3])
+            if kind is MessageSent or kind is MessageReceived:
+                self._newest = max(self._newest, entry[0])
+                found += self._pairing.add(entry)
+            elif kind is PeerDeclared:
+                note_peer(entry)
+        found += self._pairing.overdue(self._newest + waited - OVERDUE_NANOSECONDS)
+        return self._lines(found)
+
+    def rest(self) -> list[Line]:
+        """The messages whose other end was never recorded."""
+        return self._lines(self._pairing.rest())
+
+    def _lines(self, messages: Iterable[Message]) -> list[Line]:
+        return sorted(map(self._replies.line, sorted(messages, key=_order)), key=lambda line: line.time)
+
+
+def recorded(messages: Iterable[Message]) -> Iterator[Line]:
+    """The lines of messages that are recorded already."""
+    replies = Replies()
+    return map(replies.line, messages)
+
+
+def _order(message: Message) -> int:
+    return message.received or message.sent or 0
