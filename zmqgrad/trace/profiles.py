@@ -21,7 +21,7 @@ from zmqgrad.trace.job import Job
 from zmqgrad.trace.model import Process
 from zmqgrad.trace.timeline import Timeline
 
-_TRACKS = 1000
+_TRACKS = 1_000_000
 """Track groups of a profile that are no process (GPUs, spans) are numbered from here, and by profile."""
 
 
@@ -45,7 +45,7 @@ def profile_events(timeline: Timeline, job: Job, path: Path, number: int = 0) ->
     for event in events:
         if not event.get("name") or "pid" not in event or event["pid"] == "":
             continue
-        pid = pids.setdefault(event["pid"], _TRACKS * (number + 1) + len(pids))
+        pid = pids.setdefault(event["pid"], _TRACKS + 1000 * number + len(pids))
         if event.get("ph") == "M":
             if pid == timeline.pid(process) and str(event["name"]).startswith("process"):
                 continue  # it has a name already
@@ -118,4 +118,4 @@ def _thread_name(process: Process, event: Event) -> str:
 
 
 def _tid(tid: Any, count: int) -> int:
-    return tid if isinstance(tid, int) else _TRACKS * _TRACKS + count
+    return tid if isinstance(tid, int) else _TRACKS + count

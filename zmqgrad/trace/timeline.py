@@ -34,6 +34,9 @@ from zmqgrad.trace.model import Actor, Call, Message, Process, Stamped
 MESSAGE_NANOSECONDS = 500
 """How long the mark of a message is: arrows need a slice. Two of a thread are further apart."""
 
+MAX_PID = 10_000_000
+"""Above the pids of all systems."""
+
 UNFINISHED = "unfinished"
 """In the arguments of a slice that has no end in the trace: it reaches to the end of its log."""
 
@@ -45,8 +48,8 @@ class Timeline:
         self.job = job
         self.start = min(job.time(p, min(_beginnings(p))) for p in job.processes)
         """The time of the job at which the timeline begins."""
-        self.pids = {id(process): number for number, process in enumerate(job.processes, 1)}
-        """Numbers of the processes in the timeline: system pids of several hosts may be the same."""
+        self.pids = _numbers(job)
+        """Numbers of the processes in the timeline."""
 
     def events(self) -> Iterator[Event]:
         """Yields all events, in no order."""
@@ -319,6 +322,17 @@ def _fields(message: Message, more: Mapping[str, Any] | None = None) -> dict[str
     if message.path is not Path.INLINE:
         fields["path"] = Path(message.path).name.lower()
     return {key: value for key, value in fields.items() if value not in ("", None)}
+
+
+def _numbers(job: Job) -> dict[int, int]:
+    """Their system pids; of several hosts these may be the same, and are then moved out of the way."""
+    numbers: dict[int, int] = {}
+    for process in job.processes:
+        pid = MAX_PID + process.info.pid  # above the numbers of threads: Perfetto compares both
+        while pid in numbers.values():
+            pid += MAX_PID
+        numbers[id(process)] = pid
+    return numbers
 
 
 def _beginnings(process: Process) -> list[int]:
