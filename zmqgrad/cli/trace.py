@@ -21,6 +21,7 @@ EXIT_PIPE = 141
 """The exit codes that shells use for a program killed by SIGINT, or by SIGPIPE."""
 
 _VIEWS = {
+    "graph": "Draw the distributed autograd graph of a context.",
     "timeline": "Write a timeline that Perfetto and chrome://tracing open.",
 }
 """Views with their help texts; ``zmqgrad.cli.trace_<name>`` is the module."""
