@@ -41,6 +41,7 @@ class Tag(enum.IntEnum):
     CLOCK_SAMPLE = 20
     DROPPED = 21
     SEND_RECORDED = 22
+    PEER_LOST = 40
 
 
 class Role(enum.IntEnum):
@@ -292,6 +293,15 @@ class SendRecorded(Event, frozen=True, tag=22):
     is_reply: bool
 
 
+class PeerLost(Event, frozen=True, tag=40):
+    """``actor`` declared worker ``peer`` lost, for ``reason``."""
+
+    thread: int
+    actor: int
+    peer: int
+    reason: str = ""
+
+
 Message = MessageSent | MessageReceived
 
 AnyEvent = (
@@ -317,6 +327,7 @@ AnyEvent = (
     | ClockSample
     | Dropped
     | SendRecorded
+    | PeerLost
 )
 """All events that a log may contain."""
 

@@ -445,6 +445,10 @@ class Tracer:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(19, peer, outgoing)
 
+    def peer_lost(self, peer: int, reason: str) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._add(Tag.PEER_LOST, peer, reason[:MAX_NAME_CHARACTERS])
+
     def close(self) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
         if not self._closed:

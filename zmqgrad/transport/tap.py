@@ -122,6 +122,9 @@ class Tracer(Protocol):
     def heartbeat(self, peer: int, outgoing: bool) -> None:
         """A heartbeat was sent or received."""
 
+    def peer_lost(self, peer: int, reason: str) -> None:
+        """A peer was declared lost."""
+
     def close(self) -> None:
         """The traced object was closed."""
 
@@ -185,6 +188,12 @@ def unregister(traced: Traced) -> None:
         tracer, traced.tracer = traced.tracer, None
     if tracer is not None:
         tracer.close()
+
+
+def active() -> Recorder | None:
+    """The recorder that is active, if there is one; that of the environment is started."""
+    _start_from_environment()
+    return _recorder
 
 
 def activate(recorder: Recorder | None) -> Recorder | None:
