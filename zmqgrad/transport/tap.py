@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad import environment
@@ -127,6 +128,34 @@ class Tracer(Protocol):
 
     def close(self) -> None:
         """The traced object was closed."""
+
+
+class OutgoingSpan(Protocol):
+    """The span of a call, at its caller."""
+
+    traceparent: str
+    """What identifies it to the callee: a header of W3C Trace Context."""
+
+    def end(self, error: str) -> None:
+        """The call has ended; ``error`` says how it failed, empty: it did not. Thread-safe."""
+
+
+class Spans(Protocol):
+    """Makes a span of each call, such as those of OpenTelemetry. Thread-safe; nothing raises."""
+
+    def call(self, function: str, caller: str, callee: str) -> OutgoingSpan:
+        """The calling thread sends a call."""
+        ...
+
+    def serve(
+        self, traceparent: str, function: str, caller: str, callee: str
+    ) -> AbstractContextManager[object]:
+        """The calling thread runs the function of a call, whose caller sent ``traceparent``."""
+        ...
+
+
+spans: Spans | None = None
+"""Makes the spans of this process; None: nothing does."""
 
 
 class Identity(NamedTuple):
