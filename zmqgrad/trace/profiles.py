@@ -22,7 +22,7 @@ from zmqgrad.trace.model import Process
 from zmqgrad.trace.timeline import Timeline
 
 _TRACKS = 1_000_000
-"""Track groups of a profile that are no process (GPUs, spans) are numbered from here, and by profile."""
+"""Track groups of a profile that are no process (GPUs) are numbered from here, and by profile."""
 
 
 def profile_events(timeline: Timeline, job: Job, path: Path, number: int = 0) -> Iterator[Event]:
@@ -40,11 +40,11 @@ def profile_events(timeline: Timeline, job: Job, path: Path, number: int = 0) ->
     events = [e for e in trace["traceEvents"] if isinstance(e, dict)]
     process = _process(job, path, trace, events)
     convert = _converter(job, process, float(trace["baseTimeNanoseconds"]))
-    pids: dict[Any, int] = {process.info.pid: timeline.pid(process)}
+    pids: dict[int, int] = {process.info.pid: timeline.pid(process)}
     tids: dict[tuple[int, Any], int] = {}
     for event in events:
-        if not event.get("name") or "pid" not in event or event["pid"] == "":
-            continue
+        if not event.get("name") or not isinstance(event.get("pid"), int):
+            continue  # marks of the profiler about itself: "Spans", "Traces"
         pid = pids.setdefault(event["pid"], _TRACKS + 1000 * number + len(pids))
         if event.get("ph") == "M":
             if pid == timeline.pid(process) and str(event["name"]).startswith("process"):
