@@ -25,6 +25,8 @@ _VIEWS = {
     "stats": "Count messages, bytes and latencies, by type, pair of workers and function.",
     "tail": "Print messages, a line each, also while the job runs.",
     "top": "Show rates, latencies, queues and threads of a running job in the terminal.",
+    "graph": "Draw the distributed autograd graph of a context.",
+    "timeline": "Write a timeline that Perfetto and chrome://tracing open.",
 }
 """Views with their help texts; ``zmqgrad.cli.trace_<name>`` is the module."""
 

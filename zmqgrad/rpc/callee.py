@@ -85,7 +85,7 @@ class Callee:
         try:
             function, args, kwargs = self._decode(inbound, call, tensors)
             tensors = None  # the function decides how long they live
-            with callee_range(self._worker, source, call.function or function):
+            with callee_range(self._worker, source, call.function or function, call.traceparent):
                 try:
                     value = function(*args, **kwargs)
                 except TypeError as e:

@@ -10,7 +10,10 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
+
+from msgspec.structs import replace
 
 from zmqgrad.errors import (
     CongestionError,
@@ -31,10 +34,13 @@ from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
 from zmqgrad.runtime.future import Promise
+from zmqgrad.transport import tap
 from zmqgrad.transport.base import Frame, Inbound
-from zmqgrad.wire.messages import Call, Cancel, Message, MessageType
+from zmqgrad.wire.messages import Call, Cancel, ExceptionReply, Message, MessageType, RemoteCall
 
 logger = logging.getLogger(__name__)
+
+_SPANNED = (Call, RemoteCall)
 
 CANCELLABLE = frozenset((MessageType.CALL, MessageType.REMOTE_CALL, MessageType.RREF_FETCH))
 
@@ -177,6 +183,10 @@ class Client:
             self._references.unfork_all(serialized.payload.forks)
             raise self._worker.loss_of(peer, describe(description))
         kind = message.TYPE
+        span = None
+        if tap.spans is not None and isinstance(message, _SPANNED):
+            span = tap.spans.call(describe(description), self._worker.name, self._membership.name_of(peer))
+            message = replace(message, traceparent=span.traceparent)
         if self._hooks.request_interceptor is not None:
             message = self._hooks.request_interceptor(peer, message, serialized.tensors, description)
         deadline = self._clock.now() + seconds if seconds else math.inf
@@ -186,6 +196,8 @@ class Client:
         )
         if on_done is not None:
             call.promise.add_done_callback(on_done)
+        if span is not None:
+            call.promise.add_done_callback(partial(_end_span, span))
         self.pending.add(call)
         try:
             if peer in self._lost:  # lost since the first check; the loss may have missed this call
@@ -373,3 +385,12 @@ class Client:
         """Fail every pending call with ``error``."""
         for call in self.pending.drain():
             call.promise.set_exception(error)
+
+
+def _end_span(span: tap.OutgoingSpan, reply: Promise[Inbound]) -> None:
+    error = reply.exception()
+    if error is not None:
+        span.end(f"{type(error).__name__}: {error}")
+        return
+    message = reply.result().message
+    span.end(f"{message.kind}: {message.text}" if isinstance(message, ExceptionReply) else "")

@@ -10,8 +10,8 @@ Served calls can also be profiled by :mod:`zmqgrad.rpc.server_process_global_pro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch.autograd.profiler import record_function
@@ -19,6 +19,7 @@ from torch.autograd.profiler import record_function
 from zmqgrad.rpc.calls import describe
 from zmqgrad.rpc.torch_internals import profiled_anywhere as profiled_anywhere
 from zmqgrad.rpc.torch_internals import profiled_here as profiled_here
+from zmqgrad.transport import tap
 
 if TYPE_CHECKING:
     from zmqgrad.rpc.core import WorkerCore
@@ -40,8 +41,28 @@ def caller_range(how: str, worker: WorkerCore, to: object, what: Any) -> Any:
     return record_function(f"rpc_{how}#{describe(what)}({worker.name} -> {callee})")
 
 
-def callee_range(worker: WorkerCore, source: int, what: Any) -> Any:
-    """A range for a function that ``worker`` runs for worker ``source``, if it is profiled."""
+def callee_range(worker: WorkerCore, source: int, what: Any, traceparent: str = "") -> Any:
+    """A range for a function that ``worker`` runs for worker ``source``, if it is profiled.
+
+    Args:
+        traceparent: the span of the caller; if it has one, the range is a span as well.
+    """
+    if not traceparent or tap.spans is None:
+        return _profiled_callee(worker, source, what)
+    caller = worker.membership.name_of(source)
+    return _both(
+        tap.spans.serve(traceparent, describe(what), caller, worker.name),
+        _profiled_callee(worker, source, what),
+    )
+
+
+@contextmanager
+def _both(span: AbstractContextManager[object], profiled: Any) -> Iterator[None]:
+    with span, profiled:
+        yield
+
+
+def _profiled_callee(worker: WorkerCore, source: int, what: Any) -> Any:
     if not profiled_anywhere():
         return record_served() if served_by else _NOT_PROFILED
     caller = worker.membership.name_of(source)

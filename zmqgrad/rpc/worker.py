@@ -111,6 +111,8 @@ class Worker(WorkerCore):
         self.lost[peer] = reason
         self.silent.pop(peer, None)
         logger.info("%s: %s (worker %d) is lost: %s", self.name, self.membership.name_of(peer), peer, reason)
+        if self.tracer is not None:
+            self.tracer.peer_lost(peer, reason)
         self.client.on_peer_lost(peer)
         self.membership.mark_left(peer)
         self.server.in_flight.lose(peer)

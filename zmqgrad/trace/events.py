@@ -41,6 +41,8 @@ class Tag(enum.IntEnum):
     CLOCK_SAMPLE = 20
     DROPPED = 21
     USAGE = 30
+    SEND_RECORDED = 22
+    PEER_LOST = 40
 
 
 class Role(enum.IntEnum):
@@ -292,6 +294,30 @@ class Usage(Event, frozen=True, tag=30):
     leased_limit: int = 0
 
 
+class SendRecorded(Event, frozen=True, tag=22):
+    """``actor`` recorded a send in ``context``: the message ``message_id`` to ``peer`` may get gradients.
+
+    ``is_reply``: the message is the reply to the request ``message_id`` of that worker.
+    """
+
+    thread: int
+    actor: int
+    context: int
+    autograd_id: int
+    peer: int
+    message_id: int
+    is_reply: bool
+
+
+class PeerLost(Event, frozen=True, tag=40):
+    """``actor`` declared worker ``peer`` lost, for ``reason``."""
+
+    thread: int
+    actor: int
+    peer: int
+    reason: str = ""
+
+
 Message = MessageSent | MessageReceived
 
 AnyEvent = (
@@ -317,6 +343,8 @@ AnyEvent = (
     | ClockSample
     | Dropped
     | Usage
+    | SendRecorded
+    | PeerLost
 )
 """All events that a log may contain."""
 

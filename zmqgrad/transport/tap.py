@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad import environment
@@ -135,8 +136,39 @@ class Tracer(Protocol):
     def watch_usage(self, measure: Callable[[], Usage]) -> None:
         """Calls ``measure``, a method, about once a second until :meth:`close`. It must not raise."""
 
+    def peer_lost(self, peer: int, reason: str) -> None:
+        """A peer was declared lost."""
+
     def close(self) -> None:
         """The traced object was closed."""
+
+
+class OutgoingSpan(Protocol):
+    """The span of a call, at its caller."""
+
+    traceparent: str
+    """What identifies it to the callee: a header of W3C Trace Context."""
+
+    def end(self, error: str) -> None:
+        """The call has ended; ``error`` says how it failed, empty: it did not. Thread-safe."""
+
+
+class Spans(Protocol):
+    """Makes a span of each call, such as those of OpenTelemetry. Thread-safe; nothing raises."""
+
+    def call(self, function: str, caller: str, callee: str) -> OutgoingSpan:
+        """The calling thread sends a call."""
+        ...
+
+    def serve(
+        self, traceparent: str, function: str, caller: str, callee: str
+    ) -> AbstractContextManager[object]:
+        """The calling thread runs the function of a call, whose caller sent ``traceparent``."""
+        ...
+
+
+spans: Spans | None = None
+"""Makes the spans of this process; None: nothing does."""
 
 
 class Identity(NamedTuple):
@@ -198,6 +230,12 @@ def unregister(traced: Traced) -> None:
         tracer, traced.tracer = traced.tracer, None
     if tracer is not None:
         tracer.close()
+
+
+def active() -> Recorder | None:
+    """The recorder that is active, if there is one; that of the environment is started."""
+    _start_from_environment()
+    return _recorder
 
 
 def activate(recorder: Recorder | None) -> Recorder | None:

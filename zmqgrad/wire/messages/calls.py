@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from zmqgrad.wire.messages.base import Id, Message, MessageType, Name, Seconds, Text
+from zmqgrad.wire.messages.base import Id, Message, MessageType, Name, Seconds, Text, Traceparent
 from zmqgrad.wire.messages.payloads import NONE_PAYLOAD, Payload
 
 
@@ -16,13 +16,15 @@ class Call(Message, frozen=True, tag=1):
     """Caller to callee: run ``function`` (``module:qualified.name``) with the arguments in the payload.
 
     If ``function`` is empty, the payload contains the function as well. ``timeout`` is what is left of the
-    caller's deadline in seconds, 0 for none.
+    caller's deadline in seconds, 0 for none. ``traceparent`` (W3C Trace Context) is the span of the caller;
+    empty: it has none.
     """
 
     TYPE: ClassVar[MessageType] = MessageType.CALL
     function: Text
     payload: Payload
     timeout: Seconds = 0.0
+    traceparent: Traceparent = ""
 
 
 class RemoteCall(Message, frozen=True, tag=2):
@@ -34,6 +36,7 @@ class RemoteCall(Message, frozen=True, tag=2):
     rref_id: Id
     fork_id: Id
     timeout: Seconds = 0.0
+    traceparent: Traceparent = ""
 
 
 class Result(Message, frozen=True, tag=3):

@@ -1,0 +1,97 @@
+"""Counters for Prometheus: of workers in one process, beside a trace, and over HTTP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import urlopen
+
+import pytest
+import torch
+
+from zmqgrad import autograd, rpc
+from zmqgrad.errors import TraceError
+from zmqgrad.testing import cluster
+from zmqgrad.trace import Job, record
+
+pytest.importorskip("prometheus_client")
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from zmqgrad.trace import prometheus
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+def refuse() -> None:
+    raise ValueError("refused")
+
+
+@pytest.fixture
+def registry() -> Iterator[CollectorRegistry]:
+    yield prometheus.count()
+    prometheus.stop()
+
+
+def value(registry: CollectorRegistry, name: str, **labels: str) -> float | None:
+    return registry.get_sample_value(name, labels)
+
+
+def test_messages_bytes_and_latencies_are_counted(registry: CollectorRegistry) -> None:
+    with cluster(2):
+        for _ in range(5):
+            rpc.rpc_sync("worker1", double, args=(torch.ones(2),))
+        for direction, worker in (("sent", "worker0"), ("received", "worker1")):
+            labels = {"worker": worker, "type": "CALL", "direction": direction}
+            assert value(registry, "zmqgrad_messages_total", **labels) == 5
+            assert value(registry, "zmqgrad_message_bytes_total", **labels)
+        latency = {"worker": "worker0", "type": "CALL"}
+        assert value(registry, "zmqgrad_request_seconds_count", **latency) == 5
+        assert value(registry, "zmqgrad_request_seconds_sum", **latency)
+
+
+def test_gradients_leave_no_request_queued(registry: CollectorRegistry) -> None:
+    with cluster(2):
+        x = torch.ones(3, requires_grad=True)
+        with autograd.context() as context:
+            autograd.backward(context, [rpc.rpc_sync("worker1", double, args=(x,)).sum()])
+        for worker in ("worker0", "worker1"):
+            assert value(registry, "zmqgrad_requests_queued", worker=worker) == 0
+    sent = {"worker": "worker0", "type": "BACKWARD_AUTOGRAD_REQ", "direction": "sent"}
+    assert value(registry, "zmqgrad_messages_total", **sent) == 1
+    assert value(registry, "zmqgrad_requests_running", worker="worker1") == 0
+
+
+def test_failures_are_counted(registry: CollectorRegistry) -> None:
+    with cluster(2):
+        with pytest.raises(ValueError, match="refused"):
+            rpc.rpc_sync("worker1", refuse)
+        rpc.rpc_sync("worker1", double, args=(torch.ones(1),))  # after it, the first has surely finished
+    assert value(registry, "zmqgrad_requests_failed_total", worker="worker1") == 1
+
+
+def test_a_trace_is_recorded_beside_the_counters(tmp_path: Path) -> None:
+    with record(tmp_path):
+        registry = prometheus.count()
+        with cluster(2):
+            rpc.rpc_sync("worker1", double, args=(torch.ones(2),))
+        prometheus.stop()
+    assert value(registry, "zmqgrad_messages_total", worker="worker0", type="CALL", direction="sent")
+    calls = [c for c in Job(tmp_path).calls() if c.request.type == "CALL"]
+    assert any(c.is_complete and c.started is not None for c in calls)
+
+
+def test_the_counters_are_served_as_text() -> None:
+    with prometheus.serve(0) as endpoint:
+        with cluster(2):
+            rpc.rpc_sync("worker1", double, args=(torch.ones(2),))
+            with urlopen(f"http://127.0.0.1:{endpoint.port}/metrics", timeout=10) as reply:
+                text = reply.read().decode()
+        with pytest.raises(TraceError, match=r"cannot serve counters at 127\.0\.0\.1:"):
+            prometheus.serve(endpoint.port)
+    families = {family.name: family for family in text_string_to_metric_families(text)}
+    assert {"zmqgrad_messages", "zmqgrad_request_seconds", "zmqgrad_requests_queued"} <= families.keys()
+    assert families["zmqgrad_peers_lost"].samples[0].value == 0

@@ -1,0 +1,83 @@
+"""Calls as spans of OpenTelemetry, which cross workers: the span at the callee is a child of the caller's.
+
+    from zmqgrad.trace import otel
+
+    otel.instrument()        # in each process, after the tracer provider is set
+
+Needs the extra ``zmqgrad[otel]``, and in the program an SDK with an exporter. The span travels as a
+``traceparent`` (W3C Trace Context). Attributes follow the semantic conventions for RPC.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+from opentelemetry import trace
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, Tracer, TracerProvider
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from zmqgrad.transport import tap
+
+_HEADER = "traceparent"
+_propagator = TraceContextTextMapPropagator()
+
+
+class _Outgoing:
+    """As :class:`~zmqgrad.transport.tap.OutgoingSpan`."""
+
+    def __init__(self, span: Span) -> None:
+        carrier: dict[str, str] = {}
+        _propagator.inject(carrier, trace.set_span_in_context(span))
+        self.traceparent = carrier.get(_HEADER, "")  # empty: without an SDK, no span is valid
+        self._span = span
+
+    def end(self, error: str) -> None:
+        if error:
+            self._span.set_status(Status(StatusCode.ERROR, error))
+        self._span.end()
+
+
+class _Spans:
+    """As :class:`~zmqgrad.transport.tap.Spans`."""
+
+    def __init__(self, tracer: Tracer) -> None:
+        self._tracer = tracer
+
+    def call(self, function: str, caller: str, callee: str) -> tap.OutgoingSpan:
+        attributes = _attributes(function, caller, callee)
+        return _Outgoing(self._tracer.start_span(function, kind=SpanKind.CLIENT, attributes=attributes))
+
+    def serve(
+        self, traceparent: str, function: str, caller: str, callee: str
+    ) -> AbstractContextManager[object]:
+        span: AbstractContextManager[object] = self._tracer.start_as_current_span(
+            function,
+            context=_propagator.extract({_HEADER: traceparent}),
+            kind=SpanKind.SERVER,
+            attributes=_attributes(function, caller, callee),
+        )
+        return span
+
+
+def _attributes(function: str, caller: str, callee: str) -> dict[str, str]:
+    return {
+        "rpc.system": "zmqgrad",
+        "rpc.method": function,
+        "rpc.service": callee,
+        "zmqgrad.caller": caller,
+        "zmqgrad.callee": callee,
+    }
+
+
+def instrument(tracer_provider: TracerProvider | None = None) -> None:
+    """Makes a span of each call that this process makes or serves, from now on.
+
+    Args:
+        tracer_provider: where the spans go; None: OpenTelemetry's global one.
+    """
+    tap.spans = _Spans(trace.get_tracer("zmqgrad", tracer_provider=tracer_provider))
+
+
+def uninstrument() -> None:
+    """Makes no spans any more. Idempotent."""
+    tap.spans = None

@@ -1,0 +1,252 @@
+"""Counters of this process for Prometheus, as text over HTTP or in a registry of the program's own.
+
+    from zmqgrad.trace import prometheus
+
+    server = prometheus.serve(9400)      # http://127.0.0.1:9400/metrics
+    rpc.init_rpc(...)
+
+Needs the extra ``zmqgrad[prometheus]``. A trace that is recorded (ZMQGRAD_TRACE) continues beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, cast
+from wsgiref.simple_server import WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, start_http_server
+
+from zmqgrad.errors import TraceError
+from zmqgrad.trace.events import Role
+from zmqgrad.transport import tap as tapping
+from zmqgrad.transport.tap import Identity, Tapped, Tracer
+from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
+
+LATENCY_SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0, 5.0, 30.0)
+"""Bounds of the latency histogram."""
+
+MAX_OPEN = 1 << 16
+"""Open requests whose time is kept; the oldest are forgotten (their peer was lost, they timed out)."""
+
+_NO_REPLY = frozenset((MessageType.BACKWARD_AUTOGRAD_REQ, MessageType.DROP_AUTOGRAD_REQ, MessageType.CANCEL))
+_QUEUED = frozenset(
+    (
+        MessageType.CALL,
+        MessageType.REMOTE_CALL,
+        MessageType.RREF_FETCH,
+        MessageType.FORWARD_AUTOGRAD_REQ,
+        MessageType.BACKWARD_AUTOGRAD_REQ,
+        MessageType.CLEANUP_AUTOGRAD_CONTEXT_REQ,
+        MessageType.DISCOVER_AUTOGRAD_REQ,
+        MessageType.DROP_AUTOGRAD_REQ,
+    )
+)
+"""Requests that engine threads serve."""
+
+
+class Metrics:
+    """What is counted, in ``registry``, by worker (or what else sends), message type and direction."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        kinds = ("worker", "type", "direction")
+        self.messages = Counter("zmqgrad_messages", "Messages sent or received.", kinds, registry=registry)
+        self.bytes = Counter(
+            "zmqgrad_message_bytes", "Bytes of messages sent or received.", kinds, registry=registry
+        )
+        self.latency = Histogram(
+            "zmqgrad_request_seconds",
+            "From sending a request to the arrival of its reply.",
+            ("worker", "type"),
+            registry=registry,
+            buckets=LATENCY_SECONDS,
+        )
+        self.failed = Counter(
+            "zmqgrad_requests_failed", "Requests that failed to be served.", ("worker",), registry=registry
+        )
+        self.queued = Gauge(
+            "zmqgrad_requests_queued", "Requests that wait for a thread.", ("worker",), registry=registry
+        )
+        self.running = Gauge(
+            "zmqgrad_requests_running", "Requests that threads serve.", ("worker",), registry=registry
+        )
+        self.lost = Counter(
+            "zmqgrad_peers_lost", "Workers that were declared lost.", ("worker",), registry=registry
+        )
+
+
+class Counting:
+    """A recorder that counts, and passes everything on to ``inner``, the one that was active before."""
+
+    def __init__(self, metrics: Metrics, inner: tapping.Recorder | None) -> None:
+        self._metrics = metrics
+        self.inner = inner
+
+    def attach(self, identity: Identity) -> Tracer:
+        """As :class:`~zmqgrad.transport.tap.Recorder`."""
+        inner = self.inner.attach(identity) if self.inner is not None else None
+        return cast("Tracer", _CountingTracer(self._metrics, identity, inner))
+
+    def in_child(self) -> tapping.Recorder | None:
+        """As :class:`~zmqgrad.transport.tap.Recorder`: a child has no server, and counts nothing."""
+        return self.inner.in_child() if self.inner is not None else None
+
+
+class _CountingTracer:
+    """Implements :class:`~zmqgrad.transport.tap.Tracer`; what it does not count, ``inner`` alone gets."""
+
+    def __init__(self, metrics: Metrics, identity: Identity, inner: Tracer | None) -> None:
+        self._inner = inner
+        self._inner_tap = inner.tap if inner is not None else _ignore
+        self.records_arguments = inner is not None and inner.records_arguments
+        self.records_heartbeats = inner is not None and inner.records_heartbeats
+        self._metrics = metrics
+        is_worker = identity.role == tapping.WORKER
+        self._name = identity.name if is_worker else Role(identity.role).name.lower()
+        self._number = identity.number
+        self._by_kind: dict[tuple[int, bool], tuple[Any, Any]] = {}
+        self._latencies: dict[int, Any] = {}
+        self._sent: dict[tuple[int, int], tuple[int, int]] = {}  # kind and time by peer and message id
+        self._queued: set[tuple[int, int]] = set()
+        if is_worker:
+            metrics.queued.labels(self._name).set_function(lambda: len(self._queued))
+        self._running = metrics.running.labels(self._name)
+        self._failed = metrics.failed.labels(self._name)
+        self._lost = metrics.lost.labels(self._name)
+
+    def __getattr__(self, name: str) -> Any:
+        return _ignore if self._inner is None else getattr(self._inner, name)
+
+    def tap(self, tapped: Tapped) -> None:
+        """Counts a message."""
+        outgoing, kind = tapped.outgoing, tapped.envelope.type
+        counters = self._by_kind.get((kind, outgoing)) or self._make(kind, outgoing)
+        counters[0].inc()
+        counters[1].inc(tapped.size)
+        self._measure(tapped, outgoing, kind)
+        self._inner_tap(tapped)
+
+    def _make(self, kind: int, outgoing: bool) -> tuple[Any, Any]:
+        labels = self._name, _type_name(kind), "sent" if outgoing else "received"
+        made = self._metrics.messages.labels(*labels), self._metrics.bytes.labels(*labels)
+        self._by_kind[kind, outgoing] = made
+        return made
+
+    def _measure(self, tapped: Tapped, outgoing: bool, kind: int) -> None:
+        key = (tapped.peer, tapped.envelope.message_id)
+        if outgoing and kind & REQUEST and kind not in _NO_REPLY:
+            self._sent[key] = (kind, tapped.time)
+            if len(self._sent) > MAX_OPEN:
+                self._sent.pop(next(iter(self._sent), key), None)
+        elif not outgoing and kind & RESPONSE:
+            sent = self._sent.pop(key, None)
+            if sent is not None:
+                self._latency(sent[0]).observe((tapped.time - sent[1]) / 1e9)
+        elif not outgoing and kind in _QUEUED and not tapped.message.is_awaited_by(self._number):
+            self._queued.add(key)  # a coordinator reads the gradients for itself at its own channel
+
+    def _latency(self, kind: int) -> Any:
+        known = self._latencies.get(kind)
+        if known is None:
+            known = self._latencies[kind] = self._metrics.latency.labels(self._name, _type_name(kind))
+        return known
+
+    def request_started(self, peer: int, message_id: int) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._queued.discard((peer, message_id))
+        self._running.inc()
+        if self._inner is not None:
+            self._inner.request_started(peer, message_id)
+
+    def request_finished(self, peer: int, message_id: int, failed: bool) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._running.dec()
+        if failed:
+            self._failed.inc()
+        if self._inner is not None:
+            self._inner.request_finished(peer, message_id, failed)
+
+    def peer_lost(self, peer: int, reason: str) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._lost.inc()
+        for key in [key for key in list(self._queued) if key[0] == peer]:
+            self._queued.discard(key)
+        if self._inner is not None:
+            self._inner.peer_lost(peer, reason)
+
+    def close(self) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._queued.clear()
+        self._sent.clear()
+        if self._inner is not None:
+            self._inner.close()
+
+
+def _ignore(*_args: object) -> None:
+    pass
+
+
+def _type_name(kind: int) -> str:
+    return MessageType(kind).name if kind in MessageType._value2member_map_ else f"{kind:#x}"
+
+
+def count(registry: CollectorRegistry | None = None) -> CollectorRegistry:
+    """Counts from now on, in ``registry`` (None: a new one), which the program serves itself.
+
+    Workers and stores that exist already are included. Called again, it counts in the new one only.
+
+    Returns:
+        The registry.
+    """
+    registry = CollectorRegistry() if registry is None else registry
+    before = tapping.active()
+    inner = before.inner if isinstance(before, Counting) else before
+    tapping.activate(Counting(Metrics(registry), inner))
+    return registry
+
+
+def stop() -> None:
+    """Stops counting; a trace that is recorded continues."""
+    before = tapping.active()
+    if isinstance(before, Counting):
+        tapping.activate(before.inner)
+
+
+class Endpoint:
+    """An HTTP server of the counters; made by :func:`serve`. Also a context manager."""
+
+    def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
+        self._server, self._thread = server, thread
+        self.port = int(server.server_port)
+
+    def close(self) -> None:
+        """Stops serving and counting."""
+        stop()
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+    def __enter__(self) -> Endpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def serve(port: int, address: str = "127.0.0.1", registry: CollectorRegistry | None = None) -> Endpoint:
+    """Counts from now on, and serves the counters at ``http://address:port/metrics``.
+
+    Args:
+        port: 0 chooses a free one.
+        address: where it listens. Anybody who reaches it can read the counters.
+        registry: further counters of the program; None: those of this library alone.
+
+    Raises:
+        TraceError: if it cannot listen there.
+    """
+    registry = CollectorRegistry() if registry is None else registry
+    try:
+        server, thread = start_http_server(port, address, registry)
+    except OSError as e:
+        raise TraceError(f"cannot serve counters at {address}:{port}: {e.strerror or e}") from e
+    count(registry)
+    return Endpoint(server, thread)

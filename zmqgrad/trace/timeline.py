@@ -1,0 +1,348 @@
+"""A job as a timeline of the Trace Event Format (:mod:`zmqgrad.trace.chrome`): job -> events, streamed.
+
+Each process is a track group, each thread of it a track. On the tracks of threads are slices that nest as the
+thread ran them: requests served, waits, backward passes, groups of nodes, and each message sent or received
+(a mark of ``MESSAGE_NANOSECONDS``). Arrows lead from each send to its receive, and from there to where the
+request was served. What belongs to no one thread has tracks of its own, by name: calls at their caller, from
+send to reply, and requests that wait in the queue of their callee. Counters: bytes in flight to others, and
+the length of the queue.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from zmqgrad.trace.chrome import Event
+from zmqgrad.trace.events import (
+    GroupExecuted,
+    MessageReceived,
+    MessageSent,
+    PassFinished,
+    PassStarted,
+    Path,
+    RendezvousStep,
+    Role,
+    WaitBegun,
+    WaitEnded,
+)
+from zmqgrad.trace.job import Job
+from zmqgrad.trace.model import Actor, Call, Message, Process, Stamped
+
+MESSAGE_NANOSECONDS = 500
+"""How long the mark of a message is: arrows need a slice. Two of a thread are further apart."""
+
+MAX_PID = 10_000_000
+"""Above the pids of all systems."""
+
+UNFINISHED = "unfinished"
+"""In the arguments of a slice that has no end in the trace: it reaches to the end of its log."""
+
+
+class Timeline:
+    """The events of ``job``, whose earliest moment is time 0."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.start = min(job.time(p, min(_beginnings(p))) for p in job.processes)
+        """The time of the job at which the timeline begins."""
+        self.pids = _numbers(job)
+        """Numbers of the processes in the timeline."""
+
+    def events(self) -> Iterator[Event]:
+        """Yields all events, in no order."""
+        yield from self._tracks()
+        yield from self._message_marks()
+        yield from self._calls()
+        yield from _Threads(self).run(self.job.events())
+        yield from self._bytes_in_flight()
+
+    # ---- helpers ----------------------------------------------------------------------------------------
+
+    def pid(self, actor: Actor | Process) -> int:
+        """The number of a process in the timeline."""
+        return self.pids[id(actor.process if isinstance(actor, Actor) else actor)]
+
+    def microseconds(self, time: int) -> float:
+        """A time of the job, as the format has it."""
+        return (time - self.start) / 1000
+
+    def end(self, actor: Actor) -> int:
+        """When the log of ``actor`` ends."""
+        return self.job.time(actor.process, actor.process.last)
+
+    def at(self, phase: str, name: str, actor: Actor, time: int, thread: int = 0, **fields: Any) -> Event:
+        """An event; ``fields`` are those of its phase."""
+        return {
+            "ph": phase,
+            "name": name,
+            "pid": self.pid(actor),
+            "tid": thread,
+            "ts": self.microseconds(time),
+            **fields,
+        }
+
+    def slice(
+        self,
+        category: str,
+        title: str,
+        actor: Actor,
+        thread: int,
+        begin: int,
+        end: int | None,
+        args: Mapping[str, Any],
+    ) -> Event:
+        """A slice on the track of a thread; ``end`` None: it has not ended."""
+        if end is None:
+            end, args = self.end(actor), {**args, UNFINISHED: True}
+        duration = max(0, end - begin) / 1000
+        return self.at("X", title, actor, begin, thread, cat=category, dur=duration, args=args)
+
+    def _interval(
+        self,
+        category: str,
+        title: str,
+        actor: Actor,
+        key: int,
+        begin: int,
+        end: int | None,
+        args: Mapping[str, Any],
+    ) -> Iterator[Event]:
+        """A slice on a track by its name, beside others of that name that overlap it."""
+        if end is None:
+            end, args = self.end(actor), {**args, UNFINISHED: True}
+        common: dict[str, Any] = {"cat": category, "id2": {"local": f"{key:#x}"}}
+        yield self.at("b", title, actor, begin, args=args, **common)
+        yield self.at("e", title, actor, max(begin, end), **common)
+
+    # ---- tracks -----------------------------------------------------------------------------------------
+
+    def _tracks(self) -> Iterator[Event]:
+        order = {id(a.process): i for i, a in reversed(list(enumerate(self.job.actors())))}
+        for process in self.job.processes:
+            pid = self.pid(process)
+            names = [a.name for a in process.actors.values() if a.role is Role.WORKER]
+            names = names or sorted({a.role.name.lower().replace("_", " ") for a in process.actors.values()})
+            title = f"{', '.join(names) or 'process'} (pid {process.info.pid}, {process.info.host})"
+            yield _meta("process_name", pid, name=title)
+            yield _meta("process_sort_index", pid, sort_index=order.get(id(process), len(order)))
+            if process.info.program:
+                yield _meta("process_labels", pid, labels=process.info.program)
+            for thread in process.threads.values():
+                yield _meta("thread_name", pid, thread.thread, name=thread.name)
+                yield _meta("thread_sort_index", pid, thread.thread, sort_index=thread.thread)
+
+    # ---- messages ---------------------------------------------------------------------------------------
+
+    def _message_marks(self) -> Iterator[Event]:
+        for message in self.job.messages():
+            for verb, actor, time, thread in (
+                ("send", message.source, message.sent, message.sender_thread),
+                ("receive", message.target, message.received, message.receiver_thread),
+            ):
+                if actor is not None and time is not None:
+                    name = f"{verb} {message.type}"
+                    end = time + MESSAGE_NANOSECONDS
+                    yield self.slice("message", name, actor, thread, time, end, _fields(message))
+            source, target = message.source, message.target
+            if source is None or target is None or message.sent is None or message.received is None:
+                continue
+            arrow: dict[str, Any] = {"cat": "message", "id": f"{flow_id(message):#x}"}
+            yield self.at("s", "message", source, message.sent, message.sender_thread, **arrow)
+            yield self.at("f", "message", target, message.received, message.receiver_thread, bp="e", **arrow)
+
+    def _bytes_in_flight(self) -> Iterator[Event]:
+        """By sender; of messages between workers whose logs are both here."""
+        senders = {actor.rank: actor for actor in self.job.workers()}
+        flying: defaultdict[int, int] = defaultdict(int)
+        for time, _, actor, event in self.job.events():
+            if actor is None or actor.role is not Role.WORKER or event.__class__ not in _MESSAGES:
+                continue
+            assert isinstance(event, (MessageSent, MessageReceived))
+            if event.peer not in senders or not event.size:
+                continue
+            outgoing = event.__class__ is MessageSent
+            rank = actor.rank if outgoing else event.peer
+            flying[rank] += event.size if outgoing else -event.size
+            sender = actor if outgoing else senders[rank]
+            shown = max(0, flying[rank])  # a receive may be read just before its send
+            yield self.at("C", f"{sender.name} bytes in flight", sender, time, args={"bytes": shown})
+
+    # ---- calls ------------------------------------------------------------------------------------------
+
+    def _calls(self) -> Iterator[Event]:
+        # Twice the time, plus one where a request begins to wait. Calls come in the order of their replies.
+        queues: dict[int, tuple[Actor, array[int]]] = {}
+        for call in self.job.calls():
+            yield from self._call(call)
+            target, received, started = call.request.target, call.request.received, call.started
+            if target is not None and received is not None and started is not None:
+                changes = queues.setdefault(id(target), (target, array("q")))[1]
+                changes.extend((received << 1 | 1, started << 1))
+        for actor, changes in queues.values():
+            length = 0
+            for change in sorted(changes):
+                length += 1 if change & 1 else -1
+                yield self.at("C", f"{actor.name} queue", actor, change >> 1, args={"requests": length})
+
+    def _call(self, call: Call) -> Iterator[Event]:
+        request, reply = call.request, call.reply
+        is_query = request.source is not None and request.source.role is not Role.WORKER
+        name, key = (not is_query and call.function) or request.type, flow_id(request)
+        if request.source is not None and request.sent is not None and expects_reply(call):
+            replied = reply.received if reply is not None else None
+            fields: dict[str, Any] = {"to": _name(request.target, request.peer), "arguments": call.arguments}
+            fields.update({"failed": True} if call.failed else {})
+            yield from self._interval(
+                "call", f"call {name}", request.source, key, request.sent, replied, _fields(request, fields)
+            )
+        if request.target is None or call.started is None:
+            return
+        if request.received is not None:
+            yield from self._interval(
+                "queue", f"queued {name}", request.target, key ^ 1, request.received, call.started, {}
+            )
+        fields = {"from": _name(request.source, request.peer), "failed": call.failed}
+        yield self.slice(
+            "serve",
+            name,
+            request.target,
+            call.thread,
+            call.started,
+            call.finished,
+            _fields(request, fields),
+        )
+        if request.received is not None:  # from where it was received to where it is served
+            arrow: dict[str, Any] = {"cat": "queue", "id": f"{key:#x}"}
+            where = request.target
+            yield self.at("s", "queued", where, request.received, request.receiver_thread, **arrow)
+            yield self.at("f", "queued", where, call.started, call.thread, bp="e", **arrow)
+
+
+class _Threads:
+    """What threads do besides serving: waits, backward passes with their groups, steps of a rendezvous."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        self._timeline = timeline
+        self._names = {actor.rank: actor.name for actor in timeline.job.workers()}
+        self._open: dict[tuple[object, ...], tuple[int, Actor, int, str, dict[str, Any]]] = {}
+
+    def run(self, events: Iterator[Stamped]) -> Iterator[Event]:
+        """Yields their slices."""
+        for time, _, actor, event in events:
+            if actor is None or event.__class__ not in _OF_THREADS:
+                continue
+            if isinstance(event, WaitBegun):
+                own = event.peer == actor.rank
+                name = "wait for the backward pass" if own else f"wait for {self._name(event.peer)}"
+                args = {"request": event.message_id}
+                self._begin("wait", event.message_id, time, actor, event.thread, name, args)
+            elif isinstance(event, WaitEnded):
+                yield from self._end("wait", event.message_id, time, actor, event.thread, event.failed)
+            elif isinstance(event, PassStarted):
+                args = {"context": event.context, "pass": event.pass_id}
+                self._begin("backward", event.pass_id, time, actor, event.thread, "backward pass", args)
+            elif isinstance(event, PassFinished):
+                yield from self._end("backward", event.pass_id, time, actor, event.thread, event.failed)
+            elif isinstance(event, GroupExecuted):
+                yield self._group(time, actor, event)
+            elif isinstance(event, RendezvousStep):
+                yield self._timeline.at(
+                    "i",
+                    f"rendezvous: {event.action}",
+                    actor,
+                    time,
+                    event.thread,
+                    s="t",
+                    args={
+                        "round": event.round,
+                        "participants": event.participants,
+                        "waiting": event.waiting,
+                    },
+                )
+        for (category, *_), (begin, actor, thread, name, args) in self._open.items():
+            yield self._timeline.slice(str(category), name, actor, thread, begin, None, args)
+
+    def _name(self, rank: int) -> str:
+        return self._names.get(rank, f"worker {rank}")
+
+    def _begin(
+        self, category: str, key: int, time: int, actor: Actor, thread: int, name: str, args: dict[str, Any]
+    ) -> None:
+        self._open[category, id(actor), thread, key] = (time, actor, thread, name, args)
+
+    def _end(
+        self, category: str, key: int, time: int, actor: Actor, thread: int, failed: bool
+    ) -> Iterator[Event]:
+        begun = self._open.pop((category, id(actor), thread, key), None)
+        if begun is not None:  # its begin may have been dropped
+            begin, _, _, name, args = begun
+            args = {**args, "failed": True} if failed else args
+            yield self._timeline.slice(category, name, actor, thread, begin, time, args)
+
+    def _group(self, time: int, actor: Actor, event: GroupExecuted) -> Event:
+        return self._timeline.slice(
+            "backward",
+            "backward group" if event.sends else "backward roots",
+            actor,
+            event.thread,
+            time,
+            time + event.nanoseconds,
+            {"context": event.context, "pass": event.pass_id, "sends": event.sends, "recvs": event.recvs},
+        )
+
+
+_MESSAGES = (MessageSent, MessageReceived)
+_OF_THREADS = (WaitBegun, WaitEnded, PassStarted, PassFinished, GroupExecuted, RendezvousStep)
+
+
+def expects_reply(call: Call) -> bool:
+    """Whether its requester gets a reply; gradients, for example, are requests that get none."""
+    return call.reply is not None or call.request.type in _WITH_REPLY or call.request.type.startswith("STORE")
+
+
+_WITH_REPLY = frozenset(
+    ("CALL", "REMOTE_CALL", "RREF_FETCH", "FORWARD_AUTOGRAD_REQ", "DISCOVER_AUTOGRAD_REQ")
+)
+
+
+def flow_id(message: Message) -> int:
+    """Identifies an arrow: the same for the request of a call and for the message itself."""
+    return hash((message.requester, message.message_id, message.kind, message.sent)) & (1 << 63) - 1
+
+
+def _fields(message: Message, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    fields: dict[str, Any] = {"id": message.message_id, "bytes": message.size, **(more or {})}
+    if message.name:
+        fields["name"] = message.name
+    if message.context:
+        fields["context"] = message.context
+    if message.path is not Path.INLINE:
+        fields["path"] = Path(message.path).name.lower()
+    return {key: value for key, value in fields.items() if value not in ("", None)}
+
+
+def _numbers(job: Job) -> dict[int, int]:
+    """Their system pids; of several hosts these may be the same, and are then moved out of the way."""
+    numbers: dict[int, int] = {}
+    for process in job.processes:
+        pid = MAX_PID + process.info.pid  # above the numbers of threads: Perfetto compares both
+        while pid in numbers.values():
+            pid += MAX_PID
+        numbers[id(process)] = pid
+    return numbers
+
+
+def _beginnings(process: Process) -> list[int]:
+    """When its actors began; its log may have been created later."""
+    return [process.first, *(actor.started for actor in process.actors.values())]
+
+
+def _name(actor: Actor | None, rank: int) -> str:
+    return actor.name or actor.role.name.lower() if actor is not None else f"worker {rank}"
+
+
+def _meta(kind: str, pid: int, tid: int = 0, **args: Any) -> Event:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "ts": 0, "args": args}
