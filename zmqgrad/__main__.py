@@ -28,6 +28,7 @@ _COMMANDS = {
     "doctor": "Check whether this host can run workers, and which transports they would use.",
     "run": "Start a script as several workers on this host.",
     "store": "Serve a key-value store, or access a running one.",
+    "trace": "Show the recorded messages, calls and waits of a job.",
 }
 """Commands with their help texts; ``zmqgrad.cli.<name>`` is the module."""
 

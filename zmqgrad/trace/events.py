@@ -40,6 +40,7 @@ class Tag(enum.IntEnum):
     HEARTBEAT = 19
     CLOCK_SAMPLE = 20
     DROPPED = 21
+    SEND_RECORDED = 22
 
 
 class Role(enum.IntEnum):
@@ -276,6 +277,21 @@ class Dropped(Event, frozen=True, tag=21):
     count: int
 
 
+class SendRecorded(Event, frozen=True, tag=22):
+    """``actor`` recorded a send in ``context``: the message ``message_id`` to ``peer`` may get gradients.
+
+    ``is_reply``: the message is the reply to the request ``message_id`` of that worker.
+    """
+
+    thread: int
+    actor: int
+    context: int
+    autograd_id: int
+    peer: int
+    message_id: int
+    is_reply: bool
+
+
 Message = MessageSent | MessageReceived
 
 AnyEvent = (
@@ -300,6 +316,7 @@ AnyEvent = (
     | Heartbeat
     | ClockSample
     | Dropped
+    | SendRecorded
 )
 """All events that a log may contain."""
 

@@ -72,6 +72,8 @@ def _wrapped_function(message: Message) -> str:
 
 
 _NAME_OF = _name_getters()
+_FORWARD_REPLY = int(MessageType.FORWARD_AUTOGRAD_RESP)
+_WITH_SEND = frozenset((MessageType.FORWARD_AUTOGRAD_REQ, MessageType.FORWARD_AUTOGRAD_RESP))
 _WITH_CONTEXT = frozenset(k for k, struct in BY_TYPE.items() if "context_id" in struct.__struct_fields__)
 
 
@@ -364,6 +366,10 @@ class Tracer:
         # Plain numbers for the tags: an attribute of an enumeration takes as long as the rest.
         tag = 6 if outgoing else 7
         queue.append((tag, time, thread, self._actor, kind, peer, envelope[3], context, number, size, path))
+        if context and outgoing and kind in _WITH_SEND and message.autograd_id:  # type: ignore[attr-defined]
+            send = message.autograd_id  # type: ignore[attr-defined]
+            is_reply = kind == _FORWARD_REPLY
+            queue.append((22, time, thread, self._actor, context, send, peer, envelope[3], is_reply))
 
     def _declare_peer(self, time: int, peer: int, incarnation: int) -> None:
         if len(self._incarnations) < MAX_NAMES:
