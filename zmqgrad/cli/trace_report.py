@@ -5,13 +5,13 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-import time
 from pathlib import Path
 
 import msgspec
 
 from zmqgrad.cli.trace_output import add_job_arguments, directory_of, open_job
 from zmqgrad.errors import TraceError
+from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.trace.report.data import Report
 from zmqgrad.trace.report.page import render
 
@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Write the page, print where it is, and return the exit code."""
-    began = time.monotonic()
+    began = monotonic_ns()
     job = open_job(arguments)
     if arguments.json:
         findings = Report(job, arguments.since, arguments.until).findings
@@ -44,7 +44,8 @@ def execute(arguments: argparse.Namespace) -> int:
     page = render(job, since=arguments.since, until=arguments.until)
     path = Path(arguments.output or Path(directory_of(arguments)) / "report.html")
     _write(path, page)
-    print(f"{path}: {len(page) / 1e6:.1f} MB, made in {time.monotonic() - began:.1f} s; open it in a browser")
+    seconds = (monotonic_ns() - began) / 1e9
+    print(f"{path}: {len(page) / 1e6:.1f} MB, made in {seconds:.1f} s; open it in a browser")
     return 0
 
 

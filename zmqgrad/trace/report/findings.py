@@ -263,7 +263,9 @@ def find_cycles(waits: Iterable[Wait]) -> Iterator[list[Wait]]:
     """
     longest = sorted(waits, key=lambda w: w.begun - w.ended)[:MAX_WAITS]
     seen: set[int] = set()
-    for first in (w for w in longest if w.state != ENDED):
+    for first in longest:
+        if first.state == ENDED or first.actor in seen:
+            continue
         path: dict[int, Wait] = {}
         wait: Wait | None = first
         while wait is not None and wait.actor not in path and wait.actor not in seen:

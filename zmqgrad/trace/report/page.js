@@ -257,7 +257,7 @@ function drawLane(g, style, lane, counts, peak) {
   g.fillStyle = style.arrow;
   const scale = p.band / Math.log1p(peak);
   for (let x = 0; x < counts.length; x++)
-    if (counts[x]) { const h = Math.max(3, Math.log1p(counts[x]) * scale); g.fillRect(T.gutter + x, base - h, 1, h); }
+    if (counts[x]) { const h = Math.max(3, Math.round(Math.log1p(counts[x]) * scale)); g.fillRect(T.gutter + x, base - h, 1, h); }
   lane.wire = base;
   if (!p.rows) return;
   drawServed(g, style, lane, p);
@@ -278,10 +278,13 @@ function drawSpans(g, spans, start, length, y, height, color, hit) {
     if (right <= edge + 0.5) continue;
     edge = right;
     g.fillStyle = color(item);
-    g.fillRect(left, y, Math.max(1, right - left), height);
-    if (T.hits.length < 20000) T.hits.push({ ...hit(item), x: left, y, w: right - left, h: height });
+    fillBar(g, left, y, right, height);
+    if (right - left >= 2 || T.hits.length < MAX_ARROWS) T.hits.push({ ...hit(item), x: left, y, w: right - left, h: height });
   }
 }
+
+/** Fills a bar whose ends are on whole pixels, which takes a browser without a GPU a fraction of the time. */
+function fillBar(g, left, y, right, height) { const x = Math.floor(left); g.fillRect(x, y, Math.max(1, Math.round(right) - x), height); }
 
 function drawServed(g, style, lane, p) {
   const spans = F.lanes[lane.actor].served, [first, last] = spans.window(T.from, T.to), edges = new Float64Array(MAX_SUBROWS).fill(-1);
@@ -294,9 +297,9 @@ function drawServed(g, style, lane, p) {
     edges[sub] = right;
     const y = lane.top + p.rows + sub * p.row, w = Math.max(1, right - left);
     g.fillStyle = M.flags[row] & HAS_FAILED ? style.bad : style["c" + colorOf(M.name[row])];
-    g.fillRect(left, y, w, 11);
+    fillBar(g, left, y, right, 11);
     if (w > 46) { g.save(); g.beginPath(); g.rect(left, y, w, 11); g.clip(); g.fillStyle = style.panel; g.fillText(shortName(row), left + 4, y + 6); g.restore(); }
-    if (T.hits.length < 20000) T.hits.push({ row, x: left, y, w, h: 11 });
+    if (w >= 2 || T.hits.length < MAX_ARROWS) T.hits.push({ row, x: left, y, w, h: 11 });
   }
 }
 
@@ -407,8 +410,9 @@ function select(row, move = true) {
 function step(direction) {
   const items = F.all.items;
   if (!items.length) return;
-  const now = T.selected < 0 ? lowerBound(F.all.starts, T.from) - (direction > 0 ? 1 : 0) : lowerBound(items, T.selected);
-  select(items[Math.max(0, Math.min(items.length - 1, now + direction))]);
+  const now = T.selected < 0 ? lowerBound(F.all.starts, T.from) : lowerBound(items, T.selected);
+  const next = direction < 0 ? now - 1 : items[now] === T.selected ? now + 1 : now;  // the filter may exclude the selected one
+  select(items[Math.max(0, Math.min(items.length - 1, next))]);
 }
 
 function showDetails() {
@@ -516,7 +520,8 @@ function listen() {
   for (const [id, action] of [["zoom-in", () => zoom(0.5)], ["zoom-out", () => zoom(2)], ["fit", () => setView(0, fullSpan())], ["next", () => step(1)], ["previous", () => step(-1)]]) $(id).onclick = action;
   let typing = 0;
   for (const id of ["search", "kind", "worker", "slower", "others"])
-    $(id).addEventListener("input", () => { clearTimeout(typing); typing = setTimeout(() => { filter(); layOut(); drawLatency(); }, 120); });
+    for (const event of ["input", "change"])
+      $(id).addEventListener(event, () => { clearTimeout(typing); typing = setTimeout(() => { filter(); layOut(); drawLatency(); }, 120); });
   $("listing").addEventListener("toggle", requestDraw);
   new ResizeObserver(() => { if ($("stage").clientWidth !== T.width) layOut(); }).observe($("stage"));
   for (const [id, action] of [["measure", drawLatency], ["grouping", drawLatency], ["unit", drawTraffic], ["context", drawAutograd], ["axis", drawAutograd]]) $(id).addEventListener("input", action);
