@@ -27,6 +27,7 @@ _VIEWS = {
     "top": "Show rates, latencies, queues and threads of a running job in the terminal.",
     "graph": "Draw the distributed autograd graph of a context.",
     "timeline": "Write a timeline that Perfetto and chrome://tracing open.",
+    "report": "Write one web page with findings, timeline, latencies, traffic, autograd and waits.",
 }
 """Views with their help texts; ``zmqgrad.cli.trace_<name>`` is the module."""
 

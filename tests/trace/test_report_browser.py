@@ -1,0 +1,248 @@
+"""The page of a report in a real browser: zoom, search, clicks, themes, a narrow window."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.trace.test_job import Writer
+from tests.trace.test_report import MS, served_call, workers
+from zmqgrad.trace import Job
+from zmqgrad.trace.events import Tag
+from zmqgrad.trace.report import render
+
+CHROMIUM, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(CHROMIUM is None or DRIVER is None, reason="needs chromium and chromedriver"),
+]
+
+CALLS = 3000
+EVIL = "m:<img src=x onerror=alert(1)>"
+
+
+def record(directory: Path) -> None:
+    """Calls of three workers in turn, one of them slow; each has an autograd send."""
+    a, b, c = found = workers(directory, 3)
+    a.rows.append((Tag.NAME, 0, 2, EVIL))
+    for i in range(CALLS):
+        served_call(a, (b, c)[i % 2], i + 1, MS + i * 100_000, 30_000)
+    _slow(a, b)
+    for each in found:
+        each.rows.append((Tag.ACTOR_STOPPED, 400 * MS, 1))
+        each.write()
+
+
+def _slow(a: Writer, b: Writer) -> None:
+    name = len(a.rows)
+    served_call(a, b, CALLS + 1, 350 * MS, 20 * MS)
+    a.rows = [
+        (*r[:8], 2, *r[9:]) if i >= name and r[6] == CALLS + 1 and r[0] == 6 else r
+        for i, r in enumerate(a.rows)
+    ]
+    a.add(Tag.SEND_RECORDED, 350 * MS, 5, 11, 1, CALLS + 1, False)
+    a.add(Tag.PASS_STARTED, 375 * MS, 5, 3)
+    a.add(Tag.GROUP_EXECUTED, 376 * MS, 5, 3, 1000, (), ((12, 1),))
+    b.add(Tag.GROUP_EXECUTED, 378 * MS, 5, 3, 1000, (12,), ())
+    a.add(Tag.PASS_FINISHED, 380 * MS, 5, 3, False)
+    a.add(Tag.WAIT_BEGUN, 351 * MS, 1, CALLS + 1)
+    a.add(Tag.WAIT_ENDED, 371 * MS, 1, CALLS + 1, False)
+
+
+def open_browser(directory: str) -> Any:
+    from selenium import webdriver
+    from selenium.webdriver.chrome.service import Service
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = CHROMIUM
+    for argument in (
+        "--force-prefers-reduced-motion",
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--disable-background-networking",
+    ):
+        options.add_argument(argument)
+    options.add_argument(f"--user-data-dir={directory}")
+    options.add_argument("--window-size=1400,1000")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    return webdriver.Chrome(options=options, service=Service(DRIVER))
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A browser that shows the page, which it has loaded once."""
+    directory = tmp_path_factory.mktemp("report")
+    record(directory)
+    page = directory / "report.html"
+    page.write_bytes(render(Job(directory)))
+    profile = tempfile.mkdtemp(prefix="chromium-", dir=os.environ.get("TMPDIR"))
+    driver = open_browser(profile)
+    try:
+        driver.page = page.as_uri()
+        driver.get(driver.page)
+        until(driver, lambda: driver.execute_script("return document.body.dataset.ready") == "all")
+        yield driver
+    finally:
+        driver.quit()
+        shutil.rmtree(profile, ignore_errors=True)
+
+
+def until(driver: Any, condition: Callable[[], Any]) -> Any:
+    from selenium.webdriver.support.ui import WebDriverWait
+
+    return WebDriverWait(driver, 30, poll_frequency=0.05).until(lambda _: condition())
+
+
+def find(driver: Any, selector: str) -> Any:
+    return driver.find_element("css selector", selector)
+
+
+def shown(driver: Any) -> int:
+    return int(find(driver, "#canvas").get_attribute("data-shown"))
+
+
+def span(driver: Any) -> float:
+    canvas = find(driver, "#canvas")
+    return float(canvas.get_attribute("data-to")) - float(canvas.get_attribute("data-from"))
+
+
+def search(driver: Any, text: str) -> None:
+    box = find(driver, "#search")
+    box.clear()
+    box.send_keys(text)
+
+
+@pytest.fixture(autouse=True)
+def everything_in_view(browser: Any) -> None:
+    browser.execute_script(
+        "for (const i of ['search', 'slower', 'kind', 'worker']) document.getElementById(i).value = '';"
+    )
+    browser.execute_script("document.getElementById('search').dispatchEvent(new Event('input'));")
+    find(browser, "#fit").click()
+    until(browser, lambda: shown(browser) == 2 * CALLS + 2)
+
+
+def test_the_page_opens_without_errors_and_without_a_network(browser: Any) -> None:
+    assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []
+    requests = set()
+    for entry in browser.get_log("performance"):
+        event = json.loads(entry["message"])["message"]
+        if event["method"] == "Network.requestWillBeSent" and event["params"]["documentURL"] == browser.page:
+            requests.add(event["params"]["request"]["url"].partition(",")[0])
+    assert all(url == browser.page or url.startswith(("data:", "blob:")) for url in requests)
+    assert browser.page in requests
+    cards = find(browser, "#overview").text
+    assert f"{2 * CALLS + 2:,}" in cards
+    assert len(browser.find_elements("css selector", ".chart .main-svg")) >= 4
+
+
+def test_zoom_by_button_and_by_key(browser: Any) -> None:
+    whole = span(browser)
+    find(browser, "#zoom-in").click()
+    until(browser, lambda: span(browser) == pytest.approx(whole / 2))
+    assert shown(browser) < 2 * CALLS
+    canvas = find(browser, "#canvas")
+    for _ in range(4):
+        canvas.send_keys("+")
+    until(browser, lambda: span(browser) == pytest.approx(whole / 32))
+    before = float(canvas.get_attribute("data-from"))
+    canvas.send_keys("\ue014")  # the right arrow
+    until(browser, lambda: float(canvas.get_attribute("data-from")) > before)
+    canvas.send_keys("0")
+    until(browser, lambda: span(browser) == whole)
+
+
+def test_the_wheel_zooms_where_the_pointer_is(browser: Any) -> None:
+    from selenium.webdriver import ActionChains
+
+    whole, canvas = span(browser), find(browser, "#canvas")
+    canvas.send_keys("0")
+    origin = ActionChains(browser).move_to_element(canvas).click()
+    origin.perform()
+    from selenium.webdriver.common.actions.wheel_input import ScrollOrigin
+
+    ActionChains(browser).scroll_from_origin(ScrollOrigin.from_element(canvas), 0, -200).perform()
+    until(browser, lambda: span(browser) < whole / 1.5)
+
+
+def test_search_and_filters_choose_messages(browser: Any) -> None:
+    search(browser, "onerror")
+    until(browser, lambda: shown(browser) == 2)
+    search(browser, "")
+    until(browser, lambda: shown(browser) == 2 * CALLS + 2)
+    find(browser, "#slower").send_keys("10")
+    until(browser, lambda: shown(browser) == 2)
+    find(browser, "#slower").clear()
+    find(browser, "#kind option:nth-child(3)").click()
+    until(browser, lambda: shown(browser) == CALLS + 1)
+    search(browser, "nothing has this name")
+    until(browser, lambda: shown(browser) == 0)
+
+
+def test_a_click_on_a_message_shows_its_fields_and_its_pair(browser: Any) -> None:
+    from selenium.webdriver import ActionChains
+
+    search(browser, "onerror")
+    until(browser, lambda: shown(browser) == 2)
+    find(browser, "#next").click()
+    details = find(browser, "#details")
+    until(browser, lambda: "CALL" in details.text)
+    assert EVIL in details.text, "names are text, not HTML"
+    canvas = find(browser, "#canvas")
+    until(browser, lambda: canvas.get_attribute("data-selected-x"))
+    x, y = (float(canvas.get_attribute(f"data-selected-{axis}")) for axis in "xy")
+    canvas.send_keys("\ue00c")  # Escape
+    until(browser, lambda: "No message selected" in details.text)
+    browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", canvas)
+    size = canvas.size
+    ActionChains(browser).move_to_element_with_offset(
+        canvas, round(x - size["width"] / 2), round(y - size["height"] / 2)
+    ).click().perform()
+    until(browser, lambda: "CALL" in details.text)
+    first = canvas.get_attribute("data-selected")
+    find(browser, "#pair").click()
+    until(browser, lambda: "RESULT" in details.text)
+    find(browser, "#pair").click()
+    until(browser, lambda: canvas.get_attribute("data-selected") == first)
+    assert "20" in details.text, "it ran for 20 ms"
+
+
+def test_messages_in_view_are_listed_for_those_who_see_no_canvas(browser: Any) -> None:
+    search(browser, "onerror")
+    until(browser, lambda: shown(browser) == 2)
+    find(browser, "#listing summary").click()
+    until(browser, lambda: len(browser.find_elements("css selector", "#messages tbody tr")) == 2)
+    find(browser, "#messages tbody tr:nth-child(2) button").click()
+    until(browser, lambda: "RESULT" in find(browser, "#details").text)
+
+
+def test_a_finding_leads_to_its_message(browser: Any) -> None:
+    whole = span(browser)
+    slow = next(f for f in browser.find_elements("css selector", "#finding-list li") if "onerror" in f.text)
+    slow.find_element("css selector", "button").click()
+    until(browser, lambda: span(browser) < whole / 2)
+    assert EVIL in find(browser, "#details").text
+
+
+def test_light_and_dark_and_a_narrow_window(browser: Any) -> None:
+    colors = set()
+    for _ in range(2):
+        find(browser, "#theme").click()
+        colors.add(browser.execute_script("return getComputedStyle(document.body).color"))
+    assert len(colors) == 2
+    browser.set_window_size(500, 900)
+    try:
+        until(browser, lambda: int(find(browser, "#stage").size["width"]) < 500)
+        wide = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+        until(browser, lambda: browser.execute_script(wide) <= 0)
+    finally:
+        browser.set_window_size(1400, 1000)
+    assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []

@@ -1,0 +1,225 @@
+"""The data of a report, packed: a description in JSON and columns of numbers."""
+
+from __future__ import annotations
+
+import struct
+from array import array
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from zmqgrad.errors import TraceError
+from zmqgrad.trace.events import Role
+from zmqgrad.trace.job import Job
+from zmqgrad.trace.model import Message
+from zmqgrad.trace.report.activity import Activity, Context, Pass
+from zmqgrad.trace.report.columns import MAX_UINT32, NO_TIME, Actors, Messages, Numbering, little_endian
+from zmqgrad.trace.report.findings import Findings, show_actor
+from zmqgrad.wire.ids import show_id, split_id
+from zmqgrad.wire.messages import MessageType
+
+MAX_MESSAGES = 2_000_000
+MAX_CONTEXTS = 200
+MAX_GROUPS = 20_000
+"""Contexts, and groups of them, of which the page draws the graph: the first ones."""
+
+_TYPED_ARRAYS = {"B": "Uint8", "H": "Uint16", "h": "Int16", "I": "Uint32", "i": "Int32"}
+
+
+class Report:
+    """The data of a page: columns of messages and waits, and what fits into JSON."""
+
+    def __init__(self, job: Job, since: float = 0.0, until: float = float("inf")) -> None:
+        self._job = job
+        self.actors = Actors(job.actors())
+        self._start = min(job.time(a.process, a.started) for a in self.actors.all) if self.actors.all else 0
+        self._window = (self._start + since * 1e9, self._start + until * 1e9)
+        self.messages = Messages(self.actors, self._chosen())
+        self.activity = Activity(self.actors, self.messages, job.events())
+        self.findings = Findings(self.actors, self.messages, self.activity).all()
+        ends = [job.time(p, p.last) for p in job.processes]
+        self._end = max([*ends, self.messages.time[-1]] if len(self.messages) else ends)
+        self._start = min([self._start, self.messages.time[0]] if len(self.messages) else [self._start])
+        self._tick = max(1, -(-(self._end - self._start) // (MAX_UINT32 - 1)))
+
+    def _chosen(self) -> Iterator[Message]:
+        since, until = self._window
+        count = 0
+        for message in self._job.messages():
+            if since <= _time(message) <= until:
+                count += 1
+                if count > MAX_MESSAGES:
+                    raise TraceError(
+                        f"{self._job.directory} has more than {MAX_MESSAGES:,} messages, which is more than "
+                        "a page can show: choose a part of it with --since and --until"
+                    )
+                yield message
+
+    # ---- columns ----------------------------------------------------------------------------------------
+
+    def packed(self) -> bytes:
+        """A description in JSON, preceded by its size in 4 bytes, and the columns that it lists."""
+        texts = Numbering("")
+        columns = {**self._message_columns(texts), **self._wait_columns()}
+        layout = [(name, _TYPED_ARRAYS[c.typecode], len(c)) for name, c in columns.items()]
+        head = msgspec.json.encode({**self._summary(), "texts": texts.values(), "columns": layout})
+        head += b" " * (-(len(head) + 4) % 8)
+        return struct.pack("<I", len(head)) + head + b"".join(map(little_endian, columns.values()))
+
+    def _message_columns(self, texts: Numbering) -> dict[str, array[int]]:
+        m = self.messages
+        ticks = self._ticks(m.time)
+        steps = array("I", [b - a for a, b in zip([0, *ticks], ticks, strict=False)])
+        arguments = array("I", [0]) * len(m)
+        for row, text in m.arguments.items():
+            arguments[row] = texts[text]
+        worker, counter = (
+            array("H", [number >> 48 for number in m.number]),
+            array("I", [split_id(number)[1] & MAX_UINT32 for number in m.number]),
+        )
+        return {
+            "step": steps,
+            "flight": self._spans(m.time, m.end),
+            "queued": self._spans(m.end, m.started),
+            "ran": self._spans(m.started, m.finished),
+            "pair": m.pair,
+            "flags": m.flags,
+            "kind": m.kind,
+            "source": m.source,
+            "target": m.target,
+            "senderThread": m.sender_thread,
+            "receiverThread": m.receiver_thread,
+            "name": m.name,
+            "size": m.size,
+            "idWorker": worker,
+            "idCounter": counter,
+            "context": m.context,
+            "arguments": arguments,
+        }
+
+    def _wait_columns(self) -> dict[str, array[int]]:
+        waits = self.activity.waits
+        threads = self.messages.threads
+        return {
+            "waitBegun": self._ticks([w.begun for w in waits]),
+            "waitTime": array("I", [min((w.ended - w.begun) // self._tick, MAX_UINT32) for w in waits]),
+            "waitActor": array("h", [w.actor for w in waits]),
+            "waitPeer": array("h", [w.peer for w in waits]),
+            "waitState": array("B", [w.state for w in waits]),
+            "waitRow": array("i", [w.row for w in waits]),
+            "waitThread": array("H", [threads[w.thread] & 0xFFFF for w in waits]),
+        }
+
+    def _ticks(self, times: Iterable[int]) -> array[int]:
+        start, tick, end = self._start, self._tick, MAX_UINT32
+        return array("I", [min(max(t - start, 0) // tick, end) for t in times])
+
+    def _spans(self, begins: array[int], ends: array[int]) -> array[int]:
+        """Durations in ticks; the largest number where one end is unknown."""
+        tick = self._tick
+        return array(
+            "I",
+            [
+                min(max(b - a, 0) // tick, MAX_UINT32 - 1) if a != NO_TIME and b != NO_TIME else MAX_UINT32
+                for a, b in zip(begins, ends, strict=True)
+            ],
+        )
+
+    # ---- summary ----------------------------------------------------------------------------------------
+
+    def _summary(self) -> dict[str, Any]:
+        job, m = self._job, self.messages
+        kinds = sorted(set(m.kind))
+        known = MessageType._value2member_map_
+        return {
+            "tick": self._tick,
+            "duration": self._end - self._start,
+            "wall": job.wall(self._start) // 1_000_000,
+            "directory": str(job.directory),
+            "program": next((p.info.program for p in job.processes if p.info.program), ""),
+            "actors": [self._actor(i) for i in range(len(self.actors.all))],
+            "kinds": {kind: MessageType(kind).name if kind in known else str(kind) for kind in kinds},
+            "names": m.names.values(),
+            "threads": m.threads.values(),
+            "contextIds": [show_id(number) if number else "" for number in m.contexts.values()],
+            "notes": self._notes(),
+            "findings": [
+                {**msgspec.structs.asdict(f), "time": None if f.time is None else self._tick_of(f.time)}
+                for f in self.findings
+            ],
+            "contexts": list(self._contexts()),
+            "allContexts": len(self.activity.contexts),
+        }
+
+    def _tick_of(self, time: int) -> int:
+        return max(time - self._start, 0) // self._tick
+
+    def _actor(self, number: int) -> dict[str, Any]:
+        actor = self.actors.all[number]
+        process = actor.process
+        bound = self._job.bound(process, (actor.started + process.last) // 2)
+        return {
+            "name": show_actor(self.actors, number),
+            "role": actor.role.name.lower().replace("_", " "),
+            "isWorker": actor.role is Role.WORKER,
+            "rank": actor.rank,
+            "host": process.info.host,
+            "pid": process.info.pid,
+            "bound": None if bound == float("inf") else bound,
+            "dropped": process.dropped,
+            "stopped": actor.stopped is not None,
+        }
+
+    def _notes(self) -> list[str]:
+        """What limits the trace."""
+        job = self._job
+        notes = [p.damage for p in job.processes if p.damage] + job.unreadable
+        notes += [
+            f"the wall clock of {p.info.host} was set {len(p.jumps)} times" for p in job.processes if p.jumps
+        ]
+        return notes
+
+    def _contexts(self) -> Iterator[dict[str, Any]]:
+        groups = 0
+        for context in list(self.activity.contexts.values())[:MAX_CONTEXTS]:
+            groups += len(context.groups)
+            if groups > MAX_GROUPS:
+                return
+            yield self._context(context)
+
+    def _context(self, context: Context) -> dict[str, Any]:
+        unused = {send.autograd_id for send in context.unused()}
+        return {
+            "id": show_id(context.number),
+            "sends": [
+                (
+                    show_id(s.autograd_id),
+                    s.actor,
+                    s.peer,
+                    s.row,
+                    self._tick_of(s.time),
+                    s.autograd_id in unused,
+                )
+                for s in context.sends.values()
+            ],
+            "groups": [
+                (
+                    g.actor,
+                    self._tick_of(g.began),
+                    g.nanoseconds // self._tick,
+                    list(map(show_id, g.sends)),
+                    [(show_id(recv), peer) for recv, peer in g.recvs],
+                )
+                for g in sorted(context.groups, key=lambda g: g.began)
+            ],
+            "passes": list(map(self._pass, context.passes)),
+        }
+
+    def _pass(self, each: Pass) -> tuple[Any, ...]:
+        ended = None if each.ended is None else self._tick_of(each.ended)
+        return (each.actor, self._tick_of(each.began), ended, each.failed)
+
+
+def _time(message: Message) -> int:
+    return message.sent if message.sent is not None else message.received or 0
