@@ -285,7 +285,7 @@ class Client:
         finally:
             port.release(abandoned)
             if tracer is not None:
-                tracer.wait_ended(call.peer, call.message_id, abandoned)
+                tracer.wait_ended(call.peer, call.message_id, abandoned or promise.exception() is not None)
         try:
             return promise.result()
         finally:

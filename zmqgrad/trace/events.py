@@ -40,6 +40,8 @@ class Tag(enum.IntEnum):
     HEARTBEAT = 19
     CLOCK_SAMPLE = 20
     DROPPED = 21
+    SEND_RECORDED = 22
+    STACK = 23
 
 
 class Role(enum.IntEnum):
@@ -276,6 +278,33 @@ class Dropped(Event, frozen=True, tag=21):
     count: int
 
 
+class SendRecorded(Event, frozen=True, tag=22):
+    """``actor`` recorded a send in ``context``: the message ``message_id`` to ``peer`` may get gradients.
+
+    ``is_reply``: the message is the reply to the request ``message_id`` of that worker.
+    """
+
+    thread: int
+    actor: int
+    context: int
+    autograd_id: int
+    peer: int
+    message_id: int
+    is_reply: bool
+
+
+class StackDumped(Event, frozen=True, tag=23):
+    """What a thread was just doing: its Python stack as text, the innermost frame last.
+
+    Recorded when somebody asks for it (:mod:`zmqgrad.trace.stacks`); ``native_id`` is the system's id of the
+    thread, 0 if Python did not start it.
+    """
+
+    native_id: int
+    name: str
+    stack: str
+
+
 Message = MessageSent | MessageReceived
 
 AnyEvent = (
@@ -300,6 +329,8 @@ AnyEvent = (
     | Heartbeat
     | ClockSample
     | Dropped
+    | SendRecorded
+    | StackDumped
 )
 """All events that a log may contain."""
 

@@ -28,7 +28,7 @@ from zmqgrad import environment
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns as now
 from zmqgrad.runtime.clock import wall_ns
-from zmqgrad.trace import log
+from zmqgrad.trace import log, stacks
 from zmqgrad.trace.events import ProcessInfo, Tag
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.tap import Identity, Tapped
@@ -47,6 +47,7 @@ MAX_NAMES = 1 << 16
 
 MAX_NAME_CHARACTERS = 200
 JOIN_SECONDS = 5.0
+THREAD_NAME = "zmqgrad-trace"
 
 Row = tuple[Any, ...]
 
@@ -72,6 +73,8 @@ def _wrapped_function(message: Message) -> str:
 
 
 _NAME_OF = _name_getters()
+_FORWARD_REPLY = int(MessageType.FORWARD_AUTOGRAD_RESP)
+_WITH_SEND = frozenset((MessageType.FORWARD_AUTOGRAD_REQ, MessageType.FORWARD_AUTOGRAD_RESP))
 _WITH_CONTEXT = frozenset(k for k, struct in BY_TYPE.items() if "context_id" in struct.__struct_fields__)
 
 
@@ -165,6 +168,15 @@ class Recorder:
         writer = self._writer
         if writer is not None:
             writer.flush()
+
+    def record_stacks(self) -> None:
+        """Records the Python stacks of all threads of this process but the writer."""
+        moment = now()
+        for native_id, name, stack in stacks.dump(exclude=THREAD_NAME):
+            if len(self.queue) >= self.max_events:
+                self.drop()
+            else:
+                self.queue.append((Tag.STACK, moment, native_id, name, stack))
 
     def in_child(self) -> Recorder | None:
         """As :class:`~zmqgrad.transport.tap.Recorder`: the child gets a log of its own."""
@@ -265,11 +277,14 @@ class _Writer:
         self._sampled = 0
         self._lock = threading.Lock()  # guards the file
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="zmqgrad-trace", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        requests = stacks.Requests(self._recorder.directory)
         while not self._stop.wait(FLUSH_SECONDS):
+            if requests.is_new() and not self._recorder.failed:
+                self._recorder.record_stacks()
             self.flush()
 
     def flush(self) -> None:
@@ -364,6 +379,10 @@ class Tracer:
         # Plain numbers for the tags: an attribute of an enumeration takes as long as the rest.
         tag = 6 if outgoing else 7
         queue.append((tag, time, thread, self._actor, kind, peer, envelope[3], context, number, size, path))
+        if context and outgoing and kind in _WITH_SEND and message.autograd_id:  # type: ignore[attr-defined]
+            send = message.autograd_id  # type: ignore[attr-defined]
+            is_reply = kind == _FORWARD_REPLY
+            queue.append((22, time, thread, self._actor, context, send, peer, envelope[3], is_reply))
 
     def _declare_peer(self, time: int, peer: int, incarnation: int) -> None:
         if len(self._incarnations) < MAX_NAMES:
