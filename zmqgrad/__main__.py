@@ -29,6 +29,7 @@ _COMMANDS = {
     "run": "Start a script as several workers on this host.",
     "secret": "Make a secret for a job, which its processes need between hosts.",
     "store": "Serve a key-value store, or access a running one.",
+    "trace": "Show the recorded messages, calls and waits of a job.",
 }
 """Commands with their help texts; ``zmqgrad.cli.<name>`` is the module."""
 
