@@ -195,7 +195,7 @@ def test_only_sends_that_no_pass_reached_are_unused(tmp_path: Path) -> None:
     assert (finding.kind, finding.workers, finding.evidence) == (
         "unused sends",
         ("w0",),
-        {"sends": 1, "contexts": 1},
+        {"sends": 1, "contexts": 1, "failed": 0},
     )
 
 

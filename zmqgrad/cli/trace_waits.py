@@ -89,6 +89,8 @@ def _headline(wait: Wait, waits: Waits) -> str:
     duration = show(wait.duration(waits.now))
     peer = name_of(wait.target) if wait.target is not None else f"worker {wait.rank}"
     verb = "waits" if wait.until is None else "waited"
+    if wait.context and wait.call is None:
+        return f"  {name_of(wait.waiter)} ({thread_of(wait)}) {verb} {duration} for a backward pass"
     if not wait.is_blocking:
         return f"  {name_of(wait.waiter)} has no reply for {duration} from {peer}: {wait.function}"
     return f"  {name_of(wait.waiter)} ({thread_of(wait)}) {verb} {duration} for {peer}: {wait.function}"

@@ -186,8 +186,8 @@ def _killed(job: Job) -> Iterator[Finding]:
 def _unused_sends(job: Job) -> Iterator[Finding]:
     """Sends that got no gradient in a context in which a backward pass has ended."""
     sends: dict[tuple[Actor, int], SendRecorded] = {}
-    ended: dict[int, int] = {}
-    for time, _, actor, event in job.events():
+    ended: dict[int, PassFinished] = {}
+    for _, _, actor, event in job.events():
         if actor is None:
             continue
         if isinstance(event, SendRecorded):
@@ -196,44 +196,47 @@ def _unused_sends(job: Job) -> Iterator[Finding]:
             for send in event.sends:
                 sends.pop((actor, send), None)
         elif isinstance(event, PassFinished):
-            ended[event.context] = time
+            ended[event.context] = event
     unused = [(actor, send) for (actor, _), send in sends.items() if send.context in ended]
     if not unused:
         return
     names = _functions_of(job, unused)
     pairs = Counter(
-        f"{names.get((actor, send.autograd_id), 'a call')} "
+        f"{names.get(_call_key(actor, send), 'a call')} "
         + ("(its result)" if send.is_reply else "(its arguments)")
         + f" from {actor.name} to worker {send.peer}"
         for actor, send in unused
     )
     contexts = {send.context for _, send in unused}
+    failed = sum(ended[context].failed for context in contexts)
     yield Finding(
         "unused sends",
-        Severity.WARNING,
-        f"{len(unused)} sends got no gradient",
-        f"Tensors that require grad were sent in {len(contexts)} contexts whose backward pass did not reach "
-        "them. Detach them, or do not send them: " + _most_common(pairs),
+        Severity.PROBLEM if failed else Severity.WARNING,
+        f"{_count(len(unused), 'send')} got no gradient",
+        f"Tensors that require grad were sent in {_count(len(contexts), 'context')} whose pass did not "
+        f"reach them" + (f", {failed} of which failed" if failed else "") + ". Detach them, or do not send "
+        "them: " + _most_common(pairs),
         tuple(sorted({actor.name for actor, _ in unused})),
-        ended[unused[0][1].context],
-        {"sends": len(unused), "contexts": len(contexts)},
+        evidence={"sends": len(unused), "contexts": len(contexts), "failed": failed},
     )
 
 
-def _functions_of(job: Job, sends: Sequence[tuple[Actor, SendRecorded]]) -> dict[tuple[Actor, int], str]:
-    """The function of the call that each send belongs to."""
-    by_request = {
-        (send.context, send.message_id, send.peer if send.is_reply else actor.rank): (actor, send.autograd_id)
-        for actor, send in sends
-    }
-    found: dict[tuple[Actor, int], str] = {}
+def _functions_of(job: Job, sends: Sequence[tuple[Actor, SendRecorded]]) -> dict[tuple[int, int, int], str]:
+    """The functions of the calls that the sends belong to, by :func:`_call_key`."""
+    wanted = {_call_key(actor, send) for actor, send in sends}
+    found: dict[tuple[int, int, int], str] = {}
     for call in job.calls():
-        source = call.request.source
-        if call.request.context and source is not None:
-            key = by_request.get((call.request.context, call.request.message_id, source.rank))
-            if key is not None:
+        request = call.request
+        if request.context and request.source is not None:
+            key = (request.context, request.message_id, request.source.rank)
+            if key in wanted:
                 found[key] = call.function
     return found
+
+
+def _call_key(actor: Actor, send: SendRecorded) -> tuple[int, int, int]:
+    """The context, the request and the caller of the call whose arguments or result were sent."""
+    return send.context, send.message_id, send.peer if send.is_reply else actor.rank
 
 
 # ---- load -----------------------------------------------------------------------------------------------
@@ -351,6 +354,10 @@ def _most_common(counts: Mapping[str, int]) -> str:
     most = Counter(counts).most_common(SHOWN)
     rest = len(counts) - len(most)
     return ", ".join(f"{name} ({count})" for name, count in most) + (f", and {rest} more" if rest else "")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def name_of(actor: Actor) -> str:

@@ -139,6 +139,7 @@ def find_waits(job: Job, now: int | None = None) -> Waits:
     found.failed = list(_expand(found.failed, backward, found.passes))
     workers = {worker.rank: worker for worker in job.workers()}
     for each in [*found.stuck(), *found.ended]:
+        each.context = found.passes.get((each.waiter, each.message_id), 0)
         if each.target is None and each.waiter.role is Role.WORKER:
             each.target = workers.get(each.rank)
     found.open.sort(key=lambda w: w.since)
@@ -209,8 +210,8 @@ def _expand(
 ) -> Iterator[Wait]:
     """Replaces the wait for a backward pass by one for each of its requests that is not finished."""
     for wait in waits:
-        wait.context = passes.get((wait.waiter, wait.message_id), 0)
-        needed = [c for c in backward if c.request.context == wait.context and wait.context]
+        context = passes.get((wait.waiter, wait.message_id), 0)
+        needed = [c for c in backward if c.request.context == context and context]
         if not needed:
             yield wait
         for call in needed:
