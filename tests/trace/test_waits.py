@@ -103,10 +103,10 @@ def test_each_stage_of_a_request_is_told(tmp_path: Path) -> None:
     told = {w.message_id: locate(w, waits) for w in waits.stuck()}
     assert told[1] == "w1 has not received it, as far as its log shows"
     assert told[2].startswith("w1 has run it for 10.0 s, in thread main")
-    assert told[3] == "w1 received it 9.0 s ago, and has not begun it: 0 are queued before it, 1 run"
+    assert told[3] == "w1 received it 9.0 s before, and has not begun it: 0 are queued before it, 1 run"
     assert told[4] == "w1 has run it for 998.0 ms, and has not replied"
-    assert told[5] == "w1 replied 8.0 s ago; the reply has not arrived"
-    assert told[6] == "w1 replied too late, after 3.0 s"
+    assert told[5] == "w1 replied 8.0 s before; the reply has not arrived"
+    assert told[6] == "w1 has run it for 998.0 ms, in thread main; its reply came 2.0 s too late"
 
 
 def test_a_peer_without_a_log_is_told(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from zmqgrad import environment
 from zmqgrad.errors import (
     CongestionError,
     PeerLostError,
@@ -30,6 +31,7 @@ from zmqgrad.rpc.reply_port import ReplyPorts
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
+from zmqgrad.rpc.wait_reports import WaitReporter, locate
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.wire.messages import Call, Cancel, Message, MessageType
@@ -66,6 +68,8 @@ class Client:
         self.sent = 0
         self._next_check = math.inf  # when the timer next checks for calls past their deadline
         self._check_lock = threading.Lock()
+        self.reporter = WaitReporter(worker, self.pending) if environment.reports_waits() else None
+        """Reports what waits for long; None: nothing does."""
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -206,6 +210,8 @@ class Client:
             finally:
                 del call, error  # the traceback refers to this frame: avoid a reference cycle
         self.sent += 1
+        if self.reporter is not None:
+            self.reporter.add(call)
         if deadline < self._next_check:
             self._check_at(deadline)
         return call
@@ -360,6 +366,13 @@ class Client:
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked "
             f"with an error: {call.describe()} on {self._membership.name_of(call.peer)}{silence}"
+            f"; {self._locate(call)}"
+        )
+
+    def _locate(self, call: PendingCall) -> str:
+        """What is known of a call that gets no reply."""
+        return locate(self._hooks.tracer, call) or (
+            f"{len(self.pending)} other calls are pending here. Set {environment.TRACE} to learn where it is"
         )
 
     # ---- failures ---------------------------------------------------------------------------------------
@@ -367,7 +380,9 @@ class Client:
     def on_peer_lost(self, peer: int) -> None:
         """Fail the pending calls to a lost peer."""
         for call in self.pending.lose(peer):
-            call.promise.set_exception(self._worker.loss_of(peer, call.describe()))
+            place = locate(self._hooks.tracer, call)
+            description = f"{call.describe()} ({place})" if place else call.describe()
+            call.promise.set_exception(self._worker.loss_of(peer, description))
 
     def fail_all(self, error: RpcError) -> None:
         """Fail every pending call with ``error``."""

@@ -108,11 +108,15 @@ class LogReader:
         for batch in self.batches():
             yield from batch
 
-    def skip(self, keep: int = 0) -> None:
-        """Skips records, without decoding them, until at most ``keep`` bytes of the present file are left."""
+    def skip(self, keep: int = 0) -> bool:
+        """Skips records, without decoding them, until at most ``keep`` bytes of the present file are left.
+
+        Returns:
+            Whether anything was skipped.
+        """
         try:
             end = os.fstat(self._file.fileno()).st_size
-            at = self._file.tell()
+            start = at = self._file.tell()
             while end - at > keep:
                 head = self._file.read(_SIZE.size)
                 following = at + _SIZE.size + (_SIZE.unpack(head)[0] if len(head) == _SIZE.size else end)
@@ -120,6 +124,7 @@ class LogReader:
                     break  # a record cut off, or damage: for the next read to tell
                 at = self._file.seek(following)
             self._file.seek(at)
+            return at != start
         except OSError as e:
             raise TraceError(f"cannot read the trace log {self.path}: {e.strerror or e}") from e
 

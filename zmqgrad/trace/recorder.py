@@ -30,6 +30,7 @@ from zmqgrad.runtime.clock import monotonic_ns as now
 from zmqgrad.runtime.clock import wall_ns
 from zmqgrad.trace import log, stacks
 from zmqgrad.trace.events import ProcessInfo, Tag
+from zmqgrad.trace.requests import RemoteRequests
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.tap import Identity, Tapped
 from zmqgrad.wire.messages import BY_TYPE, ForwardAutogradReq, Message, MessageType
@@ -143,7 +144,7 @@ class Recorder:
             self._open += 1
             if self._writer is None and not self.failed:
                 self._writer = _Writer(self)
-        return Tracer(self, actor, identity.role == tapping.WORKER)
+        return Tracer(self, actor, identity)
 
     def detach(self, actor: int) -> None:
         """Ends the writer with the last actor, so that no thread is left after ``shutdown``."""
@@ -341,8 +342,9 @@ def write_all(fd: int, data: bytes) -> None:
 class Tracer:
     """Records the events of one actor; implements :class:`~zmqgrad.transport.tap.Tracer`."""
 
-    def __init__(self, recorder: Recorder, actor: int, is_worker: bool) -> None:
-        self._is_worker = is_worker
+    def __init__(self, recorder: Recorder, actor: int, identity: Identity) -> None:
+        self._is_worker = identity.role == tapping.WORKER
+        self._requests = RemoteRequests(recorder.directory, identity)
         self.records_arguments = recorder.arguments
         self.records_heartbeats = recorder.heartbeats
         self._recorder = recorder
@@ -457,6 +459,17 @@ class Tracer:
     def heartbeat(self, peer: int, outgoing: bool) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(19, peer, outgoing)
+
+    def request_stacks(self) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        try:
+            stacks.request_stacks(self._recorder.directory)
+        except TraceError as e:
+            logger.debug("%s", e)
+
+    def locate(self, peer: int, message_id: int, context: int = 0) -> str:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        return self._requests.locate(peer, self._incarnations.get(peer, 0), message_id, context)
 
     def close(self) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""

@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 from zmqgrad.errors import TraceError
 
@@ -68,8 +69,17 @@ def dump(exclude: str = "") -> Iterator[tuple[int, str, str]]:
         name = thread.name if thread is not None else f"thread {ident}"
         if name != exclude:
             native_id = thread.native_id or 0 if thread is not None else 0
-            frames = traceback.extract_stack(frame, limit=MAX_FRAMES)
-            yield native_id, name, "".join(traceback.format_list(frames))
+            yield native_id, name, _show(frame)
+
+
+def show_stack(ident: int) -> str:
+    """The stack of a thread of this process; empty if it has ended."""
+    frame = sys._current_frames().get(ident)
+    return _show(frame) if frame is not None else ""
+
+
+def _show(frame: FrameType) -> str:
+    return "".join(traceback.format_list(traceback.extract_stack(frame, limit=MAX_FRAMES)))
 
 
 def innermost(stack: str, count: int = 3) -> list[str]:

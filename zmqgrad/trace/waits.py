@@ -219,23 +219,30 @@ def _expand(
 
 
 def find_cycles(waits: Waits, at_least: int = 1_000_000_000) -> list[list[Wait]]:
-    """The cycles of waits that overlap for ``at_least`` so many nanoseconds, by the shortest for each worker.
+    """The cycles of waits that overlap for ``at_least`` nanoseconds: the shortest one of each worker.
+
+    When a wait of a cycle times out, the others may still get their replies; so it is enough that one is
+    open or has failed.
 
     Returns:
         Cycles with no worker in common with an earlier one; each wait's target is the next one's waiter.
     """
     edges: dict[Actor, dict[Actor, Wait]] = {}
-    for wait in sorted(waits.stuck(), key=lambda w: (w.until is not None, w.since)):
-        if wait.target is not None and wait.target is not wait.waiter:
-            before = edges.setdefault(wait.waiter, {}).get(wait.target)
-            if before is None or before.until is not None:  # an open one stays, of the others the last
-                edges[wait.waiter][wait.target] = wait
+    # Of several waits of a pair, the last here counts: the one that is open longest, or has failed last.
+    for wait in [*waits.ended, *sorted(waits.failed, key=lambda w: w.since), *reversed(waits.open)]:
+        if (
+            wait.target is not None
+            and wait.target is not wait.waiter
+            and wait.duration(waits.now) >= at_least
+        ):
+            edges.setdefault(wait.waiter, {})[wait.target] = wait
     found: list[list[Wait]] = []
     seen: set[Actor] = set()
-    for start in edges:
+    for start in sorted(edges, key=lambda actor: actor.rank):
         if start not in seen:
             cycle = _shortest_cycle(start, edges)
-            if cycle and _overlap(cycle, waits.now) >= at_least:
+            is_stuck = any(wait.until is None or wait.failed for wait in cycle)
+            if is_stuck and _overlap(cycle, waits.now) >= at_least:
                 found.append(cycle)
                 seen.update(wait.waiter for wait in cycle)
     return found
@@ -264,31 +271,49 @@ def _overlap(cycle: Sequence[Wait], now: int) -> int:
 
 def locate(wait: Wait, waits: Waits) -> str:
     """Where the request is that ``wait`` waits for, in words."""
-    now, call = waits.now if wait.until is None else wait.until, wait.call
+    now, call, target = waits.now if wait.until is None else wait.until, wait.call, wait.target
     if call is None:
         return "no request of it is under way" if wait.context else "its request was not recorded"
-    request, reply = call.request, call.reply
-    name = wait.target.name or wait.target.address if wait.target is not None else f"worker {wait.rank}"
-    if call.is_complete and reply is not None and (reply.received or 0) > now:
-        return f"{name} replied too late, after {show(_after(reply.received, request.sent))}"
-    if call.is_complete:
+    name = target.name or target.address if target is not None else f"worker {wait.rank}"
+    declared = target.process.threads.get(call.thread) if target is not None else None
+    thread = declared.name if declared is not None else f"thread {call.thread}"
+    text = place(call, now, name, thread, waits.queue_of(call))
+    if call.reply is None:
+        text += _why_not(target) if call.request.received is None else _end_of(target)
+    return text
+
+
+def place(call: Call, now: int, name: str, thread: str, queue: tuple[int, int]) -> str:
+    """Where the request of ``call`` is (or was) at time ``now``, in words.
+
+    Args:
+        name: of the worker that it was sent to.
+        thread: the name of ``call.thread``.
+        queue: how many requests are queued before it there, and how many run.
+    """
+    reply, received = call.reply, _until(now, call.request.received)
+    replied = _until(now, reply.sent) if reply is not None else None
+    started, finished = _until(now, call.started), _until(now, call.finished)
+    if reply is not None and _until(now, reply.received) is not None:
         return "its reply has arrived"
-    if reply is not None and reply.sent is not None:
-        return f"{name} replied {show(now - reply.sent)} ago; the reply has not arrived"
-    if request.received is None:
-        return f"{name} has not received it" + _why_not(wait.target)
-    if call.finished is not None:
-        return f"{name} has run it for {show(_after(call.finished, call.started))}, and has not replied"
-    if call.started is not None:
-        target = wait.target
-        declared = target.process.threads.get(call.thread) if target is not None else None
-        thread = declared.name if declared is not None else f"thread {call.thread}"
-        return f"{name} has run it for {show(now - call.started)}, in thread {thread}" + _end_of(target)
-    queued, running = waits.queue_of(call)
+    if replied is not None:
+        return f"{name} replied {show(now - replied)} before; the reply has not arrived"
+    late = f"; its reply came {show(reply.sent - now)} too late" if reply is not None and reply.sent else ""
+    if received is None:
+        return f"{name} has not received it" + late
+    if finished is not None:
+        return f"{name} has run it for {show(finished - (started or finished))}, and has not replied" + late
+    if started is not None:
+        return f"{name} has run it for {show(now - started)}, in thread {thread}" + late
     return (
-        f"{name} received it {show(now - request.received)} ago, and has not begun it: "
-        f"{queued} are queued before it, {running} run" + _end_of(wait.target)
+        f"{name} received it {show(now - received)} before, and has not begun it: "
+        f"{queue[0]} are queued before it, {queue[1]} run" + late
     )
+
+
+def _until(now: int, time: int | None) -> int | None:
+    """``time`` if it has come."""
+    return time if time is not None and time <= now else None
 
 
 def _why_not(target: Actor | None) -> str:
@@ -299,10 +324,6 @@ def _why_not(target: Actor | None) -> str:
 
 def _end_of(target: Actor | None) -> str:
     return ", and has ended since" if target is not None and target.stopped is not None else ""
-
-
-def _after(time: int | None, before: int | None) -> int:
-    return (time or 0) - (before or time or 0)
 
 
 def show(nanoseconds: float) -> str:
