@@ -16,7 +16,7 @@ from zmqgrad.cli.trace_output import add_job_arguments, note, open_job, printabl
 from zmqgrad.runtime.clock import MonotonicClock, monotonic_ns
 from zmqgrad.trace import Job
 from zmqgrad.trace.events import ThreadDeclared
-from zmqgrad.trace.findings import name_of
+from zmqgrad.trace.findings import ABOUT_WAITS, find, name_of
 from zmqgrad.trace.live import ask_for_stacks, running
 from zmqgrad.trace.stacks import innermost
 from zmqgrad.trace.waits import Wait, Waits, find_cycles, find_waits, locate, show
@@ -58,6 +58,9 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         for line in _lines(waits, cycles, bool(alive)):
             print(printable(line))
+        for finding in find(job, waits):
+            if finding.kind not in ABOUT_WAITS:
+                print(printable(f"{finding.severity.name}: {finding.title}: {finding.detail}"))
     return EXIT_CYCLE if cycles else 0
 
 
@@ -69,16 +72,18 @@ def _lines(waits: Waits, cycles: Sequence[Sequence[Wait]], is_running: bool) -> 
             yield from _describe(wait, waits)
         yield ""
     shown = {id(wait) for cycle in cycles for wait in cycle}
-    state = "have not ended" if is_running else "had not ended when their logs end"
-    for title, found in (
-        (f"that {state}", waits.open),
-        ("that failed (timeout, loss, Ctrl-C)", waits.failed),
-        ("that ended with a reply, the longest", waits.ended),
+    state = "" if is_running else " when their logs end"
+    for kind, remark, found in (
+        ("open", state, waits.open),
+        ("failed", " (timeout, loss, Ctrl-C)", waits.failed),
+        ("ended", ", the longest", waits.ended),
     ):
         rest = [wait for wait in found if id(wait) not in shown]
         rest.sort(key=lambda w: -w.duration(waits.now))
         if rest or (found is waits.open and not cycles):
-            yield f"{len(rest)} {'wait' if len(rest) == 1 else 'waits'} {title}" + (":" if rest else "")
+            yield f"{len(rest)} {kind} {'wait' if len(rest) == 1 else 'waits'}{remark}" + (
+                ":" if rest else ""
+            )
         for wait in rest[:MAX_SHOWN]:
             yield from _describe(wait, waits) if found is not waits.ended else [_headline(wait, waits)]
         if len(rest) > MAX_SHOWN:

@@ -56,6 +56,9 @@ CLOCK_NANOSECONDS = 1_000_000
 
 SHOWN = 5
 
+ABOUT_WAITS = frozenset(("deadlock", "open wait", "failed wait"))
+"""The kinds of findings about waits that have not ended or have failed."""
+
 
 class Severity(enum.IntEnum):
     """How much a finding matters."""
