@@ -127,6 +127,9 @@ trace_arguments = Setting("ZMQGRAD_TRACE_ARGS", _parse_switch, False)
 trace_heartbeats = Setting("ZMQGRAD_TRACE_HEARTBEATS", _parse_switch, False)
 """Whether traces contain heartbeats."""
 
+reports_waits = Setting("ZMQGRAD_DEBUG", _parse_switch, False)
+"""Whether what waits for half of its timeout is reported on stderr."""
+
 REPLACE_TORCH_RPC = "ZMQGRAD_REPLACE_TORCH_RPC"
 
 replaces_torch_rpc = Setting(REPLACE_TORCH_RPC, _parse_switch, False)

@@ -28,6 +28,8 @@ _VIEWS = {
     "graph": "Draw the distributed autograd graph of a context.",
     "timeline": "Write a timeline that Perfetto and chrome://tracing open.",
     "report": "Write one web page with findings, timeline, latencies, traffic, autograd and waits.",
+    "findings": "Name what stands out: deadlocks, stragglers, hot workers, unused sends.",
+    "waits": "Show who waits for whom, and where: finds deadlocks.",
 }
 """Views with their help texts; ``zmqgrad.cli.trace_<name>`` is the module."""
 

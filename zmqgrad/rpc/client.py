@@ -15,6 +15,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from zmqgrad import environment
 from zmqgrad.errors import (
     CongestionError,
     PeerLostError,
@@ -33,6 +34,7 @@ from zmqgrad.rpc.reply_port import ReplyPorts
 from zmqgrad.rpc.rref.table import ReferenceTable
 from zmqgrad.rpc.serialization.context import SERIALIZED_NONE, SerializedPayload
 from zmqgrad.rpc.serialization.serializer import serialize_call
+from zmqgrad.rpc.wait_reports import WaitReporter, locate
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport import tap
 from zmqgrad.transport.base import Frame, Inbound
@@ -72,6 +74,8 @@ class Client:
         self.sent = 0
         self._next_check = math.inf  # when the timer next checks for calls past their deadline
         self._check_lock = threading.Lock()
+        self.reporter = WaitReporter(worker, self.pending) if environment.reports_waits() else None
+        """Reports what waits for long; None: nothing does."""
 
     # ---- requests ---------------------------------------------------------------------------------------
 
@@ -218,6 +222,8 @@ class Client:
             finally:
                 del call, error  # the traceback refers to this frame: avoid a reference cycle
         self.sent += 1
+        if self.reporter is not None:
+            self.reporter.add(call)
         if deadline < self._next_check:
             self._check_at(deadline)
         return call
@@ -297,7 +303,7 @@ class Client:
         finally:
             port.release(abandoned)
             if tracer is not None:
-                tracer.wait_ended(call.peer, call.message_id, abandoned)
+                tracer.wait_ended(call.peer, call.message_id, abandoned or promise.exception() is not None)
         try:
             return promise.result()
         finally:
@@ -372,6 +378,13 @@ class Client:
         return RpcTimeoutError(
             f"RPC ran for more than set timeout ({call.timeout * 1000:.0f} ms) and will now be marked "
             f"with an error: {call.describe()} on {self._membership.name_of(call.peer)}{silence}"
+            f"; {self._locate(call)}"
+        )
+
+    def _locate(self, call: PendingCall) -> str:
+        """What is known of a call that gets no reply."""
+        return locate(self._hooks.tracer, call) or (
+            f"{len(self.pending)} other calls are pending here. Set {environment.TRACE} to learn where it is"
         )
 
     # ---- failures ---------------------------------------------------------------------------------------
@@ -379,7 +392,9 @@ class Client:
     def on_peer_lost(self, peer: int) -> None:
         """Fail the pending calls to a lost peer."""
         for call in self.pending.lose(peer):
-            call.promise.set_exception(self._worker.loss_of(peer, call.describe()))
+            place = locate(self._hooks.tracer, call)
+            description = f"{call.describe()} ({place})" if place else call.describe()
+            call.promise.set_exception(self._worker.loss_of(peer, description))
 
     def fail_all(self, error: RpcError) -> None:
         """Fail every pending call with ``error``."""

@@ -215,7 +215,9 @@ class RpcFuture(PythonFuture[T]):
                 reply.wait_done()  # has the deadline of the call
             finally:
                 if tracer is not None:
-                    tracer.wait_ended(self.peer, self.message_id, not reply.done())
+                    tracer.wait_ended(
+                        self.peer, self.message_id, not reply.done() or reply.exception() is not None
+                    )
                 self.waiting = False
                 if reply.done():
                     self.complete()

@@ -43,6 +43,7 @@ class Tag(enum.IntEnum):
     USAGE = 30
     SEND_RECORDED = 22
     PEER_LOST = 40
+    STACK = 23
 
 
 class Role(enum.IntEnum):
@@ -318,6 +319,18 @@ class PeerLost(Event, frozen=True, tag=40):
     reason: str = ""
 
 
+class StackDumped(Event, frozen=True, tag=23):
+    """What a thread was just doing: its Python stack as text, the innermost frame last.
+
+    Recorded when somebody asks for it (:mod:`zmqgrad.trace.stacks`); ``native_id`` is the system's id of the
+    thread, 0 if Python did not start it.
+    """
+
+    native_id: int
+    name: str
+    stack: str
+
+
 Message = MessageSent | MessageReceived
 
 AnyEvent = (
@@ -345,6 +358,7 @@ AnyEvent = (
     | Usage
     | SendRecorded
     | PeerLost
+    | StackDumped
 )
 """All events that a log may contain."""
 

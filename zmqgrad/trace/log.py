@@ -14,6 +14,7 @@ at the end; the reader stops before it.
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -106,6 +107,26 @@ class LogReader:
         """Yields the events recorded since the last call one by one; errors as :meth:`batches`."""
         for batch in self.batches():
             yield from batch
+
+    def skip(self, keep: int = 0) -> bool:
+        """Skips records, without decoding them, until at most ``keep`` bytes of the present file are left.
+
+        Returns:
+            Whether anything was skipped.
+        """
+        try:
+            end = os.fstat(self._file.fileno()).st_size
+            start = at = self._file.tell()
+            while end - at > keep:
+                head = self._file.read(_SIZE.size)
+                following = at + _SIZE.size + (_SIZE.unpack(head)[0] if len(head) == _SIZE.size else end)
+                if following > end or following == at + _SIZE.size:
+                    break  # a record cut off, or damage: for the next read to tell
+                at = self._file.seek(following)
+            self._file.seek(at)
+            return at != start
+        except OSError as e:
+            raise TraceError(f"cannot read the trace log {self.path}: {e.strerror or e}") from e
 
     def _next_record(self) -> bytes | None:
         """The next record. None if it is not complete yet; a later call tries again."""

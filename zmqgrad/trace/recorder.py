@@ -29,8 +29,9 @@ from zmqgrad import environment
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns as now
 from zmqgrad.runtime.clock import wall_ns
-from zmqgrad.trace import log
+from zmqgrad.trace import log, stacks
 from zmqgrad.trace.events import ProcessInfo, Tag
+from zmqgrad.trace.requests import RemoteRequests
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.tap import Identity, Tapped, Usage
 from zmqgrad.wire.messages import BY_TYPE, ForwardAutogradReq, Message, MessageType
@@ -48,6 +49,7 @@ MAX_NAMES = 1 << 16
 
 MAX_NAME_CHARACTERS = 200
 JOIN_SECONDS = 5.0
+THREAD_NAME = "zmqgrad-trace"
 
 Row = tuple[Any, ...]
 
@@ -144,7 +146,7 @@ class Recorder:
             self._open += 1
             if self._writer is None and not self.failed:
                 self._writer = _Writer(self)
-        return Tracer(self, actor, identity.role == tapping.WORKER)
+        return Tracer(self, actor, identity)
 
     def detach(self, actor: int) -> None:
         """Ends the writer with the last actor, so that no thread is left after ``shutdown``."""
@@ -170,6 +172,15 @@ class Recorder:
         writer = self._writer
         if writer is not None:
             writer.flush()
+
+    def record_stacks(self) -> None:
+        """Records the Python stacks of all threads of this process but the writer."""
+        moment = now()
+        for native_id, name, stack in stacks.dump(exclude=THREAD_NAME):
+            if len(self.queue) >= self.max_events:
+                self.drop()
+            else:
+                self.queue.append((Tag.STACK, moment, native_id, name, stack))
 
     def in_child(self) -> Recorder | None:
         """As :class:`~zmqgrad.transport.tap.Recorder`: the child gets a log of its own."""
@@ -271,11 +282,14 @@ class _Writer:
         self._usages: dict[int, Usage] = {}
         self._lock = threading.Lock()  # guards the file
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="zmqgrad-trace", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
+        requests = stacks.Requests(self._recorder.directory)
         while not self._stop.wait(FLUSH_SECONDS):
+            if requests.is_new() and not self._recorder.failed:
+                self._recorder.record_stacks()
             self.flush()
 
     def flush(self) -> None:
@@ -340,8 +354,9 @@ def write_all(fd: int, data: bytes) -> None:
 class Tracer:
     """Records the events of one actor; implements :class:`~zmqgrad.transport.tap.Tracer`."""
 
-    def __init__(self, recorder: Recorder, actor: int, is_worker: bool) -> None:
-        self._is_worker = is_worker
+    def __init__(self, recorder: Recorder, actor: int, identity: Identity) -> None:
+        self._is_worker = identity.role == tapping.WORKER
+        self._requests = RemoteRequests(recorder.directory, identity)
         self.records_arguments = recorder.arguments
         self.records_heartbeats = recorder.heartbeats
         self._recorder = recorder
@@ -464,6 +479,17 @@ class Tracer:
     def peer_lost(self, peer: int, reason: str) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
         self._add(Tag.PEER_LOST, peer, reason[:MAX_NAME_CHARACTERS])
+
+    def request_stacks(self) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        try:
+            stacks.request_stacks(self._recorder.directory)
+        except TraceError as e:
+            logger.debug("%s", e)
+
+    def locate(self, peer: int, message_id: int, context: int = 0) -> str:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        return self._requests.locate(peer, self._incarnations.get(peer, 0), message_id, context)
 
     def close(self) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""

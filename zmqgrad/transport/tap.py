@@ -139,6 +139,21 @@ class Tracer(Protocol):
     def peer_lost(self, peer: int, reason: str) -> None:
         """A peer was declared lost."""
 
+    def request_stacks(self) -> None:
+        """Asks all processes of the trace to record the stacks of their threads."""
+
+    def locate(self, peer: int, message_id: int, context: int = 0) -> str:
+        """Where a request is by now, in words.
+
+        Args:
+            message_id: a request that was sent to ``peer``; 0: the one of a backward pass in ``context``
+                that ``peer`` has not finished.
+
+        Returns:
+            Empty if the logs at hand do not tell. Reads them, which takes up to 0.1 s.
+        """
+        ...
+
     def close(self) -> None:
         """The traced object was closed."""
 

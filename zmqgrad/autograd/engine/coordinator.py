@@ -84,15 +84,23 @@ class Coordinator:
 
     def _wait(self) -> None:
         """Wait until no request of the pass is outstanding, and raise its error, if any."""
-        tracer = self._participant.tracer()
-        if tracer is None:
+        tracer, reporter = self._participant.tracer(), self._worker.client.reporter
+        if tracer is None and reporter is None:
             self._wait_for_reports()
             return
-        tracer.wait_begun(self._worker.id, self.id)
+        report = (
+            reporter.watch(lambda: f"a backward pass: {self._missing()}") if reporter is not None else None
+        )
+        if tracer is not None:
+            tracer.wait_begun(self._worker.id, self.id)
         try:
             self._wait_for_reports()
         finally:
-            tracer.wait_ended(self._worker.id, self.id, not self.detector.finished.done())
+            if report is not None:
+                report.cancel()
+            if tracer is not None:
+                failed = self.detector.error() is not None or not self.detector.finished.done()
+                tracer.wait_ended(self._worker.id, self.id, failed)
 
     def _wait_for_reports(self) -> None:
         detector = self.detector
@@ -106,14 +114,24 @@ class Coordinator:
             if ended:
                 break
             if detector.steps == steps:
-                names = ", ".join(sorted({self._name(worker) for worker in detector.outstanding().values()}))
-                raise RpcTimeoutError(
-                    f"no report of the backward pass arrived for {timeout} s; "
-                    f"it waits for {names or 'reports'}"
+                detector.abort(
+                    RpcTimeoutError(
+                        f"no report of the backward pass arrived for {timeout} s; "
+                        f"it waits for {self._missing()}"
+                    )
                 )
+                break
         error = detector.error()
         if error is not None:
             raise error
+
+    def _missing(self) -> str:
+        """The workers whose reports are missing, and what the trace knows of their requests."""
+        tracer, found = self._participant.tracer(), []
+        for worker in sorted(set(self.detector.outstanding().values())):
+            place = tracer.locate(worker, 0, self._context.id) if tracer is not None else ""
+            found.append(f"{self._name(worker)} ({place})" if place else self._name(worker))
+        return ", ".join(found) or "reports"
 
     def _wait_at_port(self, timeout: float | None) -> bool:
         """Handle messages at the port until the pass has finished. Returns False on timeout (seconds)."""

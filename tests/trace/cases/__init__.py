@@ -1,0 +1,1 @@
+"""Programs with a fault each, which ``zmqgrad trace`` must find. Start them with ``zmqgrad run``."""

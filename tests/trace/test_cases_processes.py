@@ -1,0 +1,143 @@
+"""The programs of ``tests/trace/cases``, run as a user runs them: their faults are found from the trace."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from zmqgrad.errors import TraceError
+from zmqgrad.trace import Job
+from zmqgrad.trace.findings import Finding, find
+from zmqgrad.trace.waits import find_cycles, find_waits
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(200)]
+
+CASES = Path(__file__).parent / "cases"
+COMMAND = (sys.executable, "-m", "zmqgrad")
+
+
+@contextmanager
+def started(
+    directory: Path, case: str, workers: int, *args: str, **env: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    command = [
+        *COMMAND,
+        "run",
+        f"--nproc-per-node={workers}",
+        "--trace",
+        str(directory),
+        str(CASES / case),
+        *args,
+    ]
+    output = directory / "output.txt"
+    with output.open("w") as file:
+        job = subprocess.Popen(
+            command, env={**os.environ, **env}, stdout=file, stderr=file, start_new_session=True
+        )
+    try:
+        yield job
+    finally:
+        if job.poll() is None:
+            job.terminate()  # the launcher ends its workers
+        job.wait(60)
+
+
+def run(directory: Path, case: str, workers: int, *args: str, **env: str) -> str:
+    with started(directory, case, workers, *args, **env) as job:
+        job.wait(150)
+    return (directory / "output.txt").read_text()
+
+
+def findings(directory: Path) -> dict[str, Finding]:
+    return {each.kind: each for each in find(Job(directory))}
+
+
+def view(directory: Path, *args: str) -> tuple[int, Any]:
+    done = subprocess.run(
+        [*COMMAND, "trace", *args], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert not done.stderr, done.stderr
+    return done.returncode, done.stdout
+
+
+def wait_for_deadlock(directory: Path, job: subprocess.Popen[bytes]) -> None:
+    """Returns when three calls hang: the logs show them, as nothing else can."""
+    while job.poll() is None:
+        try:
+            if len(find_waits(Job(directory)).open) == 3:
+                return
+        except TraceError:
+            pass  # no log yet
+        try:
+            job.wait(0.2)
+        except subprocess.TimeoutExpired:
+            pass
+    raise AssertionError("the job ended, instead of hanging")
+
+
+def test_the_cycle_of_a_running_job_is_named_with_the_lines_that_hang(tmp_path: Path) -> None:
+    with started(tmp_path, "deadlock.py", 3, CASE_TIMEOUT="100") as job:
+        wait_for_deadlock(tmp_path, job)
+        code, text = view(tmp_path, "waits", str(tmp_path), "--json", "--seconds", "30")
+        told = json.loads(text)
+        for worker in Job(tmp_path).workers():
+            os.kill(worker.process.info.pid, signal.SIGKILL)
+    open_waits = {w["waiter"]: w for w in told["waits"] if w["state"] == "open"}
+    assert {name: w["for"] for name, w in open_waits.items()} == {
+        "worker0": "worker1",
+        "worker1": "worker0",
+        "worker2": "worker0",
+    }
+    assert all("rpc.rpc_sync(to, add" in open_waits[name]["stack"] for name in ("worker0", "worker1"))
+    assert any("with lock:" in s["stack"] for s in told["stacks"])
+    assert code in (0, 3)  # a cycle counts as one only after a second
+    # Its workers were killed: the logs alone name the cycle.
+    waits = find_waits(Job(tmp_path))
+    (cycle,) = find_cycles(waits, at_least=0)
+    assert [w.waiter.name for w in cycle] == ["worker0", "worker1"]
+
+
+def test_the_cycle_of_a_job_that_timed_out_is_named_by_its_errors_and_its_trace(tmp_path: Path) -> None:
+    printed = run(tmp_path, "deadlock.py", 3, CASE_TIMEOUT="5", ZMQGRAD_DEBUG="1")
+    assert re.search(r"worker0 has waited 2\.\d s .* for add on worker1: worker1 has run it for", printed)
+    assert re.search(r"RpcTimeoutError: .*; worker\d has run it for", printed)
+    found = findings(tmp_path)
+    assert found["deadlock"].workers == ("worker0", "worker1")
+    code, text = view(tmp_path, "waits", str(tmp_path))
+    assert code == 3
+    assert "DEADLOCK: worker0 -> worker1 -> worker0" in text
+    assert "in add: with lock:" in text, "ZMQGRAD_DEBUG has the stacks recorded"
+
+
+def test_the_straggler_is_found(tmp_path: Path) -> None:
+    run(tmp_path, "straggler.py", 4)
+    found = findings(tmp_path)
+    assert found["straggler"].workers == ("worker2",)
+    assert found["straggler"].evidence["function"] == "__main__:forward"
+    assert not {"deadlock", "hot worker", "unused sends"} & found.keys()
+
+
+def test_the_hot_server_is_found(tmp_path: Path) -> None:
+    run(tmp_path, "hot_server.py", 5)
+    found = findings(tmp_path)
+    assert found["hot worker"].workers == ("worker0",)
+    assert not {"deadlock", "straggler", "unused sends"} & found.keys()
+
+
+@pytest.mark.parametrize("mode", ["auto", "fast"])
+def test_the_unused_send_is_found(tmp_path: Path, mode: str) -> None:
+    printed = run(tmp_path, "unused_send.py", 3, mode)
+    assert ("cannot finish in FAST mode" in printed) == (mode == "fast")
+    finding = findings(tmp_path)["unused sends"]
+    assert "__main__:mean (its arguments) from worker1 to worker 2" in finding.detail
+    assert finding.evidence["failed"] == (mode == "fast")

@@ -1,0 +1,218 @@
+"""Waits and findings, from logs written here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call
+from zmqgrad.trace import Job
+from zmqgrad.trace.events import Tag
+from zmqgrad.trace.findings import Severity, find
+from zmqgrad.trace.waits import find_cycles, find_waits, locate
+from zmqgrad.wire.messages import MessageType
+
+MS = 1_000_000
+
+
+def workers(directory: Path, count: int) -> list[Writer]:
+    found = [Writer(directory, rank, clock="boot") for rank in range(count)]
+    for each in found:
+        each.knows(*found)
+    return found
+
+
+def finish(*writers: Writer) -> None:
+    for each in writers:
+        each.write()
+
+
+def waits_for(
+    a: Writer, b: Writer, number: int, at: int, until: int | None = None, *, arrives: bool = True
+) -> None:
+    """A call of b by a without a reply, for which a waits; it fails at ``until``."""
+    a.message(True, at, CALL, b.rank, number, 1)
+    a.add(Tag.WAIT_BEGUN, at, b.rank, number)
+    if arrives:
+        b.message(False, at + MS, CALL, a.rank, number, 1)
+        b.add(Tag.REQUEST_STARTED, at + 2 * MS, a.rank, number)
+    if until is not None:
+        a.add(Tag.WAIT_ENDED, until, b.rank, number, True)
+
+
+@pytest.mark.parametrize("until", [None, 30 * SECOND])
+def test_a_cycle_is_named_whether_it_lasts_or_has_timed_out(tmp_path: Path, until: int | None) -> None:
+    a, b, c, d = workers(tmp_path, 4)
+    waits_for(a, b, 1, SECOND, until)
+    waits_for(b, c, 2, 2 * SECOND, until)
+    waits_for(c, a, 3, 3 * SECOND, until)
+    waits_for(d, a, 4, 4 * SECOND, until)
+    d.add(Tag.RENDEZVOUS, 31 * SECOND, 1, "later", 0, 0)
+    finish(a, b, c, d)
+    waits = find_waits(Job(tmp_path))
+    (cycle,) = find_cycles(waits)
+    assert [(w.waiter.name, w.target and w.target.name) for w in cycle] == [
+        ("w0", "w1"),
+        ("w1", "w2"),
+        ("w2", "w0"),
+    ]
+    assert "w1 has run it for" in locate(cycle[0], waits)
+    assert len(waits.stuck()) == 4
+    problems = [f for f in find(Job(tmp_path), waits) if f.severity is Severity.PROBLEM]
+    assert [f.kind for f in problems] == ["deadlock", "open wait" if until is None else "failed wait"]
+    assert problems[0].workers == ("w0", "w1", "w2")
+    assert problems[1].workers == ("w3",)
+
+
+def test_waits_one_after_the_other_are_no_cycle(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    waits_for(a, b, 1, SECOND, 5 * SECOND)
+    waits_for(b, a, 2, 6 * SECOND, 9 * SECOND)
+    finish(a, b)
+    assert find_cycles(find_waits(Job(tmp_path))) == []
+
+
+def test_a_chain_of_waits_is_no_cycle(tmp_path: Path) -> None:
+    a, b, c = workers(tmp_path, 3)
+    waits_for(a, b, 1, SECOND)
+    waits_for(b, c, 2, SECOND)
+    c.add(Tag.RENDEZVOUS, 99 * SECOND, 1, "later", 0, 0)
+    finish(a, b, c)
+    waits = find_waits(Job(tmp_path))
+    assert len(waits.open) == 2
+    assert find_cycles(waits) == []
+
+
+def test_each_stage_of_a_request_is_told(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    waits_for(a, b, 1, SECOND, arrives=False)
+    waits_for(a, b, 2, SECOND)
+    waits_for(a, b, 3, SECOND, arrives=False)
+    b.message(False, 2 * SECOND, CALL, 0, 3, 1)
+    waits_for(a, b, 4, SECOND)
+    b.add(Tag.REQUEST_FINISHED, 2 * SECOND, 0, 4, False)
+    waits_for(a, b, 5, SECOND)
+    b.message(True, 3 * SECOND, RESULT, 0, 5)
+    b.add(Tag.REQUEST_FINISHED, 3 * SECOND, 0, 5, False)
+    waits_for(a, b, 6, SECOND, 2 * SECOND)
+    b.message(True, 4 * SECOND, RESULT, 0, 6)
+    a.message(False, 4 * SECOND + MS, RESULT, 1, 6)
+    finish(a, b)
+    waits = find_waits(Job(tmp_path), 11 * SECOND)
+    told = {w.message_id: locate(w, waits) for w in waits.stuck()}
+    assert told[1] == "w1 has not received it, as far as its log shows"
+    assert told[2].startswith("w1 has run it for 10.0 s, in thread main")
+    assert told[3] == "w1 received it 9.0 s before, and has not begun it: 0 are queued before it, 1 run"
+    assert told[4] == "w1 has run it for 998.0 ms, and has not replied"
+    assert told[5] == "w1 replied 8.0 s before; the reply has not arrived"
+    assert told[6] == "w1 has run it for 998.0 ms, in thread main; its reply came 2.0 s too late"
+
+
+def test_a_peer_without_a_log_is_told(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    waits_for(a, b, 1, SECOND)
+    finish(a)
+    b.path.unlink()
+    waits = find_waits(Job(tmp_path))
+    assert [locate(w, waits) for w in waits.open] == ["worker 1 has not received it, or has no log here"]
+
+
+def test_a_call_that_no_thread_waits_for_is_open_too(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    call(a, b, 1, SECOND, reply=False)
+    finish(a, b)
+    (wait,) = find_waits(Job(tmp_path), 9 * SECOND).open
+    assert (wait.is_blocking, wait.function, wait.duration(9 * SECOND)) == (False, "m:f", 8 * SECOND)
+
+
+def test_a_backward_pass_waits_for_the_workers_that_have_not_finished(tmp_path: Path) -> None:
+    a, b, c = workers(tmp_path, 3)
+    backward = int(MessageType.BACKWARD_AUTOGRAD_REQ)
+    a.add(Tag.PASS_STARTED, SECOND, 77, 5)
+    for peer, number in ((b, 1), (c, 2)):
+        a.add(Tag.MESSAGE_SENT, SECOND, backward, peer.rank, number, 77, 0, 100, 0)
+        peer.add(Tag.MESSAGE_RECEIVED, SECOND + MS, backward, 0, number, 77, 0, 100, 0)
+        peer.add(Tag.REQUEST_STARTED, SECOND + 2 * MS, 0, number)
+    b.add(Tag.REQUEST_FINISHED, SECOND + 3 * MS, 0, 1, False)
+    a.add(Tag.WAIT_BEGUN, SECOND, 0, 5)
+    finish(a, b, c)
+    waits = find_waits(Job(tmp_path), 9 * SECOND)
+    assert [(w.function, w.target and w.target.name) for w in waits.open] == [("backward pass", "w2")]
+
+
+def served(a: Writer, b: Writer, number: int, at: int, runs: int, queued: int = 0) -> None:
+    a.message(True, at, CALL, b.rank, number, 1)
+    b.message(False, at + 1000, CALL, a.rank, number, 1)
+    b.add(Tag.REQUEST_STARTED, at + 1000 + queued, a.rank, number)
+    b.message(True, at + 1000 + queued + runs, RESULT, a.rank, number)
+    b.add(Tag.REQUEST_FINISHED, at + 1000 + queued + runs, a.rank, number, False)
+    a.message(False, at + 3000 + queued + runs, RESULT, b.rank, number)
+
+
+def kinds(directory: Path) -> dict[str, tuple[str, ...]]:
+    return {f.kind: f.workers for f in find(Job(directory))}
+
+
+def test_the_slow_one_of_equal_workers_is_a_straggler(tmp_path: Path) -> None:
+    everybody = workers(tmp_path, 4)
+    leader, *others = everybody
+    for i in range(10):
+        for worker in others:
+            runs = 30 * MS if worker.rank == 2 else 10 * MS
+            served(leader, worker, 10 * i + worker.rank, SECOND + i * 100 * MS, runs)
+    finish(*everybody)
+    assert kinds(tmp_path) == {"straggler": ("w2",)}
+    (finding,) = find(Job(tmp_path))
+    assert finding.evidence["median"] == 30 * MS
+
+
+def test_a_worker_with_all_requests_is_hot_only_if_they_pile_up(tmp_path: Path) -> None:
+    for piled, found in ((False, {}), (True, {"hot worker": ("w0",)})):
+        directory = tmp_path / str(piled)
+        directory.mkdir()
+        everybody = workers(directory, 4)
+        server, *others = everybody
+        for i in range(10):
+            for worker in others:
+                at = SECOND + i * 30 * MS + worker.rank * (9 * MS)
+                served(worker, server, 10 * i, at, 8 * MS, 9 * MS * worker.rank if piled else 0)
+        finish(*everybody)
+        # Long queues are a finding of their own.
+        assert {kind: w for kind, w in kinds(directory).items() if kind != "queueing"} == found
+
+
+def test_only_sends_that_no_pass_reached_are_unused(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    for context in (1, 2):  # a pass ends in the first only
+        for send in (10, 11):
+            a.add(Tag.SEND_RECORDED, SECOND, context, context * send, 1, context * send, False)
+        a.add(Tag.PASS_STARTED, 2 * SECOND, context, 5 + context)
+        a.add(Tag.GROUP_EXECUTED, 2 * SECOND, context, 5 + context, MS, (10 * context,), ())
+    a.add(Tag.PASS_FINISHED, 3 * SECOND, 1, 6, False)
+    finish(a, b)
+    (finding,) = find(Job(tmp_path))
+    assert (finding.kind, finding.workers, finding.evidence) == (
+        "unused sends",
+        ("w0",),
+        {"sends": 1, "contexts": 1, "failed": 0},
+    )
+
+
+def test_drops_damage_and_unknown_clocks_are_told(tmp_path: Path) -> None:
+    a = Writer(tmp_path, 0, clock="boot")
+    b = Writer(tmp_path, 1, clock="another")
+    a.rows.append((Tag.DROPPED, SECOND, 7))
+    finish(a, b)
+    with b.path.open("ab") as file:
+        file.write(b"\0\0\0\x01\xc1")
+    assert kinds(tmp_path) == {"dropped events": ("w0",), "damaged log": ("w1",), "clock": ("w1",)}
+
+
+def test_a_healthy_job_has_no_findings(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    for i in range(20):
+        served(a, b, 2 * i + 1, SECOND + i * 10 * MS, MS)
+        served(b, a, 2 * i + 2, SECOND + i * 10 * MS, MS)
+    finish(a, b)
+    assert find(Job(tmp_path)) == []

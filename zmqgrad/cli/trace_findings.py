@@ -1,0 +1,36 @@
+"""``zmqgrad trace findings``: what a person should look at first in a trace.
+
+Exit codes as those of ``zmqgrad trace``; 3: there is a problem, such as a deadlock.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+
+import msgspec
+
+from zmqgrad.cli.trace_output import add_job_arguments, open_job, printable
+from zmqgrad.trace.findings import Severity, find
+
+EXIT_PROBLEM = 3
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the arguments."""
+    add_job_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    """Print the findings."""
+    findings = find(open_job(arguments))
+    if arguments.json:
+        sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
+    elif not findings:
+        print("nothing stands out")
+    for each in () if arguments.json else findings:
+        print(printable(f"{each.severity.name}: {each.title}"))
+        print(textwrap.indent(textwrap.fill(printable(each.detail), 100), "    "))
+    return EXIT_PROBLEM if any(each.severity is Severity.PROBLEM for each in findings) else 0

@@ -1,0 +1,155 @@
+"""Where a request is that was sent to another worker, as that worker's log tells: for errors of running jobs.
+
+The logs of a job lie in one directory on each host, so those of workers on other hosts are found only if it
+is shared. What is read is bounded: the end of one log.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from pathlib import Path
+
+import msgspec
+
+from zmqgrad.errors import TraceError
+from zmqgrad.runtime.clock import monotonic_ns, wall_ns
+from zmqgrad.trace.events import (
+    ActorStarted,
+    AnyEvent,
+    MessageReceived,
+    MessageSent,
+    ProcessInfo,
+    RequestFinished,
+    RequestStarted,
+    ThreadDeclared,
+)
+from zmqgrad.trace.log import LogReader, find_logs
+from zmqgrad.trace.model import Call, Message
+from zmqgrad.trace.waits import BACKWARD, ONE_WAY, place
+from zmqgrad.transport.tap import WORKER, Identity
+from zmqgrad.wire.messages import REQUEST, RESPONSE
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 2 << 20
+"""What is read of the end of a log: some 50,000 events, which takes 50 ms."""
+
+FIRST_RECORDS = 32
+"""The records at the start of a log in which its worker is looked for."""
+
+FRESH_NANOSECONDS = 1_000_000_000
+"""For how long a log that was read is used again: thousands of calls may time out together."""
+
+
+class _Snapshot(msgspec.Struct):
+    """The requests that a worker has received, by their sender and message id, and its threads."""
+
+    info: ProcessInfo
+    name: str
+    read: int
+    is_complete: bool
+    """Whether all of its log was read."""
+    calls: dict[tuple[int, int], Call] = {}
+    threads: dict[int, str] = {}
+
+    def now(self) -> int:
+        """This moment by the clock of that process; by wall clocks, if it is on another host."""
+        here = wall_ns() - (self.info.wall - self.info.monotonic)
+        own = monotonic_ns()
+        return own if abs(own - here) < FRESH_NANOSECONDS else here
+
+
+class RemoteRequests:
+    """Locates requests of the worker ``identity``, whose job records into ``directory``. Thread-safe."""
+
+    def __init__(self, directory: Path, identity: Identity) -> None:
+        self._directory, self._identity = directory, identity
+        self._lock = threading.Lock()  # guards the snapshots
+        self._snapshots: dict[int, _Snapshot] = {}
+
+    def locate(self, peer: int, incarnation: int, message_id: int, context: int = 0) -> str:
+        """As :meth:`zmqgrad.transport.tap.Tracer.locate`; ``incarnation`` of ``peer``: 0 if unknown."""
+        try:
+            with self._lock:
+                snapshot = self._snapshots.get(peer)
+                if snapshot is None or monotonic_ns() - snapshot.read > FRESH_NANOSECONDS:
+                    snapshot = self._read(peer, incarnation)
+                    if snapshot is not None:
+                        self._snapshots[peer] = snapshot
+        except TraceError as e:
+            logger.debug("%s", e)
+            return ""
+        return "" if snapshot is None else self._describe(snapshot, message_id, context)
+
+    def _describe(self, snapshot: _Snapshot, message_id: int, context: int) -> str:
+        calls = snapshot.calls
+        call = calls.get((self._identity.number, message_id))
+        if context:
+            call = next(
+                (
+                    c
+                    for c in calls.values()
+                    if c.request.kind in BACKWARD and c.request.context == context and c.finished is None
+                ),
+                None,
+            )
+        if call is None:
+            unknown = context or not snapshot.is_complete
+            return "" if unknown else f"{snapshot.name} has not received it, as far as its trace shows"
+        waiting = [c for c in calls.values() if c.finished is None and c.request.kind not in ONE_WAY]
+        before = call.request.received or 0
+        queued = sum(c.started is None and (c.request.received or 0) < before for c in waiting)
+        running = sum(c.started is not None for c in waiting)
+        thread = snapshot.threads.get(call.thread, f"thread {call.thread}")
+        return place(call, snapshot.now(), snapshot.name, thread, (queued, running))
+
+    def _read(self, peer: int, incarnation: int) -> _Snapshot | None:
+        """Reads the end of the log of worker ``peer``; None: it is not here."""
+        for path in reversed(find_logs(self._directory)):
+            with LogReader(path) as reader:
+                events = [e for batch in itertools.islice(reader.batches(), FIRST_RECORDS) for e in batch]
+                actor = self._find(events, peer, incarnation)
+                if actor is None:
+                    continue
+                snapshot = _Snapshot(
+                    reader.info, actor.name, monotonic_ns(), not reader.skip(MAX_BYTES), {}, {}
+                )
+                for event in events:
+                    _apply(snapshot, actor.actor, event)
+                for event in reader:
+                    _apply(snapshot, actor.actor, event)
+                return snapshot
+        return None
+
+    def _find(self, events: list[AnyEvent], peer: int, incarnation: int) -> ActorStarted | None:
+        """The declaration of worker ``peer``, if it is among ``events``."""
+        for event in events:
+            if isinstance(event, ActorStarted):
+                by_rank = (event.role, event.number, event.job) == (WORKER, peer, self._identity.job)
+                if event.incarnation == incarnation if incarnation else by_rank:
+                    return event
+        return None
+
+
+def _apply(snapshot: _Snapshot, actor: int, event: AnyEvent) -> None:
+    """Notes what ``event`` tells about the requests that ``actor`` has received."""
+    calls = snapshot.calls
+    if isinstance(event, ThreadDeclared):
+        snapshot.threads[event.thread] = event.name
+    elif isinstance(event, MessageReceived):
+        if event.actor == actor and event.kind & REQUEST:
+            calls[event.peer, event.message_id] = Call(
+                Message(event.kind, event.message_id, received=event.time, context=event.context)
+            )
+    elif isinstance(event, (RequestStarted, RequestFinished, MessageSent)):
+        call = calls.get((event.peer, event.message_id))
+        if call is None or event.actor != actor:
+            return
+        if isinstance(event, RequestStarted):
+            call.started, call.thread = event.time, event.thread
+        elif isinstance(event, RequestFinished):
+            call.finished = event.time
+        elif event.kind & RESPONSE:
+            call.reply = Message(event.kind, event.message_id, sent=event.time)
