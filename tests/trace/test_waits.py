@@ -73,6 +73,31 @@ def test_waits_one_after_the_other_are_no_cycle(tmp_path: Path) -> None:
     assert find_cycles(find_waits(Job(tmp_path))) == []
 
 
+def stack(actor: Writer, line: str) -> None:
+    actor.rows.append((Tag.STACK, 9 * SECOND, 7, "main", f'  File "/a.py", line 1, in f\n    {line}\n'))
+
+
+@pytest.mark.parametrize(("line", "cycles"), [("with lock:", 1), ("x = x @ x", 0)])
+def test_a_thread_that_computes_waits_for_nobody(tmp_path: Path, line: str, cycles: int) -> None:
+    a, b = workers(tmp_path, 2)
+    waits_for(a, b, 1, SECOND)
+    waits_for(b, a, 2, SECOND)  # both began before the other's call: no thread serves and waits
+    stack(a, line)
+    stack(b, line)
+    finish(a, b)
+    assert len(find_cycles(find_waits(Job(tmp_path), 10 * SECOND))) == cycles
+
+
+def test_a_worker_that_is_about_to_shut_down_blocks_nobody(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    b.rows.append((Tag.NAME, 0, 2, "zmqgrad.rpc.membership.collectives:_contribute"))
+    b.message(True, SECOND, CALL, 0, 9, 2)
+    b.add(Tag.WAIT_BEGUN, SECOND, 0, 9)
+    waits_for(a, b, 1, 2 * SECOND)
+    finish(a, b)
+    assert find_cycles(find_waits(Job(tmp_path), 60 * SECOND)) == []
+
+
 def test_a_chain_of_waits_is_no_cycle(tmp_path: Path) -> None:
     a, b, c = workers(tmp_path, 3)
     waits_for(a, b, 1, SECOND)

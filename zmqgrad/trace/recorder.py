@@ -281,14 +281,14 @@ class _Writer:
         self._sampled = 0
         self._usages: dict[int, Usage] = {}
         self._lock = threading.Lock()  # guards the file
+        self._requests = stacks.Requests(recorder.directory)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
-        requests = stacks.Requests(self._recorder.directory)
         while not self._stop.wait(FLUSH_SECONDS):
-            if requests.is_new() and not self._recorder.failed:
+            if self._requests.is_new() and not self._recorder.failed:
                 self._recorder.record_stacks()
             self.flush()
 

@@ -23,6 +23,7 @@ REQUEST_NAME = "stacks.request"
 MAX_FRAMES = 40
 MAX_THREADS = 200
 _FRAME = re.compile(r'^  File "(.*)", line (\d+), in (.*)\n((?:    .*)?)', re.MULTILINE)
+_WAITS = re.compile(r"\bwith\b|acquire|wait|\.get\(|join|recv|select|poll|lock", re.IGNORECASE)
 _PYTHON = ("/threading.py", "/queue.py", "<frozen runpy>")
 _OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 
@@ -80,6 +81,12 @@ def show_stack(ident: int) -> str:
 
 def _show(frame: FrameType) -> str:
     return "".join(traceback.format_list(traceback.extract_stack(frame, limit=MAX_FRAMES)))
+
+
+def is_blocked(stack: str) -> bool:
+    """Whether the innermost line looks as if it waits, for a lock say: Python does not tell."""
+    innermost_frame = stack.rstrip().rpartition("  File ")[2]
+    return bool(_WAITS.search(innermost_frame.partition("\n")[2]))
 
 
 def innermost(stack: str, count: int = 3) -> list[str]:

@@ -1,8 +1,8 @@
 """Who waits for whom: the waits of a job that have not ended or have failed, and the cycles among them. Pure.
 
 A wait is an edge of the wait-for graph (Knapp, "Deadlock detection in distributed databases", 1987) from the
-worker that waits to the one that it needs. Its nodes are workers, not threads: which thread holds the lock
-that another one needs is not recorded, so a thread that serves a request may wait for any other of its
+thread that waits to the one that serves its request. Which thread holds the lock that another one needs is
+not recorded, so a thread that serves a request, and waits for no worker, may wait for any other of its
 worker. A cycle of waits that overlap in time is a deadlock, unless a call in it still computes: then it ends.
 """
 
@@ -18,6 +18,7 @@ from zmqgrad.trace.events import PassStarted, Role, StackDumped, WaitBegun, Wait
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.model import Actor, Call, Process
 from zmqgrad.trace.pairing import REPEATED
+from zmqgrad.trace.stacks import is_blocked
 from zmqgrad.wire.messages import MessageType
 
 LONGEST = 10
@@ -30,6 +31,9 @@ BACKWARD = frozenset((MessageType.BACKWARD_AUTOGRAD_REQ, MessageType.DROP_AUTOGR
 """Requests of a backward pass. Reports to its coordinator take the place of replies."""
 
 ONE_WAY = BACKWARD | {MessageType.CANCEL}
+
+COLLECTIVES = "zmqgrad.rpc.membership."
+"""Functions of this library by which workers wait for each other at a barrier, and when they shut down."""
 
 _Key = tuple[Actor, int, int]
 """The actor, the thread and the message id of a wait."""
@@ -227,41 +231,67 @@ def find_cycles(waits: Waits, at_least: int = 1_000_000_000) -> list[list[Wait]]
     Returns:
         Cycles with no worker in common with an earlier one; each wait's target is the next one's waiter.
     """
-    edges: dict[Actor, dict[Actor, Wait]] = {}
-    # Of several waits of a pair, the last here counts: the one that is open longest, or has failed last.
+    # Of several waits of a thread, the last here counts: the one that is open longest, or has failed last.
+    by_thread: dict[tuple[Actor, int, Actor], Wait] = {}
     for wait in [*waits.ended, *sorted(waits.failed, key=lambda w: w.since), *reversed(waits.open)]:
         if (
             wait.target is not None
             and wait.target is not wait.waiter
             and wait.duration(waits.now) >= at_least
         ):
-            edges.setdefault(wait.waiter, {})[wait.target] = wait
+            by_thread[wait.waiter, wait.thread, wait.target] = wait
+    edges: dict[Actor, list[Wait]] = {}
+    for wait in by_thread.values():
+        edges.setdefault(wait.waiter, []).append(wait)
     found: list[list[Wait]] = []
     seen: set[Actor] = set()
-    for start in sorted(edges, key=lambda actor: actor.rank):
-        if start not in seen:
-            cycle = _shortest_cycle(start, edges)
-            is_stuck = any(wait.until is None or wait.failed for wait in cycle)
-            if is_stuck and _overlap(cycle, waits.now) >= at_least:
-                found.append(cycle)
-                seen.update(wait.waiter for wait in cycle)
+    for start in sorted(by_thread.values(), key=lambda w: (w.waiter.rank, w.since)):
+        if start.waiter in seen:
+            continue
+        cycle = _shortest_cycle(start, edges, waits)
+        is_stuck = any(wait.until is None or wait.failed for wait in cycle)
+        if is_stuck and _overlap(cycle, waits.now) >= at_least:
+            found.append(cycle)
+            seen.update(wait.waiter for wait in cycle)
     return found
 
 
-def _shortest_cycle(start: Actor, edges: Mapping[Actor, Mapping[Actor, Wait]]) -> list[Wait]:
+def _shortest_cycle(start: Wait, edges: Mapping[Actor, Sequence[Wait]], waits: Waits) -> list[Wait]:
     """Breadth-first search from ``start`` back to it; empty: there is none."""
-    paths: dict[Actor, list[Wait]] = {start: []}
+    paths: dict[int, list[Wait]] = {id(start): [start]}
     queue = deque([start])
     while queue:
-        actor = queue.popleft()
-        for target, wait in edges.get(actor, {}).items():
-            path = [*paths[actor], wait]
-            if target is start:
-                return path
-            if target not in paths:
-                paths[target] = path
-                queue.append(target)
+        wait = queue.popleft()
+        for following in _following(wait, edges, waits):
+            if following is start:
+                return paths[id(wait)]
+            if id(following) not in paths:
+                paths[id(following)] = [*paths[id(wait)], following]
+                queue.append(following)
     return []
+
+
+def _following(wait: Wait, edges: Mapping[Actor, Sequence[Wait]], waits: Waits) -> Iterable[Wait]:
+    """The waits that must end before ``wait`` can.
+
+    If a thread serves its request, those of that thread. If that thread waits for no worker, it computes or
+    waits for a lock. Then any thread of its worker may hold the lock, unless the stack shows a computation.
+    """
+    call, target = wait.call, wait.target
+    at_target = edges.get(target, ()) if target is not None else ()
+    if call is not None and target is not None and call.started is not None:
+        own = [w for w in at_target if w.thread == call.thread and w.since >= call.started]
+        stack = waits.stack_of(target.process, call.thread)
+        if own or (stack and not is_blocked(stack)):
+            return own
+    return [w for w in at_target if _may_hold_lock(w, waits)]
+
+
+def _may_hold_lock(wait: Wait, waits: Waits) -> bool:
+    """Whether others may wait for the thread of ``wait``: not if it is only about to shut down, say."""
+    if wait.function.startswith(COLLECTIVES):
+        return False
+    return wait.is_blocking or is_blocked(waits.stack_of(wait.waiter.process, wait.thread))
 
 
 def _overlap(cycle: Sequence[Wait], now: int) -> int:
