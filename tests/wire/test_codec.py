@@ -161,7 +161,7 @@ def test_parts_within_parts_without_end_are_refused() -> None:
 @pytest.mark.parametrize(
     "message",
     [m.StoreNumber(1 << 64), m.StoreListKeys("\ud800"), m.StoreNumber(object())],
-    ids=repr,  # type: ignore[arg-type]
+    ids=["number too large", "no valid text", "no number"],
 )
 def test_messages_that_cannot_be_encoded_are_refused(message: Message) -> None:
     with pytest.raises(ProtocolError, match=f"cannot encode {type(message).__name__}"):
