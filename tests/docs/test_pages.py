@@ -51,7 +51,7 @@ def test_the_page_of_names_has_every_public_name_of_torch() -> None:
 
 def test_roles_become_code() -> None:
     text = "See :func:`~zmqgrad.rpc.remote` and :class:`RRef`, as follows::\n\n    x"
-    assert pages.to_markdown(text) == "See `remote` and `RRef`, as follows:\n\n    x"
+    assert sources.to_markdown(text) == "See `remote` and `RRef`, as follows:\n\n    x"
 
 
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)

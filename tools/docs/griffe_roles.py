@@ -6,7 +6,7 @@ from typing import Any
 
 import griffe
 
-from tools.docs.pages import to_markdown
+from tools.docs.sources import to_markdown
 
 
 class Roles(griffe.Extension):  # type: ignore[misc]

@@ -12,6 +12,7 @@ from typing import cast
 from unittest import mock
 
 from tools.docs import remedies, torch_names
+from tools.docs.sources import to_markdown
 from zmqgrad import __main__ as command
 from zmqgrad import errors
 from zmqgrad.wire import messages
@@ -74,7 +75,8 @@ def command_line_page() -> str:
 def _command_line() -> Iterator[str]:
     yield from ("# Command line", "")
     yield "`python -m zmqgrad` is the same as `zmqgrad`. The exit code is 0 for success, 2 for wrong"
-    yield "arguments, and otherwise that of the first worker that failed, or 1."
+    yield "arguments, 3 for a key that `zmqgrad store` does not find, and otherwise that of the first"
+    yield "worker that failed, or 1."
     with mock.patch.dict(os.environ, {"COLUMNS": "100"}):
         for parser in parsers():
             yield from ("", f"{'##' if ' ' in parser.prog else '## The command'} `{parser.prog}`", "")
@@ -128,12 +130,6 @@ def message_classes() -> list[type[messages.Message]]:
     """The header of each message type."""
     found = (value for value in vars(messages).values() if inspect.isclass(value))
     return [each for each in found if issubclass(each, messages.Message) and hasattr(each, "TYPE")]
-
-
-def to_markdown(docstring: str) -> str:
-    """``docstring`` with Sphinx's roles and literal blocks in the syntax of Markdown."""
-    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", docstring)
-    return re.sub(r"::$", ":", text, flags=re.MULTILINE)
 
 
 PAGES: dict[str, Callable[[], str]] = {

@@ -68,7 +68,7 @@ REMEDIES = {
     ),
     "NotInitializedError": "Call `init_rpc` in this process. A forked child has to call it itself.",
     "UnknownWorkerError": (
-        "Check the name; the text lists similar ones. In a dynamic group, call `rpc.wait_for_workers` first."
+        "Check the name; the text lists the workers. In a dynamic group, call `rpc.wait_for_workers` first."
     ),
     "RpcTimeoutError": (
         "Raise the timeout of the call, of `rpc.set_rpc_timeout`, or of the options; or find out with "

@@ -1,4 +1,6 @@
-"""Quotes code in pages: a directive names a function or class of a program, so that no copy can be outdated.
+"""What pages show of source files: code and docstrings.
+
+A directive names a function or class of a program, so that no copy can be outdated:
 
     <!-- source: examples/parameter_server.py ParameterServer.push -->
 
@@ -53,3 +55,9 @@ def _member(node: ast.AST, name: str, problem: str) -> ast.AST:
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and child.name == name:
             return child
     raise LookupError(problem)
+
+
+def to_markdown(docstring: str) -> str:
+    """``docstring`` with Sphinx's roles and literal blocks in the syntax of Markdown."""
+    text = re.sub(r":\w+:`~?(?:[\w.]*\.)?(\w+)`", r"`\1`", docstring)
+    return re.sub(r"::$", ":", text, flags=re.MULTILINE)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tools import api_differences
 from tools.api_comparison import names_of
+from tools.docs.sources import to_markdown
 
 MODULES = ("rpc", "autograd", "optim", "nn")
 
@@ -22,7 +23,6 @@ BETTER = {
     "rpc.TensorPipeRpcBackendOptions": (
         "Also limits on memory, times of failure detection and other [settings](../settings.md)."
     ),
-    "rpc.WorkerInfo": "Has a `repr`, and can be sent in calls.",
     "rpc.init_rpc": (
         "Works without a world size too, so that [workers join and leave](../groups.md#dynamic-groups). "
         "Checks all arguments before it starts anything."
@@ -60,7 +60,7 @@ def rows() -> Iterator[Row]:
     for path in MODULES:
         theirs = importlib.import_module(f"torch.distributed.{path}")
         ours = importlib.import_module(f"zmqgrad.{path}")
-        public = sorted(name for name in names_of(theirs) if not name.startswith("_"))
+        public = sorted(name for name in names_of(theirs) if not (name.startswith("_") or name.isupper()))
         for name in public:
             yield _row(path, name, behaviours)
         for name in sorted(set(ours.__all__) - set(public)):
@@ -82,7 +82,8 @@ def _row(path: str, name: str, behaviours: dict[str, str]) -> Row:
 
 
 def _summary(value: object) -> str:
-    return (inspect.getdoc(value) or "").split("\n\n")[0].replace("\n", " ").replace("|", "&#124;")
+    first = to_markdown(inspect.getdoc(value) or "").split("\n\n")[0]
+    return first.replace("\n", " ").replace("|", "&#124;")
 
 
 def page() -> str:
