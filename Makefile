@@ -1,5 +1,5 @@
 # Shortcuts; each is a command that README.md spells out.
-.PHONY: demo test check soak bench
+.PHONY: demo test check soak bench docs
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -18,3 +18,8 @@ bench:  ## the same work through zmqgrad and through torch, side by side
 
 check:  ## format, lint, types, arrows, fast tests
 	tools/check
+
+docs:  ## the documentation site, in build/site
+	tools/setup
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	.venv/bin/python -m mkdocs build --strict

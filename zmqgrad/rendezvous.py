@@ -164,7 +164,7 @@ def _with_arguments(url: str, rank: int, world_size: int) -> str:
 
 
 def check_integer(name: str, value: object) -> None:
-    """Check that ``value`` is an integer of Python or numpy.
+    """Check that ``value``, given as ``name``, is an integer of Python or numpy.
 
     Raises:
         RendezvousError: if it is not.
@@ -232,6 +232,9 @@ def _rank_of(request: Request) -> int:
 
 def parse(url: str) -> Request:
     """Parse ``url``. The last of repeated settings applies.
+
+    Returns:
+        Its parts; None where it does not set them.
 
     Raises:
         RendezvousError: if a part is invalid; the message names it.

@@ -72,7 +72,10 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Context manager of a cluster of ``size`` workers; worker 0 is the current worker of the block.
 
-    With a ``ManualClock``, the test controls when calls time out.
+    Args:
+        size: how many workers.
+        options: of all workers; None: the defaults, with a timeout of 20 s.
+        clock: with a ``ManualClock``, the test controls when calls time out.
     """
     workers = Cluster(size, options, clock)
     try:

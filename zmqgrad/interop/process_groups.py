@@ -92,6 +92,11 @@ def rendezvous_handler(url: str, timeout: timedelta = DEFAULT_TIMEOUT, **options
     close it. As with torch's ``tcp://``, a rendezvous at the same address works only after rank 0 has
     destroyed its previous group.
 
+    Args:
+        url: the address, with the rank and the world size.
+        timeout: how long to wait for the store.
+        options: none; torch passes those of its own handlers.
+
     Raises:
         ConfigurationError: for options other than ``timeout``.
         RendezvousError, RendezvousTimeoutError: as :func:`zmqgrad.rendezvous.rendezvous`.

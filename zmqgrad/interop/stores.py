@@ -124,6 +124,9 @@ def as_torch_store(store: Store) -> TorchStore:
 
     You should close it, or ``store``, when torch no longer uses it: after ``destroy_process_group``.
 
+    Returns:
+        A store for torch's functions. If ``store`` is one already, itself.
+
     Raises:
         TypeError: if ``store`` is not a store of :mod:`zmqgrad.store`.
     """

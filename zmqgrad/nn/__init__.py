@@ -1,4 +1,4 @@
-"""Modules on other workers, with the public names of ``torch.distributed.nn`` (DESIGN section 11).
+"""Modules on other workers, with the public names of ``torch.distributed.nn``.
 
 :mod:`~zmqgrad.nn.api.remote_module` has RemoteModule. The differentiable collectives have nothing to do with
 RPC: they are torch's own, loaded on first use (:mod:`~zmqgrad.nn.functional`).

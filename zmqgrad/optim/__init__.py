@@ -1,4 +1,4 @@
-"""Distributed optimizers: each parameter is optimized by its owner (DESIGN section 11).
+"""Distributed optimizers: each parameter is optimized by its owner.
 
     optimizer = DistributedOptimizer(torch.optim.Adam, params_rref, lr=1e-3)
     schedule = DistributedLRScheduler(optimizer, torch.optim.lr_scheduler.StepLR, step_size=10)

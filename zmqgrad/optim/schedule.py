@@ -70,5 +70,5 @@ class DistributedLRScheduler:
         return call_owners(_state, {owner: (schedule,) for owner, schedule in self._schedules.items()})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a state from :meth:`state_dict`."""
+        """Restore ``state``, which is from :meth:`state_dict`."""
         call_owners(_load, {owner: (schedule, state[owner]) for owner, schedule in self._schedules.items()})

@@ -242,6 +242,13 @@ def rpc_async(
     You must not change tensors in ``args`` before it is done: where they are sent without a copy (between
     hosts, for example), they are read until then.
 
+    Args:
+        to: a name, a rank or a WorkerInfo.
+        func: any callable, as for :func:`rpc_sync`.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        timeout: seconds for connecting, queueing and running; 0 for no limit; default: the worker's.
+
     Returns:
         A future of the result. It has the errors of :func:`rpc_sync`, a lost ``to`` included.
 
@@ -266,6 +273,13 @@ def remote(
 ) -> RRef[Any]:
     """Run ``func(*args, **kwargs)`` on worker ``to``, which keeps the result.
 
+    Args:
+        to: a name, a rank or a WorkerInfo; it becomes the owner.
+        func: any callable, as for :func:`rpc_sync`.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        timeout: seconds for connecting, queueing and running; 0 for no limit; default: the worker's.
+
     Returns:
         A reference to the result, at once. If the function fails or does not end within ``timeout``, using
         the reference raises the error.
@@ -279,7 +293,10 @@ def remote(
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and id of a worker; of this one by default.
+    """Name and id of a worker.
+
+    Args:
+        worker_name: None: this worker.
 
     Raises:
         UnknownWorkerError: if there is no worker of that name.
@@ -361,7 +378,10 @@ def get_rpc_timeout() -> float:
 
 
 def set_rpc_timeout(seconds: float) -> None:
-    """Set the default timeout of this worker's calls, in seconds; 0: no limit.
+    """Set the default timeout of this worker's calls.
+
+    Args:
+        seconds: 0 for no limit.
 
     Raises:
         ConfigurationError: if it is negative.

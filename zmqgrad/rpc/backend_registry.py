@@ -52,7 +52,7 @@ class BackendValue(NamedTuple):
 
 
 def backend_registered(backend_name: str) -> bool:
-    """Whether a backend of this name is registered."""
+    """Whether a backend ``backend_name`` is registered."""
     return backend_name in _backends
 
 

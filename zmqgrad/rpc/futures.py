@@ -44,7 +44,7 @@ class PythonFuture(torch.futures.Future[T]):
     _copies = NO_COPIES  # what the thread that set the result copied to devices
 
     def wait(self) -> T:
-        """Wait for the result.
+        """Wait for the result, and return it.
 
         Raises:
             Exception: a copy of the error that was set.
@@ -197,7 +197,7 @@ class RpcFuture(PythonFuture[T]):
             self._set_copied(value, copies)
 
     def wait(self) -> T:
-        """Wait for the result.
+        """Wait for the result, and return it.
 
         Raises:
             RpcTimeoutError: if the call timed out.

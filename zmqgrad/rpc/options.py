@@ -150,6 +150,9 @@ class RpcBackendOptions:
     def set_devices(self, devices: Sequence[Any]) -> None:
         """Set the CUDA devices of this worker that RPC uses.
 
+        Args:
+            devices: numbers, names or ``torch.device``.
+
         Raises:
             ConfigurationError: if one of them is not a CUDA device, or is a duplicate.
         """

@@ -89,7 +89,12 @@ class Store(ABC):
         return reply.value
 
     def add(self, key: str, amount: int) -> int:
-        """Add ``amount`` to the decimal number at ``key`` (0 if missing). Returns the sum."""
+        """Add ``amount`` to the decimal number at ``key`` (0 if missing). Returns the sum.
+
+        Raises:
+            TypeError, ConfigurationError: if ``amount`` is not an integer of 64 bits.
+            StoreError: if the value is not a number, or the sum does not fit 64 bits.
+        """
         if type(amount) is not int:
             try:
                 amount = int(operator.index(amount))  # a bool or a numpy integer becomes an int
@@ -107,6 +112,9 @@ class Store(ABC):
 
         Returns:
             The value of ``key`` afterwards; ``expected_value`` if the key is still missing.
+
+        Raises:
+            StoreError: if the store refuses the query or cannot be reached.
         """
         query = StoreCompareSet(as_key(key), as_value(expected_value), as_value(desired_value))
         reply = self._request(query, self._timeout)
@@ -136,18 +144,30 @@ class Store(ABC):
         return self._number(StoreGetNumKeys())
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Append to the value of ``key``, which is created if missing."""
+        """Append ``value`` to the value of ``key``, which is created if missing."""
         self._request(StoreAppend(as_key(key), as_value(value)), self._timeout)
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all ``keys`` in their order, in one round trip; waits as :meth:`wait` does."""
+        """The values of all ``keys`` in their order, in one round trip; waits as :meth:`wait` does.
+
+        Raises:
+            StoreTimeoutError: if a key is still missing after :attr:`timeout`.
+        """
         reply = self._request(StoreMultiGet(as_keys(keys), self._timeout), self._timeout)
         if type(reply) is not StoreValues:
             raise self._unexpected(StoreValues, reply)
         return list(reply.values)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Set each of ``keys`` to its value, in one round trip and at one moment."""
+        """Set each of ``keys`` to its value, in one round trip and at one moment.
+
+        Args:
+            keys: may have repetitions; the last value counts.
+            values: as many as ``keys``.
+
+        Raises:
+            TypeError, ConfigurationError: if ``values`` is not a list of that length, or is too large.
+        """
         if isinstance(values, (str, bytes)):
             raise TypeError(f"multi_set: expected a list of values, not the {type(values).__name__}")
         names, checked = as_keys(keys), tuple([as_value(value) for value in values])
@@ -188,7 +208,11 @@ class Store(ABC):
         return self._number(StoreQueueLen(as_key(key)))
 
     def list_keys(self, prefix: str = "") -> list[str]:
-        """The keys that begin with ``prefix``, sorted."""
+        """The keys that begin with ``prefix``, sorted.
+
+        Raises:
+            StoreError: if the store refuses the query or cannot be reached.
+        """
         reply = self._request(StoreListKeys(as_key(prefix)), self._timeout)
         if type(reply) is not StoreKeys:
             raise self._unexpected(StoreKeys, reply)
@@ -313,7 +337,11 @@ class Store(ABC):
         return timedelta(seconds=min(self._timeout, timedelta.max.total_seconds() - 1))
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set :attr:`timeout`."""
+        """Set :attr:`timeout`.
+
+        Args:
+            timeout: seconds, or a timedelta.
+        """
         self._timeout = seconds_of(timeout)
 
     @abstractmethod

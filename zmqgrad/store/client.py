@@ -120,7 +120,7 @@ class TCPStore(Store):
         return self._server is not None
 
     def statistics(self) -> dict[str, int]:
-        """On the master: those of its server (:meth:`~zmqgrad.store.StoreServer.statistics`); else empty."""
+        """Counters of :meth:`~zmqgrad.store.StoreServer.statistics`; empty unless this is the master."""
         return {} if self._server is None else self._server.statistics()
 
     def refuse_newcomers(self) -> None:

@@ -100,7 +100,7 @@ class Watch:
         self._stop = stop
 
     def next(self, timeout: float | None = None) -> WatchEvent:
-        """Wait for the next event.
+        """Wait for the next event, and return it.
 
         Args:
             timeout: in seconds; None: no limit.

@@ -175,17 +175,24 @@ class RemoteModule(nn.Module, RpcSerializable):
         return self.module_rref
 
     def train(self, mode: bool = True) -> RemoteModule:
-        """Set the training mode (True) or evaluation mode (False) of the module on its worker."""
+        """Set the mode of the module on its worker.
+
+        Args:
+            mode: True for training, False for evaluation.
+
+        Returns:
+            This module.
+        """
         rpc_sync(self.module_rref.owner(), _train, (self.module_rref, mode))
         self.training = mode
         return self
 
     def eval(self) -> RemoteModule:
-        """Set the module to evaluation mode on its worker."""
+        """Set the module to evaluation mode on its worker. Returns this module."""
         return self.train(False)
 
     def reduce_for_rpc(self) -> tuple[Any, ...]:
-        """Serialize for a call: a function that rebuilds the module, and its arguments."""
+        """Serialize for a call. Returns a function that rebuilds the module, and its arguments."""
         for name in vars(self).keys() - _NOT_SERIALIZED - set(_REMOTE_MODULE_PICKLED_ATTRIBUTES):
             logger.warning("attribute %s of a RemoteModule is not serialized", name)
         return _deserialize, tuple(getattr(self, name) for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES)

@@ -65,7 +65,15 @@ def all_gather(
 
 
 def barrier(workers: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> None:
-    """Return when all of ``workers`` have called this; arguments and errors as for :func:`all_gather`."""
+    """Return when all of ``workers`` have called this.
+
+    Args:
+        workers: names, including this worker's; None: all workers.
+        timeout: seconds; 0 for no limit; default: that of calls.
+
+    Raises:
+        Exception: as :func:`all_gather`.
+    """
     all_gather(None, workers, timeout)
 
 

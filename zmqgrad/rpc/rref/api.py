@@ -163,15 +163,19 @@ class RRef(SerializedByReference, Generic[T]):
         return value
 
     def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """A proxy of the value whose methods run on the owner: ``rref.rpc_sync().size()``."""
+        """A proxy of the value whose methods run on the owner: ``rref.rpc_sync().size()``.
+
+        Args:
+            timeout: of each call in seconds; 0 for no limit; default: the worker's.
+        """
         return proxies.Proxy(self, proxies.sync, timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As :meth:`rpc_sync`; methods return a future."""
+        """As :meth:`rpc_sync`, ``timeout`` included; methods return a future."""
         return proxies.Proxy(self, proxies.asynchronous, timeout)
 
     def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
-        """As :meth:`rpc_sync`; methods return an RRef to their result."""
+        """As :meth:`rpc_sync`, ``timeout`` included; methods return an RRef to their result."""
         return proxies.Proxy(self, proxies.remote, timeout)
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The RRef protocol as pure bookkeeping of forks (DESIGN section 9).
+"""The RRef protocol as pure bookkeeping of forks (docs/concepts/references.md).
 
 Guarantees, under any order, loss and repetition of control messages:
 

@@ -1,0 +1,64 @@
+"""The generated pages of the site are complete, and what pages quote exists."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+
+import pytest
+
+from tools.docs import pages, remedies, sources
+from zmqgrad.wire.messages import MessageType
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_every_exception_has_a_remedy() -> None:
+    assert set(remedies.REMEDIES) == {each.__name__ for each in remedies.classes()}
+
+
+def test_the_page_of_errors_has_every_exception() -> None:
+    page = pages.errors_page()
+    for error in remedies.classes():
+        assert f"## {error.__name__}\n" in page
+
+
+def test_the_page_of_messages_has_every_type() -> None:
+    listed = re.findall(r"^\| `([A-Z_]+)`", pages.messages_page(), re.MULTILINE)
+    assert sorted(listed) == sorted(MessageType.__members__)
+
+
+def test_the_page_of_commands_has_every_command_and_option() -> None:
+    page = pages.command_line_page()
+    for parser in pages.parsers():
+        assert f"`{parser.prog}`" in page
+        shown = (action for action in parser._actions if action.help != argparse.SUPPRESS)
+        assert all(option in page for action in shown for option in action.option_strings)
+
+
+@pytest.mark.slow
+def test_the_page_of_names_has_every_public_name_of_torch() -> None:
+    import torch.distributed.rpc
+
+    page = pages.PAGES["porting/names.md"]()
+    for name in torch.distributed.rpc.__all__:
+        if not name.startswith("_"):
+            assert f"| `rpc.{name}` |" in page
+    statuses = set(re.findall(r"^\| `[\w.]+` \| ([\w ]+) \|", page, re.MULTILINE))
+    assert statuses <= {"same", "better", "different", "missing", "only here"}
+
+
+def test_roles_become_code() -> None:
+    text = "See :func:`~zmqgrad.rpc.remote` and :class:`RRef`, as follows::\n\n    x"
+    assert sources.to_markdown(text) == "See `remote` and `RRef`, as follows:\n\n    x"
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
+def test_quoted_code_exists(page: Path) -> None:
+    sources.quote_sources(page.read_text())
+
+
+def test_a_quote_of_missing_code_is_refused() -> None:
+    with pytest.raises(LookupError, match=r"cartpole\.py has no function or class CartPole\.fly"):
+        sources.source_of("examples/cartpole.py", "CartPole.fly")

@@ -1,0 +1,18 @@
+"""Extension of griffe, which reads the docstrings for the reference: they use Sphinx's roles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import griffe
+
+from tools.docs.sources import to_markdown
+
+
+class Roles(griffe.Extension):  # type: ignore[misc]
+    """Writes roles such as ``:func:`` as code."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        """Rewrite the docstring of ``obj``, which has just been loaded."""
+        if obj.docstring:
+            obj.docstring.value = to_markdown(obj.docstring.value)

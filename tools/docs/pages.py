@@ -1,0 +1,141 @@
+"""The generated pages of the reference, each by its path below ``docs``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+import os
+import re
+from collections.abc import Callable, Iterator
+from typing import cast
+from unittest import mock
+
+from tools.docs import remedies, torch_names
+from tools.docs.sources import to_markdown
+from zmqgrad import __main__ as command
+from zmqgrad import errors
+from zmqgrad.wire import messages
+
+MODULES = (
+    "zmqgrad",
+    "zmqgrad.rpc",
+    "zmqgrad.autograd",
+    "zmqgrad.optim",
+    "zmqgrad.nn",
+    "zmqgrad.store",
+    "zmqgrad.rendezvous",
+    "zmqgrad.interop",
+    "zmqgrad.elastic",
+    "zmqgrad.ray",
+    "zmqgrad.trace",
+    "zmqgrad.testing",
+)
+"""The public modules, in the order of the reference."""
+
+_MESSAGE = re.compile(r"^    ([A-Z_]+) +(.*)$")
+
+
+def api_page(module: str) -> str:
+    """Reference of one module, which mkdocstrings fills from the docstrings."""
+    return f"# {module}\n\n::: {module}\n"
+
+
+def errors_page() -> str:
+    """Reference of all exceptions: the hierarchy, and for each what it means and what to do."""
+    return "\n".join(_errors()) + "\n"
+
+
+def _errors() -> Iterator[str]:
+    yield "# Errors"
+    yield ""
+    yield "Every exception of this library is in `zmqgrad.errors` and derives from `ZmqgradError`. The"
+    yield "text of an error says what was wrong, where, and what to do. This page lists the classes; see"
+    yield "[troubleshooting](../troubleshooting.md) for a list by symptom. An exception that a remote"
+    yield "function raised is none of these: it is raised at the caller with its own class."
+    for error in remedies.classes():
+        bases = ", ".join(f"`{base.__name__}`" for base in error.__bases__)
+        yield from ("", f"## {error.__name__}", "")
+        yield f"Bases: {bases}."
+        yield from ("", f"**Meaning.** {to_markdown(inspect.getdoc(error) or '').splitlines()[0]}", "")
+        yield f"**What to do.** {remedies.REMEDIES[error.__name__]}"
+    yield from ("", "## Hierarchy", "")
+    yield "In parentheses: the exception that torch or Python raises for the same mistake. It is a second"
+    yield "base class, so that an `except` written for torch still works."
+    yield from ("", "```text")
+    yield from (line[4:] for line in (errors.__doc__ or "").splitlines() if line.startswith("    "))
+    yield "```"
+
+
+def command_line_page() -> str:
+    """Reference of the ``zmqgrad`` command, from its parsers."""
+    return "\n".join(_command_line()) + "\n"
+
+
+def _command_line() -> Iterator[str]:
+    yield from ("# Command line", "")
+    yield "`python -m zmqgrad` is the same as `zmqgrad`. The exit code is 0 for success, 2 for wrong"
+    yield "arguments, 3 for a key that `zmqgrad store` does not find, and otherwise that of the first"
+    yield "worker that failed, or 1."
+    with mock.patch.dict(os.environ, {"COLUMNS": "100"}):
+        for parser in parsers():
+            yield from ("", f"{'##' if ' ' in parser.prog else '## The command'} `{parser.prog}`", "")
+            yield from ("```text", parser.format_help().rstrip(), "```")
+
+
+def parsers() -> Iterator[argparse.ArgumentParser]:
+    """The parser of the command, of its subcommands and of theirs, with the most general first."""
+    yield command._parser("", None)
+    for name in command._COMMANDS:
+        module = cast("command.Command", importlib.import_module(f"zmqgrad.cli.{name}"))
+        yield from _with_children(_children(command._parser(name, module))[name])
+
+
+def _with_children(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+    yield parser
+    for child in _children(parser).values():
+        yield from _with_children(child)
+
+
+def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
+    actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
+    return {name: child for action in actions for name, child in action.choices.items()}
+
+
+def messages_page() -> str:
+    """Reference of the message types, from the overview in :mod:`zmqgrad.wire.messages`."""
+    return "\n".join(_messages()) + "\n"
+
+
+def _messages() -> Iterator[str]:
+    fields = {each.TYPE.name: ", ".join(each.__struct_fields__) for each in message_classes()}
+    yield from ("# Messages", "")
+    yield "What workers and stores send to each other. Programs do not use messages; traces and logs show"
+    yield "them. A message is one ZeroMQ multipart: a frame with the envelope (protocol version, type,"
+    yield "message id, sender) and the header, which has the fields listed here, then frames with"
+    yield "tensors. `->` names the reply."
+    for line in inspect.cleandoc(messages.__doc__ or "").splitlines():
+        if line.endswith("::"):
+            family, _, rest = line.removesuffix("::").partition(" (")
+            yield from ("", f"## {family}", "")
+            if "), " in rest:
+                yield from (f"Sent from {rest.split('), ')[1]}.", "")
+            yield from ("| message | fields | meaning |", "|---|---|---|")
+        elif found := _MESSAGE.match(line):
+            name, meaning = found.groups()
+            yield f"| `{name}` | {fields.get(name, '')} | {meaning.replace('|', '&#124;')} |"
+
+
+def message_classes() -> list[type[messages.Message]]:
+    """The header of each message type."""
+    found = (value for value in vars(messages).values() if inspect.isclass(value))
+    return [each for each in found if issubclass(each, messages.Message) and hasattr(each, "TYPE")]
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    **{f"reference/{module}.md": (lambda module=module: api_page(module)) for module in MODULES},  # type: ignore[misc]
+    "reference/command-line.md": command_line_page,
+    "reference/errors.md": errors_page,
+    "reference/messages.md": messages_page,
+    "porting/names.md": torch_names.page,
+}
