@@ -26,13 +26,10 @@ from zmqgrad.cli.option_values import (
     worker_count,
 )
 from zmqgrad.cli.unsupported_options import check_unsupported, declare_unsupported
-from zmqgrad.elastic.launch_config import START_METHODS, LaunchConfig, Streams
+from zmqgrad.elastic.launch_config import START_METHODS, STATIC_PORT, LaunchConfig, Streams
 from zmqgrad.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
-
-STATIC_PORT = 29500
-"""Default port of jobs whose nodes have fixed ranks, as torchrun's."""
 
 _BACKENDS = {None: "zmqgrad", "c10d": "zmqgrad", "static": "zmqgrad"}
 """Ours for those of torchrun. None: not given; ``static``: the nodes have fixed ranks."""
@@ -175,7 +172,10 @@ def _add_rendezvous(group: argparse._ArgumentGroup) -> None:
     add_option(group, "node_rank", integer(0), None, text, metavar="N")
     text = "address of the host of rank 0 (default: 127.0.0.1 for one host, otherwise found)"
     add_option(group, "master_addr", str, "", text, metavar="HOST")
-    text = "port at which worker 0 listens (default: 0, any free port; 29500 with --node-rank)"
+    text = (
+        "port at which worker 0 listens (default: any free one); several hosts with --node-rank: at which the"
+        " hosts meet (default: 29500)"
+    )
     add_option(group, "master_port", integer(0, environment.MAX_PORT), "0", text, metavar="PORT")
     add_option(group, "local_addr", str, None, "address of this host for the others", metavar="HOST")
 

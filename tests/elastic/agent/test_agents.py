@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -195,3 +196,39 @@ def test_a_program_of_torch_ddp(job: Job) -> None:
     nodes = [job.start(code, nodes="2", restarts=1) for _ in range(2)]
     assert [node.wait() for node in nodes] == [0, 0], [node.text for node in nodes]
     assert all("gradient [[1.5, 1.5]]" in node.text for node in nodes)
+
+
+def test_nodes_with_fixed_ranks(tmp_path: Path) -> None:
+    """The first one that starts is not the first by rank; they meet at the port of the master."""
+    port = usable_port("127.0.0.1", 0)
+    job = Job("", tmp_path / "worker.py")
+    code = "print('node', os.environ['GROUP_RANK'], 'port', os.environ['MASTER_PORT']); sys.exit()"
+    try:
+        nodes = [job.start(code, *fixed(rank, port), nodes="3") for rank in (1, 2, 0)]
+        assert [node.wait() for node in nodes] == [0, 0, 0], [node.text for node in nodes]
+        assert [f"node {rank} port" in node.text for rank, node in zip((1, 2, 0), nodes, strict=True)] == [
+            True
+        ] * 3
+        assert f"port {port}\n" not in nodes[0].text, "the agents' store has that port"
+    finally:
+        job.close()
+
+
+def test_two_nodes_with_the_same_fixed_rank_are_refused(tmp_path: Path) -> None:
+    job = Job("", tmp_path / "worker.py")
+    port = usable_port("127.0.0.1", 0)
+    try:
+        nodes = [job.start("", *fixed(1, port), nodes="2") for _ in range(2)]
+        assert [node.wait() for node in nodes] == [1, 1]
+        for node in nodes:
+            assert re.search(r"fixed ranks \S+: 1, \S+: 1\. Give each of the 2 nodes another", node.text), (
+                node.text
+            )
+            assert "\nworker " not in node.text, "no worker has started"
+    finally:
+        job.close()
+
+
+def fixed(rank: int, port: int) -> list[object]:
+    """The options of a node with a fixed rank."""
+    return ["--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from zmqgrad.elastic.agent.addresses import master_address, usable_port
+from zmqgrad.elastic.agent.addresses import master_address, usable_port, worker_port
 from zmqgrad.elastic.agent.agent import AgentSpec, Tails, run_agent
 from zmqgrad.elastic.agent.coordination import Coordinator, SingleNode
 from zmqgrad.elastic.agent.error_files import read_error
@@ -98,8 +98,9 @@ def open_coordinator(config: LaunchConfig) -> Coordinator:
     address = master_address(config)
 
     def describe(restarts: int, node: str = "single") -> NodeInfo:
-        port = usable_port(address, config.master_port)
-        return NodeInfo(node, config.role, config.nproc_per_node, restarts, address, port)
+        # A node with another fixed rank than 0 has neither the address nor the port of worker rank 0.
+        port = 0 if config.node_rank else usable_port(address, worker_port(config))
+        return NodeInfo(node, config.role, config.nproc_per_node, restarts, address, port, config.node_rank)
 
     if not is_distributed(config):
         return SingleNode(describe)

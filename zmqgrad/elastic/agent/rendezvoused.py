@@ -25,7 +25,7 @@ from zmqgrad.elastic.agent.events import (
     RemoteFailure,
     RendezvousFailed,
 )
-from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, place
+from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, in_order, place
 from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
 from zmqgrad.errors import (
     RendezvousConnectionError,
@@ -160,8 +160,9 @@ class RendezvousCoordinator(Coordinator):
                         "number of workers in time"
                     ) from None
             else:
-                infos = [NodeInfo.decode(data) for data in formed.store.multi_get(keys)]
-                return infos, place(infos, formed.rank, formed.round)
+                published = [NodeInfo.decode(data) for data in formed.store.multi_get(keys)]
+                infos = in_order(published)
+                return infos, place(infos, infos.index(published[formed.rank]), formed.round)
         return None
 
     def _report(self, write: Callable[[_Round], object]) -> None:
