@@ -135,6 +135,20 @@ def test_a_store_that_is_lost(served_by_a_node: Job, manner: str) -> None:
     assert "zmqgrad run: the store of the rendezvous cannot be used" in other.text
 
 
+def test_an_agent_whose_output_nobody_reads_kills_its_workers_all_the_same(job: Job, store: TCPStore) -> None:
+    """Its thread blocks in a write when it has lost its lease."""
+    pid = job.script.with_name("pid")
+    flood = f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\nwhile True: print('x' * 10000)"
+    node = job.start(flood, read=False)
+    node.wait_until_blocked()
+    worker = int(pid.read_text())
+    store.close()
+    assert exits(worker)
+    node.read()
+    assert node.wait() == 1
+    assert "the store of the rendezvous cannot be used" in node.text
+
+
 def test_ctrl_c_while_a_node_waits_for_others(job: Job) -> None:
     node = job.start("", nodes="2")
     time.sleep(2)  # nothing tells from outside that it waits
