@@ -126,7 +126,13 @@ class Job:
         self.nodes: list[Node] = []
 
     def start(
-        self, code: str, *options: object, nodes: str = "1:3", restarts: int = 0, read: bool = True
+        self,
+        code: str,
+        *options: object,
+        nodes: str = "1:3",
+        restarts: int = 0,
+        read: bool = True,
+        **environ: str,
     ) -> Node:
         """Start a node, whose workers run ``code``."""
         node = Node(
@@ -134,6 +140,7 @@ class Job:
             *("--max-restarts", restarts, *options, self.script, code),
             read=read,
             TMPDIR=str(self.script.parent),  # a launcher that is killed cannot remove its temporary directory
+            **environ,
         )
         self.nodes.append(node)
         return node

@@ -161,9 +161,20 @@ def test_ctrl_c_while_a_node_waits_for_others(job: Job) -> None:
 def test_an_endpoint_that_nobody_serves(tmp_path: Path) -> None:
     job = Job("192.0.2.1:29400", tmp_path / "worker.py")  # reserved for documentation (RFC 5737)
     try:
-        node = job.start("", "--rdzv-conf", "read_timeout=1", nodes="2")
+        node = job.start("", "--rdzv-conf", "read_timeout=1", nodes="2", ZMQGRAD_SECRET="s" * 16)
         assert node.wait() == 1
         assert "the rendezvous endpoint 192.0.2.1:29400 cannot be used" in node.text
+    finally:
+        job.close()
+
+
+def test_hosts_that_meet_without_a_secret_are_told_how_to_make_one(tmp_path: Path) -> None:
+    job = Job("192.0.2.1:29400", tmp_path / "worker.py")
+    try:
+        for fresh in ({}, {"ZMQGRAD_SECRET_FILE": str(tmp_path / "secret")}):
+            node = job.start("", nodes="2", **fresh)
+            assert node.wait() == 2
+            assert re.search("zmqgrad secret --write|secret': No such file", node.text), node.text
     finally:
         job.close()
 

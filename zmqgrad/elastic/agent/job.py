@@ -93,7 +93,7 @@ def open_coordinator(config: LaunchConfig) -> Coordinator:
     """Connect to the agents of the other nodes, if there may be any.
 
     Raises:
-        ConfigurationError: if the address of this node cannot be used.
+        ConfigurationError: if the address of this node cannot be used, or the nodes need a secret.
     """
     address = master_address(config)
 
@@ -105,9 +105,11 @@ def open_coordinator(config: LaunchConfig) -> Coordinator:
     if not is_distributed(config):
         return SingleNode(describe)
     # Loads the store, which a single node does not need.
-    from zmqgrad.elastic.agent.opening import open_rendezvous
+    from zmqgrad.elastic.agent.opening import check_secret, open_rendezvous
     from zmqgrad.elastic.agent.rendezvoused import RendezvousCoordinator
 
+    if config.rdzv_backend == "zmqgrad":
+        check_secret(config.rdzv_endpoint)
     return RendezvousCoordinator(lambda: open_rendezvous(config), describe)
 
 
