@@ -196,6 +196,16 @@ class RendezvousHandler:
         state = self._latest()
         return sorted(state.completed_ranks.keys() - state.participants.keys()) if state.complete else []
 
+    @property
+    def serves_rounds(self) -> bool:
+        """Whether rank 0 serves the store of each round. A lost store then ends a round, not the job."""
+        return self._stores.are_served
+
+    def has_lost_store(self) -> bool:
+        """Whether the store of the round does not reply any more, because the node that served it is lost."""
+        state = self._latest()
+        return self.serves_rounds and state.complete and 0 not in state.participants.values()
+
     def wait_for_change(self, seconds: float) -> None:
         """Wait at most ``seconds`` until another node may have changed the state, and read it then."""
         if self._holder.wait_for_change(seconds):

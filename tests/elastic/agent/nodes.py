@@ -12,6 +12,7 @@ import sys
 import termios
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
 
@@ -39,12 +40,15 @@ class Node:
     Args:
         arguments: of ``zmqgrad run``.
         read: begin to read its output.
+        within: a command that executes the launcher, such as ``ip netns exec NAME``.
         environ: variables in addition to those of this process.
     """
 
-    def __init__(self, *arguments: object, read: bool = True, **environ: str) -> None:
+    def __init__(
+        self, *arguments: object, read: bool = True, within: Sequence[str] = (), **environ: str
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "zmqgrad", "run", *map(str, arguments)],
+            [*within, sys.executable, "-m", "zmqgrad", "run", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environ},
@@ -132,6 +136,7 @@ class Job:
         nodes: str = "1:3",
         restarts: int = 0,
         read: bool = True,
+        within: Sequence[str] = (),
         **environ: str,
     ) -> Node:
         """Start a node, whose workers run ``code``."""
@@ -139,6 +144,7 @@ class Job:
             *("--nnodes", nodes, "--rdzv-endpoint", self.endpoint, "--rdzv-id", "job", "--rdzv-conf", FAST),
             *("--max-restarts", restarts, *options, self.script, code),
             read=read,
+            within=within,
             TMPDIR=str(self.script.parent),  # a launcher that is killed cannot remove its temporary directory
             **environ,
         )

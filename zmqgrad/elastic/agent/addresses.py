@@ -25,7 +25,7 @@ def master_address(config: LaunchConfig) -> str:
     from zmqgrad.elastic.endpoint import parse_endpoint  # loads the store, which a single node does not need
     from zmqgrad.transport.bind_policy import facing_address
 
-    host, port = parse_endpoint(config.rdzv_endpoint)
+    host, port = parse_endpoint(config.rdzv_endpoint.split(",")[0])  # etcd: the first of its members
     try:
         return facing_address(host.strip("[]"), port)
     except OSError as error:

@@ -57,6 +57,11 @@ def check_secret(endpoint: str) -> None:
     )
 
 
+def reply_seconds(expiry_seconds: float) -> float:
+    """How long agents wait for a store to reply: not much longer than a node may live without it."""
+    return max(expiry_seconds, LEAST_REPLY_SECONDS)
+
+
 def _shorten_timeout(options: dict[str, Any]) -> None:
     """Wait as long as the options say for the store, but not much longer than a node may live for a reply."""
     with suppress(ValueError):  # create_handler names the option
@@ -64,4 +69,4 @@ def _shorten_timeout(options: dict[str, Any]) -> None:
         interval = float(options.get("keep_alive_interval", RendezvousSettings.keep_alive_interval))
         attempts = float(options.get("keep_alive_max_attempt", RendezvousSettings.keep_alive_max_attempt))
         options.setdefault("connect_timeout", str(connect))
-        options["read_timeout"] = str(min(connect, max(interval * attempts, LEAST_REPLY_SECONDS)))
+        options["read_timeout"] = str(min(connect, reply_seconds(interval * attempts)))
