@@ -14,6 +14,7 @@ import pytest
 from tests.elastic.agent.nodes import Job, Node, exits, pause
 from zmqgrad.elastic.agent.addresses import usable_port
 from zmqgrad.store import TCPStore
+from zmqgrad.trace import Job as Trace
 
 pytestmark = [
     pytest.mark.processes,
@@ -221,6 +222,26 @@ def test_a_program_of_torch_ddp(job: Job) -> None:
     nodes = [job.start(code, nodes="2", restarts=1) for _ in range(2)]
     assert [node.wait() for node in nodes] == [0, 0], [node.text for node in nodes]
     assert all("gradient [[1.5, 1.5]]" in node.text for node in nodes)
+
+
+def test_output_in_files_and_a_trace_of_one_job(job: Job, tmp_path: Path) -> None:
+    """Of the two workers of each node: the first one's stdout to a file only, the second one's to both."""
+    code = "from zmqgrad.store import TCPStore; "
+    code += "TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False).set('k', '1')"  # to be traced
+    code += "; print('written by', os.environ['LOCAL_RANK']); sys.exit()"
+    options = ("--nproc-per-node", 2, "-r", "0:1", "-t", "1:1", "--trace", tmp_path / "trace")
+    nodes = [job.start(code, *options, "--log-dir", tmp_path / f"{i}", nodes="2") for i in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0], [node.text for node in nodes]
+    for i, node in enumerate(nodes):
+        assert re.findall("written by .", node.text) == ["written by 1"]
+        logs = sorted((tmp_path / f"{i}").glob("*.stdout.log"))
+        assert [re.findall("written by .", log.read_text())[0] for log in logs] == [
+            "written by 0",
+            "written by 1",
+        ]
+    traced = Trace(tmp_path / "trace").processes
+    assert len(traced) == 4
+    assert [process.jobs() for process in traced] == 4 * [{f"job@{job.endpoint}"}]
 
 
 def test_nodes_with_fixed_ranks(tmp_path: Path) -> None:
