@@ -203,8 +203,10 @@ class RendezvousHandler:
 
     def has_lost_store(self) -> bool:
         """Whether the store of the round does not reply any more, because the node that served it is lost."""
+        if not self.serves_rounds:
+            return False
         state = self._latest()
-        return self.serves_rounds and state.complete and 0 not in state.participants.values()
+        return state.complete and 0 not in state.participants.values()
 
     def wait_for_change(self, seconds: float) -> None:
         """Wait at most ``seconds`` until another node may have changed the state, and read it then."""
