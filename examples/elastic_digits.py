@@ -33,8 +33,7 @@ from torch import Tensor, nn, optim
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
-LAUNCHER = ("-m", "torch.distributed.run", "--rdzv-backend=zmqgrad", "--local-addr=127.0.0.1")
-"""For the demo; ("-m", "zmqgrad", "run") is the other one."""
+LAUNCHER = ("-m", "zmqgrad", "run")
 
 BATCH, RATE = 64, 0.1
 """Images of a step over all workers, so that the world size does not change the training."""
@@ -91,7 +90,7 @@ def train(out: Path, epochs: int, epoch_seconds: float) -> None:
         optimizer.load_state_dict(saved["optimizer"])
         first = saved["epoch"] + 1
     dist.barrier()  # rank 0 must not replace the checkpoint before all have read it
-    record(out, {"event": "round", "epoch": first, "size": size, "pid": os.getpid(), "agent": os.getppid()})
+    record(out, {"event": "round", "epoch": first, "size": size, "pid": os.getpid()})
     for epoch in range(first, epochs):
         began = time.monotonic()
         order = torch.randperm(len(images), generator=torch.Generator().manual_seed(epoch))
@@ -172,14 +171,10 @@ class Demo:
         self.agents[number] = self._start(*self._command)
         record(self.out, {"event": "start", "what": "host returns"})
 
-    def kill(self, what: str, *pids: int) -> None:
-        """Kill processes without warning."""
+    def kill(self, what: str, pid: int) -> None:
+        """Kill a process without warning."""
         record(self.out, {"event": "kill", "what": what})
-        for pid in pids:
-            try:
-                os.kill(pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass  # it died with its agent
+        os.kill(pid, signal.SIGKILL)
 
     def wait_for(self, what: str, reached: Callable[[list[dict[str, Any]]], bool]) -> list[dict[str, Any]]:
         """Wait until the log has ``reached`` something. Returns the events."""
@@ -208,9 +203,8 @@ class Demo:
         """Let things happen, one after another, and wait for the end of the training."""
         events = self.wait_for_epochs(AGENTS * WORKERS, 0.0)
         self.kill("worker killed", [e["pid"] for e in events if e["event"] == "round"][-1])
-        events = self.wait_for_epochs(AGENTS * WORKERS, time.time())
-        agent = self.agents[-1].pid  # the workers of torchrun outlive their agent, so they are killed, too
-        self.kill("host killed", agent, *[e["pid"] for e in events if e.get("agent") == agent][-WORKERS:])
+        self.wait_for_epochs(AGENTS * WORKERS, time.time())
+        self.kill("host killed", self.agents[-1].pid)  # its workers die with it
         self.wait_for_epochs((AGENTS - 1) * WORKERS, time.time())
         self.agents[-1].wait()
         now = time.time()

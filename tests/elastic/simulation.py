@@ -57,7 +57,9 @@ class SimulatedBackend(RendezvousBackend):
     def _read(self) -> tuple[bytes, Token] | None:
         return (self.history[-1], len(self.history)) if self.history else None
 
-    def set_state(self, state: bytes, token: Token = None) -> tuple[bytes, Token, bool] | None:
+    def set_state(
+        self, state: bytes, token: Token = None, announce: bool = True
+    ) -> tuple[bytes, Token, bool] | None:
         with self._request():
             return self._write(state, token)
 
@@ -71,7 +73,7 @@ class SimulatedBackend(RendezvousBackend):
         self.history.append(state)
         return state, len(self.history), True
 
-    def wait_for_change(self, token: Token, seconds: float) -> None:
+    def wait_for_change(self, token: Token, seconds: float) -> bool:
         raise AssertionError("a simulated node is stepped, it does not wait")
 
 

@@ -25,7 +25,7 @@ from zmqgrad.elastic import (
     StoreBackend,
 )
 from zmqgrad.elastic.events import NodeState, RdzvEvent
-from zmqgrad.elastic.handler import CACHE_SECONDS, LEASE_MARGIN
+from zmqgrad.elastic.handler import LEASE_MARGIN
 from zmqgrad.elastic.state_holder import Token
 from zmqgrad.errors import (
     RendezvousClosedError,
@@ -150,6 +150,25 @@ def test_a_node_renews_its_lease_while_it_lives(town: Town) -> None:
         assert renewed.wait(WAIT)
         renewed.clear()
     assert made[0].lease_left() > 0
+
+
+def test_heartbeats_wake_nobody(town: Town) -> None:
+    made = [town.handler(2, 3) for _ in range(2)]
+    results(town.join(*made))
+    renewed = threading.Semaphore(0)
+    town.store.watch_key("zmqgrad/rendezvous/job", lambda old, new: renewed.release())
+    assert renewed.acquire(timeout=WAIT)
+    made[0].num_nodes_waiting()  # by now it has been notified of the complete round, and has read it
+    waiting = town.pool.submit(town.backends[0].wait_for_change, None, WAIT)
+    for _ in range(4):
+        assert renewed.acquire(timeout=WAIT)
+    assert not waiting.done()
+    late = town.handler(2, 3)
+    joining = town.join(late)
+    assert waiting.result(WAIT), "a node that joins does"
+    late.cancel()
+    with pytest.raises(RendezvousTimeoutError):
+        joining[0].result(WAIT)
 
 
 def test_a_closed_rendezvous_refuses_and_wakes_those_that_wait(town: Town) -> None:
@@ -287,7 +306,7 @@ def test_an_agent_that_looks_at_its_round_does_not_wait_for_the_backend() -> Non
     handler.next_rendezvous()
     backend.hang.clear()
     assert backend.hangs.wait(WAIT)
-    eventually(lambda: not handler._holder.is_fresh(CACHE_SECONDS))
+    eventually(lambda: not handler._holder.is_fresh(backend.cache_seconds))
     assert (handler.num_nodes_waiting(), handler.is_closed(), handler.lost_nodes()) == (0, False, [])
     eventually(handler.lease_left, lambda left: left <= 0)
     backend.hang.set()

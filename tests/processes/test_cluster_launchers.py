@@ -99,9 +99,15 @@ def test_workers_find_each_other(launcher: Callable[[int, int], dict[str, str]])
 @pytest.mark.processes
 @pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("mpirun"), reason="needs mpirun (Debian: openmpi-bin)")
-def test_calls_between_workers_of_mpirun(tmp_path: Path) -> None:
+@pytest.mark.parametrize("agents", [False, True])
+def test_calls_between_workers_of_mpirun(tmp_path: Path, agents: bool) -> None:
+    """``agents``: mpirun starts one agent for each worker, as on two hosts."""
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = ["mpirun", "--oversubscribe", "-n", "2", sys.executable, "-c", CALLS, str(tmp_path)]
+    program = [sys.executable, "-c", CALLS, str(tmp_path)]
+    if agents:
+        meet = ["--nnodes", "2", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"]
+        program = [sys.executable, "-m", "zmqgrad", "run", *meet, "--no-python", *program]
+    command = ["mpirun", "--oversubscribe", "-n", "2", *program]
     done = subprocess.run(
         command, env={**clean(), **as_root}, capture_output=True, text=True, timeout=TIMEOUT_SECONDS
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from zmqgrad import environment
 from zmqgrad.cli.run_options import add_arguments, to_command, to_config
-from zmqgrad.elastic.agent.job import run_job, starts_script
+from zmqgrad.elastic.agent.job import is_distributed, run_job, starts_script
 from zmqgrad.elastic.agent.listening import write_all
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
@@ -41,6 +41,8 @@ def execute(arguments: argparse.Namespace) -> int:
         from zmqgrad.trace import launch_environment  # only now: most jobs need not wait for it
 
         inherited |= launch_environment(arguments.trace)
+        if is_distributed(config):  # an id on which all agents agree
+            inherited[environment.TRACE_JOB] = f"{config.run_id}@{config.rdzv_endpoint}"
     terminals = {fd: window_of(fd) for fd in (STDOUT, STDERR) if os.isatty(fd)}
     coloured = frozenset(terminals) if wants_colour(inherited) else frozenset()
     if arguments.verbose and "OMP_NUM_THREADS" not in inherited and config.nproc_per_node > 1:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import logging
+import secrets
 import sys
-import uuid
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,10 @@ from zmqgrad.cli.option_values import (
     worker_count,
 )
 from zmqgrad.cli.unsupported_options import check_unsupported, declare_unsupported
-from zmqgrad.elastic.launch_config import START_METHODS, LaunchConfig, Streams
+from zmqgrad.elastic.launch_config import START_METHODS, STATIC_PORT, LaunchConfig, Streams
 from zmqgrad.errors import ConfigurationError
 
 logger = logging.getLogger(__name__)
-
-STATIC_PORT = 29500
-"""Default port of jobs whose nodes have fixed ranks, as torchrun's."""
 
 _BACKENDS = {None: "zmqgrad", "c10d": "zmqgrad", "static": "zmqgrad"}
 """Ours for those of torchrun. None: not given; ``static``: the nodes have fixed ranks."""
@@ -126,7 +123,7 @@ def to_command(arguments: argparse.Namespace) -> list[str]:
 def _standalone(max_nodes: int) -> dict[str, Any]:
     if max_nodes > 1:
         raise ConfigurationError("--standalone is for one host: leave it out, or leave --nnodes out")
-    return {"run_id": str(uuid.uuid4())}
+    return {"run_id": secrets.token_hex(16)}
 
 
 def _meeting(arguments: argparse.Namespace, max_nodes: int) -> dict[str, Any]:
@@ -175,7 +172,10 @@ def _add_rendezvous(group: argparse._ArgumentGroup) -> None:
     add_option(group, "node_rank", integer(0), None, text, metavar="N")
     text = "address of the host of rank 0 (default: 127.0.0.1 for one host, otherwise found)"
     add_option(group, "master_addr", str, "", text, metavar="HOST")
-    text = "port at which worker 0 listens (default: 0, any free port; 29500 with --node-rank)"
+    text = (
+        "port at which worker 0 listens (default: any free one); several hosts with --node-rank: at which the"
+        " hosts meet (default: 29500)"
+    )
     add_option(group, "master_port", integer(0, environment.MAX_PORT), "0", text, metavar="PORT")
     add_option(group, "local_addr", str, None, "address of this host for the others", metavar="HOST")
 

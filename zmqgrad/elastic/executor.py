@@ -76,7 +76,7 @@ class OperatorExecutor:
                 self.tracer.rendezvous_step(
                     state.round, action.name, len(state.participants), len(state.wait_list)
                 )
-            holder.mark_dirty()
+            holder.mark_dirty(announce=action is not Action.KEEP_ALIVE)
         return action
 
     def _wait_seconds(self, deadline: float) -> float:

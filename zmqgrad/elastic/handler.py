@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import random
 import threading
 import traceback
 import weakref
@@ -37,9 +38,6 @@ from zmqgrad.store import Store
 from zmqgrad.transport import tap
 
 logger = logging.getLogger(__name__)
-
-CACHE_SECONDS = 1.0
-"""How long the state is not read again for :meth:`RendezvousHandler.num_nodes_waiting` and ``is_closed``."""
 
 LATEST_SECONDS = 0.5
 """How long they wait for the backend while this node is in a round; then they use the last state."""
@@ -148,7 +146,7 @@ class RendezvousHandler:
             if self._stores.are_served and not self._publish_store(number, rank, deadline):
                 return None
             address = self._holder.state.store_address
-        self._heartbeats = _Heartbeats(self, self._settings.keep_alive_interval)
+        self._heartbeats = _Heartbeats(self)
         try:
             store = self._stores.open(self.get_run_id(), number, address, self._settings.expiry_seconds)
         except BaseException as e:
@@ -198,10 +196,22 @@ class RendezvousHandler:
         state = self._latest()
         return sorted(state.completed_ranks.keys() - state.participants.keys()) if state.complete else []
 
+    @property
+    def serves_rounds(self) -> bool:
+        """Whether rank 0 serves the store of each round. A lost store then ends a round, not the job."""
+        return self._stores.are_served
+
+    def has_lost_store(self) -> bool:
+        """Whether the store of the round does not reply any more, because the node that served it is lost."""
+        if not self.serves_rounds:
+            return False
+        state = self._latest()
+        return state.complete and 0 not in state.participants.values()
+
     def wait_for_change(self, seconds: float) -> None:
-        """Wait until another node may have changed the state, at most ``seconds``, and read the state."""
-        self._holder.wait_for_change(seconds)
-        self._latest(cache_seconds=0.0)
+        """Wait at most ``seconds`` until another node may have changed the state, and read it then."""
+        if self._holder.wait_for_change(seconds):
+            self._latest(cache_seconds=0.0)
 
     def leave(self) -> None:
         """Leave the current round, so that the other nodes need not wait for the heartbeat to expire.
@@ -213,7 +223,8 @@ class RendezvousHandler:
         with self._lock:
             self._executor.run(exit_round, self._clock.now() + self._settings.timeout.heartbeat)
 
-    def _latest(self, cache_seconds: float = CACHE_SECONDS) -> RendezvousState:
+    def _latest(self, cache_seconds: float | None = None) -> RendezvousState:
+        cache_seconds = self._backend.cache_seconds if cache_seconds is None else cache_seconds
         heartbeats = self._heartbeats
         if heartbeats is not None:
             # Its thread reads: an agent must not miss the end of its lease if the backend does not reply.
@@ -246,6 +257,13 @@ class RendezvousHandler:
         """
         with self._lock:
             self._executor.run(keep_alive, self._clock.now() + self._settings.timeout.heartbeat)
+
+    def next_look(self) -> float:
+        """Seconds until this node should call :meth:`keep_alive`, so that it notices in time who is dead."""
+        # Twice in each interval, so that no delay adds up; and not all nodes of a round at the same time, as
+        # only one of them could write then.
+        pause = self._settings.keep_alive_interval / 2 * random.uniform(1.0, 1.2)
+        return min(pause, self._holder.next_expiry())
 
     def lease_left(self) -> float:
         """Seconds for which this node surely belongs to its round.
@@ -322,13 +340,13 @@ class RendezvousHandler:
 
 
 class _Heartbeats:
-    """The thread that renews the heartbeat of a handler, twice in each interval so that no delay adds up."""
+    """The thread that renews the heartbeat of a handler, and notices which other nodes are dead."""
 
-    def __init__(self, handler: RendezvousHandler, interval: float) -> None:
+    def __init__(self, handler: RendezvousHandler) -> None:
         self._stopped, self._wanted, self._done = (threading.Event() for _ in range(3))
         self._thread = threading.Thread(
             target=_renew,
-            args=(weakref.ref(handler), self._stopped, self._wanted, self._done, interval / 2),
+            args=(weakref.ref(handler), self._stopped, self._wanted, self._done, handler.next_look()),
             name=f"zmqgrad-rendezvous-{handler.node}",
             daemon=True,
         )
@@ -364,4 +382,5 @@ def _renew(
         except RendezvousError as e:
             logger.warning("%s: the heartbeat of %s was not renewed: %s", alive.get_run_id(), alive.node, e)
         done.set()
+        pause = alive.next_look()
         del alive

@@ -11,6 +11,9 @@ from pathlib import Path
 from zmqgrad.environment import MAX_PORT
 from zmqgrad.errors import ConfigurationError
 
+STATIC_PORT = 29500
+"""Where nodes meet at ``master_addr``, unless ``master_port`` is set; as with torchrun."""
+
 START_METHODS = ("spawn", "fork", "forkserver")
 
 _STREAMS = re.compile(r"[0-3]|(\d+:[0-3])(,\d+:[0-3])*", re.ASCII)
@@ -85,8 +88,9 @@ class LaunchConfig:
         redirects: output streams that go to files in ``log_dir`` and are not displayed.
         tee: output streams that go to files in ``log_dir`` and are displayed.
         local_addr: address of this host for the others. None: found by the launcher.
-        master_addr: address of the host of rank 0. Empty: found by the launcher.
-        master_port: port for the workers' own rendezvous. 0: any free one.
+        master_addr: address of the host of rank 0; for one host, or with fixed ranks. Empty: found by the
+            launcher.
+        master_port: port of the workers' own rendezvous; if the hosts meet there, of theirs. 0: any free one.
         env: environment variables of the workers, which override inherited ones.
 
     Raises:
@@ -121,6 +125,9 @@ class LaunchConfig:
         _check_integer("master_port", self.master_port, 0, MAX_PORT)
         if self.node_rank is not None:
             _check_integer("node_rank", self.node_rank, 0, self.max_nodes - 1)
+        if self.max_nodes > 1 and self.master_addr and not self.rdzv_endpoint:
+            meeting = f"{self.master_addr}:{self.master_port or STATIC_PORT}"
+            object.__setattr__(self, "rdzv_endpoint", meeting)
         self._check_nodes()
         if not 0 < self.monitor_interval < math.inf:
             raise ConfigurationError(

@@ -41,6 +41,11 @@ class Observer:
         number, began = self._last_call
         return 0.0 if number is None else now - began
 
+    def next_expiry(self, settings: RendezvousSettings, now: float) -> float:
+        """Seconds until the next heartbeat expires unless it is renewed; infinite if there is none."""
+        left = (since + settings.expiry_seconds - now for _, since in self._heartbeats.values())
+        return min((seconds for seconds in left if seconds >= 0), default=math.inf)
+
     def dead(self, settings: RendezvousSettings, now: float) -> list[NodeDesc]:
         """The nodes whose heartbeats have expired, sorted."""
         return sorted(

@@ -39,12 +39,16 @@ class RendezvousBackend(ABC):
         """
 
     @abstractmethod
-    def set_state(self, state: bytes, token: Token = None) -> tuple[bytes, Token, bool] | None:
+    def set_state(
+        self, state: bytes, token: Token = None, announce: bool = True
+    ) -> tuple[bytes, Token, bool] | None:
         """Set the state if it is still the one that ``token`` was returned with.
 
         Args:
             state: the new state.
             token: of the state that was read before; None: there was none.
+            announce: end the waits of :meth:`wait_for_change`. Heartbeats end none: nodes judge them at their
+                own pace, so that the traffic of n nodes does not grow with n * n.
 
         Returns:
             The state after the call, its token, and whether it is the new one. None if the backend holds no
@@ -55,8 +59,17 @@ class RendezvousBackend(ABC):
         """
 
     @abstractmethod
-    def wait_for_change(self, token: Token, seconds: float) -> None:
-        """Wait until the state may be another one than that of ``token``, at most ``seconds``."""
+    def wait_for_change(self, token: Token, seconds: float) -> bool:
+        """Wait until the state of ``token`` has changed, except for heartbeats, at most ``seconds``.
+
+        Returns:
+            Whether it may have. A change may be missed: look from time to time.
+        """
+
+    @property
+    def cache_seconds(self) -> float:
+        """How old a state may be that a node uses without reading it again."""
+        return 1.0
 
     @property
     def is_host(self) -> bool:
@@ -100,6 +113,7 @@ class StateHolder:
         self._observer = Observer()
         self._token: Token = None
         self._dirty = False
+        self._announce = False  # the local changes are not only a heartbeat
         self._synced: float | None = None
         self._dead: list[NodeDesc] = []
         self._heartbeat = 0  # the last one of this node that was seen in the backend
@@ -117,13 +131,17 @@ class StateHolder:
             self._observer.last_call_age(now),
         )
 
-    def mark_dirty(self) -> None:
+    def mark_dirty(self, announce: bool = True) -> None:
         """The state was changed here: the next :meth:`sync` tries to write it.
+
+        Args:
+            announce: the change is not only a heartbeat.
 
         The attempt fails if another node has written since, or the backend does not reply; the change is then
         lost, and the operator decides again.
         """
         self._dirty = True
+        self._announce |= announce
 
     def sync(self, cache_seconds: float = 0.0) -> bool | None:
         """Write the state if it is dirty, otherwise read it; then remove dead nodes from the local copy.
@@ -144,8 +162,9 @@ class StateHolder:
             # If the attempt fails, it may have written all the same, and other nodes count from now. Writing
             # again later would succeed, and renew the lease of this node for longer than they agree to.
             self._dirty = False
+            announce, self._announce = self._announce or bool(self._dead), False
             self.state.settings = self._settings.agreement
-            written = self._backend.set_state(encode(self.state), self._token)
+            written = self._backend.set_state(encode(self.state), self._token, announce)
             found = None if written is None else written[:2]
             has_set = written is not None and written[2]
         elif self.is_fresh(cache_seconds):
@@ -193,9 +212,13 @@ class StateHolder:
         """Whether the state was read or written less than ``seconds`` ago."""
         return self._synced is not None and self._clock.now() - self._synced < seconds
 
-    def wait_for_change(self, seconds: float) -> None:
-        """Wait at most ``seconds`` for another node to change the state."""
-        self._backend.wait_for_change(self._token, seconds)
+    def wait_for_change(self, seconds: float) -> bool:
+        """Wait at most ``seconds`` for another node to change the state. Returns whether it may have."""
+        return self._backend.wait_for_change(self._token, seconds)
+
+    def next_expiry(self) -> float:
+        """Seconds until the first heartbeat expires unless it is renewed; infinite without any."""
+        return self._observer.next_expiry(self._settings, self._clock.now())
 
     def _sanitize(self, now: float) -> None:
         """Remove dead nodes from the local copy. They leave the shared state with the next change."""

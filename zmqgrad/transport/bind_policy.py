@@ -74,8 +74,8 @@ def check_bind_address(address: str, secured: bool) -> None:
     raise ConfigurationError(
         f"will not listen on {address} without a secret: anybody who reaches this address could read and "
         f"write. Give all processes of the job the same {environment.SECRET} (or {environment.SECRET_FILE}; "
-        f"`openssl rand -hex 32` makes one), or use 127.0.0.1 if they are all on this host. On a network "
-        f"where you trust every machine, {environment.ALLOW_INSECURE}=1 does without"
+        f"`zmqgrad secret --write FILE` makes one), or use 127.0.0.1 if they are all on this host. On a "
+        f"network where you trust every machine, {environment.ALLOW_INSECURE}=1 does without"
     )
 
 

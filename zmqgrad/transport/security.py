@@ -101,7 +101,7 @@ def read_secret(path: str) -> bytes:
 def _checked(secret: bytes, name: str) -> bytes:
     if len(secret) < MIN_SECRET_BYTES:
         raise ConfigurationError(
-            f"{name} has {len(secret)} bytes (at least {MIN_SECRET_BYTES}): `openssl rand -hex 32` makes one"
+            f"{name} has {len(secret)} bytes (at least {MIN_SECRET_BYTES}): `zmqgrad secret` makes one"
         )
     return secret
 

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import re
 import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import IO
+
+from tests.support.waiting import eventually
 
 WAIT_SECONDS = 60.0
 
@@ -34,12 +39,16 @@ class Node:
 
     Args:
         arguments: of ``zmqgrad run``.
+        read: begin to read its output.
+        within: a command that executes the launcher, such as ``ip netns exec NAME``.
         environ: variables in addition to those of this process.
     """
 
-    def __init__(self, *arguments: object, **environ: str) -> None:
+    def __init__(
+        self, *arguments: object, read: bool = True, within: Sequence[str] = (), **environ: str
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "zmqgrad", "run", *map(str, arguments)],
+            [*within, sys.executable, "-m", "zmqgrad", "run", *map(str, arguments)],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             env={**os.environ, **environ},
@@ -49,7 +58,23 @@ class Node:
         self._seen = 0
         assert self.process.stdout is not None
         self._reader = threading.Thread(target=self._read, args=(self.process.stdout,))
+        if read:
+            self.read()
+
+    def read(self) -> None:
+        """Begin to read the output."""
         self._reader.start()
+
+    def wait_until_blocked(self) -> None:
+        """Wait until the launcher cannot write more output, because nobody reads it."""
+        assert self.process.stdout is not None
+        pipe = self.process.stdout.fileno()
+
+        def unread() -> int:
+            return int.from_bytes(fcntl.ioctl(pipe, termios.FIONREAD, bytes(4)), sys.byteorder)
+
+        enough = fcntl.fcntl(pipe, fcntl.F_GETPIPE_SZ) // 2  # the last page may stay empty in part
+        eventually(unread, lambda count: count > enough, WAIT_SECONDS)
 
     def _read(self, stream: IO[bytes]) -> None:
         for line in stream:
@@ -84,7 +109,8 @@ class Node:
         """Kill the launcher, and with it its workers."""
         self.process.kill()
         self.process.wait()
-        self._reader.join(WAIT_SECONDS)
+        if self._reader.ident is not None:
+            self._reader.join(WAIT_SECONDS)
         assert self.process.stdout is not None
         self.process.stdout.close()
 
@@ -103,12 +129,24 @@ class Job:
         self.script = script
         self.nodes: list[Node] = []
 
-    def start(self, code: str, *options: object, nodes: str = "1:3", restarts: int = 0) -> Node:
+    def start(
+        self,
+        code: str,
+        *options: object,
+        nodes: str = "1:3",
+        restarts: int = 0,
+        read: bool = True,
+        within: Sequence[str] = (),
+        **environ: str,
+    ) -> Node:
         """Start a node, whose workers run ``code``."""
         node = Node(
             *("--nnodes", nodes, "--rdzv-endpoint", self.endpoint, "--rdzv-id", "job", "--rdzv-conf", FAST),
             *("--max-restarts", restarts, *options, self.script, code),
+            read=read,
+            within=within,
             TMPDIR=str(self.script.parent),  # a launcher that is killed cannot remove its temporary directory
+            **environ,
         )
         self.nodes.append(node)
         return node

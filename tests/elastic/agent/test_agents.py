@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import pytest
 from tests.elastic.agent.nodes import Job, Node, exits, pause
 from zmqgrad.elastic.agent.addresses import usable_port
 from zmqgrad.store import TCPStore
+from zmqgrad.trace import Job as Trace
 
 pytestmark = [
     pytest.mark.processes,
@@ -134,6 +136,20 @@ def test_a_store_that_is_lost(served_by_a_node: Job, manner: str) -> None:
     assert "zmqgrad run: the store of the rendezvous cannot be used" in other.text
 
 
+def test_an_agent_whose_output_nobody_reads_kills_its_workers_all_the_same(job: Job, store: TCPStore) -> None:
+    """Its thread blocks in a write when it has lost its lease."""
+    pid = job.script.with_name("pid")
+    flood = f"pathlib.Path({str(pid)!r}).write_text(str(os.getpid()))\nwhile True: print('x' * 10000)"
+    node = job.start(flood, read=False)
+    node.wait_until_blocked()
+    worker = int(pid.read_text())
+    store.close()
+    assert exits(worker)
+    node.read()
+    assert node.wait() == 1
+    assert "the store of the rendezvous cannot be used" in node.text
+
+
 def test_ctrl_c_while_a_node_waits_for_others(job: Job) -> None:
     node = job.start("", nodes="2")
     time.sleep(2)  # nothing tells from outside that it waits
@@ -146,9 +162,20 @@ def test_ctrl_c_while_a_node_waits_for_others(job: Job) -> None:
 def test_an_endpoint_that_nobody_serves(tmp_path: Path) -> None:
     job = Job("192.0.2.1:29400", tmp_path / "worker.py")  # reserved for documentation (RFC 5737)
     try:
-        node = job.start("", "--rdzv-conf", "read_timeout=1", nodes="2")
+        node = job.start("", "--rdzv-conf", "read_timeout=1", nodes="2", ZMQGRAD_SECRET="s" * 16)
         assert node.wait() == 1
         assert "the rendezvous endpoint 192.0.2.1:29400 cannot be used" in node.text
+    finally:
+        job.close()
+
+
+def test_hosts_that_meet_without_a_secret_are_told_how_to_make_one(tmp_path: Path) -> None:
+    job = Job("192.0.2.1:29400", tmp_path / "worker.py")
+    try:
+        for fresh in ({}, {"ZMQGRAD_SECRET_FILE": str(tmp_path / "secret")}):
+            node = job.start("", nodes="2", **fresh)
+            assert node.wait() == 2
+            assert re.search("zmqgrad secret --write|secret': No such file", node.text), node.text
     finally:
         job.close()
 
@@ -195,3 +222,59 @@ def test_a_program_of_torch_ddp(job: Job) -> None:
     nodes = [job.start(code, nodes="2", restarts=1) for _ in range(2)]
     assert [node.wait() for node in nodes] == [0, 0], [node.text for node in nodes]
     assert all("gradient [[1.5, 1.5]]" in node.text for node in nodes)
+
+
+def test_output_in_files_and_a_trace_of_one_job(job: Job, tmp_path: Path) -> None:
+    """Of the two workers of each node: the first one's stdout to a file only, the second one's to both."""
+    code = "from zmqgrad.store import TCPStore; "
+    code += "TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False).set('k', '1')"  # to be traced
+    code += "; print('written by', os.environ['LOCAL_RANK']); sys.exit()"
+    options = ("--nproc-per-node", 2, "-r", "0:1", "-t", "1:1", "--trace", tmp_path / "trace")
+    nodes = [job.start(code, *options, "--log-dir", tmp_path / f"{i}", nodes="2") for i in range(2)]
+    assert [node.wait() for node in nodes] == [0, 0], [node.text for node in nodes]
+    for i, node in enumerate(nodes):
+        assert re.findall("written by .", node.text) == ["written by 1"]
+        logs = sorted((tmp_path / f"{i}").glob("*.stdout.log"))
+        assert [re.findall("written by .", log.read_text())[0] for log in logs] == [
+            "written by 0",
+            "written by 1",
+        ]
+    traced = Trace(tmp_path / "trace").processes
+    assert len(traced) == 4
+    assert [process.jobs() for process in traced] == 4 * [{f"job@{job.endpoint}"}]
+
+
+def test_nodes_with_fixed_ranks(tmp_path: Path) -> None:
+    """The first one that starts is not the first by rank; they meet at the port of the master."""
+    port = usable_port("127.0.0.1", 0)
+    job = Job("", tmp_path / "worker.py")
+    code = "print('node', os.environ['GROUP_RANK'], 'port', os.environ['MASTER_PORT']); sys.exit()"
+    try:
+        nodes = [job.start(code, *fixed(rank, port), nodes="3") for rank in (1, 2, 0)]
+        assert [node.wait() for node in nodes] == [0, 0, 0], [node.text for node in nodes]
+        assert [f"node {rank} port" in node.text for rank, node in zip((1, 2, 0), nodes, strict=True)] == [
+            True
+        ] * 3
+        assert f"port {port}\n" not in nodes[0].text, "the agents' store has that port"
+    finally:
+        job.close()
+
+
+def test_two_nodes_with_the_same_fixed_rank_are_refused(tmp_path: Path) -> None:
+    job = Job("", tmp_path / "worker.py")
+    port = usable_port("127.0.0.1", 0)
+    try:
+        nodes = [job.start("", *fixed(1, port), nodes="2") for _ in range(2)]
+        assert [node.wait() for node in nodes] == [1, 1]
+        for node in nodes:
+            assert re.search(r"fixed ranks \S+: 1, \S+: 1\. Give each of the 2 nodes another", node.text), (
+                node.text
+            )
+            assert "\nworker " not in node.text, "no worker has started"
+    finally:
+        job.close()
+
+
+def fixed(rank: int, port: int) -> list[object]:
+    """The options of a node with a fixed rank."""
+    return ["--node-rank", rank, "--master-addr", "127.0.0.1", "--master-port", port]

@@ -9,7 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zmqgrad.elastic.agent.listening import Listener
 from zmqgrad.elastic.agent.output import LineSplitter, Screen, without_escapes
+from zmqgrad.elastic.agent.streams import Stream
+from zmqgrad.elastic.agent.workers import ScriptWorker
 
 LABEL = b"[worker 0] "
 OTHER = b"[worker 1] "
@@ -150,3 +153,17 @@ def test_close_leaves_the_terminal_usable(screen: Screen, terminal: Terminal) ->
 def test_close_writes_nothing_to_an_unused_screen(screen: Screen, terminal: Terminal) -> None:
     screen.close()
     assert terminal.rows == [""]
+
+
+@pytest.mark.processes
+def test_output_of_a_worker_that_was_removed_meanwhile_is_not_read() -> None:
+    """Its lease ran out after the wait: the worker is gone before its output is shown."""
+    listener = Listener(Screen(lambda fd, data: None))
+    worker = ScriptWorker(0, ["true"], {}, [Stream(fd, b"", None, None) for fd in (1, 2)])
+    listener.add(worker)
+    ready = listener.ready(20)
+    assert ready
+    listener.remove(worker)
+    worker.close()
+    listener.show(ready)
+    listener.close()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from zmqgrad.elastic.agent.events import Failure
-from zmqgrad.elastic.agent.ranks import NodeInfo, place
+from zmqgrad.elastic.agent.ranks import NodeInfo, in_order, place
 from zmqgrad.errors import RendezvousStateError
 
 infos = st.builds(
@@ -18,6 +18,7 @@ infos = st.builds(
     restarts=st.integers(0, 3),
     address=st.sampled_from(["10.0.0.1", "10.0.0.2"]),
     port=st.integers(1, 65535),
+    node_rank=st.none() | st.integers(0, 3),
 )
 
 
@@ -33,6 +34,18 @@ def test_every_rank_is_assigned_once(nodes: list[NodeInfo]) -> None:
     assert len({(p.world_size, p.num_nodes, p.master_addr, p.master_port, p.restarts) for p in places}) == 1
     assert places[0].restarts == max(node.restarts for node in nodes)
     assert (places[0].master_addr, places[0].master_port) == (nodes[0].address, nodes[0].port)
+
+
+@given(nodes=st.lists(infos, min_size=1, max_size=4))
+def test_fixed_ranks_are_kept_or_refused(nodes: list[NodeInfo]) -> None:
+    fixed = [node.node_rank for node in nodes]
+    if fixed == [None] * len(nodes):
+        assert in_order(nodes) == nodes
+    elif set(fixed) == set(range(len(nodes))):
+        assert [node.node_rank for node in in_order(nodes)] == list(range(len(nodes)))
+    else:
+        with pytest.raises(RendezvousStateError, match=r"Give each of the .* nodes another --node-rank"):
+            in_order(nodes)
 
 
 @given(node=infos)

@@ -13,20 +13,28 @@ LOOPBACK = "127.0.0.1"
 def master_address(config: LaunchConfig) -> str:
     """The address of this node for the workers of all nodes.
 
+    ``config.master_addr`` counts if it is known which node has worker rank 0: one host, or fixed ranks.
+
     Raises:
         ConfigurationError: if there is no route to the endpoint of the rendezvous.
     """
-    given = config.master_addr or config.local_addr
-    if given or not config.rdzv_endpoint:
-        return given or LOOPBACK
+    if config.node_rank is not None or not config.rdzv_endpoint:
+        return config.master_addr or config.local_addr or LOOPBACK
+    if config.local_addr:
+        return config.local_addr
     from zmqgrad.elastic.endpoint import parse_endpoint  # loads the store, which a single node does not need
     from zmqgrad.transport.bind_policy import facing_address
 
-    host, port = parse_endpoint(config.rdzv_endpoint)
+    host, port = parse_endpoint(config.rdzv_endpoint.split(",")[0])  # etcd: the first of its members
     try:
         return facing_address(host.strip("[]"), port)
     except OSError as error:
         raise ConfigurationError(f"no route to the rendezvous endpoint {host}: {error}") from error
+
+
+def worker_port(config: LaunchConfig) -> int:
+    """Where worker rank 0 listens; 0: at any free port, as the agents meet at the one that is configured."""
+    return 0 if config.rdzv_endpoint.endswith(f":{config.master_port}") else config.master_port
 
 
 def usable_port(host: str, port: int) -> int:

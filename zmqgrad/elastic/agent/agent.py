@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from zmqgrad.elastic.agent.coordination import Coordinator
 from zmqgrad.elastic.agent.group import WorkerGroup
+from zmqgrad.elastic.agent.lease_guard import LeaseGuard
 from zmqgrad.elastic.agent.lifecycle import (
     Effect,
     Event,
@@ -97,6 +98,7 @@ class _Agent:
         self._group: WorkerGroup | None = None
         self._place: Placement | None = None
         self._lease_lost = False
+        self._guard: LeaseGuard | None = None
         self._tails: dict[int, list[str]] = {}
 
     def run(self) -> Result:
@@ -107,8 +109,8 @@ class _Agent:
             # The lease comes first: an agent that was frozen must not do anything for its old round.
             result = self._check_lease()
             self._listener.show(ready)
-            if result is None:
-                result = self._step()
+            # Again, since showing may have blocked: workers that the guard has killed did not fail.
+            result = result or self._check_lease() or self._step()
         return result
 
     def tail(self, rank: int) -> list[str]:
@@ -125,7 +127,8 @@ class _Agent:
         return self._group is not None and not self._lease_lost
 
     def _check_lease(self) -> Result | None:
-        if self._needs_lease() and self._spec.coordinator.lease_left() <= 0:
+        killed = self._guard is not None and self._guard.has_killed
+        if self._needs_lease() and (killed or self._spec.coordinator.lease_left() <= 0):
             self._lease_lost = True
             return self._handle(LeaseLost())
         return None
@@ -150,6 +153,7 @@ class _Agent:
     def _on_group_ended(self, outcome: Outcome) -> Result | None:
         group, self._group = self._group, None
         assert group is not None
+        self._end_guard()
         assert self._place is not None
         if not self._lease_lost:
             group.end_orphans()
@@ -211,9 +215,17 @@ class _Agent:
             return self._spec.start(place, rank - place.first_rank)
 
         self._group = WorkerGroup(place.ranks, start, self._listener, self._clock)
+        if self._spec.is_distributed:
+            self._guard = LeaseGuard(self._spec.coordinator.lease_left, self._group.kill)
+
+    def _end_guard(self) -> None:
+        guard, self._guard = self._guard, None
+        if guard is not None:
+            guard.close()
 
     def close(self) -> None:
         """Kill the workers, after an error."""
+        self._end_guard()
         if self._group is not None:
             self._group.close()
             self._group = None

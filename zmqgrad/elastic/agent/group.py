@@ -85,6 +85,11 @@ class WorkerGroup:
                         return effect
         return None
 
+    def kill(self) -> None:
+        """Kill the workers that run. Safe in any thread; the next :meth:`handle` finds them dead."""
+        for rank in tuple(self._running):
+            self._workers[rank].signal(signal.SIGKILL)
+
     def _exits(self) -> list[WorkerExited]:
         exits = []
         for rank in sorted(self._running):

@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from zmqgrad.elastic.agent.addresses import master_address, usable_port
+from zmqgrad.elastic.agent.addresses import master_address, usable_port, worker_port
 from zmqgrad.elastic.agent.agent import AgentSpec, Tails, run_agent
 from zmqgrad.elastic.agent.coordination import Coordinator, SingleNode
 from zmqgrad.elastic.agent.error_files import read_error
@@ -93,20 +93,23 @@ def open_coordinator(config: LaunchConfig) -> Coordinator:
     """Connect to the agents of the other nodes, if there may be any.
 
     Raises:
-        ConfigurationError: if the address of this node cannot be used.
+        ConfigurationError: if the address of this node cannot be used, or the nodes need a secret.
     """
     address = master_address(config)
 
     def describe(restarts: int, node: str = "single") -> NodeInfo:
-        port = usable_port(address, config.master_port)
-        return NodeInfo(node, config.role, config.nproc_per_node, restarts, address, port)
+        # A node with another fixed rank than 0 has neither the address nor the port of worker rank 0.
+        port = 0 if config.node_rank else usable_port(address, worker_port(config))
+        return NodeInfo(node, config.role, config.nproc_per_node, restarts, address, port, config.node_rank)
 
     if not is_distributed(config):
         return SingleNode(describe)
     # Loads the store, which a single node does not need.
-    from zmqgrad.elastic.agent.opening import open_rendezvous
+    from zmqgrad.elastic.agent.opening import check_secret, open_rendezvous
     from zmqgrad.elastic.agent.rendezvoused import RendezvousCoordinator
 
+    if config.rdzv_backend == "zmqgrad":
+        check_secret(config.rdzv_endpoint)
     return RendezvousCoordinator(lambda: open_rendezvous(config), describe)
 
 

@@ -72,10 +72,10 @@ class Listener:
         return self._selector.select(seconds)
 
     def show(self, ready: Ready) -> None:
-        """Show the output that is ready."""
+        """Show the output that is ready, except of workers that were removed since."""
         for key, _ in ready:
             source: _Source | None = key.data
-            if source is None:
+            if source is None or self._selector.get_map().get(key.fd) is not key:
                 continue
             chunk = source.stream.read()
             if chunk is None:

@@ -20,6 +20,7 @@ class NodeInfo:
         local_world_size: number of its workers.
         restarts: how many restarts of the job this agent knows of.
         address, port: where worker rank 0 listens, if it runs on this node.
+        node_rank: fixed rank of this node; None: the rendezvous assigns it.
     """
 
     node: str
@@ -28,6 +29,7 @@ class NodeInfo:
     restarts: int
     address: str
     port: int
+    node_rank: int | None = None
 
     def encode(self) -> str:
         """The form in the store of the round: JSON."""
@@ -69,6 +71,26 @@ class Placement(NamedTuple):
     def ranks(self) -> range:
         """The ranks of the workers of this node."""
         return range(self.first_rank, self.first_rank + self.local_world_size)
+
+
+def in_order(infos: Sequence[NodeInfo]) -> list[NodeInfo]:
+    """Order the nodes by their fixed ranks. Without any, returns them as given.
+
+    Raises:
+        RendezvousStateError: if the nodes do not have each fixed rank once.
+    """
+    if all(info.node_rank is None for info in infos):
+        return list(infos)
+    ordered = sorted(infos, key=lambda info: -1 if info.node_rank is None else info.node_rank)
+    if [info.node_rank for info in ordered] != list(range(len(infos))):
+        ranks = ", ".join(
+            f"{info.node}: {'none' if info.node_rank is None else info.node_rank}" for info in ordered
+        )
+        raise RendezvousStateError(
+            f"the nodes of the job have the fixed ranks {ranks}. Give each of the {len(infos)} nodes another "
+            f"--node-rank, from 0 to {len(infos) - 1}, or none of them any"
+        )
+    return ordered
 
 
 def place(infos: Sequence[NodeInfo], node_rank: int, round: int) -> Placement:

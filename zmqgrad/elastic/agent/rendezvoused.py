@@ -25,7 +25,8 @@ from zmqgrad.elastic.agent.events import (
     RemoteFailure,
     RendezvousFailed,
 )
-from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, place
+from zmqgrad.elastic.agent.opening import reply_seconds
+from zmqgrad.elastic.agent.ranks import NodeInfo, Placement, in_order, place
 from zmqgrad.elastic.handler import Rendezvous, RendezvousHandler
 from zmqgrad.errors import (
     RendezvousConnectionError,
@@ -117,7 +118,12 @@ class RendezvousCoordinator(Coordinator):
             try:
                 command()
             except Exception as error:
-                self._is_lost |= isinstance(error, RendezvousConnectionError | StoreError)
+                fatal = (
+                    RendezvousConnectionError
+                    if self._serves_rounds
+                    else RendezvousConnectionError | StoreError
+                )
+                self._is_lost |= isinstance(error, fatal)
                 self.events.post(RendezvousFailed(error))
         self._end_round()
         if self._opened is not None:
@@ -132,7 +138,14 @@ class RendezvousCoordinator(Coordinator):
         deadline = Deadline.after(self._opened.settings.timeout.join)
         while not self._closing.is_set():
             formed = handler.next_rendezvous()
-            found = self._agree(formed, restarts, deadline)
+            formed.store.set_timeout(reply_seconds(handler.settings.expiry_seconds))
+            try:
+                found = self._agree(formed, restarts, deadline)
+            except StoreError as error:
+                if not self._serves_rounds or deadline.passed():
+                    raise
+                logger.info("round %d has lost its store: %s", formed.round, error)
+                continue
             if found is not None:
                 infos, placement = found
                 self._round = _Round(handler, formed.store, placement, infos, self.events.post)
@@ -160,13 +173,25 @@ class RendezvousCoordinator(Coordinator):
                         "number of workers in time"
                     ) from None
             else:
-                infos = [NodeInfo.decode(data) for data in formed.store.multi_get(keys)]
-                return infos, place(infos, formed.rank, formed.round)
+                published = [NodeInfo.decode(data) for data in formed.store.multi_get(keys)]
+                infos = in_order(published)
+                return infos, place(infos, infos.index(published[formed.rank]), formed.round)
         return None
 
     def _report(self, write: Callable[[_Round], object]) -> None:
-        if self._round is not None:
+        if self._round is None:
+            return
+        try:
             write(self._round)
+        except StoreError as error:
+            if not self._serves_rounds:
+                raise
+            # The other agents notice that this one has left the round, or that the store is lost.
+            logger.info("round %d has lost its store: %s", self._round.place.round, error)
+
+    @property
+    def _serves_rounds(self) -> bool:
+        return self._opened is not None and self._opened.serves_rounds
 
     def _leave(self, close: bool) -> None:
         try:
@@ -221,17 +246,19 @@ class _Round:
         self._thread = threading.Thread(target=self._monitor, name=name, daemon=True)
 
     def start(self) -> None:
-        """Begin to watch."""
+        """Begin to watch: the nodes first, as the store may be lost already."""
+        self._thread.start()
         self.store.watch_prefix("agent/", self._on_key)
         for key in self.store.list_keys("agent/"):  # written before the watch
             self._on_key(key, None, self.store.get(key))
-        self._thread.start()
 
     def end(self) -> None:
         """Stop watching. Does not wait for the thread, which ends at its next look. Idempotent."""
         if self._ended.is_set():
             return
         self._ended.set()
+        if self._handler.has_lost_store():
+            return
         with suppress(StoreError):  # the store may be gone
             self.store.unwatch_prefix("agent/", self._on_key)
 
@@ -303,6 +330,8 @@ class _Round:
 
     def _reads_failure(self) -> bool:
         """Whether a failure was reported: then the nodes left because of it, and its event says more."""
+        if self._handler.has_lost_store():
+            return False
         try:
             if self.store.check([_FAILURE]):
                 self._on_failure(self.store.get(_FAILURE))

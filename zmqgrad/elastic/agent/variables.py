@@ -11,6 +11,9 @@ from zmqgrad.elastic.launch_config import LaunchConfig
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
+ROUND = "ZMQGRAD_ROUND"
+"""Number of the round, for programs that write where workers of an earlier round may still write."""
+
 
 def common_variables(inherited: Mapping[str, str], config: LaunchConfig) -> dict[str, str]:
     """The variables that all workers have in all rounds: ``inherited``, ``config.env`` and defaults."""
@@ -44,6 +47,7 @@ def worker_variables(common: Mapping[str, str], place: Placement, local_rank: in
         "ROLE_WORLD_SIZE": place.role_world_size,
         "MASTER_PORT": place.master_port,
         "TORCHELASTIC_RESTART_COUNT": place.restarts,
+        ROUND: place.round,
     }
     return {**common, "MASTER_ADDR": place.master_addr} | {
         name: str(number) for name, number in numbers.items()

@@ -1,6 +1,7 @@
 """A rendezvous backend in etcd (version 3.4 or newer), which survives the loss of any host.
 
-The state is the value of one key. Its fencing token is the revision at which the key was last modified; a
+The state is the value of one key. A second one is written with it if more than heartbeats changed; the nodes
+watch that one. The fencing token is the revision at which the key was last modified; a
 write is a transaction that compares it. Reads are linearizable: a member that was cut off from the others
 cannot return an old state. The client is ``etcd3gw``, which uses etcd's JSON gateway over HTTP.
 """
@@ -21,8 +22,8 @@ from zmqgrad.runtime.clock import Deadline
 
 T = TypeVar("T")
 
-PREFIX = "zmqgrad/rendezvous/"
-"""Keys of etcd begin with this. The rest is the id of the job."""
+PREFIX, ANNOUNCEMENTS = "zmqgrad/rendezvous/", "zmqgrad/announcements/"
+"""Keys of etcd begin with these. The rest is the id of the job."""
 
 RETRY_SECONDS = 0.1
 """Pause before the members are tried again, after all of them have failed."""
@@ -73,6 +74,7 @@ class EtcdBackend(RendezvousBackend):
         self, members: Sequence[tuple[str, int]], run_id: str, options: EtcdOptions | None = None
     ) -> None:
         self._key = b64encode(f"{PREFIX}{run_id}".encode()).decode()
+        self._announcements = b64encode(f"{ANNOUNCEMENTS}{run_id}".encode()).decode()
         options = options or EtcdOptions()
         self._timeout = options.timeout
         self._members = [_Member(host, port, options, len(members)) for host, port in members]
@@ -83,14 +85,19 @@ class EtcdBackend(RendezvousBackend):
         found = self._transact({"success": [{"request_range": {"key": self._key}}]})
         return self._found(found)
 
-    def set_state(self, state: bytes, token: Token = None) -> tuple[bytes, Token, bool] | None:
+    def set_state(
+        self, state: bytes, token: Token = None, announce: bool = True
+    ) -> tuple[bytes, Token, bool] | None:
         if token is not None and type(token) is not int:
             raise RendezvousStateError(f"a token of another backend: {token!r}")
         compare = {"key": self._key, "target": "MOD", "result": "EQUAL", "mod_revision": token or 0}
+        puts = [{"request_put": {"key": self._key, "value": b64encode(state).decode()}}]
+        if announce:
+            puts.append({"request_put": {"key": self._announcements, "value": ""}})
         reply = self._transact(
             {
                 "compare": [compare],
-                "success": [{"request_put": {"key": self._key, "value": b64encode(state).decode()}}],
+                "success": puts,
                 "failure": [{"request_range": {"key": self._key}}],
             }
         )
@@ -99,10 +106,12 @@ class EtcdBackend(RendezvousBackend):
         found = self._found(reply)
         return None if found is None else (*found, found[0] == state)  # the reply to a first try may be lost
 
-    def wait_for_change(self, token: Token, seconds: float) -> None:
+    def wait_for_change(self, token: Token, seconds: float) -> bool:
         after = (self._seen if token is None else token) + 1
-        if not self._members[0].watch(self._key, after, seconds):
+        changed = self._members[0].watch(self._announcements, after, seconds)
+        if changed is None:
             self._closed.wait(min(seconds, RETRY_SECONDS))  # the next read tries the members
+        return changed is not False
 
     def close(self, in_use: bool = False) -> None:
         self._closed.set()
@@ -176,8 +185,8 @@ class _Member:
         reply = self._authenticated(lambda: self._client.transaction(transaction))
         return int(reply["header"]["revision"]), reply
 
-    def watch(self, key: str, after: int, seconds: float) -> bool:
-        """Wait for a change of ``key`` at revision ``after`` or later. Returns whether watching worked.
+    def watch(self, key: str, after: int, seconds: float) -> bool | None:
+        """Wait for a change of ``key`` at revision ``after`` or later. Returns None if watching did not work.
 
         The client's own watch would start a thread for each call.
         """
@@ -189,10 +198,11 @@ class _Member:
                 for line in stream.iter_lines():
                     result = json.loads(line)["result"]
                     if result.get("events") or result.get("canceled"):
-                        return not result.get("canceled")
+                        return None if result.get("canceled") else True
         except self.errors as e:
-            return bool(e.args) and type(e.args[0]).__name__ == "ReadTimeoutError"
-        return False
+            if e.args and type(e.args[0]).__name__ == "ReadTimeoutError":
+                return False
+        return None
 
     def _authenticated(self, request: Callable[[], T]) -> T:
         """Log in before the first request, and again if the token has expired."""

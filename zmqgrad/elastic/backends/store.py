@@ -11,9 +11,17 @@ from zmqgrad.elastic.state_holder import RendezvousBackend, Token
 from zmqgrad.errors import RendezvousConnectionError, RendezvousStateError, StoreError
 from zmqgrad.store import Store, TCPStore
 
+_NO_STATE = b"\0"
+
+_UNANNOUNCED_SECONDS = 5.0
+"""How old a state may be that nodes use if no change of it was announced."""
+
 
 class StoreBackend(RendezvousBackend):
     """Keeps the state in ``store``, under a key of the job.
+
+    A second key counts the changes that are not only heartbeats; the nodes watch that one. A node that dies
+    between the two writes announces nothing: the others find its change when they look next.
 
     The fencing token is the encoded state itself: nodes that write equal states agree.
 
@@ -29,9 +37,10 @@ class StoreBackend(RendezvousBackend):
         self._store = store
         self._owned = owned
         self._key = f"zmqgrad/rendezvous/{run_id}"
+        self._announcements = f"zmqgrad/announcements/{run_id}"
         self._changed = threading.Event()
         with self._errors():
-            store.watch_key(self._key, self._on_change)
+            store.watch_key(self._announcements, self._on_change)
 
     def _on_change(self, old: bytes | None, new: bytes | None) -> None:
         self._changed.set()
@@ -39,24 +48,31 @@ class StoreBackend(RendezvousBackend):
     def get_state(self) -> tuple[bytes, Token] | None:
         self._changed.clear()  # changes from here on wake wait_for_change()
         with self._errors():
-            if not self._store.check([self._key]):
-                return None
-            state = self._store.get(self._key)
-        return state, state
+            # Writes nothing, as no state is equal to this; returns it if the key does not exist. One request.
+            state = self._store.compare_set(self._key, _NO_STATE, _NO_STATE)
+        return None if state == _NO_STATE else (state, state)
 
-    def set_state(self, state: bytes, token: Token = None) -> tuple[bytes, Token, bool] | None:
+    def set_state(
+        self, state: bytes, token: Token = None, announce: bool = True
+    ) -> tuple[bytes, Token, bool] | None:
         if token is not None and not isinstance(token, bytes):
             raise RendezvousStateError(f"a token of another backend: {token!r}")
         expected = token or b""
         self._changed.clear()
         with self._errors():
             found = self._store.compare_set(self._key, expected, state)
+            if announce and found == state:
+                self._store.add(self._announcements, 1)
         if found == expected:
             return None  # the key does not exist any more: otherwise the state would have been set
         return found, found, found == state
 
-    def wait_for_change(self, token: Token, seconds: float) -> None:
-        self._changed.wait(seconds)
+    def wait_for_change(self, token: Token, seconds: float) -> bool:
+        return self._changed.wait(seconds)
+
+    @property
+    def cache_seconds(self) -> float:
+        return 0.0 if self._changed.is_set() else _UNANNOUNCED_SECONDS
 
     @property
     def is_host(self) -> bool:
@@ -68,7 +84,7 @@ class StoreBackend(RendezvousBackend):
             self._store.close()
             return
         with self._errors():
-            self._store.unwatch_key(self._key, self._on_change)
+            self._store.unwatch_key(self._announcements, self._on_change)
         if self._owned and isinstance(self._store, TCPStore):
             leave_open(self._store)
 
