@@ -94,6 +94,7 @@ def test_each_worker_gets_its_rank_in_the_environment() -> None:
     assert first == {
         "ZMQGRAD_SECRET_FILE": "/run/secret",
         "HOME": "/home/me",
+        "ZMQGRAD_ROUND": "0",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "4711",
         "RANK": "0",
