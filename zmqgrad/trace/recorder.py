@@ -30,6 +30,7 @@ from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns as now
 from zmqgrad.runtime.clock import wall_ns
 from zmqgrad.trace import log, stacks
+from zmqgrad.trace.active import Active
 from zmqgrad.trace.events import ProcessInfo, Tag
 from zmqgrad.trace.requests import RemoteRequests
 from zmqgrad.transport import tap as tapping
@@ -41,8 +42,11 @@ logger = logging.getLogger(__name__)
 FLUSH_SECONDS = 0.05
 CLOCK_SAMPLE_NANOSECONDS = 1_000_000_000
 MAX_QUEUED_EVENTS = 1 << 16
-BATCH_EVENTS = 512
+BATCH_EVENTS = 2048
 """Events that are encoded at once. Encoding keeps the GIL, so a batch must stay well below a millisecond."""
+
+SHORT_WAIT_NANOSECONDS = 1_000_000
+"""A wait that ends within this time, and has not failed, is not recorded: its messages tell as much."""
 
 MAX_NAMES = 1 << 16
 """Names that a log declares; what comes later has none (the keys of a store may all differ)."""
@@ -119,6 +123,7 @@ class Recorder:
 
     def _reset(self) -> None:
         self.queue: deque[Row] = deque()
+        self.active = Active()
         self.threads = _Threads()
         self.names: dict[str, int] = {"": 0}
         self.failed = False
@@ -245,10 +250,13 @@ class Recorder:
         return fd
 
     def take(self) -> list[Row]:
-        """Takes up to ``BATCH_EVENTS`` events from the queue."""
-        queue = self.queue
-        pop = queue.popleft
-        rows = [pop() for _ in range(min(len(queue), BATCH_EVENTS))]
+        """Takes the events that are queued, and then what threads are in the middle of."""
+        # In this order: what a begin refers to is queued before it, and its end is queued later.
+        moment, count = now(), len(self.queue)
+        begun = self.active.claim(moment)
+        pop = self.queue.popleft
+        rows = [pop() for _ in range(count)]
+        rows += begun
         with self._lock:
             dropped, self._dropped = self._dropped, 0
         if dropped:
@@ -295,16 +303,15 @@ class _Writer:
     def flush(self) -> None:
         """Writes what is queued."""
         recorder = self._recorder
-        if recorder.failed or not recorder.queue:
+        if recorder.failed or not (recorder.queue or recorder.active):
             return
         with self._lock:
             try:
                 if self._fd < 0:
                     self._fd = recorder.create()
-                for _ in range(len(recorder.queue) // BATCH_EVENTS + 1):
-                    rows = recorder.take()
-                    if rows:
-                        write_all(self._fd, log.record(rows))
+                rows = recorder.take()
+                for start in range(0, len(rows), BATCH_EVENTS):
+                    write_all(self._fd, log.record(rows[start : start + BATCH_EVENTS]))
                 self._sample()  # only now: the actors are declared
             except OSError as e:
                 recorder.fail(e)
@@ -364,6 +371,7 @@ class Tracer:
         self._queue = recorder.queue
         self._names = recorder.names
         self._threads = recorder.threads
+        self._active = recorder.active
         self._incarnations: dict[int, int] = {}  # of peers, as declared last
         self._closed = False
 
@@ -412,11 +420,19 @@ class Tracer:
 
     def request_started(self, peer: int, message_id: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(8, peer, message_id)
+        thread = self._threads.number or self._recorder.declare_thread()
+        self._active.requests[thread, self._actor, peer, message_id] = now()
 
     def request_finished(self, peer: int, message_id: int, failed: bool) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(9, peer, message_id, failed)
+        key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
+        begun, ended = self._active.requests.pop(key, None), now()
+        if len(self._queue) >= self._recorder.max_events:
+            self._recorder.drop()
+        elif begun is None:  # the begin is in the log, or was before the recording
+            self._queue.append((9, ended, *key, failed))
+        else:
+            self._queue.append((24, begun, *key, ended - begun, failed))
 
     def request_described(
         self, message_id: int, function: str, args: Sequence[Any] | None, kwargs: Any
@@ -427,11 +443,21 @@ class Tracer:
 
     def wait_begun(self, peer: int, message_id: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(11, peer, message_id)
+        thread = self._threads.number or self._recorder.declare_thread()
+        self._active.waits[thread, self._actor, peer, message_id] = now()
 
     def wait_ended(self, peer: int, message_id: int, failed: bool) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
-        self._add(12, peer, message_id, failed)
+        key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
+        begun, ended = self._active.waits.pop(key, None), now()
+        if begun is not None and not failed and ended - begun < SHORT_WAIT_NANOSECONDS:
+            return
+        if len(self._queue) >= self._recorder.max_events:
+            self._recorder.drop()
+        elif begun is None:  # as above
+            self._queue.append((12, ended, *key, failed))
+        else:
+            self._queue.append((25, begun, *key, ended - begun, failed))
 
     def context_created(self, context: int) -> None:
         """As :class:`~zmqgrad.transport.tap.Tracer`."""
