@@ -34,7 +34,7 @@ from zmqgrad.trace.active import Active
 from zmqgrad.trace.events import ProcessInfo, Tag
 from zmqgrad.trace.requests import RemoteRequests
 from zmqgrad.transport import tap as tapping
-from zmqgrad.transport.tap import Identity, Tapped, Usage
+from zmqgrad.transport.tap import Identity, Usage
 from zmqgrad.wire.messages import BY_TYPE, ForwardAutogradReq, Message, MessageType
 
 logger = logging.getLogger(__name__)
@@ -375,13 +375,22 @@ class Tracer:
         self._incarnations: dict[int, int] = {}  # of peers, as declared last
         self._closed = False
 
-    def tap(self, tapped: Tapped) -> None:
+    def tap(
+        self,
+        outgoing: bool,
+        peer: int,
+        envelope: tuple[int, ...],
+        message: Message,
+        size: int,
+        time: int,
+        path: int = tapping.INLINE,
+        /,
+    ) -> None:
         """A message was sent or received."""
         queue = self._queue
         if len(queue) >= self._recorder.max_events:
             self._recorder.drop()
             return
-        outgoing, peer, envelope, message, size, time, path = tapped
         kind = envelope[0]
         context = 0
         if not self._is_worker:
