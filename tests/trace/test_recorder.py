@@ -17,10 +17,11 @@ from zmqgrad import environment
 from zmqgrad.errors import TraceError
 from zmqgrad.store import TCPStore
 from zmqgrad.trace import Job, launch_environment, record
-from zmqgrad.trace import recorder as recording
+from zmqgrad.trace import tracer as tracing
+from zmqgrad.trace import writer as writing
 from zmqgrad.trace.events import Dropped, RequestFinished, RequestStarted
 from zmqgrad.trace.log import LogReader, find_logs
-from zmqgrad.trace.recorder import show_arguments
+from zmqgrad.trace.tracer import show_arguments
 from zmqgrad.transport import tap
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.messages import MessageType
@@ -84,7 +85,7 @@ def test_files_are_for_the_user_alone_and_an_idle_process_has_none(tmp_path: Pat
 
 
 def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr(writing, "FLUSH_SECONDS", 3600.0)
     subject = Subject()
     with record(tmp_path, max_events=100) as recorder:
         tap.register(subject)
@@ -115,7 +116,7 @@ def test_a_full_disk_stops_the_trace_says_so_once_and_nothing_else(
         tap.register(subject)
         assert subject.tracer is not None
         recorder.flush()
-        monkeypatch.setattr(recording, "write_all", full)
+        monkeypatch.setattr(writing, "write_all", full)
         for _ in range(3):
             subject.tracer.request_started(1, 2)
             recorder.flush()
@@ -204,8 +205,8 @@ def test_a_short_wait_is_not_recorded_and_one_that_failed_or_lasts_is(tmp_path: 
 
 
 def test_short_waits_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "FLUSH_SECONDS", 3600.0)
-    monkeypatch.setattr(recording, "SHORT_WAIT_NANOSECONDS", 1 << 60)
+    monkeypatch.setattr(writing, "FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr(tracing, "SHORT_WAIT_NANOSECONDS", 1 << 60)
     with record(tmp_path) as recorder:
         tracer = recorder.attach(Identity(tap.WORKER, "w0", 0, 5, "job"))
         for number in range(100):

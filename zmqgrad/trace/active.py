@@ -14,6 +14,9 @@ from zmqgrad.trace.events import Tag
 Key = tuple[int, int, int, int]
 """Thread, actor, peer, message id."""
 
+Row = tuple[Any, ...]
+"""An event, as the recorder queues it."""
+
 
 class Active:
     """Requests and waits that have begun and not ended, with the times of their begins."""
@@ -25,7 +28,7 @@ class Active:
     def __bool__(self) -> bool:
         return bool(self.requests or self.waits)
 
-    def claim(self, until: int) -> list[tuple[Any, ...]]:
+    def claim(self, until: int) -> list[Row]:
         """Returns the events of what began until then; their ends become events of their own."""
         return [
             (tag, begun, *key)
