@@ -14,7 +14,7 @@ from zmqgrad.autograd import backward, context, get_gradients
 from zmqgrad.autograd.engine import batch, step
 from zmqgrad.rpc.current import current_worker
 from zmqgrad.testing import Cluster, cluster
-from zmqgrad.transport.tap import Tapped
+from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.messages import BackwardAutogradReq, BackwardAutogradResp, MessageType
 
 MICRO_BATCHES = 6
@@ -44,7 +44,7 @@ def sent_in(c: Cluster) -> Iterator[list[tuple[int, int, BackwardAutogradReq]]]:
             sent.append((tapped.envelope.source, tapped.peer, tapped.message))
 
     for worker in c.workers:
-        worker.mailbox.tap = note
+        worker.mailbox.tap = observer(note)
     try:
         yield sent
     finally:
@@ -174,7 +174,7 @@ def test_reports_contain_handled_requests(c3: Cluster) -> None:
         if tapped.outgoing and isinstance(tapped.message, BackwardAutogradResp):
             reports.append(tapped.message)
 
-    c3.workers[1].mailbox.tap = note
+    c3.workers[1].mailbox.tap = observer(note)
     with context() as ctx:
         loss = pipeline([1], [torch.randn(2, 3, dtype=torch.float64) for _ in range(MICRO_BATCHES)])
         backward(ctx, [loss])

@@ -14,7 +14,7 @@ from tests.support.processes import run_processes
 from zmqgrad import rpc
 from zmqgrad.errors import PeerLostError
 from zmqgrad.rpc.current import current_worker
-from zmqgrad.transport.tap import Tapped
+from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.messages import CreditWanted
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -46,7 +46,7 @@ def flood_the_frozen(rank: int) -> None:
         if tapped.outgoing and isinstance(tapped.message, CreditWanted):
             waits.release()
 
-    worker.mailbox.tap = tap
+    worker.mailbox.tap = observer(tap)
     assert rpc.rpc_sync("worker1", consume, args=(torch.zeros(MB),)) == MB
     os.kill(pid, signal.SIGSTOP)
     before = resident()

@@ -20,7 +20,7 @@ from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.tap import Tapped
+from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.messages import CreditWanted
 
 LIMIT = 1 << 20
@@ -66,7 +66,7 @@ def asked(worker: Worker) -> threading.Event:
         if tapped.outgoing and isinstance(tapped.message, CreditWanted):
             event.set()
 
-    worker.mailbox.tap = tap
+    worker.mailbox.tap = observer(tap)
     return event
 
 

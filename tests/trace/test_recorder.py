@@ -17,10 +17,11 @@ from zmqgrad import environment
 from zmqgrad.errors import TraceError
 from zmqgrad.store import TCPStore
 from zmqgrad.trace import Job, launch_environment, record
-from zmqgrad.trace import recorder as recording
-from zmqgrad.trace.events import Dropped
+from zmqgrad.trace import tracer as tracing
+from zmqgrad.trace import writer as writing
+from zmqgrad.trace.events import Dropped, RequestFinished, RequestStarted
 from zmqgrad.trace.log import LogReader, find_logs
-from zmqgrad.trace.recorder import show_arguments
+from zmqgrad.trace.tracer import show_arguments
 from zmqgrad.transport import tap
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.messages import MessageType
@@ -84,15 +85,15 @@ def test_files_are_for_the_user_alone_and_an_idle_process_has_none(tmp_path: Pat
 
 
 def test_what_does_not_fit_is_dropped_and_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr(writing, "FLUSH_SECONDS", 3600.0)
     subject = Subject()
     with record(tmp_path, max_events=100) as recorder:
         tap.register(subject)
         assert subject.tracer is not None
         for i in range(1000):
-            subject.tracer.request_started(1, i)
+            subject.tracer.request_described(i, "f", None, None)
         recorder.flush()
-        subject.tracer.request_started(1, 5000)
+        subject.tracer.request_described(5000, "f", None, None)
         tap.unregister(subject)
     assert recorder.path is not None
     with LogReader(recorder.path) as reader:
@@ -115,7 +116,7 @@ def test_a_full_disk_stops_the_trace_says_so_once_and_nothing_else(
         tap.register(subject)
         assert subject.tracer is not None
         recorder.flush()
-        monkeypatch.setattr(recording, "write_all", full)
+        monkeypatch.setattr(writing, "write_all", full)
         for _ in range(3):
             subject.tracer.request_started(1, 2)
             recorder.flush()
@@ -176,3 +177,84 @@ def test_the_launcher_names_directory_and_job(tmp_path: Path) -> None:
     first, second = launch_environment(tmp_path / "t"), launch_environment(tmp_path / "t")
     assert environment.trace_directory(first) == str(tmp_path / "t")
     assert environment.trace_job(first) != environment.trace_job(second)
+
+
+def _happened(directory: Path) -> list[tuple[str, int]]:
+    events = [s.event for s in Job(directory).events()]
+    return [(type(e).__name__, e.message_id) for e in events if hasattr(e, "message_id")]
+
+
+def test_a_short_wait_is_not_recorded_and_one_that_failed_or_lasts_is(tmp_path: Path) -> None:
+    with record(tmp_path) as recorder:
+        tracer = recorder.attach(Identity(tap.WORKER, "w0", 0, 5, "job"))
+        tracer.wait_begun(1, 1)
+        tracer.wait_begun(1, 2)
+        recorder.flush()
+        assert _happened(tmp_path) == [("WaitBegun", 1), ("WaitBegun", 2)]  # were it killed now
+        tracer.wait_ended(1, 2, False)
+        tracer.wait_begun(1, 3)
+        tracer.wait_ended(1, 3, True)
+        tracer.close()
+    assert sorted(_happened(tmp_path)) == [
+        ("WaitBegun", 1),
+        ("WaitBegun", 2),
+        ("WaitBegun", 3),
+        ("WaitEnded", 2),
+        ("WaitEnded", 3),
+    ]
+
+
+def test_short_waits_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writing, "FLUSH_SECONDS", 3600.0)
+    monkeypatch.setattr(tracing, "SHORT_WAIT_NANOSECONDS", 1 << 60)
+    with record(tmp_path) as recorder:
+        tracer = recorder.attach(Identity(tap.WORKER, "w0", 0, 5, "job"))
+        for number in range(100):
+            tracer.wait_begun(1, number)
+            tracer.wait_ended(1, number, False)
+        tracer.close()
+    assert _happened(tmp_path) == []
+
+
+def test_a_request_reads_the_same_whether_a_flush_came_while_it_ran(tmp_path: Path) -> None:
+    with record(tmp_path) as recorder:
+        tracer = recorder.attach(Identity(tap.WORKER, "w0", 0, 5, "job"))
+        for number, flushed in enumerate((False, True)):
+            tracer.request_started(1, number)
+            if flushed:
+                recorder.flush()
+            tracer.request_finished(1, number, True)
+        tracer.close()
+    events = [s for s in Job(tmp_path).events() if isinstance(s.event, (RequestStarted, RequestFinished))]
+    assert [type(s.event) for s in events] == [RequestStarted, RequestFinished] * 2
+    assert [s.event.message_id for s in events] == [0, 0, 1, 1]
+    assert [s.time for s in events] == sorted(s.time for s in events)
+    assert all(s.event.failed for s in events if isinstance(s.event, RequestFinished))
+
+
+def test_each_begin_and_end_is_written_once_while_flushes_compete(tmp_path: Path) -> None:
+    def work(tracer: Tracer, peer: int) -> None:
+        for number in range(2000):
+            tracer.request_started(peer, number)
+            tracer.request_finished(peer, number, False)
+
+    with record(tmp_path) as recorder:
+        tracer = recorder.attach(Identity(tap.WORKER, "w0", 0, 5, "job"))
+        threads = [threading.Thread(target=work, args=(tracer, peer)) for peer in range(4)]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            recorder.flush()
+        tracer.close()
+    assert recorder.path is not None
+    running: dict[tuple[int, int], int] = {}
+    finished = 0
+    with LogReader(recorder.path) as reader:
+        for event in reader:  # in the order of the file: an end never comes before its begin
+            if isinstance(event, RequestStarted):
+                assert (event.peer, event.message_id) not in running
+                running[event.peer, event.message_id] = event.time
+            elif isinstance(event, RequestFinished):
+                assert running.pop((event.peer, event.message_id)) <= event.time
+                finished += 1
+    assert (running, finished) == ({}, 8000)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from zmqgrad.trace import record, recorder
+from zmqgrad.trace import record, writer
 from zmqgrad.trace.events import Usage
 from zmqgrad.trace.follow import Follower
 from zmqgrad.transport import tap
@@ -44,7 +44,7 @@ class Worker:
 
 
 def test_usage_is_recorded_when_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "CLOCK_SAMPLE_NANOSECONDS", 0)
+    monkeypatch.setattr(writer, "CLOCK_SAMPLE_NANOSECONDS", 0)
     with record(tmp_path) as active:
         worker = Worker()
         for blocked in (1, 1, 2):
@@ -60,7 +60,7 @@ def test_usage_is_recorded_when_it_changes(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_worker_is_not_kept_alive(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorder, "CLOCK_SAMPLE_NANOSECONDS", 0)
+    monkeypatch.setattr(writer, "CLOCK_SAMPLE_NANOSECONDS", 0)
     with record(tmp_path) as active:
         worker = Worker()
         gone = weakref.ref(worker)

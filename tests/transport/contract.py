@@ -20,7 +20,7 @@ from tests.support.waiting import eventually
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.transport.base import Inbound, Mailbox, PeerAddress
-from zmqgrad.transport.tap import Tapped
+from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.codec import encode
 from zmqgrad.wire.messages import Goodbye, Hello, MessageType, RRefAck, StoreListKeys, StoreSet
 
@@ -456,7 +456,7 @@ class MailboxContract:
     def test_the_tap_sees_both_directions(self, office: Office) -> None:
         a, b = office.pair()
         seen: SimpleQueue[Tapped] = SimpleQueue()
-        a.mailbox.tap = b.mailbox.tap = seen.put
+        a.mailbox.tap = b.mailbox.tap = observer(seen.put)
         a.mailbox.send(1, HELLO, 3, [b"12345", b""])
         b.take()
         out, into = sorted((seen.get(timeout=20) for _ in range(2)), key=lambda t: not t.outgoing)

@@ -18,7 +18,7 @@ from zmqgrad.transport import bulk
 from zmqgrad.transport.bulk import BufferPool, Reassembler, split
 from zmqgrad.transport.flow_control import DEFAULT_INFLIGHT_BYTES
 from zmqgrad.transport.shared_memory.packing import PreparedFrames, pack_for_socket
-from zmqgrad.transport.tap import Tapped
+from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Hello, Manifest, MessageType, StoreSet
 
 
@@ -189,7 +189,7 @@ def test_a_message_with_large_frames_is_one_message(office: Office) -> None:
     def tap(tapped: Tapped) -> None:
         shown.append(MessageType(tapped.envelope.type))
 
-    b.mailbox.tap = tap
+    b.mailbox.tap = observer(tap)
     frames = [some_bytes(n) for n in (10, 5000, 3000, 1 << 20)]
     for n in range(3):
         a.mailbox.send(1, StoreSet("key", b"value"), n, frames)

@@ -20,7 +20,7 @@ from zmqgrad.transport import flow_control
 from zmqgrad.transport.base import Inbound, Mailbox
 from zmqgrad.transport.flow_control import ReceiveWindow, SendWindow
 from zmqgrad.transport.mailbox import ZmqMailbox
-from zmqgrad.transport.tap import Tapped
+from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.messages import Credit, CreditWanted, Message, RRefAck, StoreSet
 
 REQUEST, ANSWER = StoreSet("key", b"value"), RRefAck()
@@ -302,7 +302,7 @@ def asks(box: Box) -> SimpleQueue[CreditWanted]:
         if tapped.outgoing and isinstance(tapped.message, CreditWanted):
             said.put(tapped.message)
 
-    box.mailbox.tap = tap
+    box.mailbox.tap = observer(tap)
     return said
 
 

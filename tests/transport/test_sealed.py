@@ -24,7 +24,7 @@ from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.sealed import records, sender, transport
 from zmqgrad.transport.sealed.records import Cipher, generate_key, read_head, sealed_size
 from zmqgrad.transport.security import load_keys, password_client
-from zmqgrad.transport.tap import Tapped
+from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.messages import BulkOpen, BulkReady, Call, Payload, Result
 
 pytest.importorskip("cryptography")
@@ -355,7 +355,7 @@ def test_a_forgotten_peer_gets_a_new_channel(pair: Pair) -> None:
 def test_the_tap_sees_no_keys(pair: Pair) -> None:
     seen: list[Tapped] = []
     for mailbox in pair.mailboxes:
-        mailbox.tap = seen.append
+        mailbox.tap = observer(seen.append)
     pair.send(1, some(1))
     pair.take()
     assert {type(tapped.message) for tapped in seen} == {Call}

@@ -44,6 +44,8 @@ class Tag(enum.IntEnum):
     SEND_RECORDED = 22
     PEER_LOST = 40
     STACK = 23
+    REQUEST_RAN = 24
+    WAITED = 25
 
 
 class Role(enum.IntEnum):
@@ -195,6 +197,43 @@ class WaitEnded(Event, frozen=True, tag=12):
     peer: int
     message_id: int
     failed: bool = False
+
+
+class RequestRan(Event, frozen=True, tag=24):
+    """:class:`RequestStarted` at ``time`` and :class:`RequestFinished` after ``nanoseconds``, in one.
+
+    Only in logs: the reader yields the two.
+    """
+
+    thread: int
+    actor: int
+    peer: int
+    message_id: int
+    nanoseconds: int
+    failed: bool = False
+
+    def parts(self) -> tuple[RequestStarted, RequestFinished]:
+        """The two events."""
+        key = (self.thread, self.actor, self.peer, self.message_id)
+        return RequestStarted(self.time, *key), RequestFinished(
+            self.time + self.nanoseconds, *key, self.failed
+        )
+
+
+class Waited(Event, frozen=True, tag=25):
+    """:class:`WaitBegun` at ``time`` and :class:`WaitEnded` after ``nanoseconds``, in one; only in logs."""
+
+    thread: int
+    actor: int
+    peer: int
+    message_id: int
+    nanoseconds: int
+    failed: bool = False
+
+    def parts(self) -> tuple[WaitBegun, WaitEnded]:
+        """The two events."""
+        key = (self.thread, self.actor, self.peer, self.message_id)
+        return WaitBegun(self.time, *key), WaitEnded(self.time + self.nanoseconds, *key, self.failed)
 
 
 class ContextCreated(Event, frozen=True, tag=13):
@@ -360,7 +399,10 @@ AnyEvent = (
     | PeerLost
     | StackDumped
 )
-"""All events that a log may contain."""
+"""All events that the reader of a log yields."""
+
+Pair = RequestRan | Waited
+"""Two events in one, in a log."""
 
 
 class ProcessInfo(msgspec.Struct, frozen=True, gc=False, omit_defaults=True):

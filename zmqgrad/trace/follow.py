@@ -17,7 +17,7 @@ from zmqgrad.trace.events import AnyEvent, MessageReceived, MessageSent
 from zmqgrad.trace.job import declare, shift
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Declared, Entry, Process
-from zmqgrad.trace.recorder import own_clock
+from zmqgrad.trace.writer import own_clock
 
 RECORDS_AT_ONCE = 16
 """Records of each log that one :meth:`Follower.poll` reads, so that its memory is bounded."""

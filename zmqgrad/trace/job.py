@@ -243,7 +243,7 @@ def _survey(path: FilePath) -> Process:
                         continue
                     wall = declare(process, event, wall)
                 if batch:
-                    process.last = max(process.last, batch[-1].time)
+                    process.last = max(process.last, max(event.time for event in batch))
         except TraceError as e:
             process.damage = str(e)
     return process

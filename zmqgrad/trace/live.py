@@ -15,8 +15,8 @@ from zmqgrad.trace.events import StackDumped
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.log import LogReader
 from zmqgrad.trace.model import Process
-from zmqgrad.trace.recorder import own_clock
 from zmqgrad.trace.stacks import request_stacks
+from zmqgrad.trace.writer import own_clock
 
 POLL_SECONDS = 0.05
 """How often logs are read for the reply. No event tells of a file that grows, on all systems and mounts."""

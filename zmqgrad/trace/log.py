@@ -8,7 +8,8 @@
         12        records, each: size in 4 bytes (big-endian), then as many bytes of msgpack
 
 The first record is a map, :class:`~zmqgrad.trace.events.ProcessInfo`; each other one is a list of events
-(:mod:`zmqgrad.trace.events`), in the order of recording. A process that is killed may leave a record cut off
+(:mod:`zmqgrad.trace.events`), in the order of recording; what has a duration is recorded at its end, or at
+a flush before that. A process that is killed may leave a record cut off
 at the end; the reader stops before it.
 """
 
@@ -23,7 +24,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from zmqgrad.errors import TraceError
-from zmqgrad.trace.events import AnyEvent, ProcessInfo
+from zmqgrad.trace.events import AnyEvent, Pair, ProcessInfo, RequestRan, Waited
 
 _T = TypeVar("_T")
 
@@ -38,7 +39,17 @@ _SIZE = struct.Struct("!I")
 
 encode = msgspec.msgpack.Encoder().encode
 _decode_info = msgspec.msgpack.Decoder(ProcessInfo).decode
-_decode_events = msgspec.msgpack.Decoder(list[AnyEvent]).decode
+_decode_packed = msgspec.msgpack.Decoder(list[AnyEvent | Pair]).decode
+
+
+def _decode_events(data: bytes) -> list[AnyEvent]:
+    events: list[AnyEvent] = []
+    for event in _decode_packed(data):
+        if isinstance(event, (RequestRan, Waited)):
+            events += event.parts()
+        else:
+            events.append(event)
+    return events
 
 
 def header(info: ProcessInfo) -> bytes:

@@ -19,8 +19,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, star
 from zmqgrad.errors import TraceError
 from zmqgrad.trace.events import Role
 from zmqgrad.transport import tap as tapping
-from zmqgrad.transport.tap import Identity, Tapped, Tracer
-from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
+from zmqgrad.transport.tap import Identity, Tracer
+from zmqgrad.wire.messages import REQUEST, RESPONSE, Message, MessageType
 
 LATENCY_SECONDS = (50e-6, 100e-6, 250e-6, 500e-6, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 0.1, 0.25, 1.0, 5.0, 30.0)
 """Bounds of the latency histogram."""
@@ -116,14 +116,24 @@ class _CountingTracer:
     def __getattr__(self, name: str) -> Any:
         return _ignore if self._inner is None else getattr(self._inner, name)
 
-    def tap(self, tapped: Tapped) -> None:
+    def tap(
+        self,
+        outgoing: bool,
+        peer: int,
+        envelope: tuple[int, ...],
+        message: Message,
+        size: int,
+        time: int,
+        path: int = tapping.INLINE,
+        /,
+    ) -> None:
         """Counts a message."""
-        outgoing, kind = tapped.outgoing, tapped.envelope.type
+        kind = envelope[0]
         counters = self._by_kind.get((kind, outgoing)) or self._make(kind, outgoing)
         counters[0].inc()
-        counters[1].inc(tapped.size)
-        self._measure(tapped, outgoing, kind)
-        self._inner_tap(tapped)
+        counters[1].inc(size)
+        self._measure(outgoing, (peer, envelope[3]), message, time)
+        self._inner_tap(outgoing, peer, envelope, message, size, time, path)
 
     def _make(self, kind: int, outgoing: bool) -> tuple[Any, Any]:
         labels = self._name, _type_name(kind), "sent" if outgoing else "received"
@@ -131,17 +141,17 @@ class _CountingTracer:
         self._by_kind[kind, outgoing] = made
         return made
 
-    def _measure(self, tapped: Tapped, outgoing: bool, kind: int) -> None:
-        key = (tapped.peer, tapped.envelope.message_id)
+    def _measure(self, outgoing: bool, key: tuple[int, int], message: Message, time: int) -> None:
+        kind = message.TYPE
         if outgoing and kind & REQUEST and kind not in _NO_REPLY:
-            self._sent[key] = (kind, tapped.time)
+            self._sent[key] = (kind, time)
             if len(self._sent) > MAX_OPEN:
                 self._sent.pop(next(iter(self._sent), key), None)
         elif not outgoing and kind & RESPONSE:
             sent = self._sent.pop(key, None)
             if sent is not None:
-                self._latency(sent[0]).observe((tapped.time - sent[1]) / 1e9)
-        elif not outgoing and kind in _QUEUED and not tapped.message.is_awaited_by(self._number):
+                self._latency(sent[0]).observe((time - sent[1]) / 1e9)
+        elif not outgoing and kind in _QUEUED and not message.is_awaited_by(self._number):
             self._queued.add(key)  # a coordinator reads the gradients for itself at its own channel
 
     def _latency(self, kind: int) -> Any:

@@ -30,7 +30,6 @@ from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
-from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.base import Frame, Handler, Inbound, OnIdle, OnLost, OnSuspected, Resolver, Timer
 from zmqgrad.transport.bind_policy import bind
 from zmqgrad.transport.bulk import split
@@ -255,7 +254,7 @@ class ZmqMailbox:
         assert self.tap is not None
         envelope, message, frames, size, socket_bytes = inbound
         path = INLINE if not frames else FRAMES if socket_bytes else SHARED_MEMORY
-        tapping.received(self.tap, envelope.source, envelope, message, size, path)
+        self.tap(False, envelope.source, envelope, message, size, monotonic_ns(), path)
 
     def acquire_channel(self, peer: int) -> ReplyChannel | None:
         """As ``Mailbox``. Only peers of this host can reach a reply channel."""
@@ -308,7 +307,7 @@ class ZmqMailbox:
             envelope = (message.TYPE, self.worker_id, self.incarnation, message_id, channel, 0, 0, 0)
             size = len(first) + sum(map(len, frames)) if frames else len(first)
             path = INLINE if not frames else FRAMES if prepared.frames else SHARED_MEMORY
-            tapping.sent(self.tap, peer, envelope, message, size, began or monotonic_ns(), path)
+            self.tap(True, peer, envelope, message, size, began or monotonic_ns(), path)
 
     def _send_behind(self, peer: int, message: Message) -> None:
         """Queues a message without frames behind all that were sent to ``peer`` before.

@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
 from zmqgrad import environment
-from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import Message
 
@@ -27,45 +26,63 @@ WORKER, STORE_CLIENT, STORE_SERVER, RENDEZVOUS_NODE = 1, 2, 3, 4
 """What is traced: the roles of an identity."""
 
 
-class Tapped(NamedTuple):
-    """A message that is sent or received.
+class Tap(Protocol):
+    """Called with each message that is sent or received. Plain arguments: an object would double the time."""
 
-    Args:
-        peer: the other worker; of store messages, the id of the client's channel.
-        size: the bytes of all frames; 0 if it is not known here.
-        time: ``monotonic_ns`` just before it was sent, or after it was received.
-        path: how its bytes were transferred.
-    """
+    def __call__(
+        self,
+        outgoing: bool,
+        peer: int,
+        envelope: tuple[int, ...],
+        message: Message,
+        size: int,
+        time: int,
+        path: int = INLINE,
+        /,
+    ) -> None:
+        """Takes a message.
+
+        Args:
+            peer: the other worker; of store messages, the id of the client's channel.
+            envelope: the fields of an :class:`~zmqgrad.wire.frames.Envelope`.
+            size: the bytes of all frames; 0 if it is not known here.
+            time: ``monotonic_ns`` just before it was sent, or after it was received.
+            path: how its bytes were transferred.
+        """
+
+
+class Tapped(NamedTuple):
+    """The arguments of a tap."""
 
     outgoing: bool
     peer: int
     envelope: Envelope
     message: Message
     size: int
-    time: int = 0
-    path: int = INLINE
+    time: int
+    path: int
 
 
-Tap = Callable[[Tapped], None]
+def observer(note: Callable[[Tapped], object]) -> Tap:
+    """Returns a tap that calls ``note`` with one object, for those that need not be quick."""
+
+    def tap(
+        outgoing: bool,
+        peer: int,
+        envelope: tuple[int, ...],
+        message: Message,
+        size: int,
+        time: int,
+        path: int = INLINE,
+        /,
+    ) -> None:
+        note(Tapped(outgoing, peer, Envelope(*envelope), message, size, time, path))
+
+    return tap
+
 
 OnHeartbeat = Callable[[int, bool], None]
 """Called with a peer, and whether the heartbeat was sent to it (or is its reply)."""
-
-_new = tuple.__new__  # a third of the time that the classes themselves take
-
-
-def sent(
-    tap: Tap, peer: int, envelope: tuple[int, ...], message: Message, size: int, time: int, path: int = INLINE
-) -> None:
-    """Calls ``tap`` with a message that was sent; ``envelope`` has the fields of an :class:`Envelope`."""
-    tap(_new(Tapped, (True, peer, _new(Envelope, envelope), message, size, time, path)))
-
-
-def received(
-    tap: Tap, peer: int, envelope: Envelope, message: Message, size: int, path: int = INLINE
-) -> None:
-    """Calls ``tap`` with a message that was just received."""
-    tap(_new(Tapped, (False, peer, envelope, message, size, monotonic_ns(), path)))
 
 
 class Usage(NamedTuple):
@@ -85,8 +102,10 @@ class Tracer(Protocol):
     """Whether :meth:`request_described` wants the arguments of every call."""
     records_heartbeats: bool
 
-    def tap(self, tapped: Tapped) -> None:
-        """A message was sent or received."""
+    @property
+    def tap(self) -> Tap:
+        """Called with each message that is sent or received."""
+        ...
 
     def request_started(self, peer: int, message_id: int) -> None:
         """The calling thread begins to serve a request."""

@@ -11,7 +11,6 @@ from typing import Any
 from zmqgrad.errors import ClosedError, ProtocolError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.thread_pool import ThreadPool
-from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.base import (
     Frame,
     Handler,
@@ -105,7 +104,7 @@ class MemoryMailbox:
         self._network.send(sent)
         if self.tap is not None:
             path = FRAMES if frames else INLINE
-            tapping.sent(self.tap, peer, envelope, message, sent.size, began or monotonic_ns(), path)
+            self.tap(True, peer, envelope, message, sent.size, began or monotonic_ns(), path)
 
     def _endpoint_of(self, peer: int) -> str:
         if not self.is_open:
@@ -161,7 +160,7 @@ class MemoryMailbox:
         try:
             if self.tap is not None:
                 path = FRAMES if inbound.frames else INLINE
-                tapping.received(self.tap, envelope.source, envelope, message, inbound.size, path)
+                self.tap(False, envelope.source, envelope, message, inbound.size, monotonic_ns(), path)
             task = self._handler(inbound)
             if task is None and self._on_idle is not None:
                 task = self._on_idle()

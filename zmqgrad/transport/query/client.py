@@ -84,7 +84,7 @@ class QueryClient:
             channel = self._new_channel()
         if self.tracer is not None:
             envelope = (message.TYPE, 0, channel.id, channel.last_request_id + 1, 0, 0, 0, 0)
-            tapping.sent(self.tracer.tap, channel.id, envelope, message, 0, monotonic_ns())
+            self.tracer.tap(True, channel.id, envelope, message, 0, monotonic_ns())
         try:
             if not blocking.used_by_a_pool or blocking.thread_state.pool is None:
                 reply = channel.request(message, seconds)
@@ -96,7 +96,7 @@ class QueryClient:
             raise
         if self.tracer is not None:
             arrived = Envelope(reply.TYPE, 0, channel.id, channel.last_request_id)
-            tapping.received(self.tracer.tap, channel.id, arrived, reply, 0)
+            self.tracer.tap(False, channel.id, arrived, reply, 0, monotonic_ns())
         if len(self._idle) < MAX_IDLE:
             self._idle.append(channel)
             if not self._closed:  # otherwise close() may have emptied _idle before

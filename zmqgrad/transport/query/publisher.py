@@ -96,7 +96,7 @@ class Publisher:
         if self.tracer is not None:
             revision: int = getattr(message, "revision", 0)
             envelope = (message.TYPE, 0, self._incarnation, revision, 0, 0, 0, 0)
-            tapping.sent(self.tracer.tap, 0, envelope, message, len(data), monotonic_ns())
+            self.tracer.tap(True, 0, envelope, message, len(data), monotonic_ns())
         self._socket.send(data, NOBLOCK)
 
     def read(self) -> None:

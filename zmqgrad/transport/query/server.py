@@ -326,7 +326,7 @@ class QueryServer:
 
     def _tap_query(self, tracer: Tracer, route: Route, envelope: Envelope, query: Message, size: int) -> None:
         shown = Envelope(envelope.type, 0, envelope.incarnation, envelope.message_id, _route_key(route))
-        tapping.received(tracer.tap, envelope.incarnation, shown, query, size)
+        tracer.tap(False, envelope.incarnation, shown, query, size, monotonic_ns())
 
     def _on_malformed(
         self, route: Route, data: bytes | memoryview, frame: zmq.Frame | None, error: ProtocolError
@@ -382,7 +382,7 @@ class QueryServer:
         data = encode(message, 0, self.incarnation, request_id)
         if self.tracer is not None:
             envelope = (message.TYPE, 0, self.incarnation, request_id, _route_key(route), 0, 0, 0)
-            tapping.sent(self.tracer.tap, 0, envelope, message, len(data), monotonic_ns())
+            self.tracer.tap(True, 0, envelope, message, len(data), monotonic_ns())
         try:
             if isinstance(route, bytes):
                 self._router_unread = True

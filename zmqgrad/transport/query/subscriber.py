@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 import zmq
 
 from zmqgrad.errors import ProtocolError
-from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.thread_pool import Source, Task
 from zmqgrad.transport import tap as tapping
 from zmqgrad.transport.leader_poller import make_leader_poller
@@ -194,7 +194,7 @@ class Subscriber:
         if self.tracer is not None:
             revision: int = getattr(message, "revision", 0)
             shown = Envelope(envelope.type, 0, envelope.incarnation, revision)
-            tapping.received(self.tracer.tap, 0, shown, message, len(frames[1]))
+            self.tracer.tap(False, 0, shown, message, len(frames[1]), monotonic_ns())
         self._tasks.extend(self._on_message(message))
 
     def _end(self) -> None:

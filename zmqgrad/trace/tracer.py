@@ -1,0 +1,246 @@
+"""The tracer of one actor: makes the events of what it does. Runs in the threads of the program."""
+
+from __future__ import annotations
+
+import logging
+import reprlib
+import weakref
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+from zmqgrad.errors import TraceError
+from zmqgrad.runtime.clock import monotonic_ns as now
+from zmqgrad.trace import stacks
+from zmqgrad.trace.events import Tag
+from zmqgrad.trace.requests import RemoteRequests
+from zmqgrad.transport import tap as tapping
+from zmqgrad.transport.tap import Identity, Usage
+from zmqgrad.wire.messages import BY_TYPE, ForwardAutogradReq, Message, MessageType
+
+if TYPE_CHECKING:
+    from zmqgrad.trace.recorder import Recorder
+
+logger = logging.getLogger(__name__)
+
+SHORT_WAIT_NANOSECONDS = 1_000_000
+"""A wait that ends within this time, and has not failed, is not recorded: its messages tell as much."""
+
+MAX_NAMES = 1 << 16
+"""Names that a log declares; what comes later has none (the keys of a store may all differ)."""
+
+MAX_NAME_CHARACTERS = 200
+
+_repr = reprlib.Repr()
+_repr.maxother = _repr.maxstring = 60
+
+
+def _name_getters() -> dict[int, Callable[[Message], Any]]:
+    """How the name of a message is read, by its type: the function of a call, the first key of a query."""
+    getters: dict[int, Callable[[Message], Any]] = {}
+    for kind, struct in BY_TYPE.items():
+        for field in ("function", "key", "keys", "prefix"):
+            if field in struct.__struct_fields__:
+                getters[kind] = attrgetter(field)
+                break
+    getters[MessageType.FORWARD_AUTOGRAD_REQ] = _wrapped_function
+    return getters
+
+
+def _wrapped_function(message: Message) -> str:
+    assert isinstance(message, ForwardAutogradReq)
+    return getattr(message.wrapped, "function", "")
+
+
+_NAME_OF = _name_getters()
+_FORWARD_REPLY = int(MessageType.FORWARD_AUTOGRAD_RESP)
+_WITH_SEND = frozenset((MessageType.FORWARD_AUTOGRAD_REQ, MessageType.FORWARD_AUTOGRAD_RESP))
+_WITH_CONTEXT = frozenset(k for k, struct in BY_TYPE.items() if "context_id" in struct.__struct_fields__)
+
+
+class Tracer:
+    """Records the events of one actor; implements :class:`~zmqgrad.transport.tap.Tracer`."""
+
+    def __init__(self, recorder: Recorder, actor: int, identity: Identity) -> None:
+        self._is_worker = identity.role == tapping.WORKER
+        self._requests = RemoteRequests(recorder.directory, identity)
+        self.records_arguments = recorder.arguments
+        self.records_heartbeats = recorder.heartbeats
+        self._recorder = recorder
+        self._actor = actor
+        self._queue = recorder.queue
+        self._names = recorder.names
+        self._threads = recorder.threads
+        self._active = recorder.active
+        self._incarnations: dict[int, int] = {}  # of peers, as declared last
+        self._closed = False
+
+    def tap(
+        self,
+        outgoing: bool,
+        peer: int,
+        envelope: tuple[int, ...],
+        message: Message,
+        size: int,
+        time: int,
+        path: int = tapping.INLINE,
+        /,
+    ) -> None:
+        """A message was sent or received."""
+        queue = self._queue
+        if len(queue) >= self._recorder.max_events:
+            self._recorder.drop()
+            return
+        kind = envelope[0]
+        context = 0
+        if not self._is_worker:
+            context = envelope[4]
+        else:
+            if not outgoing and self._incarnations.get(peer) != envelope[2]:
+                self._declare_peer(time, peer, envelope[2])
+            if kind in _WITH_CONTEXT:
+                context = message.context_id  # type: ignore[attr-defined]
+        number = 0
+        name = _NAME_OF.get(kind)
+        if name is not None:
+            text = name(message)
+            known = self._names.get(text)
+            number = self._recorder.declare_name(text) if known is None else known
+        thread = self._threads.number or self._recorder.declare_thread()
+        # Plain numbers for the tags: an attribute of an enumeration takes as long as the rest.
+        tag = 6 if outgoing else 7
+        queue.append((tag, time, thread, self._actor, kind, peer, envelope[3], context, number, size, path))
+        if context and outgoing and kind in _WITH_SEND and message.autograd_id:  # type: ignore[attr-defined]
+            send = message.autograd_id  # type: ignore[attr-defined]
+            is_reply = kind == _FORWARD_REPLY
+            queue.append((22, time, thread, self._actor, context, send, peer, envelope[3], is_reply))
+
+    def _declare_peer(self, time: int, peer: int, incarnation: int) -> None:
+        if len(self._incarnations) < MAX_NAMES:
+            self._incarnations[peer] = incarnation
+            self._queue.append((Tag.PEER, time, self._actor, peer, incarnation))
+
+    def _add(self, tag: int, *values: Any) -> None:
+        if len(self._queue) >= self._recorder.max_events:
+            self._recorder.drop()
+            return
+        thread = self._threads.number or self._recorder.declare_thread()
+        self._queue.append((tag, now(), thread, self._actor, *values))
+
+    def request_started(self, peer: int, message_id: int) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        thread = self._threads.number or self._recorder.declare_thread()
+        self._active.requests[thread, self._actor, peer, message_id] = now()
+
+    def request_finished(self, peer: int, message_id: int, failed: bool) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
+        begun, ended = self._active.requests.pop(key, None), now()
+        if len(self._queue) >= self._recorder.max_events:
+            self._recorder.drop()
+        elif begun is None:  # the begin is in the log, or was before the recording
+            self._queue.append((9, ended, *key, failed))
+        else:
+            self._queue.append((24, begun, *key, ended - begun, failed))
+
+    def request_described(
+        self, message_id: int, function: str, args: Sequence[Any] | None, kwargs: Any
+    ) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        shown = show_arguments(args or (), kwargs or {}) if self.records_arguments else ""
+        self._add(10, message_id, function[:MAX_NAME_CHARACTERS], shown)
+
+    def wait_begun(self, peer: int, message_id: int) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        thread = self._threads.number or self._recorder.declare_thread()
+        self._active.waits[thread, self._actor, peer, message_id] = now()
+
+    def wait_ended(self, peer: int, message_id: int, failed: bool) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        key = (self._threads.number or self._recorder.declare_thread(), self._actor, peer, message_id)
+        begun, ended = self._active.waits.pop(key, None), now()
+        if begun is not None and not failed and ended - begun < SHORT_WAIT_NANOSECONDS:
+            return
+        if len(self._queue) >= self._recorder.max_events:
+            self._recorder.drop()
+        elif begun is None:  # as above
+            self._queue.append((12, ended, *key, failed))
+        else:
+            self._queue.append((25, begun, *key, ended - begun, failed))
+
+    def context_created(self, context: int) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._add(13, context)
+
+    def context_released(self, context: int) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._add(14, context)
+
+    def pass_started(self, context: int, pass_id: int) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._add(15, context, pass_id)
+
+    def pass_finished(self, context: int, pass_id: int, failed: bool) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._add(16, context, pass_id, failed)
+
+    def group_executed(
+        self,
+        began: int,
+        context: int,
+        pass_id: int,
+        sends: Sequence[int],
+        recvs: Sequence[tuple[int, int]],
+    ) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        if len(self._queue) >= self._recorder.max_events:
+            self._recorder.drop()
+            return
+        thread, took = self._threads.number or self._recorder.declare_thread(), now() - began
+        self._queue.append((17, began, thread, self._actor, context, pass_id, took, sends, recvs))
+
+    def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._add(18, round_number, action, participants, waiting)
+
+    def heartbeat(self, peer: int, outgoing: bool) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._add(19, peer, outgoing)
+
+    def watch_usage(self, measure: Callable[[], Usage]) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._recorder.measures[self._actor] = weakref.WeakMethod(measure)
+
+    def peer_lost(self, peer: int, reason: str) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        self._add(Tag.PEER_LOST, peer, reason[:MAX_NAME_CHARACTERS])
+
+    def request_stacks(self) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        try:
+            stacks.request_stacks(self._recorder.directory)
+        except TraceError as e:
+            logger.debug("%s", e)
+
+    def locate(self, peer: int, message_id: int, context: int = 0) -> str:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        return self._requests.locate(peer, self._incarnations.get(peer, 0), message_id, context)
+
+    def close(self) -> None:
+        """As :class:`~zmqgrad.transport.tap.Tracer`."""
+        if not self._closed:
+            self._closed = True
+            self._recorder.detach(self._actor)
+
+
+def show_arguments(args: Sequence[Any], kwargs: dict[str, Any]) -> str:
+    """The arguments of a call as text of bounded length; an argument that cannot be shown does not matter."""
+    shown = [_show(each) for each in args[:8]] + [f"{k}={_show(v)}" for k, v in list(kwargs.items())[:8]]
+    return ", ".join(shown)[: 2 * MAX_NAME_CHARACTERS]
+
+
+def _show(value: object) -> str:
+    try:
+        return _repr.repr(value)
+    except Exception as e:  # the user's __repr__ must not fail a call because it is traced
+        return f"<{type(value).__name__}: {type(e).__name__} in __repr__>"
