@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="SECONDS",
             type=float,
             default=default,
-            help=f"leave out messages that were sent {which} than this after the start",
+            help=f"leave out messages sent {which} than this, from the start of the job",
         )
 
 
