@@ -231,6 +231,30 @@ def test_drops_damage_and_unknown_clocks_are_told(tmp_path: Path) -> None:
     assert kinds(tmp_path) == {"dropped events": ("w0",), "damaged log": ("w1",), "clock": ("w1",)}
 
 
+def test_notes_are_what_is_no_fault_and_lead_to_their_calls(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    served(a, b, 1, SECOND, MS)
+    served(a, b, 2, 2 * SECOND, 50 * MS)
+    finish(a, b)
+    notes = {f.kind: f for f in find(Job(tmp_path), notes=True)}
+    assert notes.keys() == {"not shut down", "slow call"}
+    assert notes["not shut down"].workers == ("w0", "w1")
+    assert notes["slow call"].message == (a.incarnation, 2)
+    assert all(f.severity is Severity.NOTE for f in notes.values())
+
+
+def test_calls_without_a_reply_are_counted_by_function(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    served(a, b, 1, SECOND, MS)
+    for number in (2, 3):
+        call(a, b, number, 2 * SECOND, reply=False)
+    finish(a, b)
+    (finding,) = find(Job(tmp_path))
+    assert (finding.kind, finding.title) == ("unanswered calls", "2 calls without a reply")
+    assert "m:f (2)" in finding.detail
+    assert finding.message == (a.incarnation, 2)
+
+
 def test_a_healthy_job_has_no_findings(tmp_path: Path) -> None:
     a, b = workers(tmp_path, 2)
     for i in range(20):
