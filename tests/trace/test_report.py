@@ -18,11 +18,10 @@ from zmqgrad.__main__ import main
 from zmqgrad.errors import TraceError
 from zmqgrad.trace import Job
 from zmqgrad.trace.events import Tag
+from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.report import data, render
-from zmqgrad.trace.report.activity import ENDED, FAILED, OPEN, Wait
-from zmqgrad.trace.report.columns import tidy
+from zmqgrad.trace.report.activity import OPEN
 from zmqgrad.trace.report.data import Report
-from zmqgrad.trace.report.findings import find_cycles, show_bytes, show_time
 from zmqgrad.wire.messages import MessageType
 
 MS = 1_000_000
@@ -51,7 +50,7 @@ def data_of(page: bytes) -> tuple[dict[str, Any], dict[str, list[int]]]:
 
 
 def titles(directory: Path) -> list[str]:
-    return [f"{f.severity}: {f.title}" for f in Report(Job(directory)).findings]
+    return [f"{f.severity.value}: {f.title}" for f in Report(Job(directory)).findings]
 
 
 def workers(directory: Path, count: int) -> list[Writer]:
@@ -115,7 +114,7 @@ def test_a_straggler_and_a_hot_worker_are_named(tmp_path: Path) -> None:
     assert "warning: Straggler: w3" in found
     assert not any("w1" in t or "w2" in t for t in found if t.startswith("warning"))
     for i in range(500):
-        served_call(a, b, 5000 + i, 2 * SECOND + i * 2 * MS, 1 * MS)
+        served_call(a, b, 5000 + i, 2 * SECOND + i * 2 * MS, 20 * MS)  # ten at a time
     a.write()
     b.write()
     assert "warning: Hot worker: w1" in titles(tmp_path)
@@ -134,25 +133,10 @@ def test_workers_that_wait_for_each_other_are_a_deadlock(tmp_path: Path) -> None
     b.write()
     report = Report(Job(tmp_path))
     assert report.findings[0].severity == "problem"
-    assert report.findings[0].title in ("Deadlock: w0 → w1 → w0", "Deadlock: w1 → w0 → w1")
+    assert report.findings[0].title == "Deadlock: w0 -> w1 -> w0"
     assert [w.state for w in report.activity.waits] == [OPEN, OPEN]
-    assert "warning: 2 requests without a reply" in titles(tmp_path)
-    assert "warning: w0 did not shut down" in titles(tmp_path)
-
-
-def wait(actor: int, peer: int, begun: int, ended: int, state: int = ENDED) -> Wait:
-    return Wait(actor, peer, "main", begun, ended, state, 0)
-
-
-def test_circles_need_a_wait_in_vain_and_a_common_moment() -> None:
-    assert not list(find_cycles([wait(0, 1, 0, 10), wait(1, 0, 2, 8)])), "a call that calls back"
-    assert not list(find_cycles([wait(0, 1, 0, 10, OPEN), wait(1, 0, 11, 20)])), "one after the other"
-    assert not list(find_cycles([wait(0, 1, 0, 10, OPEN), wait(1, 2, 0, 10, OPEN)])), "a chain"
-    assert not list(find_cycles([wait(0, 1, 0, 10, FAILED), wait(1, 2, 0, 10), wait(2, 1, 0, 10)]))
-    found = list(
-        find_cycles([wait(0, 1, 0, 10, FAILED), wait(1, 2, 1, 9), wait(2, 0, 2, 10), wait(3, 0, 0, 9)])
-    )
-    assert [[w.actor for w in each] for each in found] == [[0, 1, 2]]
+    assert "warning: 2 calls without a reply" in titles(tmp_path)
+    assert "note: 2 workers did not shut down" in titles(tmp_path)
 
 
 def test_sends_that_no_backward_pass_reaches_are_named(tmp_path: Path) -> None:
@@ -169,9 +153,10 @@ def test_sends_that_no_backward_pass_reaches_are_named(tmp_path: Path) -> None:
     a.write()
     report = Report(Job(tmp_path))
     unused = next(f for f in report.findings if "gradient" in f.title)
-    assert unused.title == "1 send without a gradient"
-    assert report.messages.number[unused.row] == 2
+    assert unused.title == "1 send got no gradient"
     head, _ = unpack(report.packed())
+    (row,) = (f["row"] for f in head["findings"] if f["kind"] == "unused sends")
+    assert report.messages.number[row] == 2
     assert [send[5] for send in head["contexts"][0]["sends"]] == [False, True]
 
 
@@ -207,7 +192,7 @@ def test_the_command_writes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture
     assert page.stat().st_mode & 0o777 == 0o600
     assert len(data_of(page.read_bytes())[1]["step"]) == 20
     assert main(["trace", "report", str(tmp_path), "--json"]) == 0
-    assert {f["severity"] for f in json.loads(capsys.readouterr().out)} == {"warning", "note"}
+    assert {f["severity"] for f in json.loads(capsys.readouterr().out)} == {"note"}
 
 
 def test_a_damaged_and_a_foreign_log_are_told_and_the_rest_is_shown(
@@ -246,14 +231,5 @@ def test_a_page_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert "cannot write the report" in capsys.readouterr().err
 
 
-def test_times_sizes_and_names_are_readable() -> None:
-    assert [show_time(t) for t in (0, 999, 1234, 5_000_000, 3.2e9, 7200e9)] == [
-        "0 ns",
-        "999 ns",
-        "1.23 µs",
-        "5 ms",
-        "3.2 s",
-        "7,200 s",
-    ]
-    assert [show_bytes(s) for s in (12, 1500, 2e9)] == ["12 bytes", "1.5 kB", "2 GB"]
+def test_methods_of_remote_values_are_one_function() -> None:
     assert [tidy(n) for n in ("m:f", "rref:281:step")] == ["m:f", "RRef.step"]

@@ -53,7 +53,13 @@ def _slow(a: Writer, b: Writer) -> None:
     b.add(Tag.GROUP_EXECUTED, 378 * MS, 5, 3, 1000, (12,), ())
     a.add(Tag.PASS_FINISHED, 380 * MS, 5, 3, False)
     a.add(Tag.WAIT_BEGUN, 351 * MS, 1, CALLS + 1)
+    for worker, native_id, frame in ((a, 7, "waits_here"), (b, 7, "runs_here")):
+        worker.rows.append((Tag.STACK, 360 * MS, native_id, "main", f"  File 'x.py', line 1, in {frame}\n"))
+    a.rows.append((Tag.STACK, 390 * MS, 7, "main", "later"))
     a.add(Tag.WAIT_ENDED, 371 * MS, 1, CALLS + 1, False)
+    a.add(Tag.PASS_STARTED, 385 * MS, 6, 99_999)  # a pass that times out
+    a.add(Tag.WAIT_BEGUN, 385 * MS, 0, 99_999)
+    a.add(Tag.WAIT_ENDED, 395 * MS, 0, 99_999, True)
 
 
 def open_browser(directory: str) -> Any:
@@ -213,6 +219,19 @@ def test_a_click_on_a_message_shows_its_fields_and_its_pair(browser: Any) -> Non
     find(browser, "#pair").click()
     until(browser, lambda: canvas.get_attribute("data-selected") == first)
     assert "20" in details.text, "it ran for 20 ms"
+    assert "in waits_here" in details.text
+    assert "in runs_here" in details.text
+    assert "later" not in details.text, "a stack of a later time"
+
+
+def test_a_wait_shows_where_its_request_is_and_its_stack(browser: Any) -> None:
+    rows = browser.find_elements("css selector", "#wait-table tbody tr")
+    (stuck,) = (row for row in rows if "a backward pass" in row.text)
+    assert "no request of it is under way" in stuck.text
+    stuck.find_element("css selector", "button").click()
+    details = find(browser, "#details")
+    until(browser, lambda: "no reply; no request of it" in details.text)
+    assert "later" in details.text
 
 
 def test_messages_in_view_are_listed_for_those_who_see_no_canvas(browser: Any) -> None:
@@ -220,7 +239,8 @@ def test_messages_in_view_are_listed_for_those_who_see_no_canvas(browser: Any) -
     until(browser, lambda: shown(browser) == 2)
     find(browser, "#listing summary").click()
     until(browser, lambda: len(browser.find_elements("css selector", "#messages tbody tr")) == 2)
-    find(browser, "#messages tbody tr:nth-child(2) button").click()
+    # In one step: the list may be renewed between finding the button and clicking it.
+    browser.execute_script("document.querySelector('#messages tbody tr:nth-child(2) button').click()")
     until(browser, lambda: "RESULT" in find(browser, "#details").text)
 
 

@@ -67,6 +67,6 @@ def job(rank: int) -> None:
 def test_a_deadlock_a_straggler_and_unused_sends_are_found(tmp_path: Path) -> None:
     run_processes(job, 3, env=launch_environment(tmp_path))
     found = {f.title: f for f in Report(Job(tmp_path)).findings}
-    assert {"Deadlock: worker1 → worker2 → worker1", "Deadlock: worker2 → worker1 → worker2"} & found.keys()
+    assert "Deadlock: worker1 -> worker2 -> worker1" in found
     assert "Straggler: worker2" in found
-    assert "12 sends without a gradient" in found, "to worker2 and back, in 6 contexts"
+    assert "12 sends got no gradient" in found, "to worker2 and back, in 6 contexts"

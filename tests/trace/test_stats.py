@@ -14,6 +14,18 @@ from zmqgrad.trace.events import Tag
 from zmqgrad.trace.stats import statistics
 
 
+def test_the_findings_are_mentioned_below_the_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    two(tmp_path, 1, skew=0, clock="boot")
+    assert main(["trace", "stats", str(tmp_path)]) == 0
+    assert "findings" not in capsys.readouterr().out
+    with next(tmp_path.glob("w1-*")).open("ab") as file:
+        file.write(b"\0\0\0\x01\xc1")
+    assert main(["trace", "stats", str(tmp_path)]) == 0
+    assert "findings: The log of w1 is damaged (zmqgrad trace findings" in capsys.readouterr().out
+
+
 def about(value: int) -> object:
     return pytest.approx(value, rel=0.01)
 

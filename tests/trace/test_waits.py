@@ -10,7 +10,7 @@ from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call
 from zmqgrad.trace import Job
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.findings import Severity, find
-from zmqgrad.trace.waits import find_cycles, find_waits, locate
+from zmqgrad.trace.waits import Wait, Waits, find_cycles, find_waits, locate
 from zmqgrad.wire.messages import MessageType
 
 MS = 1_000_000
@@ -59,7 +59,7 @@ def test_a_cycle_is_named_whether_it_lasts_or_has_timed_out(tmp_path: Path, unti
     ]
     assert "w1 has run it for" in locate(cycle[0], waits)
     assert len(waits.stuck()) == 4
-    problems = [f for f in find(Job(tmp_path), waits) if f.severity is Severity.PROBLEM]
+    problems = [f for f in find(Job(tmp_path)) if f.severity is Severity.PROBLEM]
     assert [f.kind for f in problems] == ["deadlock", "open wait" if until is None else "failed wait"]
     assert problems[0].workers == ("w0", "w1", "w2")
     assert problems[1].workers == ("w3",)
@@ -107,6 +107,28 @@ def test_a_chain_of_waits_is_no_cycle(tmp_path: Path) -> None:
     waits = find_waits(Job(tmp_path))
     assert len(waits.open) == 2
     assert find_cycles(waits) == []
+
+
+def test_cycles_need_a_wait_in_vain_and_a_common_moment(tmp_path: Path) -> None:
+    finish(*workers(tmp_path, 4))
+    actors = Job(tmp_path).workers()
+
+    def wait(a: int, b: int, since: int, until: int | None = 10, failed: bool = False) -> Wait:
+        return Wait(actors[a], 1, 1, b, since, until, failed, target=actors[b])
+
+    def cycles(*all_waits: Wait) -> list[list[int]]:
+        opened = [w for w in all_waits if w.until is None]
+        failed = [w for w in all_waits if w.failed]
+        ended = [w for w in all_waits if w.until is not None and not w.failed]
+        waits = Waits(10, opened, failed, ended, [], {}, {})
+        return [[w.waiter.rank for w in cycle] for cycle in find_cycles(waits, at_least=4)]
+
+    assert cycles(wait(0, 1, 0), wait(1, 0, 2, 8)) == [], "a call that calls back"
+    assert cycles(wait(0, 1, 0, None), wait(1, 0, -11, -1)) == [], "one after the other"
+    assert cycles(wait(0, 1, 0, None), wait(1, 2, 0, None)) == [], "a chain"
+    assert cycles(wait(0, 1, 0, failed=True), wait(1, 2, 0), wait(2, 1, 0)) == [], "the cycle has ended well"
+    three = wait(0, 1, 0, failed=True), wait(1, 2, 1, 9), wait(2, 0, 2), wait(3, 0, 0, 9)
+    assert cycles(*three) == [[0, 1, 2]]
 
 
 def test_each_stage_of_a_request_is_told(tmp_path: Path) -> None:
@@ -232,6 +254,30 @@ def test_drops_damage_and_unknown_clocks_are_told(tmp_path: Path) -> None:
     with b.path.open("ab") as file:
         file.write(b"\0\0\0\x01\xc1")
     assert kinds(tmp_path) == {"dropped events": ("w0",), "damaged log": ("w1",), "clock": ("w1",)}
+
+
+def test_notes_are_what_is_no_fault_and_lead_to_their_calls(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    served(a, b, 1, SECOND, MS)
+    served(a, b, 2, 2 * SECOND, 50 * MS)
+    finish(a, b)
+    notes = {f.kind: f for f in find(Job(tmp_path), notes=True)}
+    assert notes.keys() == {"not shut down", "slow call"}
+    assert notes["not shut down"].workers == ("w0", "w1")
+    assert notes["slow call"].message == (a.incarnation, 2)
+    assert all(f.severity is Severity.NOTE for f in notes.values())
+
+
+def test_calls_without_a_reply_are_counted_by_function(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    served(a, b, 1, SECOND, MS)
+    for number in (2, 3):
+        call(a, b, number, 2 * SECOND, reply=False)
+    finish(a, b)
+    (finding,) = find(Job(tmp_path))
+    assert (finding.kind, finding.title) == ("unanswered calls", "2 calls without a reply")
+    assert "m:f (2)" in finding.detail
+    assert finding.message == (a.incarnation, 2)
 
 
 def test_a_healthy_job_has_no_findings(tmp_path: Path) -> None:

@@ -21,15 +21,15 @@ EXIT_PIPE = 141
 """The exit codes that shells use for a program killed by SIGINT, or by SIGPIPE."""
 
 _VIEWS = {
-    "sequence": "Show a call, an autograd context or a rendezvous round as a sequence diagram.",
-    "stats": "Count messages, bytes and latencies, by type, pair of workers and function.",
-    "tail": "Print messages, a line each, also while the job runs.",
-    "top": "Show rates, latencies, queues and threads of a running job in the terminal.",
-    "graph": "Draw the distributed autograd graph of a context.",
-    "timeline": "Write a timeline that Perfetto and chrome://tracing open.",
-    "report": "Write one web page with findings, timeline, latencies, traffic, autograd and waits.",
     "findings": "Name what stands out: deadlocks, stragglers, hot workers, unused sends.",
-    "waits": "Show who waits for whom, and where: finds deadlocks.",
+    "report": "Write one web page with findings, timeline, latencies, traffic, autograd and waits.",
+    "waits": "Show who waits for whom, and where; name deadlocks.",
+    "tail": "Print messages, one per line, also while the job runs.",
+    "top": "Show rates, latencies, queues and threads of a running job in the terminal.",
+    "stats": "Count messages, bytes and latencies, by type, pair of workers and function.",
+    "sequence": "Draw a call, an autograd context or a rendezvous round as a sequence diagram.",
+    "timeline": "Write a timeline that Perfetto and chrome://tracing open.",
+    "graph": "Draw the distributed autograd graph of a context.",
 }
 """Views with their help texts; ``zmqgrad.cli.trace_<name>`` is the module."""
 

@@ -20,12 +20,17 @@ EXIT_PROBLEM = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_job_arguments(parser)
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        help="also what is no fault: the slowest calls, the longest waits, workers that still run",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
 
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the findings."""
-    findings = find(open_job(arguments))
+    findings = find(open_job(arguments), notes=arguments.all)
     if arguments.json:
         sys.stdout.write(msgspec.json.format(msgspec.json.encode(findings)).decode() + "\n")
     elif not findings:

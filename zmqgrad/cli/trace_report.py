@@ -12,7 +12,7 @@ import msgspec
 from zmqgrad.cli.trace_output import add_job_arguments, directory_of, open_job
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns
-from zmqgrad.trace.report.data import Report
+from zmqgrad.trace.findings import find
 from zmqgrad.trace.report.page import render
 
 
@@ -29,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             metavar="SECONDS",
             type=float,
             default=default,
-            help=f"leave out messages that were sent {which} than this after the start",
+            help=f"leave out messages sent {which} than this, from the start of the job",
         )
 
 
@@ -38,8 +38,7 @@ def execute(arguments: argparse.Namespace) -> int:
     began = monotonic_ns()
     job = open_job(arguments)
     if arguments.json:
-        findings = Report(job, arguments.since, arguments.until).findings
-        print(msgspec.json.format(msgspec.json.encode(findings)).decode())
+        print(msgspec.json.format(msgspec.json.encode(find(job, notes=True))).decode())
         return 0
     page = render(job, since=arguments.since, until=arguments.until)
     path = Path(arguments.output or Path(directory_of(arguments)) / "report.html")

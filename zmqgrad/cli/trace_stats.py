@@ -9,7 +9,11 @@ from typing import Any
 import msgspec
 
 from zmqgrad.cli.trace_output import add_job_arguments, duration, open_job, print_table, printable, size
+from zmqgrad.trace import Job
+from zmqgrad.trace.findings import find
 from zmqgrad.trace.stats import Latency, ProcessRow, Row, Statistics, statistics
+
+MAX_TITLES = 5
 
 _ORDERS: dict[str, Callable[[Row], Any]] = {
     "messages": lambda row: row.messages,
@@ -34,7 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     """Print the statistics of a job."""
-    found = statistics(open_job(arguments))
+    job = open_job(arguments)
+    found = statistics(job)
     for rows in (found.types, found.pairs, found.functions):
         rows.sort(key=_ORDERS[arguments.sort], reverse=arguments.sort != "name")
     if arguments.json:
@@ -44,7 +49,16 @@ def execute(arguments: argparse.Namespace) -> int:
     for title, rows in (("type", found.types), ("from > to", found.pairs), ("function", found.functions)):
         _print_rows(title, rows, arguments.top or len(rows))
     print("\nnetwork, queued and running: medians; quantiles are within 1%")
+    _print_findings(job)
     return 0
+
+
+def _print_findings(job: Job) -> None:
+    """What a table does not show, by its title; ``zmqgrad trace findings`` has the rest."""
+    titles = [printable(each.title) for each in find(job)]
+    more = f"; and {len(titles) - MAX_TITLES} more" if len(titles) > MAX_TITLES else ""
+    if titles:
+        print(f"findings: {'; '.join(titles[:MAX_TITLES])}{more} (zmqgrad trace findings has the evidence)")
 
 
 def _print_processes(found: Statistics) -> None:

@@ -15,11 +15,19 @@ from typing import Any
 from zmqgrad.cli.trace_output import add_job_arguments, note, open_job, printable
 from zmqgrad.runtime.clock import MonotonicClock, monotonic_ns
 from zmqgrad.trace import Job
-from zmqgrad.trace.events import ThreadDeclared
-from zmqgrad.trace.findings import ABOUT_WAITS, find, name_of
+from zmqgrad.trace.findings import ABOUT_WAITS, Survey
+from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.live import ask_for_stacks, running
 from zmqgrad.trace.stacks import innermost
-from zmqgrad.trace.waits import Wait, Waits, find_cycles, find_waits, locate, show
+from zmqgrad.trace.waits import (
+    Wait,
+    Waits,
+    find_cycles,
+    locate,
+    show,
+    target_label,
+    thread_label,
+)
 
 EXIT_CYCLE = 3
 MAX_SHOWN = 30
@@ -50,7 +58,8 @@ def execute(arguments: argparse.Namespace) -> int:
             )
         job = Job(job.directory, arguments.job)
     now = job.time(alive[0], monotonic_ns()) if alive else None
-    waits = find_waits(job, now)
+    survey = Survey(job, now)
+    waits = survey.waits
     cycles = find_cycles(waits)
     if arguments.json:
         json.dump(_as_json(waits, cycles), sys.stdout, indent=2)
@@ -58,7 +67,7 @@ def execute(arguments: argparse.Namespace) -> int:
     else:
         for line in _lines(waits, cycles, bool(alive)):
             print(printable(line))
-        for finding in find(job, waits):
+        for finding in survey.findings():
             if finding.kind not in ABOUT_WAITS:
                 print(printable(f"{finding.severity.name}: {finding.title}: {finding.detail}"))
     return EXIT_CYCLE if cycles else 0
@@ -66,7 +75,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def _lines(waits: Waits, cycles: Sequence[Sequence[Wait]], is_running: bool) -> Iterator[str]:
     for cycle in cycles:
-        names = [name_of(wait.waiter) for wait in cycle]
+        names = [actor_label(wait.waiter) for wait in cycle]
         yield f"DEADLOCK: {' -> '.join([*names, names[0]])}: each waits for the next"
         for wait in cycle:
             yield from _describe(wait, waits)
@@ -92,13 +101,15 @@ def _lines(waits: Waits, cycles: Sequence[Sequence[Wait]], is_running: bool) -> 
 
 def _headline(wait: Wait, waits: Waits) -> str:
     duration = show(wait.duration(waits.now))
-    peer = name_of(wait.target) if wait.target is not None else f"worker {wait.rank}"
+    peer = target_label(wait)
     verb = "waits" if wait.until is None else "waited"
     if wait.context and wait.call is None:
-        return f"  {name_of(wait.waiter)} ({thread_of(wait)}) {verb} {duration} for a backward pass"
+        return f"  {actor_label(wait.waiter)} ({thread_label(wait)}) {verb} {duration} for a backward pass"
     if not wait.is_blocking:
-        return f"  {name_of(wait.waiter)} has no reply for {duration} from {peer}: {wait.function}"
-    return f"  {name_of(wait.waiter)} ({thread_of(wait)}) {verb} {duration} for {peer}: {wait.function}"
+        return f"  {actor_label(wait.waiter)} has no reply for {duration} from {peer}: {wait.function}"
+    return (
+        f"  {actor_label(wait.waiter)} ({thread_label(wait)}) {verb} {duration} for {peer}: {wait.function}"
+    )
 
 
 def _describe(wait: Wait, waits: Waits) -> Iterator[str]:
@@ -112,15 +123,9 @@ def _describe(wait: Wait, waits: Waits) -> Iterator[str]:
             yield f"      {'called from' if i else where} {frame}"
 
 
-def thread_of(wait: Wait) -> str:
-    """The name of the thread that waits."""
-    declared: ThreadDeclared | None = wait.waiter.process.threads.get(wait.thread)
-    return declared.name if declared is not None else f"thread {wait.thread}"
-
-
 def _as_json(waits: Waits, cycles: Sequence[Sequence[Wait]]) -> dict[str, Any]:
     return {
-        "cycles": [[name_of(wait.waiter) for wait in cycle] for cycle in cycles],
+        "cycles": [[actor_label(wait.waiter) for wait in cycle] for cycle in cycles],
         "waits": [_wait_as_json(wait, waits) for wait in [*waits.open, *waits.failed, *waits.ended]],
         "stacks": [
             {"process": process.info.pid, "thread": s.name, "native_id": s.native_id, "stack": s.stack}
@@ -132,11 +137,11 @@ def _as_json(waits: Waits, cycles: Sequence[Sequence[Wait]]) -> dict[str, Any]:
 
 def _wait_as_json(wait: Wait, waits: Waits) -> dict[str, Any]:
     return {
-        "waiter": name_of(wait.waiter),
+        "waiter": actor_label(wait.waiter),
         "pid": wait.waiter.process.info.pid,
-        "thread": thread_of(wait),
+        "thread": thread_label(wait),
         "blocking": wait.is_blocking,
-        "for": name_of(wait.target) if wait.target is not None else None,
+        "for": actor_label(wait.target) if wait.target is not None else None,
         "rank": wait.rank,
         "function": wait.function,
         "state": "open" if wait.until is None else "failed" if wait.failed else "ended",

@@ -40,12 +40,12 @@ class Tag(enum.IntEnum):
     HEARTBEAT = 19
     CLOCK_SAMPLE = 20
     DROPPED = 21
-    USAGE = 30
     SEND_RECORDED = 22
-    PEER_LOST = 40
     STACK = 23
     REQUEST_RAN = 24
     WAITED = 25
+    USAGE = 26
+    PEER_LOST = 27
 
 
 class Role(enum.IntEnum):
@@ -319,21 +319,6 @@ class Dropped(Event, frozen=True, tag=21):
     count: int
 
 
-class Usage(Event, frozen=True, tag=30):
-    """What worker ``actor`` uses; written at each flush that is a second later, if it has changed.
-
-    Of the ``threads`` of its pool, ``blocked`` wait for something, and at most ``working_limit`` work;
-    ``leased_bytes`` of shared memory, of at most ``leased_limit``, are in messages.
-    """
-
-    actor: int
-    threads: int
-    blocked: int
-    working_limit: int
-    leased_bytes: int = 0
-    leased_limit: int = 0
-
-
 class SendRecorded(Event, frozen=True, tag=22):
     """``actor`` recorded a send in ``context``: the message ``message_id`` to ``peer`` may get gradients.
 
@@ -349,15 +334,6 @@ class SendRecorded(Event, frozen=True, tag=22):
     is_reply: bool
 
 
-class PeerLost(Event, frozen=True, tag=40):
-    """``actor`` declared worker ``peer`` lost, for ``reason``."""
-
-    thread: int
-    actor: int
-    peer: int
-    reason: str = ""
-
-
 class StackDumped(Event, frozen=True, tag=23):
     """What a thread was just doing: its Python stack as text, the innermost frame last.
 
@@ -368,6 +344,30 @@ class StackDumped(Event, frozen=True, tag=23):
     native_id: int
     name: str
     stack: str
+
+
+class Usage(Event, frozen=True, tag=26):
+    """What worker ``actor`` uses; written at each flush that is a second later, if it has changed.
+
+    Of the ``threads`` of its pool, ``blocked`` wait for something, and at most ``working_limit`` work;
+    ``leased_bytes`` of shared memory, of at most ``leased_limit``, are in messages.
+    """
+
+    actor: int
+    threads: int
+    blocked: int
+    working_limit: int
+    leased_bytes: int = 0
+    leased_limit: int = 0
+
+
+class PeerLost(Event, frozen=True, tag=27):
+    """``actor`` declared worker ``peer`` lost, for ``reason``."""
+
+    thread: int
+    actor: int
+    peer: int
+    reason: str = ""
 
 
 Message = MessageSent | MessageReceived
@@ -394,10 +394,10 @@ AnyEvent = (
     | Heartbeat
     | ClockSample
     | Dropped
-    | Usage
     | SendRecorded
-    | PeerLost
     | StackDumped
+    | Usage
+    | PeerLost
 )
 """All events that the reader of a log yields."""
 

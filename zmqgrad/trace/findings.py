@@ -1,7 +1,7 @@
 """What a person should look at first in a trace: deadlocks, stragglers, hot workers, unused sends. Pure.
 
-A finding names what it is about and shows its evidence in numbers; ``zmqgrad trace findings`` prints them,
-and the report shows them first.
+A finding names what it is about and shows its evidence in numbers. ``zmqgrad trace findings`` prints them,
+the report shows them first, and ``stats`` and ``waits`` mention them.
 """
 
 from __future__ import annotations
@@ -10,16 +10,17 @@ import enum
 import math
 from array import array
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from zmqgrad.trace.events import GroupExecuted, PassFinished, Role, SendRecorded
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.model import Actor, Call
-from zmqgrad.trace.waits import Wait, Waits, find_cycles, find_waits, locate, show
+from zmqgrad.trace.labels import actor_label, ends, tidy
+from zmqgrad.trace.model import Actor, Call, Message, Stamped
+from zmqgrad.trace.waits import MAX_STUCK, Wait, Waits, find_cycles, find_waits, locate, show, target_label
 from zmqgrad.wire.messages import MessageType
 
 PROGRAM_CALLS = frozenset(
@@ -55,21 +56,28 @@ CLOCK_NANOSECONDS = 1_000_000
 """Times between processes that may be wrong by more are a finding."""
 
 SHOWN = 5
+"""How many calls, waits and functions are named."""
 
-ABOUT_WAITS = frozenset(("deadlock", "open wait", "failed wait"))
+_K = TypeVar("_K")
+
+ABOUT_WAITS = frozenset(("deadlock", "open wait", "failed wait", "unanswered calls"))
 """The kinds of findings about waits that have not ended or have failed."""
 
 
-class Severity(enum.IntEnum):
-    """How much a finding matters."""
+class Severity(str, enum.Enum):
+    """How much a finding matters; the most severe first."""
 
-    PROBLEM = 1
-    WARNING = 2
-    NOTE = 3
+    PROBLEM = "problem"
+    WARNING = "warning"
+    NOTE = "note"
 
 
 class Finding(msgspec.Struct, frozen=True):
-    """One finding. ``evidence`` has its numbers, for scripts; ``time`` is where to look in the trace."""
+    """One finding.
+
+    ``evidence`` has its numbers, for scripts; ``time`` is where to look in the trace, and ``message`` the
+    requester and the message id of a request that shows it.
+    """
 
     kind: str
     severity: Severity
@@ -78,6 +86,7 @@ class Finding(msgspec.Struct, frozen=True):
     workers: tuple[str, ...] = ()
     time: int | None = None
     evidence: dict[str, Any] = {}
+    message: tuple[int, int] | None = None
 
 
 class Load:
@@ -89,41 +98,99 @@ class Load:
         )
         self.queued: defaultdict[Actor, array[int]] = defaultdict(lambda: array("q"))
         self.span: dict[Actor, tuple[int, int]] = {}
+        self.longest_run: dict[tuple[str, Actor], tuple[int, Call]] = {}
+        self.longest_queued: dict[Actor, tuple[int, Call]] = {}
+        self.slowest: dict[str, tuple[int, Call]] = {}
+        """By function, from the request to the reply."""
 
     def add(self, call: Call) -> None:
         """Adds a call of the program."""
-        request = call.request
+        request, function = call.request, tidy(call.function)
         target, received = request.target, request.received
+        if call.duration is not None:
+            _keep_longest(self.slowest, function or request.type, call.duration, call)
         if target is None or received is None or call.started is None or call.finished is None:
             return
-        self.running[call.function][target].append(call.finished - call.started)
-        self.queued[target].append(call.started - received)
+        ran, queued = call.finished - call.started, call.started - received
+        self.running[function][target].append(ran)
+        self.queued[target].append(queued)
         first, last = self.span.get(target, (received, call.finished))
         self.span[target] = min(first, received), max(last, call.finished)
+        _keep_longest(self.longest_run, (function, target), ran, call)
+        _keep_longest(self.longest_queued, target, queued, call)
 
 
-def find(job: Job, waits: Waits | None = None) -> list[Finding]:
-    """All findings, the most severe first.
+def _keep_longest(calls: dict[_K, tuple[int, Call]], key: _K, nanoseconds: int, call: Call) -> None:
+    if key not in calls or nanoseconds > calls[key][0]:
+        calls[key] = nanoseconds, call
+
+
+class Sends:
+    """The sends of all autograd contexts that got no gradient yet, and the backward passes that ended."""
+
+    def __init__(self) -> None:
+        self.open: dict[tuple[Actor, int], SendRecorded] = {}
+        self.ended: dict[int, PassFinished] = {}
+
+    def add(self, stamped: Stamped) -> None:
+        """Adds an event."""
+        actor, event = stamped.actor, stamped.event
+        if actor is None:
+            return
+        if isinstance(event, SendRecorded):
+            self.open[actor, event.autograd_id] = event
+        elif isinstance(event, GroupExecuted):
+            for send in event.sends:
+                self.open.pop((actor, send), None)
+        elif isinstance(event, PassFinished):
+            self.ended[event.context] = event
+
+    def unused(self) -> list[tuple[Actor, SendRecorded]]:
+        """The sends that got no gradient in a context in which a backward pass has ended."""
+        return [(actor, send) for (actor, _), send in self.open.items() if send.context in self.ended]
+
+
+class Survey:
+    """What the findings of a job are computed from, read in one go.
 
     Args:
-        waits: those of the job, if they are known already.
+        now: as in :func:`~zmqgrad.trace.waits.find_waits`.
     """
-    waits = waits or find_waits(job)
-    load = Load()
-    for call in job.calls():
+
+    def __init__(self, job: Job, now: int | None = None) -> None:
+        self._job, self._load, self._sends = job, Load(), Sends()
+        self.waits = find_waits(job, now, on_event=self._sends.add, on_call=self._add)
+
+    def _add(self, call: Call) -> None:
         if call.request.kind in PROGRAM_CALLS:
-            load.add(call)
-    found = [
-        *_deadlocks(waits),
-        *_long_waits(waits),
-        *_killed(job),
-        *_unused_sends(job),
-        *_stragglers(load),
-        *_hot(load, job),
-        *_queueing(load),
-        *_gaps(job),
-    ]
-    return sorted(found, key=lambda each: each.severity)
+            self._load.add(call)
+
+    def findings(self, *, notes: bool = False) -> list[Finding]:
+        """All findings, the most severe first.
+
+        Args:
+            notes: also what is no fault: the slowest calls, the longest waits, workers that still run.
+        """
+        job, waits, load = self._job, self.waits, self._load
+        found = [
+            *_deadlocks(waits),
+            *_long_waits(waits),
+            *_unanswered(waits),
+            *_killed(job),
+            *_unused_sends(job, self._sends),
+            *_stragglers(load),
+            *_hot(load, job),
+            *_queueing(load),
+            *_gaps(job),
+        ]
+        if notes:
+            found += [*_running(job), *_longest_waits(waits), *_slow_calls(load)]
+        return sorted(found, key=lambda each: list(Severity).index(each.severity))
+
+
+def find(job: Job, *, notes: bool = False) -> list[Finding]:
+    """All findings of a job, the most severe first; ``notes`` as in :meth:`Survey.findings`."""
+    return Survey(job).findings(notes=notes)
 
 
 # ---- hangs ----------------------------------------------------------------------------------------------
@@ -131,7 +198,7 @@ def find(job: Job, waits: Waits | None = None) -> list[Finding]:
 
 def _deadlocks(waits: Waits) -> Iterator[Finding]:
     for cycle in find_cycles(waits):
-        names = tuple(name_of(wait.waiter) for wait in cycle)
+        names = tuple(actor_label(wait.waiter) for wait in cycle)
         yield Finding(
             "deadlock",
             Severity.PROBLEM,
@@ -140,15 +207,20 @@ def _deadlocks(waits: Waits) -> Iterator[Finding]:
             names,
             max(wait.since for wait in cycle),
             {"seconds": min(wait.duration(waits.now) for wait in cycle) / 1e9},
+            next((_key(wait.call) for wait in cycle if wait.call is not None), None),
         )
 
 
 def _sentence(wait: Wait, waits: Waits) -> str:
-    peer = name_of(wait.target) if wait.target is not None else f"worker {wait.rank}"
     return (
-        f"{name_of(wait.waiter)} waits {show(wait.duration(waits.now))} for {wait.function} of {peer}: "
-        f"{locate(wait, waits)}"
+        f"{actor_label(wait.waiter)} waits {show(wait.duration(waits.now))} for {wait.function} of "
+        f"{target_label(wait)}: {locate(wait, waits)}"
     )
+
+
+def _key(call: Call) -> tuple[int, int]:
+    """By which the request of ``call`` is found among messages."""
+    return call.request.requester, call.request.message_id
 
 
 def _long_waits(waits: Waits) -> Iterator[Finding]:
@@ -158,11 +230,27 @@ def _long_waits(waits: Waits) -> Iterator[Finding]:
         yield Finding(
             "failed wait" if wait.failed else "open wait",
             Severity.PROBLEM if wait.is_blocking else Severity.WARNING,
-            f"{name_of(wait.waiter)} got no reply for {show(wait.duration(waits.now))}",
+            f"{actor_label(wait.waiter)} got no reply for {show(wait.duration(waits.now))}",
             _sentence(wait, waits),
-            (name_of(wait.waiter),),
+            (actor_label(wait.waiter),),
             wait.since,
             {"seconds": wait.duration(waits.now) / 1e9},
+            _key(wait.call) if wait.call is not None else None,
+        )
+
+
+def _unanswered(waits: Waits) -> Iterator[Finding]:
+    calls = [call for call in waits.open_calls if call.request.kind in PROGRAM_CALLS]
+    if calls:
+        functions = Counter(tidy(call.function) or call.request.type for call in calls)
+        yield Finding(
+            "unanswered calls",
+            Severity.WARNING,
+            f"{_count(len(calls), 'call')} without a reply{', or more' if len(calls) == MAX_STUCK else ''}",
+            f"No reply had arrived when the logs end: {_most_common(functions)}.",
+            time=calls[0].request.sent,
+            evidence={"calls": len(calls)},
+            message=_key(calls[0]),
         )
 
 
@@ -186,26 +274,14 @@ def _killed(job: Job) -> Iterator[Finding]:
 # ---- autograd -------------------------------------------------------------------------------------------
 
 
-def _unused_sends(job: Job) -> Iterator[Finding]:
-    """Sends that got no gradient in a context in which a backward pass has ended."""
-    sends: dict[tuple[Actor, int], SendRecorded] = {}
-    ended: dict[int, PassFinished] = {}
-    for _, _, actor, event in job.events():
-        if actor is None:
-            continue
-        if isinstance(event, SendRecorded):
-            sends[actor, event.autograd_id] = event
-        elif isinstance(event, GroupExecuted):
-            for send in event.sends:
-                sends.pop((actor, send), None)
-        elif isinstance(event, PassFinished):
-            ended[event.context] = event
-    unused = [(actor, send) for (actor, _), send in sends.items() if send.context in ended]
+def _unused_sends(job: Job, sends: Sends) -> Iterator[Finding]:
+    unused, ended = sends.unused(), sends.ended
     if not unused:
         return
-    names = _functions_of(job, unused)
+    calls = _calls_of(job, unused)
+    names = {key: tidy(call.function) for key, call in calls.items()}
     pairs = Counter(
-        f"{names.get(_call_key(actor, send), 'a call')} "
+        f"{names.get(_call_key(actor, send)) or 'a call'} "
         + ("(its result)" if send.is_reply else "(its arguments)")
         + f" from {actor.name} to worker {send.peer}"
         for actor, send in unused
@@ -221,19 +297,20 @@ def _unused_sends(job: Job) -> Iterator[Finding]:
         "them: " + _most_common(pairs),
         tuple(sorted({actor.name for actor, _ in unused})),
         evidence={"sends": len(unused), "contexts": len(contexts), "failed": failed},
+        message=next((_key(calls[key]) for each in unused if (key := _call_key(*each)) in calls), None),
     )
 
 
-def _functions_of(job: Job, sends: Sequence[tuple[Actor, SendRecorded]]) -> dict[tuple[int, int, int], str]:
-    """The functions of the calls that the sends belong to, by :func:`_call_key`."""
+def _calls_of(job: Job, sends: Iterable[tuple[Actor, SendRecorded]]) -> dict[tuple[int, int, int], Call]:
+    """The calls that the sends belong to, by :func:`_call_key`."""
     wanted = {_call_key(actor, send) for actor, send in sends}
-    found: dict[tuple[int, int, int], str] = {}
+    found: dict[tuple[int, int, int], Call] = {}
     for call in job.calls():
         request = call.request
         if request.context and request.source is not None:
             key = (request.context, request.message_id, request.source.rank)
             if key in wanted:
-                found[key] = call.function
+                found[key] = call
     return found
 
 
@@ -269,6 +346,7 @@ def _stragglers(load: Load) -> Iterator[Finding]:
             (worker.name,),
             load.span[worker][0],
             {"function": function, "median": own, "others": usual, "calls": count, "lost": lost},
+            _key(load.longest_run[function, worker][1]),
         )
 
 
@@ -300,6 +378,7 @@ def _hot(load: Load, job: Job) -> Iterator[Finding]:
             (worker.name,),
             first,
             {"share": share, "calls": len(queued), "at_a_time": at_a_time},
+            _key(load.longest_queued[worker][1]),
         )
 
 
@@ -316,7 +395,69 @@ def _queueing(load: Load) -> Iterator[Finding]:
                 (worker.name,),
                 load.span[worker][0],
                 {"p90": high},
+                _key(load.longest_queued[worker][1]),
             )
+
+
+# ---- notes ----------------------------------------------------------------------------------------------
+
+
+def _running(job: Job) -> Iterator[Finding]:
+    names = tuple(worker.name for worker in job.workers() if worker.stopped is None)
+    if names:
+        yield Finding(
+            "not shut down",
+            Severity.NOTE,
+            f"{_count(len(names), 'worker')} did not shut down",
+            f"Still running, or killed, when their logs end: {', '.join(names)}.",
+            names,
+        )
+
+
+def _longest_waits(waits: Waits) -> Iterator[Finding]:
+    longest: dict[tuple[Actor, int, str], Wait] = {}
+    for wait in waits.ended:
+        longest.setdefault((wait.waiter, wait.rank, wait.function), wait)
+    for wait in list(longest.values())[:SHOWN]:
+        yield Finding(
+            "long wait",
+            Severity.NOTE,
+            f"{actor_label(wait.waiter)} waited {show(wait.duration(waits.now))}",
+            f"For {wait.function} of {target_label(wait)}.",
+            (actor_label(wait.waiter),),
+            wait.since,
+            {"seconds": wait.duration(waits.now) / 1e9},
+            _key(wait.call) if wait.call is not None else None,
+        )
+
+
+def _slow_calls(load: Load) -> Iterator[Finding]:
+    slowest = sorted(load.slowest.items(), key=lambda item: -item[1][0])
+    for function, (nanoseconds, call) in slowest[:SHOWN]:
+        source, target = ends(call.request)
+        yield Finding(
+            "slow call",
+            Severity.NOTE,
+            f"Slow call: {function}, {show(nanoseconds)}",
+            f"{source} -> {target}: {', '.join(_parts(call))}.",
+            (source, target),
+            call.request.sent,
+            {"seconds": nanoseconds / 1e9},
+            _key(call),
+        )
+
+
+def _parts(call: Call) -> Iterator[str]:
+    """Where the time of a call went."""
+    request, reply = call.request, call.reply or Message(0, 0)
+    for begin, end, what in (
+        (request.sent, request.received, "to arrive"),
+        (request.received, call.started, "in the queue"),
+        (call.started, call.finished, "running"),
+        (reply.sent, reply.received, "for the reply"),
+    ):
+        if begin is not None and end is not None:
+            yield f"{show(end - begin)} {what}"
 
 
 # ---- the trace itself -----------------------------------------------------------------------------------
@@ -361,8 +502,3 @@ def _most_common(counts: Mapping[str, int]) -> str:
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def name_of(actor: Actor) -> str:
-    """An actor as people know it."""
-    return actor.name or actor.address or f"process {actor.process.info.pid}"

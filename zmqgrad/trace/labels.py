@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 from zmqgrad.trace.events import Role
 from zmqgrad.trace.model import Actor, Message, Process
 
 UNKNOWN = "?"
+_METHOD = re.compile(r"^rref:\d+:")
 
 
 def actor_label(actor: Actor) -> str:
@@ -41,3 +44,8 @@ def ends(message: Message) -> tuple[str, str]:
 def is_store(message: Message) -> bool:
     """Whether this is a query of a store, its reply, or a notification: then ``name`` is a key."""
     return 0x40 <= message.kind & 0xFF < 0x70
+
+
+def tidy(function: str) -> str:
+    """The name of a function; methods of remote values are called by an id, which says nothing."""
+    return _METHOD.sub("RRef.", function)

@@ -21,6 +21,9 @@ from zmqgrad.trace.writer import own_clock
 POLL_SECONDS = 0.05
 """How often logs are read for the reply. No event tells of a file that grows, on all systems and mounts."""
 
+REPEAT_SECONDS = 0.5
+"""When a request is repeated: a process whose recorder is just starting does not notice the first one."""
+
 
 def running(job: Job) -> list[Process]:
     """The processes of this host that run and record."""
@@ -63,8 +66,12 @@ def ask_for_stacks(
         for _, reader in readers.values():
             reader.skip()
         request_stacks(directory)
-        deadline, pause = clock.now() + seconds, threading.Event()
-        while readers and clock.now() < deadline:
+        asked, pause = clock.now(), threading.Event()
+        deadline = asked + seconds
+        while readers and (now := clock.now()) < deadline:
+            if now - asked > REPEAT_SECONDS:
+                asked = now
+                request_stacks(directory)
             pause.wait(POLL_SECONDS)
             readers = {key: each for key, each in readers.items() if not _has_stack(each[1])}
         return [process for process, _ in readers.values()]

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import msgspec
 
-from zmqgrad.trace.events import PassStarted, Role, StackDumped, WaitBegun, WaitEnded
+from zmqgrad.trace.events import Event, PassStarted, Role, StackDumped, WaitBegun, WaitEnded
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.model import Actor, Call, Process
+from zmqgrad.trace.labels import actor_label
+from zmqgrad.trace.model import Actor, Call, Process, Stamped
 from zmqgrad.trace.pairing import REPEATED
 from zmqgrad.trace.stacks import is_blocked
 from zmqgrad.wire.messages import MessageType
@@ -107,13 +108,43 @@ class Waits(msgspec.Struct, eq=False):
         return len(queued), sum(c.started is not None for c in at)
 
 
-def find_waits(job: Job, now: int | None = None) -> Waits:
+class WaitPairs:
+    """Pairs the begins of waits with their ends."""
+
+    def __init__(self) -> None:
+        self._open: dict[_Key, Wait] = {}
+
+    def add(self, time: int, actor: Actor, event: Event) -> Wait | None:
+        """Adds an event. Returns the wait that it ends, if it does."""
+        if isinstance(event, WaitBegun):
+            key = actor, event.thread, event.message_id
+            self._open[key] = Wait(actor, event.thread, event.message_id, event.peer, time)
+        elif isinstance(event, WaitEnded):
+            wait = self._open.pop((actor, event.thread, event.message_id), None)
+            if wait is not None:
+                wait.until, wait.failed = time, event.failed
+            return wait
+        return None
+
+    def rest(self) -> Iterable[Wait]:
+        """The waits that have not ended."""
+        return self._open.values()
+
+
+def find_waits(
+    job: Job,
+    now: int | None = None,
+    *,
+    on_event: Callable[[Stamped], None] | None = None,
+    on_call: Callable[[Call], None] | None = None,
+) -> Waits:
     """Reads the waits of a job.
 
     Args:
         now: the time of the job at which open waits are measured; None: that of the last event.
+        on_event, on_call: receive all events and calls, which saves reading the logs once more.
     """
-    found = _read_events(job)
+    found = _read_events(job, on_event)
     if now is not None:
         found.now = max(found.now, now)
     waiting = {(w.waiter, w.message_id): w for w in found.stuck()}
@@ -122,6 +153,8 @@ def find_waits(job: Job, now: int | None = None) -> Waits:
     pending: deque[Call] = deque(maxlen=MAX_STUCK)
     backward: deque[Call] = deque(maxlen=MAX_STUCK)
     for call in job.calls():
+        if on_call is not None:
+            on_call(call)
         request = call.request
         if request.kind in BACKWARD:
             if request.context in contexts and not _is_handled(call):
@@ -150,13 +183,16 @@ def find_waits(job: Job, now: int | None = None) -> Waits:
     return found
 
 
-def _read_events(job: Job) -> Waits:
+def _read_events(job: Job, on_event: Callable[[Stamped], None] | None) -> Waits:
     """The waits as their threads recorded them, and the last stacks."""
     found = Waits(0, [], [], [], [], {}, {})
-    open_waits: dict[_Key, Wait] = {}
+    pairs = WaitPairs()
     failed: deque[Wait] = deque(maxlen=MAX_STUCK)
     ended: list[tuple[int, int, Wait]] = []
-    for number, (time, process, actor, event) in enumerate(job.events()):
+    for number, stamped in enumerate(job.events()):
+        time, process, actor, event = stamped
+        if on_event is not None:
+            on_event(stamped)
         found.now = max(found.now, time)
         if isinstance(event, StackDumped):
             stacks = found.stacks.setdefault(process, [])
@@ -167,22 +203,14 @@ def _read_events(job: Job) -> Waits:
             continue
         elif isinstance(event, PassStarted):
             found.passes[actor, event.pass_id] = event.context
-        elif isinstance(event, WaitBegun):
-            open_waits[actor, event.thread, event.message_id] = Wait(
-                actor, event.thread, event.message_id, event.peer, time
-            )
-        elif isinstance(event, WaitEnded):
-            wait = open_waits.pop((actor, event.thread, event.message_id), None)
-            if wait is None:
-                continue
-            wait.until, wait.failed = time, event.failed
+        elif (wait := pairs.add(time, actor, event)) is not None:
             if wait.failed:
                 failed.append(wait)
             else:
                 heapq.heappush(ended, (time - wait.since, number, wait))
                 if len(ended) > LONGEST:
                     heapq.heappop(ended)
-    found.open = [wait for wait in open_waits.values() if wait.waiter.stopped is None]
+    found.open = [wait for wait in pairs.rest() if wait.waiter.stopped is None]
     found.failed = list(failed)
     found.ended = [wait for *_, wait in sorted(ended, reverse=True)]
     return found
@@ -299,12 +327,23 @@ def _overlap(cycle: Sequence[Wait], now: int) -> int:
     return min(now if w.until is None else w.until for w in cycle) - max(w.since for w in cycle)
 
 
+def target_label(wait: Wait) -> str:
+    """The name of the worker that ``wait`` waits for; its rank if it left no log."""
+    return actor_label(wait.target) if wait.target is not None else f"worker {wait.rank}"
+
+
+def thread_label(wait: Wait) -> str:
+    """The name of the thread that waits."""
+    declared = wait.waiter.process.threads.get(wait.thread)
+    return declared.name if declared is not None else f"thread {wait.thread}"
+
+
 def locate(wait: Wait, waits: Waits) -> str:
     """Where the request is that ``wait`` waits for, in words."""
     now, call, target = waits.now if wait.until is None else wait.until, wait.call, wait.target
     if call is None:
         return "no request of it is under way" if wait.context else "its request was not recorded"
-    name = target.name or target.address if target is not None else f"worker {wait.rank}"
+    name = target_label(wait)
     declared = target.process.threads.get(call.thread) if target is not None else None
     thread = declared.name if declared is not None else f"thread {call.thread}"
     text = place(call, now, name, thread, waits.queue_of(call))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable
-from typing import TypeVar
 
 import msgspec
 
@@ -17,20 +17,28 @@ from zmqgrad.trace.events import (
     RequestFinished,
     RequestStarted,
     SendRecorded,
+    StackDumped,
     WaitBegun,
     WaitEnded,
 )
-from zmqgrad.trace.model import Actor, Stamped
-from zmqgrad.trace.report.columns import HAS_FAILED, NO_ROW, Actors, Messages, tidy
+from zmqgrad.trace.labels import tidy
+from zmqgrad.trace.model import Actor, Process, Stamped
+from zmqgrad.trace.report.columns import HAS_FAILED, NO_ROW, Actors, Messages
+from zmqgrad.trace.waits import Wait as FullWait
+from zmqgrad.trace.waits import WaitPairs, thread_label
 
 ENDED, FAILED, OPEN = 0, 1, 2
 """How a wait ended: with a reply, without, or not as far as the trace shows."""
 
-_T = TypeVar("_T")
+MAX_STACKS = 2_000
+"""How many recorded stacks are kept: the latest."""
 
 
 class Wait(msgspec.Struct, gc=False):
-    """A thread of ``actor`` waited for worker ``peer``; ``row`` is the request, -1 for a backward pass."""
+    """A thread of ``actor`` waited for worker ``peer``; ``row`` is the request, -1 for a backward pass.
+
+    A row of the page: smaller than a :class:`zmqgrad.trace.waits.Wait`, of which few are kept.
+    """
 
     actor: int
     peer: int
@@ -81,8 +89,8 @@ class Context(msgspec.Struct):
     passes: list[Pass] = []
 
     def unused(self) -> list[Send]:
-        """The sends that got no gradient, if a pass has finished."""
-        if not any(p.ended is not None and not p.failed for p in self.passes):
+        """The sends that got no gradient, if a pass has ended."""
+        if not any(p.ended is not None for p in self.passes):
             return []
         used = {send for group in self.groups for send in group.sends}
         return [send for number, send in self.sends.items() if number not in used]
@@ -96,27 +104,18 @@ class Activity:
         self.contexts: dict[int, Context] = {}
         self._actors, self._messages = actors, messages
         self._incarnations: dict[tuple[int, int], int] = {}
-        self._open: dict[tuple[int, int, int, int], Wait] = {}
-        self._last = 0
-        for time, _, actor, event in events:
-            self._last = max(self._last, time)
+        self.stacks: deque[tuple[int, Process, StackDumped]] = deque(maxlen=MAX_STACKS)
+        self._pairs = WaitPairs()
+        last = 0
+        for time, process, actor, event in events:
+            last = max(last, time)
             if actor is not None:
                 self._add(time, actor, event)
-        for wait in self._open.values():
-            wait.ended = self._last
-            self.waits.append(wait)
+            elif isinstance(event, StackDumped):
+                self.stacks.append((time, process, event))
+        for wait in self._pairs.rest():
+            self._add_wait(wait, last)
         self.waits.sort(key=lambda w: w.begun)
-        if not any(actor.process.dropped for actor in actors.all):
-            self._mark_failed()
-
-    def _mark_failed(self) -> None:
-        """A wait that ended before the reply arrived has failed, whatever ended it (a timeout, a loss)."""
-        messages = self._messages
-        for wait in self.waits:
-            if wait.state == ENDED and wait.row != NO_ROW:
-                reply = messages.pair[wait.row]
-                if reply == NO_ROW or messages.end[reply] > wait.ended:
-                    wait.state = FAILED
 
     def _add(self, time: int, actor: Actor, event: Event) -> None:
         if isinstance(event, (RequestStarted, RequestFinished)):
@@ -127,7 +126,9 @@ class Activity:
         elif isinstance(event, RequestDescribed):
             self._describe(actor, event)
         elif isinstance(event, (WaitBegun, WaitEnded)):
-            self._wait(time, actor, event)
+            wait = self._pairs.add(time, actor, event)
+            if wait is not None:
+                self._add_wait(wait, time)
         elif isinstance(event, (SendRecorded, GroupExecuted, PassStarted, PassFinished)):
             self._autograd(time, actor, event)
 
@@ -161,19 +162,11 @@ class Activity:
         if event.arguments:
             messages.arguments[row] = event.arguments
 
-    def _wait(self, time: int, actor: Actor, event: WaitBegun | WaitEnded) -> None:
-        key = (id(actor), event.thread, event.peer, event.message_id)
-        if isinstance(event, WaitEnded):
-            wait = self._open.pop(key, None)
-            if wait is not None:
-                wait.ended, wait.state = time, FAILED if event.failed else ENDED
-                self.waits.append(wait)
-            return
-        declared = actor.process.threads.get(event.thread)
-        row = self._messages.requests.get((actor.incarnation, event.message_id), NO_ROW)
-        own = self._actors.number(actor)
-        peer = self._actors.worker(event.peer)
-        self._open[key] = Wait(own, peer, declared.name if declared else "", time, time, OPEN, row)
+    def _add_wait(self, wait: FullWait, until: int) -> None:
+        row = self._messages.requests.get((wait.waiter.incarnation, wait.message_id), NO_ROW)
+        own, peer = self._actors.number(wait.waiter), self._actors.worker(wait.rank)
+        state = OPEN if wait.until is None else FAILED if wait.failed else ENDED
+        self.waits.append(Wait(own, peer, thread_label(wait), wait.since, until, state, row))
 
     def _autograd(
         self, time: int, actor: Actor, event: SendRecorded | GroupExecuted | PassStarted | PassFinished

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from zmqgrad.trace.events import Role
+from zmqgrad.trace.labels import tidy
 from zmqgrad.trace.model import Actor, Message
 from zmqgrad.trace.pairing import REPEATED
 from zmqgrad.wire.messages import REQUEST, RESPONSE
-
-_METHOD = re.compile(r"^rref:\d+:")
 
 HAS_SENT, HAS_RECEIVED, IS_REQUEST, IS_REPLY, HAS_FAILED = 1, 2, 4, 8, 16
 """Bits of the column ``flags``; those above ``PATH_SHIFT`` are the path."""
@@ -155,11 +153,6 @@ class Messages:
         for row, (flags, reply) in enumerate(zip(self.flags, self.pair, strict=True)):
             if flags & IS_REQUEST and reply != NO_ROW and self.flags[reply] & HAS_RECEIVED:
                 yield row, reply
-
-
-def tidy(function: str) -> str:
-    """The name of a function; methods of remote values are called by an id, which says nothing."""
-    return _METHOD.sub("RRef.", function)
 
 
 def little_endian(column: array[int]) -> bytes:

@@ -11,11 +11,21 @@ import msgspec
 
 from zmqgrad.errors import TraceError
 from zmqgrad.trace.events import Role
+from zmqgrad.trace.findings import Finding, Survey
 from zmqgrad.trace.job import Job
+from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.model import Message
 from zmqgrad.trace.report.activity import Activity, Context, Pass
-from zmqgrad.trace.report.columns import MAX_UINT32, NO_TIME, Actors, Messages, Numbering, little_endian
-from zmqgrad.trace.report.findings import Findings, show_actor
+from zmqgrad.trace.report.columns import (
+    MAX_UINT32,
+    NO_ROW,
+    NO_TIME,
+    Actors,
+    Messages,
+    Numbering,
+    little_endian,
+)
+from zmqgrad.trace.waits import locate, thread_label
 from zmqgrad.wire.ids import show_id, split_id
 from zmqgrad.wire.messages import MessageType
 
@@ -23,6 +33,9 @@ MAX_MESSAGES = 2_000_000
 MAX_CONTEXTS = 200
 MAX_GROUPS = 20_000
 """Contexts, and groups of them, of which the page draws the graph: the first ones."""
+
+MAX_PLACES = 1_000
+"""How many stuck waits are explained."""
 
 _TYPED_ARRAYS = {"B": "Uint8", "H": "Uint16", "h": "Int16", "I": "Uint32", "i": "Int32"}
 
@@ -37,7 +50,8 @@ class Report:
         self._window = (self._start + since * 1e9, self._start + until * 1e9)
         self.messages = Messages(self.actors, self._chosen())
         self.activity = Activity(self.actors, self.messages, job.events())
-        self.findings = Findings(self.actors, self.messages, self.activity).all()
+        survey = Survey(job)
+        self._waits, self.findings = survey.waits, survey.findings(notes=True)
         ends = [job.time(p, p.last) for p in job.processes]
         self._end = max([*ends, self.messages.time[-1]] if len(self.messages) else ends)
         self._start = min([self._start, self.messages.time[0]] if len(self.messages) else [self._start])
@@ -63,7 +77,8 @@ class Report:
         texts = Numbering("")
         columns = {**self._message_columns(texts), **self._wait_columns()}
         layout = [(name, _TYPED_ARRAYS[c.typecode], len(c)) for name, c in columns.items()]
-        head = msgspec.json.encode({**self._summary(), "texts": texts.values(), "columns": layout})
+        summary = self._summary(texts)
+        head = msgspec.json.encode({**summary, "texts": texts.values(), "columns": layout})
         head += b" " * (-(len(head) + 4) % 8)
         return struct.pack("<I", len(head)) + head + b"".join(map(little_endian, columns.values()))
 
@@ -128,7 +143,7 @@ class Report:
 
     # ---- summary ----------------------------------------------------------------------------------------
 
-    def _summary(self) -> dict[str, Any]:
+    def _summary(self, texts: Numbering) -> dict[str, Any]:
         job, m = self._job, self.messages
         kinds = sorted(set(m.kind))
         known = MessageType._value2member_map_
@@ -144,10 +159,9 @@ class Report:
             "threads": m.threads.values(),
             "contextIds": [show_id(number) if number else "" for number in m.contexts.values()],
             "notes": self._notes(),
-            "findings": [
-                {**msgspec.structs.asdict(f), "time": None if f.time is None else self._tick_of(f.time)}
-                for f in self.findings
-            ],
+            "findings": list(map(self._finding, self.findings)),
+            "stacks": self._stacks(texts),
+            "places": self._places(texts),
             "contexts": list(self._contexts()),
             "allContexts": len(self.activity.contexts),
         }
@@ -155,17 +169,46 @@ class Report:
     def _tick_of(self, time: int) -> int:
         return max(time - self._start, 0) // self._tick
 
+    def _finding(self, finding: Finding) -> dict[str, Any]:
+        return {
+            "kind": finding.kind,
+            "severity": finding.severity,
+            "title": finding.title,
+            "detail": finding.detail,
+            "time": None if finding.time is None else self._tick_of(finding.time),
+            "row": self.messages.requests.get(finding.message, NO_ROW) if finding.message else NO_ROW,
+        }
+
+    def _stacks(self, texts: Numbering) -> list[tuple[int, str, int, int]]:
+        """The recorded stacks: the process, its thread, the tick, and the text."""
+        index = self._job.processes.index
+        return [
+            (index(process), event.name, self._tick_of(time), texts[event.stack])
+            for time, process, event in self.activity.stacks
+        ]
+
+    def _places(self, texts: Numbering) -> dict[int, list[int]]:
+        """Where the requests are that the stuck waits wait for, in words; by the number of the wait."""
+        numbers = {(w.actor, w.thread, w.begun): i for i, w in enumerate(self.activity.waits)}
+        places: dict[int, list[int]] = {}
+        for wait in self._waits.stuck()[:MAX_PLACES]:
+            number = numbers.get((self.actors.number(wait.waiter), thread_label(wait), wait.since))
+            if number is not None and wait.is_blocking:
+                places.setdefault(number, []).append(texts[locate(wait, self._waits)])
+        return places
+
     def _actor(self, number: int) -> dict[str, Any]:
         actor = self.actors.all[number]
         process = actor.process
         bound = self._job.bound(process, (actor.started + process.last) // 2)
         return {
-            "name": show_actor(self.actors, number),
+            "name": actor_label(actor),
             "role": actor.role.name.lower().replace("_", " "),
             "isWorker": actor.role is Role.WORKER,
             "rank": actor.rank,
             "host": process.info.host,
             "pid": process.info.pid,
+            "process": self._job.processes.index(process),
             "bound": None if bound == float("inf") else bound,
             "dropped": process.dropped,
             "stopped": actor.stopped is not None,

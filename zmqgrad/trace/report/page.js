@@ -161,7 +161,7 @@ function index(rows) {
 
 // ---- timeline --------------------------------------------------------------------------------------------
 
-const T = { from: 0, to: 1, width: 1, gutter: 120, lanes: [], hits: [], selected: -1, hover: null, waits: [], groups: [], subrow: null };
+const T = { from: 0, to: 1, width: 1, gutter: 120, lanes: [], hits: [], selected: -1, wait: -1, hover: null, waits: [], groups: [], subrow: null };
 const canvas = () => $("canvas");
 const xOf = (time) => T.gutter + ((time - T.from) / (T.to - T.from)) * (T.width - T.gutter);
 const timeOf = (x) => T.from + ((x - T.gutter) / (T.width - T.gutter)) * (T.to - T.from);
@@ -398,8 +398,9 @@ function distance(x, y, [x0, y0, x1, y1]) {
   return Math.hypot(x - x0 - along * dx, y - y0 - along * dy);
 }
 
-function select(row, move = true) {
+function select(row, move = true, wait = waitOf(row)) {
   T.selected = row;
+  T.wait = wait;
   if (row >= 0 && move) {
     const request = requestOf(row), from = M.start[request < 0 ? row : request], span = Math.max(callTime(request < 0 ? row : request), 50);
     if (from < T.from || from + span > T.to || span < (T.to - T.from) / 400) setView(from - span * 0.6, from + span * 1.6);
@@ -417,6 +418,10 @@ function step(direction) {
 
 function showDetails() {
   const row = T.selected, box = $("details");
+  if (row < 0 && T.wait >= 0) {
+    box.replaceChildren(...waitDetails(T.wait));
+    return;
+  }
   if (row < 0) {
     box.replaceChildren(el("h3", {}, "No message selected"), el("p", { className: "hint" }, "Click an arrow or a bar; n and p step through the messages. Scroll with Ctrl, or after a click, to zoom; drag to move."));
     return;
@@ -438,7 +443,31 @@ function showDetails() {
   const text = D.texts[M.arguments[request < 0 ? row : request]];
   box.replaceChildren(el("h3", {}, functionOf(row)), el("dl", {}, ...list), ...breakdown(request),
     pair < 0 && M.flags[row] & IS_REQUEST ? el("p", { className: "bad" }, "No reply was recorded.") : "",
-    text ? el("div", {}, "Arguments", el("pre", {}, text)) : "", buttons);
+    text ? el("div", {}, "Arguments", el("pre", {}, text)) : "", ...waitDetails(T.wait), ...servingStack(request), buttons);
+}
+
+/** The wait for the reply to a message, or to the request of a reply; -1: no thread waited. */
+function waitOf(row) {
+  const request = row < 0 ? row : requestOf(row);
+  return request < 0 ? -1 : M.waitRow.indexOf(request);
+}
+const waitPlace = (wait) => (D.places[wait] || []).map((text) => D.texts[text]).join("; ");
+function waitDetails(wait) {
+  if (wait < 0) return [];
+  const actor = M.waitActor[wait], thread = D.threads[M.waitThread[wait]], begun = M.waitBegun[wait], took = M.waitTime[wait];
+  const what = M.waitRow[wait] < 0 ? "a backward pass" : functionOf(M.waitRow[wait]), end = ["", "no reply", "still waits when the trace ends"][M.waitState[wait]];
+  return [el("h3", {}, `${actorName(actor)} waited ${showTime(took)}`), el("p", {}, [`for ${what} of ${actorName(M.waitPeer[wait])}`, end, waitPlace(wait)].filter(Boolean).join("; ")),
+    ...showStack("Waits in", actor, thread, begun, begun + took)];
+}
+function servingStack(request) {
+  if (request < 0 || !isServed(request)) return [];
+  const end = M.ran[request] === NONE ? Infinity : servedAt(request) + M.ran[request];
+  return showStack("Runs in", M.target[request], D.threads[M.receiverThread[request]], servedAt(request), end);
+}
+/** The last stack that was recorded of a thread between two times. */
+function showStack(title, actor, thread, from, to) {
+  const found = actor < 0 ? undefined : D.stacks.findLast(([process, name, time]) => process === D.actors[actor].process && name === thread && time >= from - 1 && time <= to + 1);
+  return found ? [el("div", { className: "stack" }, `${title} ${actorName(actor)}, ${thread}, at ${showMoment(found[2], 1e6 / D.tick)}`, el("pre", { tabIndex: 0 }, D.texts[found[3]]))] : [];
 }
 
 /** Where the time of a call went, as a bar with its numbers. */
@@ -506,7 +535,7 @@ function listen() {
     if (moved > 4) return;
     const [x, y] = at(event), hit = hitAt(x, y);
     if (hit?.row !== undefined) select(hit.row, false);
-    else if (hit?.wait !== undefined && M.waitRow[hit.wait] >= 0) select(M.waitRow[hit.wait], false);
+    else if (hit?.wait !== undefined) select(M.waitRow[hit.wait], false, hit.wait);
     else if (+box.dataset.shown > MAX_ARROWS && x > T.gutter) zoom(0.25, timeOf(x));
     else select(-1);
   });
@@ -620,10 +649,10 @@ function drawWaits() {
 }
 function fillWaits() {
   const rows = [...M.waitActor.keys()].sort((a, b) => (M.waitState[b] > 0) - (M.waitState[a] > 0) || M.waitTime[b] - M.waitTime[a]).slice(0, 50);
-  fillTable("wait-table", ["#Time", "State", "Worker", "Thread", "For", "Of", ""], rows.map((i) => [
+  fillTable("wait-table", ["#Time", "State", "Worker", "Thread", "For", "Of", "Where its request is", ""], rows.map((i) => [
     showTime(M.waitTime[i]), M.waitState[i] ? el("span", { className: "bad" }, ["", "no reply", "still waits"][M.waitState[i]]) : "ended", actorName(M.waitActor[i]), D.threads[M.waitThread[i]],
-    M.waitRow[i] < 0 ? "a backward pass" : functionOf(M.waitRow[i]), actorName(M.waitPeer[i]), goButton("Show", () => show(M.waitRow[i], M.waitBegun[i], M.waitTime[i]))]));
-  const cycles = D.findings.filter((f) => f.title.startsWith("Deadlock"));
+    M.waitRow[i] < 0 ? "a backward pass" : functionOf(M.waitRow[i]), actorName(M.waitPeer[i]), waitPlace(i), goButton("Show", () => show(M.waitRow[i], M.waitBegun[i], M.waitTime[i], i))]));
+  const cycles = D.findings.filter((f) => f.kind === "deadlock");
   $("cycles").replaceChildren(cycles.length ? el("span", { className: "bad" }, cycles.map((f) => `${f.title}. ${f.detail}`).join(" ")) : el("span", { className: "hint" }, `${showCount(M.waitActor.length)} waits; no workers wait for each other in a circle. The longest:`));
 }
 
@@ -661,8 +690,11 @@ function fillOverview() {
   $("overview").replaceChildren(...cards.map(([name, value, note]) => el("div", {}, el("dt", {}, name), el("dd", {}, `${value} `, note ? el("small", {}, note) : null))));
   $("subtitle").textContent = `${D.program || D.directory} · ${new Date(D.wall).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" })}`;
 }
-function show(row, time, span) {
-  if (row >= 0) { T.selected = row; const t = Math.max(callTime(requestOf(row) < 0 ? row : requestOf(row)), 50); setView(M.start[row] - t * 0.6, M.start[row] + t * 1.6); showDetails(); }
+function show(row, time, span, wait = waitOf(row)) {
+  T.selected = row;
+  T.wait = wait;
+  showDetails();
+  if (row >= 0) { const t = Math.max(callTime(requestOf(row) < 0 ? row : requestOf(row)), 50); setView(M.start[row] - t * 0.6, M.start[row] + t * 1.6); }
   else if (time !== null) setView(time - (span || 1000) * 0.5, time + (span || 1000) * 1.5);
   $("timeline").scrollIntoView();
   canvas().focus({ preventScroll: true });
