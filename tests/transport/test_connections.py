@@ -45,7 +45,7 @@ def test_a_process_without_descriptors_says_so(listener: socket.socket) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
     try:
-        with pytest.raises(TransportError, match="cannot open a socket to ipc://@.*: Too many open files"):
+        with pytest.raises(TransportError, match=r"cannot open a socket to ipc://@.*: Too many open files"):
             best_endpoint([ipc(listener), TCP])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
