@@ -21,6 +21,9 @@ from tools.faults.roles import Role
 FROZEN_SECONDS = 10.0
 """The ``frozen_timeout`` of cells whose victim is stopped for good (the default is two minutes)."""
 
+SMALL_BYTES = 60_000
+"""To what size memory files, and others, may grow: less than a tensor of a call has."""
+
 LOCAL_SECONDS, REMOTE_SECONDS = 3.0, 10.0
 """P2: the liveness timeouts on one host and between hosts."""
 
@@ -97,7 +100,10 @@ def _stop(scene: Scene) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(scene.victim, signal.SIGCONT)
+        try:
+            os.kill(scene.victim, signal.SIGCONT)
+        except ProcessLookupError:
+            pass  # stopped for good: it was killed at the end of the cell
 
 
 @contextmanager
@@ -115,7 +121,7 @@ def _no_descriptors(scene: Scene) -> AbstractContextManager[None]:
 
 
 def _no_shared_memory(scene: Scene) -> AbstractContextManager[None]:
-    return _limited(scene, resource.RLIMIT_FSIZE, 0)  # a memfd cannot grow
+    return _limited(scene, resource.RLIMIT_FSIZE, SMALL_BYTES)
 
 
 @contextmanager

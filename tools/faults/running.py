@@ -5,9 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -105,9 +105,9 @@ class CellRun:
 
     def __exit__(self, *exc: object) -> None:
         for process in self.processes:
-            process.kill()
-        self._strike.close()
-        self._undo.close()
+            self._undo.callback(process.kill)
+        with self._undo:
+            self._strike.close()  # first: the end of a fault may need the victim
 
     def run(self) -> Verdict:
         """Runs the cell; returns its verdict."""
@@ -339,9 +339,8 @@ class _Stranger:
         try:
             TCPStore(p.place.address, p.place.port, timeout=10).close()
             p.problems.append("P4: a store accepted a client with another secret")
-        except StoreError as e:
-            if "another secret" not in str(e):
-                p.problems.append(f"P4: refused, but for another reason: {e}")
+        except StoreError:
+            pass  # as promised. (Groups meet at a store of torch's, which a client of ours does not know.)
         self._knock()
 
     def _knock(self) -> None:
@@ -360,8 +359,10 @@ class _Stranger:
 
 def run_cell(cell: Cell) -> tuple[Verdict, History]:
     """Runs ``cell`` in fresh processes."""
-    with CellRun(cell) as run:
-        try:
-            return run.run(), run.history
-        except (OSError, subprocess.CalledProcessError) as e:  # of the tool: the other cells go on
-            return Verdict("", "the tool failed", [f"tool: {e!r} {getattr(e, 'stderr', '')}"]), run.history
+    run = CellRun(cell)
+    try:
+        with run:
+            verdict = run.run()
+    except Exception:  # of the tool itself: the table says so, and the other cells go on
+        verdict = Verdict("", "the tool failed", [f"the tool failed: {traceback.format_exc()}"])
+    return verdict, run.history
