@@ -59,7 +59,7 @@ def over(*steps: Step) -> History:
         (REFUSAL, over(step(15, "OSError: x", library_error=False), step(25)), "OSError"),
         (REFUSAL, over(step(9), step(30, "StoreError: x"), step(35)), "StoreError"),
         (LOSS, over(step(11, "PeerLostError: x")), ""),
-        (LOSS, over(step(19, "PeerLostError: x")), "P2: noticed after 9.5 s"),
+        (LOSS, over(step(15.6, "PeerLostError: x")), "P2: noticed after 6.1 s"),
         (LOSS, over(step(11)), "P2: nobody noticed"),
         (LOSS, over(step(8, "PeerLostError: before"), step(11, "PeerLostError: x")), "before"),
         (LOSS, over(step(11, "PeerLostError: x", needs_victim=False)), "step 1: PeerLostError"),

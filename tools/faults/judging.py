@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from tools.faults.model import Effect, History, Step, Verdict
 
-SLACK_SECONDS = 4.0
+SLACK_SECONDS = 3.0
 """Added to the limits of detection: the machine that runs the table is small and busy."""
 
 

@@ -71,6 +71,7 @@ class Participant:
     def __init__(self, place: Place, connection: Connection) -> None:
         self.place = place
         self.problems: list[str] = []
+        self.has_lost: set[str] = set()
         self.moments = Moments(place.moment, self._strike)
         self.finish, self._begin, self._go, self._close = (threading.Event() for _ in range(4))
         self._connection = connection

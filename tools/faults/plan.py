@@ -35,7 +35,7 @@ def choose(cells: Iterable[Cell], patterns: str) -> list[Cell]:
 
 QUICK = {
     "caller": ("out of shared memory", "no descriptors"),
-    "callee": ("SIGKILL", "SIGSTOP 2 s", "partition 2 s", "garbage"),
+    "callee": ("SIGKILL", "SIGSTOP 2 s", "partition 2 s", "garbage", "power failure of the host"),
     "RRef owner": ("SIGKILL",),
     "RRef user": ("SIGKILL",),
     "child of a fork": ("SIGKILL", "reset"),

@@ -49,7 +49,13 @@ def open_group(p: Participant, rank: int | None, world_size: int | None = 3) -> 
     if world_size is None:
         os.environ.pop("WORLD_SIZE", None)
     rpc.init_rpc(place.name, rank=rank, world_size=world_size, rpc_backend_options=options)
-    rpc.on_loss(lambda info, why: p.report("lost", info.name, why))
+    rpc.on_loss(lambda info, why: on_loss(p, info.name, why))
+
+
+def on_loss(p: Participant, name: str, why: str) -> None:
+    """Report the loss of worker ``name``."""
+    p.has_lost.add(name)
+    p.report("lost", name, why)
 
 
 def move_in(p: Participant) -> None:
@@ -70,7 +76,8 @@ def in_group(loop: Work, check: Work = lambda p: None) -> Work:
         loop(p)
         p.idle()
         check(p)
-        rpc.shutdown(timeout=SHUTDOWN_SECONDS)
+        is_alone = len(p.has_lost) == 2  # after a partition, nobody is left to wait for
+        rpc.shutdown(graceful=not is_alone, timeout=SHUTDOWN_SECONDS)
 
     return work
 
