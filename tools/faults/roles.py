@@ -7,7 +7,6 @@ which no fault of w1 may disturb. Every step checks its result.
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -76,8 +75,8 @@ def in_group(loop: Work, check: Work = lambda p: None) -> Work:
         loop(p)
         p.idle()
         check(p)
-        is_alone = len(p.has_lost) == 2  # after a partition, nobody is left to wait for
-        rpc.shutdown(graceful=not is_alone, timeout=SHUTDOWN_SECONDS)
+        is_out = p.place.is_victim and p.has_lost  # after a partition: w0 has the store of the group
+        rpc.shutdown(graceful=not is_out, timeout=SHUTDOWN_SECONDS)
 
     return work
 
@@ -345,15 +344,6 @@ def join_and_leave(p: Participant) -> None:
 
     p.steps(step)
     p.idle()
-
-
-def launched(directory: str) -> None:
-    """A worker of an agent: says where it is in which group, and ends when it is told to."""
-    line = " ".join(os.environ[name] for name in ("GROUP_RANK", "WORLD_SIZE", "TORCHELASTIC_RESTART_COUNT"))
-    fd = os.open(f"{directory}/groups", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    os.write(fd, f"{os.getpid()} {line}\n".encode())
-    os.close(fd)
-    signal.pause()
 
 
 @dataclass(frozen=True)
