@@ -78,7 +78,7 @@ def missing(feature: str) -> str:
     except FileNotFoundError as e:
         return f"{e.filename} is not installed"
     except subprocess.CalledProcessError as e:
-        return " ".join(f"{' '.join(e.cmd[-6:])}: {e.stderr}".split())[:200]
+        return f"{e.cmd[0] if e.cmd[0] != 'ip' else e.cmd[4]}: {' '.join(e.stderr.split())}"[:200]
     return ""
 
 
