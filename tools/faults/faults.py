@@ -113,7 +113,10 @@ def _limited(scene: Scene, what: int, limit: int) -> Iterator[None]:
     try:
         yield
     finally:
-        resource.prlimit(scene.victim, what, before)
+        try:
+            resource.prlimit(scene.victim, what, before)
+        except ProcessLookupError:
+            pass  # it did not survive, as the runner notes
 
 
 def _no_descriptors(scene: Scene) -> AbstractContextManager[None]:

@@ -295,7 +295,8 @@ class CellRun:
             kind, *content = process.connection.recv()
         except (EOFError, ConnectionResetError):
             process.states.add("ended")
-            if not process.place.is_victim and "closed" not in process.states:
+            may_die = process.place.is_victim and (self.fault.effect is Effect.LOSS or self.fault.ends_victim)
+            if not may_die and "closed" not in process.states:
                 self.history.problems.append(f"{process.place.name} died:\n{self._output(process)}")
             return
         self._note_event(process, kind, content)
