@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import socket
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from zmqgrad.errors import UnknownPeerError
+from zmqgrad.errors import TransportError, UnknownPeerError
 from zmqgrad.transport.connections import best_endpoint
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="addresses without a file are Linux's")
@@ -37,6 +38,18 @@ def test_ipc_with_a_listener(listener: socket.socket) -> None:
     listener.listen()
     assert best_endpoint([ipc(listener), TCP]) == ipc(listener)
     assert best_endpoint(["heartbeat://127.0.0.1:9/00", TCP]) == TCP
+
+
+def test_a_process_without_descriptors_says_so(listener: socket.socket) -> None:
+    listener.listen()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        with pytest.raises(TransportError, match=r"cannot open a socket to ipc://@.*: Too many open files"):
+            best_endpoint([ipc(listener), TCP])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert best_endpoint([ipc(listener), TCP]) == ipc(listener)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")

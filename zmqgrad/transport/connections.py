@@ -397,10 +397,14 @@ def best_endpoint(endpoints: Sequence[str]) -> str:
 
     Raises:
         UnknownPeerError: if no endpoint can be reached.
+        TransportError: if this process cannot open a socket.
     """
     for endpoint in endpoints:
         if endpoint.startswith(SCHEME):
             continue
-        if not endpoint.startswith("ipc://") or local.can_connect(endpoint):
-            return endpoint
+        try:
+            if not endpoint.startswith("ipc://") or local.can_connect(endpoint):
+                return endpoint
+        except OSError as e:
+            raise TransportError(f"cannot open a socket to {endpoint}: {e.strerror}") from e
     raise UnknownPeerError(f"none of the addresses {list(endpoints)} can be reached from this host")

@@ -244,7 +244,8 @@ class HeartbeatMonitor:
         """Makes the kernel give up in time on a host that acknowledges nothing."""
         opened.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)
         if hasattr(sockets, "TCP_USER_TIMEOUT"):
-            seconds = self._timeouts.remote * 5 / 6  # less the interval of pings, a sixth
+            # Less the interval of pings, a sixth, and as long for the attempt to connect that follows.
+            seconds = self._timeouts.remote * 4 / 6
             opened.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_USER_TIMEOUT, int(seconds * 1000))
 
     def _on_readable(self, watched: _Peer) -> None:
@@ -284,7 +285,8 @@ class HeartbeatMonitor:
                 watched.next_due = now + RETRY_SECONDS
         elif error in _UNREACHABLE_ERRNOS:
             watched.last_error = f", {os.strerror(error)}"
-            watched.next_due = now + watched.detector.interval
+            # After a break, one attempt decides before the timeout whether the host is reachable again.
+            watched.next_due = now + (watched.detector.interval if connecting else RECONNECT_SECONDS)
         elif connecting:
             watched.next_due = now + watched.detector.interval  # its backlog is full: the peer is alive
         else:
