@@ -145,7 +145,9 @@ class Rendezvous(RuleBasedStateMachine):
             assert not running or state.complete
 
 
-TestRendezvous = Rendezvous.TestCase
+TestRendezvous = pytest.mark.timeout(400)(
+    Rendezvous.TestCase
+)  # hypothesis shrinks a failure for 300 s at most
 TestRendezvous.settings = hypothesis_settings(stateful_step_count=40)
 
 

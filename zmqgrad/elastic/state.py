@@ -48,11 +48,13 @@ class RendezvousState:
         last_calls: number of last calls so far.
         participants: the nodes of this round. Their ranks are valid once it is complete.
         wait_list: nodes that came after the round was complete; they join the next one.
-        last_heartbeats: a counter for each participant and waiting node.
+        last_heartbeats: the number of the last heartbeat of each participant and waiting node.
         completed_ranks: the ranks of all nodes of the last round that was completed, also of those that have
             left since. The nodes of that round agree on it, and keep their ranks where possible.
         store_address: ``host:port`` of the store that rank 0 serves for the completed round; empty: none yet.
         settings: the :attr:`~zmqgrad.elastic.RendezvousSettings.agreement` of the nodes; empty: none yet.
+        heartbeats: number of heartbeats so far. No number is used twice, not even by a node that was removed
+            and came back: an observer that missed both must not take its new heartbeat for the old one.
     """
 
     round: int = 0
@@ -66,6 +68,7 @@ class RendezvousState:
     completed_ranks: dict[NodeDesc, int] = field(default_factory=dict)
     store_address: str = ""
     settings: str = ""
+    heartbeats: int = 0
 
 
 class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
@@ -83,6 +86,7 @@ class _Encoded(msgspec.Struct, forbid_unknown_fields=True):
     completed_ranks: list[tuple[NodeDesc, int]]
     store_address: str
     settings: str
+    heartbeats: int
 
 
 class _Version(msgspec.Struct):
@@ -105,6 +109,7 @@ def encode(state: RendezvousState) -> bytes:
             sorted(state.completed_ranks.items()),
             state.store_address,
             state.settings,
+            state.heartbeats,
         )
     )
 
@@ -137,6 +142,7 @@ def decode(data: bytes) -> RendezvousState:
         dict(encoded.completed_ranks),
         encoded.store_address,
         encoded.settings,
+        encoded.heartbeats,
     )
 
 

@@ -19,8 +19,9 @@ def apply(action: Action, state: RendezvousState, node: NodeDesc, settings: Rend
 
 
 def keep_alive(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
-    """Increment the heartbeat of ``node``."""
-    state.last_heartbeats[node] = state.last_heartbeats.get(node, 0) + 1
+    """Give ``node`` a heartbeat that no node had before."""
+    state.heartbeats += 1
+    state.last_heartbeats[node] = state.heartbeats
 
 
 def add_to_participants(state: RendezvousState, node: NodeDesc, settings: RendezvousSettings) -> None:
