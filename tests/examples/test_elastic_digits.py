@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -18,7 +19,9 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "elastic_digits.py"
 @pytest.mark.timeout(460)
 def test_training_goes_on_without_a_host_and_with_it_again(tmp_path: Path) -> None:
     command = [sys.executable, str(EXAMPLE), "--demo", "--epochs", "60", "--out", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=450, check=False)
+    # An agent that is killed leaves its temporary directory.
+    environ = os.environ | {"TMPDIR": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=450, check=False, env=environ)
     output = "".join(path.read_text() for path in tmp_path.glob("*/output.txt"))
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{output}"
     assert "world sizes: 3 2" in done.stdout

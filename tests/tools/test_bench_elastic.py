@@ -37,5 +37,5 @@ def test_traffic_of_keep_alives_is_counted() -> None:
     """Each node renews its heartbeat every five seconds."""
     found = elastic_nodes.measure(3, 6.0)
     assert found["seconds until all know the round"] > 0
-    assert found["notifications per second"] > 0
-    assert found["bytes per second"] > 3 * found["notifications_bytes per second"] > 0
+    assert found["bytes per second"] > 100
+    assert found["notifications per second"] < 1, "heartbeats wake no other node"

@@ -74,8 +74,9 @@ class _Tap:
 
     def __init__(self, moments: Moments, sent: str) -> None:
         self._moments, self._sent = moments, sent
+        self.tap = tap.observer(self._note)
 
-    def tap(self, tapped: Tapped) -> None:
+    def _note(self, tapped: Tapped) -> None:
         self._moments.reach(self._sent if tapped.outgoing else ON_RECEIPT, tapped.envelope.type)
         if self._moments.on_message is not None and not tapped.outgoing:
             self._moments.on_message()
