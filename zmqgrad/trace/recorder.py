@@ -85,6 +85,7 @@ class Recorder:
         self._open = 0  # actors that are not closed
         self.measures: dict[int, weakref.WeakMethod[Callable[[], Usage]]] = {}  # by actor
         self._writer: Writer | None = None
+        self._ending: Writer | None = None  # one that the last actor's thread ends, or has ended
 
     def _create_directory(self) -> None:
         try:
@@ -113,6 +114,7 @@ class Recorder:
             writer = None
             if not self._open:
                 writer, self._writer = self._writer, None
+                self._ending = writer
         if writer is not None:
             writer.close()
 
@@ -120,8 +122,10 @@ class Recorder:
         """Writes what is queued and ends the writer. Idempotent."""
         with self._lock:
             writer, self._writer = self._writer, None
-        if writer is not None:
-            writer.close()
+        # A thread that closes the last actor may be cut short by the end of the process.
+        for one in (self._ending, writer):
+            if one is not None:
+                one.close()
 
     def flush(self) -> None:
         """Writes what is queued, in the calling thread."""

@@ -110,7 +110,7 @@ class Writer:
         write_all(self._fd, log.record(rows))
 
     def close(self) -> None:
-        """Writes the rest and ends. Called once."""
+        """Writes the rest and ends. Idempotent, and safe beside itself in another thread."""
         self._stop.set()
         if self._thread is not threading.current_thread():
             self._thread.join(JOIN_SECONDS)
