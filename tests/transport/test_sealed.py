@@ -18,12 +18,12 @@ from tests.support.relay import Relay, at_random
 from tests.support.waiting import eventually
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport import session
+from zmqgrad.transport import bulk, session
 from zmqgrad.transport.base import Inbound, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.sealed import records, sender, transport
 from zmqgrad.transport.sealed.records import Cipher, generate_key, read_head, sealed_size
-from zmqgrad.transport.security import load_keys, password_client
+from zmqgrad.transport.security import Keys, load_keys, password_client
 from zmqgrad.transport.tap import Tapped, observer
 from zmqgrad.wire.messages import BulkOpen, BulkReady, Call, Payload, Result
 
@@ -133,9 +133,9 @@ def test_keys_and_passwords_are_not_printed() -> None:
 
 
 class Pair:
-    """Two mailboxes with a secret. Sealed data from the first to the second passes a relay."""
+    """Two mailboxes. Large messages from the first to the second pass a relay."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, keys: Keys | None = KEYS) -> None:
         self.relay: Relay | None = None
         self.tokens: list[bytes] = []
         self.records: list[Record] = []
@@ -143,7 +143,7 @@ class Pair:
         monkeypatch.setattr(sender, "bulk_endpoint", self.endpoint)
         monkeypatch.setattr(sender, "send_all", self.send_all)
         monkeypatch.setattr(sender, "password_client", self.password)
-        self.mailboxes = [ZmqMailbox(f"w{n}", n, keys=KEYS) for n in (0, 1)]
+        self.mailboxes = [ZmqMailbox(f"w{n}", n, keys=keys) for n in (0, 1)]
         self.addresses = [PeerAddress(m.endpoints[1:], m.incarnation) for m in self.mailboxes]
         self.arrived: list[SimpleQueue[Inbound]] = [SimpleQueue(), SimpleQueue()]
         for n, mailbox in enumerate(self.mailboxes):
@@ -211,6 +211,16 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
         pair.close()
 
 
+@pytest.fixture(params=[KEYS, None], ids=["secret", "open"])
+def either(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    """With a secret, so sealed, and without."""
+    pair = Pair(monkeypatch, request.param)
+    try:
+        yield pair
+    finally:
+        pair.close()
+
+
 def some(mb: int, seed: int = 0) -> bytearray:
     return bytearray(bytes([seed, *range(1, 256)]) * (mb << 12))
 
@@ -231,16 +241,16 @@ def test_large_messages_arrive_sealed_and_may_be_written_to(pair: Pair) -> None:
     eventually(lambda: pair.sessions()["unacknowledged"], lambda n: n == 0)
 
 
-def test_a_small_message_overtakes_a_large_one(pair: Pair) -> None:
-    pair.send(1, some(1))
-    pair.take()
-    assert pair.relay is not None
-    passing, pair.relay.fate = pair.relay.fate, lambda direction, chunk: "drop"
-    pair.send(2, some(4))
-    pair.mailboxes[0].send(1, CALL, 3)
-    assert pair.take().envelope.message_id == 3
-    pair.relay.fate = passing
-    assert pair.take().envelope.message_id == 2
+def test_a_small_message_overtakes_a_large_one(either: Pair) -> None:
+    either.send(1, some(1))
+    either.take()
+    assert either.relay is not None
+    passing, either.relay.fate = either.relay.fate, lambda direction, chunk: "drop"
+    either.send(2, some(4))
+    either.mailboxes[0].send(1, CALL, 3)
+    assert either.take().envelope.message_id == 3
+    either.relay.fate = passing
+    assert either.take().envelope.message_id == 2
 
 
 def test_a_tensor_that_changes_while_its_connection_breaks_arrives_as_sent_and_no_nonce_repeats(
@@ -268,6 +278,48 @@ def test_a_tensor_that_changes_while_its_connection_breaks_arrives_as_sent_and_n
         for i, part in enumerate(record[1:]):
             assert sealed.setdefault(head.nonce + i, part) == part
     assert pair.arrived[1].empty()
+
+
+@pytest.mark.parametrize("kind", [RESULT, CALL], ids=["reply", "request"])
+def test_without_a_secret_large_messages_arrive_once_and_as_sent_though_their_connection_breaks(
+    monkeypatch: pytest.MonkeyPatch, kind: Result | Call
+) -> None:
+    """Whole and in chunks, by the channel. The memory of a reply may be written to once it was sent."""
+    monkeypatch.setattr(bulk, "MAX_WHOLE_BYTES", 2 << 20)
+    monkeypatch.setattr(bulk, "CHUNK_BYTES", 1 << 20)
+    pair = Pair(monkeypatch, None)
+    try:
+        pair.send(0, some(1), kind)
+        pair.take()
+        assert pair.relay is not None
+        pair.relay.fate = at_random(0.003, seed=3)
+        for i in range(1, 9):
+            frame = some(1 if i % 2 else 8, i)
+            pair.send(i, frame, kind)
+            if kind is RESULT:
+                frame[:] = bytes(len(frame))
+        for i in range(1, 9):
+            inbound = pair.take()
+            assert inbound.envelope.message_id == i
+            assert inbound.frames[0] == some(1 if i % 2 else 8, i)
+        assert pair.relay.cuts > 0
+        assert pair.sessions()["resends"] > 0
+        assert pair.sealed(0) | {"channels": 1, "sealed": 0} == pair.sealed(0)
+        assert pair.sealed(1)["refused"] == 0
+        assert pair.arrived[1].empty()
+        eventually(lambda: pair.sessions()["unacknowledged"], lambda n: n == 0)
+    finally:
+        pair.close()
+
+
+@pytest.mark.parametrize("key", [b"", bytes(16)], ids=["none", "short"])
+def test_with_a_secret_no_channel_opens_without_a_key(
+    pair: Pair, key: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.mailboxes[0].send(1, BulkOpen(1, key), 0)
+    eventually(lambda: pair.mailboxes[1].statistics()["malformed"], lambda n: n == 1)
+    assert "a channel's key of" in caplog.text
+    assert pair.port == 0
 
 
 def test_a_replayed_record_is_not_delivered_again(pair: Pair) -> None:
@@ -342,14 +394,14 @@ def test_a_channel_is_replaced_before_its_key_is_worn_out(
     eventually(lambda: pair.sessions()["unacknowledged"], lambda n: n == 0)
 
 
-def test_a_forgotten_peer_gets_a_new_channel(pair: Pair) -> None:
-    pair.send(1, some(1))
-    pair.take()
-    for mailbox, peer in zip(pair.mailboxes, (1, 0), strict=True):
+def test_a_forgotten_peer_gets_a_new_channel(either: Pair) -> None:
+    either.send(1, some(1))
+    either.take()
+    for mailbox, peer in zip(either.mailboxes, (1, 0), strict=True):
         mailbox.forget(peer)
-    pair.send(2, some(1, 2))
-    assert pair.take().frames[0] == some(1, 2)
-    assert len({read_head(record).channel for record in pair.records}) == 2
+    either.send(2, some(1, 2))
+    assert either.take().frames[0] == some(1, 2)
+    assert len({read_head(record).channel for record in either.records}) == 2
 
 
 def test_the_tap_sees_no_keys(pair: Pair) -> None:
@@ -388,13 +440,13 @@ def test_a_peer_without_cryptography_gets_large_messages_through_curve(
     assert "w1 has no package cryptography" in caplog.text
 
 
-def test_large_messages_go_through_curve_if_the_port_cannot_be_reached(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_large_messages_go_with_the_others_if_the_port_cannot_be_reached(
+    either: Pair, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(sender, "CONNECT_SECONDS", 0.1)
     monkeypatch.setattr(sender, "bulk_endpoint", lambda endpoint, port: "tcp://127.0.0.1:1")
     for i in range(3):
-        pair.send(i, some(2, i))
-        assert pair.take().frames[0] == some(2, i)
-    assert pair.records == []
+        either.send(i, some(2, i))
+        assert either.take().frames[0] == some(2, i)
+    assert either.records == []
     assert caplog.text.count("was not connected within") == 1

@@ -83,7 +83,7 @@ class RpcBackendOptions:
             flight to each peer; senders wait for credit beyond it. 0: no limit. None:
             ZMQGRAD_INFLIGHT_BYTES, or else 256 MB.
         io_threads: libzmq threads that read and write its sockets: more than one if several hosts send large
-            data to this worker at a time. (Same-host messages mostly do not use them.)
+            data to this worker at a time. One more serves small messages. (Messages of one host use few.)
         spin_us: how long (µs) a thread that waits for a message of this host spins before it blocks: quick
             replies take half the time, at the cost of a core. 0 disables spinning. None: ZMQGRAD_SPIN_US, or
             else 8000.

@@ -80,6 +80,12 @@ def split(
     return PreparedFrames(replace(manifest, buffers=tuple(buffers), slices=slices), rest), chunks
 
 
+def copy_into(target: memoryview, source: Buffer) -> None:
+    """Copies ``source``, a received frame, to ``target``, which has its size. Releases the GIL."""
+    kind = ctypes.c_char * len(target)
+    ctypes.memmove(kind.from_buffer(target), kind.from_buffer(source), len(target))
+
+
 class _PartialFrame:
     """A frame of which some chunks have arrived."""
 
@@ -116,9 +122,7 @@ class Reassembler:
             ProtocolError: if it does not continue the frame.
         """
         size = len(frames[0]) if len(frames) == 1 else 0
-        target = self.reserve(peer, chunk, size)
-        source = (ctypes.c_char * size).from_buffer(frames[0])
-        ctypes.memmove((ctypes.c_char * size).from_buffer(target), source, size)  # releases the GIL
+        copy_into(self.reserve(peer, chunk, size), frames[0])
         self.advance(peer, chunk, size)
 
     def reserve(self, peer: int, chunk: Chunk, size: int) -> memoryview:

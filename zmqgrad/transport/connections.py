@@ -30,7 +30,7 @@ from zmqgrad.transport.local.writer import BacklogWriter
 from zmqgrad.transport.security import Keys, secure_client
 from zmqgrad.transport.session_socket import SessionSocket
 from zmqgrad.transport.sessions import Sessions
-from zmqgrad.transport.sockets import send_all, set_up
+from zmqgrad.transport.sockets import send_all, set_up, use_io_thread
 
 logger = logging.getLogger(__name__)
 
@@ -388,6 +388,7 @@ def set_up_unbounded(socket: zmq.Socket[bytes]) -> None:
     set_up(socket)
     socket.sndhwm = 0
     socket.rcvhwm = 0
+    use_io_thread(socket, bulk=False)
 
 
 def best_endpoint(endpoints: Sequence[str]) -> str:

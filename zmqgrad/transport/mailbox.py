@@ -58,6 +58,9 @@ STABLE_TENSOR_TYPES = frozenset({MessageType.CALL, MessageType.REMOTE_CALL, Mess
 """Requests of the user's program, which must not modify their tensors until they are done. Tensors of other
 messages may change as soon as they are sent; between hosts they are copied, as they may have to be resent."""
 
+MAX_IO_THREADS = 64
+"""Limit of libzmq's I/O threads: each has a bit of ``ZMQ_AFFINITY``."""
+
 UNTAPPED_TYPES = frozenset({MessageType.CHUNK, MessageType.ACK}) | SEALED_TYPES
 """Messages that the tap does not see: parts of others, acknowledgements, and keys."""
 
@@ -119,7 +122,9 @@ class ZmqMailbox:
             self._send_behind,
             lambda: not self._receiver.reads_here(),
         )
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
+            io_threads if tcp_host is None else min(io_threads + 1, MAX_IO_THREADS)
+        )
         self._spin_budget = SpinBudget(spin_seconds)
         fast_path = fast_path and local.supported()
         self.job = job
@@ -149,6 +154,7 @@ class ZmqMailbox:
                 self.incarnation,
                 self._context,
                 tcp_host,
+                keys is not None,
                 self._zap,
                 self._sessions,
                 self._plane.reassembler,
@@ -276,19 +282,20 @@ class ZmqMailbox:
         """As ``Mailbox``. Frames of ``ZERO_COPY_BYTES`` and more must not be modified afterwards."""
         pool = self._connections
         connection = pool.known(peer) or pool.to(peer)
-        prepared, sealed = NO_FRAMES, None
+        prepared, sealed, encrypts = NO_FRAMES, None, False
         if frames or self._plane.has_releases(peer):
             if not connection.is_open:
                 pool.open(peer, connection)  # only then is it known whether the peer is on this host
             same_host = connection.endpoint.startswith("ipc:")
             sealed = None if same_host else self._sealed.to(peer, frames)
-            if not (same_host or sealed or message.TYPE in STABLE_TENSOR_TYPES):
+            encrypts = sealed is not None and sealed.cipher.encrypts
+            if not (same_host or encrypts or message.TYPE in STABLE_TENSOR_TYPES):
                 frames = self._plane.copies(frames)
             prepared = self._plane.prepare(peer, same_host, message, frames, timeout)
         going, parts = prepared, NO_PARTS
         try:
             if prepared.frames:
-                going, chunks = split(prepared, CHUNK_BYTES, CHUNK_BYTES) if sealed else split(prepared)
+                going, chunks = split(prepared, CHUNK_BYTES, CHUNK_BYTES) if encrypts else split(prepared)
                 parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
             first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
             began = 0 if self.tap is None else monotonic_ns()

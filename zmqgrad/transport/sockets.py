@@ -49,6 +49,17 @@ def set_up(socket: zmq.Socket[bytes]) -> None:
     socket.handshake_ivl = HANDSHAKE_TIMEOUT_MS
 
 
+def use_io_thread(socket: zmq.Socket[bytes], *, bulk: bool) -> None:
+    """Gives the first I/O thread of the context to small messages, and the others to ``bulk`` sockets.
+
+    So reading and writing large messages does not delay small ones. One thread alone serves both.
+    """
+    threads = socket.context.get(zmq.IO_THREADS)
+    assert isinstance(threads, int)
+    if threads > 1:
+        socket.affinity = (1 << threads) - 2 if bulk else 1
+
+
 def get_int(socket: zmq.Socket[bytes], option: int) -> int:
     """Returns an integer option of ``socket``."""
     value = socket.getsockopt(option)

@@ -1,22 +1,23 @@
-"""Large messages between hosts, sealed with AES-256-GCM, over a connection of their own.
+"""Large messages between hosts, over a connection of their own; with a secret sealed with AES-256-GCM.
 
-CURVE's cipher reaches about 0.3 GB/s a core, AES-GCM several GB/s. So a worker with a secret sends messages
-with large frames over a *channel*: a second DEALER, without CURVE, to a second ROUTER of the peer. Each
-message becomes a sealed record (:mod:`~zmqgrad.transport.sealed.records`). The channel's key, the port of
-that ROUTER and the acknowledgements travel over the CURVE connection. As every session, a channel
-resends what was not acknowledged when its connection breaks, and delivers each record once and in order
-(:mod:`~zmqgrad.transport.session`). docs/security.md states what that protects.
+Messages with large frames use a *channel*: a second DEALER to a second ROUTER of the peer, both in an I/O
+thread of their own. Each message becomes a record (:mod:`~zmqgrad.transport.sealed.records`). With a secret
+records are sealed, and the channel has no CURVE, whose cipher reaches about 0.3 GB/s a core, AES-GCM several
+GB/s. The channel's key, the port of that ROUTER and the acknowledgements travel over the main connection,
+which has CURVE then. As every session, a channel resends what was not acknowledged when its connection
+breaks, and delivers each record once and in order (:mod:`~zmqgrad.transport.session`). docs/security.md
+states what that protects.
 
     sender                                          receiver
-      | BULK_OPEN(channel, key)          over CURVE    |
+      | BULK_OPEN(channel, key)          over main     |
       |----------------------------------------------->|  binds its ROUTER, once
-      | BULK_READY(channel, port, token) over CURVE    |
+      | BULK_READY(channel, port, token) over main     |
       |<-----------------------------------------------|
-      | sealed records                    over plain   |
+      | records                     over the channel   |
       |===============================================>|  thread <name>-bulk opens them
-      | BULK_ACK(channel, sequence)      over CURVE    |
+      | BULK_ACK(channel, sequence)      over main     |
       |<-----------------------------------------------|
 
 Small messages share neither the connection nor the reading thread with large ones, so they do not wait for
-them. Until a channel is ready, everything goes through CURVE.
+them. Until a channel is ready, everything uses the main connection.
 """

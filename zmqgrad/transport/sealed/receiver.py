@@ -25,10 +25,10 @@ from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.bind_policy import bind
 from zmqgrad.transport.bulk import MAX_WHOLE_BYTES, Reassembler
-from zmqgrad.transport.sealed.records import AVAILABLE, KEY_BYTES, TAG_BYTES, Cipher, Head, read_head
+from zmqgrad.transport.sealed.records import AVAILABLE, KEY_BYTES, Cipher, Head, NullCipher, read_head
 from zmqgrad.transport.security import ZapAuthenticator, password_server
 from zmqgrad.transport.session import Incoming, Verdict
-from zmqgrad.transport.sockets import send_all, set_up
+from zmqgrad.transport.sockets import send_all, set_up, use_io_thread
 from zmqgrad.wire.codec import decode_all
 from zmqgrad.wire.frames import Envelope
 from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Chunk, Message
@@ -50,7 +50,7 @@ class _Channel:
 
     __slots__ = ("cipher", "incarnation", "incoming", "number", "peer")
 
-    def __init__(self, peer: int, incarnation: int, cipher: Cipher) -> None:
+    def __init__(self, peer: int, incarnation: int, cipher: Cipher | NullCipher) -> None:
         self.peer = peer
         self.incarnation = incarnation
         self.number = cipher.channel
@@ -64,7 +64,7 @@ class ChannelReceiver:
     Args:
         name, incarnation: of the worker.
         host: address to listen on; None: there are no channels.
-        zap: authenticator of ``context``; None: there is no secret, so there are no channels.
+        zap: authenticator of ``context``; None: there is no secret, so records are not sealed.
         mailbox: returns the inproc endpoint of the mailbox's ROUTER.
         reassembler: of the mailbox.
         reply: sends a message to a peer over CURVE; does not raise because of the peer.
@@ -92,7 +92,7 @@ class ChannelReceiver:
         self._lock = threading.Lock()  # guards _channels and _port
         self._channels: dict[int, _Channel] = {}
         self._port = 0
-        self._token = secrets.token_hex(16).encode()
+        self._token = b"" if zap is None else secrets.token_hex(16).encode()
         self._thread: threading.Thread | None = None
         self.refused = 0
         self.bytes_in = 0
@@ -103,13 +103,16 @@ class ChannelReceiver:
         """Handles a peer's message that opens a channel.
 
         Raises:
-            ProtocolError: if its key is too short.
+            ProtocolError: if its key is too short: with a secret, there is no channel that does not seal.
         """
-        if len(message.key) != KEY_BYTES:
-            raise ProtocolError(f"a channel's key of {len(message.key)} bytes (expected {KEY_BYTES})")
+        expected = 0 if self._zap is None else KEY_BYTES
+        if len(message.key) != expected and self._host is not None:
+            raise ProtocolError(f"a channel's key of {len(message.key)} bytes (expected {expected})")
         why = self._start()
         if not why:
-            cipher = Cipher(message.key, message.channel, source.incarnation, self._incarnation)
+            cipher: Cipher | NullCipher = NullCipher(message.channel)
+            if self._zap is not None:
+                cipher = Cipher(message.key, message.channel, source.incarnation, self._incarnation)
             with self._lock:
                 self._channels[message.channel] = _Channel(source.source, source.incarnation, cipher)
                 own = [n for n, channel in self._channels.items() if channel.peer == source.source]
@@ -122,28 +125,29 @@ class ChannelReceiver:
         """Binds the ROUTER, and starts the thread. Returns why that is not possible."""
         if self._thread is not None:
             return ""
-        if not AVAILABLE or self._zap is None or self._host is None:
-            return (
-                f"{self._name} has no package cryptography"
-                if not AVAILABLE
-                else f"{self._name} has no secret"
-            )
+        if self._host is None:
+            return f"{self._name} does not listen on tcp"
+        if self._zap is not None and not AVAILABLE:
+            return f"{self._name} has no package cryptography"
         router = self._context.socket(zmq.ROUTER)
         try:
             set_up(router)
             router.rcvhwm = MAX_QUEUED_RECORDS
             router.ipv6 = ":" in self._host
-            password_server(router)
+            use_io_thread(router, bulk=True)
+            if self._zap is not None:
+                password_server(router)
             shown = f"[{self._host}]" if ":" in self._host else self._host
             endpoint = bind(router, f"tcp://{shown}:*")
         except TransportError as e:
             router.close()
-            logger.warning("%s cannot receive sealed data: %s", self._name, e)
+            logger.warning("%s cannot receive large messages by channels: %s", self._name, e)
             return str(e)
         bytearray(
             MAX_WHOLE_BYTES - (1 << 20)
         )  # once freed, glibc reuses blocks of this size and does not unmap
-        self._zap.passwords.add(self._token)
+        if self._zap is not None:
+            self._zap.passwords.add(self._token)
         self._port = int(endpoint.rpartition(":")[2])
         self._thread = threading.Thread(
             target=self._run, args=(router,), name=f"{self._name}-bulk", daemon=True
@@ -205,7 +209,7 @@ class ChannelReceiver:
             if (envelope.source, envelope.incarnation) != (channel.peer, channel.incarnation):
                 raise ProtocolError(f"worker {channel.peer} sent a message as worker {envelope.source}")
             if isinstance(message, Chunk):
-                length = len(record[2]) - TAG_BYTES if len(record) == 3 else 0
+                length = len(record[2]) - cipher.tag_bytes if len(record) == 3 else 0
                 target = self._reassembler.reserve(channel.peer, message, length)
         except ProtocolError:
             incoming.receive(head.sequence, size, now)  # the sender's mistake; it would be resent forever
@@ -218,9 +222,11 @@ class ChannelReceiver:
             _pass_on(forward, first, [self._open_frame(cipher, record, i) for i in range(1, head.parts)])
         incoming.receive(head.sequence, size, now)
 
-    def _open_frame(self, cipher: Cipher, record: Sequence[Buffer], index: int) -> Buffer:
+    def _open_frame(self, cipher: Cipher | NullCipher, record: Sequence[Buffer], index: int) -> Buffer:
         """Returns a frame in memory that the handler of the message may write to."""
-        size = max(0, len(record[1 + index]) - TAG_BYTES)
+        if not cipher.encrypts:
+            return record[1 + index]
+        size = max(0, len(record[1 + index]) - cipher.tag_bytes)
         if not size:
             return cipher.open(record, index)
         target = self._reassembler.buffers.empty(size)

@@ -25,6 +25,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from zmqgrad.errors import ClosedError, ProtocolError
+from zmqgrad.transport.bulk import copy_into
 from zmqgrad.wire.lazy_frame import Buffer
 
 try:
@@ -80,9 +81,50 @@ def read_head(frames: Sequence[Buffer]) -> Head:
     return head
 
 
+def _pack_head(frames: Sequence[Buffer], channel: int, sequence: int, nonce: int) -> bytes:
+    if len(frames) > MAX_PARTS:
+        raise ProtocolError(f"a message of {len(frames)} frames is too long for a record")
+    return _HEAD.pack(_MAGIC, len(frames), channel, sequence, nonce)
+
+
 def sealed_size(frames: Sequence[Buffer]) -> int:
     """Returns the bytes of the parts into which ``frames`` are sealed."""
     return sum(map(len, frames)) + TAG_BYTES * len(frames)
+
+
+class NullCipher:
+    """Leaves records as they are, where the job has no secret (the NULL cipher of RFC 2410).
+
+    Its parts are the frames of the message, without a copy; the interface is that of :class:`Cipher`.
+    """
+
+    encrypts = False
+    tag_bytes = 0
+    sealed = 0
+
+    def __init__(self, channel: int) -> None:
+        self.channel = channel
+
+    def memory_size(self, frames: Sequence[Buffer]) -> int:
+        """Returns 0: no memory is needed."""
+        return 0
+
+    def seal(
+        self, sequence: int, frames: Sequence[Buffer], memory: memoryview
+    ) -> tuple[bytearray, Sequence[Buffer]]:
+        """As :meth:`Cipher.seal`; the frames must not be modified as long as the record is needed."""
+        return bytearray(_pack_head(frames, self.channel, sequence, 0)), frames
+
+    def open(self, record: Sequence[Buffer], index: int) -> bytes:
+        """Returns part ``index`` of ``record``."""
+        return bytes(record[1 + index])
+
+    def open_into(self, record: Sequence[Buffer], index: int, target: memoryview) -> None:
+        """Copies part ``index`` of ``record`` to ``target``, which has its size."""
+        copy_into(target, record[1 + index])
+
+    def __repr__(self) -> str:
+        return f"<NullCipher of channel {self.channel:#x}>"
 
 
 class Cipher:
@@ -96,6 +138,11 @@ class Cipher:
         source, target: incarnations of the sender and the receiver.
     """
 
+    encrypts = True
+    """Whether records are sealed copies, so that the frames may be modified afterwards."""
+    tag_bytes = TAG_BYTES
+    """How much longer a part is than its frame."""
+
     def __init__(self, key: bytes, channel: int, source: int, target: int) -> None:
         self.channel = channel
         self.sealed = 0
@@ -104,9 +151,13 @@ class Cipher:
         self._binding = _BINDING.pack(source, target)
         self._pid = os.getpid()
 
+    def memory_size(self, frames: Sequence[Buffer]) -> int:
+        """Returns the bytes of the memory that :meth:`seal` needs for ``frames``."""
+        return sealed_size(frames)
+
     def seal(
         self, sequence: int, frames: Sequence[Buffer], memory: memoryview
-    ) -> tuple[bytearray, list[memoryview]]:
+    ) -> tuple[bytearray, Sequence[Buffer]]:
         """Seals a message. Returns the head and the parts of its record, which are slices of ``memory``.
 
         Args:
@@ -118,11 +169,9 @@ class Cipher:
         """
         if os.getpid() != self._pid:
             raise ClosedError(f"this channel belongs to process {self._pid}; a fork of it must not use it")
-        if len(frames) > MAX_PARTS:
-            raise ProtocolError(f"a message of {len(frames)} frames is too long to be sealed")
         nonce = self.sealed
+        head = _pack_head(frames, self.channel, sequence, nonce)
         self.sealed = nonce + len(frames)  # before they are used: an interrupt must not repeat one
-        head = _HEAD.pack(_MAGIC, len(frames), self.channel, sequence, nonce)
         parts, start = [], 0
         for i, frame in enumerate(frames):
             end = start + len(frame) + TAG_BYTES

@@ -1,8 +1,8 @@
 """The sending half: one channel to each peer, opened with the first message that needs one.
 
-Any thread sends. The keys of a channel are told to the peer over CURVE; until the peer has replied and the
-connection stands, the caller gets no channel and sends over CURVE. A thread that may wait does so once, for a
-short time.
+Any thread sends. The key of a channel is told to the peer over the main connection (CURVE, with a secret);
+until the peer has replied and the channel is connected, the caller gets none and sends over the main one. A
+thread that may wait does so once, for a short time.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.runtime.future import Promise
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.bulk import BufferPool
-from zmqgrad.transport.sealed.records import RENEW_AFTER_PARTS, Cipher, generate_key, sealed_size
+from zmqgrad.transport.sealed.records import RENEW_AFTER_PARTS, Cipher, NullCipher, generate_key
 from zmqgrad.transport.security import password_client
 from zmqgrad.transport.session_socket import Hooks, SessionSocket
 from zmqgrad.transport.sessions import Sessions
-from zmqgrad.transport.sockets import send_all, set_up
+from zmqgrad.transport.sockets import send_all, set_up, use_io_thread
 from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, Message
 
 logger = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class ChannelSocket(SessionSocket):
         self,
         name: str,
         endpoint: str,
-        cipher: Cipher,
+        cipher: Cipher | NullCipher,
         make_socket: Callable[[], zmq.Socket[bytes]],
         hooks: Hooks,
     ) -> None:
@@ -59,7 +59,7 @@ class ChannelSocket(SessionSocket):
         super().__init__(name, endpoint, 0, 0, threading.Lock(), make_socket, hooks, b"", MONOTONIC.now())
 
     def seal_and_send(self, frames: Sequence[Buffer], memory: memoryview, now: float) -> None:
-        """Seals a message into ``memory`` and sends it. Its frames may be modified afterwards.
+        """Seals a message into ``memory`` and sends it. Sealed frames may be modified afterwards.
 
         Raises:
             ClosedError: if the channel was closed.
@@ -94,9 +94,9 @@ class _Opening:
 
     __slots__ = ("failed", "key", "number", "previous", "replied", "slow", "socket")
 
-    def __init__(self) -> None:
+    def __init__(self, key: bytes) -> None:
         self.number = secrets.randbits(63)
-        self.key = generate_key()
+        self.key = key
         self.replied: Promise[None] = Promise()
         self.socket: ChannelSocket | None = None
         self.previous: _Opening | None = None  # the channel that this one replaced
@@ -116,6 +116,7 @@ class ChannelPool:
         notify: sends a small message over CURVE, and does not raise because of the peer.
         endpoint: returns the tcp endpoint in use to a peer, "" if there is none.
         buffers: provides memory for sealed records.
+        secured: whether the job has a secret; records are sealed if so.
     """
 
     def __init__(
@@ -127,6 +128,7 @@ class ChannelPool:
         notify: Callable[[int, Message], None],
         endpoint: Callable[[int], str],
         buffers: BufferPool,
+        secured: bool,
     ) -> None:
         self._name = name
         self._incarnation = incarnation
@@ -135,12 +137,13 @@ class ChannelPool:
         self._notify = notify
         self._endpoint = endpoint
         self._buffers = buffers
+        self._secured = secured
         self._lock = threading.Lock()  # guards all below; sending to a channel has the channel's lock
         self._channels: dict[int, _Opening] = {}
         self._closed = False
 
     def to(self, peer: int, size: int, may_wait: Callable[[], bool]) -> ChannelSocket | None:
-        """Returns the channel to ``peer`` for a message of ``size`` bytes; None: it must go through CURVE."""
+        """Returns the channel to ``peer`` for a message of ``size`` bytes; None: use the main one."""
         if size < MIN_SEALED_BYTES:
             return None
         opening = self._channels.get(peer) or self._open(peer)
@@ -160,8 +163,8 @@ class ChannelPool:
         if not opening.failed and not opening.is_connected():
             opening.slow = True
             logger.warning(
-                "%s: a channel for sealed data was not connected within %.1f s; until it is, large messages "
-                "go through CURVE, which is slower",
+                "%s: a channel for large messages was not connected within %.1f s; until it is, they "
+                "share the connection of the others: these wait, and with a secret CURVE is slower",
                 self._name,
                 CONNECT_SECONDS,
             )
@@ -173,16 +176,19 @@ class ChannelPool:
                 return None
             if peer in self._channels:
                 return self._channels[peer]
-            opening = self._channels[peer] = _Opening()
+            opening = self._channels[peer] = self._new_opening()
         self._notify(peer, BulkOpen(opening.number, opening.key))
         return opening
+
+    def _new_opening(self) -> _Opening:
+        return _Opening(generate_key() if self._secured else b"")
 
     def _renew(self, peer: int, opening: _Opening) -> None:
         """Opens another channel, with another key. This one stays until that is replaced, too."""
         with self._lock:
             if self._channels.get(peer) is not opening:
                 return
-            self._channels[peer] = renewed = _Opening()
+            self._channels[peer] = renewed = self._new_opening()
             older, opening.previous = opening.previous, None
             renewed.previous = opening
         if older is not None:
@@ -208,10 +214,14 @@ class ChannelPool:
             socket = self._context.socket(zmq.DEALER)
             set_up(socket)
             socket.sndhwm = 0  # credit bounds what is queued
-            password_client(socket, token)
+            use_io_thread(socket, bulk=True)
+            if self._secured:
+                password_client(socket, token)
             return socket
 
-        cipher = Cipher(opening.key, opening.number, self._incarnation, incarnation)
+        cipher: Cipher | NullCipher = NullCipher(opening.number)
+        if self._secured:
+            cipher = Cipher(opening.key, opening.number, self._incarnation, incarnation)
         try:
             socket = ChannelSocket(self._name, endpoint, cipher, dealer, self._sessions.hooks)
         except zmq.ZMQError as e:
@@ -239,10 +249,11 @@ class ChannelPool:
             ClosedError, ProtocolError: as :meth:`ChannelSocket.seal_and_send`.
         """
         messages: list[Sequence[Buffer]] = [*parts, (first, *frames)]
-        left = sum(map(sealed_size, messages))
+        memory_size = socket.cipher.memory_size
+        left = sum(map(memory_size, messages))
         memory = memoryview(b"")
         for message in messages:
-            size = sealed_size(message)
+            size = memory_size(message)
             if size > len(memory):
                 memory = self._buffers.empty(max(size, min(left, BLOCK_BYTES)))
             with socket.lock:

@@ -1,4 +1,4 @@
-"""Both halves of a mailbox's channels. Without a secret, or without ``cryptography``, no message uses one."""
+"""Both halves of a mailbox's channels. With a secret but without ``cryptography``, no message uses one."""
 
 from __future__ import annotations
 
@@ -25,12 +25,13 @@ SEALED_TYPES = frozenset({MessageType.BULK_OPEN, MessageType.BULK_READY, Message
 
 
 class SealedTransport:
-    """Sends and receives large messages in sealed records.
+    """Sends and receives large messages in records, which are sealed if the job has a secret.
 
     Args:
         name, incarnation: of the worker.
         host: address that the mailbox listens on by tcp; None: it does not.
-        zap: authenticator of ``context``; None if the job has no secret.
+        secured: whether the job has a secret.
+        zap: authenticator of ``context``; None if the job has no secret, or the mailbox does not listen.
         notify: sends a message to a peer over CURVE; does not raise because of the peer.
         inproc: endpoint of the mailbox's ROUTER.
         endpoint: returns the endpoint in use to a peer.
@@ -43,6 +44,7 @@ class SealedTransport:
         incarnation: int,
         context: zmq.Context[zmq.Socket[bytes]],
         host: str | None,
+        secured: bool,
         zap: ZapAuthenticator | None,
         sessions: Sessions,
         reassembler: Reassembler,
@@ -52,9 +54,11 @@ class SealedTransport:
         may_wait: Callable[[], bool],
     ) -> None:
         self._receiver = ChannelReceiver(name, incarnation, context, host, zap, inproc, reassembler, notify)
-        self._pool = ChannelPool(name, incarnation, context, sessions, notify, endpoint, reassembler.buffers)
+        self._pool = ChannelPool(
+            name, incarnation, context, sessions, notify, endpoint, reassembler.buffers, secured
+        )
         self._may_wait = may_wait
-        self._enabled = zap is not None and AVAILABLE
+        self._enabled = AVAILABLE or not secured
         self.send = self._pool.send
         self.unacknowledged = self._pool.unacknowledged
         if zap is not None and not AVAILABLE:
