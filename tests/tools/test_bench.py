@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.namespaces import hosts
 from tools.bench import __main__ as command
 from tools.bench import store_scale
 from tools.bench.limits import COPIES, ROUND_TRIP
@@ -21,6 +22,8 @@ from tools.bench.report import duration, print_table
 from tools.bench.results import LIMIT, Results
 from tools.bench.sides import OURS, TORCH
 from tools.bench.timing import Budget
+
+__all__ = ["hosts"]
 
 ROOT = Path(__file__).parents[2]
 ROWS = [Row("a", "what a is", ROUND_TRIP), Row("b", "what b is")]
@@ -138,6 +141,25 @@ def test_it_measures_both_sides(tmp_path: Path) -> None:
     assert saved["machine"]["processor"] in done.stdout
     assert (tmp_path / "benchmarks.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     assert "round 1 of 1: calls, torch" in done.stderr
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+@pytest.mark.usefixtures("hosts")
+def test_two_hosts_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "hosts.json"
+    arguments = ["--rounds", "1", "--scale", "0.05", "--sides", "open,zmq", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.bench.hosts", *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=180,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    seconds = json.loads(out.read_text())["seconds"]
+    assert {"call_p99", "call_beside", "flood", "echo_16MB"} < set(seconds["open"])
+    assert set(seconds["zmq"]) == {row for row in seconds["open"] if row.startswith("send_")}
+    assert "x that of an idle line" in done.stdout
 
 
 @pytest.mark.processes
