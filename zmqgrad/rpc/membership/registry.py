@@ -35,6 +35,7 @@ from zmqgrad.errors import (
 )
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.store import PrefixStore, Store, WatchCallback
 from zmqgrad.transport.heartbeat.failure_detector import REFUSED_SECONDS, is_reachable
 from zmqgrad.wire.ids import MAX_WORKER
@@ -42,7 +43,10 @@ from zmqgrad.wire.ids import MAX_WORKER
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Interval at which a worker that waits for others checks who is missing."""
+"""Interval at which a worker that waits for others checks who is missing; it grows up to the next."""
+
+MAX_POLL_SECONDS = 8.0
+"""The longest such interval: each check reads a list as long as the group is large."""
 
 READ_TIMEOUT_SECONDS = 0.5
 """Timeout for reading records that were just listed. A record is missing if its worker left in between."""
@@ -269,10 +273,11 @@ class Registry:
         keys = [f"worker/{rank}" for rank in range(world_size)]
         missing = [rank for rank in range(world_size) if rank != self._own.id]
         while True:
+        backoff = Backoff(POLL_SECONDS, MAX_POLL_SECONDS)
             try:
                 # One query both waits and reads: between two, a worker that has all records might leave, and
                 # the store with it.
-                records = _read(self._store, keys, min(deadline.left(), POLL_SECONDS))
+                records = _read(self._store, keys, backoff.pause(deadline.left()))
                 break
             except StoreTimeoutError as e:
                 missing = self._absent(keys, missing)
