@@ -337,6 +337,13 @@ class ZmqMailbox:
             if self._heartbeats is not None:
                 self._lose(peer, str(e))
 
+    def unmonitor(self, peer: int) -> None:
+        """As :class:`~zmqgrad.transport.base.Mailbox`."""
+        connection = self._connections.to(peer)
+        with connection.lock:  # opening a connection begins to monitor the peer, under the same lock
+            if not connection.is_open and self._heartbeats is not None:
+                self._heartbeats.forget(peer)
+
     def forget(self, peer: int) -> None:
         """As ``Mailbox``. What was queued for ``peer`` is lost."""
         if self._heartbeats is not None:
