@@ -13,6 +13,7 @@ import logging
 import threading
 
 from zmqgrad.errors import RpcTimeoutError, StoreError
+from zmqgrad.rpc.membership.descriptors import reserve_descriptors
 from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
 from zmqgrad.rpc.membership.lookup import Lookup
 from zmqgrad.rpc.membership.registry import IsAlive, is_alive
@@ -105,6 +106,7 @@ class DynamicGroup(Group):
             self._read_members()
             return
         self._learn(record)
+        reserve_descriptors(len(membership.all()))
         if self._next is None or self._distance(record.id) < self._distance(self._next):
             self._monitor(record.id)
 
@@ -151,6 +153,7 @@ class DynamicGroup(Group):
         former = [r for r in membership.all() if r.id not in present and r.id != worker.id]
         if worker.id not in present:
             self._log_eviction()
+        reserve_descriptors(len(present))
         for record in new:
             self._learn(record)
         for record in former:
