@@ -1,6 +1,6 @@
 """What a worker costs in groups of different sizes: start, memory, descriptors, threads, idle traffic.
 
-    python -m tools.bench.scale                       # 2, 8, 24 and 64 workers of this host, both sides
+    python -m tools.bench.scale                       # 2, 8, 24 and 64 workers of this host; torch up to 24
     python -m tools.bench.scale --workers 2,8 --no-torch
     python -m tools.bench.scale --simulate 10,100,1000   # members of a dynamic group, in one process
 
@@ -46,26 +46,29 @@ def main(arguments: list[str] | None = None) -> int:
     path, found, failures = options.out / "scale.json", Found(), []
     if path.exists():
         found = json.loads(path.read_text())["found"]
-    if options.simulate:
-        _simulate(options.simulate, options.idle, found)
-    else:
-        failures = _measure(options, found)
     options.out.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"machine": machine.describe(), "found": found}, indent=1))
+
+    def save() -> None:
+        path.write_text(json.dumps({"machine": machine.describe(), "found": found}, indent=1))
+
+    if options.simulate:
+        _simulate(options.simulate, options.idle, found, save)
+    else:
+        failures = _measure(options, found, save)
     print(f"saved {path}")
     try:
         save_picture(found, options.out / "scale.png")
     except ImportError:
         print("no picture: matplotlib is not installed (extra 'examples')", file=sys.stderr)
-    return int(any(side == OURS for side in failures))
+    return int(OURS in failures)
 
 
-def _measure(options: argparse.Namespace, found: Found) -> list[str]:
-    sides, failures = [OURS] if options.no_torch else [OURS, TORCH], []
+def _measure(options: argparse.Namespace, found: Found, save: Callable[[], None]) -> list[str]:
+    failures = []
     print(f"load {machine.load()}; seconds of the slowest worker, MiB, all else a mean over the workers")
     print(f"{'':18}" + "".join(f"{column:>22}" for column in COLUMNS))
     for size in options.workers:
-        for side in sides:
+        for side in [OURS] if options.no_torch or size > options.torch_up_to else [OURS, TORCH]:
             try:
                 workers = _group(side, size, options.idle, _progress(f"{size} workers, {side}"))
             except PieceFailed as e:
@@ -73,6 +76,7 @@ def _measure(options: argparse.Namespace, found: Found) -> list[str]:
                 print(f"{side:8}{size:4}  failed: {str(e).strip().splitlines()[-1]}", flush=True)
                 continue
             figures = found.setdefault(side, {})[str(size)] = summary(workers)
+            save()
             for stage in STAGES:
                 values = [figures.get(f"{stage} {column}", 0.0) for column in COLUMNS]
                 print(f"{side:8}{size:4} {stage:6}" + "".join(f"{v:22.2f}" for v in values), flush=True)
@@ -93,7 +97,7 @@ def summary(workers: list[dict[str, float]]) -> dict[str, float]:
     }
 
 
-def _simulate(sizes: list[int], idle: float, found: Found) -> None:
+def _simulate(sizes: list[int], idle: float, found: Found, save: Callable[[], None]) -> None:
     for size in sizes:
         steps = Simulation(size, _progress(f"{size} simulated workers")).run(idle)
         print(f"{size} workers")
@@ -101,6 +105,7 @@ def _simulate(sizes: list[int], idle: float, found: Found) -> None:
             print(f"  {step:15}" + ", ".join(f"{name} {value:,.6g}" for name, value in counts.items()))
             named = {f"{step}: {name}": value for name, value in counts.items()}
             found.setdefault("simulation", {}).setdefault(str(size), {}).update(named)
+        save()
 
 
 def _progress(what: str) -> Callable[[str], None]:
@@ -132,6 +137,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=_sizes, default=[2, 8, 24, 64], metavar="N,N")
     parser.add_argument("--idle", type=float, default=6.0, metavar="S", help="seconds for idle traffic")
     parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument(
+        "--torch-up-to", type=int, default=24, metavar="N", help="workers (default: 24, 10 GB of memory)"
+    )
     parser.add_argument("--simulate", type=_sizes, metavar="N,N", help="simulate groups of these sizes")
     parser.add_argument("--out", type=Path, default=Path("runs/bench"), metavar="DIR")
     return parser
