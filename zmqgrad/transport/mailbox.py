@@ -61,6 +61,9 @@ messages may change as soon as they are sent; between hosts they are copied, as 
 UNTAPPED_TYPES = frozenset({MessageType.CHUNK, MessageType.ACK}) | SEALED_TYPES
 """Messages that the tap does not see: parts of others, acknowledgements, and keys."""
 
+MAX_SOCKETS = 16_384
+"""About as many peers can be sent to: each has a socket. libzmq's default is 1,023; each costs 12 bytes."""
+
 NO_FRAMES = PreparedFrames(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
@@ -120,6 +123,7 @@ class ZmqMailbox:
             lambda: not self._receiver.reads_here(),
         )
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads)
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._spin_budget = SpinBudget(spin_seconds)
         fast_path = fast_path and local.supported()
         self.job = job
@@ -332,6 +336,13 @@ class ZmqMailbox:
         except UnknownPeerError as e:
             if self._heartbeats is not None:
                 self._lose(peer, str(e))
+
+    def unmonitor(self, peer: int) -> None:
+        """As :class:`~zmqgrad.transport.base.Mailbox`."""
+        connection = self._connections.to(peer)
+        with connection.lock:  # opening a connection begins to monitor the peer, under the same lock
+            if not connection.is_open and self._heartbeats is not None:
+                self._heartbeats.forget(peer)
 
     def forget(self, peer: int) -> None:
         """As ``Mailbox``. What was queued for ``peer`` is lost."""
