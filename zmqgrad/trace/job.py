@@ -79,7 +79,7 @@ class Job:
         found: list[Process] = []
         for path in find_logs(self.directory):
             try:
-                found.append(_survey(path, self._on_read))
+                found.append(survey(path, self._on_read))
             except TraceError as e:
                 self.unreadable.append(str(e))
         if not found:
@@ -260,8 +260,12 @@ def _batches(process: Process, on_read: Callable[[int], object]) -> Iterator[lis
             logger.debug("%s", e)  # told by Process.damage
 
 
-def _survey(path: FilePath, on_read: Callable[[int], object]) -> Process:
-    """Reads a log once: what it declares, and its extent."""
+def survey(path: FilePath, on_read: Callable[[int], object] = int) -> Process:
+    """Reads a log once: what it declares, and its extent.
+
+    Raises:
+        TraceError: if its header cannot be read.
+    """
     with LogReader(path, on_read) as reader:
         process = Process(
             path, reader.info, {}, {}, {0: ""}, reader.info.monotonic, reader.info.monotonic, jumps=[]
