@@ -22,6 +22,7 @@ from zmqgrad.trace import tracer as tracing
 from zmqgrad.trace import writer as writing
 from zmqgrad.trace.events import Dropped, RequestFinished, RequestStarted
 from zmqgrad.trace.log import LogReader, find_logs
+from zmqgrad.trace.recorder import Recorder, start_from_environment
 from zmqgrad.trace.tracer import show_arguments
 from zmqgrad.trace.waits import find_waits
 from zmqgrad.transport import tap
@@ -127,6 +128,26 @@ def test_a_full_disk_stops_the_trace_says_so_once_and_nothing_else(
     said = [r.getMessage() for r in caplog.records if "cannot write the trace log" in r.getMessage()]
     assert len(said) == 1
     assert os.strerror(errno.ENOSPC) in said[0]
+
+
+def test_a_directory_that_others_may_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(TraceError, match=r"all users may write to .* use a directory of your own") as refused:
+        Recorder(tmp_path)
+    Recorder(str(refused.value).split("such as ")[1].split(",")[0])  # the advice works
+    tmp_path.chmod(0o755)
+    Recorder(tmp_path)
+    owner = os.getuid() or 4711
+    os.chown(tmp_path, owner, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(TraceError, match=rf"belongs to another user \(uid {owner}\): use a directory"):
+        Recorder(tmp_path)
+    monkeypatch.setenv("ZMQGRAD_TRACE", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert start_from_environment() is None, "the job goes on untraced"
+    assert "belongs to another user" in caplog.text
 
 
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:

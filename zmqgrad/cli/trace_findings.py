@@ -11,7 +11,7 @@ import textwrap
 
 import msgspec
 
-from zmqgrad.cli.trace_output import add_job_arguments, open_job, printable
+from zmqgrad.cli.trace_output import add_job_arguments, add_part_arguments, open_job, printable
 from zmqgrad.trace.findings import Severity, find
 
 EXIT_PROBLEM = 3
@@ -20,6 +20,7 @@ EXIT_PROBLEM = 3
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_job_arguments(parser)
+    add_part_arguments(parser, last_only=True)
     parser.add_argument(
         "--all",
         action="store_true",

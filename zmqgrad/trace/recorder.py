@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import secrets
+import stat
 import threading
 import weakref
 from collections import deque
@@ -52,7 +53,7 @@ class Recorder:
         max_events: how many events may wait for the writer.
 
     Raises:
-        TraceError: if the directory cannot be created or written to.
+        TraceError: if the directory cannot be created or written to, or other users may write to it.
     """
 
     def __init__(
@@ -94,6 +95,17 @@ class Recorder:
             raise TraceError(f"cannot create the trace directory {self.directory}: {e.strerror or e}") from e
         if not os.access(self.directory, os.W_OK | os.X_OK):
             raise TraceError(f"cannot write to the trace directory {self.directory}: no permission")
+        self._check_access()
+
+    def _check_access(self) -> None:
+        """Only this user may add logs, remove them, or ask for stacks; the modes of files stop readers."""
+        status, user = self.directory.stat(), os.geteuid()
+        remedy = f"use a directory of your own, such as {self.directory}/trace-{user}, which is created"
+        if status.st_uid not in (user, 0) and user != 0:
+            owner = f"belongs to another user (uid {status.st_uid})"
+            raise TraceError(f"the trace directory {self.directory} {owner}: {remedy}")
+        if status.st_mode & stat.S_IWOTH:
+            raise TraceError(f"all users may write to the trace directory {self.directory}: {remedy}")
 
     def attach(self, identity: Identity) -> Tracer:
         """Returns the tracer of an object; the first one opens the log and starts the writer."""
