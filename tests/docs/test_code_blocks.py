@@ -16,6 +16,7 @@ import pytest
 
 from tests.docs.blocks import Block, blocks_of
 from tests.support.processes import free_port
+from zmqgrad.runtime.clock import Deadline
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -27,6 +28,7 @@ SYNTAX_ONLY = {
     for name in ("clusters", "elastic", "hosts", "ray", "reliability", "scale", "security", "tracing")
 }
 RUN = [name for name in PAGES if name not in SYNTAX_ONLY]
+UNTIL_SECONDS = 45.0
 LANGUAGES = {"bash", "console", "python", "text", "mermaid", "yaml", "toml"}
 
 _RUN_BLOCKS = """
@@ -90,6 +92,7 @@ class PageRun:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.directory = directory
+        (directory / "examples").symlink_to(ROOT / "examples")
         self._port = str(free_port())
         self._python: list[tuple[int, str]] = []
         self._background: list[subprocess.Popen[bytes]] = []
@@ -118,6 +121,9 @@ class PageRun:
                     ["bash", "-c", f"exec {command}"], cwd=self.directory, env=self._environment()
                 )
             )
+        elif block.how == "exits":
+            [(command, expected)] = commands_of(text)
+            self._check(command, expected, self._until(command, int(block.what)))
         elif block.language == "console":
             for command, expected in commands_of(text):
                 self._check(command, expected, self._command(["bash", "-c", command]))
@@ -137,13 +143,22 @@ class PageRun:
         return {**os.environ, "MASTER_PORT": str(free_port()), "PATH": path, "PYTHONPATH": str(ROOT)}
 
     def _command(self, command: list[object], stdin: str = "") -> str:
-        done = subprocess.run(
-            list(map(str, command)),
-            cwd=self.directory, env=self._environment(), input=stdin,
-            capture_output=True, text=True, timeout=150,
-        )  # fmt: skip
+        done = self._run(command, stdin)
         assert done.returncode == 0, f"{self.name}: {command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
+
+    def _until(self, command: str, code: int) -> str:
+        deadline = Deadline.after(UNTIL_SECONDS)
+        while (done := self._run(["bash", "-c", command])).returncode != code:
+            assert not deadline.passed(), f"{self.name}: {command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def _run(self, command: list[object], stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            list(map(str, command)),
+            cwd=self.directory, env=self._environment(), input=stdin,
+            capture_output=True, text=True, timeout=150, check=False,
+        )  # fmt: skip
 
     def _check(self, command: str, expected: str, output: str) -> None:
         flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

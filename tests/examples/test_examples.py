@@ -167,6 +167,19 @@ def test_a_recurrent_network_learns_its_text(backend: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trainers_use_a_learning_rate_that_changes(backend: str, tmp_path: Path) -> None:
+    output = run_example("watched_configuration.py", backend, "--epochs", 2, "--out", tmp_path)
+    rows = re.findall(r"│ (trainer\d) +│ +([\d.]+) │ +(\S+).*│ +(\d+) │ +([\d.]+) │", output)
+    assert [row[:2] for row in rows] == [
+        (trainer, rate) for trainer in ("trainer1", "trainer2") for rate in ("0.5", "0.05", "0.005")
+    ]
+    assert all(int(steps) >= 100 for _, _, _, steps, _ in rows)
+    assert float(rows[2][4]) < float(rows[0][4])
+    assert (tmp_path / "watched.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["reinforcement_learning.py", "batch_reinforcement_learning.py"])
 def test_the_pole_stays_upright_for_longer(name: str) -> None:
     """The decisions are the same over both RPCs, as the random numbers are."""
