@@ -218,6 +218,21 @@ def test_the_pole_falls_within_ten_to_twenty_steps_of_one_push() -> None:
     assert 8 <= steps <= 11  # as in CartPole-v1
 
 
+def test_the_pole_moves_as_that_of_gymnasium() -> None:
+    gymnasium = pytest.importorskip("gymnasium", reason="the oracle of cartpole.py")
+    theirs, ours = gymnasium.make("CartPole-v1").unwrapped, cartpole().CartPole(seed=3)
+    theirs.reset(seed=0)
+    theirs.state = ours.reset().double().numpy()
+    for action in (1, *[0] * 14):
+        expected, _, fallen, _, _ = theirs.step(action)
+        state, reward, is_over = ours.step(action)
+        assert state.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        assert (reward, is_over) == (1.0, fallen)
+        if is_over:
+            return
+    raise AssertionError("the pole has not fallen")
+
+
 def cartpole() -> ModuleType:
     spec = importlib.util.spec_from_file_location("cartpole", EXAMPLES / "cartpole.py")
     assert spec is not None
