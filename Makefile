@@ -22,8 +22,5 @@ check:  ## format, lint, types, arrows, fast tests
 docs:  ## the documentation site, in build/site
 	tools/setup
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
-	mkdir -p build/npm
-	cd build/npm && { test -f package/dist/mermaid.min.js || \
-	    { npm pack --silent mermaid@11.17.2 && tar -xzf mermaid-11.17.2.tgz package/dist/mermaid.min.js; } || \
-	    echo "make docs: without npm, the diagrams of the site need a network"; }
+	tools/docs/scripts
 	.venv/bin/python -m mkdocs build --strict

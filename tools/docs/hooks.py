@@ -10,14 +10,21 @@ from tools.docs.charts import draw_ratios
 from tools.docs.pages import PAGES
 from tools.docs.sources import ROOT, quote_sources
 
-MERMAID = ROOT / "build" / "npm" / "package" / "dist" / "mermaid.min.js"
-"""The library that draws the diagrams; ``make docs`` fetches it. Without it, pages load it from a CDN."""
+PACKAGES = ROOT / "build" / "npm"
+SCRIPTS = {
+    "assets/mermaid.min.js": PACKAGES / "mermaid" / "dist" / "mermaid.min.js",
+    "assets/iframe-worker.js": PACKAGES / "iframe-worker" / "shim" / "index.js",
+}
+"""What draws the diagrams, and what searches without a server. ``make docs`` fetches them; otherwise, pages
+load them from a CDN."""
 
 
 def on_config(config: Any, /, **_: Any) -> Any:
-    """Let the pages load the library for diagrams from the site itself."""
-    if MERMAID.is_file():
-        config.extra_javascript.append("assets/mermaid.min.js")
+    """Let the pages load scripts from the site itself."""
+    if all(source.is_file() for source in SCRIPTS.values()):
+        mermaid, worker = SCRIPTS
+        config.extra_javascript.append(mermaid)
+        config.extra["polyfills"] = [worker]
     return config
 
 
@@ -27,8 +34,9 @@ def on_files(files: Files, /, *, config: Any, **_: Any) -> Files:
         files.append(File.generated(config, path, content=write()))
     for program in sorted((ROOT / "examples").glob("*.py")):
         files.append(File.generated(config, f"examples/{program.name}", content=program.read_text()))
-    if MERMAID.is_file():
-        files.append(File.generated(config, "assets/mermaid.min.js", abs_src_path=str(MERMAID)))
+    for path, source in SCRIPTS.items():
+        if source.is_file():
+            files.append(File.generated(config, path, abs_src_path=str(source)))
     return files
 
 
