@@ -132,9 +132,9 @@ except SystemExit as end:
     assert message in run("-c", code, repr(place), DIGITS, seconds=90)
 
 
-def run_example(name: str, backend: str, *options: object) -> str:
+def run_example(name: str, backend: str, *options: object, seconds: float = 90) -> str:
     # torch's RPC warns about its own calls.
-    return run("-W", "ignore", EXAMPLES / name, "--backend", backend, *options, seconds=90)
+    return run("-W", "ignore", EXAMPLES / name, "--backend", backend, *options, seconds=seconds)
 
 
 @pytest.mark.slow
@@ -169,12 +169,13 @@ def test_a_recurrent_network_learns_its_text(backend: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_trainers_use_a_learning_rate_that_changes(backend: str, tmp_path: Path) -> None:
-    output = run_example("watched_configuration.py", backend, "--epochs", 2, "--out", tmp_path)
+    output = run_example("watched_configuration.py", backend, "--epochs", 2, "--out", tmp_path, seconds=160)
     rows = re.findall(r"│ (trainer\d) +│ +([\d.]+) │ +(\S+).*│ +(\d+) │ +([\d.]+) │", output)
     assert [row[:2] for row in rows] == [
         (trainer, rate) for trainer in ("trainer1", "trainer2") for rate in ("0.5", "0.05", "0.005")
     ]
-    assert all(int(steps) >= 100 for _, _, _, steps, _ in rows)
+    # An epoch has 57 steps, and two of them end with each learning rate.
+    assert all(int(steps) > 57 for _, _, _, steps, _ in rows)
     assert float(rows[2][4]) < float(rows[0][4])
     assert (tmp_path / "watched.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
