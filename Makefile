@@ -22,4 +22,5 @@ check:  ## format, lint, types, arrows, fast tests
 docs:  ## the documentation site, in build/site
 	tools/setup
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	tools/docs/scripts
 	.venv/bin/python -m mkdocs build --strict

@@ -15,6 +15,7 @@ from tools.docs import remedies, torch_names
 from tools.docs.sources import to_markdown
 from zmqgrad import __main__ as command
 from zmqgrad import errors
+from zmqgrad.trace import prometheus
 from zmqgrad.wire import messages
 
 MODULES = (
@@ -126,6 +127,25 @@ def _messages() -> Iterator[str]:
             yield f"| `{name}` | {fields.get(name, '')} | {meaning.replace('|', '&#124;')} |"
 
 
+def metrics_page() -> str:
+    """Reference of the counters for Prometheus, from the objects that count."""
+    return "\n".join(_metrics()) + "\n"
+
+
+def _metrics() -> Iterator[str]:
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    prometheus.Metrics(registry)
+    yield from ("# Metrics", "")
+    yield "What `zmqgrad.trace.prometheus.serve` and `count` offer; see"
+    yield "[tracing](../tracing.md#prometheus). `rpc.get_stats()` returns further counters as a dict."
+    yield from ("", "| metric | type | meaning |", "|---|---|---|")
+    for metric in registry.collect():
+        suffix = "_total" if metric.type == "counter" else ""
+        yield f"| `{metric.name}{suffix}` | {metric.type} | {metric.documentation} |"
+
+
 def message_classes() -> list[type[messages.Message]]:
     """The header of each message type."""
     found = (value for value in vars(messages).values() if inspect.isclass(value))
@@ -137,5 +157,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/command-line.md": command_line_page,
     "reference/errors.md": errors_page,
     "reference/messages.md": messages_page,
+    "reference/metrics.md": metrics_page,
     "porting/names.md": torch_names.page,
 }

@@ -59,6 +59,9 @@ class OperatorExecutor:
     def step(self, operator: Operator, deadline: float) -> Action:
         """Synchronise, ask ``operator`` once, and apply its action to the local copy. Returns the action.
 
+        Args:
+            deadline: monotonic time after which ``operator`` gives up.
+
         Raises:
             RendezvousClosedError, RendezvousTimeoutError, ...: as :meth:`run`.
         """

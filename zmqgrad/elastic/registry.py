@@ -42,7 +42,7 @@ class Parameters(NamedTuple):
     conf: Mapping[str, Any]
 
     def get(self, name: str, convert: Callable[[Any], T], default: T) -> T:
-        """The value of setting ``name``, converted.
+        """The value of setting ``name``, converted, or ``default`` if it is not set.
 
         Raises:
             ConfigurationError: if ``convert`` raises ValueError or TypeError.
@@ -65,6 +65,7 @@ def register_backend(name: str, create: Create, options: Collection[str] = ()) -
     """Register a backend for :func:`create_handler`.
 
     Args:
+        name: for ``--rdzv-backend`` and :func:`create_handler`.
         create: returns the backend, which owns its connections, and what opens the stores of rounds.
         options: names of the settings that ``create`` reads from ``Parameters.conf``.
 
@@ -100,6 +101,9 @@ def create_handler(
         conf: settings as numbers or as text. All backends: ``join_timeout``, ``last_call_timeout``,
             ``close_timeout``, ``heartbeat_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``.
             See docs/elastic.md for those of each backend.
+
+    Returns:
+        the handler, which has not joined a round yet.
 
     Raises:
         ConfigurationError: if an argument or a setting is invalid or unknown.

@@ -139,7 +139,7 @@ class Job:
     # ---- time -------------------------------------------------------------------------------------------
 
     def time(self, process: Process, time: int) -> int:
-        """A time of ``process`` on the clock of the job."""
+        """A ``time`` of ``process``, in nanoseconds, converted to the clock of the job."""
         return self._converters[self._clock(process)](time)
 
     def bound(self, process: Process, time: int) -> float:
@@ -155,7 +155,7 @@ class Job:
         return self.alignment.bound(clock, time)
 
     def wall(self, time: int) -> int:
-        """The wall time (ns since 1970) of the reference at a time of the job."""
+        """The wall time (ns since 1970) of the reference at ``time`` on the clock of the job."""
         return time + self.reference.wall_offset
 
     def choose_part(self, since: float = 0.0, until: float = math.inf, last: float = math.inf) -> None:
