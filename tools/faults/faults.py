@@ -24,6 +24,9 @@ FROZEN_SECONDS = 10.0
 SMALL_BYTES = 60_000
 """To what size memory files, and others, may grow: less than a tensor of a call has."""
 
+LOST_SECONDS = 20.0
+"""A rendezvous whose store does not reply for this long is lost to the agents: they end with an error."""
+
 LOCAL_SECONDS, REMOTE_SECONDS = 3.0, 10.0
 """P2: the liveness timeouts on one host and between hosts."""
 
@@ -81,6 +84,8 @@ class Fault:
             notice = None
         if effect is Effect.LOSS and role.survives_loss and (restarts or self.seconds is not None):
             effect = Effect.DELAY  # clients reconnect within their timeout
+        if role.loses_state and (restarts or (self.seconds or 0.0) >= LOST_SECONDS):
+            effect = Effect.REFUSAL
         extra = " P9" if role.on_disk else " R1 R2 R3" if "RRef" in role.name or "fork" in role.name else ""
         return Promise(effect, self.guarantees + extra, notice, restarts)
 
@@ -188,7 +193,8 @@ def _with_memory(role: Role) -> str:
 
 
 def _listens(role: Role) -> str:
-    return "the role listens on no port all the time" if role.name in ("watcher", "joining worker") else ""
+    names = ("watcher", "joining worker", "agent")
+    return "the role listens on no port all the time" if role.name in names else ""
 
 
 _FIREWALL = ("hosts", "firewall")

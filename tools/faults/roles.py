@@ -17,7 +17,8 @@ import torch
 
 import zmqgrad.autograd as dist_autograd
 from tests.support.namespaces import enter
-from tools.faults.model import AFTER_SENDING, BEFORE_SENDING, ON_RECEIPT, Moment
+from tools.faults import agents
+from tools.faults.model import AFTER_SENDING, BEFORE_SENDING, ENTERING, ON_RECEIPT, Moment
 from tools.faults.participant import Participant
 from zmqgrad import rpc
 from zmqgrad.optim import DistributedOptimizer
@@ -62,6 +63,16 @@ def move_in(p: Participant) -> None:
     _participant.append(p)
     if "ZG_TEST_HOSTS" in os.environ:
         enter(p.place.rank)
+
+
+def on_host(work: Work) -> Work:
+    """Do ``work`` on the victim's host or that of the others."""
+
+    def moved(p: Participant) -> None:
+        move_in(p)
+        work(p)
+
+    return moved
 
 
 def in_group(loop: Work, check: Work = lambda p: None) -> Work:
@@ -197,14 +208,17 @@ def value_of(rref: RRef[torch.Tensor]) -> list[float]:
 
 def optimize(p: Participant) -> None:
     """Steps of an optimizer with parameters on the victim and on w2: each is applied once."""
-    parameters = [rpc.remote(owner, parameter) for owner in ("w1", "w2")]
-    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=1.0)
+    parameters: list[RRef[torch.Tensor]] = []
+    optimizer: DistributedOptimizer | None = None
     taken = 0
 
     def step(number: int) -> None:
-        nonlocal taken
+        nonlocal optimizer, taken
+        if optimizer is None:  # in a step, which may be struck
+            parameters[:] = [rpc.remote(owner, parameter) for owner in ("w1", "w2")]
+            optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=1.0)
         with dist_autograd.context() as context:
-            loss = sum(rref.to_here().sum() for rref in parameters)
+            loss = parameters[0].to_here().sum() + parameters[1].to_here().sum()
             dist_autograd.backward(context, [loss])
             optimizer.step(context)
         taken += 1
@@ -371,6 +385,9 @@ class Role:
     shares_memory: bool = False
     survives_loss: bool = False
     """Whether a step may succeed without the victim, after a restart: clients of a store reconnect."""
+    serves_store: bool = False
+    loses_state: bool = False
+    """Whether the state that the others need ends with the victim: their steps raise, and can be repeated."""
 
 
 _idle = in_group(waits)
@@ -428,6 +445,7 @@ ROLES = {
             noticed=False,
             on_disk=True,
             survives_loss=True,
+            serves_store=True,
         ),
         Role(
             "watcher",
@@ -442,6 +460,32 @@ ROLES = {
             Moment(ON_RECEIPT, "STORE_VALUE"),
             restarts=True,
             noticed=False,
+        ),
+        Role(
+            "agent",
+            (
+                on_host(agents.agent(leads=True)),
+                on_host(agents.agent(leads=False)),
+                on_host(agents.serve_rendezvous),
+            ),
+            Moment(ENTERING, "RUNNING"),
+            restarts=True,
+            noticed=False,
+            survives_loss=True,
+        ),
+        Role(
+            "agent with the store",
+            (
+                on_host(agents.agent(leads=False, at_victim=True)),
+                on_host(agents.agent(leads=True, serves=True, at_victim=True)),
+                None,
+            ),
+            Moment(ENTERING, "RUNNING"),
+            restarts=True,
+            noticed=False,
+            survives_loss=True,
+            serves_store=True,
+            loses_state=True,
         ),
     )
 }
