@@ -6,13 +6,16 @@ import os
 import resource
 import secrets
 import socket
+import subprocess
 import sys
 from collections.abc import Iterator
 
 import pytest
+import zmq
 
 from zmqgrad.errors import TransportError, UnknownPeerError
 from zmqgrad.transport.connections import best_endpoint
+from zmqgrad.transport.local.descriptors import abstract_endpoint, check_can_accept
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="addresses without a file are Linux's")
 
@@ -50,6 +53,54 @@ def test_a_process_without_descriptors_says_so(listener: socket.socket) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert best_endpoint([ipc(listener), TCP]) == ipc(listener)
+
+
+WITHOUT_DESCRIPTORS = """
+import resource, sys, zmq
+from zmqgrad.transport.local import abstract_endpoint
+context = zmq.Context()
+router = context.socket(zmq.ROUTER)
+endpoint = abstract_endpoint("test")
+router.bind(endpoint)
+limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (3, limits[1]))
+print(endpoint, flush=True)
+sys.stdin.readline()
+resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+print("raised", flush=True)
+print(router.recv_multipart()[1].decode())
+context.destroy()
+"""
+
+
+@pytest.mark.processes
+def test_a_process_without_descriptors_is_not_connected_to() -> None:
+    """libzmq would abort it. With descriptors it is reached again."""
+    command = [sys.executable, "-c", WITHOUT_DESCRIPTORS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            endpoint = process.stdout.readline().strip()
+            for _ in range(3):
+                with pytest.raises(TransportError, match=f"process {process.pid}, .* of 3 .*ulimit -n"):
+                    best_endpoint([endpoint, TCP])
+            process.stdin.write("\n")
+            process.stdin.flush()
+            assert process.stdout.readline() == "raised\n"
+            with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+                dealer.connect(best_endpoint([endpoint, TCP]))
+                dealer.send(b"hello")
+                assert process.stdout.readline() == "hello\n"
+        finally:
+            process.kill()
+
+
+def test_an_endpoint_names_its_process() -> None:
+    """A process that does not exist here, or an endpoint of another form, says nothing about descriptors."""
+    check_can_accept(abstract_endpoint("test"))
+    check_can_accept("ipc://@zmqgrad-test-4194305-00")
+    check_can_accept("ipc:///tmp/zmqgrad-1/socket")
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user for a moment")

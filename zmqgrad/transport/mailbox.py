@@ -183,12 +183,11 @@ class ZmqMailbox:
         return bound
 
     def _ipc_address(self, router: zmq.Socket[bytes]) -> str:
-        token = secrets.token_hex(16)
         if platform.system() == "Linux":
             router.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-            return f"ipc://@zmqgrad-{token}"
+            return local.abstract_endpoint("worker")
         self._directory = tempfile.mkdtemp(prefix="zmqgrad-")
-        return f"ipc://{self._directory}/{token[:8]}"
+        return f"ipc://{self._directory}/{secrets.token_hex(4)}"
 
     @property
     def endpoints(self) -> tuple[str, ...]:

@@ -21,12 +21,14 @@ from zmqgrad.transport.local.connection import (
     supported,
     unix_name,
 )
+from zmqgrad.transport.local.descriptors import abstract_endpoint
 from zmqgrad.transport.local.listener import LocalListener
 
 __all__ = [
     "MAX_PACKET_BYTES",
     "LocalConnection",
     "LocalListener",
+    "abstract_endpoint",
     "can_connect",
     "connect",
     "is_same_user",
