@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import secrets
 import socket
@@ -13,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
+from tests.support.interpreter import run_python
 from zmqgrad.errors import TransportError, UnknownPeerError
 from zmqgrad.transport.connections import best_endpoint
 from zmqgrad.transport.local.descriptors import abstract_endpoint, check_can_accept
@@ -94,6 +96,34 @@ def test_a_process_without_descriptors_is_not_connected_to() -> None:
                 assert process.stdout.readline() == "hello\n"
         finally:
             process.kill()
+
+
+ALMOST_WITHOUT = """
+import os, resource, sys
+from zmqgrad.errors import TransportError
+from zmqgrad.runtime.clock import Deadline
+from zmqgrad.transport.mailbox import ZmqMailbox
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+used = len(os.listdir("/proc/self/fd")) - 1
+for free in range(0, 60, 3):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (used + free, hard))
+    try:
+        mailbox = ZmqMailbox("w0", 0)
+        mailbox.close()
+        assert mailbox.join(Deadline.after(10)) == []
+        print("opened")
+    except TransportError as e:
+        print("refused", e)
+"""
+
+
+@pytest.mark.processes
+def test_a_mailbox_opens_all_its_sockets_or_none() -> None:
+    """libzmq aborts the process if it has a few descriptors, but not enough."""
+    lines = run_python(ALMOST_WITHOUT, timeout=60.0).splitlines()
+    assert [line.split()[0] for line in lines] == sorted((line.split()[0] for line in lines), reverse=True)
+    assert lines[-1] == "opened"
+    assert re.fullmatch("refused w0 cannot open its sockets: .*", lines[0])
 
 
 def test_an_endpoint_names_its_process() -> None:

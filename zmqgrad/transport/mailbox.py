@@ -24,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from zmqgrad.errors import UnknownPeerError
+from zmqgrad.errors import TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
@@ -61,6 +61,9 @@ messages may change as soon as they are sent; between hosts they are copied, as 
 UNTAPPED_TYPES = frozenset({MessageType.CHUNK, MessageType.ACK}) | SEALED_TYPES
 """Messages that the tap does not see: parts of others, acknowledgements, and keys."""
 
+MAILBOX_DESCRIPTORS = 32
+"""That must be free where a mailbox is opened. It uses some 20, and more for each peer."""
+
 NO_FRAMES = PreparedFrames(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
@@ -82,7 +85,7 @@ class ZmqMailbox:
         fast_path: whether to use it (:mod:`~zmqgrad.transport.local`) where the system supports it.
 
     Raises:
-        TransportError: if a socket cannot be bound.
+        TransportError: if a socket cannot be opened or bound.
     """
 
     def __init__(
@@ -100,6 +103,10 @@ class ZmqMailbox:
         job: bytes = b"",
         fast_path: bool = True,
     ) -> None:
+        try:
+            local.check_can_open(MAILBOX_DESCRIPTORS)
+        except OSError as e:
+            raise TransportError(f"{name} cannot open its sockets: {e.strerror}") from e
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None

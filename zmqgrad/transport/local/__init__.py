@@ -21,7 +21,7 @@ from zmqgrad.transport.local.connection import (
     supported,
     unix_name,
 )
-from zmqgrad.transport.local.descriptors import abstract_endpoint
+from zmqgrad.transport.local.descriptors import abstract_endpoint, check_can_open
 from zmqgrad.transport.local.listener import LocalListener
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "LocalListener",
     "abstract_endpoint",
     "can_connect",
+    "check_can_open",
     "connect",
     "is_same_user",
     "supported",

@@ -33,20 +33,32 @@ def check_can_accept(endpoint: str) -> None:
             process is in another process namespace.
     """
     named = _PROCESS.search(endpoint)
-    if named is None:
-        return
-    process = f"/proc/{named[1]}"
+    if named is not None:
+        _check(named[1], RESERVE)
+
+
+def check_can_open(number: int) -> None:
+    """Checks that this process can open ``number`` descriptors: libzmq aborts it if a few are missing.
+
+    Raises:
+        OSError: EMFILE, if it cannot.
+    """
+    _check("self", number)
+
+
+def _check(process: str, needed: int) -> None:
     try:
-        with open(f"{process}/limits") as limits:
+        with open(f"/proc/{process}/limits") as limits:
             limit = _LIMIT.search(limits.read())
-        used = len(os.listdir(f"{process}/fd"))
+        used = len(os.listdir(f"/proc/{process}/fd"))
     except OSError as e:
         if e.errno in (errno.EMFILE, errno.ENFILE):
             raise  # this process has none
         return
-    if limit is not None and used + RESERVE > int(limit[1]):
+    if limit is not None and used + needed > int(limit[1]):
+        which = "this process" if process == "self" else f"process {process}, which listens there,"
         raise OSError(
             errno.EMFILE,
-            f"process {named[1]}, which listens there, has {used} open files of {limit[1]} allowed, too many "
-            "for another connection: raise its limit (ulimit -n)",
+            f"{which} has {used} open files of {limit[1]} allowed, and {needed} more must be free: raise the "
+            "limit (ulimit -n)",
         )
