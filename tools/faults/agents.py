@@ -140,6 +140,8 @@ def _complete_job(p: Participant, leads: bool, endpoint: str, serves: bool) -> N
         try:
             _run(p, jobs.present(), endpoint, serves)
             has_run = True
+        except OSError as e:  # as ``zmqgrad run``, which says so and exits
+            raise RendezvousError(f"cannot start the workers: {e}") from e
         except RendezvousClosedError:
             time.sleep(PAUSE_SECONDS)  # the other node has completed it, and may soon begin the next
         if leads:
@@ -161,10 +163,7 @@ def _run(p: Participant, number: int, endpoint: str, serves: bool) -> None:
         max_restarts=1000,
     )
     command = (sys.executable, "-S", str(script), str(number), str(directory / "rounds"))
-    try:
-        result, _ = run_job(config, starts_script(command, output), environment.inherited(), output, _say)
-    except OSError as e:  # as ``zmqgrad run``, which says so and exits
-        raise RendezvousError(f"cannot start the workers: {e}") from e
+    result, _ = run_job(config, starts_script(command, output), environment.inherited(), output, _say)
     if result.error is not None and not p.finish.is_set():
         raise result.error
     if p.finish.is_set():

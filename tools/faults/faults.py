@@ -30,6 +30,9 @@ LOST_SECONDS = 20.0
 LOCAL_SECONDS, REMOTE_SECONDS = 3.0, 10.0
 """P2: the liveness timeouts on one host and between hosts."""
 
+REFUSED_SECONDS = 3.5
+"""P2: of a process whose host lives and refuses connections."""
+
 
 class Scene(Protocol):
     """What a fault can get at."""
@@ -58,6 +61,7 @@ class Fault:
     Args:
         strike: see the head of the module.
         seconds: how long it lasts; None: for good.
+        step_seconds: timeout of each operation.
         effect: what it may do to steps.
         notice_seconds: limit until a survivor notices.
         features: what the machine must support, see :func:`~tools.faults.network.missing`.
@@ -72,6 +76,7 @@ class Fault:
     notice_seconds: float | None = None
     features: tuple[str, ...] = ()
     frozen_timeout: float | None = None
+    step_seconds: float = 60.0
     ends_victim: bool = False
     between_hosts: bool = False
     fits: Callable[[Role], str] = lambda role: ""
@@ -216,8 +221,9 @@ FAULTS = {
             "P1 P3, frozen_timeout",
             FROZEN_SECONDS,
             frozen_timeout=FROZEN_SECONDS,
+            step_seconds=15.0,
         ),
-        Fault("no descriptors", _no_descriptors, 5.0, Effect.REFUSAL, "P3"),
+        Fault("no descriptors", _no_descriptors, 5.0, Effect.REFUSAL, "P3", step_seconds=15.0),
         Fault("out of shared memory", _no_shared_memory, 5.0, fits=_with_memory),
         Fault(
             "full disk", _full_disk, 3.0, Effect.REFUSAL, "P3", features=("mount",), fits=_with_disk,
@@ -234,7 +240,7 @@ FAULTS = {
             between_hosts=True, features=("hosts",), fits=_listens,
         ),
         Fault(
-            "SIGKILL between hosts", _kill, None, Effect.LOSS, "P1 P2 P3", REMOTE_SECONDS, ends_victim=True,
+            "SIGKILL between hosts", _kill, None, Effect.LOSS, "P1 P2 P3", REFUSED_SECONDS, ends_victim=True,
             between_hosts=True, features=("hosts",),
         ),
         Fault(
@@ -248,6 +254,9 @@ FAULTS = {
         Fault("half-open", _half_open, None, between_hosts=True, features=_FIREWALL),
         Fault(
             "partition 2 s", _filter(net.DROP_IN, net.DROP_OUT), 2.0, between_hosts=True, features=_FIREWALL
+        ),
+        Fault(
+            "partition 4 s", _filter(net.DROP_IN, net.DROP_OUT), 4.0, between_hosts=True, features=_FIREWALL
         ),
         Fault(
             "partition 20 s", _filter(net.DROP_IN, net.DROP_OUT), 20.0, Effect.LOSS, "P1 P2 P3",

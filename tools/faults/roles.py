@@ -32,6 +32,9 @@ SHUTDOWN_SECONDS = 60.0
 FLOATS = 16 << 10
 """Of the tensors in calls: enough for shared memory and for a frame of its own."""
 
+IN_FLIGHT = 100
+"""Calls at a time, under load."""
+
 Work = Callable[[Participant], None]
 
 _participant: list[Participant] = []
@@ -105,6 +108,14 @@ def call(to: str, number: int) -> None:
     """A numbered call, checked."""
     result = rpc.rpc_sync(to, double, args=(number, torch.full((FLOATS,), float(number % 1000))))
     assert result.sum().item() == 2.0 * (number % 1000) * FLOATS, "P1: a wrong result"
+
+
+def calls(number: int) -> None:
+    """Many numbered calls of w1 at a time, checked: none is lost."""
+    numbers = [number << 16 | i for i in range(IN_FLIGHT)]
+    futures = [rpc.rpc_async("w1", double, args=(n, torch.full((FLOATS,), float(n % 1000)))) for n in numbers]
+    for n, future in zip(numbers, futures, strict=True):
+        assert future.wait()[-1].item() == 2.0 * (n % 1000), f"P1: a wrong result of call {n}"
 
 
 def make(number: int) -> list[int]:
@@ -404,6 +415,12 @@ ROLES = {
         Role(
             "callee",
             (in_group(beside(lambda n: call("w1", n))), _idle, _idle),
+            Moment(ON_RECEIPT, "CALL"),
+            shares_memory=True,
+        ),
+        Role(
+            "callee under load",
+            (in_group(beside(calls)), _idle, _idle),
             Moment(ON_RECEIPT, "CALL"),
             shares_memory=True,
         ),

@@ -158,7 +158,7 @@ class CellRun:
             self._port,
             moment,
             self.fault.frozen_timeout,
-            60.0 if self.fault.frozen_timeout is None else 15.0,
+            self.fault.step_seconds,
             incarnation,
             environ,
         )
