@@ -49,6 +49,7 @@ class DynamicGroup(Group):
         self._refreshing = threading.Lock()  # held while reading the members from the store
         self._leaving = False
         self._joined = False
+        self._absent: set[int] = set()  # workers that the store has no more, which need no eviction
         self._retry_store = Deadline.after(0.0)
         self._lookup = Lookup(f"zmqgrad-{worker.name}-lookup", self._refresh_for_lookup)
 
@@ -110,6 +111,7 @@ class DynamicGroup(Group):
             for record in new:
                 if membership.learn(record) and self._joined:
                     worker.events.joined(record.info)
+            self._absent.update(record.id for record in former)
             for record in former:
                 self._mark_left(record.id, self._registry.reason(record.id))
             self._monitor_next()
@@ -131,8 +133,8 @@ class DynamicGroup(Group):
             self.worker.mailbox.monitor(next((n for n in others if n > own), others[0]))
 
     def _evict_later(self, peer: int) -> None:
-        """Evict a lost peer, in an engine thread: the calling thread must not block."""
-        if not self._leaving:
+        """Evict a lost peer, in an engine thread: whether it lives may be known after seconds only."""
+        if not self._leaving and peer not in self._absent:
             self.worker.submit(lambda: self._evict(peer))
 
     def _evict(self, peer: int) -> None:
