@@ -16,6 +16,7 @@ import zmq
 
 from tests.support.interpreter import run_python
 from zmqgrad.errors import TransportError, UnknownPeerError
+from zmqgrad.transport.bind_policy import bind
 from zmqgrad.transport.connections import best_endpoint
 from zmqgrad.transport.local.descriptors import abstract_endpoint, check_can_accept
 
@@ -124,6 +125,19 @@ def test_a_mailbox_opens_all_its_sockets_or_none() -> None:
     assert [line.split()[0] for line in lines] == sorted((line.split()[0] for line in lines), reverse=True)
     assert lines[-1] == "opened"
     assert re.fullmatch("refused w0 cannot open its sockets: .*", lines[0])
+
+
+def test_nothing_is_bound_without_descriptors() -> None:
+    """libzmq would abort the process: it cannot list the network interfaces."""
+    with zmq.Context() as context, context.socket(zmq.ROUTER) as router:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+        try:
+            with pytest.raises(TransportError, match=r"cannot listen on tcp://.*: Too many open files"):
+                bind(router, "tcp://127.0.0.1:*")
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert bind(router, "tcp://127.0.0.1:*").startswith("tcp://127.0.0.1:")
 
 
 def test_an_endpoint_names_its_process() -> None:

@@ -81,6 +81,8 @@ def agent(leads: bool, serves: bool = False, at_victim: bool = False) -> Callabl
         with _interrupted_at_the_end(p):
             p.steps(lambda n: _complete_job(p, leads, endpoint, serves))
         p.idle()
+        threads = threading.enumerate  # one that waited for the store's reply ends after the reply's timeout
+        p.eventually("P6: a thread is left", lambda: not [t for t in threads() if "agent" in t.name])
         if serves:  # an agent that was interrupted goes on to serve it
             open_endpoint(endpoint, 5.0, is_host=True).close()
         if not at_victim:  # a store that was lost begins anew at round 0
