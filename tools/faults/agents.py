@@ -81,14 +81,19 @@ def agent(leads: bool, serves: bool = False, at_victim: bool = False) -> Callabl
         with _interrupted_at_the_end(p):
             p.steps(lambda n: _complete_job(p, leads, endpoint, serves))
         p.idle()
-        threads = threading.enumerate  # one that waited for the store's reply ends after the reply's timeout
-        p.eventually("P6: a thread is left", lambda: not [t for t in threads() if "agent" in t.name])
+        p.eventually("P6: a thread is left", lambda: not _waiting_threads())
         if serves:  # an agent that was interrupted goes on to serve it
             open_endpoint(endpoint, 5.0, is_host=True).close()
         if not at_victim:  # a store that was lost begins anew at round 0
             _check_rounds(p)
 
     return work
+
+
+def _waiting_threads() -> list[str]:
+    """Threads that have waited for a reply of the store: they end after its timeout."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name for name in names if name.startswith(("zmqgrad-agent", "zmqgrad-rendezvous"))]
 
 
 def serve_rendezvous(p: Participant) -> None:
