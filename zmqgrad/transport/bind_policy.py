@@ -12,9 +12,13 @@ import zmq
 
 from zmqgrad import environment
 from zmqgrad.errors import AddressInUseError, ConfigurationError, TransportError
+from zmqgrad.transport.local import check_can_open
 
 ACCEPT_BACKLOG = 4096
 """Maximum number of connections that wait to be accepted; the system may allow fewer."""
+
+BIND_DESCRIPTORS = 4
+"""That must be free where a socket is bound."""
 
 _UNASSIGNED_ADDRESSES = ("192.0.2.1", "2001:db8::1")
 """Reserved for documentation, so the default route leads there. Nothing is sent to them."""
@@ -86,6 +90,10 @@ def bind(socket: zmq.Socket[bytes], address: str) -> str:
         AddressInUseError: if another socket listens there.
         TransportError: if it cannot be bound for another reason.
     """
+    try:
+        check_can_open(BIND_DESCRIPTORS)  # libzmq aborts a process that cannot list its interfaces
+    except OSError as e:
+        raise TransportError(f"cannot listen on {address}: {e.strerror}") from e
     try:
         socket.bind(address)
     except zmq.ZMQError as e:

@@ -24,7 +24,7 @@ from typing import Any
 
 import zmq
 
-from zmqgrad.errors import UnknownPeerError
+from zmqgrad.errors import TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
@@ -64,6 +64,9 @@ UNTAPPED_TYPES = frozenset({MessageType.CHUNK, MessageType.ACK}) | SEALED_TYPES
 MAX_SOCKETS = 16_384
 """About as many peers can be sent to: each has a socket. libzmq's default is 1,023; each costs 12 bytes."""
 
+MAILBOX_DESCRIPTORS = 32
+"""That must be free where a mailbox is opened. It uses some 20, and more for each peer."""
+
 NO_FRAMES = PreparedFrames(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
@@ -85,7 +88,7 @@ class ZmqMailbox:
         fast_path: whether to use it (:mod:`~zmqgrad.transport.local`) where the system supports it.
 
     Raises:
-        TransportError: if a socket cannot be bound.
+        TransportError: if a socket cannot be opened or bound.
     """
 
     def __init__(
@@ -103,6 +106,10 @@ class ZmqMailbox:
         job: bytes = b"",
         fast_path: bool = True,
     ) -> None:
+        try:
+            local.check_can_open(MAILBOX_DESCRIPTORS)
+        except OSError as e:
+            raise TransportError(f"{name} cannot open its sockets: {e.strerror}") from e
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None
@@ -187,12 +194,11 @@ class ZmqMailbox:
         return bound
 
     def _ipc_address(self, router: zmq.Socket[bytes]) -> str:
-        token = secrets.token_hex(16)
         if platform.system() == "Linux":
             router.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-            return f"ipc://@zmqgrad-{token}"
+            return local.abstract_endpoint("worker")
         self._directory = tempfile.mkdtemp(prefix="zmqgrad-")
-        return f"ipc://{self._directory}/{token[:8]}"
+        return f"ipc://{self._directory}/{secrets.token_hex(4)}"
 
     @property
     def endpoints(self) -> tuple[str, ...]:

@@ -53,7 +53,7 @@ class DynamicGroup(Group):
         self._is_alive = is_alive
         self._refreshing = threading.Lock()  # held while the known members are updated; guards _next
         self._next: int | None = None  # the worker that is monitored on behalf of all
-        self._removed: set[int] = set()  # the workers that are in the store no longer
+        self._removed: set[int] = set()  # workers that the store has no more, which need no eviction
         self._leaving = False
         self._joined = False
         self._retry_store = Deadline.after(0.0)
@@ -182,13 +182,11 @@ class DynamicGroup(Group):
     def _monitor(self, worker_id: int) -> None:
         before, self._next = self._next, worker_id
         self.worker.mailbox.monitor(worker_id)
-        if (
-            before is not None and before != worker_id
-        ):  # or all would monitor worker 0, the next of the newest
-            self.worker.mailbox.unmonitor(before)
+        if before is not None and before != worker_id:
+            self.worker.mailbox.unmonitor(before)  # or all would monitor worker 0, the next of the newest
 
     def _evict_later(self, peer: int) -> None:
-        """Evict a lost peer, in an engine thread: the calling thread must not block."""
+        """Evict a lost peer, in an engine thread: whether it lives may be known after seconds only."""
         if not self._leaving and peer not in self._removed:
             self.worker.submit(lambda: self._evict(peer))
 
