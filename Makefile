@@ -1,5 +1,5 @@
 # Shortcuts; each is a command that README.md spells out.
-.PHONY: demo test check properties fuzz bench docs
+.PHONY: demo test check soak properties fuzz bench docs
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -7,6 +7,10 @@ demo:  ## the main job: a model over three processes learns to read digits
 
 test:  ## set up, then all checks and all tests
 	tools/test
+
+soak:  ## calls, references, backward passes and watches under faults for MINUTES (60); nothing may grow
+	tools/setup
+	.venv/bin/python -m tools.soak --minutes $(or $(MINUTES),60)
 
 properties:  ## property tests with 5,000 examples each, for hours
 	tools/setup
