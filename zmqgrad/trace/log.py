@@ -165,7 +165,7 @@ class LogReader:
     def _decode(self, decode: Callable[[bytes], _T], data: bytes) -> _T:
         try:
             return decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise self._damaged(str(e)) from e
 
     def _damaged(self, what: str) -> TraceError:
