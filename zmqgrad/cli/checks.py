@@ -10,7 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from zmqgrad import __version__, environment
@@ -47,6 +47,8 @@ class Check(NamedTuple):
     status: Status
     found: str
     advice: str = ""
+    data: Mapping[str, object] | None = None
+    """Measured values, for JSON."""
 
 
 def all_checks(self_test: bool = True) -> list[Check]:
