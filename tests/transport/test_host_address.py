@@ -156,6 +156,13 @@ def test_sockets_listen_in_the_range_of_ports(ports: range) -> None:
         context.term()
 
 
+def test_the_port_of_rank_0_is_left_to_its_store(ports: range, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An agent has chosen it for them, from the same range."""
+    monkeypatch.setenv("MASTER_PORT", str(ports[0]))
+    with TCPStore("127.0.0.1", 0, is_master=True) as store:
+        assert store.port == ports[1]
+
+
 @pytest.mark.parametrize("text", ["30000", "30009-30000", "0-9", "a-b", "30000-70000", "1-2-3"])
 def test_a_malformed_range_is_refused(text: str) -> None:
     with pytest.raises(ConfigurationError, match=r"PORT_RANGE is .*two ports"):

@@ -40,7 +40,8 @@ _FIRST_BYTES = 1 << 20
 _BANDWIDTH_SECONDS = 0.5
 _STORE_BYTES = 8 << 20
 _STORE_SECONDS = 3.0
-_SEGMENTS = {8948: "9000", 1460: "1500", 1410: "1450", 1360: "1400", 1240: "1280", 536: "576"}
+_SEGMENT_SECONDS = 1.5
+_SEGMENTS = {1460: "1500", 1410: "1450", 1360: "1400", 1240: "1280", 536: "576"}
 """Sizes of TCP segments to try, and the MTU that each needs over IPv4."""
 
 _ADVICE = {
@@ -218,7 +219,7 @@ def _packets(address: str, port: int, keys: Keys | None) -> Check:
     passing = [
         mtu
         for segment, mtu in _SEGMENTS.items()
-        if _passes(address, port, keys, LARGE_BYTES, LARGE_BYTES, segment)
+        if _passes(address, port, keys, LARGE_BYTES, LARGE_BYTES, segment, _SEGMENT_SECONDS)
     ][:1]
     found = f"small messages pass, {LARGE_BYTES >> 10} KB do not ({' and '.join(lost)})"
     if passing:
@@ -229,10 +230,18 @@ def _packets(address: str, port: int, keys: Keys | None) -> Check:
     )
 
 
-def _passes(address: str, port: int, keys: Keys | None, send: int, receive: int, segment: int = 0) -> bool:
+def _passes(
+    address: str,
+    port: int,
+    keys: Keys | None,
+    send: int,
+    receive: int,
+    segment: int = 0,
+    seconds: float = SILENCE_SECONDS,
+) -> bool:
     try:
         with open_peer(address, port, keys, segment) as peer:
-            peer.exchange(send, receive, SILENCE_SECONDS)
+            peer.exchange(send, receive, seconds)
     except OSError:
         return False
     return True

@@ -16,7 +16,8 @@ from zmqgrad.cli.peer_listener import GREETING, HELLO_FIELDS, TIMEOUT_SECONDS, a
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.transport.security import Keys
 
-CONNECT_SECONDS = 5.0
+CONNECT_SECONDS = 3.0
+"""The kernel repeats a lost packet after 1 s."""
 SILENCE_SECONDS = 3.0
 """How long a server may be silent: ZeroMQ greets in one round trip, a lost packet is resent after 1 s."""
 

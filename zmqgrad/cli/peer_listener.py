@@ -27,6 +27,7 @@ HELLO_FIELDS = frozenset(("challenge", "secured", "host", "at", "client"))
 """What the line of the listener tells: its challenge, whether it has a secret, its name, both addresses."""
 
 TIMEOUT_SECONDS = 10.0
+CONNECT_BACK_SECONDS = 3.0
 MAX_BYTES = 256 << 20
 """Most bytes that one line may request in each direction."""
 
@@ -72,7 +73,7 @@ def write_bytes(stream: socket.socket, size: int) -> None:
 def connect_back(host: str, port: int) -> str:
     """Connect to ``port`` at ``host``. Returns the name of the error; empty on success."""
     try:
-        socket.create_connection((host, port), TIMEOUT_SECONDS / 2).close()
+        socket.create_connection((host, port), CONNECT_BACK_SECONDS).close()
     except OSError as e:
         return "timeout" if isinstance(e, TimeoutError) else e.strerror or str(e)
     return ""

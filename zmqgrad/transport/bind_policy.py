@@ -86,7 +86,10 @@ def bind_in_range(bind_to: Callable[[int], _T]) -> _T:
     ports = environment.port_range()
     if ports is None:
         return bind_to(0)
+    reserved = environment.read_launch().master_port  # rank 0 is about to serve its store there
     for port in ports:
+        if port == reserved:
+            continue
         try:
             return bind_to(port)
         except AddressInUseError:
