@@ -25,7 +25,7 @@ class Command(Protocol):
 
 
 _COMMANDS = {
-    "doctor": "Check whether this host can run workers, and which transports they would use.",
+    "doctor": "Check whether this host, or two hosts, can run workers, and which transports they would use.",
     "run": "Start a script as several workers on this host.",
     "secret": "Make a secret for a job, which its processes need between hosts.",
     "store": "Serve a key-value store, or access a running one.",

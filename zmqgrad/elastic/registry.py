@@ -14,7 +14,8 @@ from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import NodeDescGenerator
 from zmqgrad.elastic.state_holder import RendezvousBackend
 from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
-from zmqgrad.transport.bind_policy import check_bind_address, facing_address
+from zmqgrad.transport.bind_policy import check_bind_address, tcp_address
+from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.security import load_keys
 
 T = TypeVar("T")
@@ -171,11 +172,12 @@ def serving_host(host: str, port: int, local_addr: str | None) -> str:
         RendezvousConnectionError: if there is no route.
         ConfigurationError: if other hosts could reach it without a secret.
     """
+    secured = load_keys() is not None
     try:
-        address = local_addr or facing_address(host.strip("[]"), port)
+        address = local_addr or choose_address(host.strip("[]"), port, secured=secured).advertise
     except OSError as e:
         raise RendezvousConnectionError(f"no route to the rendezvous endpoint {host}:{port}: {e}") from e
-    check_bind_address(f"tcp://{f'[{address}]' if ':' in address else address}:0", load_keys() is not None)
+    check_bind_address(tcp_address(address, 0), secured)
     return address
 
 

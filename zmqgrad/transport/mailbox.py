@@ -31,7 +31,7 @@ from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
 from zmqgrad.transport.base import Frame, Handler, Inbound, OnIdle, OnLost, OnSuspected, Resolver, Timer
-from zmqgrad.transport.bind_policy import bind
+from zmqgrad.transport.bind_policy import bind, tcp_address
 from zmqgrad.transport.bulk import split
 from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up_unbounded
 from zmqgrad.transport.data_plane import DATA_PLANE_TYPES, DataPlane
@@ -78,6 +78,7 @@ class ZmqMailbox:
         name: of the worker, used in the names of its threads.
         worker_id: 0 to 65535.
         tcp_host: address to listen on by tcp, at a port that the system chooses; None: ipc only.
+        advertised: address at which peers reach ``tcp_host``, at the same ports; None: as it is.
         arena: settings of the memory shared with workers of this host; by default none is.
         timeouts: of the failure detector.
         inflight: limit of the bytes of frames in flight to each peer; 0: no limit.
@@ -97,6 +98,7 @@ class ZmqMailbox:
         worker_id: int,
         *,
         tcp_host: str | None = "127.0.0.1",
+        advertised: str | None = None,
         arena: ArenaSettings = OFF,
         timeouts: LivenessTimeouts = LivenessTimeouts(),  # noqa: B008 (immutable)
         inflight: int = DEFAULT_INFLIGHT_BYTES,
@@ -145,7 +147,7 @@ class ZmqMailbox:
         router = self._context.socket(zmq.ROUTER)
         try:
             set_up_unbounded(router)
-            self._endpoints = tuple(self._bind(router, tcp_host))
+            self._endpoints = tuple(self._bind(router, tcp_host, advertised))
             self._receiver = Receiver(
                 name,
                 self._context,
@@ -169,7 +171,7 @@ class ZmqMailbox:
                 lambda: not self._receiver.reads_here(),
             )
             self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._spin_budget)
-            self._listener = HeartbeatListener(self._endpoints[0], tcp_host)
+            self._listener = HeartbeatListener(self._endpoints[0], tcp_host, advertised)
             if self._listener.endpoint is not None:
                 self._endpoints += (self._listener.endpoint,)
         except BaseException:
@@ -181,16 +183,16 @@ class ZmqMailbox:
     def _listen(self, endpoint: str, poll: Registry) -> LocalListener:
         return LocalListener(endpoint, poll, self.job, self.incarnation)
 
-    def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None) -> list[str]:
+    def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None, advertised: str | None) -> list[str]:
         bound = [bind(router, self._ipc_address(router))]
         if tcp_host is not None:
-            shown = f"[{tcp_host}]" if ":" in tcp_host else tcp_host
             if ":" in tcp_host:
                 router.setsockopt(zmq.IPV6, 1)
             if self._keys is not None:  # after ipc was bound: it stays unencrypted
                 self._zap = ZapAuthenticator(self._name, self._context, self._keys)
                 secure_server(router, self._keys)
-            bound.append(bind(router, f"tcp://{shown}:*"))
+            port = bind(router, tcp_address(tcp_host, "*")).rpartition(":")[2]
+            bound.append(tcp_address(advertised or tcp_host, port))
         return bound
 
     def _ipc_address(self, router: zmq.Socket[bytes]) -> str:

@@ -23,7 +23,7 @@ import zmq
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.transport.base import Buffer
-from zmqgrad.transport.bind_policy import bind
+from zmqgrad.transport.bind_policy import bind, tcp_address
 from zmqgrad.transport.bulk import MAX_WHOLE_BYTES, Reassembler
 from zmqgrad.transport.sealed.records import AVAILABLE, KEY_BYTES, TAG_BYTES, Cipher, Head, read_head
 from zmqgrad.transport.security import ZapAuthenticator, password_server
@@ -134,8 +134,7 @@ class ChannelReceiver:
             router.rcvhwm = MAX_QUEUED_RECORDS
             router.ipv6 = ":" in self._host
             password_server(router)
-            shown = f"[{self._host}]" if ":" in self._host else self._host
-            endpoint = bind(router, f"tcp://{shown}:*")
+            endpoint = bind(router, tcp_address(self._host, "*"))
         except TransportError as e:
             router.close()
             logger.warning("%s cannot receive sealed data: %s", self._name, e)
