@@ -1,5 +1,5 @@
 # Shortcuts; each is a command that README.md spells out.
-.PHONY: demo test check soak bench docs
+.PHONY: demo test check soak bench docs dist
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -23,3 +23,10 @@ docs:  ## the documentation site, in build/site
 	tools/setup
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	.venv/bin/python -m mkdocs build --strict
+
+dist:  ## sdist and wheel in dist/, with a README that a package index can render
+	tools/setup
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[release]"
+	rm -rf dist
+	.venv/bin/python -m build --outdir dist .
+	.venv/bin/python -m twine check --strict dist/*
