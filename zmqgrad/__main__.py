@@ -5,7 +5,6 @@ Loads only the module of the requested command, so that the launcher starts fast
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Sequence
 
@@ -33,6 +32,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _unknown(word: str) -> str:
+    import difflib  # only now: most starts need none
+
     close = difflib.get_close_matches(word, COMMANDS, n=1)
     hint = f"did you mean '{close[0]}'?" if close else f"there is: {', '.join(COMMANDS)}"
     return f"there is no command '{word}'; {hint}"

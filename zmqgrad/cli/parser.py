@@ -6,7 +6,6 @@ argparse would build all subcommands at each start, and report a wrong option wi
 from __future__ import annotations
 
 import argparse
-import difflib
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -40,6 +39,8 @@ class CommandParser(argparse.ArgumentParser):
         return found, unknown
 
     def _hint(self, word: str) -> str:
+        import difflib  # only now: most starts need none
+
         shown = (a for a in self._actions if a.help != argparse.SUPPRESS)
         names = [name for action in shown for name in action.option_strings]
         option = word.partition("=")[0]
