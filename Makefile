@@ -1,5 +1,5 @@
 # Shortcuts; each is a command that README.md spells out.
-.PHONY: demo test check soak properties fuzz bench docs
+.PHONY: demo test check soak properties fuzz bench docs dist matrix
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -33,3 +33,15 @@ docs:  ## the documentation site, in build/site
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	tools/docs/scripts
 	.venv/bin/python -m mkdocs build --strict
+
+dist:  ## sdist and wheel in dist/, with a README that a package index can render
+	tools/setup
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[release]"
+	rm -rf dist
+	.venv/bin/python -m build --outdir dist .
+	.venv/bin/python -m twine check --strict dist/*
+
+matrix:  ## tests on each supported Python and torch, and docs/support.md (downloads gigabytes)
+	tools/setup
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[matrix]"
+	.venv/bin/python -m tools.matrix

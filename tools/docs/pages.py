@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import cast
 from unittest import mock
 
 from tools.docs import remedies, torch_names
 from tools.docs.sources import to_markdown
-from zmqgrad import __main__ as command
 from zmqgrad import errors
+from zmqgrad.cli.commands import command_parser
+from zmqgrad.cli.parser import CommandParser
 from zmqgrad.trace import prometheus
 from zmqgrad.wire import messages
 
@@ -85,22 +84,16 @@ def _command_line() -> Iterator[str]:
 
 
 def parsers() -> Iterator[argparse.ArgumentParser]:
-    """The parser of the command, of its subcommands and of theirs, with the most general first."""
-    yield command._parser("", None)
-    for name in command._COMMANDS:
-        module = cast("command.Command", importlib.import_module(f"zmqgrad.cli.{name}"))
-        yield from _with_children(_children(command._parser(name, module))[name])
+    """The parser of the command, of its subcommands and of theirs, each before its own."""
+    yield from _with_children(command_parser())
 
 
-def _with_children(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+def _with_children(parser: CommandParser) -> Iterator[argparse.ArgumentParser]:
+    parser.declare()
     yield parser
-    for child in _children(parser).values():
-        yield from _with_children(child)
-
-
-def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    return {name: child for action in actions for name, child in action.choices.items()}
+    for child in (child for action in actions for child in action.choices.values()):
+        yield from _with_children(child)
 
 
 def messages_page() -> str:

@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 from zmqgrad import environment
 from zmqgrad.cli.checks import Check, Status, all_checks
+from zmqgrad.cli.colours import GREEN, RED, YELLOW, paint
+from zmqgrad.cli.parser import describe
 from zmqgrad.elastic.agent.signals import SignalInbox
 from zmqgrad.elastic.endpoint import parse_endpoint
 from zmqgrad.errors import ConfigurationError, TransportError
@@ -31,6 +33,7 @@ MIN_WIDTH, MAX_WIDTH = 60, 110
 """Bounds of the width of the table, in characters."""
 
 _MARKS = {Status.OK: "ok", Status.NOTE: "--", Status.WARNING: "WARN", Status.BAD: "BAD"}
+_COLOURS = {Status.OK: GREEN, Status.WARNING: YELLOW, Status.BAD: RED}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-self-test", action="store_true", help="start no workers (the self-test takes a few seconds)"
     )
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for programs")
     other = parser.add_mutually_exclusive_group()
     other.add_argument(
         "--peer",
@@ -54,6 +57,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"wait for `zmqgrad doctor --peer` of other hosts until interrupted (default: port MASTER_PORT, "
         f"or {DEFAULT_PORT}, of all addresses)",
     )
+    examples = (
+        "zmqgrad doctor",
+        "MASTER_ADDR=host0 MASTER_PORT=29500 zmqgrad doctor",
+        "zmqgrad doctor --listen 29500",
+        "zmqgrad doctor --peer host0:29500",
+        "zmqgrad doctor --json",
+    )
+    describe(parser, examples, {"1": "workers cannot run (or not work together), see the checks marked BAD"})
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -92,8 +103,10 @@ def table(checks: Sequence[Check], columns: int = MAX_WIDTH) -> str:
     width = max(len(check.name) for check in checks)
     lines = []
     for check in checks:
-        start = f"{_MARKS[check.status]:>4}  {check.name:<{width}}  "
-        lines += _wrapped(check.found, start, " " * len(start), columns)
+        mark = paint(f"{_MARKS[check.status]:>4}", _COLOURS.get(check.status))
+        start = f"{'':>4}  {check.name:<{width}}  "
+        first, *rest = _wrapped(check.found, start, " " * len(start), columns)
+        lines += [mark + first[4:], *rest]
         if check.advice:
             lines += _wrapped(check.advice, " " * len(start) + "-> ", " " * (len(start) + 3), columns)
     return "".join(f"{line}\n" for line in lines)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from zmqgrad import environment
+from zmqgrad.cli.colours import BLUE, CYAN, GREEN, MAGENTA, RED, YELLOW, wants_colour
 from zmqgrad.cli.run_options import add_arguments, to_command, to_config
 from zmqgrad.elastic.agent.job import is_distributed, run_job, starts_script
 from zmqgrad.elastic.agent.listening import write_all
@@ -25,7 +26,7 @@ __all__ = ["add_arguments", "execute"]
 
 EXIT_CANNOT_START = 126
 
-_COLOURS = (36, 33, 35, 32, 34, 31)
+_COLOURS = (CYAN, YELLOW, MAGENTA, GREEN, BLUE, RED)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -94,11 +95,6 @@ def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
         return f"{text} ".encode()
 
     return label
-
-
-def wants_colour(environ: Mapping[str, str]) -> bool:
-    """Whether to use colours on a terminal (see no-color.org)."""
-    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 def _log_dir(path: Path | None) -> Path | None:
