@@ -1,5 +1,5 @@
 # Shortcuts; each is a command that README.md spells out.
-.PHONY: demo test check soak bench docs
+.PHONY: demo test check soak properties fuzz bench docs dist matrix
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -8,9 +8,18 @@ demo:  ## the main job: a model over three processes learns to read digits
 test:  ## set up, then all checks and all tests
 	tools/test
 
-soak:  ## property tests with 5,000 examples each, for hours
+soak:  ## calls, references, backward passes and watches under faults for MINUTES (60); nothing may grow
+	tools/setup
+	.venv/bin/python -m tools.soak --minutes $(or $(MINUTES),60)
+
+properties:  ## property tests with 5,000 examples each, for hours
 	tools/setup
 	HYPOTHESIS_PROFILE=soak .venv/bin/python -m pytest -q -m "not processes" --timeout 0
+
+fuzz:  ## every decoder, guided by coverage, for SECONDS (60) each
+	tools/setup
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[fuzz]"
+	.venv/bin/python -m tools.fuzz --seconds $(or $(SECONDS),60)
 
 bench:  ## the same work through zmqgrad and through torch, side by side
 	tools/setup
@@ -22,4 +31,17 @@ check:  ## format, lint, types, arrows, fast tests
 docs:  ## the documentation site, in build/site
 	tools/setup
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	tools/docs/scripts
 	.venv/bin/python -m mkdocs build --strict
+
+dist:  ## sdist and wheel in dist/, with a README that a package index can render
+	tools/setup
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[release]"
+	rm -rf dist
+	.venv/bin/python -m build --outdir dist .
+	.venv/bin/python -m twine check --strict dist/*
+
+matrix:  ## tests on each supported Python and torch, and docs/support.md (downloads gigabytes)
+	tools/setup
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[matrix]"
+	.venv/bin/python -m tools.matrix

@@ -81,6 +81,19 @@ def _parse_switch(variable: str, text: str) -> bool:
     raise _invalid(variable, text, "1 or 0")
 
 
+def _parse_ports(variable: str, text: str) -> range:
+    first, _, last = text.partition("-")
+    if not (first.isdecimal() and last.isdecimal() and 0 < int(first) <= int(last) <= MAX_PORT):
+        raise _invalid(variable, text, "two ports, the first and the last: 30000-30031")
+    return range(int(first), int(last) + 1)
+
+
+def _parse_host(variable: str, text: str) -> str:
+    if "/" in text or any(c.isspace() for c in text):
+        raise _invalid(variable, text, "a name or an address: 192.0.2.7")
+    return text
+
+
 ALLOW_INSECURE = "ZMQGRAD_ALLOW_INSECURE"
 ALLOW_NETWORK_FILE_SYSTEM = "ZMQGRAD_ALLOW_NETWORK_FILE_SYSTEM"
 
@@ -90,11 +103,26 @@ SECRET = "ZMQGRAD_SECRET"
 SECRET_FILE = "ZMQGRAD_SECRET_FILE"
 """The file that holds the secret."""
 
+SOCKET_IFNAME = "ZMQGRAD_SOCKET_IFNAME"
+
+ADVERTISE_ADDRESS = "ZMQGRAD_ADVERTISE_ADDRESS"
+
+PORT_RANGE = "ZMQGRAD_PORT_RANGE"
+
 allows_insecure = Setting(ALLOW_INSECURE, _parse_switch, False)
 """Whether sockets may listen beyond this host without encryption."""
 
 allows_network_file_system = Setting(ALLOW_NETWORK_FILE_SYSTEM, _parse_switch, False)
 """Whether store files may be on network file systems, whose locks must then be trusted."""
+
+socket_ifname = Setting[str | None](SOCKET_IFNAME, lambda _, text: text, None)
+"""Prefixes of the names of the interfaces that may be used, as in ``NCCL_SOCKET_IFNAME``."""
+
+advertise_address = Setting[str | None](ADVERTISE_ADDRESS, _parse_host, None)
+"""The address at which other hosts reach this process, if that is not the one at which it listens (NAT)."""
+
+port_range = Setting[range | None](PORT_RANGE, _parse_ports, None)
+"""Where sockets listen that would otherwise let the system choose a port (30000-30031)."""
 
 arena_limit = Setting[int | None]("ZMQGRAD_ARENA_LIMIT", _parse_bytes, None)
 """Bytes of shared memory that a worker may lease to others of its host (512M, 4G; 0: off)."""
@@ -361,6 +389,30 @@ def missing_variable(name: str, also: str | None = None) -> RendezvousError:
     remedy = f"set {name}{f', give it as {also}' if also else ''}, or start this program by a launcher"
     problem = f"environment variable {name} expected, but not set: {name} ({_MEANINGS[name]})"
     return RendezvousError(f"{problem} was not found in {places}{nor}; {remedy}")
+
+
+class SocketInterfaces(NamedTuple):
+    """A variable that selects network interfaces, its text, and the same as a list like NCCL's."""
+
+    variable: str
+    text: str
+    interfaces: str
+
+
+_FOREIGN_IFNAMES = {"GLOO_SOCKET_IFNAME": "=", "TP_SOCKET_IFNAME": "=", "NCCL_SOCKET_IFNAME": ""}
+"""Variables of others that select interfaces; ``=``: they hold whole names, not prefixes."""
+
+
+def socket_interfaces(environ: Mapping[str, str] = os.environ) -> SocketInterfaces | None:
+    """The interfaces to use, from ``ZMQGRAD_SOCKET_IFNAME`` or the variables of Gloo, TensorPipe and NCCL."""
+    own = socket_ifname(environ)
+    if own is not None:
+        return SocketInterfaces(SOCKET_IFNAME, own, own)
+    for name, prefix in _FOREIGN_IFNAMES.items():
+        text = _text(environ, name)
+        if text is not None:
+            return SocketInterfaces(name, text, prefix + text)
+    return None
 
 
 def has_secret(environ: Mapping[str, str] = os.environ) -> bool:

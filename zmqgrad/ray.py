@@ -65,9 +65,13 @@ class Rank(NamedTuple):
 
 
 def assign_ranks(nodes: Sequence[str]) -> list[Rank]:
-    """Assign ranks to workers, given the host of each. The workers of a host get consecutive ranks. Pure.
+    """Assign ranks to workers, so that the workers of a host get consecutive ranks. Pure.
 
-    Hosts are numbered in the order of their first worker.
+    Args:
+        nodes: the host of each worker. Hosts are numbered in the order of their first worker.
+
+    Returns:
+        the rank of each worker, in the order of ``nodes``.
     """
     hosts = list(dict.fromkeys(nodes))
     sizes, ranks = Counter(nodes), [Rank(0, 0, 0, 0)] * len(nodes)
@@ -294,6 +298,12 @@ def worker_variables(
     """The environment of each worker, as torchrun sets it. Pure.
 
     Workers with one GPU see all GPUs of the group on their host, and theirs at LOCAL_RANK.
+
+    Args:
+        hosts: where each worker runs, with its GPUs and a free port.
+        ranks: of :func:`assign_ranks`, in the order of ``hosts``.
+        secret: of the job.
+        restarts, max_restarts: how often the group was restarted, and the limit.
     """
     master = hosts[[rank.rank for rank in ranks].index(0)]
     common = {

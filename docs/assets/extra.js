@@ -1,5 +1,5 @@
-// For screen readers and keyboards: the search has a name, and wide tables can be scrolled.
+// For screen readers and keyboards: the search has a name, and wide tables and code can be scrolled.
 addEventListener("load", () => {
   document.querySelector(".md-search")?.setAttribute("aria-label", "Search")
-  for (const table of document.querySelectorAll(".md-typeset__scrollwrap")) table.tabIndex = 0
+  for (const scrolled of document.querySelectorAll(".md-typeset__scrollwrap, pre > code")) scrolled.tabIndex = 0
 })

@@ -9,7 +9,8 @@ import pytest
 from tests.support.interpreter import run_python
 from zmqgrad import __version__
 from zmqgrad.__main__ import main
-from zmqgrad.cli.run import labels, wants_colour
+from zmqgrad.cli.colours import wants_colour
+from zmqgrad.cli.run import labels
 from zmqgrad.elastic.agent.addresses import usable_port
 from zmqgrad.elastic.agent.ranks import NodeInfo, place
 from zmqgrad.elastic.agent.variables import common_variables, worker_variables
@@ -35,7 +36,8 @@ def test_without_a_command_help_is_shown(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("rnu", "did you mean 'run'?"), ("frobnicate", "there is: doctor, run, secret, store")]
+    ("word", "hint"),
+    [("rnu", "did you mean 'run'?"), ("frobnicate", "there is: completion, doctor, run, secret, store")],
 )
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str], word: str, hint: str) -> None:
     with pytest.raises(SystemExit, match="2"):

@@ -6,6 +6,8 @@ A comment directly above a block is invisible to readers:
     <!-- file: NAME -->        the block is saved under this name, for commands that follow
     <!-- launch: N -->         the block is a program of N workers
     <!-- background -->        the command runs until the end of the page
+    <!-- exits: CODE -->       the command is repeated until it exits with this code, because it observes one
+                               that runs in the background
     <!-- setup                 Python code that runs before the next block, as if it stood in the page
     CODE
     -->
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 _BLOCK = re.compile(
-    r"^(?P<indent> *)(?:<!-- (?P<how>not run|file|launch|background)(?:: (?P<what>[^\n]*))? -->\n+ *)?"
+    r"^(?P<indent> *)(?:<!-- (?P<how>not run|file|launch|background|exits)(?:: (?P<what>[^\n]*))? -->\n+ *)?"
     r"```(?P<language>\w*)\n(?P<text>.*?)^ *```$"
     r"|^<!-- setup\n(?P<setup>.*?)^-->$",
     re.MULTILINE | re.DOTALL,

@@ -16,6 +16,7 @@ import pytest
 
 from tests.docs.blocks import Block, blocks_of
 from tests.support.processes import free_port
+from zmqgrad.runtime.clock import Deadline
 
 ROOT = Path(__file__).parents[2]
 PAGES = {
@@ -23,10 +24,11 @@ PAGES = {
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
 SYNTAX_ONLY = {
-    f"docs/{name}.md": "its programs need several hosts, a cluster or a job that fails; other tests run them"
-    for name in ("clusters", "elastic", "hosts", "ray", "reliability", "scale", "security", "tracing")
+    f"docs/{name}.md": "its programs need several hosts or a machine of their own; other tests run them"
+    for name in ("hosts", "reliability", "scale", "security")
 }
 RUN = [name for name in PAGES if name not in SYNTAX_ONLY]
+UNTIL_SECONDS = 45.0
 LANGUAGES = {"bash", "console", "python", "text", "mermaid", "yaml", "toml"}
 
 _RUN_BLOCKS = """
@@ -90,7 +92,8 @@ class PageRun:
     def __init__(self, name: str, directory: Path) -> None:
         self.name = name
         self.directory = directory
-        self._port = str(free_port())
+        (directory / "examples").symlink_to(ROOT / "examples")
+        self._port, self._other_port = str(free_port()), str(free_port())
         self._python: list[tuple[int, str]] = []
         self._background: list[subprocess.Popen[bytes]] = []
 
@@ -118,6 +121,9 @@ class PageRun:
                     ["bash", "-c", f"exec {command}"], cwd=self.directory, env=self._environment()
                 )
             )
+        elif block.how == "exits":
+            [(command, expected)] = commands_of(text)
+            self._check(command, expected, self._until(command, int(block.what)))
         elif block.language == "console":
             for command, expected in commands_of(text):
                 self._check(command, expected, self._command(["bash", "-c", command]))
@@ -130,20 +136,30 @@ class PageRun:
             self._command([sys.executable, "-c", _RUN_BLOCKS, self.name], json.dumps(self._python))
 
     def _own(self, text: str, port: str = "") -> str:
-        return text.replace("29500", port or self._port).replace("/tmp/", f"{self.directory}/")
+        own = text.replace("29500", port or self._port).replace("(9400)", f"({self._other_port})")
+        return own.replace("/tmp/", f"{self.directory}/")
 
     def _environment(self) -> dict[str, str]:
         path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         return {**os.environ, "MASTER_PORT": str(free_port()), "PATH": path, "PYTHONPATH": str(ROOT)}
 
     def _command(self, command: list[object], stdin: str = "") -> str:
-        done = subprocess.run(
-            list(map(str, command)),
-            cwd=self.directory, env=self._environment(), input=stdin,
-            capture_output=True, text=True, timeout=150,
-        )  # fmt: skip
+        done = self._run(command, stdin)
         assert done.returncode == 0, f"{self.name}: {command}\n{done.stdout}\n{done.stderr}"
         return done.stdout
+
+    def _until(self, command: str, code: int) -> str:
+        deadline = Deadline.after(UNTIL_SECONDS)
+        while (done := self._run(["bash", "-c", command])).returncode != code:
+            assert not deadline.passed(), f"{self.name}: {command}\n{done.stdout}\n{done.stderr}"
+        return done.stdout
+
+    def _run(self, command: list[object], stdin: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            list(map(str, command)),
+            cwd=self.directory, env=self._environment(), input=stdin,
+            capture_output=True, text=True, timeout=150, check=False,
+        )  # fmt: skip
 
     def _check(self, command: str, expected: str, output: str) -> None:
         flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tools.docs import pages, remedies, sources
+from tools.docs import charts, pages, remedies, sources
 from zmqgrad.wire.messages import MessageType
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -57,6 +57,16 @@ def test_roles_become_code() -> None:
 @pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda page: page.stem)
 def test_quoted_code_exists(page: Path) -> None:
     sources.quote_sources(page.read_text())
+
+
+def test_a_chart_follows_each_table_of_ratios() -> None:
+    page = (DOCS / "benchmarks.md").read_text()
+    drawn = charts.draw_ratios(page)
+    assert drawn.count("<svg") == page.count("| zmqgrad | torch | ratio |") == 2
+    for name, ratio, length in (("call", "0.19", 57), ("wake", "1.45", 435)):
+        assert f">{name}</text>" in drawn
+        assert f'width="{length}"' in drawn
+        assert f">{ratio}</text>" in drawn
 
 
 def test_a_quote_of_missing_code_is_refused() -> None:

@@ -132,9 +132,9 @@ except SystemExit as end:
     assert message in run("-c", code, repr(place), DIGITS, seconds=90)
 
 
-def run_example(name: str, backend: str, *options: object) -> str:
+def run_example(name: str, backend: str, *options: object, seconds: float = 90) -> str:
     # torch's RPC warns about its own calls.
-    return run("-W", "ignore", EXAMPLES / name, "--backend", backend, *options, seconds=90)
+    return run("-W", "ignore", EXAMPLES / name, "--backend", backend, *options, seconds=seconds)
 
 
 @pytest.mark.slow
@@ -164,6 +164,20 @@ def test_a_recurrent_network_learns_its_text(backend: str) -> None:
     output = run_example("rnn_parameter_server.py", backend)
     assert number(r"step   1: loss .*perplexity ([\d.]+)", output) > 30
     assert number(r"step  60: loss .*perplexity ([\d.]+)", output) < 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trainers_use_a_learning_rate_that_changes(backend: str, tmp_path: Path) -> None:
+    output = run_example("watched_configuration.py", backend, "--epochs", 2, "--out", tmp_path, seconds=160)
+    rows = re.findall(r"│ (trainer\d) +│ +([\d.]+) │ +(\S+).*│ +(\d+) │ +([\d.]+) │", output)
+    assert [row[:2] for row in rows] == [
+        (trainer, rate) for trainer in ("trainer1", "trainer2") for rate in ("0.5", "0.05", "0.005")
+    ]
+    # An epoch has 57 steps, and two of them end with each learning rate.
+    assert all(int(steps) > 57 for _, _, _, steps, _ in rows)
+    assert float(rows[2][4]) < float(rows[0][4])
+    assert (tmp_path / "watched.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
 
 @pytest.mark.slow
@@ -203,6 +217,21 @@ def test_the_pole_falls_within_ten_to_twenty_steps_of_one_push() -> None:
     while not environment.step(0)[2]:
         steps += 1
     assert 8 <= steps <= 11  # as in CartPole-v1
+
+
+def test_the_pole_moves_as_that_of_gymnasium() -> None:
+    gymnasium = pytest.importorskip("gymnasium", reason="the oracle of cartpole.py")
+    theirs, ours = gymnasium.make("CartPole-v1").unwrapped, cartpole().CartPole(seed=3)
+    theirs.reset(seed=0)
+    theirs.state = ours.reset().double().numpy()
+    for action in (1, *[0] * 14):
+        expected, _, fallen, _, _ = theirs.step(action)
+        state, reward, is_over = ours.step(action)
+        assert state.tolist() == pytest.approx(expected.tolist(), abs=1e-5)
+        assert (reward, is_over) == (1.0, fallen)
+        if is_over:
+            return
+    raise AssertionError("the pole has not fallen")
 
 
 def cartpole() -> ModuleType:

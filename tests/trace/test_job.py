@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -175,6 +176,27 @@ def test_damage_in_the_middle_keeps_what_is_before(tmp_path: Path) -> None:
     damaged = [p for p in job.processes if p.damage]
     assert [p.path for p in damaged] == [b.path]
     assert len(list(job.calls())) == 2
+
+
+def test_a_part_of_a_job_has_the_calls_of_that_time(tmp_path: Path) -> None:
+    two(tmp_path, 100)  # a call each 10 ms; workers with clocks of their own
+    job = Job(tmp_path)
+    job.choose_part(since=0.495, until=0.595)
+    assert [call.request.message_id for call in job.calls()] == list(range(51, 61))
+    assert all(call.is_complete for call in job.calls())
+    job.choose_part(last=0.015)
+    assert {message.message_id for message in job.messages()} == {99, 100}
+    job.choose_part()
+    assert len(list(job.calls())) == 100
+
+
+@pytest.mark.parametrize(
+    "part", [{"since": 2}, {"since": 0.5, "until": 0.4}, {"last": -1}, {"last": math.nan}]
+)
+def test_a_part_that_has_nothing_is_an_error(tmp_path: Path, part: dict[str, float]) -> None:
+    two(tmp_path, 100)
+    with pytest.raises(TraceError, match=r"nothing of the chosen time: the job lasted 1\.0 s"):
+        Job(tmp_path).choose_part(**part)
 
 
 def test_a_wall_clock_that_is_set_is_noted_and_changes_no_time(tmp_path: Path) -> None:

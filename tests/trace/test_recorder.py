@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.interpreter import run_python
+from tests.support.waiting import eventually
 from zmqgrad import environment
 from zmqgrad.errors import TraceError
 from zmqgrad.store import TCPStore
@@ -21,7 +22,9 @@ from zmqgrad.trace import tracer as tracing
 from zmqgrad.trace import writer as writing
 from zmqgrad.trace.events import Dropped, RequestFinished, RequestStarted
 from zmqgrad.trace.log import LogReader, find_logs
+from zmqgrad.trace.recorder import Recorder, start_from_environment
 from zmqgrad.trace.tracer import show_arguments
+from zmqgrad.trace.waits import find_waits
 from zmqgrad.transport import tap
 from zmqgrad.transport.tap import Identity, Tracer
 from zmqgrad.wire.messages import MessageType
@@ -127,6 +130,26 @@ def test_a_full_disk_stops_the_trace_says_so_once_and_nothing_else(
     assert os.strerror(errno.ENOSPC) in said[0]
 
 
+def test_a_directory_that_others_may_write_to_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(TraceError, match=r"all users may write to .* use a directory of your own") as refused:
+        Recorder(tmp_path)
+    Recorder(str(refused.value).split("such as ")[1].split(",")[0])  # the advice works
+    tmp_path.chmod(0o755)
+    Recorder(tmp_path)
+    owner = os.getuid() or 4711
+    os.chown(tmp_path, owner, -1)
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1)
+    with pytest.raises(TraceError, match=rf"belongs to another user \(uid {owner}\): use a directory"):
+        Recorder(tmp_path)
+    monkeypatch.setenv("ZMQGRAD_TRACE", str(tmp_path))
+    with caplog.at_level(logging.WARNING):
+        assert start_from_environment() is None, "the job goes on untraced"
+    assert "belongs to another user" in caplog.text
+
+
 def test_a_directory_that_cannot_be_made_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with (
@@ -202,6 +225,29 @@ def test_a_short_wait_is_not_recorded_and_one_that_failed_or_lasts_is(tmp_path: 
         ("WaitEnded", 2),
         ("WaitEnded", 3),
     ]
+
+
+def test_a_wait_gets_longer_in_the_log_while_nothing_else_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "FLUSH_SECONDS", 0.005)
+    monkeypatch.setattr(writing, "CLOCK_SAMPLE_NANOSECONDS", 50_000_000)
+    with record(tmp_path) as recorder:
+        tracer = recorder.attach(Identity(tap.WORKER, "w0", 0, 5, "job"))
+        tracer.wait_begun(1, 1)
+        assert eventually(
+            lambda: _open_wait(tmp_path) > 200_000_000
+        )  # read while it is written, as of a hang
+        tracer.close()
+
+
+def _open_wait(directory: Path) -> int:
+    """Nanoseconds for which the only wait has been open; 0: it is not in the log yet."""
+    try:
+        waits = find_waits(Job(directory))
+    except TraceError:
+        return 0
+    return sum(wait.duration(waits.now) for wait in waits.open)
 
 
 def test_short_waits_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
 from tests.trace.test_job import SECOND, Writer, call, two
 from zmqgrad.__main__ import main
+from zmqgrad.cli import trace_output
 from zmqgrad.trace import Job
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.stats import statistics
@@ -120,3 +122,20 @@ def test_a_job_is_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert run("stats", tmp_path) == 1
     assert "several jobs" in capsys.readouterr().err
     assert run("stats", tmp_path, "--job", "j") == 0
+
+
+def test_a_large_trace_is_read_in_part_and_shows_its_progress(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two(tmp_path, 100)
+    monkeypatch.setattr(trace_output, "MANY_EVENTS", 500)
+    monkeypatch.setattr(trace_output, "PROGRESS_NANOSECONDS", 0)
+    assert main(["trace", "stats", str(tmp_path), "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["messages"] == 200
+    assert "608 events, which takes minutes to read: --last SECONDS" in err
+    assert re.search(r"reading .* of logs, pass 2: \d+%", err)
+    assert main(["trace", "stats", str(tmp_path), "--json", "--last", "0.015"]) == 0
+    assert json.loads(capsys.readouterr().out)["messages"] == 4
+    assert main(["trace", "stats", str(tmp_path), "--since", "9"]) == 1
+    assert "the job lasted 1.0 s" in capsys.readouterr().err

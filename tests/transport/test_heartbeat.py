@@ -181,6 +181,30 @@ def test_a_peer_that_ends_is_lost(kind: str) -> None:
             assert mailbox.join(Deadline.after(WAIT)) == []
 
 
+def test_only_peers_that_nothing_was_sent_to_are_unmonitored() -> None:
+    mailboxes = [ZmqMailbox(f"w{n}", n) for n in range(4)]
+    heard = Heard()
+    addresses = [PeerAddress(mailbox.endpoints, mailbox.incarnation) for mailbox in mailboxes]
+    try:
+        for mailbox in mailboxes:
+            mailbox.start(lambda inbound: None, addresses.__getitem__, None, heard.on_lost)
+        own = mailboxes[0]
+        for peer in (1, 2, 3):
+            own.monitor(peer)
+        own.send(2, Hello("w0"), 1)
+        own.unmonitor(1)
+        own.unmonitor(2)
+        for mailbox in mailboxes[1:]:
+            mailbox.close()
+            assert mailbox.join(Deadline.after(WAIT)) == []
+        heard.wait(lambda: len(heard.lost) == 2)
+        assert {peer for peer, why in heard.lost} == {2, 3}
+    finally:
+        for mailbox in mailboxes:
+            mailbox.close()
+            assert mailbox.join(Deadline.after(WAIT)) == []
+
+
 @pytest.mark.parametrize("kind", ["ipc", "heartbeat"])
 def test_a_silent_peer_is_suspected_until_it_replies(kind: str) -> None:
     """Its kernel takes the connection, as that of a stopped process does; then it goes on."""

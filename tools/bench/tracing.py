@@ -3,7 +3,7 @@
     python -m tools.bench.tracing
 
 prints, for each program, the median over the turns of time and of processor time (of both workers) with
-tracing over that without.
+tracing over that without; and what one event costs: processor time of its thread, of the writer, and bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,18 @@ from tools.bench.processes import PieceFailed, Place, run_together
 from tools.bench.sides import OURS, take
 from tools.bench.workloads import OTHER, WORKLOADS
 from zmqgrad import rpc, trace
+from zmqgrad.transport.tap import WORKER, Identity
+from zmqgrad.wire.messages import NONE_PAYLOAD, Call, Result
 
 PROGRAMS = {"call": 500, "flood": 2, "autograd_chain": 8}
 """Workloads, and how often each runs in a turn."""
 
 GOALS = {"call": 1.10, "flood": 1.25}
+
+EVENT_MICROSECONDS, EVENT_BYTES = 2.0, 100
+"""Goals of one event."""
+
+ROUNDS, CALLS_OF_A_ROUND = 100, 500
 
 _recording = ExitStack()
 
@@ -75,6 +82,41 @@ def measure(place: Place, seconds: float, directory: str) -> dict[str, float]:
     return found
 
 
+def event_cost(directory: str) -> tuple[float, float, float]:
+    """What an event of a call costs its thread (the least of many rounds) and the writer, in us; its bytes.
+
+    The caller and the callee of each call are one actor, and the recorder is not active, so that nothing but
+    recording is measured.
+    """
+    recorder = trace.recorder.Recorder(directory)
+    tracer = recorder.attach(Identity(WORKER, "worker0", incarnation=1))
+    call, result = Call("bench:nop", NONE_PAYLOAD), Result()
+    recording: list[float] = []
+    writing: list[float] = []
+    for first in range(0, ROUNDS * CALLS_OF_A_ROUND, CALLS_OF_A_ROUND):
+        began = time.thread_time()
+        for number in range(first, first + CALLS_OF_A_ROUND):
+            for message in (call, result):
+                for outgoing in (True, False):
+                    tracer.tap(outgoing, 0, (message.TYPE, 0, 1, number), message, 100, time.monotonic_ns())
+            tracer.request_started(0, number)
+            tracer.request_finished(0, number, False)
+            tracer.wait_begun(0, number)
+            tracer.wait_ended(0, number, False)
+        between = time.thread_time()
+        recorder.flush()
+        recording.append(between - began)
+        writing.append(time.thread_time() - between)
+    tracer.close()
+    recorder.close()
+    (process,) = trace.Job(directory).processes
+    assert recorder.path is not None
+    recorded = 5 * CALLS_OF_A_ROUND  # four messages and the request, which is read as two events
+    size = recorder.path.stat().st_size / (ROUNDS * recorded)
+    assert process.events > ROUNDS * recorded, "events were dropped"
+    return min(recording) / recorded * 1e6, statistics.median(writing) / recorded * 1e6, size
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Measure and print; 1 if that failed."""
     parser = argparse.ArgumentParser(prog="python -m tools.bench.tracing", description=__doc__.split("\n")[0])
@@ -82,6 +124,12 @@ def main(arguments: list[str] | None = None) -> int:
         "--seconds", type=float, default=5.0, metavar="S", help="for each program (default: 5)"
     )
     options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as directory:
+        recording, writing, size = event_cost(directory)
+    print(
+        f"event: {recording:.2f} us in its thread, {writing:.2f} us in the writer, {size:.0f} bytes", end="  "
+    )
+    print(f"goal <= {EVENT_MICROSECONDS:g} us, {EVENT_BYTES} bytes")
     meet_at_a_free_port()
     try:
         with tempfile.TemporaryDirectory() as directory:

@@ -6,8 +6,26 @@ from typing import Any
 
 from mkdocs.structure.files import File, Files
 
+from tools.docs.charts import draw_ratios
 from tools.docs.pages import PAGES
 from tools.docs.sources import ROOT, quote_sources
+
+PACKAGES = ROOT / "build" / "npm"
+SCRIPTS = {
+    "assets/mermaid.min.js": PACKAGES / "mermaid" / "dist" / "mermaid.min.js",
+    "assets/iframe-worker.js": PACKAGES / "iframe-worker" / "shim" / "index.js",
+}
+"""What draws the diagrams, and what searches without a server. ``make docs`` fetches them; otherwise, pages
+load them from a CDN."""
+
+
+def on_config(config: Any, /, **_: Any) -> Any:
+    """Let the pages load scripts from the site itself."""
+    if all(source.is_file() for source in SCRIPTS.values()):
+        mermaid, worker = SCRIPTS
+        config.extra_javascript.append(mermaid)
+        config.extra["polyfills"] = [worker]
+    return config
 
 
 def on_files(files: Files, /, *, config: Any, **_: Any) -> Files:
@@ -16,9 +34,12 @@ def on_files(files: Files, /, *, config: Any, **_: Any) -> Files:
         files.append(File.generated(config, path, content=write()))
     for program in sorted((ROOT / "examples").glob("*.py")):
         files.append(File.generated(config, f"examples/{program.name}", content=program.read_text()))
+    for path, source in SCRIPTS.items():
+        if source.is_file():
+            files.append(File.generated(config, path, abs_src_path=str(source)))
     return files
 
 
 def on_page_markdown(markdown: str, /, **_: Any) -> str:
-    """Replace the directives of a page that quote code, and link to the site's copies of the examples."""
-    return quote_sources(markdown).replace("](../examples/", "](examples/")
+    """Quote code, draw the charts of a page, and link to the site's copies of the examples."""
+    return draw_ratios(quote_sources(markdown)).replace("](../examples/", "](examples/")

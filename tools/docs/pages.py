@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import importlib
 import inspect
 import os
 import re
 from collections.abc import Callable, Iterator
-from typing import cast
 from unittest import mock
 
 from tools.docs import remedies, torch_names
 from tools.docs.sources import to_markdown
-from zmqgrad import __main__ as command
 from zmqgrad import errors
+from zmqgrad.cli.commands import command_parser
+from zmqgrad.cli.parser import CommandParser
+from zmqgrad.trace import prometheus
 from zmqgrad.wire import messages
 
 MODULES = (
@@ -84,22 +84,16 @@ def _command_line() -> Iterator[str]:
 
 
 def parsers() -> Iterator[argparse.ArgumentParser]:
-    """The parser of the command, of its subcommands and of theirs, with the most general first."""
-    yield command._parser("", None)
-    for name in command._COMMANDS:
-        module = cast("command.Command", importlib.import_module(f"zmqgrad.cli.{name}"))
-        yield from _with_children(_children(command._parser(name, module))[name])
+    """The parser of the command, of its subcommands and of theirs, each before its own."""
+    yield from _with_children(command_parser())
 
 
-def _with_children(parser: argparse.ArgumentParser) -> Iterator[argparse.ArgumentParser]:
+def _with_children(parser: CommandParser) -> Iterator[argparse.ArgumentParser]:
+    parser.declare()
     yield parser
-    for child in _children(parser).values():
-        yield from _with_children(child)
-
-
-def _children(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
     actions = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
-    return {name: child for action in actions for name, child in action.choices.items()}
+    for child in (child for action in actions for child in action.choices.values()):
+        yield from _with_children(child)
 
 
 def messages_page() -> str:
@@ -126,6 +120,25 @@ def _messages() -> Iterator[str]:
             yield f"| `{name}` | {fields.get(name, '')} | {meaning.replace('|', '&#124;')} |"
 
 
+def metrics_page() -> str:
+    """Reference of the counters for Prometheus, from the objects that count."""
+    return "\n".join(_metrics()) + "\n"
+
+
+def _metrics() -> Iterator[str]:
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    prometheus.Metrics(registry)
+    yield from ("# Metrics", "")
+    yield "What `zmqgrad.trace.prometheus.serve` and `count` offer; see"
+    yield "[tracing](../tracing.md#prometheus). `rpc.get_stats()` returns further counters as a dict."
+    yield from ("", "| metric | type | meaning |", "|---|---|---|")
+    for metric in registry.collect():
+        suffix = "_total" if metric.type == "counter" else ""
+        yield f"| `{metric.name}{suffix}` | {metric.type} | {metric.documentation} |"
+
+
 def message_classes() -> list[type[messages.Message]]:
     """The header of each message type."""
     found = (value for value in vars(messages).values() if inspect.isclass(value))
@@ -137,5 +150,6 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/command-line.md": command_line_page,
     "reference/errors.md": errors_page,
     "reference/messages.md": messages_page,
+    "reference/metrics.md": metrics_page,
     "porting/names.md": torch_names.page,
 }

@@ -24,8 +24,14 @@ FROZEN_SECONDS = 10.0
 SMALL_BYTES = 60_000
 """To what size memory files, and others, may grow: less than a tensor of a call has."""
 
+LOST_SECONDS = 20.0
+"""A rendezvous whose store does not reply for this long is lost to the agents: they end with an error."""
+
 LOCAL_SECONDS, REMOTE_SECONDS = 3.0, 10.0
 """P2: the liveness timeouts on one host and between hosts."""
+
+REFUSED_SECONDS = 3.5
+"""P2: of a process whose host lives and refuses connections."""
 
 
 class Scene(Protocol):
@@ -55,6 +61,7 @@ class Fault:
     Args:
         strike: see the head of the module.
         seconds: how long it lasts; None: for good.
+        step_seconds: timeout of each operation.
         effect: what it may do to steps.
         notice_seconds: limit until a survivor notices.
         features: what the machine must support, see :func:`~tools.faults.network.missing`.
@@ -69,6 +76,7 @@ class Fault:
     notice_seconds: float | None = None
     features: tuple[str, ...] = ()
     frozen_timeout: float | None = None
+    step_seconds: float = 60.0
     ends_victim: bool = False
     between_hosts: bool = False
     fits: Callable[[Role], str] = lambda role: ""
@@ -81,6 +89,8 @@ class Fault:
             notice = None
         if effect is Effect.LOSS and role.survives_loss and (restarts or self.seconds is not None):
             effect = Effect.DELAY  # clients reconnect within their timeout
+        if role.loses_state and (restarts or (self.seconds or 0.0) >= LOST_SECONDS):
+            effect = Effect.REFUSAL
         extra = " P9" if role.on_disk else " R1 R2 R3" if "RRef" in role.name or "fork" in role.name else ""
         return Promise(effect, self.guarantees + extra, notice, restarts)
 
@@ -188,7 +198,8 @@ def _with_memory(role: Role) -> str:
 
 
 def _listens(role: Role) -> str:
-    return "the role listens on no port all the time" if role.name in ("watcher", "joining worker") else ""
+    names = ("watcher", "joining worker", "agent")
+    return "the role listens on no port all the time" if role.name in names else ""
 
 
 _FIREWALL = ("hosts", "firewall")
@@ -210,8 +221,9 @@ FAULTS = {
             "P1 P3, frozen_timeout",
             FROZEN_SECONDS,
             frozen_timeout=FROZEN_SECONDS,
+            step_seconds=15.0,
         ),
-        Fault("no descriptors", _no_descriptors, 5.0, Effect.REFUSAL, "P3"),
+        Fault("no descriptors", _no_descriptors, 5.0, Effect.REFUSAL, "P3", step_seconds=15.0),
         Fault("out of shared memory", _no_shared_memory, 5.0, fits=_with_memory),
         Fault(
             "full disk", _full_disk, 3.0, Effect.REFUSAL, "P3", features=("mount",), fits=_with_disk,
@@ -228,7 +240,7 @@ FAULTS = {
             between_hosts=True, features=("hosts",), fits=_listens,
         ),
         Fault(
-            "SIGKILL between hosts", _kill, None, Effect.LOSS, "P1 P2 P3", REMOTE_SECONDS, ends_victim=True,
+            "SIGKILL between hosts", _kill, None, Effect.LOSS, "P1 P2 P3", REFUSED_SECONDS, ends_victim=True,
             between_hosts=True, features=("hosts",),
         ),
         Fault(
@@ -242,6 +254,9 @@ FAULTS = {
         Fault("half-open", _half_open, None, between_hosts=True, features=_FIREWALL),
         Fault(
             "partition 2 s", _filter(net.DROP_IN, net.DROP_OUT), 2.0, between_hosts=True, features=_FIREWALL
+        ),
+        Fault(
+            "partition 4 s", _filter(net.DROP_IN, net.DROP_OUT), 4.0, between_hosts=True, features=_FIREWALL
         ),
         Fault(
             "partition 20 s", _filter(net.DROP_IN, net.DROP_OUT), 20.0, Effect.LOSS, "P1 P2 P3",

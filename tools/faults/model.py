@@ -8,10 +8,12 @@ from enum import Enum
 from typing import Any, NamedTuple
 
 BEFORE_SENDING, AFTER_SENDING, ON_RECEIPT = "before sending", "after sending", "on receipt of"
+AT_STEP, ENTERING = "at step", "on entering"
+"""Moments of an agent: it has applied an action to its copy of the rendezvous; a phase of its lifecycle."""
 
 
 class Moment(NamedTuple):
-    """When the fault strikes the victim: at a message of this type."""
+    """When the fault strikes the victim: at a message of this type, or a step of this name."""
 
     when: str
     message: str

@@ -1,4 +1,4 @@
-"""Runs a function in a worker at the moment when it first sends or receives a message of a type.
+"""Runs a function in a process at the moment when it first sends or receives a message of a type.
 
 The tap of the transport shows a worker's message after it was sent, a store's query and reply before, and
 each received message before it is handled. The moment before a worker sends is found by wrapping the
@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any, cast
 
-from tools.faults.model import AFTER_SENDING, BEFORE_SENDING, ON_RECEIPT, Moment
+from tools.faults.model import AFTER_SENDING, AT_STEP, BEFORE_SENDING, ON_RECEIPT, Moment
 from zmqgrad.transport import tap
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.tap import Identity, Tapped, Tracer
@@ -36,11 +36,11 @@ class Moments:
         """From now on the moment counts."""
         self._armed = True
 
-    def reach(self, when: str, kind: int) -> None:
-        """A message of type ``kind`` is sent or received."""
+    def reach(self, when: str, what: int | str) -> None:
+        """A message of type ``what`` is sent or received, or a step of this name is made."""
         if not self._armed:
             return
-        moment = Moment(when, MessageType(kind).name)
+        moment = Moment(when, what if isinstance(what, str) else MessageType(what).name)
         self.seen.add(moment)
         if moment == self._wanted:
             with self._lock:
@@ -80,6 +80,9 @@ class _Tap:
         self._moments.reach(self._sent if tapped.outgoing else ON_RECEIPT, tapped.envelope.type)
         if self._moments.on_message is not None and not tapped.outgoing:
             self._moments.on_message()
+
+    def rendezvous_step(self, round_number: int, action: str, participants: int, waiting: int) -> None:
+        self._moments.reach(AT_STEP, action)
 
     def __getattr__(self, name: str) -> Callable[..., None]:
         return lambda *args, **kwargs: None

@@ -36,6 +36,7 @@ def choose(cells: Iterable[Cell], patterns: str) -> list[Cell]:
 QUICK = {
     "caller": ("out of shared memory", "no descriptors"),
     "callee": ("SIGKILL", "SIGSTOP 2 s", "partition 2 s", "garbage", "power failure of the host"),
+    "callee under load": ("partition 4 s",),
     "RRef owner": ("SIGKILL",),
     "RRef user": ("SIGKILL",),
     "child of a fork": ("SIGKILL", "reset"),
@@ -45,6 +46,8 @@ QUICK = {
     "store host": ("SIGKILL", "full disk", "wrong secret"),
     "watcher": ("SIGKILL", "partition 2 s"),
     "joining worker": ("SIGKILL",),
+    "agent": ("SIGKILL",),
+    "agent with the store": ("SIGKILL",),
 }
 """Each role, and each kind of fault."""
 

@@ -34,7 +34,10 @@ def _lines(results: Results) -> Iterator[str]:
             entries = [entry for entry in reached if (entry["role"], entry["fault"]) == (role, fault)]
             if entries:
                 yield _row(role, fault, entries)
+    yield f"\n### Moments at which {AT_EVERY_MOMENT} struck\n"
     yield from _kills(reached)
+    yield "\n### Moments that did not occur while the steps were made\n"
+    yield from _kills([entry for entry in cells if entry["verdict"] == "not reached"])
     yield from _broken(broken)
     yield from _infeasible()
 
@@ -53,12 +56,11 @@ def _longest(entries: list[dict[str, Any]], field: str) -> str:
     return f"{max(times):.1f}" if times else "-"
 
 
-def _kills(reached: list[dict[str, Any]]) -> Iterator[str]:
-    yield f"\n### Moments at which {AT_EVERY_MOMENT} struck\n"
+def _kills(entries: list[dict[str, Any]]) -> Iterator[str]:
     for role in ROLES:
         moments = [
             f"{entry['moment'][0]} `{entry['moment'][1]}`"
-            for entry in reached
+            for entry in entries
             if (entry["role"], entry["fault"]) == (role, AT_EVERY_MOMENT)
         ]
         if moments:

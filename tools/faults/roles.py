@@ -17,7 +17,8 @@ import torch
 
 import zmqgrad.autograd as dist_autograd
 from tests.support.namespaces import enter
-from tools.faults.model import AFTER_SENDING, BEFORE_SENDING, ON_RECEIPT, Moment
+from tools.faults import agents
+from tools.faults.model import AFTER_SENDING, BEFORE_SENDING, ENTERING, ON_RECEIPT, Moment
 from tools.faults.participant import Participant
 from zmqgrad import rpc
 from zmqgrad.optim import DistributedOptimizer
@@ -30,6 +31,9 @@ SHUTDOWN_SECONDS = 60.0
 
 FLOATS = 16 << 10
 """Of the tensors in calls: enough for shared memory and for a frame of its own."""
+
+IN_FLIGHT = 100
+"""Calls at a time, under load."""
 
 Work = Callable[[Participant], None]
 
@@ -64,6 +68,16 @@ def move_in(p: Participant) -> None:
         enter(p.place.rank)
 
 
+def on_host(work: Work) -> Work:
+    """Do ``work`` on the victim's host or that of the others."""
+
+    def moved(p: Participant) -> None:
+        move_in(p)
+        work(p)
+
+    return moved
+
+
 def in_group(loop: Work, check: Work = lambda p: None) -> Work:
     """Join, do ``loop``, wait until all are idle, ``check`` what is left, and leave."""
 
@@ -94,6 +108,14 @@ def call(to: str, number: int) -> None:
     """A numbered call, checked."""
     result = rpc.rpc_sync(to, double, args=(number, torch.full((FLOATS,), float(number % 1000))))
     assert result.sum().item() == 2.0 * (number % 1000) * FLOATS, "P1: a wrong result"
+
+
+def calls(number: int) -> None:
+    """Many numbered calls of w1 at a time, checked: none is lost."""
+    numbers = [number << 16 | i for i in range(IN_FLIGHT)]
+    futures = [rpc.rpc_async("w1", double, args=(n, torch.full((FLOATS,), float(n % 1000)))) for n in numbers]
+    for n, future in zip(numbers, futures, strict=True):
+        assert future.wait()[-1].item() == 2.0 * (n % 1000), f"P1: a wrong result of call {n}"
 
 
 def make(number: int) -> list[int]:
@@ -197,14 +219,17 @@ def value_of(rref: RRef[torch.Tensor]) -> list[float]:
 
 def optimize(p: Participant) -> None:
     """Steps of an optimizer with parameters on the victim and on w2: each is applied once."""
-    parameters = [rpc.remote(owner, parameter) for owner in ("w1", "w2")]
-    optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=1.0)
+    parameters: list[RRef[torch.Tensor]] = []
+    optimizer: DistributedOptimizer | None = None
     taken = 0
 
     def step(number: int) -> None:
-        nonlocal taken
+        nonlocal optimizer, taken
+        if optimizer is None:  # in a step, which may be struck
+            parameters[:] = [rpc.remote(owner, parameter) for owner in ("w1", "w2")]
+            optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=1.0)
         with dist_autograd.context() as context:
-            loss = sum(rref.to_here().sum() for rref in parameters)
+            loss = parameters[0].to_here().sum() + parameters[1].to_here().sum()
             dist_autograd.backward(context, [loss])
             optimizer.step(context)
         taken += 1
@@ -371,6 +396,9 @@ class Role:
     shares_memory: bool = False
     survives_loss: bool = False
     """Whether a step may succeed without the victim, after a restart: clients of a store reconnect."""
+    serves_store: bool = False
+    loses_state: bool = False
+    """Whether the state that the others need ends with the victim: their steps raise, and can be repeated."""
 
 
 _idle = in_group(waits)
@@ -387,6 +415,12 @@ ROLES = {
         Role(
             "callee",
             (in_group(beside(lambda n: call("w1", n))), _idle, _idle),
+            Moment(ON_RECEIPT, "CALL"),
+            shares_memory=True,
+        ),
+        Role(
+            "callee under load",
+            (in_group(beside(calls)), _idle, _idle),
             Moment(ON_RECEIPT, "CALL"),
             shares_memory=True,
         ),
@@ -428,6 +462,7 @@ ROLES = {
             noticed=False,
             on_disk=True,
             survives_loss=True,
+            serves_store=True,
         ),
         Role(
             "watcher",
@@ -442,6 +477,32 @@ ROLES = {
             Moment(ON_RECEIPT, "STORE_VALUE"),
             restarts=True,
             noticed=False,
+        ),
+        Role(
+            "agent",
+            (
+                on_host(agents.agent(leads=True)),
+                on_host(agents.agent(leads=False)),
+                on_host(agents.serve_rendezvous),
+            ),
+            Moment(ENTERING, "RUNNING"),
+            restarts=True,
+            noticed=False,
+            survives_loss=True,
+        ),
+        Role(
+            "agent with the store",
+            (
+                on_host(agents.agent(leads=False, at_victim=True)),
+                on_host(agents.agent(leads=True, serves=True, at_victim=True)),
+                None,
+            ),
+            Moment(ENTERING, "RUNNING"),
+            restarts=True,
+            noticed=False,
+            survives_loss=True,
+            serves_store=True,
+            loses_state=True,
         ),
     )
 }

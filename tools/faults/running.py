@@ -138,7 +138,7 @@ class CellRun:
 
     def _start(self) -> None:
         ranks = [rank for rank in (0, 1, 2) if self.role.works[rank] is not None]
-        if self.role.on_disk:
+        if self.role.serves_store:
             ranks.remove(1)
             self._add(1)  # it serves the others
             self._until(lambda: self._all("ready"), START_SECONDS, "the store was not ready")
@@ -158,7 +158,7 @@ class CellRun:
             self._port,
             moment,
             self.fault.frozen_timeout,
-            60.0 if self.fault.frozen_timeout is None else 15.0,
+            self.fault.step_seconds,
             incarnation,
             environ,
         )
@@ -184,8 +184,8 @@ class CellRun:
     def stranger(self, kind: str) -> None:
         """As :class:`~tools.faults.faults.Scene`."""
         victim = self._victim
-        serves_store = victim if self.role.on_disk else self.processes[0]
-        store = serves_store.place.victims_address if self.role.on_disk else victim.place.address
+        serves_store = victim if self.role.serves_store else self.processes[0]
+        store = serves_store.place.victims_address if self.role.serves_store else victim.place.address
         place = Place(
             "w4", str(self.directory), store, "", self._port, environ=dict(victim.place.environ)
         )  # an even rank: on the host of the survivors

@@ -10,7 +10,7 @@ import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from zmqgrad import __version__, environment
@@ -20,7 +20,8 @@ from zmqgrad.elastic.agent.variables import common_variables, worker_variables
 from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.transport import capabilities
-from zmqgrad.transport.bind_policy import check_bind_address, facing_address
+from zmqgrad.transport.host_address import choose_address
+from zmqgrad.transport.interfaces import interface_addresses
 from zmqgrad.transport.security import load_keys
 
 SELF_TEST_SECONDS = 120.0
@@ -46,6 +47,8 @@ class Check(NamedTuple):
     status: Status
     found: str
     advice: str = ""
+    data: Mapping[str, object] | None = None
+    """Measured values, for JSON."""
 
 
 def all_checks(self_test: bool = True) -> list[Check]:
@@ -103,26 +106,25 @@ def _shared_memory() -> Check:
 
 
 def _interfaces() -> Check:
-    names = [name for _, name in socket.if_nameindex()]
-    return Check("interfaces", Status.OK, ", ".join(names) or "none")
+    found: dict[str, list[str]] = {name: [] for _, name in socket.if_nameindex()}
+    for name, address in interface_addresses():
+        found.setdefault(name, []).append(address)
+    shown = "; ".join(" ".join([name, *addresses]) for name, addresses in found.items())
+    return Check("interfaces", Status.OK, shown or "none")
 
 
 def _address() -> Check:
     """The address at which workers on other hosts would reach this one."""
     try:
         launch = environment.read_launch()
-    except ConfigurationError as e:
-        return Check("address", Status.BAD, str(e))
-    host = launch.master_addr or "127.0.0.1"
-    why = f"faces MASTER_ADDR {host}" if launch.master_addr else "MASTER_ADDR is not set: this host only"
-    try:
-        facing = facing_address(host, launch.master_port or 0)
-        check_bind_address(f"tcp://{facing}:0", load_keys() is not None)
+        secured = load_keys() is not None
+        address = choose_address(launch.master_addr or LOOPBACK, launch.master_port or 0, secured=secured)
     except OSError as e:
-        return Check("address", Status.BAD, f"no route to MASTER_ADDR {host}: {e}")
+        return Check("address", Status.BAD, f"no route to MASTER_ADDR {launch.master_addr}: {e}")
     except ConfigurationError as e:
-        return Check("address", Status.BAD, f"{facing} ({why})", str(e))
-    return Check("address", Status.OK, f"{facing} ({why})")
+        return Check("address", Status.BAD, "no worker could listen", str(e))
+    unset = "" if launch.master_addr else ": MASTER_ADDR is not set, so workers are on this host only"
+    return Check("address", Status.OK, f"{address}{unset}")
 
 
 def _port() -> Check:

@@ -13,18 +13,20 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from zmqgrad import environment
+from zmqgrad.cli.colours import BLUE, CYAN, GREEN, MAGENTA, RED, YELLOW, wants_colour
 from zmqgrad.cli.run_options import add_arguments, to_command, to_config
 from zmqgrad.elastic.agent.job import is_distributed, run_job, starts_script
 from zmqgrad.elastic.agent.listening import write_all
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
+from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.errors import ConfigurationError
 
 __all__ = ["add_arguments", "execute"]
 
 EXIT_CANNOT_START = 126
 
-_COLOURS = (36, 33, 35, 32, 34, 31)
+_COLOURS = (CYAN, YELLOW, MAGENTA, GREEN, BLUE, RED)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -37,12 +39,7 @@ def execute(arguments: argparse.Namespace) -> int:
     inherited = environment.inherited()
     if arguments.replace_torch_rpc or environment.replaces_torch_rpc():
         inherited |= replacing_torch_rpc(inherited)
-    if arguments.trace is not None:
-        from zmqgrad.trace import launch_environment  # only now: most jobs need not wait for it
-
-        inherited |= launch_environment(arguments.trace)
-        if is_distributed(config):  # an id on which all agents agree
-            inherited[environment.TRACE_JOB] = f"{config.run_id}@{config.rdzv_endpoint}"
+    inherited |= tracing(arguments.trace, config)
     terminals = {fd: window_of(fd) for fd in (STDOUT, STDERR) if os.isatty(fd)}
     coloured = frozenset(terminals) if wants_colour(inherited) else frozenset()
     if arguments.verbose and "OMP_NUM_THREADS" not in inherited and config.nproc_per_node > 1:
@@ -57,6 +54,26 @@ def execute(arguments: argparse.Namespace) -> int:
         return EXIT_CANNOT_START
     _print_error(*job_report(result, stderr_tail))
     return result.exit_code
+
+
+def tracing(directory: Path | None, config: LaunchConfig) -> dict[str, str]:
+    """The variables by which the workers are traced; with several nodes, this process is traced, too.
+
+    Args:
+        directory: of the logs; None: that of ZMQGRAD_TRACE, if it is set.
+
+    Raises:
+        TraceError: if ``directory`` cannot be used.
+    """
+    variables: dict[str, str] = {}
+    if directory is not None:
+        from zmqgrad.trace import launch_environment  # only now: most jobs need not wait for it
+
+        variables = launch_environment(directory)
+    if is_distributed(config) and (variables or environment.trace_directory() is not None):
+        variables[environment.TRACE_JOB] = f"{config.run_id}@{config.rdzv_endpoint}"  # the same on all nodes
+        environment.export(variables)  # the agents' rendezvous is part of the job
+    return variables
 
 
 def replacing_torch_rpc(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -78,11 +95,6 @@ def labels(coloured: frozenset[int]) -> Callable[[int, int], bytes]:
         return f"{text} ".encode()
 
     return label
-
-
-def wants_colour(environ: Mapping[str, str]) -> bool:
-    """Whether to use colours on a terminal (see no-color.org)."""
-    return not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
 def _log_dir(path: Path | None) -> Path | None:

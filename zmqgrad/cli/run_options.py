@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import secrets
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -123,7 +123,7 @@ def to_command(arguments: argparse.Namespace) -> list[str]:
 def _standalone(max_nodes: int) -> dict[str, Any]:
     if max_nodes > 1:
         raise ConfigurationError("--standalone is for one host: leave it out, or leave --nnodes out")
-    return {"run_id": secrets.token_hex(16)}
+    return {"run_id": os.urandom(16).hex()}
 
 
 def _meeting(arguments: argparse.Namespace, max_nodes: int) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import secrets
 from pathlib import Path
 
 from zmqgrad import environment
+from zmqgrad.cli.parser import describe
 from zmqgrad.errors import ConfigurationError
 
 SECRET_BYTES = 32
@@ -16,19 +17,19 @@ _NOTES = f"""\
 All processes of a job need the same secret. Give them its file by {environment.SECRET_FILE}: on a file
 system that all hosts share, or copied to each (mode 600). Or give them the secret itself by the variable
 {environment.SECRET}, which srun passes on, and mpirun with -x. A secret is never an argument: other users can
-see those of any process.
+see those of any process."""
 
-examples:
-  zmqgrad secret --write ~/job7.secret && export {environment.SECRET_FILE}=~/job7.secret
-  export {environment.SECRET}=$(zmqgrad secret)
-  zmqgrad secret | kubectl create secret generic job7 --from-file=secret=/dev/stdin
-"""
+_EXAMPLES = (
+    f"zmqgrad secret --write ~/job7.secret && export {environment.SECRET_FILE}=~/job7.secret",
+    f"export {environment.SECRET}=$(zmqgrad secret)",
+    "zmqgrad secret | kubectl create secret generic job7 --from-file=secret=/dev/stdin",
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad secret``."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = _NOTES
+    describe(parser, _EXAMPLES)
     parser.add_argument(
         "--write", type=Path, metavar="PATH", help="create this file, with mode 600, instead of printing"
     )

@@ -41,7 +41,6 @@ class Subcommand:
     """One subcommand: ``declare`` adds its arguments, ``run`` executes it on an open store."""
 
     name: str
-    HELP: str
     declare: Callable[[argparse.ArgumentParser], object]
     run: Callable[[Store, argparse.Namespace], int]
 
@@ -274,12 +273,12 @@ def _prefix_arguments(parser: argparse.ArgumentParser) -> None:
 SUBCOMMANDS = {
     subcommand.name: subcommand
     for subcommand in (
-        Subcommand("get", "Print the value of a key.", _get_arguments, _get),
-        Subcommand("set", "Set a key.", _set_arguments, _set),
-        Subcommand("add", "Add to the number at a key, and print the sum.", _add_arguments, _add),
-        Subcommand("delete", "Delete keys.", _keys_arguments, _delete),
-        Subcommand("keys", "List the keys.", _prefix_arguments, _keys),
-        Subcommand("wait", "Wait until all given keys exist.", _keys_arguments, _wait),
-        Subcommand("watch", "Print each change of the given keys.", _watch_arguments, _watch),
+        Subcommand("get", _get_arguments, _get),
+        Subcommand("set", _set_arguments, _set),
+        Subcommand("add", _add_arguments, _add),
+        Subcommand("delete", _keys_arguments, _delete),
+        Subcommand("keys", _prefix_arguments, _keys),
+        Subcommand("wait", _keys_arguments, _wait),
+        Subcommand("watch", _watch_arguments, _watch),
     )
 }

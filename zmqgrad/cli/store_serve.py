@@ -13,8 +13,6 @@ from zmqgrad.store.addresses import check_port, listening_address
 from zmqgrad.store.server import StoreServer
 from zmqgrad.transport.security import load_keys, read_secret
 
-HELP = "Serve a key-value store until interrupted."
-
 DEFAULT_PORT = 29500
 
 EXIT_FAILED = 1

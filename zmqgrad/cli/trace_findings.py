@@ -11,15 +11,19 @@ import textwrap
 
 import msgspec
 
-from zmqgrad.cli.trace_output import add_job_arguments, open_job, printable
+from zmqgrad.cli.colours import RED, YELLOW, paint
+from zmqgrad.cli.trace_output import add_job_arguments, add_part_arguments, open_job, printable
 from zmqgrad.trace.findings import Severity, find
 
 EXIT_PROBLEM = 3
+
+_COLOURS = {Severity.PROBLEM: RED, Severity.WARNING: YELLOW}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_job_arguments(parser)
+    add_part_arguments(parser, last_only=True)
     parser.add_argument(
         "--all",
         action="store_true",
@@ -36,6 +40,7 @@ def execute(arguments: argparse.Namespace) -> int:
     elif not findings:
         print("nothing stands out")
     for each in () if arguments.json else findings:
-        print(printable(f"{each.severity.name}: {each.title}"))
+        severity = paint(each.severity.name, _COLOURS.get(each.severity))
+        print(f"{severity}: {printable(each.title)}")
         print(textwrap.indent(textwrap.fill(printable(each.detail), 100), "    "))
     return EXIT_PROBLEM if any(each.severity is Severity.PROBLEM for each in findings) else 0

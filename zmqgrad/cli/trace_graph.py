@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from zmqgrad.cli.trace_output import add_job_arguments, open_job, printable
+from zmqgrad.cli.trace_output import add_job_arguments, add_part_arguments, open_job, printable
 from zmqgrad.errors import ConfigurationError, TraceError
 from zmqgrad.trace import graph
 from zmqgrad.trace.graph_plot import plot
@@ -21,6 +21,7 @@ DOT_SECONDS = 120
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace graph``."""
     add_job_arguments(parser)
+    add_part_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON; times in nanoseconds")
     parser.add_argument("--list", action="store_true", help="list the contexts of the job")
     parser.add_argument(

@@ -9,10 +9,14 @@ from collections.abc import Sequence
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.runtime.clock import local_time
+from zmqgrad.runtime.clock import local_time, monotonic_ns
 from zmqgrad.trace import Job
+from zmqgrad.trace.log import find_logs
 
 MIN_TABLE_WIDTH = 140
+
+MANY_EVENTS = 2_000_000
+PROGRESS_NANOSECONDS = 5_000_000_000
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
@@ -23,6 +27,19 @@ def add_job_arguments(parser: argparse.ArgumentParser) -> None:
         "directory", nargs="?", help="the directory of the trace logs (default: that of ZMQGRAD_TRACE)"
     )
     parser.add_argument("--job", metavar="ID", help="which job, if the directory has traces of several")
+
+
+def add_part_arguments(parser: argparse.ArgumentParser, *, last_only: bool = False) -> None:
+    """Declare which part of the job is read; ``last_only``: a part must end with the job."""
+    for name, which in () if last_only else (("--since", "earlier"), ("--until", "later")):
+        help_text = f"leave out what happened {which} than this, from the start of the job"
+        parser.add_argument(name, type=float, metavar="SECONDS", help=help_text)
+    parser.add_argument("--last", type=float, metavar="SECONDS", help="read only the end of the job")
+
+
+def chooses_part(arguments: argparse.Namespace) -> bool:
+    """Whether only a part of the job is read."""
+    return any(getattr(arguments, name, None) is not None for name in ("since", "until", "last"))
 
 
 def directory_of(arguments: argparse.Namespace) -> str:
@@ -44,7 +61,7 @@ def open_job(arguments: argparse.Namespace) -> Job:
         ConfigurationError: if no directory is given.
         TraceError: if the directory has no readable logs, or not those of one job.
     """
-    job = Job(directory_of(arguments), arguments.job)
+    job = read_job(arguments)
     for problem in job.unreadable:
         note(f"left out: {problem}")
     for process in job.processes:
@@ -53,6 +70,40 @@ def open_job(arguments: argparse.Namespace) -> Job:
         if process.dropped:
             note(f"{process}: {process.dropped} events were not recorded, because its buffer was full")
     return job
+
+
+def read_job(arguments: argparse.Namespace) -> Job:
+    """The job, or the part of it that the arguments choose (:func:`add_part_arguments`); errors as above."""
+    directory = directory_of(arguments)
+    job = Job(directory, arguments.job, on_read=Progress(directory).add)
+    given = vars(arguments)
+    if "last" not in given:
+        return job
+    part = {name: given[name] for name in ("since", "until", "last") if given.get(name) is not None}
+    events = sum(process.events for process in job.processes)
+    if part:
+        job.choose_part(**part)
+    elif events > MANY_EVENTS:
+        note(f"the trace has {events:,} events, which takes minutes to read: --last SECONDS reads its end")
+    return job
+
+
+class Progress:
+    """Notes how far the logs of ``directory`` are read, if that takes long. Views may need several passes."""
+
+    def __init__(self, directory: str) -> None:
+        self._total = sum(path.stat().st_size for path in find_logs(directory))
+        self._read = 0
+        self._noted = monotonic_ns()
+
+    def add(self, count: int) -> None:
+        """Counts bytes."""
+        self._read += count
+        now = monotonic_ns()
+        if now - self._noted >= PROGRESS_NANOSECONDS:
+            self._noted = now
+            number, rest = divmod(self._read, self._total)
+            note(f"reading {size(self._total)} of logs, pass {number + 1}: {rest / self._total:.0%}")
 
 
 def note(text: str) -> None:

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import msgspec
 
-from zmqgrad.cli.trace_output import add_job_arguments, duration, note, open_job, printable
+from zmqgrad.cli.trace_output import (
+    add_job_arguments,
+    add_part_arguments,
+    duration,
+    note,
+    open_job,
+    printable,
+)
 from zmqgrad.errors import TraceError
 from zmqgrad.trace.drawing import as_mermaid, as_svg, as_text
 from zmqgrad.trace.job import Job
@@ -18,6 +25,7 @@ from zmqgrad.trace.sequence import Diagram, call_diagram, context_diagram, round
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace sequence``."""
     add_job_arguments(parser)
+    add_part_arguments(parser)
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--call",

@@ -11,6 +11,8 @@ import msgspec
 from zmqgrad.cli.trace_live import polls, wait_for_closed_output
 from zmqgrad.cli.trace_output import (
     add_job_arguments,
+    add_part_arguments,
+    chooses_part,
     clock_text,
     directory_of,
     duration,
@@ -36,6 +38,7 @@ Show = Callable[[Line, int], None]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace tail``."""
     add_job_arguments(parser)
+    add_part_arguments(parser)
     parser.epilog = (
         "Follows a running job, from now on, until it has ended or Ctrl-C; prints all of one that has ended. "
         "Patterns are those of a shell, such as 'STORE_*'; options may be repeated."
@@ -65,7 +68,7 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.peer,
     )
     show = _show_json if arguments.json else _text_printer()
-    if not arguments.no_follow:
+    if not (arguments.no_follow or chooses_part(arguments)):
         with Follower(directory_of(arguments), arguments.job) as follower:
             if follower.is_recording():
                 _follow(follower, wanted, show, arguments.from_start)

@@ -8,7 +8,7 @@ import json
 import sys
 from pathlib import Path
 
-from zmqgrad.cli.trace_output import add_job_arguments, directory_of, open_job
+from zmqgrad.cli.trace_output import add_job_arguments, add_part_arguments, directory_of, open_job
 from zmqgrad.trace import chrome
 from zmqgrad.trace.profiles import profile_events
 from zmqgrad.trace.timeline import Timeline
@@ -17,6 +17,7 @@ from zmqgrad.trace.timeline import Timeline
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of ``zmqgrad trace timeline``."""
     add_job_arguments(parser)
+    add_part_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
     parser.add_argument(
         "-o",

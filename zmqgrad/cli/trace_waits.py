@@ -12,9 +12,15 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from zmqgrad.cli.trace_output import add_job_arguments, note, open_job, printable
+from zmqgrad.cli.trace_output import (
+    add_job_arguments,
+    add_part_arguments,
+    note,
+    open_job,
+    printable,
+    read_job,
+)
 from zmqgrad.runtime.clock import MonotonicClock, monotonic_ns
-from zmqgrad.trace import Job
 from zmqgrad.trace.findings import ABOUT_WAITS, Survey
 from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.live import ask_for_stacks, running
@@ -36,6 +42,7 @@ MAX_SHOWN = 30
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments."""
     add_job_arguments(parser)
+    add_part_arguments(parser, last_only=True)
     parser.add_argument("--json", action="store_true", help="print JSON, for scripts")
     parser.add_argument(
         "--no-stacks", action="store_true", help="do not ask a running job for the stacks of its threads"
@@ -56,7 +63,7 @@ def execute(arguments: argparse.Namespace) -> int:
                 f"{process} did not send its stacks in {arguments.seconds:g} s: "
                 f"it is stopped, or native code keeps the GIL"
             )
-        job = Job(job.directory, arguments.job)
+        job = read_job(arguments)
     now = job.time(alive[0], monotonic_ns()) if alive else None
     survey = Survey(job, now)
     waits = survey.waits

@@ -37,7 +37,8 @@ class OperatorExecutor:
 
     def identity(self) -> tap.Identity:
         """As :class:`~zmqgrad.transport.tap.Traced`."""
-        return tap.Identity(tap.RENDEZVOUS_NODE, str(self._node), job=self._settings.run_id)
+        # Without the run id, which the workers' traces do not have: it would make two jobs of one.
+        return tap.Identity(tap.RENDEZVOUS_NODE, str(self._node))
 
     def run(self, operator: Operator, deadline: float) -> None:
         """Run ``operator`` until it returns FINISH.
@@ -57,6 +58,9 @@ class OperatorExecutor:
 
     def step(self, operator: Operator, deadline: float) -> Action:
         """Synchronise, ask ``operator`` once, and apply its action to the local copy. Returns the action.
+
+        Args:
+            deadline: monotonic time after which ``operator`` gives up.
 
         Raises:
             RendezvousClosedError, RendezvousTimeoutError, ...: as :meth:`run`.

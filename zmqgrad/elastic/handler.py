@@ -100,7 +100,7 @@ class RendezvousHandler:
         return self._backend.name
 
     def get_run_id(self) -> str:
-        """Identifies the job."""
+        """The id of the job."""
         return self._settings.run_id
 
     @property
@@ -115,6 +115,9 @@ class RendezvousHandler:
 
     def next_rendezvous(self) -> Rendezvous:
         """Leave the current round, and wait until this node takes part in a complete one.
+
+        Returns:
+            rank, world size, number and store of that round.
 
         Raises:
             RendezvousClosedError: if the rendezvous is closed.

@@ -42,7 +42,10 @@ class Streams:
 
     @classmethod
     def from_str(cls, text: str) -> Streams:
-        """Parse torchrun's notation: ``3`` (all workers), ``0:1,1:2`` (by local rank; none for the others).
+        """Return the streams that ``text`` names, in torchrun's notation.
+
+        Args:
+            text: ``3`` (all workers), or ``0:1,1:2`` (by local rank; none for the others).
 
         Raises:
             ConfigurationError: if it is malformed.
@@ -58,7 +61,7 @@ class Streams:
         return cls(by_local_rank={int(rank): Std(int(streams)) for rank, streams in pairs})
 
     def of(self, local_rank: int) -> Std:
-        """The streams of one worker."""
+        """The streams of the worker with this ``local_rank``."""
         return self.by_local_rank.get(local_rank, self.default)
 
     def __bool__(self) -> bool:

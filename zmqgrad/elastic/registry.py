@@ -14,7 +14,8 @@ from zmqgrad.elastic.settings import RendezvousSettings, RendezvousTimeout
 from zmqgrad.elastic.state import NodeDescGenerator
 from zmqgrad.elastic.state_holder import RendezvousBackend
 from zmqgrad.errors import ConfigurationError, RendezvousConnectionError
-from zmqgrad.transport.bind_policy import check_bind_address, facing_address
+from zmqgrad.transport.bind_policy import check_bind_address, tcp_address
+from zmqgrad.transport.host_address import choose_address
 from zmqgrad.transport.security import load_keys
 
 T = TypeVar("T")
@@ -42,7 +43,7 @@ class Parameters(NamedTuple):
     conf: Mapping[str, Any]
 
     def get(self, name: str, convert: Callable[[Any], T], default: T) -> T:
-        """The value of setting ``name``, converted.
+        """The value of setting ``name``, converted, or ``default`` if it is not set.
 
         Raises:
             ConfigurationError: if ``convert`` raises ValueError or TypeError.
@@ -65,6 +66,7 @@ def register_backend(name: str, create: Create, options: Collection[str] = ()) -
     """Register a backend for :func:`create_handler`.
 
     Args:
+        name: for ``--rdzv-backend`` and :func:`create_handler`.
         create: returns the backend, which owns its connections, and what opens the stores of rounds.
         options: names of the settings that ``create`` reads from ``Parameters.conf``.
 
@@ -100,6 +102,9 @@ def create_handler(
         conf: settings as numbers or as text. All backends: ``join_timeout``, ``last_call_timeout``,
             ``close_timeout``, ``heartbeat_timeout``, ``keep_alive_interval``, ``keep_alive_max_attempt``.
             See docs/elastic.md for those of each backend.
+
+    Returns:
+        the handler, which has not joined a round yet.
 
     Raises:
         ConfigurationError: if an argument or a setting is invalid or unknown.
@@ -167,11 +172,12 @@ def serving_host(host: str, port: int, local_addr: str | None) -> str:
         RendezvousConnectionError: if there is no route.
         ConfigurationError: if other hosts could reach it without a secret.
     """
+    secured = load_keys() is not None
     try:
-        address = local_addr or facing_address(host.strip("[]"), port)
+        address = local_addr or choose_address(host.strip("[]"), port, secured=secured).advertise
     except OSError as e:
         raise RendezvousConnectionError(f"no route to the rendezvous endpoint {host}:{port}: {e}") from e
-    check_bind_address(f"tcp://{f'[{address}]' if ':' in address else address}:0", load_keys() is not None)
+    check_bind_address(tcp_address(address, 0), secured)
     return address
 
 

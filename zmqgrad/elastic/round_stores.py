@@ -16,7 +16,11 @@ class RoundStores(ABC):
     """Whether rank 0 serves the store of each round, and publishes its address."""
 
     def serve(self) -> str:
-        """Serve the store of the next round, as its rank 0. Returns the address to publish."""
+        """Serve the store of the next round, as its rank 0. Returns the address to publish.
+
+        Raises:
+            RendezvousConnectionError: if it cannot be served.
+        """
         raise NotImplementedError
 
     @abstractmethod
@@ -24,7 +28,13 @@ class RoundStores(ABC):
         """Open the store of round ``number``, at the address that rank 0 has published.
 
         Args:
+            run_id: id of the job.
+            number: sequence number of the round.
+            address: what rank 0 got from :meth:`serve`.
             timeout: seconds that connecting may take.
+
+        Returns:
+            the store, which the caller closes.
 
         Raises:
             RendezvousConnectionError: if it cannot be opened.

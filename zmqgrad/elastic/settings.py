@@ -80,5 +80,5 @@ class RendezvousSettings:
 
     @property
     def expiry_seconds(self) -> float:
-        """After this long without a keep-alive, other nodes may remove a node."""
+        """Seconds without a keep-alive after which other nodes may remove a node."""
         return self.keep_alive_interval * self.keep_alive_max_attempt

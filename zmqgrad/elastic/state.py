@@ -128,7 +128,7 @@ def decode(data: bytes) -> RendezvousState:
                 f"the same version of zmqgrad"
             )
         encoded = msgspec.json.decode(data, type=_Encoded)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
         raise RendezvousStateError(f"the state of the rendezvous is malformed: {e}") from e
     return RendezvousState(
         encoded.round,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as torch_distributed
 
+from zmqgrad import environment
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
@@ -67,6 +68,8 @@ def _serve_torch_store(host: str, port: int, timeout: timedelta) -> Any:
         if e.errno != errno.EADDRINUSE:
             raise StoreError(f"rank 0 cannot listen on {host}:{port}: {e.strerror or e}") from e
         # A process group of this process may have the port. Then torch shares its server.
+    if host == environment.advertise_address():  # not every NAT leads a host back to itself
+        host = "127.0.0.1"
     try:
         _served[port] = CTCPStore(host, port, None, True, timeout, **options)
     except RuntimeError as e:
@@ -137,10 +140,18 @@ def listen(host: str, port: int) -> socket.socket:
             ipaddress.ip_address(host)
         except ValueError:
             host = ""  # other hosts may resolve a name to another address family
+    if not host:
+        return _listen_everywhere(port)
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=ACCEPT_BACKLOG)
     except OSError as e:
         if e.errno != errno.EADDRNOTAVAIL:
             raise
-        return socket.create_server(("", port), backlog=ACCEPT_BACKLOG)  # behind address translation
+        return _listen_everywhere(port)  # behind address translation
+
+
+def _listen_everywhere(port: int) -> socket.socket:
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, backlog=ACCEPT_BACKLOG, dualstack_ipv6=both)

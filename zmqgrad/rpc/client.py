@@ -117,11 +117,10 @@ class Client:
         if peer is None:
             peer, seconds = self.find_peer(to, seconds)
         reference, serialized = serialize_call(function, args, kwargs, self._context_for(peer))
-        call = self.request_call(peer.id, reference, serialized, seconds, function, waits=waits)
-        tracer = self._hooks.tracer
+        tracer, on_id = self._hooks.tracer, None
         if tracer is not None and (not reference or tracer.records_arguments):
-            tracer.request_described(call.message_id, describe(function), args, kwargs)
-        return call
+            on_id = partial(tracer.request_described, function=describe(function), args=args, kwargs=kwargs)
+        return self.request_call(peer.id, reference, serialized, seconds, function, waits=waits, on_id=on_id)
 
     def find_peer(self, to: object, seconds: float) -> tuple[WorkerRecord, float]:
         """Look up worker ``to`` in the group's directory.
@@ -148,10 +147,11 @@ class Client:
         description: Description,
         keepalive: Any = None,
         waits: bool = False,
+        on_id: Callable[[int], None] | None = None,
     ) -> PendingCall:
         """Send a CALL whose function and arguments are serialized already; see :meth:`request`."""
         call = Call(reference, serialized.payload, seconds)
-        return self.request(peer, call, serialized, seconds, description, keepalive, waits=waits)
+        return self.request(peer, call, serialized, seconds, description, keepalive, waits=waits, on_id=on_id)
 
     def request(
         self,
@@ -163,6 +163,7 @@ class Client:
         keepalive: Any = None,
         on_done: Callable[[Promise[Inbound]], None] | None = None,
         waits: bool = False,
+        on_id: Callable[[int], None] | None = None,
     ) -> PendingCall:
         """Send a request.
 
@@ -174,6 +175,7 @@ class Client:
             keepalive: an object to keep alive until the reply arrives.
             on_done: called with the promise in the thread that sets it; must not block.
             waits: the calling thread calls :meth:`wait` next, so it may read the reply itself.
+            on_id: called with the message id before the request is sent.
 
         Raises:
             NotInitializedError: if the worker is closed.
@@ -206,6 +208,8 @@ class Client:
         try:
             if peer in self._lost:  # lost since the first check; the loss may have missed this call
                 raise self._worker.loss_of(peer, describe(description))
+            if on_id is not None:
+                on_id(call.message_id)
             self._mailbox.send(peer, message, call.message_id, serialized.frames, port.number, seconds)
         except BaseException as e:
             self.pending.take(call.message_id)

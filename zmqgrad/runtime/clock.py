@@ -84,7 +84,7 @@ class Deadline:
 
     @classmethod
     def after(cls, seconds: float | None, clock: Clock = MONOTONIC) -> Deadline:
-        """Returns the deadline ``seconds`` from now; None means no limit."""
+        """Returns the deadline ``seconds`` from now on ``clock``; None means no limit."""
         return cls(math.inf if seconds is None else clock.now() + seconds, clock)
 
     def left(self) -> float:

@@ -38,8 +38,9 @@ def connecting_address(host: str, port: int) -> str:
 def listening_address(host: str, port: int, keyed: bool = False) -> str:
     """The address on which the server at ``host`` listens.
 
-    An IP address is used as it is. A name may resolve to several addresses, and to others on other hosts, so
-    the server listens on all interfaces, unless the name resolves only to loopback.
+    An IP address is used as it is, unless it is the advertised one, which a NAT may have. A name may resolve
+    to several addresses, and to others on other hosts. So the server listens on all interfaces, unless the
+    name resolves only to loopback.
 
     Args:
         port: 0: the system picks one.
@@ -49,6 +50,8 @@ def listening_address(host: str, port: int, keyed: bool = False) -> str:
     bare = host.strip("[]")
     if bare == "localhost":
         return f"tcp://127.0.0.1:{shown}"
+    if bare == environment.advertise_address():
+        return f"tcp://*:{shown}"
     try:
         ipaddress.ip_address(bare)
     except ValueError:

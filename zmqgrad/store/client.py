@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 
+from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.addresses import check_port, connecting_address, listening_address
@@ -93,7 +94,9 @@ class TCPStore(Store):
         )
         self._port = port if self._server is None else self._server.port
         self._fast_path = fast_path
-        self._connection = Connection(host_name, self._port, self._timeout, secret, fast_path)
+        # Not every NAT leads a host back to itself.
+        reached = "127.0.0.1" if is_master and host_name == environment.advertise_address() else host_name
+        self._connection = Connection(reached, self._port, self._timeout, secret, fast_path)
         self._request = self._connection.request
         self._finalizer = Finalizer(self, _Closing(self._connection, self._server))
         try:

@@ -6,6 +6,7 @@ import logging
 import re
 import secrets
 import threading
+from contextlib import suppress
 
 from zmqgrad import environment
 from zmqgrad.errors import (
@@ -182,8 +183,10 @@ class Connection:
             raise StoreError(
                 f"{self._address} replied with {type(channel).__name__} instead of a watch channel"
             )
-        if channel.endpoint and local.supported() and local.can_connect(channel.endpoint):
-            return channel.endpoint
+        if channel.endpoint and local.supported():
+            with suppress(OSError):  # no descriptors are left here or there: by tcp, libzmq waits for some
+                if local.can_connect(channel.endpoint):
+                    return channel.endpoint
         return connecting_address(self._host, channel.port)
 
     def _on_broken(self) -> None:

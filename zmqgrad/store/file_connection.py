@@ -23,7 +23,7 @@ from zmqgrad.runtime.blocking import blocking_section
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store.effects import Reply
 from zmqgrad.store.file_contents import SCHEMA, FileContents
-from zmqgrad.store.sqlite import connect, is_busy
+from zmqgrad.store.sqlite import DAMAGE_ERRORS, checked, connect, is_busy
 from zmqgrad.store.state import State
 from zmqgrad.store.watch import WatchRegistry
 from zmqgrad.wire.messages import Message
@@ -171,7 +171,7 @@ class FileConnection:
             except BaseException as e:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
-                if isinstance(e, sqlite3.Error):
+                if isinstance(e, (sqlite3.Error, UnicodeDecodeError)):
                     raise self._explained(e) from e
                 raise
             if write:
@@ -199,7 +199,7 @@ class FileConnection:
         while True:
             try:
                 return attempt()
-            except sqlite3.DatabaseError as e:
+            except DAMAGE_ERRORS as e:
                 if not is_busy(e):
                     raise self._explained(e) from e
                 if deadline.passed():
@@ -209,7 +209,7 @@ class FileConnection:
                     ) from e
             threading.Event().wait(backoff.pause(deadline.left()))  # no event signals the release of a lock
 
-    def _explained(self, error: sqlite3.Error) -> StoreError:
+    def _explained(self, error: Exception) -> StoreError:
         reason = f"{error} ({os.strerror(errno.ENOSPC)})" if "full" in str(error) else str(error)
         return StoreError(f"cannot use the store's file {str(self.path)!r}: {reason}")
 
@@ -221,7 +221,7 @@ class FileConnection:
             self._check_open()
             try:
                 others: int = self._db.execute("PRAGMA data_version").fetchone()[0]
-            except sqlite3.DatabaseError as e:
+            except DAMAGE_ERRORS as e:
                 if not is_busy(e):
                     raise self._explained(e) from e
                 others = -1  # another connection is writing: check again soon
@@ -285,7 +285,7 @@ class FileConnection:
         """
         with self._transaction(Deadline.after(CLOSE_SECONDS), write=True):
             self._db.execute(f"UPDATE meta SET {change}")
-            opened, closed = self._db.execute("SELECT opened, closed FROM meta").fetchone()
+            opened, closed = checked(self._db.execute("SELECT opened, closed FROM meta").fetchone(), tuple)
             if closed < max(1, self._world_size) or closed < opened:
                 return
             # Under the lock, and before any write: processes that wait for the lock then find the file

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from zmqgrad.store.contents import Item
+from zmqgrad.store.sqlite import checked
 from zmqgrad.store.watch_targets import INTERNAL_PREFIX, Target
 
 SCHEMA = """
@@ -28,8 +29,7 @@ class _Values(Mapping[str, bytes]):
         row = self._db.execute("SELECT value FROM keys WHERE key = ?", (key.encode(),)).fetchone()
         if row is None:
             raise KeyError(key)
-        value: bytes = row[0]
-        return value
+        return checked(row[0], bytes)
 
     def __contains__(self, key: object) -> bool:  # does not read the value, which may be large
         assert isinstance(key, str)
@@ -41,7 +41,9 @@ class _Values(Mapping[str, bytes]):
         return count
 
     def __iter__(self) -> Iterator[str]:
-        return iter([key.decode() for (key,) in self._db.execute("SELECT key FROM keys").fetchall()])
+        return iter(
+            [checked(key, bytes).decode() for (key,) in self._db.execute("SELECT key FROM keys").fetchall()]
+        )
 
 
 class _Queues:
@@ -81,8 +83,8 @@ class FileContents:
     @property
     def revision(self) -> int:
         """Increased by each change of a key."""
-        revision: int = self._db.execute("SELECT revision FROM meta").fetchone()[0]
-        return revision
+        row = checked(self._db.execute("SELECT revision FROM meta").fetchone(), tuple)
+        return checked(row[0], int)
 
     @revision.setter
     def revision(self, revision: int) -> None:
@@ -103,7 +105,7 @@ class FileContents:
             "SELECT key FROM keys WHERE key >= ? AND substr(key, 1, ?) = ? ORDER BY key",
             (start, len(start), start),
         )
-        keys = [key.decode() for (key,) in rows.fetchall()]
+        keys = [checked(key, bytes).decode() for (key,) in rows.fetchall()]
         internal = prefix.startswith(INTERNAL_PREFIX)
         return [key for key in keys if key.startswith(INTERNAL_PREFIX) == internal]
 
@@ -129,7 +131,7 @@ class FileContents:
             "SELECT id, value FROM items WHERE name = ? ORDER BY id LIMIT 1", (name.encode(),)
         ).fetchone()
         self._db.execute("DELETE FROM items WHERE id = ?", (row[0],))
-        return Item(*row)
+        return Item(row[0], checked(row[1], bytes))
 
     def delivered(self, item: Item) -> None:
         """Does nothing: the item left the file when it was popped."""

@@ -17,7 +17,7 @@ import msgspec
 from zmqgrad.errors import JournalError, ProtocolError, StoreError
 from zmqgrad.store.contents import Contents, Item
 from zmqgrad.store.reply_cache import ReplyCache
-from zmqgrad.store.sqlite import connect, is_busy
+from zmqgrad.store.sqlite import DAMAGE_ERRORS, checked, connect, is_busy
 from zmqgrad.wire.codec import decode, encode
 from zmqgrad.wire.messages import Message
 
@@ -60,7 +60,7 @@ class Journal:
                 raise
         except StoreError as e:
             raise JournalError(str(e)) from e
-        except sqlite3.DatabaseError as e:
+        except DAMAGE_ERRORS as e:
             if is_busy(e):
                 raise JournalError(f"another process uses the journal {self.path}: end it first") from None
             raise self._damaged(e) from e
@@ -78,15 +78,15 @@ class Journal:
             if problem != "ok":
                 raise sqlite3.DatabaseError(" ".join(problem.split()))
             for key, value in self._db.execute("SELECT key, value FROM keys"):
-                contents.put(key.decode(), value, [])
+                contents.put(checked(key, bytes).decode(), checked(value, bytes), [])
             for number, name, value in self._db.execute("SELECT id, name, value FROM items ORDER BY id"):
-                contents.queues.setdefault(name.decode(), deque()).append(Item(number, value))
+                queue = contents.queues.setdefault(checked(name, bytes).decode(), deque())
+                queue.append(Item(number, checked(value, bytes)))
             for client, request, reply in self._db.execute("SELECT client, request, reply FROM replies"):
-                replies.remember(client, request, decode(reply)[1])
-            contents.revision, contents.last_item = self._db.execute(
-                "SELECT revision, last_item FROM counters"
-            ).fetchone()
-        except (sqlite3.DatabaseError, ProtocolError, UnicodeDecodeError, msgspec.MsgspecError) as e:
+                replies.remember(client, checked(request, int), decode(checked(reply, bytes))[1])
+            counters = self._db.execute("SELECT revision, last_item FROM counters").fetchone()
+            contents.revision, contents.last_item = (checked(each, int) for each in checked(counters, tuple))
+        except (*DAMAGE_ERRORS, ProtocolError, msgspec.MsgspecError) as e:
             raise self._damaged(e) from e
         self._revision, self._last_item = contents.revision, contents.last_item
         self._contents = contents

@@ -11,6 +11,7 @@ import errno
 import os
 import sqlite3
 from pathlib import Path
+from typing import TypeVar
 
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError, StoreError
@@ -20,6 +21,11 @@ APPLICATION_ID = 0x7A677374
 
 MAX_BUSY_MS = 100
 """How long SQLite itself waits for a lock, in milliseconds: not long, as Ctrl-C does not interrupt it."""
+
+DAMAGE_ERRORS = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""What a damaged file raises. SQLite's message may quote bytes of the file that are no text."""
+
+_T = TypeVar("_T")
 
 _NETWORK_FILE_SYSTEMS = frozenset(
     "nfs nfs4 cifs smb3 smbfs 9p afs ceph glusterfs lustre gpfs beegfs fuse.sshfs fuse.glusterfs fuse.ceph "  # noqa: SIM905
@@ -75,7 +81,7 @@ def _identify(connection: sqlite3.Connection, path: Path, kind: str, schema: str
                 connection.execute(f"PRAGMA user_version = {version}")
                 known, _ = _header(connection)
             connection.execute("COMMIT")
-    except sqlite3.DatabaseError as e:
+    except DAMAGE_ERRORS as e:
         if is_busy(e):
             raise
         raise StoreError(f"{str(path)!r} is no {kind} file: {_what_it_is(path, e)}") from e
@@ -107,7 +113,7 @@ def _why_not_opened(path: Path, error: sqlite3.Error) -> str:
     return str(error)
 
 
-def _what_it_is(path: Path, error: sqlite3.Error) -> str:
+def _what_it_is(path: Path, error: Exception) -> str:
     """A description of a file that is not a database. No connection has it open, so this drops no lock."""
     try:
         with path.open("rb") as file:
@@ -137,7 +143,18 @@ def is_torch_file_store(begin: bytes) -> bool:
     return 0 < length == len(key) and (key == b"refcount/" or key[:1] in (b"/", b"-"))
 
 
-def is_busy(error: sqlite3.Error) -> bool:
+def checked(value: object, kind: type[_T]) -> _T:
+    """Return ``value``, which was read from a file and should be a ``kind``: SQLite itself checks no types.
+
+    Raises:
+        sqlite3.DatabaseError: if it is something else; the file is damaged, or another program wrote to it.
+    """
+    if not isinstance(value, kind):
+        raise sqlite3.DatabaseError(f"it has a {type(value).__name__} where a {kind.__name__} belongs")
+    return value
+
+
+def is_busy(error: Exception) -> bool:
     """Whether ``error`` only means that another connection holds a lock."""
     return isinstance(error, sqlite3.OperationalError) and "locked" in str(error)
 

@@ -104,7 +104,7 @@ class Load:
         """By function, from the request to the reply."""
 
     def add(self, call: Call) -> None:
-        """Adds a call of the program."""
+        """Adds ``call``, a call of the program."""
         request, function = call.request, tidy(call.function)
         target, received = request.target, request.received
         if call.duration is not None:
@@ -133,7 +133,7 @@ class Sends:
         self.ended: dict[int, PassFinished] = {}
 
     def add(self, stamped: Stamped) -> None:
-        """Adds an event."""
+        """Adds the event ``stamped``."""
         actor, event = stamped.actor, stamped.event
         if actor is None:
             return
@@ -189,7 +189,7 @@ class Survey:
 
 
 def find(job: Job, *, notes: bool = False) -> list[Finding]:
-    """All findings of a job, the most severe first; ``notes`` as in :meth:`Survey.findings`."""
+    """All findings of ``job``, the most severe first; ``notes`` as in :meth:`Survey.findings`."""
     return Survey(job).findings(notes=notes)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import wall_ns
 from zmqgrad.trace.events import AnyEvent, MessageReceived, MessageSent
-from zmqgrad.trace.job import declare, shift
+from zmqgrad.trace.job import declare, shift, survey
 from zmqgrad.trace.log import LogReader, find_logs
 from zmqgrad.trace.model import Declared, Entry, Process
 from zmqgrad.trace.writer import own_clock
@@ -148,11 +148,17 @@ class _Log:
 
 def is_recording(process: Process) -> bool:
     """Whether ``process`` still writes its log. Of another host: whether it did in the last minute."""
-    if process.actors and all(actor.stopped is not None for actor in process.actors.values()):
+    if _has_stopped(process):
         return False
     if process.info.host != socket.gethostname() or process.clock != own_clock():
-        return wall_ns() - process.path.stat().st_mtime_ns < REMOTE_SILENCE_NANOSECONDS
+        is_recent = wall_ns() - process.path.stat().st_mtime_ns < REMOTE_SILENCE_NANOSECONDS
+        return is_recent and (bool(process.actors) or not _has_stopped(survey(process.path)))
     return _has_open(process.info.pid, process.path)
+
+
+def _has_stopped(process: Process) -> bool:
+    """Whether its log, as far as it was read, ends with all of its actors closed."""
+    return bool(process.actors) and all(actor.stopped is not None for actor in process.actors.values())
 
 
 def _has_open(pid: int, path: Path) -> bool:

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import bisect
 import logging
+import math
 from collections.abc import Callable, Iterator, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path as FilePath
 
 from zmqgrad.errors import TraceError
@@ -22,9 +23,8 @@ from zmqgrad.trace.events import (
     AnyEvent,
     ClockSample,
     Dropped,
-    MessageReceived,
-    MessageSent,
     NameDeclared,
+    PeerDeclared,
     Role,
     ThreadDeclared,
 )
@@ -45,15 +45,23 @@ class Job:
     Args:
         job: which job, if the directory has logs of several; see :attr:`jobs`.
         shared_clocks: whether processes whose logs say so share a clock. False: all are aligned by messages.
+        on_read: called with the number of bytes of each record that is read, at every use of the job.
 
     Raises:
         TraceError: if the directory has no readable logs, or logs of several jobs and ``job`` is not given.
     """
 
     def __init__(
-        self, directory: FilePath | str, job: str | None = None, *, shared_clocks: bool = True
+        self,
+        directory: FilePath | str,
+        job: str | None = None,
+        *,
+        shared_clocks: bool = True,
+        on_read: Callable[[int], object] = int,
     ) -> None:
         self.directory = FilePath(directory)
+        self._on_read = on_read
+        self._part = _WHOLE
         self._shared_clocks = shared_clocks
         self.jobs: dict[str, list[Process]] = {}
         """The processes by job. Those that belong to no job, such as a store's own, are part of every one."""
@@ -71,7 +79,7 @@ class Job:
         found: list[Process] = []
         for path in find_logs(self.directory):
             try:
-                found.append(_survey(path))
+                found.append(survey(path, self._on_read))
             except TraceError as e:
                 self.unreadable.append(str(e))
         if not found:
@@ -131,7 +139,7 @@ class Job:
     # ---- time -------------------------------------------------------------------------------------------
 
     def time(self, process: Process, time: int) -> int:
-        """A time of ``process`` on the clock of the job."""
+        """A ``time`` of ``process``, in nanoseconds, converted to the clock of the job."""
         return self._converters[self._clock(process)](time)
 
     def bound(self, process: Process, time: int) -> float:
@@ -147,8 +155,26 @@ class Job:
         return self.alignment.bound(clock, time)
 
     def wall(self, time: int) -> int:
-        """The wall time (ns since 1970) of the reference at a time of the job."""
+        """The wall time (ns since 1970) of the reference at ``time`` on the clock of the job."""
         return time + self.reference.wall_offset
+
+    def choose_part(self, since: float = 0.0, until: float = math.inf, last: float = math.inf) -> None:
+        """Reads only a part of the job from now on. A message or call that crosses its edges is incomplete.
+
+        Args:
+            since, until: seconds from the start of the job.
+            last: seconds before the end of the job.
+
+        Raises:
+            TraceError: if the job has nothing there.
+        """
+        begin = min(self.time(p, p.first) for p in self.processes)
+        end = max(self.time(p, p.last) for p in self.processes)
+        self._part = max(begin + since * 1e9, end - last * 1e9), begin + until * 1e9
+        if not (last > 0 and begin <= self._part[0] <= min(self._part[1], end)):
+            raise TraceError(
+                f"{self.directory} has nothing of the chosen time: the job lasted {(end - begin) / 1e9:.1f} s"
+            )
 
     # ---- reading ----------------------------------------------------------------------------------------
 
@@ -199,16 +225,23 @@ class Job:
         """The entries of a log, batch by batch, each in order of time."""
         convert, find = self._converters[self._clock(process)], process.actors.get
         declared = Declared(process)
-        for events in _batches(process):
+        begin, end = self._part
+        for events in _batches(process, self._on_read):
+            if convert(max(map(_time_of_event, events))) < begin:  # quicker than to convert each
+                events = [event for event in events if type(event) is PeerDeclared]
             batch: list[Entry] = []
             for event in events:
                 batch.append((convert(event.time), declared, find(getattr(event, "actor", 0)), event))
+            if self._part != _WHOLE:  # what identifies peers is always needed
+                batch = [e for e in batch if begin <= e[0] <= end or type(e[3]) is PeerDeclared]
             batch.sort(key=_time_of)
             if batch:
                 yield batch
 
 
 _time_of = itemgetter(0)
+_time_of_event = attrgetter("time")
+_WHOLE = (-math.inf, math.inf)
 _NO_ENTRIES: list[Entry] = []
 
 
@@ -218,18 +251,22 @@ def shift(process: Process, reference: Process) -> Callable[[int], int]:
     return lambda time: time + offset
 
 
-def _batches(process: Process) -> Iterator[list[AnyEvent]]:
+def _batches(process: Process, on_read: Callable[[int], object]) -> Iterator[list[AnyEvent]]:
     """The events of a log as far as it can be read."""
-    with LogReader(process.path) as reader:
+    with LogReader(process.path, on_read) as reader:
         try:
-            yield from reader.batches()
+            yield from filter(None, reader.batches())
         except TraceError as e:
             logger.debug("%s", e)  # told by Process.damage
 
 
-def _survey(path: FilePath) -> Process:
-    """Reads a log once: what it declares, and its extent."""
-    with LogReader(path) as reader:
+def survey(path: FilePath, on_read: Callable[[int], object] = int) -> Process:
+    """Reads a log once: what it declares, and its extent.
+
+    Raises:
+        TraceError: if its header cannot be read.
+    """
+    with LogReader(path, on_read) as reader:
         process = Process(
             path, reader.info, {}, {}, {0: ""}, reader.info.monotonic, reader.info.monotonic, jumps=[]
         )
@@ -238,15 +275,17 @@ def _survey(path: FilePath) -> Process:
             for batch in reader.batches():
                 process.events += len(batch)
                 for event in batch:
-                    kind = type(event)
-                    if kind is MessageSent or kind is MessageReceived:
-                        continue
-                    wall = declare(process, event, wall)
+                    if type(event) in _DECLARATIONS:
+                        wall = declare(process, event, wall)
                 if batch:
-                    process.last = max(process.last, max(event.time for event in batch))
+                    process.last = max(process.last, max(map(_time_of_event, batch)))
         except TraceError as e:
             process.damage = str(e)
     return process
+
+
+_DECLARATIONS = frozenset((NameDeclared, ThreadDeclared, ActorStarted, ActorStopped, Dropped, ClockSample))
+"""What :func:`declare` notes."""
 
 
 def declare(process: Process, event: AnyEvent, wall: int) -> int:

@@ -69,6 +69,9 @@ def _record(data: bytes) -> bytes:
 class LogReader:
     """Reads the log at ``path``, from its start; also while it grows. Use as a context manager, or close it.
 
+    Args:
+        on_read: called with the size of each record that was read.
+
     Attributes:
         info: the process that wrote it.
 
@@ -76,8 +79,9 @@ class LogReader:
         TraceError: if it is no trace log, of another version, damaged, or cannot be opened.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(self, path: Path | str, on_read: Callable[[int], object] = int) -> None:
         self.path = Path(path)
+        self._on_read = on_read
         try:
             self._file: BinaryIO = self.path.open("rb")
         except OSError as e:
@@ -149,6 +153,7 @@ class LogReader:
                 raise self._damaged(f"a record of {size} bytes")
             data = self._file.read(size)
             if size and len(data) == size:
+                self._on_read(_SIZE.size + size)
                 return data
             if len(head) == _SIZE.size and not size:
                 raise self._damaged("an empty record")
@@ -160,7 +165,7 @@ class LogReader:
     def _decode(self, decode: Callable[[bytes], _T], data: bytes) -> _T:
         try:
             return decode(data)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as e:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
             raise self._damaged(str(e)) from e
 
     def _damaged(self, what: str) -> TraceError:

@@ -49,7 +49,7 @@ class Process(msgspec.Struct, eq=False):
 
     @property
     def clock(self) -> str:
-        """Identifies its clock."""
+        """The id of its clock. Processes with the same id share a clock."""
         return self.info.clock or f"{self.info.host} {self.info.pid}"
 
     @property
@@ -120,7 +120,7 @@ class Call(msgspec.Struct, eq=False):
 
     @property
     def duration(self) -> int | None:
-        """From the send to the arrival of the reply."""
+        """The nanoseconds from the send to the arrival of the reply; None if one was not recorded."""
         if self.reply is None or self.reply.received is None or self.request.sent is None:
             return None
         return self.reply.received - self.request.sent

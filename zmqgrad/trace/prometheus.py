@@ -82,7 +82,7 @@ class Counting:
         self.inner = inner
 
     def attach(self, identity: Identity) -> Tracer:
-        """As :class:`~zmqgrad.transport.tap.Recorder`."""
+        """Returns the tracer of the worker or store ``identity``, which counts its messages."""
         inner = self.inner.attach(identity) if self.inner is not None else None
         return cast("Tracer", _CountingTracer(self._metrics, identity, inner))
 
@@ -249,6 +249,9 @@ def serve(port: int, address: str = "127.0.0.1", registry: CollectorRegistry | N
         port: 0 chooses a free one.
         address: where it listens. Anybody who reaches it can read the counters.
         registry: further counters of the program; None: those of this library alone.
+
+    Returns:
+        the endpoint; close it when done.
 
     Raises:
         TraceError: if it cannot listen there.

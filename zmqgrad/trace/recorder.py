@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import secrets
+import stat
 import threading
 import weakref
 from collections import deque
@@ -52,7 +53,7 @@ class Recorder:
         max_events: how many events may wait for the writer.
 
     Raises:
-        TraceError: if the directory cannot be created or written to.
+        TraceError: if the directory cannot be created or written to, or other users may write to it.
     """
 
     def __init__(
@@ -94,9 +95,20 @@ class Recorder:
             raise TraceError(f"cannot create the trace directory {self.directory}: {e.strerror or e}") from e
         if not os.access(self.directory, os.W_OK | os.X_OK):
             raise TraceError(f"cannot write to the trace directory {self.directory}: no permission")
+        self._check_access()
+
+    def _check_access(self) -> None:
+        """Only this user may add logs, remove them, or ask for stacks; the modes of files stop readers."""
+        status, user = self.directory.stat(), os.geteuid()
+        remedy = f"use a directory of your own, such as {self.directory}/trace-{user}, which is created"
+        if status.st_uid not in (user, 0) and user != 0:
+            owner = f"belongs to another user (uid {status.st_uid})"
+            raise TraceError(f"the trace directory {self.directory} {owner}: {remedy}")
+        if status.st_mode & stat.S_IWOTH:
+            raise TraceError(f"all users may write to the trace directory {self.directory}: {remedy}")
 
     def attach(self, identity: Identity) -> Tracer:
-        """Returns the tracer of an object; the first one opens the log and starts the writer."""
+        """Returns the tracer of ``identity``; the first one opens the log and starts the writer."""
         actor = next(self._actors)
         self.queue.append((Tag.ACTOR_STARTED, now(), actor, *identity))
         with self._lock:
@@ -106,7 +118,7 @@ class Recorder:
         return Tracer(self, actor, identity)
 
     def detach(self, actor: int) -> None:
-        """Ends the writer with the last actor, so that no thread is left after ``shutdown``."""
+        """Records the end of ``actor``; the last one ends the writer, so that no thread is left."""
         self.measures.pop(actor, None)
         self.queue.append((Tag.ACTOR_STOPPED, now(), actor))
         with self._lock:
@@ -158,7 +170,7 @@ class Recorder:
         return number
 
     def declare_name(self, name: object) -> int:
-        """The number of a name that has none; also of a tuple of keys: that of the first."""
+        """The number of ``name``, declared if it has none yet; for a tuple of keys: that of the first."""
         if isinstance(name, tuple):
             name = name[0] if name else ""
             if name in self.names:
@@ -176,7 +188,7 @@ class Recorder:
     # ---- for the writer --------------------------------------------------------------------------------
 
     def take(self) -> list[Row]:
-        """Takes the events that are queued, and then what threads are in the middle of."""
+        """Returns and removes the queued events, followed by the begins of what threads are doing."""
         # In this order: what a begin refers to is queued before it, and its end is queued later.
         moment, count = now(), len(self.queue)
         begun = self.active.claim(moment)
@@ -226,6 +238,9 @@ def record(
         arguments: whether to record the ``repr`` of the arguments of calls, cut to a bounded length.
         heartbeats: whether to record heartbeats.
         max_events: how many events may wait to be written; what does not fit is dropped and counted.
+
+    Yields:
+        the recorder.
 
     Raises:
         TraceError: if the directory cannot be created or written to.

@@ -54,9 +54,10 @@ class Writer:
             self.flush()
 
     def flush(self) -> None:
-        """Writes what is queued."""
+        """Writes what is queued. The clock's samples go on without: how long a job hangs shows by them."""
         recorder = self._recorder
-        if recorder.failed or not (recorder.queue or recorder.active):
+        is_due = self._fd >= 0 and now() - self._sampled >= CLOCK_SAMPLE_NANOSECONDS
+        if recorder.failed or not (recorder.queue or recorder.active or is_due):
             return
         with self._lock:
             try:

@@ -173,6 +173,10 @@ class Mailbox(Protocol):
         """Monitors ``peer`` by heartbeats, even if nothing was sent to it."""
         ...
 
+    def unmonitor(self, peer: int) -> None:
+        """Undoes :meth:`monitor`. No effect on a peer to which messages were sent."""
+        ...
+
     def forget(self, peer: int) -> None:
         """Drops the connection to ``peer``; the next message resolves its address again."""
         ...

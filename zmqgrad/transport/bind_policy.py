@@ -1,23 +1,27 @@
 """Binds tcp sockets. Without a secret, only loopback addresses are allowed, unless the user opts out.
 
-Also finds the address under which other hosts reach this one.
+Where the system would choose the port, ``ZMQGRAD_PORT_RANGE`` limits the choice.
 """
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import socket as sockets
+from collections.abc import Callable
+from typing import TypeVar
 
 import zmq
 
 from zmqgrad import environment
 from zmqgrad.errors import AddressInUseError, ConfigurationError, TransportError
+from zmqgrad.transport.local import check_can_open
 
 ACCEPT_BACKLOG = 4096
 """Maximum number of connections that wait to be accepted; the system may allow fewer."""
 
-_UNASSIGNED_ADDRESSES = ("192.0.2.1", "2001:db8::1")
-"""Reserved for documentation, so the default route leads there. Nothing is sent to them."""
+BIND_DESCRIPTORS = 4
+"""That must be free where a socket is bound."""
 
 
 def is_loopback(host: str) -> bool:
@@ -30,29 +34,9 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def facing_address(host: str, port: int) -> str:
-    """Returns the address of this machine on the route to ``host``.
-
-    Raises:
-        OSError: if ``host`` has no address, or there is no route to it.
-    """
-    if is_loopback(host):
-        return "127.0.0.1"
-    family, kind, _, _, address = sockets.getaddrinfo(host, port, type=sockets.SOCK_DGRAM)[0]
-    with sockets.socket(family, kind) as probe:
-        probe.connect(address)  # a datagram socket chooses a route and sends nothing
-        facing: str = probe.getsockname()[0]
-        return facing
-
-
-def own_address() -> str:
-    """Returns the address of this machine on the default route; loopback if there is none."""
-    for unassigned in _UNASSIGNED_ADDRESSES:
-        try:
-            return facing_address(unassigned, 9)
-        except OSError:
-            continue  # no route
-    return "127.0.0.1"
+def tcp_address(host: str, port: int | str) -> str:
+    """Returns the ZeroMQ address of ``port`` at the numeric address ``host``."""
+    return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def may_bind_publicly(secured: bool) -> bool:
@@ -79,13 +63,55 @@ def check_bind_address(address: str, secured: bool) -> None:
     )
 
 
+_T = TypeVar("_T")
+
+
 def bind(socket: zmq.Socket[bytes], address: str) -> str:
-    """Binds ``socket`` to ``address``. Returns the address with its port.
+    """Binds ``socket`` to ``address``; a port ``*`` is one of the range, if there is one.
+
+    Returns:
+        The address with its port.
 
     Raises:
         AddressInUseError: if another socket listens there.
         TransportError: if it cannot be bound for another reason.
     """
+    if address.startswith("tcp://") and address.endswith(":*"):
+        return bind_in_range(lambda port: _bind(socket, f"{address[:-1]}{port or '*'}"))
+    return _bind(socket, address)
+
+
+def bind_in_range(bind_to: Callable[[int], _T]) -> _T:
+    """Calls ``bind_to`` with the ports of ``ZMQGRAD_PORT_RANGE`` until one is free; with 0 without a range.
+
+    Raises:
+        AddressInUseError: if none is free. ``bind_to`` raises this, or EADDRINUSE, for a port in use.
+    """
+    ports = environment.port_range()
+    if ports is None:
+        return bind_to(0)
+    reserved = environment.read_launch().master_port  # rank 0 is about to serve its store there
+    for port in ports:
+        if port == reserved:
+            continue
+        try:
+            return bind_to(port)
+        except AddressInUseError:
+            continue
+        except OSError as e:
+            if e.errno != errno.EADDRINUSE:
+                raise
+    raise AddressInUseError(
+        f"all ports of {environment.PORT_RANGE}={ports[0]}-{ports[-1]} are in use: give three for each "
+        f"worker of this host, and two for a store"
+    )
+
+
+def _bind(socket: zmq.Socket[bytes], address: str) -> str:
+    try:
+        check_can_open(BIND_DESCRIPTORS)  # libzmq aborts a process that cannot list its interfaces
+    except OSError as e:
+        raise TransportError(f"cannot listen on {address}: {e.strerror}") from e
     try:
         socket.bind(address)
     except zmq.ZMQError as e:
@@ -113,7 +139,7 @@ def bind_tcp(socket: zmq.Socket[bytes], address: str, *, secured: bool, listen_f
         ConfigurationError: if other hosts could connect and nothing protects the traffic, or if ``listen_fd``
             is not a tcp socket bound to that port; then the descriptor is left as it was.
     """
-    socket.ipv6 = "[" in address
+    socket.ipv6 = "[" in address or "*:" in address  # all addresses: of both versions, where there are both
     socket.backlog = ACCEPT_BACKLOG
     if listen_fd is None:
         check_bind_address(address, secured)
@@ -138,7 +164,7 @@ def _listen(number: int, port: str, *, secured: bool) -> str:
         host, own = bound.getsockname()[:2]
         if not own or port not in ("*", str(own)):
             raise ConfigurationError(f"file descriptor {number} is bound to port {own}, not {port}")
-        address = f"tcp://[{host}]:{own}" if ":" in host else f"tcp://{host}:{own}"
+        address = tcp_address(host, own)
         check_bind_address(address, secured)
         bound.listen(ACCEPT_BACKLOG)
         bound.setblocking(False)

@@ -16,6 +16,7 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import zmq
 
@@ -272,7 +273,12 @@ class ConnectionPool:
         try:
             if endpoint.startswith("tcp:"):
                 connection.session = self._sessions.open(
-                    peer, endpoint, known.incarnation, connection.epoch, connection.lock, self._secure_dealer
+                    peer,
+                    endpoint,
+                    known.incarnation,
+                    connection.epoch,
+                    connection.lock,
+                    partial(self._secure_dealer, "[" in endpoint),
                 )
             else:
                 connection.socket = self._dealer()
@@ -295,8 +301,9 @@ class ConnectionPool:
         set_up_unbounded(socket)
         return socket
 
-    def _secure_dealer(self) -> zmq.Socket[bytes]:
+    def _secure_dealer(self, ipv6: bool) -> zmq.Socket[bytes]:
         socket = self._dealer()
+        socket.ipv6 = ipv6
         if self._keys is not None:
             secure_client(socket, self._keys)
         return socket

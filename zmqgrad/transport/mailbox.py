@@ -24,14 +24,14 @@ from typing import Any
 
 import zmq
 
-from zmqgrad.errors import UnknownPeerError
+from zmqgrad.errors import TransportError, UnknownPeerError
 from zmqgrad.runtime.clock import Deadline, monotonic_ns
 from zmqgrad.runtime.spinning import SPIN_SECONDS, SpinBudget
 from zmqgrad.runtime.thread_pool import Task, ThreadPool
 from zmqgrad.runtime.timer import TimerThread
 from zmqgrad.transport import local
 from zmqgrad.transport.base import Frame, Handler, Inbound, OnIdle, OnLost, OnSuspected, Resolver, Timer
-from zmqgrad.transport.bind_policy import bind
+from zmqgrad.transport.bind_policy import bind, tcp_address
 from zmqgrad.transport.bulk import split
 from zmqgrad.transport.connections import ConnectionPool, best_endpoint, set_up_unbounded
 from zmqgrad.transport.data_plane import DATA_PLANE_TYPES, DataPlane
@@ -64,6 +64,12 @@ MAX_IO_THREADS = 64
 UNTAPPED_TYPES = frozenset({MessageType.CHUNK, MessageType.ACK}) | SEALED_TYPES
 """Messages that the tap does not see: parts of others, acknowledgements, and keys."""
 
+MAX_SOCKETS = 16_384
+"""About as many peers can be sent to: each has a socket. libzmq's default is 1,023; each costs 12 bytes."""
+
+MAILBOX_DESCRIPTORS = 32
+"""That must be free where a mailbox is opened. It uses some 20, and more for each peer."""
+
 NO_FRAMES = PreparedFrames(None, ())
 NO_PARTS: Sequence[tuple[bytearray, memoryview]] = ()
 
@@ -75,6 +81,7 @@ class ZmqMailbox:
         name: of the worker, used in the names of its threads.
         worker_id: 0 to 65535.
         tcp_host: address to listen on by tcp, at a port that the system chooses; None: ipc only.
+        advertised: address at which peers reach ``tcp_host``, at the same ports; None: as it is.
         arena: settings of the memory shared with workers of this host; by default none is.
         timeouts: of the failure detector.
         inflight: limit of the bytes of frames in flight to each peer; 0: no limit.
@@ -85,7 +92,7 @@ class ZmqMailbox:
         fast_path: whether to use it (:mod:`~zmqgrad.transport.local`) where the system supports it.
 
     Raises:
-        TransportError: if a socket cannot be bound.
+        TransportError: if a socket cannot be opened or bound.
     """
 
     def __init__(
@@ -94,6 +101,7 @@ class ZmqMailbox:
         worker_id: int,
         *,
         tcp_host: str | None = "127.0.0.1",
+        advertised: str | None = None,
         arena: ArenaSettings = OFF,
         timeouts: LivenessTimeouts = LivenessTimeouts(),  # noqa: B008 (immutable)
         inflight: int = DEFAULT_INFLIGHT_BYTES,
@@ -103,6 +111,10 @@ class ZmqMailbox:
         job: bytes = b"",
         fast_path: bool = True,
     ) -> None:
+        try:
+            local.check_can_open(MAILBOX_DESCRIPTORS)
+        except OSError as e:
+            raise TransportError(f"{name} cannot open its sockets: {e.strerror}") from e
         self.worker_id = worker_id
         self.incarnation = secrets.randbits(63)
         self.tap: Tap | None = None
@@ -125,6 +137,7 @@ class ZmqMailbox:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(
             io_threads if tcp_host is None else min(io_threads + 1, MAX_IO_THREADS)
         )
+        self._context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
         self._spin_budget = SpinBudget(spin_seconds)
         fast_path = fast_path and local.supported()
         self.job = job
@@ -139,7 +152,7 @@ class ZmqMailbox:
         router = self._context.socket(zmq.ROUTER)
         try:
             set_up_unbounded(router)
-            self._endpoints = tuple(self._bind(router, tcp_host))
+            self._endpoints = tuple(self._bind(router, tcp_host, advertised))
             self._receiver = Receiver(
                 name,
                 self._context,
@@ -164,7 +177,7 @@ class ZmqMailbox:
                 lambda: not self._receiver.reads_here(),
             )
             self._channels = ReplyChannels(self._endpoints[0], self._listen, self._decode, self._spin_budget)
-            self._listener = HeartbeatListener(self._endpoints[0], tcp_host)
+            self._listener = HeartbeatListener(self._endpoints[0], tcp_host, advertised)
             if self._listener.endpoint is not None:
                 self._endpoints += (self._listener.endpoint,)
         except BaseException:
@@ -176,25 +189,24 @@ class ZmqMailbox:
     def _listen(self, endpoint: str, poll: Registry) -> LocalListener:
         return LocalListener(endpoint, poll, self.job, self.incarnation)
 
-    def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None) -> list[str]:
+    def _bind(self, router: zmq.Socket[bytes], tcp_host: str | None, advertised: str | None) -> list[str]:
         bound = [bind(router, self._ipc_address(router))]
         if tcp_host is not None:
-            shown = f"[{tcp_host}]" if ":" in tcp_host else tcp_host
             if ":" in tcp_host:
                 router.setsockopt(zmq.IPV6, 1)
             if self._keys is not None:  # after ipc was bound: it stays unencrypted
                 self._zap = ZapAuthenticator(self._name, self._context, self._keys)
                 secure_server(router, self._keys)
-            bound.append(bind(router, f"tcp://{shown}:*"))
+            port = bind(router, tcp_address(tcp_host, "*")).rpartition(":")[2]
+            bound.append(tcp_address(advertised or tcp_host, port))
         return bound
 
     def _ipc_address(self, router: zmq.Socket[bytes]) -> str:
-        token = secrets.token_hex(16)
         if platform.system() == "Linux":
             router.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-            return f"ipc://@zmqgrad-{token}"
+            return local.abstract_endpoint("worker")
         self._directory = tempfile.mkdtemp(prefix="zmqgrad-")
-        return f"ipc://{self._directory}/{token[:8]}"
+        return f"ipc://{self._directory}/{secrets.token_hex(4)}"
 
     @property
     def endpoints(self) -> tuple[str, ...]:
@@ -295,7 +307,7 @@ class ZmqMailbox:
         going, parts = prepared, NO_PARTS
         try:
             if prepared.frames:
-                going, chunks = split(prepared, CHUNK_BYTES, CHUNK_BYTES) if encrypts else split(prepared)
+                going, chunks = split(prepared, CHUNK_BYTES, CHUNK_BYTES) if sealed else split(prepared)
                 parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
             first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
             began = 0 if self.tap is None else monotonic_ns()
@@ -339,6 +351,13 @@ class ZmqMailbox:
         except UnknownPeerError as e:
             if self._heartbeats is not None:
                 self._lose(peer, str(e))
+
+    def unmonitor(self, peer: int) -> None:
+        """As :class:`~zmqgrad.transport.base.Mailbox`."""
+        connection = self._connections.to(peer)
+        with connection.lock:  # opening a connection begins to monitor the peer, under the same lock
+            if not connection.is_open and self._heartbeats is not None:
+                self._heartbeats.forget(peer)
 
     def forget(self, peer: int) -> None:
         """As ``Mailbox``. What was queued for ``peer`` is lost."""

@@ -116,7 +116,7 @@ class Tracer(Protocol):
     def request_described(
         self, message_id: int, function: str, args: Sequence[Any] | None, kwargs: Any
     ) -> None:
-        """A request that was sent calls ``function``, which its message does not name."""
+        """A request that is sent next calls ``function``, which its message does not name."""
 
     def wait_begun(self, peer: int, message_id: int) -> None:
         """The calling thread waits for the reply to a request, or the end of a backward pass."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.elastic.agent.nodes import Job, Node, exits, pause
+from zmqgrad.__main__ import main
 from zmqgrad.elastic.agent.addresses import usable_port
 from zmqgrad.store import TCPStore
 from zmqgrad.trace import Job as Trace
@@ -224,7 +225,9 @@ def test_a_program_of_torch_ddp(job: Job) -> None:
     assert all("gradient [[1.5, 1.5]]" in node.text for node in nodes)
 
 
-def test_output_in_files_and_a_trace_of_one_job(job: Job, tmp_path: Path) -> None:
+def test_output_in_files_and_a_trace_of_one_job(
+    job: Job, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Of the two workers of each node: the first one's stdout to a file only, the second one's to both."""
     code = "from zmqgrad.store import TCPStore; "
     code += "TCPStore('127.0.0.1', 0, is_master=True, wait_for_workers=False).set('k', '1')"  # to be traced
@@ -240,8 +243,14 @@ def test_output_in_files_and_a_trace_of_one_job(job: Job, tmp_path: Path) -> Non
             "written by 1",
         ]
     traced = Trace(tmp_path / "trace").processes
-    assert len(traced) == 4
-    assert [process.jobs() for process in traced] == 4 * [{f"job@{job.endpoint}"}]
+    assert len(traced) == 6, "the agents, too"
+    assert [process.jobs() for process in traced] == 6 * [{f"job@{job.endpoint}"}]
+    assert main(["trace", "sequence", str(tmp_path / "trace"), "--round", "0"]) == 0
+    diagram = capsys.readouterr().out
+    assert diagram.count("ADD_TO_PARTICIPANTS") == 2, diagram
+    assert "ADD_TO_PARTICIPANTS (2 participants, 0 waiting)" in diagram
+    assert all(f"_{node.process.pid}_" in diagram for node in nodes), "each node has a lane"
+    assert "STORE_COMPARE_SET" in diagram
 
 
 def test_nodes_with_fixed_ranks(tmp_path: Path) -> None:

@@ -8,10 +8,9 @@ from pathlib import Path
 import pytest
 
 from zmqgrad.errors import ConfigurationError
-from zmqgrad.rpc.membership import bootstrap
-from zmqgrad.rpc.membership.bootstrap import listening_host
+from zmqgrad.rpc.membership.bootstrap import worker_address
 from zmqgrad.store import FileStore, HashStore, PrefixStore
-from zmqgrad.transport import bind_policy
+from zmqgrad.transport import bind_policy, host_address
 
 OURS = "203.0.113.5"  # as is the next, of documentation: nobody has it
 MASTER = "198.51.100.7"
@@ -26,8 +25,7 @@ def facing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
             raise OSError("nobody knows it")
         return "127.0.0.1" if bind_policy.is_loopback(host) else OURS
 
-    monkeypatch.setattr(bootstrap, "facing_address", from_here)
-    monkeypatch.setattr(bind_policy, "facing_address", from_here)
+    monkeypatch.setattr(host_address, "facing_address", from_here)
 
     def chosen(path: Path, **variables: str) -> str:
         for name in ("MASTER_ADDR", "ZMQGRAD_ALLOW_INSECURE", "ZMQGRAD_SECRET", "ZMQGRAD_SECRET_FILE"):
@@ -35,7 +33,7 @@ def facing(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
         with FileStore(str(path / "store")) as store:
-            return listening_host(PrefixStore("rpc", store))
+            return worker_address(PrefixStore("rpc", store)).listen
 
     return chosen
 
@@ -52,10 +50,10 @@ def test_with_a_file_the_listening_address_is_reachable(
         facing(tmp_path, MASTER_ADDR=MASTER)
     with pytest.raises(ConfigurationError, match="no route to no-such-host"):
         facing(tmp_path, MASTER_ADDR="no-such-host")
-    monkeypatch.setattr(bind_policy, "_UNASSIGNED_ADDRESSES", ("no-such-host",))
+    monkeypatch.setattr(host_address, "_UNASSIGNED_ADDRESSES", ("no-such-host",))
     assert facing(tmp_path, ZMQGRAD_ALLOW_INSECURE="1") == "127.0.0.1", "there is no other host"
 
 
 def test_a_store_in_memory_is_met_on_this_host() -> None:
     with HashStore() as store:
-        assert listening_host(store) == "127.0.0.1"
+        assert worker_address(store).listen == "127.0.0.1"

@@ -48,9 +48,11 @@ class Town:
         self.store = HashStore(timeout=WAIT)
         self.groups: list[DynamicGroup] = []
         self.dead: set[str] = set()
+        self.examined: list[str] = []
 
     def lives(self, record: WorkerRecord) -> bool:
         """What the system would say."""
+        self.examined.append(record.name)
         return record.endpoints[0] not in self.dead
 
     def make(self, name: str, rank: int | None = None, served: Any = None) -> DynamicGroup:
@@ -332,6 +334,17 @@ class Served:
     def refuse_newcomers(self) -> None:
         """It is about to close."""
         self.open = False
+
+
+def test_nobody_examines_whether_a_worker_lives_that_has_left(town: Town) -> None:
+    """On another host that takes seconds, for which shutdown would wait for the threads."""
+    a, b = town.join("a"), town.join("b")
+    eventually(lambda: names_known_to(a), lambda names: names == ["a", "b"])
+    b.leave(True, Deadline.after(WAIT))
+    eventually(lambda: names_known_to(a), lambda names: names == ["a"])
+    eventually(lambda: 1 in a.worker.lost, bool)
+    a.leave(True, Deadline.after(WAIT))  # its threads have ended
+    assert town.examined == []
 
 
 def test_the_worker_that_serves_the_store_leaves_last(town: Town) -> None:

@@ -197,6 +197,31 @@ def test_shutdown_notices_the_death_of_a_worker_without_calls(
     assert all_at_once([lambda g=g: g.leave(True, Deadline.after(500)) for g in made]) == [None, None]
 
 
+def test_a_worker_that_waits_for_many_checks_them_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, all_checked, checked = groups(6), threading.Event(), list[str]()
+    dead = made[4].worker.membership.own.endpoints[0]
+
+    def is_reachable(endpoint: str) -> bool:
+        checked.append(endpoint)
+        if len(set(checked)) == 5:
+            all_checked.set()
+        return endpoint != dead
+
+    monkeypatch.setattr(shutdown, "PROBES_AT_ONCE", 2)
+    monkeypatch.setattr(shutdown, "POLL_SECONDS", 0.02)
+    monkeypatch.setattr(shutdown, "LEAVE_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(shutdown, "is_reachable", is_reachable)
+    all_at_once([lambda g=g: g.join(Deadline.after(20)) for g in made])
+    made.pop(4).close()
+    first, *others = made
+    steps = [lambda: first.leave(True, Deadline.after(20))]
+    steps += [lambda g=g: (all_checked.wait(20), g.leave(True, Deadline.after(20))) for g in others]
+    assert all_at_once(steps) == [None] * 5
+    assert all_checked.is_set()
+    endpoints = [g.worker.membership.own.endpoints[0] for g in others]
+    assert checked[:2] == endpoints[:2], "the first to be checked are those that follow"
+
+
 @pytest.mark.parametrize("gives_up", [False, True])
 def test_rank_0_waits_for_slow_workers_with_a_limit(monkeypatch: pytest.MonkeyPatch, gives_up: bool) -> None:
     checked, released = threading.Semaphore(0), threading.Event()

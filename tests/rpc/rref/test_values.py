@@ -79,3 +79,12 @@ def test_closing_settles_whoever_waits_and_makes_nothing_anew(values: OwnedValue
     assert isinstance(asked.exception(), RRefError)
     with pytest.raises(RRefError, match="was shut down"):
         values.find(VALUE)
+
+
+def test_a_fork_that_registers_during_close_leaves_no_value_that_nobody_sets(values: OwnedValues) -> None:
+    values.create_pending(MAKER, VALUE, FORK)
+    values.close()
+    values.note(VALUE, CHILD, OTHER)
+    assert values.statistics() == {"owner_rrefs": 0, "forks": 0}
+    with pytest.raises(RRefError, match="was shut down"):
+        values.find(VALUE)

@@ -432,7 +432,7 @@ def test_a_relay_without_a_server_is_not_taken_for_another_secret(plain: Running
             closing(QueryClient(f"tcp://127.0.0.1:{relay.port}", keys=OURS)) as client,
             pytest.raises(TimeoutError, match="cut off during the handshake"),
         ):
-            client.request(A, 0.5)
+            client.request(A, 2.0)
 
 
 def test_a_client_begins_with_a_ping(plain: Running) -> None:

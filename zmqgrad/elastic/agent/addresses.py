@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 
+from zmqgrad import environment
 from zmqgrad.elastic.launch_config import LaunchConfig
 from zmqgrad.errors import ConfigurationError
 
@@ -23,11 +24,12 @@ def master_address(config: LaunchConfig) -> str:
     if config.local_addr:
         return config.local_addr
     from zmqgrad.elastic.endpoint import parse_endpoint  # loads the store, which a single node does not need
-    from zmqgrad.transport.bind_policy import facing_address
+    from zmqgrad.transport.host_address import choose_address
+    from zmqgrad.transport.security import load_keys
 
     host, port = parse_endpoint(config.rdzv_endpoint.split(",")[0])  # etcd: the first of its members
     try:
-        return facing_address(host.strip("[]"), port)
+        return choose_address(host.strip("[]"), port, secured=load_keys() is not None).advertise
     except OSError as error:
         raise ConfigurationError(f"no route to the rendezvous endpoint {host}: {error}") from error
 
@@ -38,19 +40,31 @@ def worker_port(config: LaunchConfig) -> int:
 
 
 def usable_port(host: str, port: int) -> int:
-    """Check that ``port`` can be bound on ``host``. Returns it, or a free port if it is 0.
+    """Check that ``port`` can be bound on ``host``. Returns it; for 0 a free one, of the range if any.
 
     Raises:
         ConfigurationError: if ``host`` is not an address of this machine, or the port is in use.
     """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind, protocol) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-            return int(probe.getsockname()[1])
-    except OSError as error:
-        raise ConfigurationError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}. --master-addr must be an address of"
-            " this host, and --master-port free (0 finds a free one)"
-        ) from error
+    ports = environment.port_range() if port == 0 else None
+    if host == environment.advertise_address():  # another host's, such as that of a NAT
+        host = ""
+    for candidate in ports or (port,):
+        try:
+            return _bind_once(host or None, candidate)
+        except OSError as e:
+            error = e
+    raise ConfigurationError(
+        f"cannot listen on {host}:{port}: {error.strerror or error}. --master-addr must be an address of"
+        f" this host (or {environment.ADVERTISE_ADDRESS}), and --master-port free (0 finds a free one)"
+    ) from error
+
+
+def _bind_once(host: str | None, port: int) -> int:
+    flags = socket.AI_PASSIVE  # without a host: all interfaces
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=flags)[
+        0
+    ]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(address)
+        return int(probe.getsockname()[1])

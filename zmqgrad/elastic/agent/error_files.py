@@ -25,6 +25,6 @@ def read_error(path: Path) -> list[str]:
     try:
         message = json.loads(path.read_text())["message"]
         text = message["extraInfo"]["py_callstack"] if isinstance(message, dict) else message
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, ValueError, KeyError, TypeError, RecursionError):
         return []  # a worker that was killed wrote nothing, or a part; its exit code is reported anyway
     return str(text).splitlines()

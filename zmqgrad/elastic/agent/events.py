@@ -46,7 +46,7 @@ class Failure:
         try:
             failure = Failure(**json.loads(data))
             return replace(failure, lines=tuple(failure.lines))
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise RendezvousStateError(f"an agent of another version failed: {data[:200]!r} ({e})") from e
 
 

@@ -44,7 +44,7 @@ class NodeInfo:
         """
         try:
             info = NodeInfo(**json.loads(data))
-        except (ValueError, TypeError) as e:
+        except (ValueError, TypeError, RecursionError) as e:
             raise RendezvousStateError(
                 f"an agent of another version takes part in this job: {data[:200]!r} ({e})"
             ) from e

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import os
 from collections.abc import Mapping
 
 from zmqgrad import environment
@@ -24,7 +24,7 @@ def common_variables(inherited: Mapping[str, str], config: LaunchConfig) -> dict
     common.setdefault("PYTHONUNBUFFERED", "1")
     common.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     if not environment.has_secret(common) and config.max_nodes == 1:
-        common[environment.SECRET] = secrets.token_hex(32)  # keeps other users of this host out
+        common[environment.SECRET] = os.urandom(32).hex()  # keeps other users of this host out
     return common | {
         "TORCHELASTIC_RUN_ID": config.run_id or "none",
         "TORCHELASTIC_MAX_RESTARTS": str(config.max_restarts),

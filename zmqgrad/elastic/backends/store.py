@@ -79,7 +79,11 @@ class StoreBackend(RendezvousBackend):
         return self._owned and isinstance(self._store, TCPStore) and self._store.is_master
 
     def close(self, in_use: bool = False) -> None:
-        """Stop watching the state, and close the store if it is owned and others do not need it."""
+        """Stop watching the state, and close the store if it is owned and others do not need it.
+
+        Args:
+            in_use: other nodes still use the store; a server is left open for them.
+        """
         if self._owned and not (in_use and self.is_host):
             self._store.close()
             return

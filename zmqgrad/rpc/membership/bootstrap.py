@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import secrets
 from functools import partial
 
@@ -23,14 +24,11 @@ from zmqgrad.rpc.options import RpcBackendOptions
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import FileStore, Store, TCPStore
 from zmqgrad.store.sidecar import Rival
-from zmqgrad.transport.bind_policy import (
-    check_bind_address,
-    facing_address,
-    may_bind_publicly,
-    own_address,
-)
+from zmqgrad.transport.host_address import HostAddress, choose_address
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.security import load_keys
+
+logger = logging.getLogger(__name__)
 
 _generation = 1
 """Number of the group of fixed size that this process is in, or joins next; equal in all its workers."""
@@ -117,10 +115,13 @@ def _make_group(
 
 def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -> ZmqMailbox:
     job = store.compare_set(_JOB_KEY, "", secrets.token_hex(8))  # the first worker sets it for all
+    address = worker_address(store)
+    logger.info("worker %s listens at %s", name, address)
     return ZmqMailbox(
         name,
         number,
-        tcp_host=listening_host(store),
+        tcp_host=address.listen,
+        advertised=address.advertise,
         arena=options.arena(),
         timeouts=options.limits,
         inflight=options.inflight(),
@@ -132,24 +133,21 @@ def _mailbox(name: str, number: int, store: Store, options: RpcBackendOptions) -
     )
 
 
-def listening_host(store: Store) -> str:
-    """The address to listen on: the one of this host that faces the host of the store.
+def worker_address(store: Store) -> HostAddress:
+    """The address at which a worker that meets the others by ``store`` listens, and is reached.
 
-    Of a file the environment names the host (MASTER_ADDR). Without that, this is the address of the default
-    route if listening on it is allowed, and loopback otherwise: then all workers are on this host.
+    Of a file the environment names the host (MASTER_ADDR).
 
     Raises:
         ConfigurationError: if listening on the address is not allowed, or no route leads to the host.
     """
-    beneath, keyed = getattr(store, "underlying_store", store), load_keys() is not None
+    beneath = getattr(store, "underlying_store", store)
     host, port = getattr(beneath, "host", None), getattr(beneath, "port", 0)
     if isinstance(beneath, FileStore):
         host = environment.read_launch().master_addr
-        if host is None:
-            return own_address() if may_bind_publicly(keyed) else "127.0.0.1"
+    elif host is None:  # in memory
+        host = "localhost"
     try:
-        facing = facing_address(host or "127.0.0.1", port)
+        return choose_address(host, port, secured=load_keys() is not None)
     except OSError as e:
         raise ConfigurationError(f"no route to {host}, where the workers of this group meet: {e}") from e
-    check_bind_address(f"tcp://{facing}:0", keyed)
-    return facing

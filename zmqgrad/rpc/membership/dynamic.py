@@ -1,8 +1,10 @@
 """Dynamic groups: ``init_rpc`` without a world size. Workers join, leave and rejoin at any time.
 
-The store lists the members (:mod:`~zmqgrad.rpc.membership.registry`), and every worker watches it. A worker
-that dies cannot announce it, so each worker monitors the heartbeat of the one with the next higher id (and of
-the workers it talks to); the first to find another one dead evicts it for all.
+The store lists the members (:mod:`~zmqgrad.rpc.membership.registry`), and every worker watches their records:
+a join costs each member a notification that carries the record, a loss also a query for the reason. The whole
+list is read only when joining, and for workers that are unknown here. A worker that dies cannot announce it,
+so each worker monitors the heartbeat of the one with the next higher id (and of the workers it talks to); the
+first to find another one dead evicts it for all.
 """
 
 from __future__ import annotations
@@ -11,13 +13,16 @@ import logging
 import threading
 
 from zmqgrad.errors import RpcTimeoutError, StoreError
+from zmqgrad.rpc.membership.descriptors import reserve_descriptors
 from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
 from zmqgrad.rpc.membership.lookup import Lookup
 from zmqgrad.rpc.membership.registry import IsAlive, is_alive
 from zmqgrad.rpc.membership.shutdown import LOG_INTERVAL_SECONDS, drain
+from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.rpc.worker import Worker
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import Store, TCPStore
+from zmqgrad.wire.ids import MAX_WORKER
 
 logger = logging.getLogger(__name__)
 
@@ -46,7 +51,9 @@ class DynamicGroup(Group):
     ) -> None:
         super().__init__(worker, store, served)
         self._is_alive = is_alive
-        self._refreshing = threading.Lock()  # held while reading the members from the store
+        self._refreshing = threading.Lock()  # held while the known members are updated; guards _next
+        self._next: int | None = None  # the worker that is monitored on behalf of all
+        self._removed: set[int] = set()  # workers that the store has no more, which need no eviction
         self._leaving = False
         self._joined = False
         self._retry_store = Deadline.after(0.0)
@@ -70,7 +77,6 @@ class DynamicGroup(Group):
             self._refresh()
             self._registry.publish()
             self._joined = True
-            self._registry.notify_change()
             self._refresh()
         except BaseException:
             self._withdraw(LEFT)
@@ -78,10 +84,47 @@ class DynamicGroup(Group):
 
     # ---- following joins and losses ---------------------------------------------------------------------
 
-    def _on_change(self, old: bytes | None, new: bytes | None) -> None:
-        """Called in a thread of the store after a join or a loss."""
-        if not self._leaving:
-            self._try_refresh()
+    def _on_change(self, worker_id: int, record: WorkerRecord | None) -> None:
+        """Called in a thread of the store after a join or, without ``record``, a loss."""
+        if self._leaving:
+            return
+        try:
+            with self._refreshing:
+                if record is None:
+                    self._on_left(worker_id)
+                else:
+                    self._on_joined(record)
+        except StoreError as e:
+            logger.warning("%s: cannot read the members of the group: %s", self.worker.name, e)
+
+    def _on_joined(self, record: WorkerRecord) -> None:
+        membership = self.worker.membership
+        if membership.find_known(record.id) is not None:
+            return
+        if membership.find_here(record.name) is not None:
+            # The name has a holder here. A lookup overtook this event, which may be outdated; or it was lost.
+            self._read_members()
+            return
+        self._learn(record)
+        reserve_descriptors(len(membership.all()))
+        if self._next is None or self._distance(record.id) < self._distance(self._next):
+            self._monitor(record.id)
+
+    def _on_left(self, worker_id: int) -> None:
+        if worker_id == self.worker.id:
+            self._log_eviction()
+        elif self.worker.membership.find_here(worker_id) is not None:
+            self._mark_left(worker_id, self._registry.reason(worker_id))
+        if self._next is None or self.worker.membership.find_here(self._next) is None:
+            self._monitor_next()
+
+    def _learn(self, record: WorkerRecord) -> None:
+        if self.worker.membership.learn(record) and self._joined:
+            self.worker.events.joined(record.info)
+
+    def _log_eviction(self) -> None:
+        if self._joined and not self._leaving:
+            logger.error("%s was evicted from the group by others: it must join again", self.worker.name)
 
     def _update_from_store(self, seconds: float | None) -> bool:
         """Query the store for a worker that is unknown or has left, unless the store did not reply lately."""
@@ -100,22 +143,26 @@ class DynamicGroup(Group):
         return True
 
     def _refresh(self) -> None:
-        """Read the members from the store, and apply what has changed."""
-        worker, membership = self.worker, self.worker.membership
         with self._refreshing:
-            present, new = self._registry.read(membership.known())
-            former = [r for r in membership.all() if r.id not in present and r.id != worker.id]
-            if self._joined and worker.id not in present and not self._leaving:
-                logger.error("%s was evicted from the group by others: it must join again", worker.name)
-            for record in new:
-                if membership.learn(record) and self._joined:
-                    worker.events.joined(record.info)
-            for record in former:
-                self._mark_left(record.id, self._registry.reason(record.id))
-            self._monitor_next()
+            self._read_members()
+
+    def _read_members(self) -> None:
+        """Read all members from the store, and apply what has changed. Called with the lock held."""
+        worker, membership = self.worker, self.worker.membership
+        present, new = self._registry.read(membership.known())
+        former = [r for r in membership.all() if r.id not in present and r.id != worker.id]
+        if worker.id not in present:
+            self._log_eviction()
+        reserve_descriptors(len(present))
+        for record in new:
+            self._learn(record)
+        for record in former:
+            self._mark_left(record.id, self._registry.reason(record.id))
+        self._monitor_next()
 
     def _mark_left(self, worker_id: int, reason: str) -> None:
         worker = self.worker
+        self._removed.add(worker_id)
         if reason == LEFT and any(call.peer == worker_id for call in worker.client.pending.all()):
             # It has replied to all calls, but its last replies may be unread here. Its name is free already.
             worker.membership.mark_left(worker_id)
@@ -125,14 +172,22 @@ class DynamicGroup(Group):
 
     def _monitor_next(self) -> None:
         """Monitor the heartbeat of the next worker in the order of ids, so that each worker is monitored."""
-        own = self.worker.id
-        others = sorted(r.id for r in self.worker.membership.all() if r.id != own)
+        others = [r.id for r in self.worker.membership.all() if r.id != self.worker.id]
         if others:
-            self.worker.mailbox.monitor(next((n for n in others if n > own), others[0]))
+            self._monitor(min(others, key=self._distance))
+
+    def _distance(self, worker_id: int) -> int:
+        return (worker_id - self.worker.id) % (MAX_WORKER + 1)
+
+    def _monitor(self, worker_id: int) -> None:
+        before, self._next = self._next, worker_id
+        self.worker.mailbox.monitor(worker_id)
+        if before is not None and before != worker_id:
+            self.worker.mailbox.unmonitor(before)  # or all would monitor worker 0, the next of the newest
 
     def _evict_later(self, peer: int) -> None:
-        """Evict a lost peer, in an engine thread: the calling thread must not block."""
-        if not self._leaving:
+        """Evict a lost peer, in an engine thread: whether it lives may be known after seconds only."""
+        if not self._leaving and peer not in self._removed:
             self.worker.submit(lambda: self._evict(peer))
 
     def _evict(self, peer: int) -> None:
@@ -178,7 +233,7 @@ class DynamicGroup(Group):
     def _wait_for_others_to_leave(self, served: TCPStore, deadline: Deadline) -> None:
         """Wait until no other worker needs the store, which closes with this worker."""
         changed = threading.Event()
-        self._registry.watch(lambda old, new: changed.set())  # ends with the store
+        self._registry.watch(lambda worker_id, record: changed.set())  # ends with the store
         while True:
             changed.clear()
             alive = [n for n in self._registry.ids() if not self._has_died(n)]

@@ -6,6 +6,7 @@ import logging
 
 from zmqgrad.errors import DuplicateWorkerError, StoreError
 from zmqgrad.rpc.devices import check_group
+from zmqgrad.rpc.membership.descriptors import reserve_descriptors
 from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
 from zmqgrad.rpc.membership.registry import POLL_SECONDS, check_no_dynamic_group
 from zmqgrad.rpc.membership.shutdown import ShutdownBarrier
@@ -39,6 +40,7 @@ class FixedGroup(Group):
             ConfigurationError: if a device map of one of them is invalid.
         """
         membership = self.worker.membership
+        reserve_descriptors(membership.world_size)
         try:
             self._registry.claim_name_and_rank()
             self._registry.publish()

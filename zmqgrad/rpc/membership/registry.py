@@ -2,9 +2,9 @@
 
     id/<id>        the worker that has the id; the first to write the key gets it
     name/<name>    the record of the worker that has the name; empty once the name was released
-    worker/<id>    the record of a member; in a group of fixed size also why it was refused
+    worker/<id>    the record of a member; in a group of fixed size also why it was refused. Members of a
+                   dynamic group watch these keys, so that a join costs each of them a notification, no query
     gone/<id>      why a worker is no longer a member
-    changes        counts joins and losses; members of a dynamic group watch this key
     joined/<id>    written by a worker of a group of fixed size when it has read all records
 
 All keys are under the prefix of the group. The two kinds differ in when an id or a name can be claimed again:
@@ -22,6 +22,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import msgspec
 
@@ -34,15 +35,19 @@ from zmqgrad.errors import (
     StoreTimeoutError,
 )
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
+from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.store import PrefixStore, Store, WatchCallback
+from zmqgrad.store import PrefixStore, Store
 from zmqgrad.transport.heartbeat.failure_detector import REFUSED_SECONDS, is_reachable
 from zmqgrad.wire.ids import MAX_WORKER
 
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 1.0
-"""Interval at which a worker that waits for others checks who is missing."""
+"""Interval at which a worker that waits for others checks who is missing; it grows up to the next."""
+
+MAX_POLL_SECONDS = 8.0
+"""The longest such interval: each check reads a list as long as the group is large."""
 
 READ_TIMEOUT_SECONDS = 0.5
 """Timeout for reading records that were just listed. A record is missing if its worker left in between."""
@@ -268,11 +273,12 @@ class Registry:
         """
         keys = [f"worker/{rank}" for rank in range(world_size)]
         missing = [rank for rank in range(world_size) if rank != self._own.id]
+        backoff = Backoff(POLL_SECONDS, MAX_POLL_SECONDS)
         while True:
             try:
                 # One query both waits and reads: between two, a worker that has all records might leave, and
                 # the store with it.
-                records = _read(self._store, keys, min(deadline.left(), POLL_SECONDS))
+                records = _read(self._store, keys, backoff.pause(deadline.left()))
                 break
             except StoreTimeoutError as e:
                 missing = self._absent(keys, missing)
@@ -316,17 +322,13 @@ class Registry:
 
     # ---- members of a dynamic group ---------------------------------------------------------------------
 
-    def watch(self, on_change: WatchCallback) -> None:
-        """Call ``on_change`` after each join or loss."""
-        self._store.watch_key("changes", on_change)
+    def watch(self, on_change: Callable[[int, WorkerRecord | None], None]) -> None:
+        """Call ``on_change`` with the id and record of each worker that joins; None: it has left or died."""
+        self._store.watch_prefix("worker/", _RecordCallback(on_change))
 
-    def unwatch(self, on_change: WatchCallback) -> None:
+    def unwatch(self, on_change: Callable[[int, WorkerRecord | None], None]) -> None:
         """Undo :meth:`watch`."""
-        self._store.unwatch_key("changes", on_change)
-
-    def notify_change(self) -> None:
-        """Make all members read the registry again."""
-        self._store.add("changes", 1)
+        self._store.unwatch_prefix("worker/", _RecordCallback(on_change))
 
     def ids(self) -> list[int]:
         """The ids of all members."""
@@ -346,13 +348,11 @@ class Registry:
             return present, [msgspec.json.decode(raw, type=WorkerRecord) for raw in found]
 
     def reason(self, worker_id: int) -> str:
-        """Why a worker is no longer a member."""
-        key = f"gone/{worker_id}"
-        return (
-            self._store.get(key).decode()
-            if self._store.check([key])
-            else "it is no longer a member of the group"
-        )
+        """Why a worker is no longer a member; :meth:`remove` wrote it before it deleted the record."""
+        try:
+            return self._store.get(f"gone/{worker_id}").decode()
+        except StoreTimeoutError:
+            return "it is no longer a member of the group"
 
     def evict(self, record: WorkerRecord, reason: str) -> None:
         """Remove a dead worker, and release its name."""
@@ -363,13 +363,23 @@ class Registry:
     def remove(self, worker_id: int, reason: str) -> None:
         """End the membership of a worker, and notify all members."""
         self._store.set(f"gone/{worker_id}", reason)
-        self._store.delete_key(f"worker/{worker_id}")
         try:
-            self.notify_change()
+            self._store.delete_key(f"worker/{worker_id}")
         except StoreError as e:
             if worker_id != self._own.id:
                 raise
             logger.debug("%s: the store closed after its last member left: %s", self._own.name, e)
+
+
+@dataclass(frozen=True)
+class _RecordCallback:
+    """Decodes what the watch of all records reports. Equal for equal callbacks, so that it can be removed."""
+
+    callback: Callable[[int, WorkerRecord | None], None]
+
+    def __call__(self, key: str, old: bytes | None, new: bytes | None) -> None:
+        record = None if new is None else msgspec.json.decode(new, type=WorkerRecord)
+        self.callback(int(key.rpartition("/")[2]), record)
 
 
 def _read(store: Store, keys: list[str], seconds: float) -> list[bytes]:

@@ -35,6 +35,10 @@ LOG_INTERVAL_SECONDS = 5.0
 POLL_SECONDS = 1.0
 """Interval at which missing workers are checked: a death may go unnoticed if no worker has called them."""
 
+PROBES_AT_ONCE = 16
+"""How many of the missing workers are checked at a time. If all were, each of n workers would connect to all
+others once a second, for as long as the last one is busy."""
+
 LEAVE_POLL_SECONDS = 2.0
 """The same in the last step; also the timeout of the store's replies to a worker that leaves."""
 
@@ -170,14 +174,20 @@ class ShutdownBarrier:
         # Workers that still have work of their own are no reason for a warning.
         level = logging.INFO if self._step == "arrived" else logging.WARNING
         next_log = Deadline.after(LOG_INTERVAL_SECONDS)
+        missing = list(range(len(keys)))
+        first_probe = self._worker.id  # so that different workers check different ones
         while True:
             try:
-                self._store.wait(keys, min(deadline.left(), POLL_SECONDS))
+                self._store.wait([keys[rank] for rank in missing], min(deadline.left(), POLL_SECONDS))
                 return
             except StoreTimeoutError as e:
                 present = set(self._store.list_keys(f"{self._step}/"))
                 missing = [rank for rank, key in enumerate(keys) if key not in present]
-                dead = [rank for rank in missing if self._is_dead(rank)]
+                if not missing:
+                    return
+                probed = sorted(missing, key=lambda rank: (rank - first_probe) % len(keys))[:PROBES_AT_ONCE]
+                first_probe = probed[-1] + 1
+                dead = [rank for rank in probed if self._is_dead(rank)]
                 names = ", ".join(self._worker.membership.name_of(rank) for rank in missing)
                 if dead:
                     logger.warning("%s: shutdown goes on without the dead among %s", self._worker.name, names)

@@ -110,6 +110,8 @@ class OwnedValues:
     def note(self, rref_id: int, fork_id: int, holder: int) -> None:
         """Register fork ``fork_id``, which ``holder`` got from another user."""
         with self._lock:
+            if self._closed:  # the request arrived during close(): nothing would set its promise
+                return
             if rref_id not in self._dropped and holder not in self._lost:
                 self._forks.note(rref_id, fork_id, holder)
                 # Still unknown: it was deleted before. Known without a value: its call has not arrived.

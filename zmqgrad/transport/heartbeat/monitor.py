@@ -129,7 +129,9 @@ class HeartbeatMonitor:
         self._running = True
         try:
             while self._running:
-                for key, _ in select.select(self._seconds_to_next()):
+                ready = [key for key, _ in select.select(self._seconds_to_next())]
+                # Commands first: a peer that was forgotten before it ended is not reported as lost.
+                for key in sorted(ready, key=lambda key: key.fileobj is not self._woken):
                     handle: Callable[[Any], None] = key.data
                     handle(key.fileobj)
                 self._do_due(self._clock.now())

@@ -17,6 +17,7 @@ from typing import Any
 
 from zmqgrad.errors import TransportError
 from zmqgrad.runtime.clock import Clock
+from zmqgrad.transport.bind_policy import bind_in_range, tcp_address
 from zmqgrad.transport.heartbeat.protocol import PINGS_AT_ONCE, SCHEME, SUFFIX, TOKEN_SIZE, read, write
 from zmqgrad.transport.local import is_same_user, unix_name
 
@@ -32,11 +33,14 @@ MAX_PEERS = 1 << 16
 class HeartbeatListener:
     """The listening sockets for heartbeats. Created with the mailbox, as its address is published.
 
+    Args:
+        ipc_endpoint, tcp_host, advertised: of the mailbox.
+
     Raises:
         TransportError: if it cannot listen.
     """
 
-    def __init__(self, ipc_endpoint: str, tcp_host: str | None) -> None:
+    def __init__(self, ipc_endpoint: str, tcp_host: str | None, advertised: str | None = None) -> None:
         self.token = secrets.token_bytes(TOKEN_SIZE)
         self.sockets: list[sockets.socket] = []
         self.endpoint: str | None = None
@@ -44,19 +48,25 @@ class HeartbeatListener:
             self._listen(sockets.AF_UNIX, unix_name(ipc_endpoint + SUFFIX))
             if tcp_host is not None:
                 family = sockets.AF_INET6 if ":" in tcp_host else sockets.AF_INET
-                port = self._listen(family, (tcp_host, 0)).getsockname()[1]
-                shown = f"[{tcp_host}]" if ":" in tcp_host else tcp_host
-                self.endpoint = f"{SCHEME}{shown}:{port}/{self.token.hex()}"
-        except OSError as e:
+                listening = bind_in_range(lambda port: self._listen(family, (tcp_host, port)))
+                shown = tcp_address(advertised or tcp_host, listening.getsockname()[1])
+                self.endpoint = f"{shown.replace('tcp://', SCHEME)}/{self.token.hex()}"
+        except (OSError, TransportError) as e:
             self.close()
             raise TransportError(f"cannot listen for heartbeats beside {ipc_endpoint}: {e}") from e
 
     def _listen(self, family: int, address: Any) -> sockets.socket:
         listening = sockets.socket(family, sockets.SOCK_STREAM)
+        try:
+            listening.setblocking(False)
+            if family != sockets.AF_UNIX:  # ports of connections that have ended are free
+                listening.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(1024)
+        except OSError:
+            listening.close()
+            raise
         self.sockets.append(listening)
-        listening.setblocking(False)
-        listening.bind(address)
-        listening.listen(1024)
         return listening
 
     def close(self) -> None:

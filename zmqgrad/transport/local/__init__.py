@@ -21,13 +21,16 @@ from zmqgrad.transport.local.connection import (
     supported,
     unix_name,
 )
+from zmqgrad.transport.local.descriptors import abstract_endpoint, check_can_open
 from zmqgrad.transport.local.listener import LocalListener
 
 __all__ = [
     "MAX_PACKET_BYTES",
     "LocalConnection",
     "LocalListener",
+    "abstract_endpoint",
     "can_connect",
+    "check_can_open",
     "connect",
     "is_same_user",
     "supported",

@@ -18,6 +18,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from zmqgrad.transport.local.descriptors import check_can_accept
+
 MAX_PACKET_BYTES = 16 << 10
 """Size limit of messages. The kernel keeps a packet in contiguous memory."""
 
@@ -63,7 +65,12 @@ def is_same_user(connected: socket.socket) -> bool:
 
 
 def can_connect(endpoint: str) -> bool:
-    """Returns whether a process of our own user listens at ``endpoint`` (ipc)."""
+    """Returns whether a process of our own user listens at ``endpoint`` (ipc).
+
+    Raises:
+        OSError: if this process, or the one that listens there, has no file descriptor for a connection.
+    """
+    check_can_accept(endpoint)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         return probe.connect_ex(unix_name(endpoint)) == 0 and is_same_user(probe)

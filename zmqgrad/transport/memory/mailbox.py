@@ -182,6 +182,9 @@ class MemoryMailbox:
     def monitor(self, peer: int) -> None:
         """Do nothing: no peer is ever lost in memory."""
 
+    def unmonitor(self, peer: int) -> None:
+        """Do nothing."""
+
     def forget(self, peer: int) -> None:
         """Resolve ``peer`` again for the next message."""
         self._peer_endpoints.pop(peer, None)

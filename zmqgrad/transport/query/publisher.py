@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import secrets
 from collections import OrderedDict
 from collections.abc import Callable
 
@@ -69,7 +68,7 @@ class Publisher:
             set_up_query_socket(self._socket)
             if local.supported():
                 self._socket.setsockopt(zmq.IPC_FILTER_UID, os.getuid())
-                self.endpoint = f"ipc://@zmqgrad-watch-{secrets.token_hex(16)}"
+                self.endpoint = local.abstract_endpoint("watch")
                 self._socket.bind(self.endpoint)
             if keys is not None:  # after ipc was bound: it stays unencrypted
                 secure_server(self._socket, keys)

@@ -23,7 +23,7 @@ import zmq
 from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.transport.base import Buffer
-from zmqgrad.transport.bind_policy import bind
+from zmqgrad.transport.bind_policy import bind, tcp_address
 from zmqgrad.transport.bulk import MAX_WHOLE_BYTES, Reassembler
 from zmqgrad.transport.sealed.records import AVAILABLE, KEY_BYTES, Cipher, Head, NullCipher, read_head
 from zmqgrad.transport.security import ZapAuthenticator, password_server
@@ -137,8 +137,7 @@ class ChannelReceiver:
             use_io_thread(router, bulk=True)
             if self._zap is not None:
                 password_server(router)
-            shown = f"[{self._host}]" if ":" in self._host else self._host
-            endpoint = bind(router, f"tcp://{shown}:*")
+            endpoint = bind(router, tcp_address(self._host, "*"))
         except TransportError as e:
             router.close()
             logger.warning("%s cannot receive large messages by channels: %s", self._name, e)

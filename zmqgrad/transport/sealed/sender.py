@@ -213,6 +213,7 @@ class ChannelPool:
         def dealer() -> zmq.Socket[bytes]:
             socket = self._context.socket(zmq.DEALER)
             set_up(socket)
+            socket.ipv6 = "[" in endpoint
             socket.sndhwm = 0  # credit bounds what is queued
             use_io_thread(socket, bulk=True)
             if self._secured:

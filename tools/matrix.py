@@ -1,0 +1,190 @@
+"""Tests on each supported Python, with the lowest, the pinned and the newest torch; docs/support.md.
+
+    python -m tools.matrix                        # every cell: gigabytes of downloads, and hours on two cores
+    python -m tools.matrix --python 3.12 --torch newest
+    python -m tools.matrix --tests tests          # the whole fast suite, instead of what depends on torch
+    python -m tools.matrix --table                # docs/support.md from the results, nothing is run
+
+Each cell is an environment that uv makes in runs/matrix: ``lowest`` has the oldest releases that
+pyproject.toml permits and that have a wheel for this Python. Results are added to runs/matrix/results.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import itertools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+PYTHONS = ("3.10", "3.11", "3.12", "3.13", "3.14")
+TORCHES = ("lowest", "pinned", "newest")
+OUT, PAGE = Path("runs/matrix"), Path("docs/support.md")
+PROJECT, PINS = Path("pyproject.toml"), Path("constraints.txt")
+
+TOOLS = ("pytest", "pytest-timeout", "hypothesis", "cryptography", "numpy")
+TESTS = (
+    "tests/wire/test_tensors.py",
+    "tests/wire/test_torch_internals.py",
+    "tests/rpc/test_torch_internals.py",
+    "tests/rpc/test_calls.py",
+    "tests/autograd/test_torch_internals.py",
+    "tests/autograd/test_stages.py",
+    "tests/test_optim.py",
+    "tests/test_optim_torch_internals.py",
+    "tests/test_interop.py",
+    "tests/test_torch_reexports.py",
+)
+"""The tests that depend most on torch, in a few minutes."""
+
+CELL_SECONDS = 3600
+
+Result = dict[str, str]
+
+
+def main() -> int:
+    """Returns 1 if the tests of a cell failed."""
+    options = _parser().parse_args()
+    OUT.mkdir(parents=True, exist_ok=True)
+    path = OUT / "results.json"
+    results: dict[str, Result] = json.loads(path.read_text()) if path.exists() else {}
+    failed = False
+    for python, torch in () if options.table else itertools.product(options.python, options.torch):
+        result = try_cell(python, torch, options.tests)
+        print(f"{python} {torch}: {result}", flush=True)
+        failed |= result["state"] == "failed"
+        results[f"{python} {torch}"] = result
+        path.write_text(json.dumps(results, indent=1))
+    PAGE.write_text(page(results))
+    return int(failed)
+
+
+def try_cell(python: str, torch: str, tests: list[str]) -> Result:
+    """What came of one cell: its state (passed, failed, not tried), versions and counts."""
+    result = {
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+        "tests": " ".join(tests),
+    }
+    root = OUT / f"{python}-{torch}"
+    try:
+        install(root, python, torch)
+    except subprocess.CalledProcessError as error:
+        return {**result, "state": "not tried", "why": reason(error.stderr)}
+    options = ("-q", "-m", "not processes and not slow", "-p", "no:cacheprovider")
+    done = subprocess.run(
+        [root / "bin/python", "-m", "pytest", *options, *tests],
+        env={**os.environ, "PYTHONPATH": str(Path.cwd())},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=CELL_SECONDS,
+    )
+    (OUT / f"{root.name}.log").write_text(done.stdout)
+    counts = re.sub(r" in [\d.]+s.*|=+ ?", "", done.stdout.strip().rsplit("\n", 1)[-1])
+    state = "failed" if done.returncode else "passed"
+    return {**result, "state": state, "versions": versions(root), "counts": counts}
+
+
+def install(root: Path, python: str, torch: str) -> None:
+    """Make the environment of a cell.
+
+    Raises:
+        CalledProcessError: if there is no such Python, or torch has no wheel for it.
+    """
+    uv("venv", "--clear", "--quiet", "--python", python, root)
+    target = ("pip", "install", "--quiet", "--only-binary", ":all:", "--python", root / "bin/python")
+    pins = PINS.read_text()
+    if torch == "pinned":
+        uv(*target, "--constraint", PINS, "--requirements", PROJECT)
+    else:
+        uv(
+            *target,
+            "--resolution",
+            "lowest-direct" if torch == "lowest" else "highest",
+            "--requirements",
+            PROJECT,
+        )
+        pins = re.sub(r"(?m)^(torch|numpy|pyzmq|msgspec|cloudpickle)==.*\n", "", pins)
+    constraints = OUT / "constraints.txt"
+    constraints.write_text(pins)
+    uv(*target, "--constraint", constraints, *TOOLS)
+
+
+def uv(*arguments: str | Path) -> None:
+    """Run uv, with what it reports on failure in the exception."""
+    found = shutil.which("uv") or str(Path(sys.executable).parent / "uv")
+    subprocess.run([found, *arguments], check=True, stderr=subprocess.PIPE, text=True, timeout=CELL_SECONDS)
+
+
+def reason(stderr: str) -> str:
+    """Why uv failed, in one line: the first error and its innermost cause."""
+    lines = [line.strip() for line in stderr.splitlines()]
+    errors = [line for line in lines if line.startswith("error")][:1]
+    causes = [line for line in lines if re.match("cause|Caused by", line)][-1:]
+    return " ".join((errors + causes) or lines[:1])
+
+
+def versions(root: Path) -> str:
+    """The exact versions in the environment of a cell."""
+    code = """import platform, importlib.metadata as m
+names = ("torch", "pyzmq", "msgspec", "cloudpickle")
+print(", ".join([f"Python {platform.python_version()}", *(f"{name} {m.version(name)}" for name in names)]))"""
+    return subprocess.run(
+        [root / "bin/python", "-c", code], check=True, capture_output=True, text=True
+    ).stdout.strip()
+
+
+# ---- the page ---------------------------------------------------------------------------------------------
+
+
+def page(results: Mapping[str, Result]) -> str:
+    """docs/support.md: a table of the cells, and what each had."""
+    return "\n".join(_page(results)) + "\n"
+
+
+def _page(results: Mapping[str, Result]) -> Iterator[str]:
+    yield from ("# Supported versions", "", "<!-- from tools/matrix.py: `make matrix` writes it -->", "")
+    yield "Tests on Linux (x86-64, CPU) with each Python and three releases of torch: the *lowest* one that"
+    yield "`pyproject.toml` permits and that has a wheel for this Python (with the lowest pyzmq, msgspec and"
+    yield "cloudpickle), the *pinned* one of `constraints.txt`, and the *newest*."
+    yield from ("", "| Python | lowest | pinned | newest |", "|---|---|---|---|")
+    for python in PYTHONS:
+        yield f"| {python} | {' | '.join(_word(results.get(f'{python} {torch}', {})) for torch in TORCHES)} |"
+    yield from ("", "## What was run", "", "| cell | date | versions | result |", "|---|---|---|---|")
+    for cell, result in sorted(results.items()):
+        said = result.get("counts") or result.get("why", "")
+        yield f"| {cell} | {result['date']} | {result.get('versions', '')} | {said.replace('|', '/')} |"
+    tests = sorted({test for result in results.values() for test in result["tests"].split()})
+    yield from (
+        "",
+        f"The tests, without those that start processes: {', '.join(f'`{t}`' for t in tests)}.",
+        "",
+    )
+    yield "`tools/test` runs all tests on one Python with the pinned torch. Not tried: macOS, Windows, other"
+    yield "processors than x86-64, GPUs ([GPUs](gpus.md)), free-threaded Python, nightly builds of torch."
+
+
+def _word(result: Mapping[str, Any]) -> str:
+    found = re.search(r"torch (\S+?)(,|$)", result.get("versions", ""))
+    return f"{result.get('state', 'not tried')}{f' ({found[1]})' if found else ''}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.matrix", description="Test each supported version."
+    )
+    parser.add_argument("--python", nargs="+", choices=PYTHONS, default=PYTHONS, metavar="VERSION")
+    parser.add_argument("--torch", nargs="+", choices=TORCHES, default=TORCHES, metavar="RELEASE")
+    parser.add_argument("--tests", nargs="+", default=list(TESTS), metavar="PATH")
+    parser.add_argument("--table", action="store_true", help="write the page only")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The parsers of the command: each declares its arguments when it is used, and reports its own mistakes.
+
+argparse would build all subcommands at each start, and report a wrong option with the usage of the command.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+EXIT_CODES = {"0": "success", "2": "an invalid option or setting; nothing was done"}
+"""The exit codes of every command."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """A parser whose arguments are declared by ``declare``, before it parses for the first time."""
+
+    def __init__(
+        self, *args: Any, declare: Callable[[argparse.ArgumentParser], None] | None = None, **options: Any
+    ) -> None:
+        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        options["allow_abbrev"] = False
+        super().__init__(*args, **options)
+        self._declare = declare
+
+    def declare(self) -> None:
+        """Declare the arguments, unless that is done."""
+        declare, self._declare = self._declare, None
+        if declare is not None:
+            declare(self)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse does; but unknown arguments are an error, reported with the usage of this parser."""
+        self.declare()
+        found, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
+        return found, unknown
+
+    def _hint(self, word: str) -> str:
+        import difflib  # only now: most starts need none
+
+        shown = (a for a in self._actions if a.help != argparse.SUPPRESS)
+        names = [name for action in shown for name in action.option_strings]
+        option = word.partition("=")[0]
+        close = [name for name in names if len(option) > 3 and name.startswith(option)]
+        close = close or difflib.get_close_matches(option, names, n=1)
+        return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def describe(
+    parser: argparse.ArgumentParser, examples: Iterable[str], exit_codes: Mapping[str, str] | None = None
+) -> None:
+    """Show, below the options, ``examples`` and the exit codes: the common ones and ``exit_codes``."""
+    codes = dict(sorted((EXIT_CODES | dict(exit_codes or {})).items(), key=lambda item: int(item[0])))
+    lines = [
+        *([parser.epilog, ""] if parser.epilog else []),
+        "examples:",
+        *(f"  {each}" for each in examples),
+    ]
+    lines += ["", "exit codes:", *(f"  {code:<4} {meaning}" for code, meaning in codes.items())]
+    parser.epilog = "\n".join(lines)
