@@ -11,7 +11,7 @@ import pytest
 from tests.support.relay import Relay, at_random
 from tests.support.waiting import eventually
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport import bulk, session
+from zmqgrad.transport import session
 from zmqgrad.transport.base import Inbound, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.sealed import sender as sealed_sender
@@ -118,8 +118,6 @@ def test_a_large_frame_arrives_though_its_connection_breaks_in_the_middle(
     monkeypatch.setattr(
         sealed_sender, "MIN_SEALED_BYTES", 1 << 40
     )  # tests/transport/test_sealed.py has sealed ones
-    monkeypatch.setattr(bulk, "MAX_WHOLE_BYTES", 2 << 20)
-    monkeypatch.setattr(bulk, "CHUNK_BYTES", 1 << 20)
     size = 24 << 20
     left = [7]
 

@@ -18,7 +18,7 @@ from tests.support.relay import Relay, at_random
 from tests.support.waiting import eventually
 from zmqgrad.errors import ClosedError, ProtocolError
 from zmqgrad.runtime.clock import Deadline
-from zmqgrad.transport import bulk, session
+from zmqgrad.transport import session
 from zmqgrad.transport.base import Inbound, PeerAddress
 from zmqgrad.transport.mailbox import ZmqMailbox
 from zmqgrad.transport.sealed import records, sender, transport
@@ -285,8 +285,6 @@ def test_without_a_secret_large_messages_arrive_once_and_as_sent_though_their_co
     monkeypatch: pytest.MonkeyPatch, kind: Result | Call
 ) -> None:
     """Whole and in chunks, by the channel. The memory of a reply may be written to once it was sent."""
-    monkeypatch.setattr(bulk, "MAX_WHOLE_BYTES", 2 << 20)
-    monkeypatch.setattr(bulk, "CHUNK_BYTES", 1 << 20)
     pair = Pair(monkeypatch, None)
     try:
         pair.send(0, some(1), kind)

@@ -1,8 +1,8 @@
 """Splits large frames into chunks for sockets, and reassembles them in memory that is reused.
 
-libzmq allocates memory for each frame that arrives. Up to 32 MB, malloc reuses memory; beyond that it maps
-new memory each time, and every page faults: 64 MB took 200 ms over loopback, a tenth of it for copying. In
-chunks they take 80 ms, including the copy that reassembles them. Several connections were no faster than one.
+libzmq allocates memory for each frame that arrives. Of large frames every page faults, and nothing overlaps:
+64 MB took 200 ms over loopback, a tenth of it for copying. Chunks stay in the cache, and sending, receiving
+and the copy that reassembles them overlap. Several connections were no faster than one.
 
 The chunks of a frame precede its message on the same connection, in order, and the manifest names them.
 """
@@ -26,11 +26,8 @@ from zmqgrad.transport.base import Buffer, Timer
 from zmqgrad.transport.shared_memory.packing import PreparedFrames
 from zmqgrad.wire.messages import Chunk, FrameBuffer, FrameSlice, Manifest
 
-CHUNK_BYTES = 4 << 20
-"""Size of a chunk."""
-
-MAX_WHOLE_BYTES = 32 << 20
-"""Larger frames are split: malloc would map new memory for them each time."""
+CHUNK_BYTES = 1 << 20
+"""Size of a chunk; larger frames are split."""
 
 MIN_POOLED_BYTES = 1 << 20
 """Copies of at least this size use pooled memory."""
@@ -47,19 +44,13 @@ TRIM_SECONDS = 30.0
 _stream_ids = itertools.count(1)
 
 
-def split(
-    prepared: PreparedFrames, max_whole: int | None = None, chunk_bytes: int | None = None
-) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
-    """Splits the frames of ``prepared`` that are larger than ``max_whole`` (default: MAX_WHOLE_BYTES).
-
-    Args:
-        chunk_bytes: the size of a chunk (default: CHUNK_BYTES).
+def split(prepared: PreparedFrames) -> tuple[PreparedFrames, list[tuple[Chunk, memoryview]]]:
+    """Splits the frames of ``prepared`` that are larger than a chunk.
 
     Returns:
         ``prepared`` without them, and their chunks, to be sent before it.
     """
-    max_whole, step = max_whole or MAX_WHOLE_BYTES, chunk_bytes or CHUNK_BYTES
-    if all(len(frame) <= max_whole for frame in prepared.frames):
+    if all(len(frame) <= CHUNK_BYTES for frame in prepared.frames):
         return prepared, []
     manifest = prepared.manifest or Manifest()
     buffers = list(manifest.buffers) or [FrameBuffer(size=len(f)) for f in prepared.frames]
@@ -68,14 +59,14 @@ def split(
     rest: list[Buffer] = []
     for i, frame in enumerate(prepared.frames):
         size = len(frame)
-        if size <= max_whole:
+        if size <= CHUNK_BYTES:
             rest.append(frame)
             continue
         buffers[i] = FrameBuffer(block=next(_stream_ids), size=size)
         view = memoryview(frame)
         chunks += [
-            (Chunk(buffers[i].block, start, size), view[start : start + step])
-            for start in range(0, size, step)
+            (Chunk(buffers[i].block, start, size), view[start : start + CHUNK_BYTES])
+            for start in range(0, size, CHUNK_BYTES)
         ]
     return PreparedFrames(replace(manifest, buffers=tuple(buffers), slices=slices), rest), chunks
 

@@ -42,7 +42,6 @@ from zmqgrad.transport.local import LocalListener
 from zmqgrad.transport.local.channels import ReplyChannel, ReplyChannels, channel_endpoint
 from zmqgrad.transport.local.listener import Registry
 from zmqgrad.transport.receiver import Receiver
-from zmqgrad.transport.sealed.sender import CHUNK_BYTES
 from zmqgrad.transport.sealed.transport import SEALED_TYPES, SealedTransport
 from zmqgrad.transport.security import Keys, ZapAuthenticator, secure_server
 from zmqgrad.transport.sessions import Sessions
@@ -307,7 +306,7 @@ class ZmqMailbox:
         going, parts = prepared, NO_PARTS
         try:
             if prepared.frames:
-                going, chunks = split(prepared, CHUNK_BYTES, CHUNK_BYTES) if sealed else split(prepared)
+                going, chunks = split(prepared)
                 parts = [(encode(c, self.worker_id, self.incarnation, 0), data) for c, data in chunks]
             first = encode(message, self.worker_id, self.incarnation, message_id, channel, going.manifest)
             began = 0 if self.tap is None else monotonic_ns()

@@ -24,7 +24,7 @@ from zmqgrad.errors import ProtocolError, TransportError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.transport.base import Buffer
 from zmqgrad.transport.bind_policy import bind, tcp_address
-from zmqgrad.transport.bulk import MAX_WHOLE_BYTES, Reassembler
+from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.sealed.records import AVAILABLE, KEY_BYTES, Cipher, Head, NullCipher, read_head
 from zmqgrad.transport.security import ZapAuthenticator, password_server
 from zmqgrad.transport.session import Incoming, Verdict
@@ -37,6 +37,9 @@ logger = logging.getLogger(__name__)
 
 MAX_QUEUED_RECORDS = 16
 """Records that libzmq reads ahead for each connection. The memory of few records stays in the cache."""
+
+MALLOC_REUSES_BYTES = 31 << 20
+"""Just below glibc's limit. Smaller blocks are mapped anew each time until one of this size was freed."""
 
 MAX_CHANNELS_PER_PEER = 2
 """The current channel of a peer, and the one that it replaces."""
@@ -142,9 +145,7 @@ class ChannelReceiver:
             router.close()
             logger.warning("%s cannot receive large messages by channels: %s", self._name, e)
             return str(e)
-        bytearray(
-            MAX_WHOLE_BYTES - (1 << 20)
-        )  # once freed, glibc reuses blocks of this size and does not unmap
+        bytearray(MALLOC_REUSES_BYTES)  # once one is freed, glibc keeps blocks of this size and less
         if self._zap is not None:
             self._zap.passwords.add(self._token)
         self._port = int(endpoint.rpartition(":")[2])

@@ -32,9 +32,6 @@ logger = logging.getLogger(__name__)
 MIN_SEALED_BYTES = 256 << 10
 """Messages whose frames have at least this size together use a channel."""
 
-CHUNK_BYTES = 1 << 20
-"""Size of a chunk. Small enough that sealing, sending and opening overlap, and that it stays in the cache."""
-
 BLOCK_BYTES = 8 << 20
 """Sealed records are kept in blocks of this size, so that their memory is soon used for the next ones."""
 
