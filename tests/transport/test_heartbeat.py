@@ -198,7 +198,7 @@ def test_only_peers_that_nothing_was_sent_to_are_unmonitored() -> None:
             mailbox.close()
             assert mailbox.join(Deadline.after(WAIT)) == []
         heard.wait(lambda: len(heard.lost) == 2)
-        assert {peer for peer, why in heard.lost} == {2, 3}
+        assert {peer for peer, why in heard.lost} == {2, 3}, heard.lost
     finally:
         for mailbox in mailboxes:
             mailbox.close()

@@ -6,6 +6,7 @@ that only lost its connection, and from an unreachable host.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
@@ -151,15 +152,16 @@ class HeartbeatMonitor:
 
     def _run_commands(self, woken: sockets.socket) -> None:
         read(woken)
-        while True:
-            try:
+        # The last one for each peer: connecting to one that was forgotten and has ended would report a loss.
+        latest: dict[int, str | None] = {}
+        with contextlib.suppress(Empty):
+            while True:
                 command = self._commands.get_nowait()
-            except Empty:
-                return
-            if command is None:
-                self._running = False
-                return
-            peer, address = command
+                if command is None:
+                    self._running = False
+                    return
+                latest[command[0]] = command[1]
+        for peer, address in latest.items():
             known = self._peers.get(peer)
             if known is not None and known.address == address:
                 continue
