@@ -11,9 +11,14 @@ from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import local_time, monotonic_ns
 from zmqgrad.trace import Job
+from zmqgrad.trace.labels import process_label
+from zmqgrad.trace.live import is_live
 from zmqgrad.trace.log import find_logs
 
 MIN_TABLE_WIDTH = 140
+
+MAX_NAMED = 5
+"""How many logs a remark names."""
 
 MANY_EVENTS = 2_000_000
 PROGRESS_NANOSECONDS = 5_000_000_000
@@ -69,6 +74,14 @@ def open_job(arguments: argparse.Namespace) -> Job:
             note(f"read in part: {process.damage}")
         if process.dropped:
             note(f"{process}: {process.dropped} events were not recorded, because its buffer was full")
+    cut = [process for process in job.processes if not process.has_end and not process.is_live]
+    if cut:
+        begin = min(job.time(p, p.first) for p in job.processes)
+        ends = [f"{process_label(p)} (until {(job.known_until(p) - begin) / 1e9:.2f} s)" for p in cut]
+        note(
+            f"{len(cut)} of {len(job.processes)} logs have no end, because they were cut or their processes "
+            f"killed: {', '.join(ends[:MAX_NAMED])}{', ...' if len(ends) > MAX_NAMED else ''}"
+        )
     return job
 
 
@@ -76,6 +89,7 @@ def read_job(arguments: argparse.Namespace) -> Job:
     """The job, or the part of it that the arguments choose (:func:`add_part_arguments`); errors as above."""
     directory = directory_of(arguments)
     job = Job(directory, arguments.job, on_read=Progress(directory).add)
+    job.cut_live(is_live)
     given = vars(arguments)
     if "last" not in given:
         return job

@@ -16,7 +16,14 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from zmqgrad.trace.events import GroupExecuted, PassFinished, Role, SendRecorded
+from zmqgrad.trace.events import (
+    GroupExecuted,
+    MessageReceived,
+    MessageSent,
+    PassFinished,
+    Role,
+    SendRecorded,
+)
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import actor_label, ends, tidy
 from zmqgrad.trace.model import Actor, Call, Message, Stamped
@@ -51,6 +58,12 @@ QUEUE_NANOSECONDS = 10_000_000
 
 STUCK_NANOSECONDS = 5_000_000_000
 """A wait that has lasted for so long and not ended is a finding."""
+
+FAILING_CALLS, FAILING_SHARE = 3, 0.1
+"""A function that fails so many times, and in such a share of its calls, is a finding."""
+
+FLUSHED_NANOSECONDS = 100_000_000
+"""What a process may lose that is killed: a log that misses more was cut, or its worker recorded no more."""
 
 CLOCK_NANOSECONDS = 1_000_000
 """Times between processes that may be wrong by more are a finding."""
@@ -102,11 +115,17 @@ class Load:
         self.longest_queued: dict[Actor, tuple[int, Call]] = {}
         self.slowest: dict[str, tuple[int, Call]] = {}
         """By function, from the request to the reply."""
+        self.calls: Counter[str] = Counter()
+        self.failed: defaultdict[str, list[Call]] = defaultdict(list)
+        """By function, as are the calls that are counted."""
 
     def add(self, call: Call) -> None:
         """Adds ``call``, a call of the program."""
         request, function = call.request, tidy(call.function)
         target, received = request.target, request.received
+        self.calls[function] += 1
+        if call.has_failed:
+            self.failed[function].append(call)
         if call.duration is not None:
             _keep_longest(self.slowest, function or request.type, call.duration, call)
         if target is None or received is None or call.started is None or call.finished is None:
@@ -125,12 +144,45 @@ def _keep_longest(calls: dict[_K, tuple[int, Call]], key: _K, nanoseconds: int, 
         calls[key] = nanoseconds, call
 
 
+class Missed:
+    """Counts the messages of others that logs without an end miss, by worker."""
+
+    def __init__(self, job: Job) -> None:
+        # Of a rank that joined again, the last one counts.
+        workers = {(worker.job, worker.rank): worker for worker in job.workers()}
+        self.until = {
+            key: job.known_until(w.process)
+            for key, w in workers.items()
+            if not w.process.has_end and not w.process.is_live
+        }
+        self._all: Counter[tuple[str, int]] = Counter()
+        self._late: set[tuple[str, int]] = set()
+
+    @property
+    def counts(self) -> Counter[tuple[str, int]]:
+        """By the job and the rank of the worker, if it misses more than what a kill loses."""
+        return Counter({key: self._all[key] for key in self._late})
+
+    def add(self, stamped: Stamped) -> None:
+        """Adds the event ``stamped``."""
+        actor, event = stamped.actor, stamped.event
+        if not self.until or actor is None or not isinstance(event, (MessageSent, MessageReceived)):
+            return
+        key = actor.job, event.peer
+        until = self.until.get(key, math.inf)
+        if actor.role is Role.WORKER and stamped.time > until:
+            self._all[key] += 1
+            if stamped.time > until + FLUSHED_NANOSECONDS:
+                self._late.add(key)
+
+
 class Sends:
     """The sends of all autograd contexts that got no gradient yet, and the backward passes that ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, job: Job) -> None:
+        self._job = job
         self.open: dict[tuple[Actor, int], SendRecorded] = {}
-        self.ended: dict[int, PassFinished] = {}
+        self.ended: dict[int, tuple[int, PassFinished]] = {}
 
     def add(self, stamped: Stamped) -> None:
         """Adds the event ``stamped``."""
@@ -143,11 +195,19 @@ class Sends:
             for send in event.sends:
                 self.open.pop((actor, send), None)
         elif isinstance(event, PassFinished):
-            self.ended[event.context] = event
+            self.ended[event.context] = stamped.time, event
 
     def unused(self) -> list[tuple[Actor, SendRecorded]]:
-        """The sends that got no gradient in a context in which a backward pass has ended."""
-        return [(actor, send) for (actor, _), send in self.open.items() if send.context in self.ended]
+        """The sends that got no gradient in a context in which a backward pass has ended.
+
+        A log that stops before that does not tell, nor does one that dropped events.
+        """
+        known = self._job.known_until
+        return [
+            (actor, send)
+            for (actor, _), send in self.open.items()
+            if send.context in self.ended and self.ended[send.context][0] <= known(actor.process)
+        ]
 
 
 class Survey:
@@ -158,8 +218,12 @@ class Survey:
     """
 
     def __init__(self, job: Job, now: int | None = None) -> None:
-        self._job, self._load, self._sends = job, Load(), Sends()
-        self.waits = find_waits(job, now, on_event=self._sends.add, on_call=self._add)
+        self._job, self._load, self._sends, self._missed = job, Load(), Sends(job), Missed(job)
+        self.waits = find_waits(job, now, on_event=self._add_event, on_call=self._add)
+
+    def _add_event(self, stamped: Stamped) -> None:
+        self._sends.add(stamped)
+        self._missed.add(stamped)
 
     def _add(self, call: Call) -> None:
         if call.request.kind in PROGRAM_CALLS:
@@ -175,8 +239,10 @@ class Survey:
         found = [
             *_deadlocks(waits),
             *_long_waits(waits),
-            *_unanswered(waits),
-            *_killed(job),
+            *_unanswered(waits, is_live=job.cut < math.inf),
+            *_failing(load),
+            *_cut(job, self._missed),
+            *_killed(job, self._missed),
             *_unused_sends(job, self._sends),
             *_stragglers(load),
             *_hot(load, job),
@@ -239,8 +305,14 @@ def _long_waits(waits: Waits) -> Iterator[Finding]:
         )
 
 
-def _unanswered(waits: Waits) -> Iterator[Finding]:
-    calls = [call for call in waits.open_calls if call.request.kind in PROGRAM_CALLS]
+def _unanswered(waits: Waits, *, is_live: bool) -> Iterator[Finding]:
+    """While a job runs, calls are on their way at any time: then those that take long."""
+    before = waits.now - (STUCK_NANOSECONDS if is_live else 0)
+    calls = [
+        call
+        for call in waits.open_calls
+        if call.request.kind in PROGRAM_CALLS and (call.request.sent or 0) <= before
+    ]
     if calls:
         functions = Counter(tidy(call.function) or call.request.type for call in calls)
         yield Finding(
@@ -254,12 +326,57 @@ def _unanswered(waits: Waits) -> Iterator[Finding]:
         )
 
 
-def _killed(job: Job) -> Iterator[Finding]:
+def _failing(load: Load) -> Iterator[Finding]:
+    """Functions that fail always or often; most failures first."""
+    for function, failed in sorted(load.failed.items(), key=lambda item: -len(item[1])):
+        count = load.calls[function]
+        if len(failed) < FAILING_CALLS or len(failed) < count * FAILING_SHARE:
+            continue
+        places = Counter(ends(call.request)[1] for call in failed)
+        yield Finding(
+            "failing calls",
+            Severity.WARNING,
+            f"{function or failed[0].request.type} failed in {len(failed)} of {_count(count, 'call')}",
+            f"It raised an exception at {_most_common(places)}. The caller has its text.",
+            tuple(places),
+            failed[0].request.sent,
+            {"function": function, "failed": len(failed), "calls": count},
+            _key(failed[0]),
+        )
+
+
+def _cut(job: Job, missed: Missed) -> Iterator[Finding]:
+    """Logs without an end that miss messages of others: what happened after that cannot be judged."""
+    counts = missed.counts
+    names = {(worker.job, worker.rank): worker.name for worker in job.workers()}
+    begin = min(job.time(process, process.first) for process in job.processes)
+    if counts:
+        listed = ", ".join(names[key] for key in counts)
+        yield Finding(
+            "cut log",
+            Severity.WARNING,
+            f"{_count(len(counts), 'log')} without an end: {listed}",
+            "Cut, or the process was killed. "
+            + "; ".join(
+                f"{names[key]}: until {(missed.until[key] - begin) / 1e9:.2f} s of the job, and "
+                f"{_count(count, 'message')} of others with it are later"
+                for key, count in counts.most_common(SHOWN)
+            )
+            + ". What happened there after that is not known.",
+            tuple(names[key] for key in counts),
+            int(min(missed.until[key] for key in counts)),
+            {"messages": {names[key]: count for key, count in counts.items()}},
+        )
+
+
+def _killed(job: Job, missed: Missed) -> Iterator[Finding]:
     """Workers that ended long before the others without being closed: they were killed."""
     last = max(job.time(process, process.last) for process in job.processes)
+    counts = missed.counts
     for worker in job.workers():
         end = job.time(worker.process, worker.process.last)
-        if worker.stopped is None and last - end > STUCK_NANOSECONDS:
+        is_cut = (worker.job, worker.rank) in counts
+        if worker.stopped is None and last - end > STUCK_NANOSECONDS and not is_cut:
             yield Finding(
                 "lost worker",
                 Severity.WARNING,
@@ -287,7 +404,7 @@ def _unused_sends(job: Job, sends: Sends) -> Iterator[Finding]:
         for actor, send in unused
     )
     contexts = {send.context for _, send in unused}
-    failed = sum(ended[context].failed for context in contexts)
+    failed = sum(ended[context][1].failed for context in contexts)
     yield Finding(
         "unused sends",
         Severity.PROBLEM if failed else Severity.WARNING,
@@ -464,6 +581,15 @@ def _parts(call: Call) -> Iterator[str]:
 
 
 def _gaps(job: Job) -> Iterator[Finding]:
+    if job.unreadable:
+        yield Finding(
+            "unreadable log",
+            Severity.WARNING,
+            f"{_count(len(job.unreadable), 'log')} left out",
+            "The messages of their processes are shown with one end only: "
+            + "; ".join(job.unreadable[:SHOWN]),
+            evidence={"logs": len(job.unreadable)},
+        )
     for process in job.processes:
         names = tuple(a.name for a in process.actors.values() if a.role is Role.WORKER)
         who = ", ".join(names) or f"process {process.info.pid}"

@@ -46,6 +46,13 @@ class Process(msgspec.Struct, eq=False):
     """Times at which its wall clock was set."""
     damage: str = ""
     """Why its log cannot be read to the end; empty: it can."""
+    is_live: bool = False
+    """Whether it still records; see :meth:`zmqgrad.trace.job.Job.cut_live`."""
+
+    @property
+    def has_end(self) -> bool:
+        """Whether its log ends with all of its actors closed. False: cut, killed, or still running."""
+        return bool(self.actors) and all(actor.stopped is not None for actor in self.actors.values())
 
     @property
     def clock(self) -> str:
@@ -117,6 +124,11 @@ class Call(msgspec.Struct, eq=False):
     def is_complete(self) -> bool:
         """Whether the reply has arrived."""
         return self.reply is not None and self.reply.received is not None
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the function raised, as its server recorded or its reply shows."""
+        return self.failed or (self.reply is not None and self.reply.kind == MessageType.EXCEPTION)
 
     @property
     def duration(self) -> int | None:

@@ -14,6 +14,7 @@ from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import ends, is_store, process_label
 from zmqgrad.trace.model import Call, Message, Process
 from zmqgrad.trace.sketch import Sketch
+from zmqgrad.trace.waits import IN_FLIGHT_NANOSECONDS
 from zmqgrad.wire.messages import MessageType
 
 ONE_WAY = frozenset(
@@ -76,7 +77,7 @@ class Statistics(msgspec.Struct):
     messages: int
     bytes: int
     lost: int
-    """Messages whose arrival is not in the trace of their receiver."""
+    """Messages that the log of their receiver does not have, though it goes on after they were sent."""
     dropped: int
     processes: list[ProcessRow]
     types: list[Row]
@@ -97,7 +98,7 @@ class _Group:
 
     def add_call(self, call: Call) -> None:
         self.calls += 1
-        self.failed += call.failed or (call.reply is not None and call.reply.kind == MessageType.EXCEPTION)
+        self.failed += call.has_failed
         self.unanswered += call.reply is None and call.request.kind not in ONE_WAY
         for part, value in zip(self.parts, parts(call), strict=True):
             if value is not None:
@@ -120,6 +121,13 @@ def parts(call: Call) -> tuple[int | None, int | None, int | None, int | None]:
     return call.duration, network, call.queued, running
 
 
+def is_lost(job: Job, message: Message) -> bool:
+    """Whether the log of the receiver shows that ``message`` did not arrive: not if it stops before."""
+    if message.sent is None or message.received is not None or message.target is None:
+        return False
+    return message.sent + IN_FLIGHT_NANOSECONDS < job.known_until(message.target.process)
+
+
 def latency(sketch: Sketch) -> Latency:
     """The quantiles that are shown."""
     if not sketch.count:
@@ -137,7 +145,7 @@ def statistics(job: Job) -> Statistics:
     for message in job.messages():
         messages += 1
         size += message.size
-        lost += message.received is None and message.target is not None
+        lost += is_lost(job, message)
         _group(types, message.type).add_message(message)
         _group(pairs, " > ".join(ends(message))).add_message(message)
     for call in job.calls():
