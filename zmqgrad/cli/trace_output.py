@@ -76,7 +76,7 @@ def open_job(arguments: argparse.Namespace) -> Job:
             note(f"{process}: {process.dropped} events were not recorded, because its buffer was full")
     cut = [process for process in job.processes if not process.has_end and not process.is_live]
     if cut:
-        begin = min(job.time(p, p.first) for p in job.processes)
+        begin, _ = job.span()
         ends = [f"{process_label(p)} (until {(job.known_until(p) - begin) / 1e9:.2f} s)" for p in cut]
         note(
             f"{len(cut)} of {len(job.processes)} logs have no end, because they were cut or their processes "

@@ -128,9 +128,10 @@ class Load:
             self.failed[function].append(call)
         if call.duration is not None:
             _keep_longest(self.slowest, function or request.type, call.duration, call)
-        if target is None or received is None or call.started is None or call.finished is None:
+        ran = call.running
+        if target is None or received is None or call.started is None or call.finished is None or ran is None:
             return
-        ran, queued = call.finished - call.started, call.started - received
+        queued = call.started - received
         self.running[function][target].append(ran)
         self.queued[target].append(queued)
         first, last = self.span.get(target, (received, call.finished))
@@ -349,7 +350,7 @@ def _cut(job: Job, missed: Missed) -> Iterator[Finding]:
     """Logs without an end that miss messages of others: what happened after that cannot be judged."""
     counts = missed.counts
     names = {(worker.job, worker.rank): worker.name for worker in job.workers()}
-    begin = min(job.time(process, process.first) for process in job.processes)
+    begin, _ = job.span()
     if counts:
         listed = ", ".join(names[key] for key in counts)
         yield Finding(
@@ -570,7 +571,7 @@ def _parts(call: Call) -> Iterator[str]:
     for begin, end, what in (
         (request.sent, request.received, "to arrive"),
         (request.received, call.started, "in the queue"),
-        (call.started, call.finished, "running"),
+        (call.started, None if call.running is None else (call.started or 0) + call.running, "running"),
         (reply.sent, reply.received, "for the reply"),
     ):
         if begin is not None and end is not None:

@@ -168,6 +168,17 @@ class Job:
         """The wall time (ns since 1970) of the reference at ``time`` on the clock of the job."""
         return time + self.reference.wall_offset
 
+    def span(self) -> tuple[int, int]:
+        """When the first actor of the job began, and the time of the last event that is read."""
+        # A log begins at its first flush, after its first events.
+        begin = min(
+            self.time(p, t)
+            for p in self.processes
+            for t in (p.first, *(a.started for a in p.actors.values()))
+        )
+        end = max(self.time(p, p.last) for p in self.processes)
+        return begin, int(min(end, self.cut))
+
     def choose_part(self, since: float = 0.0, until: float = math.inf, last: float = math.inf) -> None:
         """Reads only a part of the job from now on. A message or call that crosses its edges is incomplete.
 
@@ -178,8 +189,7 @@ class Job:
         Raises:
             TraceError: if the job has nothing there.
         """
-        begin = min(self.time(p, p.first) for p in self.processes)
-        end = max(self.time(p, p.last) for p in self.processes)
+        begin, end = self.span()
         self._part = max(begin + since * 1e9, end - last * 1e9), begin + until * 1e9
         if not (last > 0 and begin <= self._part[0] <= min(self._part[1], end)):
             raise TraceError(

@@ -144,6 +144,14 @@ class Call(msgspec.Struct, eq=False):
             return None
         return self.started - self.request.received
 
+    @property
+    def running(self) -> int | None:
+        """How long it ran at the server until its reply was sent: not what its thread does after that."""
+        if self.started is None or self.finished is None:
+            return None
+        sent = self.reply.sent if self.reply is not None else None
+        return max((self.finished if sent is None else min(self.finished, sent)) - self.started, 0)
+
 
 class Declared:
     """The names that a log declares, and the incarnations of peers as declared so far."""

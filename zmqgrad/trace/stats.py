@@ -54,7 +54,7 @@ class Row(msgspec.Struct):
     queued: Latency
     """Of that: until a thread took the request."""
     running: Latency
-    """Of that: in this thread."""
+    """Of that: in this thread, until the reply was sent."""
 
 
 class ProcessRow(msgspec.Struct):
@@ -117,8 +117,7 @@ def parts(call: Call) -> tuple[int | None, int | None, int | None, int | None]:
         assert reply is not None
         if reply.sent is not None and reply.received is not None:
             network = request.received - request.sent + reply.received - reply.sent
-    running = None if call.started is None or call.finished is None else call.finished - call.started
-    return call.duration, network, call.queued, running
+    return call.duration, network, call.queued, call.running
 
 
 def is_lost(job: Job, message: Message) -> bool:
@@ -157,9 +156,10 @@ def statistics(job: Job) -> Statistics:
             for each in (call.request, call.reply):
                 if each is not None:
                     group.add_message(each)
+    begin, end = job.span()
     processes = [_process_row(job, process) for process in job.processes]
     return Statistics(
-        max(job.time(p, p.last) for p in job.processes) - min(job.time(p, p.first) for p in job.processes),
+        end - begin,
         messages,
         size,
         lost,
