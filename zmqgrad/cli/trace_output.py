@@ -11,7 +11,7 @@ from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import local_time, monotonic_ns
 from zmqgrad.trace import Job
-from zmqgrad.trace.labels import process_label
+from zmqgrad.trace.labels import process_label, size
 from zmqgrad.trace.live import is_live
 from zmqgrad.trace.log import find_logs
 
@@ -144,15 +144,6 @@ def clock_text(wall: int) -> str:
     """The local time of day of a wall time (ns), in microseconds."""
     seconds, rest = divmod(wall, 1_000_000_000)
     return f"{local_time(seconds)}.{rest // 1000:06}"
-
-
-def size(count: float) -> str:
-    """Bytes with a unit that fits, such as ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -15,10 +15,10 @@ from zmqgrad.cli.trace_output import (
     open_job,
     print_table,
     printable,
-    size,
 )
 from zmqgrad.trace import Job
 from zmqgrad.trace.findings import find
+from zmqgrad.trace.labels import size
 from zmqgrad.trace.stats import Latency, ProcessRow, Row, Statistics, statistics
 
 MAX_TITLES = 5

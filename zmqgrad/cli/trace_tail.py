@@ -19,12 +19,11 @@ from zmqgrad.cli.trace_output import (
     note,
     open_job,
     printable,
-    size,
 )
 from zmqgrad.runtime.clock import wall_ns
 from zmqgrad.trace.events import Path, PeerDeclared
 from zmqgrad.trace.follow import Follower
-from zmqgrad.trace.labels import ends
+from zmqgrad.trace.labels import ends, size
 from zmqgrad.trace.tail import Filter, Line, LiveMessages, recorded
 from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
 

@@ -24,11 +24,11 @@ from zmqgrad.cli.trace_output import (
     duration,
     print_table,
     printable,
-    size,
 )
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.trace.follow import Follower, is_recording
+from zmqgrad.trace.labels import size
 from zmqgrad.trace.load import Load, Rate, Snapshot, WorkerLoad
 
 if TYPE_CHECKING:

@@ -29,6 +29,7 @@ from zmqgrad.trace.stacks import innermost
 from zmqgrad.trace.waits import (
     Wait,
     Waits,
+    blocked_by,
     find_cycles,
     locate,
     show,
@@ -91,8 +92,10 @@ def _lines(waits: Waits, cycles: Sequence[Sequence[Wait]], is_running: bool) -> 
         yield f"DEADLOCK: {' -> '.join([*names, names[0]])}: each waits for the next"
         for wait in cycle:
             yield from _describe(wait, waits)
+        for wait in blocked_by(cycle, waits):
+            yield f"{_headline(wait, waits)}, which cannot end before that"
         yield ""
-    shown = {id(wait) for cycle in cycles for wait in cycle}
+    shown = {id(wait) for cycle in cycles for wait in [*cycle, *blocked_by(cycle, waits)]}
     state = "" if is_running else " when their logs end"
     for kind, remark, found in (
         ("open", state, waits.open),

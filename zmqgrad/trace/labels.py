@@ -41,6 +41,15 @@ def ends(message: Message) -> tuple[str, str]:
     )
 
 
+def size(count: float) -> str:
+    """Bytes with a unit that fits, such as ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
 def is_store(message: Message) -> bool:
     """Whether this is a query of a store, its reply, or a notification: then ``name`` is a key."""
     return 0x40 <= message.kind & 0xFF < 0x70

@@ -305,6 +305,22 @@ def find_cycles(waits: Waits, at_least: int = 1_000_000_000) -> list[list[Wait]]
     return found
 
 
+def blocked_by(cycle: Sequence[Wait], waits: Waits) -> list[Wait]:
+    """The other waits of the workers of ``cycle`` that cannot end before it does."""
+    inside, waiters = {id(wait) for wait in cycle}, {wait.waiter for wait in cycle}
+    rest = [wait for wait in waits.stuck() if wait.waiter in waiters and id(wait) not in inside]
+    found: list[Wait] = []
+    while True:
+        edges: dict[Actor, list[Wait]] = {}
+        for wait in [*cycle, *found]:
+            edges.setdefault(wait.waiter, []).append(wait)
+        more = [wait for wait in rest if any(_following(wait, edges, waits))]
+        if not more:
+            return found
+        found += more
+        rest = [wait for wait in rest if wait not in more]
+
+
 def _is_replied(wait: Wait) -> bool:
     """Whether an open wait has its reply on the way: then it does not wait for the threads of its target."""
     reply = wait.call.reply if wait.call is not None else None
