@@ -129,8 +129,8 @@ def test_a_finished_job_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(tmp_path, "--no-follow", "--type", "call") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert "w0 > w1 CALL m:f #1 100 B transit=10.0 us" in lines[0]
-    assert lines[-1].endswith("#77 100 B (not received yet)")
+    assert "w0 > w1 CALL m:f #0.1 100 B transit=10.0 us" in lines[0]
+    assert lines[-1].endswith("#0.77 100 B (not received yet)")
 
 
 def test_json_lines_have_all_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

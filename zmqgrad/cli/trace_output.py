@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -100,6 +101,28 @@ def read_job(arguments: argparse.Namespace) -> Job:
     elif events > MANY_EVENTS:
         note(f"the trace has {events:,} events, which takes minutes to read: --last SECONDS reads its end")
     return job
+
+
+def count(text: str) -> int:
+    """The value of an option that counts.
+
+    Raises:
+        ValueError: if it is no number of at least 0.
+    """
+    if (value := int(text)) < 0:
+        raise ValueError(text)
+    return value
+
+
+def positive(text: str) -> float:
+    """The value of an option that is a time.
+
+    Raises:
+        ValueError: if it is no number above 0.
+    """
+    if not 0 < (value := float(text)) < math.inf:
+        raise ValueError(text)
+    return value
 
 
 class Progress:

@@ -22,6 +22,7 @@ from zmqgrad.cli.trace_output import (
     clock_text,
     directory_of,
     duration,
+    positive,
     print_table,
     printable,
 )
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "In the terminal: q ends, s changes the order, space pauses. Rates are of the last 10 s."
     parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two updates (default: 1)"
+        "--interval", type=positive, default=1.0, metavar="SECONDS", help="between two updates (default: 1)"
     )
     parser.add_argument("--once", action="store_true", help="print one snapshot as text, and end")
     parser.add_argument(
@@ -146,7 +147,7 @@ def worker_cells(worker: WorkerLoad) -> tuple[str, ...]:
         str(worker.running),
         duration(worker.oldest_ns) if worker.running else "-",
         str(worker.waiting),
-        f"{worker.threads} of {worker.working_limit}" if worker.working_limit else "-",
+        f"{worker.threads - worker.blocked} of {worker.working_limit}" if worker.working_limit else "-",
         str(worker.blocked),
         f"{worker.sent:.0f}",
         f"{worker.received:.0f}",

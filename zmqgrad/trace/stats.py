@@ -49,8 +49,8 @@ class Row(msgspec.Struct):
     """Calls without a recorded reply."""
     whole: Latency
     """From the send of the request to the arrival of the reply."""
-    network: Latency
-    """Of that: request and reply on their way."""
+    transfer: Latency
+    """Of that: request and reply on their way; a receiver that is busy makes it longer."""
     queued: Latency
     """Of that: until a thread took the request."""
     running: Latency
@@ -110,14 +110,14 @@ class _Group:
 
 
 def parts(call: Call) -> tuple[int | None, int | None, int | None, int | None]:
-    """How long a call took as a whole, and of that: on the network, in the queue, running (ns)."""
+    """How long a call took as a whole, and of that: in transfer, in the queue, running (ns)."""
     request, reply = call.request, call.reply
-    network = None
+    transfer = None
     if request.sent is not None and request.received is not None and call.duration is not None:
         assert reply is not None
         if reply.sent is not None and reply.received is not None:
-            network = request.received - request.sent + reply.received - reply.sent
-    return call.duration, network, call.queued, call.running
+            transfer = request.received - request.sent + reply.received - reply.sent
+    return call.duration, transfer, call.queued, call.running
 
 
 def is_lost(job: Job, message: Message) -> bool:

@@ -175,7 +175,7 @@ def find_waits(
             wait = waiting.get(key) or ended.get(key)
             if wait is not None:
                 wait.call, wait.target = call, request.target
-        if _may_be_answered(call, job):
+        if may_be_answered(call, job):
             answered.add(id(wait))
         elif not call.is_complete and request.sent is not None and request.kind not in ONE_WAY | REPEATED:
             pending.append(call)
@@ -234,7 +234,7 @@ def _is_handled(call: Call) -> bool:
     return call.finished is not None or not served
 
 
-def _may_be_answered(call: Call, job: Job) -> bool:
+def may_be_answered(call: Call, job: Job) -> bool:
     """Whether the log of the requester, which has no end, stops at the time of the reply or before it."""
     source, reply = call.request.source, call.reply
     if source is None or reply is None or reply.sent is None or reply.received is not None:

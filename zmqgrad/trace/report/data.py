@@ -51,6 +51,9 @@ class Report:
         self._lost = 0
         self._window = (self._start + since * 1e9, self._start + until * 1e9)
         self.messages = Messages(self.actors, self._chosen())
+        if not len(self.messages) and (since > 0 or until < float("inf")):
+            seconds = (self._end - self._start) / 1e9
+            raise TraceError(f"{job.directory} has no messages of the chosen time: it has {seconds:.1f} s")
         self.activity = Activity(self.actors, self.messages, job.events())
         survey = Survey(job)
         self._waits, self.findings = survey.waits, survey.findings(notes=True)
