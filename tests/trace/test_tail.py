@@ -180,7 +180,7 @@ def test_two_tails_at_once_end_by_ctrl_c_and_by_a_closed_pipe(tmp_path: Path) ->
         with tailing(tmp_path) as one, tailing(tmp_path) as other:
             for each in (one, other):
                 assert each.stdout is not None
-                assert "CALL m:f #1" in each.stdout.readline()
+                assert "CALL m:f #0.1" in each.stdout.readline()
             call(a, b, 99, 10 * SECOND)
             a.write()
             b.write()
