@@ -185,7 +185,7 @@ def test_two_tails_at_once_end_by_ctrl_c_and_by_a_closed_pipe(tmp_path: Path) ->
             a.write()
             b.write()
             assert one.stdout is not None
-            assert any("RESULT m:f #99" in line for line in iter(one.stdout.readline, ""))
+            assert any("RESULT m:f #0.99" in line for line in iter(one.stdout.readline, ""))
             one.send_signal(signal.SIGINT)
             assert one.wait(20) == 130
             assert one.stderr is not None
