@@ -17,6 +17,11 @@ SCRIPTS = {
 }
 """What draws the diagrams, and what searches without a server. ``make docs`` fetches them; otherwise, pages
 load them from a CDN."""
+DIAGRAM = (
+    '```mermaid\n%%{init: {"flowchart": {"useMaxWidth": false, "nodeSpacing": 20, "rankSpacing": 36}, '
+    '"sequence": {"useMaxWidth": false}, "state": {"useMaxWidth": false}}}%%\n'
+)
+"""Diagrams are as wide as they need to be, and scroll: shrunk to a phone's width, nobody can read them."""
 
 
 def on_config(config: Any, /, **_: Any) -> Any:
@@ -41,5 +46,6 @@ def on_files(files: Files, /, *, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, /, **_: Any) -> str:
-    """Quote code, draw the charts of a page, and link to the site's copies of the examples."""
-    return draw_ratios(quote_sources(markdown)).replace("](../examples/", "](examples/")
+    """Quote code, draw charts, size diagrams, and link to the site's copies of the examples."""
+    page = draw_ratios(quote_sources(markdown)).replace("](../examples/", "](examples/")
+    return page.replace("```mermaid\n", DIAGRAM)
