@@ -1,4 +1,4 @@
-# Shortcuts; each is a command that README.md spells out.
+# Shortcuts.
 .PHONY: demo test check soak properties fuzz bench docs docs-check dist matrix
 
 demo:  ## the main job: a model over three processes learns to read digits
