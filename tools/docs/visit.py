@@ -111,7 +111,8 @@ def show(driver: Any, width: str, theme: str) -> None:
 
 def save(driver: Any, path: Path) -> None:
     """Saves a picture of the whole page."""
-    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True})
+    whole = {**driver.execute_cdp_cmd("Page.getLayoutMetrics", {})["cssContentSize"], "scale": 1}
+    shot = driver.execute_cdp_cmd("Page.captureScreenshot", {"captureBeyondViewport": True, "clip": whole})
     path.write_bytes(base64.b64decode(shot["data"]))
 
 
