@@ -19,8 +19,8 @@ SCRIPTS = {
 load them from a CDN."""
 DIAGRAM = (
     '```mermaid\n%%{init: {"sequence": {"useMaxWidth": false, "actorMargin": 20, "width": 110}, '
-    '"state": {"useMaxWidth": false}, "flowchart": {"useMaxWidth": false, "nodeSpacing": 20, "rankSpacing": 36, '
-    '"subGraphTitleMargin": {"top": 4, "bottom": 12}}}}%%\n'
+    '"state": {"useMaxWidth": false}, "flowchart": {"useMaxWidth": false, "nodeSpacing": 20, '
+    '"rankSpacing": 36, "subGraphTitleMargin": {"top": 4, "bottom": 12}}}}%%\n'
 )
 """Diagrams are as wide as they need to be, and scroll: shrunk to a phone's width, nobody can read them."""
 
