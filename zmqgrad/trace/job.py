@@ -169,7 +169,11 @@ class Job:
         return time + self.reference.wall_offset
 
     def span(self) -> tuple[int, int]:
-        """When the first actor of the job began, and the time of the last event that is read."""
+        """The span of time of the job.
+
+        Returns:
+            When its first actor began, and the time of the last event that is read, in nanoseconds.
+        """
         # A log begins at its first flush, after its first events.
         begin = min(
             self.time(p, t)
@@ -200,6 +204,9 @@ class Job:
         """Reads all logs up to one time from now on: up to which each process that still records has written.
 
         Otherwise the later end of one log would show messages and replies that the others do not have yet.
+
+        Args:
+            is_live: returns whether a process still records.
         """
         for process in self.processes:
             process.is_live = is_live(process)
