@@ -1,5 +1,5 @@
-# Shortcuts; each is a command that README.md spells out.
-.PHONY: demo test check soak properties fuzz bench docs dist matrix
+# Shortcuts.
+.PHONY: demo test check soak properties fuzz bench docs docs-check dist matrix
 
 demo:  ## the main job: a model over three processes learns to read digits
 	tools/setup
@@ -33,6 +33,9 @@ docs:  ## the documentation site, in build/site
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	tools/docs/scripts
 	.venv/bin/python -m mkdocs build --strict
+
+docs-check: docs  ## every page of the site in headless Chromium, on a desktop and a phone, light and dark
+	.venv/bin/python -m tools.docs.visit
 
 dist:  ## sdist and wheel in dist/, with a README that a package index can render
 	tools/setup

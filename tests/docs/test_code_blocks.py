@@ -23,11 +23,6 @@ PAGES = {
     page.relative_to(ROOT).as_posix(): page
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
 }
-SYNTAX_ONLY = {
-    f"docs/{name}.md": "its programs need several hosts or a machine of their own; other tests run them"
-    for name in ("hosts", "reliability", "scale", "security")
-}
-RUN = [name for name in PAGES if name not in SYNTAX_ONLY]
 UNTIL_SECONDS = 45.0
 LANGUAGES = {"bash", "console", "python", "text", "mermaid", "yaml", "toml"}
 
@@ -49,7 +44,7 @@ def test_python_blocks_compile(name: str) -> None:
             compile("\n" * block.line + block.text, name, "exec")
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", PAGES)
 def test_a_block_names_its_language_and_why_it_is_not_run(name: str) -> None:
     for block in blocks_of(PAGES[name]):
         place = f"{name}:{block.line}"
@@ -60,7 +55,7 @@ def test_a_block_names_its_language_and_why_it_is_not_run(name: str) -> None:
             assert block.text.startswith("$ "), f"{place}: a command begins with '$ '"
 
 
-@pytest.mark.parametrize("name", RUN)
+@pytest.mark.parametrize("name", PAGES)
 def test_code_is_fenced(name: str) -> None:
     """An indented block has no language, and would escape these tests."""
     text = re.sub(
@@ -78,7 +73,7 @@ def test_code_is_fenced(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", [name for name in RUN if any(map(is_run, blocks_of(PAGES[name])))])
+@pytest.mark.parametrize("name", [name for name in PAGES if any(map(is_run, blocks_of(PAGES[name])))])
 def test_blocks_run(name: str, tmp_path: Path) -> None:
     with PageRun(name, tmp_path) as page:
         for block in filter(is_run, blocks_of(PAGES[name])):

@@ -24,6 +24,23 @@ def test_the_page_of_errors_has_every_exception() -> None:
         assert f"## {error.__name__}\n" in page
 
 
+def test_troubleshooting_links_to_every_exception() -> None:
+    page = (DOCS / "troubleshooting.md").read_text()
+    for error in remedies.classes():
+        assert f"(reference/errors.md#{error.__name__.lower()})" in page
+
+
+def test_texts_of_troubleshooting_are_those_of_errors() -> None:
+    """A text may span the lines of a string: quotes between them are removed from the sources."""
+    sources_of_errors = "".join(each.read_text() for each in (DOCS.parent / "zmqgrad").rglob("*.py"))
+    joined = re.sub(r'"\s*\n\s*f?"', "", sources_of_errors)
+    table = (DOCS / "troubleshooting.md").read_text().partition("## By text of the error")[2]
+    texts = re.findall(r"`([^`]+)`", "".join(re.findall(r"^\|((?: `[^`]+`,?)+) \|", table, re.MULTILINE)))
+    assert len(texts) > 30
+    for text in texts:
+        assert all(part in joined for part in re.split(r" ?\.\.\. ?|RANK", text)), text
+
+
 def test_the_page_of_messages_has_every_type() -> None:
     listed = re.findall(r"^\| `([A-Z_]+)`", pages.messages_page(), re.MULTILINE)
     assert sorted(listed) == sorted(MessageType.__members__)

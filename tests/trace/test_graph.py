@@ -140,7 +140,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["trace", "graph", str(tmp_path), "--list", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["unused"] == 1
     assert main(["trace", "graph", str(tmp_path), "--context", "5"]) == 1
-    assert "no autograd context 5" in capsys.readouterr().err
+    assert "no autograd context 0.5" in capsys.readouterr().err
     assert main(["trace", "graph", str(tmp_path), "-o", str(output), "--number", "2"]) == 2
     assert "has 1 backward passes" in capsys.readouterr().err
 

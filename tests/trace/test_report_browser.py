@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.trace.test_job import Writer
+from tests.trace.test_job import CALL, Writer
 from tests.trace.test_report import MS, served_call, workers
 from zmqgrad.trace import Job
 from zmqgrad.trace.events import Tag
@@ -266,3 +266,30 @@ def test_light_and_dark_and_a_narrow_window(browser: Any) -> None:
     finally:
         browser.set_window_size(1400, 1000)
     assert [entry for entry in browser.get_log("browser") if entry["level"] != "INFO"] == []
+
+
+def test_a_request_that_never_ends_reaches_the_end_and_an_empty_part_says_so(
+    browser: Any, tmp_path: Path
+) -> None:
+    a, b = workers(tmp_path, 2)
+    served_call(a, b, 1, MS, MS)
+    a.message(True, 10 * MS, CALL, 1, 2, 1)
+    b.message(False, 11 * MS, CALL, 0, 2, 1)
+    b.add(Tag.REQUEST_STARTED, 12 * MS, 0, 2)
+    a.add(Tag.RENDEZVOUS, 900 * MS, 1, "later", 0, 0)
+    for each in (a, b):
+        each.write()
+    page = tmp_path / "report.html"
+    page.write_bytes(render(Job(tmp_path)))
+    try:
+        browser.get(page.as_uri())
+        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")
+        bars = "return T.hits.filter((h) => !h.line && h.row >= 0 && isUnfinished(h.row)).map((h) => h.w)"
+        (wide,) = browser.execute_script(bars)
+        assert wide > 0.9 * browser.execute_script("return T.width - T.gutter")
+        assert not find(browser, "#context").is_displayed()
+        search(browser, "nothing has this name")
+        until(browser, lambda: "Nothing matches." in find(browser, "#latency-chart").text)
+    finally:
+        browser.get(browser.page)
+        until(browser, lambda: browser.execute_script("return document.body.dataset.ready") == "all")

@@ -129,8 +129,8 @@ def test_a_finished_job_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert run(tmp_path, "--no-follow", "--type", "call") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
-    assert "w0 > w1 CALL m:f #1 100 B transit=10.0 us" in lines[0]
-    assert lines[-1].endswith("#77 100 B (not received yet)")
+    assert "w0 > w1 CALL m:f #0.1 100 B transit=10.0 us" in lines[0]
+    assert lines[-1].endswith("#0.77 100 B (not received yet)")
 
 
 def test_json_lines_have_all_fields(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,12 +180,12 @@ def test_two_tails_at_once_end_by_ctrl_c_and_by_a_closed_pipe(tmp_path: Path) ->
         with tailing(tmp_path) as one, tailing(tmp_path) as other:
             for each in (one, other):
                 assert each.stdout is not None
-                assert "CALL m:f #1" in each.stdout.readline()
+                assert "CALL m:f #0.1" in each.stdout.readline()
             call(a, b, 99, 10 * SECOND)
             a.write()
             b.write()
             assert one.stdout is not None
-            assert any("RESULT m:f #99" in line for line in iter(one.stdout.readline, ""))
+            assert any("RESULT m:f #0.99" in line for line in iter(one.stdout.readline, ""))
             one.send_signal(signal.SIGINT)
             assert one.wait(20) == 130
             assert one.stderr is not None

@@ -50,7 +50,7 @@ def test_stats_have_true_latencies_and_say_how_well_the_clocks_agree(
     stats = json.loads(shown(capsys, "stats", merged, "--json"))
     (function,) = stats["functions"]
     assert function["calls"] == CALLS
-    assert abs(function["network"]["p50"] - 20_000) <= 200, "10 us each way"
+    assert abs(function["transfer"]["p50"] - 20_000) <= 200, "10 us each way"
     bounds = sorted(process["clock_bound"] for process in stats["processes"])
     assert bounds[0] == 0
     assert 0 < bounds[1] < MS

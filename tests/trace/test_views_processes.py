@@ -27,7 +27,7 @@ def test_each_view_shows_what_the_job_did(tmp_path: Path, capsys: pytest.Capture
     functions = {row["name"]: row for row in stats["functions"]}
     served = functions["posix:getpid"]
     assert (served["calls"], served["failed"], served["unanswered"]) == (300, 0, 0)
-    for part in ("whole", "network", "queued", "running"):
+    for part in ("whole", "transfer", "queued", "running"):
         assert served[part]["count"] == 300
         assert served[part]["p50"] <= served[part]["p99"] <= served[part]["max"]
     assert (stats["lost"], stats["dropped"]) == (0, 0)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call
+from zmqgrad.__main__ import main
 from zmqgrad.trace import Job
 from zmqgrad.trace.events import Tag
 from zmqgrad.trace.findings import Severity, find
@@ -287,3 +288,75 @@ def test_a_healthy_job_has_no_findings(tmp_path: Path) -> None:
         served(b, a, 2 * i + 2, SECOND + i * 10 * MS, MS)
     finish(a, b)
     assert find(Job(tmp_path)) == []
+
+
+def test_other_waits_of_the_workers_of_a_deadlock_are_told_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = workers(tmp_path, 2)
+    a.rows.append((Tag.THREAD, 0, 2, "engine", 8))
+    # The main thread calls its own worker, whose engine thread is part of the cycle.
+    a.message(True, SECOND, CALL, 0, 1, 1)
+    a.add(Tag.WAIT_BEGUN, SECOND, 0, 1)
+    a.knows(a)
+    a.message(False, SECOND + MS, CALL, 0, 1, 1)
+    a.rows.append((Tag.REQUEST_STARTED, SECOND + 2 * MS, 2, 1, 0, 1))
+    a.message(True, 2 * SECOND, CALL, 1, 2, 1)
+    a.rows.append((Tag.WAIT_BEGUN, 2 * SECOND, 2, 1, 1, 2))
+    b.message(False, 2 * SECOND + MS, CALL, 0, 2, 1)
+    b.add(Tag.REQUEST_STARTED, 2 * SECOND + 2 * MS, 0, 2)
+    waits_for(b, a, 3, 3 * SECOND)
+    a.add(Tag.RENDEZVOUS, 31 * SECOND, 1, "later", 0, 0)
+    finish(a, b)
+    problems = [f for f in find(Job(tmp_path)) if f.severity is Severity.PROBLEM]
+    assert [f.kind for f in problems] == ["deadlock"]
+    lines = problems[0].detail.splitlines()
+    assert lines[0].startswith("w0 waits 29.0 s for m:f of w1: ")
+    assert lines[1].startswith("w1 waits 28.0 s for m:f of w0: ")
+    assert lines[2].startswith("1 more wait of these workers")
+    assert "zmqgrad trace waits" in lines[3]
+    assert main(["trace", "waits", str(tmp_path)]) == 3
+    assert "which cannot end before that" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_worker_that_waits_for_its_own_calls_is_no_straggler(tmp_path: Path, waits: bool) -> None:
+    everybody = workers(tmp_path, 4)
+    leader, *others = everybody
+    for i in range(10):
+        for worker in others:
+            at = SECOND + i * 100 * MS
+            served(leader, worker, 10 * i + worker.rank, at, 30 * MS if worker.rank == 2 else 10 * MS)
+            if worker.rank == 2 and waits:
+                worker.add(Tag.WAIT_BEGUN, at + MS, 0, 1000 + i)
+                worker.add(Tag.WAIT_ENDED, at + 21 * MS, 0, 1000 + i, False)
+    finish(*everybody)
+    assert ("straggler" in kinds(tmp_path)) is not waits
+
+
+def test_a_straggler_that_gets_slower_is_told(tmp_path: Path) -> None:
+    everybody = workers(tmp_path, 3)
+    leader, *others = everybody
+    for i in range(10):
+        for worker in others:
+            runs = 20 * MS + i * 5 * MS if worker.rank == 2 else 10 * MS
+            served(leader, worker, 10 * i + worker.rank, SECOND + i * 100 * MS, runs)
+    finish(*everybody)
+    (finding,) = find(Job(tmp_path))
+    assert "It changes: 30.0 ms in the first half of the calls, 55.0 ms in the second." in finding.detail
+    assert "lost in all" in finding.detail
+
+
+def test_a_hot_worker_has_its_pool_its_functions_and_the_time_that_calls_lose(tmp_path: Path) -> None:
+    everybody = workers(tmp_path, 4)
+    server, *others = everybody
+    server.rows.append((Tag.USAGE, 0, 1, 2, 0, 2))
+    for i in range(10):
+        for worker in others:
+            served(worker, server, i + 1, SECOND + i * 30 * MS, 8 * MS, 12 * MS * worker.rank)
+    finish(*everybody)
+    (finding,) = find(Job(tmp_path))
+    assert finding.kind == "hot worker"
+    assert "2 threads of its pool: busy" in finding.detail
+    assert "m:f (100%)" in finding.detail
+    assert "720.0 ms in all" in finding.detail

@@ -17,6 +17,12 @@ SCRIPTS = {
 }
 """What draws the diagrams, and what searches without a server. ``make docs`` fetches them; otherwise, pages
 load them from a CDN."""
+DIAGRAM = (
+    '```mermaid\n%%{init: {"sequence": {"useMaxWidth": false, "actorMargin": 20, "width": 110}, '
+    '"state": {"useMaxWidth": false}, "flowchart": {"useMaxWidth": false, "nodeSpacing": 20, '
+    '"rankSpacing": 36, "subGraphTitleMargin": {"top": 4, "bottom": 12}}}}%%\n'
+)
+"""Diagrams are as wide as they need to be, and scroll: shrunk to a phone's width, nobody can read them."""
 
 
 def on_config(config: Any, /, **_: Any) -> Any:
@@ -41,5 +47,6 @@ def on_files(files: Files, /, *, config: Any, **_: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, /, **_: Any) -> str:
-    """Quote code, draw the charts of a page, and link to the site's copies of the examples."""
-    return draw_ratios(quote_sources(markdown)).replace("](../examples/", "](examples/")
+    """Quote code, draw charts, size diagrams, and link to the site's copies of the examples."""
+    page = draw_ratios(quote_sources(markdown)).replace("](../examples/", "](examples/")
+    return page.replace("```mermaid\n", DIAGRAM)

@@ -32,10 +32,12 @@ def main() -> int:
         preload()
         cells = quick_cells() if options.quick else all_cells(results.moments, every=options.all_moments)
         wanted = [c for c in choose(cells, options.select) if options.again or c.key not in results]
+        if not wanted:
+            print("no cell to run: those of a role without a fault find its moments; --again repeats cells")
         broken = _run(wanted, results, options.jobs)
     else:
         broken = 0
-    if not options.quick:
+    if options.table or not (options.quick or options.select):
         report.write(Path("docs/reliability.md"), results)
     return 1 if broken else 0
 

@@ -7,6 +7,7 @@ import gc
 import os
 import signal
 import sys
+import tempfile
 import threading
 import time
 import traceback
@@ -179,6 +180,7 @@ def run(work: Callable[[Participant], None], place: Place, connection: Connectio
     os.dup2(fd, 2)
     faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.environ.update(place.environ)
+    tempfile.tempdir = None  # read TMPDIR: the process was forked from one that knows another
     participant = Participant(place, connection)
     try:
         if place.is_victim:

@@ -42,5 +42,6 @@ def execute(arguments: argparse.Namespace) -> int:
     for each in () if arguments.json else findings:
         severity = paint(each.severity.name, _COLOURS.get(each.severity))
         print(f"{severity}: {printable(each.title)}")
-        print(textwrap.indent(textwrap.fill(printable(each.detail), 100), "    "))
+        for line in each.detail.splitlines():
+            print(textwrap.indent(textwrap.fill(printable(line), 100), "    "))
     return EXIT_PROBLEM if any(each.severity is Severity.PROBLEM for each in findings) else 0

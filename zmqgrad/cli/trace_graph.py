@@ -9,10 +9,11 @@ from pathlib import Path
 
 import msgspec
 
-from zmqgrad.cli.trace_output import add_job_arguments, add_part_arguments, open_job, printable
+from zmqgrad.cli.trace_output import add_job_arguments, add_part_arguments, note, open_job, printable
 from zmqgrad.errors import ConfigurationError, TraceError
 from zmqgrad.trace import graph
 from zmqgrad.trace.graph_plot import plot
+from zmqgrad.wire.ids import parse_id, show_id
 
 DOT_SECONDS = 120
 """Limit for Graphviz, whose layout of large graphs takes long."""
@@ -25,7 +26,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON; times in nanoseconds")
     parser.add_argument("--list", action="store_true", help="list the contexts of the job")
     parser.add_argument(
-        "--context", type=int, metavar="ID", help="which context (default: the last one with a backward pass)"
+        "--context",
+        type=parse_id,
+        metavar="ID",
+        help="which context (default: the last one with a backward pass)",
     )
     parser.add_argument(
         "--number", type=int, metavar="N", help="which pass the picture shows, from 1 (default: the last)"
@@ -43,15 +47,19 @@ def execute(arguments: argparse.Namespace) -> int:
     """Show the graph, and return the exit code."""
     job = open_job(arguments)
     if arguments.list:
-        _list(graph.contexts(job), arguments.json)
+        rows = graph.contexts(job)
+        _list(rows, arguments.json)
+        if not rows:
+            note(f"{job.directory} has no autograd contexts: the job used no autograd.context()")
         return 0
     found = graph.graph(job, arguments.context)
+    index = _index(found, arguments.number)
     if arguments.json:
         print(msgspec.json.encode(found).decode())
     else:
         print(printable_lines(found))
     if arguments.output is not None:
-        draw(found, arguments.output, _index(found, arguments.number))
+        draw(found, arguments.output, index)
     return 0
 
 
@@ -67,8 +75,8 @@ def _list(rows: list[graph.ContextRow], as_json: bool) -> None:
     print(f"{'context':>20}  workers  sends  unused  passes  backward")
     for row in rows:
         print(
-            f"{row.context:>20}  {row.workers:>7}  {row.sends:>5}  {row.unused:>6}  {row.passes:>6}  "
-            f"{row.nanoseconds / 1e6:.2f} ms"
+            f"{show_id(row.context):>20}  {row.workers:>7}  {row.sends:>5}  {row.unused:>6}  "
+            f"{row.passes:>6}  {row.nanoseconds / 1e6:.2f} ms"
         )
 
 

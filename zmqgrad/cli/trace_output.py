@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from collections.abc import Sequence
@@ -11,9 +12,14 @@ from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.runtime.clock import local_time, monotonic_ns
 from zmqgrad.trace import Job
+from zmqgrad.trace.labels import process_label, size
+from zmqgrad.trace.live import is_live
 from zmqgrad.trace.log import find_logs
 
 MIN_TABLE_WIDTH = 140
+
+MAX_NAMED = 5
+"""How many logs a remark names."""
 
 MANY_EVENTS = 2_000_000
 PROGRESS_NANOSECONDS = 5_000_000_000
@@ -69,6 +75,14 @@ def open_job(arguments: argparse.Namespace) -> Job:
             note(f"read in part: {process.damage}")
         if process.dropped:
             note(f"{process}: {process.dropped} events were not recorded, because its buffer was full")
+    cut = [process for process in job.processes if not process.has_end and not process.is_live]
+    if cut:
+        begin, _ = job.span()
+        ends = [f"{process_label(p)} (until {(job.known_until(p) - begin) / 1e9:.2f} s)" for p in cut]
+        note(
+            f"{len(cut)} of {len(job.processes)} logs have no end, because they were cut or their processes "
+            f"killed: {', '.join(ends[:MAX_NAMED])}{', ...' if len(ends) > MAX_NAMED else ''}"
+        )
     return job
 
 
@@ -76,6 +90,7 @@ def read_job(arguments: argparse.Namespace) -> Job:
     """The job, or the part of it that the arguments choose (:func:`add_part_arguments`); errors as above."""
     directory = directory_of(arguments)
     job = Job(directory, arguments.job, on_read=Progress(directory).add)
+    job.cut_live(is_live)
     given = vars(arguments)
     if "last" not in given:
         return job
@@ -86,6 +101,28 @@ def read_job(arguments: argparse.Namespace) -> Job:
     elif events > MANY_EVENTS:
         note(f"the trace has {events:,} events, which takes minutes to read: --last SECONDS reads its end")
     return job
+
+
+def count(text: str) -> int:
+    """The value of an option that counts.
+
+    Raises:
+        ValueError: if it is no number of at least 0.
+    """
+    if (value := int(text)) < 0:
+        raise ValueError(text)
+    return value
+
+
+def positive(text: str) -> float:
+    """The value of an option that is a time.
+
+    Raises:
+        ValueError: if it is no number above 0.
+    """
+    if not 0 < (value := float(text)) < math.inf:
+        raise ValueError(text)
+    return value
 
 
 class Progress:
@@ -130,15 +167,6 @@ def clock_text(wall: int) -> str:
     """The local time of day of a wall time (ns), in microseconds."""
     seconds, rest = divmod(wall, 1_000_000_000)
     return f"{local_time(seconds)}.{rest // 1000:06}"
-
-
-def size(count: float) -> str:
-    """Bytes with a unit that fits, such as ``1.5 MiB``."""
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} GiB"
 
 
 def print_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:

@@ -11,6 +11,7 @@ import msgspec
 from zmqgrad.cli.trace_output import (
     add_job_arguments,
     add_part_arguments,
+    count,
     duration,
     note,
     open_job,
@@ -20,6 +21,7 @@ from zmqgrad.errors import TraceError
 from zmqgrad.trace.drawing import as_mermaid, as_svg, as_text
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.sequence import Diagram, call_diagram, context_diagram, round_diagram
+from zmqgrad.wire.ids import parse_id
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,15 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument(
         "--call",
-        type=int,
+        type=parse_id,
         metavar="ID",
-        help="the call whose request has this message id (default: the slowest)",
+        help="the call whose request has this id, as 0.7 (default: stuck longest, or else the slowest)",
     )
-    what.add_argument("--context", type=int, metavar="ID", help="a distributed autograd context")
+    what.add_argument("--context", type=parse_id, metavar="ID", help="a distributed autograd context")
     what.add_argument("--round", type=int, metavar="N", help="a round of the elastic rendezvous")
     parser.add_argument("--worker", metavar="NAME", help="the worker that made the call")
     parser.add_argument(
-        "--limit", type=int, default=200, metavar="N", help="steps shown (default: %(default)s; 0: all)"
+        "--limit", type=count, default=200, metavar="N", help="steps shown (default: %(default)s; 0: all)"
     )
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--mermaid", action="store_true", help="print Mermaid text")

@@ -11,14 +11,15 @@ import msgspec
 from zmqgrad.cli.trace_output import (
     add_job_arguments,
     add_part_arguments,
+    count,
     duration,
     open_job,
     print_table,
     printable,
-    size,
 )
 from zmqgrad.trace import Job
 from zmqgrad.trace.findings import find
+from zmqgrad.trace.labels import size
 from zmqgrad.trace.stats import Latency, ProcessRow, Row, Statistics, statistics
 
 MAX_TITLES = 5
@@ -39,9 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_job_arguments(parser)
     add_part_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object; times in nanoseconds")
+    parser.add_argument("--stores", action="store_true", help="also the messages of stores")
     parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
     parser.add_argument(
-        "--top", type=int, default=30, metavar="N", help="rows of a table (default: %(default)s; 0: all)"
+        "--top", type=count, default=30, metavar="N", help="rows of a table (default: %(default)s; 0: all)"
     )
 
 
@@ -55,12 +57,20 @@ def execute(arguments: argparse.Namespace) -> int:
         print(msgspec.json.encode(found).decode())
         return 0
     _print_processes(found)
-    for title, rows in (("type", found.types), ("from > to", found.pairs), ("function", found.functions)):
+    for title, rows in (("function", found.functions), ("type", found.types), ("from > to", found.pairs)):
+        rows = [row for row in rows if arguments.stores or not _is_of_store(row)]
         _print_rows(title, rows, arguments.top or len(rows))
-    print("\nnetwork, queued and running: medians; quantiles are within 1%")
+    print("\ntransfer, queued and running: medians; quantiles are within 1%")
+    if not arguments.stores and any(map(_is_of_store, found.types)):
+        print("messages of stores are left out: --stores shows them")
     if arguments.since is arguments.until is None:  # a call that crosses the end would be a finding
         _print_findings(job)
     return 0
+
+
+def _is_of_store(row: Row) -> bool:
+    """Whether this is a type of messages of a store, or a pair of which one is a store."""
+    return row.name.startswith("STORE_") or row.name.startswith("store >") or row.name.endswith("> store")
 
 
 def _print_findings(job: Job) -> None:
@@ -93,7 +103,7 @@ def _process_cells(row: ProcessRow) -> Sequence[str]:
 def _print_rows(title: str, rows: Sequence[Row], limit: int) -> None:
     if not rows:
         return
-    columns = f"{title},messages,bytes,calls,failed,open,p50,p90,p99,max,network,queued,running".split(",")
+    columns = f"{title},messages,bytes,calls,failed,open,p50,p90,p99,max,transfer,queued,running".split(",")
     print()
     print_table(columns, [_cells(row) for row in rows[:limit]])
     if len(rows) > limit:
@@ -103,7 +113,7 @@ def _print_rows(title: str, rows: Sequence[Row], limit: int) -> None:
 def _cells(row: Row) -> Sequence[str]:
     counts = (str(row.calls), str(row.failed), str(row.unanswered)) if row.calls else ("-",) * 3
     whole = map(duration, (row.whole.p50, row.whole.p90, row.whole.p99, row.whole.max))
-    part = (_median(each) for each in (row.network, row.queued, row.running))
+    part = (_median(each) for each in (row.transfer, row.queued, row.running))
     return (printable(row.name), str(row.messages), size(row.bytes), *counts, *whole, *part)
 
 

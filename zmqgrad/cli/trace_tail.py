@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 import msgspec
 
 from zmqgrad.cli.trace_live import polls, wait_for_closed_output
 from zmqgrad.cli.trace_output import (
+    MAX_NAMED,
     add_job_arguments,
     add_part_arguments,
     chooses_part,
@@ -19,13 +21,14 @@ from zmqgrad.cli.trace_output import (
     note,
     open_job,
     printable,
-    size,
 )
 from zmqgrad.runtime.clock import wall_ns
 from zmqgrad.trace.events import Path, PeerDeclared
 from zmqgrad.trace.follow import Follower
-from zmqgrad.trace.labels import ends
+from zmqgrad.trace.labels import ends, id_label, is_store, size
+from zmqgrad.trace.model import Message
 from zmqgrad.trace.tail import Filter, Line, LiveMessages, recorded
+from zmqgrad.wire.ids import parse_id, show_id
 from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
 
 CONTEXT_NANOSECONDS = 10_000_000_000
@@ -52,7 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--worker", **repeated, help="workers that send or receive")  # type: ignore[arg-type]
     parser.add_argument("--peer", **repeated, help="workers at the other end")  # type: ignore[arg-type]
     parser.add_argument(
-        "--context", type=int, action="append", default=[], metavar="ID", help="distributed autograd contexts"
+        "--context",
+        type=parse_id,
+        action="append",
+        default=[],
+        metavar="ID",
+        help="distributed autograd contexts",
     )
     parser.add_argument("--json", action="store_true", help="print a JSON object per line; times in ns")
 
@@ -67,18 +75,50 @@ def execute(arguments: argparse.Namespace) -> int:
         arguments.worker,
         arguments.peer,
     )
-    show = _show_json if arguments.json else _text_printer()
+    show = _Counted(_show_json if arguments.json else _text_printer())
     if not (arguments.no_follow or chooses_part(arguments)):
         with Follower(directory_of(arguments), arguments.job) as follower:
             if follower.is_recording():
-                _follow(follower, wanted, show, arguments.from_start)
+                try:
+                    _follow(follower, wanted, show, arguments.from_start)
+                finally:
+                    show.note()
                 return 0
     job = open_job(arguments)
     _print(recorded(job.messages()), wanted, show, job.wall)
+    show.note()
     return 0
 
 
-def _follow(follower: Follower, wanted: Filter, show: Show, from_start: bool) -> None:
+class _Counted:
+    """Counts the messages that ``show`` prints and those that a filter leaves out."""
+
+    def __init__(self, show: Show) -> None:
+        self._show = show
+        self._shown = 0
+        self._names: Counter[str] = Counter()
+        self._types: Counter[str] = Counter()
+
+    def __call__(self, line: Line, wall: int) -> None:
+        self._shown += 1
+        self._show(line, wall)
+
+    def leave_out(self, message: Message) -> None:
+        """Counts a message that is not printed."""
+        self._types[message.type] += 1
+        if message.name and not is_store(message):
+            self._names[message.name] += 1
+
+    def note(self) -> None:
+        """Notes what there was, if nothing was printed."""
+        if self._types and not self._shown:
+            names, types = (
+                ", ".join(n for n, _ in c.most_common(MAX_NAMED)) for c in (self._names, self._types)
+            )
+            note(f"0 of {self._types.total()} messages match; functions: {names or 'none'}; types: {types}")
+
+
+def _follow(follower: Follower, wanted: Filter, show: _Counted, from_start: bool) -> None:
     messages, caught_up = LiveMessages(), from_start
     begin = wall_ns() - CONTEXT_NANOSECONDS
     for entries, waited in polls(follower, wait_for_closed_output):
@@ -93,10 +133,12 @@ def _follow(follower: Follower, wanted: Filter, show: Show, from_start: bool) ->
     note("the job has ended")
 
 
-def _print(lines: Iterable[Line], wanted: Filter, show: Show, wall: Callable[[int], int]) -> None:
+def _print(lines: Iterable[Line], wanted: Filter, show: _Counted, wall: Callable[[int], int]) -> None:
     for line in lines:
         if wanted.matches(line.message):
             show(line, wall(line.time))
+        else:
+            show.leave_out(line.message)
 
 
 def _show_json(line: Line, wall: int) -> None:
@@ -137,8 +179,8 @@ def text_of(line: Line, wall: int) -> str:
         f"{source} > {target}",
         message.type,
         message.name,
-        f"#{message.message_id}",
-        f"ctx={message.context}" if message.context else "",
+        f"#{id_label(message)}",
+        f"ctx={show_id(message.context)}" if message.context else "",
         size(message.size),
         "shm" if message.path is Path.SHARED_MEMORY else "",
         _transit(message.sent, message.received),

@@ -22,13 +22,14 @@ from zmqgrad.cli.trace_output import (
     clock_text,
     directory_of,
     duration,
+    positive,
     print_table,
     printable,
-    size,
 )
 from zmqgrad.errors import TraceError
 from zmqgrad.runtime.clock import monotonic_ns
 from zmqgrad.trace.follow import Follower, is_recording
+from zmqgrad.trace.labels import size
 from zmqgrad.trace.load import Load, Rate, Snapshot, WorkerLoad
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "In the terminal: q ends, s changes the order, space pauses. Rates are of the last 10 s."
     parser.add_argument("--sort", choices=_ORDERS, default="messages", help="order (default: %(default)s)")
     parser.add_argument(
-        "--interval", type=float, default=1.0, metavar="SECONDS", help="between two updates (default: 1)"
+        "--interval", type=positive, default=1.0, metavar="SECONDS", help="between two updates (default: 1)"
     )
     parser.add_argument("--once", action="store_true", help="print one snapshot as text, and end")
     parser.add_argument(
@@ -146,7 +147,7 @@ def worker_cells(worker: WorkerLoad) -> tuple[str, ...]:
         str(worker.running),
         duration(worker.oldest_ns) if worker.running else "-",
         str(worker.waiting),
-        f"{worker.threads} of {worker.working_limit}" if worker.working_limit else "-",
+        f"{worker.threads - worker.blocked} of {worker.working_limit}" if worker.working_limit else "-",
         str(worker.blocked),
         f"{worker.sent:.0f}",
         f"{worker.received:.0f}",

@@ -22,12 +22,14 @@ from zmqgrad.cli.trace_output import (
 )
 from zmqgrad.runtime.clock import MonotonicClock, monotonic_ns
 from zmqgrad.trace.findings import ABOUT_WAITS, Survey
+from zmqgrad.trace.job import STALLED_NANOSECONDS
 from zmqgrad.trace.labels import actor_label
 from zmqgrad.trace.live import ask_for_stacks, running
 from zmqgrad.trace.stacks import innermost
 from zmqgrad.trace.waits import (
     Wait,
     Waits,
+    blocked_by,
     find_cycles,
     locate,
     show,
@@ -37,6 +39,8 @@ from zmqgrad.trace.waits import (
 
 EXIT_CYCLE = 3
 MAX_SHOWN = 30
+LEAST_NANOSECONDS = 1_000_000_000
+"""Shorter open waits are only counted: requests are always on their way in a job that runs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +69,8 @@ def execute(arguments: argparse.Namespace) -> int:
             )
         job = read_job(arguments)
     now = job.time(alive[0], monotonic_ns()) if alive else None
+    if now is not None and now - job.cut < STALLED_NANOSECONDS:
+        now = None  # what was recorded after the cut is not read, so nothing may be measured by it
     survey = Survey(job, now)
     waits = survey.waits
     cycles = find_cycles(waits)
@@ -86,8 +92,10 @@ def _lines(waits: Waits, cycles: Sequence[Sequence[Wait]], is_running: bool) -> 
         yield f"DEADLOCK: {' -> '.join([*names, names[0]])}: each waits for the next"
         for wait in cycle:
             yield from _describe(wait, waits)
+        for wait in blocked_by(cycle, waits):
+            yield f"{_headline(wait, waits)}, which cannot end before that"
         yield ""
-    shown = {id(wait) for cycle in cycles for wait in cycle}
+    shown = {id(wait) for cycle in cycles for wait in [*cycle, *blocked_by(cycle, waits)]}
     state = "" if is_running else " when their logs end"
     for kind, remark, found in (
         ("open", state, waits.open),
@@ -95,9 +103,12 @@ def _lines(waits: Waits, cycles: Sequence[Sequence[Wait]], is_running: bool) -> 
         ("ended", ", the longest", waits.ended),
     ):
         rest = [wait for wait in found if id(wait) not in shown]
+        count = len(rest)
+        rest = [w for w in rest if w.until is not None or w.duration(waits.now) >= LEAST_NANOSECONDS]
         rest.sort(key=lambda w: -w.duration(waits.now))
         if rest or (found is waits.open and not cycles):
-            yield f"{len(rest)} {kind} {'wait' if len(rest) == 1 else 'waits'}{remark}" + (
+            more = f", and {count - len(rest)} shorter than 1 s" if count > len(rest) else ""
+            yield f"{len(rest)} {kind} {'wait' if len(rest) == 1 else 'waits'}{remark}{more}" + (
                 ":" if rest else ""
             )
         for wait in rest[:MAX_SHOWN]:

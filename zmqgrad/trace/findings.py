@@ -8,19 +8,33 @@ from __future__ import annotations
 
 import enum
 import math
-from array import array
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
-from zmqgrad.trace.events import GroupExecuted, PassFinished, Role, SendRecorded
+from zmqgrad.trace.events import (
+    Role,
+    SendRecorded,
+    Usage,
+)
+from zmqgrad.trace.evidence import Load, Missed, NestedWaits, Sends
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.labels import actor_label, ends, tidy
+from zmqgrad.trace.labels import actor_label, ends, size, tidy
 from zmqgrad.trace.model import Actor, Call, Message, Stamped
-from zmqgrad.trace.waits import MAX_STUCK, Wait, Waits, find_cycles, find_waits, locate, show, target_label
+from zmqgrad.trace.waits import (
+    MAX_STUCK,
+    Wait,
+    Waits,
+    blocked_by,
+    find_cycles,
+    find_waits,
+    locate,
+    show,
+    target_label,
+)
 from zmqgrad.wire.messages import MessageType
 
 PROGRAM_CALLS = frozenset(
@@ -37,8 +51,8 @@ MIN_CALLS = 5
 STRAGGLER_FACTOR = 2.0
 """A worker on which a function takes this many times the median of the other workers is a straggler."""
 
-STRAGGLER_NANOSECONDS = 100_000
-"""Smaller differences do not matter."""
+STRAGGLER_SHARE = 0.02
+"""If a smaller part of the time in which the worker served is lost, it does not matter."""
 
 HOT_SHARE = 2.0
 """A hot worker serves this many times an equal share of the requests, and ..."""
@@ -46,19 +60,23 @@ HOT_SHARE = 2.0
 HOT_REQUESTS = 1.5
 """... has this many there at a time on average, queued or running (Little's law)."""
 
+DRIFT_FACTOR = 1.5
+"""Two halves of the calls of a straggler that differ by this are told."""
+
 QUEUE_NANOSECONDS = 10_000_000
 """Requests that wait for a thread for longer than this, at the 90th percentile, are a finding."""
 
 STUCK_NANOSECONDS = 5_000_000_000
 """A wait that has lasted for so long and not ended is a finding."""
 
+FAILING_CALLS, FAILING_SHARE = 3, 0.1
+"""A function that fails so many times, and in such a share of its calls, is a finding."""
+
 CLOCK_NANOSECONDS = 1_000_000
 """Times between processes that may be wrong by more are a finding."""
 
 SHOWN = 5
 """How many calls, waits and functions are named."""
-
-_K = TypeVar("_K")
 
 ABOUT_WAITS = frozenset(("deadlock", "open wait", "failed wait", "unanswered calls"))
 """The kinds of findings about waits that have not ended or have failed."""
@@ -89,67 +107,6 @@ class Finding(msgspec.Struct, frozen=True):
     message: tuple[int, int] | None = None
 
 
-class Load:
-    """What the calls of a job ask of its workers: how long they run, by function, and wait for a thread."""
-
-    def __init__(self) -> None:
-        self.running: defaultdict[str, defaultdict[Actor, array[int]]] = defaultdict(
-            lambda: defaultdict(lambda: array("q"))
-        )
-        self.queued: defaultdict[Actor, array[int]] = defaultdict(lambda: array("q"))
-        self.span: dict[Actor, tuple[int, int]] = {}
-        self.longest_run: dict[tuple[str, Actor], tuple[int, Call]] = {}
-        self.longest_queued: dict[Actor, tuple[int, Call]] = {}
-        self.slowest: dict[str, tuple[int, Call]] = {}
-        """By function, from the request to the reply."""
-
-    def add(self, call: Call) -> None:
-        """Adds ``call``, a call of the program."""
-        request, function = call.request, tidy(call.function)
-        target, received = request.target, request.received
-        if call.duration is not None:
-            _keep_longest(self.slowest, function or request.type, call.duration, call)
-        if target is None or received is None or call.started is None or call.finished is None:
-            return
-        ran, queued = call.finished - call.started, call.started - received
-        self.running[function][target].append(ran)
-        self.queued[target].append(queued)
-        first, last = self.span.get(target, (received, call.finished))
-        self.span[target] = min(first, received), max(last, call.finished)
-        _keep_longest(self.longest_run, (function, target), ran, call)
-        _keep_longest(self.longest_queued, target, queued, call)
-
-
-def _keep_longest(calls: dict[_K, tuple[int, Call]], key: _K, nanoseconds: int, call: Call) -> None:
-    if key not in calls or nanoseconds > calls[key][0]:
-        calls[key] = nanoseconds, call
-
-
-class Sends:
-    """The sends of all autograd contexts that got no gradient yet, and the backward passes that ended."""
-
-    def __init__(self) -> None:
-        self.open: dict[tuple[Actor, int], SendRecorded] = {}
-        self.ended: dict[int, PassFinished] = {}
-
-    def add(self, stamped: Stamped) -> None:
-        """Adds the event ``stamped``."""
-        actor, event = stamped.actor, stamped.event
-        if actor is None:
-            return
-        if isinstance(event, SendRecorded):
-            self.open[actor, event.autograd_id] = event
-        elif isinstance(event, GroupExecuted):
-            for send in event.sends:
-                self.open.pop((actor, send), None)
-        elif isinstance(event, PassFinished):
-            self.ended[event.context] = event
-
-    def unused(self) -> list[tuple[Actor, SendRecorded]]:
-        """The sends that got no gradient in a context in which a backward pass has ended."""
-        return [(actor, send) for (actor, _), send in self.open.items() if send.context in self.ended]
-
-
 class Survey:
     """What the findings of a job are computed from, read in one go.
 
@@ -158,8 +115,16 @@ class Survey:
     """
 
     def __init__(self, job: Job, now: int | None = None) -> None:
-        self._job, self._load, self._sends = job, Load(), Sends()
-        self.waits = find_waits(job, now, on_event=self._sends.add, on_call=self._add)
+        self._nested = NestedWaits()
+        self._job, self._load, self._sends, self._missed = job, Load(self._nested), Sends(job), Missed(job)
+        self.waits = find_waits(job, now, on_event=self._add_event, on_call=self._add)
+
+    def _add_event(self, stamped: Stamped) -> None:
+        self._sends.add(stamped)
+        self._missed.add(stamped)
+        self._nested.add(stamped)
+        if isinstance(stamped.event, Usage) and stamped.actor is not None:
+            self._load.limits[stamped.actor] = stamped.event.working_limit
 
     def _add(self, call: Call) -> None:
         if call.request.kind in PROGRAM_CALLS:
@@ -175,12 +140,13 @@ class Survey:
         found = [
             *_deadlocks(waits),
             *_long_waits(waits),
-            *_unanswered(waits),
-            *_killed(job),
+            *_unanswered(waits, is_live=job.cut < math.inf),
+            *_failing(load),
+            *_cut(job, self._missed),
+            *_killed(job, self._missed),
             *_unused_sends(job, self._sends),
             *_stragglers(load),
             *_hot(load, job),
-            *_queueing(load),
             *_gaps(job),
         ]
         if notes:
@@ -199,16 +165,33 @@ def find(job: Job, *, notes: bool = False) -> list[Finding]:
 def _deadlocks(waits: Waits) -> Iterator[Finding]:
     for cycle in find_cycles(waits):
         names = tuple(actor_label(wait.waiter) for wait in cycle)
+        more = blocked_by(cycle, waits)
+        lines = [_sentence(wait, waits) for wait in cycle]
+        if more:
+            lines.append(f"{_count(len(more), 'more wait')} of these workers cannot end before that.")
+        lines.append(_advice(cycle, waits))
         yield Finding(
             "deadlock",
             Severity.PROBLEM,
             f"Deadlock: {' -> '.join([*names, names[0]])}",
-            "; ".join(_sentence(wait, waits) for wait in cycle),
+            "\n".join(lines),
             names,
             max(wait.since for wait in cycle),
-            {"seconds": min(wait.duration(waits.now) for wait in cycle) / 1e9},
+            {
+                "seconds": min(wait.duration(waits.now) for wait in cycle) / 1e9,
+                "waits": len(cycle) + len(more),
+            },
             next((_key(wait.call) for wait in cycle if wait.call is not None), None),
         )
+
+
+def _advice(cycle: Sequence[Wait], waits: Waits) -> str:
+    """What to do about a deadlock."""
+    if any(waits.stack_of(wait.waiter.process, wait.thread) for wait in cycle):
+        where = "The stacks show the lines (zmqgrad trace waits)."
+    else:
+        where = "`zmqgrad trace waits` while the job runs, or ZMQGRAD_DEBUG=1, shows the lines."
+    return "Is a lock held during a call, or do all threads of the pool wait? " + where
 
 
 def _sentence(wait: Wait, waits: Waits) -> str:
@@ -224,7 +207,7 @@ def _key(call: Call) -> tuple[int, int]:
 
 
 def _long_waits(waits: Waits) -> Iterator[Finding]:
-    cyclic = {id(wait) for cycle in find_cycles(waits) for wait in cycle}
+    cyclic = {id(wait) for cycle in find_cycles(waits) for wait in [*cycle, *blocked_by(cycle, waits)]}
     rest = [w for w in waits.stuck() if id(w) not in cyclic and w.duration(waits.now) > STUCK_NANOSECONDS]
     for wait in sorted(rest, key=lambda w: -w.duration(waits.now))[:SHOWN]:
         yield Finding(
@@ -239,27 +222,82 @@ def _long_waits(waits: Waits) -> Iterator[Finding]:
         )
 
 
-def _unanswered(waits: Waits) -> Iterator[Finding]:
-    calls = [call for call in waits.open_calls if call.request.kind in PROGRAM_CALLS]
+def _unanswered(waits: Waits, *, is_live: bool) -> Iterator[Finding]:
+    """While a job runs, calls are on their way at any time: then those that take long."""
+    before = waits.now - (STUCK_NANOSECONDS if is_live else 0)
+    cycles = find_cycles(waits)
+    explained = {id(w.call) for cycle in cycles for w in [*cycle, *blocked_by(cycle, waits)]}
+    calls = [
+        call
+        for call in waits.open_calls
+        if call.request.kind in PROGRAM_CALLS and (call.request.sent or 0) <= before
+    ]
     if calls:
         functions = Counter(tidy(call.function) or call.request.type for call in calls)
+        count = sum(id(call) in explained for call in calls)
         yield Finding(
             "unanswered calls",
             Severity.WARNING,
             f"{_count(len(calls), 'call')} without a reply{', or more' if len(calls) == MAX_STUCK else ''}",
-            f"No reply had arrived when the logs end: {_most_common(functions)}.",
+            f"No reply had arrived when the logs end: {_most_common(functions)}."
+            + (f" The deadlock explains {count} of them." if count else ""),
             time=calls[0].request.sent,
             evidence={"calls": len(calls)},
             message=_key(calls[0]),
         )
 
 
-def _killed(job: Job) -> Iterator[Finding]:
+def _failing(load: Load) -> Iterator[Finding]:
+    """Functions that fail always or often; most failures first."""
+    for function, failed in sorted(load.failed.items(), key=lambda item: -len(item[1])):
+        count = load.calls[function]
+        if len(failed) < FAILING_CALLS or len(failed) < count * FAILING_SHARE:
+            continue
+        places = Counter(ends(call.request)[1] for call in failed)
+        yield Finding(
+            "failing calls",
+            Severity.WARNING,
+            f"{function or failed[0].request.type} failed in {len(failed)} of {_count(count, 'call')}",
+            f"It raised an exception at {_most_common(places)}. The caller has its text.",
+            tuple(places),
+            failed[0].request.sent,
+            {"function": function, "failed": len(failed), "calls": count},
+            _key(failed[0]),
+        )
+
+
+def _cut(job: Job, missed: Missed) -> Iterator[Finding]:
+    """Logs without an end that miss messages of others: what happened after that cannot be judged."""
+    counts = missed.counts
+    names = {(worker.job, worker.rank): worker.name for worker in job.workers()}
+    begin, _ = job.span()
+    if counts:
+        listed = ", ".join(names[key] for key in counts)
+        yield Finding(
+            "cut log",
+            Severity.WARNING,
+            f"{_count(len(counts), 'log')} without an end: {listed}",
+            "Cut, or the process was killed. "
+            + "; ".join(
+                f"{names[key]}: until {(missed.until[key] - begin) / 1e9:.2f} s of the job, and "
+                f"{_count(count, 'message')} of others with it are later"
+                for key, count in counts.most_common(SHOWN)
+            )
+            + ". What happened there after that is not known.",
+            tuple(names[key] for key in counts),
+            int(min(missed.until[key] for key in counts)),
+            {"messages": {names[key]: count for key, count in counts.items()}},
+        )
+
+
+def _killed(job: Job, missed: Missed) -> Iterator[Finding]:
     """Workers that ended long before the others without being closed: they were killed."""
     last = max(job.time(process, process.last) for process in job.processes)
+    counts = missed.counts
     for worker in job.workers():
         end = job.time(worker.process, worker.process.last)
-        if worker.stopped is None and last - end > STUCK_NANOSECONDS:
+        is_cut = (worker.job, worker.rank) in counts
+        if worker.stopped is None and last - end > STUCK_NANOSECONDS and not is_cut:
             yield Finding(
                 "lost worker",
                 Severity.WARNING,
@@ -287,14 +325,24 @@ def _unused_sends(job: Job, sends: Sends) -> Iterator[Finding]:
         for actor, send in unused
     )
     contexts = {send.context for _, send in unused}
-    failed = sum(ended[context].failed for context in contexts)
+    sent = [
+        message
+        for actor, send in unused
+        if (call := calls.get(_call_key(actor, send))) is not None
+        and (message := call.reply if send.is_reply else call.request) is not None
+    ]
+    bytes_sent = sum(message.size for message in sent)
+    transfer = sum(m.received - m.sent for m in sent if m.received is not None and m.sent is not None)
+    failed = sum(ended[context][1].failed for context in contexts)
     yield Finding(
         "unused sends",
         Severity.PROBLEM if failed else Severity.WARNING,
         f"{_count(len(unused), 'send')} got no gradient",
         f"Tensors that require grad were sent in {_count(len(contexts), 'context')} whose pass did not "
-        f"reach them" + (f", {failed} of which failed" if failed else "") + ". Detach them, or do not send "
-        "them: " + _most_common(pairs),
+        f"reach them"
+        + (f", {failed} of which failed" if failed else "")
+        + f": messages of {size(bytes_sent)}, {show(transfer)} in transfer. "
+        "Detach them, or do not send them: " + _most_common(pairs),
         tuple(sorted({actor.name for actor, _ in unused})),
         evidence={"sends": len(unused), "contexts": len(contexts), "failed": failed},
         message=next((_key(calls[key]) for each in unused if (key := _call_key(*each)) in calls), None),
@@ -330,8 +378,9 @@ def _stragglers(load: Load) -> Iterator[Finding]:
         for worker, own in medians.items():
             others = [value for w, value in medians.items() if w is not worker]
             usual = median(others) if others else math.inf
-            if own >= STRAGGLER_FACTOR * usual and own - usual > STRAGGLER_NANOSECONDS:
-                lost = (own - usual) * len(by_worker[worker])
+            lost = (own - usual) * len(by_worker[worker]) if others else 0.0
+            first, last = load.span[worker]
+            if own >= STRAGGLER_FACTOR * usual and lost > STRAGGLER_SHARE * (last - first):
                 worst[worker] = max(
                     worst.get(worker, (0.0, "", 0.0, 0.0, 0)),
                     (lost, function, own, usual, len(by_worker[worker])),
@@ -342,7 +391,8 @@ def _stragglers(load: Load) -> Iterator[Finding]:
             Severity.WARNING,
             f"Straggler: {worker.name}",
             f"{function} takes {show(own)} there (median of {count} calls), {show(usual)} on other workers: "
-            f"{_factor(own, usual)} times as long, {show(lost)} in all.",
+            f"{_factor(own, usual)} times as long, {show(lost)} lost in all."
+            + _drift(load.running[function][worker]),
             (worker.name,),
             load.span[worker][0],
             {"function": function, "median": own, "others": usual, "calls": count, "lost": lost},
@@ -350,53 +400,60 @@ def _stragglers(load: Load) -> Iterator[Finding]:
         )
 
 
+def _drift(times: Sequence[int]) -> str:
+    """Whether the second half of these took longer than the first, as when a worker heats up."""
+    middle = len(times) // 2
+    before, after = median(times[:middle]), median(times[middle:])
+    if max(before, after) < DRIFT_FACTOR * min(before, after):
+        return ""
+    return f" It changes: {show(before)} in the first half of the calls, {show(after)} in the second."
+
+
 def _factor(own: float, usual: float) -> str:
     return f"{own / max(usual, 1.0):.1f}"
 
 
 def _hot(load: Load, job: Job) -> Iterator[Finding]:
-    """Workers that serve much more than their share, and have requests waiting for each other."""
+    """Workers that serve much more than their share, and workers on which requests wait for a thread."""
     workers, total = len({w.name for w in job.workers()}), sum(map(len, load.queued.values()))
-    busy: defaultdict[Actor, int] = defaultdict(int)
-    for by_worker in load.running.values():
-        for worker, times in by_worker.items():
-            busy[worker] += sum(times)
     for worker, queued in load.queued.items():
         first, last = load.span[worker]
-        at_a_time = (busy[worker] + sum(queued)) / max(last - first, 1)
-        share = len(queued) / total
-        if workers < 3 or len(queued) < 20 or share < HOT_SHARE / workers or at_a_time < HOT_REQUESTS:
+        by_function = {name: time for (actor, name), time in load.busy.items() if actor is worker}
+        busy, lost, share = sum(by_function.values()), sum(queued), len(queued) / total
+        at_a_time = (busy + lost) / max(last - first, 1)
+        high = sorted(queued)[math.ceil(len(queued) * 0.9) - 1]
+        is_hot = workers >= 3 and len(queued) >= 20 and share >= HOT_SHARE / workers
+        is_hot = is_hot and at_a_time >= HOT_REQUESTS
+        if not is_hot and high <= QUEUE_NANOSECONDS:
             continue
-        yield Finding(
-            "hot worker",
-            Severity.WARNING,
-            f"Hot worker: {worker.name}",
+        limit = load.limits.get(worker, 0)
+        pool = (
+            f"{_count(limit, 'thread')} of its pool: busy {busy / (last - first) / limit:.0%}. "
+            if limit
+            else ""
+        )
+        functions = Counter(by_function).most_common(SHOWN)
+        told = (
+            f"Calls wait {show(median(queued))} for a thread, 1 of 10 {show(high)} or longer, "
+            f"{show(lost)} in all. {pool}Its time goes to "
+            + ", ".join(f"{name} ({time / max(busy, 1):.0%})" for name, time in functions)
+            + ". "
+        )
+        advice = "Divide its work among several workers, make its calls shorter, or raise num_worker_threads."
+        much = (
             f"It serves {share:.0%} of all calls ({len(queued)} of {total}; an equal share is "
-            f"{1 / workers:.0%}), and has {at_a_time:.1f} of them at a time; they wait "
-            f"{show(median(queued))} for a thread and run {show(busy[worker] / len(queued))}. Others wait "
-            "for it: divide its work among several workers, or make its calls shorter.",
+            f"{1 / workers:.0%}), {at_a_time:.1f} at a time. "
+        )
+        yield Finding(
+            "hot worker" if is_hot else "queueing",
+            Severity.WARNING,
+            f"Hot worker: {worker.name}" if is_hot else f"Calls wait for a thread of {worker.name}",
+            (much if is_hot else "") + told + advice,
             (worker.name,),
             first,
-            {"share": share, "calls": len(queued), "at_a_time": at_a_time},
+            {"share": share, "calls": len(queued), "at_a_time": at_a_time, "p90": high, "lost": lost},
             _key(load.longest_queued[worker][1]),
         )
-
-
-def _queueing(load: Load) -> Iterator[Finding]:
-    for worker, queued in load.queued.items():
-        high = sorted(queued)[len(queued) * 9 // 10]
-        if high > QUEUE_NANOSECONDS:
-            yield Finding(
-                "queueing",
-                Severity.WARNING,
-                f"Calls wait for a thread of {worker.name}",
-                f"1 of 10 waits {show(high)} or longer in its queue: raise num_worker_threads, or do not "
-                "block in its calls.",
-                (worker.name,),
-                load.span[worker][0],
-                {"p90": high},
-                _key(load.longest_queued[worker][1]),
-            )
 
 
 # ---- notes ----------------------------------------------------------------------------------------------
@@ -453,7 +510,7 @@ def _parts(call: Call) -> Iterator[str]:
     for begin, end, what in (
         (request.sent, request.received, "to arrive"),
         (request.received, call.started, "in the queue"),
-        (call.started, call.finished, "running"),
+        (call.started, None if call.running is None else (call.started or 0) + call.running, "running"),
         (reply.sent, reply.received, "for the reply"),
     ):
         if begin is not None and end is not None:
@@ -464,6 +521,15 @@ def _parts(call: Call) -> Iterator[str]:
 
 
 def _gaps(job: Job) -> Iterator[Finding]:
+    if job.unreadable:
+        yield Finding(
+            "unreadable log",
+            Severity.WARNING,
+            f"{_count(len(job.unreadable), 'log')} left out",
+            "The messages of their processes are shown with one end only: "
+            + "; ".join(job.unreadable[:SHOWN]),
+            evidence={"logs": len(job.unreadable)},
+        )
     for process in job.processes:
         names = tuple(a.name for a in process.actors.values() if a.role is Role.WORKER)
         who = ", ".join(names) or f"process {process.info.pid}"

@@ -125,7 +125,8 @@ def graph(job: Job, context: int | None = None) -> Graph:
             if each.context == context:
                 return each
         raise TraceError(
-            f"{job.directory} has no autograd context {context}: `zmqgrad trace graph --list` shows them"
+            f"{job.directory} has no autograd context {show_id(context)}: "
+            "`zmqgrad trace graph --list` shows them"
         )
     if not found:
         raise TraceError(f"{job.directory} has no autograd contexts: the job used no autograd.context()")
@@ -231,7 +232,7 @@ def text(found: Graph) -> Iterator[str]:
     """Yields the lines of a tree: the sends of each worker, then each pass with its groups in their order."""
     sends = {send.id: send for send in found.sends}
     unused = found.unused()
-    yield f"context {found.context}: {len(found.workers)} workers, {len(found.sends)} sends"
+    yield f"context {show_id(found.context)}: {len(found.workers)} workers, {len(found.sends)} sends"
     for worker in found.workers:
         yield f"├─ {worker}"
         lines = [

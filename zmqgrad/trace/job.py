@@ -26,6 +26,7 @@ from zmqgrad.trace.events import (
     NameDeclared,
     PeerDeclared,
     Role,
+    StackDumped,
     ThreadDeclared,
 )
 from zmqgrad.trace.log import LogReader, find_logs
@@ -37,6 +38,12 @@ logger = logging.getLogger(__name__)
 
 JUMP_NANOSECONDS = 100_000_000
 """A wall clock that moves by more than this against the monotonic one between two samples has jumped."""
+
+STALLED_NANOSECONDS = 2_000_000_000
+"""A process that records writes a sample of its clock every second. One that is behind by this is stopped."""
+
+UNWRITTEN_NANOSECONDS = 10_000_000
+"""Before the end of a log that grows, events may be missing whose threads were just about to record them."""
 
 
 class Job:
@@ -62,6 +69,8 @@ class Job:
         self.directory = FilePath(directory)
         self._on_read = on_read
         self._part = _WHOLE
+        self.cut: float = math.inf
+        """The time up to which logs that still grow are read; infinite: none grows."""
         self._shared_clocks = shared_clocks
         self.jobs: dict[str, list[Process]] = {}
         """The processes by job. Those that belong to no job, such as a store's own, are part of every one."""
@@ -70,6 +79,7 @@ class Job:
         self.processes = self._choose(self._survey(), job)
         self.alignment: Alignment | None = None
         """None if all processes share a clock, or no messages connect those that do not."""
+        self._by_rank = {(worker.job, worker.rank): worker for worker in self.workers()}
         self._converters: dict[str, Callable[[int], int]] = {}
         self._align()
 
@@ -158,6 +168,21 @@ class Job:
         """The wall time (ns since 1970) of the reference at ``time`` on the clock of the job."""
         return time + self.reference.wall_offset
 
+    def span(self) -> tuple[int, int]:
+        """The span of time of the job.
+
+        Returns:
+            When its first actor began, and the time of the last event that is read, in nanoseconds.
+        """
+        # A log begins at its first flush, after its first events.
+        begin = min(
+            self.time(p, t)
+            for p in self.processes
+            for t in (p.first, *(a.started for a in p.actors.values()))
+        )
+        end = max(self.time(p, p.last) for p in self.processes)
+        return begin, int(min(end, self.cut))
+
     def choose_part(self, since: float = 0.0, until: float = math.inf, last: float = math.inf) -> None:
         """Reads only a part of the job from now on. A message or call that crosses its edges is incomplete.
 
@@ -168,13 +193,30 @@ class Job:
         Raises:
             TraceError: if the job has nothing there.
         """
-        begin = min(self.time(p, p.first) for p in self.processes)
-        end = max(self.time(p, p.last) for p in self.processes)
+        begin, end = self.span()
         self._part = max(begin + since * 1e9, end - last * 1e9), begin + until * 1e9
         if not (last > 0 and begin <= self._part[0] <= min(self._part[1], end)):
             raise TraceError(
                 f"{self.directory} has nothing of the chosen time: the job lasted {(end - begin) / 1e9:.1f} s"
             )
+
+    def cut_live(self, is_live: Callable[[Process], bool]) -> None:
+        """Reads all logs up to one time from now on: up to which each process that still records has written.
+
+        Otherwise the later end of one log would show messages and replies that the others do not have yet.
+
+        Args:
+            is_live: returns whether a process still records.
+        """
+        for process in self.processes:
+            process.is_live = is_live(process)
+        ends = [self.time(p, p.last) for p in self.processes if p.is_live]
+        if ends:
+            self.cut = min(e for e in ends if max(ends) - e < STALLED_NANOSECONDS) - UNWRITTEN_NANOSECONDS
+
+    def known_until(self, process: Process) -> float:
+        """The time up to which the log of ``process`` tells what it did; infinite if it has its end."""
+        return math.inf if process.has_end else min(self.cut, self.time(process, process.last))
 
     # ---- reading ----------------------------------------------------------------------------------------
 
@@ -197,11 +239,22 @@ class Job:
 
         No message is received before it was sent: within the error of the clocks, the receive is moved.
         """
-        return Pairing(self._merged()).run()
+        for message in Pairing(self._merged()).run():
+            self._find_ends(message)
+            yield message
 
     def calls(self) -> Iterator[Call]:
         """All requests that have a reply by their type, each when it is complete; open ones come last."""
-        return Assembly(self._merged()).run()
+        for call in Assembly(self._merged()).run():
+            self._find_ends(call.request)
+            yield call
+
+    def _find_ends(self, message: Message) -> None:
+        """Sets the worker at the other end of a message of which one end was recorded, if it left a log."""
+        known = message.source or message.target
+        if known is not None and known.role is Role.WORKER and not (message.source and message.target):
+            other = self._by_rank.get((known.job, message.peer))
+            message.source, message.target = message.source or other, message.target or other
 
     def _merged(self) -> Iterator[Entry]:
         """The entries of all logs in order of time. Sorting whole batches is quicker than a heap."""
@@ -226,14 +279,18 @@ class Job:
         convert, find = self._converters[self._clock(process)], process.actors.get
         declared = Declared(process)
         begin, end = self._part
+        end = min(end, self.cut)
         for events in _batches(process, self._on_read):
             if convert(max(map(_time_of_event, events))) < begin:  # quicker than to convert each
                 events = [event for event in events if type(event) is PeerDeclared]
             batch: list[Entry] = []
             for event in events:
                 batch.append((convert(event.time), declared, find(getattr(event, "actor", 0)), event))
-            if self._part != _WHOLE:  # what identifies peers is always needed
-                batch = [e for e in batch if begin <= e[0] <= end or type(e[3]) is PeerDeclared]
+            if (
+                begin,
+                end,
+            ) != _WHOLE:  # what identifies peers is always needed, and stacks asked for just now
+                batch = [e for e in batch if begin <= e[0] <= end or type(e[3]) in _ALWAYS]
             batch.sort(key=_time_of)
             if batch:
                 yield batch
@@ -242,6 +299,7 @@ class Job:
 _time_of = itemgetter(0)
 _time_of_event = attrgetter("time")
 _WHOLE = (-math.inf, math.inf)
+_ALWAYS = frozenset((PeerDeclared, StackDumped))
 _NO_ENTRIES: list[Entry] = []
 
 

@@ -6,6 +6,7 @@ import re
 
 from zmqgrad.trace.events import Role
 from zmqgrad.trace.model import Actor, Message, Process
+from zmqgrad.wire.ids import show_id
 
 UNKNOWN = "?"
 _METHOD = re.compile(r"^rref:\d+:")
@@ -39,6 +40,20 @@ def ends(message: Message) -> tuple[str, str]:
         actor_label(source) if source is not None else missing,
         actor_label(target) if target is not None else missing,
     )
+
+
+def size(count: float) -> str:
+    """Bytes with a unit that fits, such as ``1.5 MiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} GiB"
+
+
+def id_label(message: Message) -> str:
+    """The id of a message as all views show it: ``rank.number``; the number of a query of a store."""
+    return str(message.message_id) if is_store(message) else show_id(message.message_id)
 
 
 def is_store(message: Message) -> bool:

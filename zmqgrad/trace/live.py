@@ -10,8 +10,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from zmqgrad.errors import TraceError
-from zmqgrad.runtime.clock import Clock
+from zmqgrad.runtime.clock import Clock, wall_ns
 from zmqgrad.trace.events import StackDumped
+from zmqgrad.trace.follow import REMOTE_SILENCE_NANOSECONDS, is_recording
 from zmqgrad.trace.job import Job
 from zmqgrad.trace.log import LogReader
 from zmqgrad.trace.model import Process
@@ -23,6 +24,13 @@ POLL_SECONDS = 0.05
 
 REPEAT_SECONDS = 0.5
 """When a request is repeated: a process whose recorder is just starting does not notice the first one."""
+
+
+def is_live(process: Process) -> bool:
+    """Whether ``process`` still records; of another host: whether it did in the last minute."""
+    is_here = (process.info.host, process.clock) == (socket.gethostname(), own_clock())
+    silence = wall_ns() - process.last - process.wall_offset
+    return is_recording(process) and (is_here or silence < REMOTE_SILENCE_NANOSECONDS)
 
 
 def running(job: Job) -> list[Process]:

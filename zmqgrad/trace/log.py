@@ -192,9 +192,14 @@ def find_logs(directory: Path | str) -> list[Path]:
     try:
         found = [each for each in path.iterdir() if each.suffix == SUFFIX]
         found.sort(key=lambda each: (each.stat().st_mtime_ns, each.name))
+    except NotADirectoryError as e:
+        raise TraceError(f"{path} is a file: pass the directory of the logs, {path.parent}") from e
     except OSError as e:
         raise TraceError(f"cannot read the trace directory {path}: {e.strerror or e}") from e
     if not found:
+        below = sorted({str(each.parent) for each in path.glob(f"*/*{SUFFIX}")})
+        if below:
+            raise TraceError(f"no trace logs in {path} itself, but below it: pass {' or '.join(below[:5])}")
         raise TraceError(
             f"no trace logs (*{SUFFIX}) in {path}: was the job started with ZMQGRAD_TRACE={path}?"
         )

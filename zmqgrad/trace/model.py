@@ -46,6 +46,13 @@ class Process(msgspec.Struct, eq=False):
     """Times at which its wall clock was set."""
     damage: str = ""
     """Why its log cannot be read to the end; empty: it can."""
+    is_live: bool = False
+    """Whether it still records; see :meth:`zmqgrad.trace.job.Job.cut_live`."""
+
+    @property
+    def has_end(self) -> bool:
+        """Whether its log ends with all of its actors closed. False: cut, killed, or still running."""
+        return bool(self.actors) and all(actor.stopped is not None for actor in self.actors.values())
 
     @property
     def clock(self) -> str:
@@ -119,6 +126,11 @@ class Call(msgspec.Struct, eq=False):
         return self.reply is not None and self.reply.received is not None
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the function raised, as its server recorded or its reply shows."""
+        return self.failed or (self.reply is not None and self.reply.kind == MessageType.EXCEPTION)
+
+    @property
     def duration(self) -> int | None:
         """The nanoseconds from the send to the arrival of the reply; None if one was not recorded."""
         if self.reply is None or self.reply.received is None or self.request.sent is None:
@@ -131,6 +143,14 @@ class Call(msgspec.Struct, eq=False):
         if self.started is None or self.request.received is None:
             return None
         return self.started - self.request.received
+
+    @property
+    def running(self) -> int | None:
+        """How long it ran at the server until its reply was sent: not what its thread does after that."""
+        if self.started is None or self.finished is None:
+            return None
+        sent = self.reply.sent if self.reply is not None else None
+        return max((self.finished if sent is None else min(self.finished, sent)) - self.started, 0)
 
 
 class Declared:

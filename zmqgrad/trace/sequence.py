@@ -13,14 +13,20 @@ import msgspec
 from zmqgrad.errors import TraceError
 from zmqgrad.trace.events import GroupExecuted, PassFinished, PassStarted, RendezvousStep
 from zmqgrad.trace.job import Job
-from zmqgrad.trace.labels import actor_label, ends, is_store
+from zmqgrad.trace.labels import actor_label, ends, id_label, is_store
 from zmqgrad.trace.model import Actor, Call, Message, Stamped
+from zmqgrad.trace.pairing import REPEATED
 from zmqgrad.trace.tail import recorded
+from zmqgrad.trace.waits import COLLECTIVES, ONE_WAY, may_be_answered
+from zmqgrad.wire.ids import show_id
 from zmqgrad.wire.messages import RESPONSE, MessageType
 
 _STATE_CHANGES = frozenset(
     (MessageType.STORE_COMPARE_SET, MessageType.KEY_CREATED, MessageType.KEY_UPDATED, MessageType.KEY_DELETED)
 )
+
+STUCK_NANOSECONDS = 1_000_000_000
+"""A call without a reply that was sent this long before the end is stuck."""
 
 
 class Step(msgspec.Struct):
@@ -49,7 +55,7 @@ def call_diagram(job: Job, message_id: int | None = None, worker: str | None = N
     """One call and what it caused.
 
     Args:
-        message_id: which call; None: the slowest one that has a reply.
+        message_id: which call; None: the one that is stuck longest, or else the slowest one with a reply.
         worker: that made the call; needed if several have calls of this number.
 
     Raises:
@@ -60,7 +66,7 @@ def call_diagram(job: Job, message_id: int | None = None, worker: str | None = N
     end = root.reply.received if root.reply is not None else None
     during = [c for c in job.calls() if _overlaps(c, begin, end)]
     chosen = _descendants(root, during)
-    title = f"call #{root.request.message_id} {root.function or root.request.type}"
+    title = f"call #{id_label(root.request)} {root.function or root.request.type}"
     return _diagram(title, (step for call in chosen for step in _call_steps(call)))
 
 
@@ -76,8 +82,8 @@ def context_diagram(job: Job, context: int) -> Diagram:
         if getattr(stamped.event, "context", None) == context and stamped.actor is not None:
             steps += _pass_steps(stamped, stamped.actor)
     if not steps:
-        raise TraceError(f"the trace has nothing of autograd context {context}")
-    return _diagram(f"autograd context {context}", steps)
+        raise TraceError(f"the trace has nothing of autograd context {show_id(context)}")
+    return _diagram(f"autograd context {show_id(context)}", steps)
 
 
 def round_diagram(job: Job, number: int) -> Diagram:
@@ -109,21 +115,34 @@ def round_diagram(job: Job, number: int) -> Diagram:
 
 def _find(job: Job, message_id: int | None, worker: str | None) -> Call:
     found: list[Call] = []
+    stuck: list[Call] = []
+    end = job.span()[1] - STUCK_NANOSECONDS
     for call in job.calls():
         if is_store(call.request) or (worker is not None and ends(call.request)[0] != worker):
             continue
         if message_id is not None:
             if call.request.message_id == message_id:
                 found.append(call)
+        elif _is_stuck(call, job, end):
+            stuck = [min([call, *stuck], key=lambda c: c.request.sent or 0)]
         elif call.duration is not None and (not found or call.duration > (found[0].duration or 0)):
             found = [call]
+    found = stuck or found
     if not found:
-        what = "a call with a reply" if message_id is None else f"call #{message_id}"
+        what = "a call with a reply" if message_id is None else f"call #{show_id(message_id)}"
         raise TraceError(f"the trace does not have {what}" + (f" of {worker}" if worker else ""))
     if len(found) > 1:
         callers = ", ".join(sorted(ends(call.request)[0] for call in found))
-        raise TraceError(f"several workers made a call #{message_id}, choose one: {callers}")
+        raise TraceError(f"several workers made a call #{id_label(found[0].request)}, choose one: {callers}")
     return found[0]
+
+
+def _is_stuck(call: Call, job: Job, before: int) -> bool:
+    """Whether ``call`` was sent before this time and has no reply. At a barrier, workers wait for others."""
+    request = call.request
+    waits = request.kind not in ONE_WAY | REPEATED and not call.function.startswith(COLLECTIVES)
+    is_open = waits and not call.is_complete and not may_be_answered(call, job)
+    return is_open and request.sent is not None and request.sent <= before
 
 
 def _overlaps(call: Call, begin: int, end: int | None) -> bool:
@@ -184,7 +203,7 @@ def _message_step(message: Message) -> Step:
     reply = bool(message.kind & RESPONSE)
     text = f"{message.type} {message.name if not reply or is_store(message) else ''}".rstrip()
     failed = message.kind == MessageType.EXCEPTION
-    return Step(_time(message), *ends(message), f"{text} #{message.message_id}", took, reply, failed)
+    return Step(_time(message), *ends(message), f"{text} #{id_label(message)}", took, reply, failed)
 
 
 def _pass_steps(stamped: Stamped, actor: Actor) -> Iterable[Step]:

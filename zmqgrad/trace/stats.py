@@ -14,6 +14,7 @@ from zmqgrad.trace.job import Job
 from zmqgrad.trace.labels import ends, is_store, process_label
 from zmqgrad.trace.model import Call, Message, Process
 from zmqgrad.trace.sketch import Sketch
+from zmqgrad.trace.waits import IN_FLIGHT_NANOSECONDS
 from zmqgrad.wire.messages import MessageType
 
 ONE_WAY = frozenset(
@@ -48,12 +49,12 @@ class Row(msgspec.Struct):
     """Calls without a recorded reply."""
     whole: Latency
     """From the send of the request to the arrival of the reply."""
-    network: Latency
-    """Of that: request and reply on their way."""
+    transfer: Latency
+    """Of that: request and reply on their way; a receiver that is busy makes it longer."""
     queued: Latency
     """Of that: until a thread took the request."""
     running: Latency
-    """Of that: in this thread."""
+    """Of that: in this thread, until the reply was sent."""
 
 
 class ProcessRow(msgspec.Struct):
@@ -76,7 +77,7 @@ class Statistics(msgspec.Struct):
     messages: int
     bytes: int
     lost: int
-    """Messages whose arrival is not in the trace of their receiver."""
+    """Messages that the log of their receiver does not have, though it goes on after they were sent."""
     dropped: int
     processes: list[ProcessRow]
     types: list[Row]
@@ -97,7 +98,7 @@ class _Group:
 
     def add_call(self, call: Call) -> None:
         self.calls += 1
-        self.failed += call.failed or (call.reply is not None and call.reply.kind == MessageType.EXCEPTION)
+        self.failed += call.has_failed
         self.unanswered += call.reply is None and call.request.kind not in ONE_WAY
         for part, value in zip(self.parts, parts(call), strict=True):
             if value is not None:
@@ -109,15 +110,21 @@ class _Group:
 
 
 def parts(call: Call) -> tuple[int | None, int | None, int | None, int | None]:
-    """How long a call took as a whole, and of that: on the network, in the queue, running (ns)."""
+    """How long a call took as a whole, and of that: in transfer, in the queue, running (ns)."""
     request, reply = call.request, call.reply
-    network = None
+    transfer = None
     if request.sent is not None and request.received is not None and call.duration is not None:
         assert reply is not None
         if reply.sent is not None and reply.received is not None:
-            network = request.received - request.sent + reply.received - reply.sent
-    running = None if call.started is None or call.finished is None else call.finished - call.started
-    return call.duration, network, call.queued, running
+            transfer = request.received - request.sent + reply.received - reply.sent
+    return call.duration, transfer, call.queued, call.running
+
+
+def is_lost(job: Job, message: Message) -> bool:
+    """Whether the log of the receiver shows that ``message`` did not arrive: not if it stops before."""
+    if message.sent is None or message.received is not None or message.target is None:
+        return False
+    return message.sent + IN_FLIGHT_NANOSECONDS < job.known_until(message.target.process)
 
 
 def latency(sketch: Sketch) -> Latency:
@@ -137,7 +144,7 @@ def statistics(job: Job) -> Statistics:
     for message in job.messages():
         messages += 1
         size += message.size
-        lost += message.received is None and message.target is not None
+        lost += is_lost(job, message)
         _group(types, message.type).add_message(message)
         _group(pairs, " > ".join(ends(message))).add_message(message)
     for call in job.calls():
@@ -149,9 +156,10 @@ def statistics(job: Job) -> Statistics:
             for each in (call.request, call.reply):
                 if each is not None:
                     group.add_message(each)
+    begin, end = job.span()
     processes = [_process_row(job, process) for process in job.processes]
     return Statistics(
-        max(job.time(p, p.last) for p in job.processes) - min(job.time(p, p.first) for p in job.processes),
+        end - begin,
         messages,
         size,
         lost,

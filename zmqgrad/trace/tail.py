@@ -11,7 +11,7 @@ from zmqgrad.trace.events import MessageReceived, MessageSent, PeerDeclared
 from zmqgrad.trace.labels import ends
 from zmqgrad.trace.model import Entry, Message
 from zmqgrad.trace.pairing import REPEATED, Open, Pairing, note_peer
-from zmqgrad.wire.messages import REQUEST, RESPONSE
+from zmqgrad.wire.messages import REQUEST, RESPONSE, MessageType
 
 OVERDUE_NANOSECONDS = 1_000_000_000
 """A message is shown after this time even if its other end has not been recorded."""
@@ -33,6 +33,8 @@ class Line(msgspec.Struct):
 class Filter(msgspec.Struct, frozen=True):
     """Which messages are shown. Names are patterns as those of a shell; an empty list allows all.
 
+    Functions and types without wildcards match what contains them, but a type's full name only that type.
+
     A message matches if it has one of ``types``, none of ``without``, one of ``functions`` and ``contexts``,
     one of its ends is in ``workers``, and the other one in ``peers``.
     """
@@ -50,9 +52,9 @@ class Filter(msgspec.Struct, frozen=True):
             return False
         kind = message.type
         return (
-            _matches(kind, self.types)
-            and not (self.without and _matches(kind, self.without))
-            and _matches(message.name, self.functions)
+            _contains(kind, self.types)
+            and not (self.without and _contains(kind, self.without))
+            and _contains(message.name, self.functions)
             and self._concerns(*ends(message))
         )
 
@@ -65,6 +67,15 @@ class Filter(msgspec.Struct, frozen=True):
 
 def _matches(name: str, patterns: Sequence[str]) -> bool:
     return not patterns or any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _contains(name: str, patterns: Sequence[str]) -> bool:
+    """As :func:`_matches`; a pattern without wildcards is looked for in the name."""
+    return _matches(name, [each if _is_whole(each) else f"*{each}*" for each in patterns])
+
+
+def _is_whole(pattern: str) -> bool:
+    return pattern in MessageType.__members__ or any(each in pattern for each in "*?[")
 
 
 class Replies:

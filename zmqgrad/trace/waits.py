@@ -9,6 +9,7 @@ worker. A cycle of waits that overlap in time is a deadlock, unless a call in it
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -30,6 +31,9 @@ MAX_STUCK = 10_000
 
 BACKWARD = frozenset((MessageType.BACKWARD_AUTOGRAD_REQ, MessageType.DROP_AUTOGRAD_REQ))
 """Requests of a backward pass. Reports to its coordinator take the place of replies."""
+
+IN_FLIGHT_NANOSECONDS = 1_000_000_000
+"""A reply that was sent this long before a log without an end stops may have arrived after it."""
 
 ONE_WAY = BACKWARD | {MessageType.CANCEL}
 
@@ -141,10 +145,13 @@ def find_waits(
     """Reads the waits of a job.
 
     Args:
-        now: the time of the job at which open waits are measured; None: that of the last event.
+        now: the time of the job at which open waits are measured; None: that of the last event, or up to
+            which the logs of processes that still record are read.
         on_event, on_call: receive all events and calls, which saves reading the logs once more.
     """
     found = _read_events(job, on_event)
+    if now is None and job.cut < math.inf:
+        now = int(job.cut)
     if now is not None:
         found.now = max(found.now, now)
     waiting = {(w.waiter, w.message_id): w for w in found.stuck()}
@@ -152,6 +159,7 @@ def find_waits(
     contexts = {found.passes[each] for each in waiting.keys() & found.passes.keys()}
     pending: deque[Call] = deque(maxlen=MAX_STUCK)
     backward: deque[Call] = deque(maxlen=MAX_STUCK)
+    answered: set[int] = set()
     for call in job.calls():
         if on_call is not None:
             on_call(call)
@@ -167,12 +175,15 @@ def find_waits(
             wait = waiting.get(key) or ended.get(key)
             if wait is not None:
                 wait.call, wait.target = call, request.target
-        if not call.is_complete and request.sent is not None and request.kind not in ONE_WAY | REPEATED:
+        if may_be_answered(call, job):
+            answered.add(id(wait))
+        elif not call.is_complete and request.sent is not None and request.kind not in ONE_WAY | REPEATED:
             pending.append(call)
             if wait is None and source is not None:
                 found.open.append(_open_call(source, call))
     found.open_calls = [*pending, *backward]
-    found.open = list(_expand(found.open, backward, found.passes))
+    known = [w for w in found.open if id(w) not in answered and w.since <= found.now]
+    found.open = list(_expand(known, backward, found.passes))
     found.failed = list(_expand(found.failed, backward, found.passes))
     workers = {worker.rank: worker for worker in job.workers()}
     for each in [*found.stuck(), *found.ended]:
@@ -193,15 +204,16 @@ def _read_events(job: Job, on_event: Callable[[Stamped], None] | None) -> Waits:
         time, process, actor, event = stamped
         if on_event is not None:
             on_event(stamped)
-        found.now = max(found.now, time)
-        if isinstance(event, StackDumped):
+        if not isinstance(event, StackDumped):  # asked for just now, when the logs may be read to before that
+            found.now = max(found.now, time)
+        else:
             stacks = found.stacks.setdefault(process, [])
             if stacks and stacks[0].time != event.time:
                 stacks.clear()
             stacks.append(event)
-        elif actor is None:
+        if actor is None:
             continue
-        elif isinstance(event, PassStarted):
+        if isinstance(event, PassStarted):
             found.passes[actor, event.pass_id] = event.context
         elif (wait := pairs.add(time, actor, event)) is not None:
             if wait.failed:
@@ -220,6 +232,14 @@ def _is_handled(call: Call) -> bool:
     """Whether a request of a backward pass is done; its coordinator serves some where it waits."""
     served = call.started is not None or call.request.received is None
     return call.finished is not None or not served
+
+
+def may_be_answered(call: Call, job: Job) -> bool:
+    """Whether the log of the requester, which has no end, stops at the time of the reply or before it."""
+    source, reply = call.request.source, call.reply
+    if source is None or reply is None or reply.sent is None or reply.received is not None:
+        return False
+    return job.known_until(source.process) - reply.sent < IN_FLIGHT_NANOSECONDS
 
 
 def _open_call(source: Actor, call: Call) -> Wait:
@@ -266,6 +286,7 @@ def find_cycles(waits: Waits, at_least: int = 1_000_000_000) -> list[list[Wait]]
             wait.target is not None
             and wait.target is not wait.waiter
             and wait.duration(waits.now) >= at_least
+            and not _is_replied(wait)
         ):
             by_thread[wait.waiter, wait.thread, wait.target] = wait
     edges: dict[Actor, list[Wait]] = {}
@@ -282,6 +303,28 @@ def find_cycles(waits: Waits, at_least: int = 1_000_000_000) -> list[list[Wait]]
             found.append(cycle)
             seen.update(wait.waiter for wait in cycle)
     return found
+
+
+def blocked_by(cycle: Sequence[Wait], waits: Waits) -> list[Wait]:
+    """The other waits of the workers of ``cycle`` that cannot end before it does."""
+    inside, waiters = {id(wait) for wait in cycle}, {wait.waiter for wait in cycle}
+    rest = [wait for wait in waits.stuck() if wait.waiter in waiters and id(wait) not in inside]
+    found: list[Wait] = []
+    while True:
+        edges: dict[Actor, list[Wait]] = {}
+        for wait in [*cycle, *found]:
+            edges.setdefault(wait.waiter, []).append(wait)
+        more = [wait for wait in rest if any(_following(wait, edges, waits))]
+        if not more:
+            return found
+        found += more
+        rest = [wait for wait in rest if wait not in more]
+
+
+def _is_replied(wait: Wait) -> bool:
+    """Whether an open wait has its reply on the way: then it does not wait for the threads of its target."""
+    reply = wait.call.reply if wait.call is not None else None
+    return wait.until is None and reply is not None and reply.sent is not None
 
 
 def _shortest_cycle(start: Wait, edges: Mapping[Actor, Sequence[Wait]], waits: Waits) -> list[Wait]:

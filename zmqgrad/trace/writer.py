@@ -63,10 +63,11 @@ class Writer:
             try:
                 if self._fd < 0:
                     self._fd = self._open()
+                moment = now()  # the sample must not promise events that are recorded while we write
                 rows = recorder.take()
                 for start in range(0, len(rows), BATCH_EVENTS):
                     write_all(self._fd, log.record(rows[start : start + BATCH_EVENTS]))
-                self._sample()  # only now: the actors are declared
+                self._sample(moment)  # only now: the actors are declared
             except OSError as e:
                 recorder.fail(e)
 
@@ -96,8 +97,7 @@ class Writer:
             raise
         return fd
 
-    def _sample(self) -> None:
-        moment = now()
+    def _sample(self, moment: int) -> None:
         if moment - self._sampled < CLOCK_SAMPLE_NANOSECONDS:
             return
         self._sampled = moment

@@ -39,6 +39,19 @@ def show_id(value: int) -> str:
     return f"{worker}.{counter}"
 
 
+def parse_id(text: str) -> int:
+    """The inverse of :func:`show_id`; a plain number is an id as well.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    worker, point, counter = text.partition(".")
+    try:
+        return join_id(int(worker), int(counter)) if point else int(text)
+    except OverflowError as e:
+        raise ValueError(str(e)) from e
+
+
 class IdSource:
     """Generates the ids of one worker. Thread-safe."""
 

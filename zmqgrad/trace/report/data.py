@@ -25,6 +25,7 @@ from zmqgrad.trace.report.columns import (
     Numbering,
     little_endian,
 )
+from zmqgrad.trace.stats import is_lost
 from zmqgrad.trace.waits import locate, thread_label
 from zmqgrad.wire.ids import show_id, split_id
 from zmqgrad.wire.messages import MessageType
@@ -46,15 +47,16 @@ class Report:
     def __init__(self, job: Job, since: float = 0.0, until: float = float("inf")) -> None:
         self._job = job
         self.actors = Actors(job.actors())
-        self._start = min(job.time(a.process, a.started) for a in self.actors.all) if self.actors.all else 0
+        self._start, self._end = job.span()
+        self._lost = 0
         self._window = (self._start + since * 1e9, self._start + until * 1e9)
         self.messages = Messages(self.actors, self._chosen())
+        if not len(self.messages) and (since > 0 or until < float("inf")):
+            seconds = (self._end - self._start) / 1e9
+            raise TraceError(f"{job.directory} has no messages of the chosen time: it has {seconds:.1f} s")
         self.activity = Activity(self.actors, self.messages, job.events())
         survey = Survey(job)
         self._waits, self.findings = survey.waits, survey.findings(notes=True)
-        ends = [job.time(p, p.last) for p in job.processes]
-        self._end = max([*ends, self.messages.time[-1]] if len(self.messages) else ends)
-        self._start = min([self._start, self.messages.time[0]] if len(self.messages) else [self._start])
         self._tick = max(1, -(-(self._end - self._start) // (MAX_UINT32 - 1)))
 
     def _chosen(self) -> Iterator[Message]:
@@ -63,6 +65,7 @@ class Report:
         for message in self._job.messages():
             if since <= _time(message) <= until:
                 count += 1
+                self._lost += is_lost(self._job, message)
                 if count > MAX_MESSAGES:
                     raise TraceError(
                         f"{self._job.directory} has more than {MAX_MESSAGES:,} messages, which is more than "
@@ -149,6 +152,7 @@ class Report:
         known = MessageType._value2member_map_
         return {
             "tick": self._tick,
+            "lost": self._lost,
             "duration": self._end - self._start,
             "wall": job.wall(self._start) // 1_000_000,
             "directory": str(job.directory),

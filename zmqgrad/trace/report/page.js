@@ -3,7 +3,7 @@
 
 const NONE = 0xffffffff, HAS_SENT = 1, HAS_RECEIVED = 2, IS_REQUEST = 4, IS_REPLY = 8, HAS_FAILED = 16, PATH_SHIFT = 6;
 const PATHS = ["inline", "frames", "shared memory"];
-const MAX_ARROWS = 2500, MAX_LISTED = 200, MAX_SUBROWS = 3, COLORS = 7;
+const MAX_ARROWS = 2500, ARROWS_PER_PIXEL = 1, MAX_LISTED = 200, MAX_SUBROWS = 3, COLORS = 7;
 const $ = (id) => document.getElementById(id);
 let D, M, plotly;
 
@@ -34,6 +34,9 @@ function readData(buffer) {
 
 const endOf = (row) => M.start[row] + (M.flight[row] === NONE ? 0 : M.flight[row]);
 const servedAt = (row) => endOf(row) + (M.queued[row] === NONE ? 0 : M.queued[row]);
+const isUnfinished = (row) => isServed(row) && M.ran[row] === NONE;
+/** When the thread was done with a request; one that never was reaches to the end of the trace. */
+const doneAt = (row) => (isUnfinished(row) ? Math.max(fullSpan(), servedAt(row)) : servedAt(row) + M.ran[row]);
 const isServed = (row) => M.queued[row] !== NONE;
 const shortName = (row) => functionOf(row).replace(/^.*:/, "");
 const kindOf = (row) => D.kinds[M.kind[row]];
@@ -82,11 +85,12 @@ function showMoment(ticks, span) {
   return `${(ns / factor).toLocaleString("en", { maximumFractionDigits: digits })} ${name}`;
 }
 function showBytes(size) {
-  for (const [factor, unit] of [[1e9, "GB"], [1e6, "MB"], [1e3, "kB"]])
+  for (const [factor, unit] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]])
     if (size >= factor) return `${+(size / factor).toPrecision(3)} ${unit}`;
   return `${size} B`;
 }
 const showCount = (n) => n.toLocaleString("en");
+const showNumber = (n, noun) => `${showCount(n)} ${noun}${n === 1 ? "" : noun.endsWith("s") ? "es" : "s"}`;
 
 /** An element; texts are never parsed as HTML, for names are those of the traced program. */
 function el(tag, props, ...children) {
@@ -130,6 +134,10 @@ function filter() {
     if (matches) rows[count++] = row;
   }
   index(rows.subarray(0, count));
+  const isNarrowed = words.length > 0 || kind !== "" || slower > 0, matching = new Uint8Array(isNarrowed ? M.count : 0);
+  if (isNarrowed) for (const row of F.all.items) matching[row] = 1;
+  F.hasWait = (i) => !isNarrowed || (M.waitRow[i] >= 0 && matching[M.waitRow[i]] === 1);
+  F.hasGroup = (i) => !isNarrowed || (words.length > 0 && words.every((word) => T.allGroups[i].context.id.includes(word)));
 }
 
 /** The duration of a call, or of the transfer of a message that is none. */
@@ -154,7 +162,7 @@ function index(rows) {
   }
   for (const lane of lanes) {
     lane.times.sort();
-    lane.served = new Intervals(lane.served, servedAt, (row) => servedAt(row) + (M.ran[row] === NONE ? 0 : M.ran[row]));
+    lane.served = new Intervals(lane.served, servedAt, doneAt);
   }
   F = { all: new Intervals(rows, (row) => M.start[row], endOf), lanes };
 }
@@ -164,6 +172,8 @@ function index(rows) {
 const T = { from: 0, to: 1, width: 1, gutter: 120, lanes: [], hits: [], selected: -1, wait: -1, hover: null, waits: [], groups: [], subrow: null };
 const canvas = () => $("canvas");
 const xOf = (time) => T.gutter + ((time - T.from) / (T.to - T.from)) * (T.width - T.gutter);
+/** How many messages in view are drawn as arrows: more would hide the bars. */
+const arrowLimit = () => Math.min(MAX_ARROWS, Math.round((T.width - T.gutter) * ARROWS_PER_PIXEL));
 const timeOf = (x) => T.from + ((x - T.gutter) / (T.width - T.gutter)) * (T.to - T.from);
 const fullSpan = () => Math.max(D.duration / D.tick, 100);
 
@@ -215,7 +225,8 @@ function draw() {
   let peak = 1;
   const densities = T.lanes.map((lane) => { const d = density(F.lanes[lane.actor].times, T.from, T.to, T.width - T.gutter); for (const n of d) if (n > peak) peak = n; return d; });
   T.lanes.forEach((lane, i) => drawLane(g, style, lane, densities[i], peak));
-  if (shown <= MAX_ARROWS) for (let i = first; i < last; i++) drawArrow(g, style, F.all.items[i], false);
+  T.arrowAlpha = Math.max(0.15, 0.62 / (1 + (6 * shown) / (T.width - T.gutter)));
+  if (shown <= arrowLimit()) for (let i = first; i < last; i++) drawArrow(g, style, F.all.items[i], false);
   drawSelected(g, style);
   drawGutter(g, style);
   showStatus(shown);
@@ -262,18 +273,18 @@ function drawLane(g, style, lane, counts, peak) {
   if (!p.rows) return;
   drawServed(g, style, lane, p);
   drawSpans(g, T.waits[lane.actor], (i) => M.waitBegun[i], (i) => M.waitTime[i], lane.top + p.waits, 6,
-    (i) => (M.waitState[i] ? style.bad : style.wait), (i) => ({ wait: i }));
+    (i) => (M.waitState[i] ? style.bad : style.wait), (i) => ({ wait: i }), F.hasWait);
   drawSpans(g, T.groups[lane.actor], (i) => T.allGroups[i].began, (i) => T.allGroups[i].took, lane.top + p.groups, 6,
-    () => style.group, (i) => ({ group: i }));
+    () => style.group, (i) => ({ group: i }), F.hasGroup);
 }
 
 /** Draws intervals of one row; what falls on the same pixel is drawn once, so a million cost little. */
-function drawSpans(g, spans, start, length, y, height, color, hit) {
+function drawSpans(g, spans, start, length, y, height, color, hit, isWanted) {
   const [first, last] = spans.window(T.from, T.to);
   let edge = -1;
   for (let i = first; i < last; i++) {
     const item = spans.items[i], end = start(item) + length(item);
-    if (end < T.from) continue;
+    if (end < T.from || !isWanted(item)) continue;
     const right = Math.min(T.width, Math.max(xOf(end), xOf(start(item)) + 1)), left = Math.max(T.gutter, xOf(start(item)));
     if (right <= edge + 0.5) continue;
     edge = right;
@@ -289,14 +300,17 @@ function fillBar(g, left, y, right, height) { const x = Math.floor(left); g.fill
 function drawServed(g, style, lane, p) {
   const spans = F.lanes[lane.actor].served, [first, last] = spans.window(T.from, T.to), edges = new Float64Array(MAX_SUBROWS).fill(-1);
   g.textAlign = "left"; g.font = "10.5px system-ui, sans-serif";
-  for (let i = first; i < last; i++) {
-    const row = spans.items[i], start = servedAt(row), end = start + (M.ran[row] === NONE ? 0 : M.ran[row]);
-    if (end < T.from) continue;
+  // What never ends comes first, and does not hide what other threads of its row served meanwhile.
+  for (let i = first; i < last; i++) if (isUnfinished(spans.items[i])) drawRow(spans.items[i], new Float64Array(MAX_SUBROWS).fill(-1));
+  for (let i = first; i < last; i++) if (!isUnfinished(spans.items[i])) drawRow(spans.items[i], edges);
+  function drawRow(row, edges) {
+    const start = servedAt(row), end = doneAt(row);
+    if (end < T.from) return;
     const sub = T.subrow(row), left = Math.max(T.gutter, xOf(start)), right = Math.min(T.width, Math.max(xOf(end), xOf(start) + 1));
-    if (right <= edges[sub] + 0.5) continue;
+    if (right <= edges[sub] + 0.5) return;
     edges[sub] = right;
     const y = lane.top + p.rows + sub * p.row, w = Math.max(1, right - left);
-    g.fillStyle = M.flags[row] & HAS_FAILED ? style.bad : style["c" + colorOf(M.name[row])];
+    g.fillStyle = M.flags[row] & HAS_FAILED || isUnfinished(row) ? style.bad : style["c" + colorOf(M.name[row])];
     fillBar(g, left, y, right, 11);
     if (w > 46) { g.save(); g.beginPath(); g.rect(left, y, w, 11); g.clip(); g.fillStyle = style.panel; g.fillText(shortName(row), left + 4, y + 6); g.restore(); }
     if (w >= 2 || T.hits.length < MAX_ARROWS) T.hits.push({ row, x: left, y, w, h: 11 });
@@ -311,7 +325,7 @@ function drawArrow(g, style, row, selected) {
   const x0 = xOf(M.start[row]), x1 = xOf(endOf(row)), lost = M.flight[row] === NONE || !(M.flags[row] & HAS_RECEIVED) || !(M.flags[row] & HAS_SENT);
   if (x1 < T.gutter || x0 > T.width) return;
   const color = selected ? style.selected : lost ? style.bad : style["c" + colorOf(M.name[row])];
-  g.strokeStyle = g.fillStyle = color; g.lineWidth = selected ? 2.5 : 1; g.globalAlpha = selected ? 1 : 0.62;
+  g.strokeStyle = g.fillStyle = color; g.lineWidth = selected ? 2.5 : 1; g.globalAlpha = selected ? 1 : lost ? 0.62 : T.arrowAlpha;
   g.setLineDash(M.flags[row] & IS_REPLY ? [4, 3] : []);
   g.beginPath(); g.moveTo(x0, from); g.lineTo(x1, to); g.stroke(); g.setLineDash([]);
   const angle = Math.atan2(to - from, x1 - x0), size = selected ? 9 : 6;
@@ -357,7 +371,7 @@ function drawMinimap() {
 }
 
 function showStatus(shown) {
-  const more = shown > MAX_ARROWS ? ` · zoom in below ${showCount(MAX_ARROWS)} to see each message` : "";
+  const more = shown > arrowLimit() ? ` · zoom in below ${showCount(arrowLimit())} to see each message` : "";
   $("status").textContent = `${showCount(shown)} of ${showCount(M.count)} messages in view · ${showMoment(T.from, T.to - T.from)} to ${showMoment(T.to, T.to - T.from)}${more}`;
 }
 
@@ -474,10 +488,14 @@ function showStack(title, actor, thread, from, to) {
 function breakdown(request) {
   if (request < 0 || !(M.flags[request] & IS_REQUEST) || M.pair[request] < 0) return [];
   const reply = M.pair[request], back = M.flight[reply] === NONE ? 0 : M.flight[reply];
-  const steps = [["to arrive", M.flight[request], "--c6"], ["in the queue", M.queued[request], "--wait"], ["running", M.ran[request], "--served"], ["reply", back, "--c2"]].filter(([, t]) => t !== NONE);
+  // The thread may be done only after the reply was sent, which is no part of the call.
+  const ran = M.ran[request], until = M.flags[reply] & HAS_SENT ? Math.max(M.start[reply] - servedAt(request), 0) : Infinity;
+  const running = ran === NONE ? NONE : Math.min(ran, until), after = ran === NONE ? 0 : ran - running;
+  const steps = [["to arrive", M.flight[request], "--c6"], ["in the queue", M.queued[request], "--wait"], ["running", running, "--served"], ["reply", back, "--c2"]].filter(([, t]) => t !== NONE);
   const bar = el("div", { className: "bar" }, ...steps.map(([, t, color]) => Object.assign(el("i"), { style: `flex: ${t + 1}; background: var(${color})` })));
   return [el("h3", {}, `Call: ${showTime(callTime(request))}`), bar,
-    el("dl", {}, ...steps.flatMap(([name, t, color]) => [el("dt", {}, Object.assign(el("span", {}, "■ "), { style: `color: var(${color})` }), name), el("dd", {}, showTime(t))]))];
+    el("dl", {}, ...steps.flatMap(([name, t, color]) => [el("dt", {}, Object.assign(el("span", {}, "■ "), { style: `color: var(${color})` }), name), el("dd", {}, showTime(t))]),
+      ...(after * D.tick >= 1000 ? [el("dt", {}, "after the reply"), el("dd", {}, showTime(after))] : []))];
 }
 
 let listing = 0;
@@ -496,7 +514,7 @@ function describe(hit) {
   if (hit.row !== undefined) {
     const served = !hit.line && isServed(hit.row);
     return [functionOf(hit.row), `${kindOf(hit.row)}, ${actorName(M.source[hit.row])} → ${actorName(M.target[hit.row])}`,
-      served ? `ran ${M.ran[hit.row] === NONE ? "?" : showTime(M.ran[hit.row])}, queued ${showTime(M.queued[hit.row])}` : `${M.flight[hit.row] === NONE ? "one end only" : showTime(M.flight[hit.row])}, ${showBytes(M.size[hit.row])}`];
+      served ? `${isUnfinished(hit.row) ? "has not finished" : `ran ${showTime(M.ran[hit.row])}`}, queued ${showTime(M.queued[hit.row])}` : `${M.flight[hit.row] === NONE ? "one end only" : showTime(M.flight[hit.row])}, ${showBytes(M.size[hit.row])}`];
   }
   if (hit.wait !== undefined) {
     const row = M.waitRow[hit.wait];
@@ -536,7 +554,7 @@ function listen() {
     const [x, y] = at(event), hit = hitAt(x, y);
     if (hit?.row !== undefined) select(hit.row, false);
     else if (hit?.wait !== undefined) select(M.waitRow[hit.wait], false, hit.wait);
-    else if (+box.dataset.shown > MAX_ARROWS && x > T.gutter) zoom(0.25, timeOf(x));
+    else if (+box.dataset.shown > arrowLimit() && x > T.gutter) zoom(0.25, timeOf(x));
     else select(-1);
   });
   box.addEventListener("pointercancel", release);
@@ -607,14 +625,15 @@ function drawLatency() {
     values.push(ticks);
   }
   const sorted = [...groups].map(([key, values]) => [key, Float64Array.from(values).sort()]).sort((a, b) => b[1].length - a[1].length);
-  const at = (values, share) => showTime(values[Math.min(values.length - 1, Math.floor(values.length * share))]);
+  const at = (values, share) => showTime(values[Math.max(0, Math.ceil(values.length * share) - 1)]);
   fillTable("percentiles", [$("grouping").selectedOptions[0].text, "#Count", "#p50", "#p90", "#p99", "#Longest"], sorted.slice(0, 40).map(([key, values]) =>
     [GROUP_NAMES[grouping](key), showCount(values.length), at(values, 0.5), at(values, 0.9), at(values, 0.99), at(values, 1)]));
-  const traces = sorted.slice(0, COLORS - 1).map(([key, values], i) => histogram(GROUP_NAMES[grouping](key), values, i));
+  const traces = sorted.slice(0, COLORS - 1).map(([key, values], i) => histogram(GROUP_NAMES[grouping](key), values, grouping === "name" ? (key > 0 ? colorOf(key) : COLORS - 1) : i));
   const rest = sorted.slice(COLORS - 1).flatMap(([, values]) => Array.from(values));
   if (rest.length) traces.push(histogram("other", rest, COLORS - 1));
   const powers = [2, 3, 4, 5, 6, 7, 8, 9, 10, 11];
-  chart("latency-chart", traces, { barmode: "stack", hovermode: "closest", bargap: 0.06, yaxis: { title: { text: "count" } }, xaxis: { title: { text: "" }, tickvals: powers, ticktext: ["100 ns", "1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s"] } });
+  const nothing = { xaxis: { visible: false }, yaxis: { visible: false }, annotations: [{ text: "Nothing matches.", showarrow: false, font: { size: 14 } }] };
+  chart("latency-chart", traces, !traces.length ? nothing : { barmode: "stack", hovermode: "closest", bargap: 0.06, yaxis: { title: { text: "count" } }, xaxis: { title: { text: "" }, tickvals: powers, ticktext: ["100 ns", "1 µs", "10 µs", "100 µs", "1 ms", "10 ms", "100 ms", "1 s", "10 s", "100 s"] } });
 }
 function histogram(name, values, color) {
   const bins = new Map();
@@ -659,7 +678,7 @@ function fillWaits() {
 /** The graph of a context: workers as rows, tensors that were sent as arrows, and the gradients that return. */
 function drawAutograd() {
   const context = D.contexts[+$("context").value || 0];
-  if (!context) { $("context-text").textContent = "The trace has no distributed autograd context."; $("autograd-chart").hidden = true; return; }
+  if (!context) { $("context-text").textContent = "The trace has no distributed autograd context."; $("autograd-chart").hidden = $("context").closest(".toolbar").hidden = true; return; }
   const byTime = $("axis").value === "time", origin = Math.min(...context.sends.map((s) => s[4]), ...context.groups.map((g) => g[1]), ...context.passes.map((p) => p[1]));
   const moments = new Set([...context.sends.flatMap((s) => [s[4], s[3] >= 0 ? endOf(s[3]) : s[4] + 1]), ...context.groups.map((g) => g[1]), ...context.passes.map((p) => p[1])]);
   const order = new Map([...moments].sort((a, b) => a - b).map((t, i) => [t, i])), place = (t) => (byTime ? ((t - origin) * D.tick) / 1e6 : order.get(t));
@@ -675,18 +694,18 @@ function drawAutograd() {
     { type: "scatter", mode: "markers", name: "groups of nodes run", x: groups.map((g) => place(g[1])), y: groups.map((g) => actorName(g[0])), marker: { symbol: "square", size: 11, color: css("--group") }, text: groups.map((g) => `${g[3].length || "roots, no"} sends complete, gradients to ${g[4].length}<br>took ${showTime(g[2])}, began ${showTime(g[1] - origin)} after the first`), hovertemplate: "%{y}: %{text}<extra></extra>" },
     { type: "scatter", mode: "markers", name: "backward()", x: context.passes.map((p) => place(p[1])), y: context.passes.map((p) => actorName(p[0])), marker: { symbol: "star", size: 13, color: css("--wait") }, text: context.passes.map((p) => (p[2] === null ? "has not ended" : `${p[3] ? "failed after" : "took"} ${showTime(p[2] - p[1])}`)), hovertemplate: "backward() %{text}<extra></extra>" }].filter((t) => t.x.length);
   const involved = workers().filter((a) => traces.some((t) => t.y.includes(actorName(a)))), unused = context.sends.filter((s) => s[5]).length;
-  $("context-text").textContent = `${context.sends.length} sends, ${context.groups.length} groups run, ${context.passes.length} backward passes${unused ? `; ${unused} sends got no gradient` : ""}.`;
+  $("context-text").textContent = `${showNumber(context.sends.length, "send")}, ${showNumber(context.groups.length, "group")} run, ${showNumber(context.passes.length, "backward pass")}${unused ? `; ${showNumber(unused, "send")} got no gradient` : ""}.`;
   chart("autograd-chart", traces, { xaxis: { title: { text: byTime ? "ms since the first send" : "order of events" }, showticklabels: byTime, showgrid: byTime }, yaxis: { categoryorder: "array", categoryarray: involved.map(actorName).reverse(), type: "category" }, margin: { l: 80, r: 24, t: 12, b: 44 } }, Math.max(320, 130 + involved.length * 70));
 }
 
 // ---- page ------------------------------------------------------------------------------------------------
 
 function fillOverview() {
-  const count = workers().length, lost = M.flags.reduce((n, f) => n + ((f & 3) === 3 ? 0 : 1), 0), bytes = M.size.reduce((a, b) => a + b, 0);
+  const count = workers().length, lost = D.lost, bytes = M.size.reduce((a, b) => a + b, 0);
   const dropped = new Map(D.actors.map((a) => [`${a.host} ${a.pid}`, a.dropped])), events = [...dropped.values()].reduce((a, b) => a + b, 0);
   const bounds = D.actors.map((a) => a.bound), bound = bounds.includes(null) ? "unknown" : Math.max(...bounds) ? `± ${showTime(Math.max(...bounds) / D.tick)}` : "one clock";
   const problems = D.findings.filter((f) => f.severity === "problem").length, warnings = D.findings.filter((f) => f.severity === "warning").length;
-  const cards = [["Workers", count], ["Duration", showTime(D.duration / D.tick)], ["Messages", showCount(M.count), lost ? `${showCount(lost)} with one end` : ""], ["Bytes", showBytes(bytes)], ["Backward passes", showCount(D.contexts.reduce((n, c) => n + c.passes.length, 0))], ["Dropped events", showCount(events)], ["Clocks", bound], ["Problems", problems, warnings ? `${warnings} ${warnings === 1 ? "warning" : "warnings"}` : ""]];
+  const cards = [["Workers", count], ["Duration", showTime(D.duration / D.tick)], ["Messages", showCount(M.count), lost ? `${showCount(lost)} not received` : ""], ["Bytes", showBytes(bytes)], ["Backward passes", showCount(D.contexts.reduce((n, c) => n + c.passes.length, 0))], ["Dropped events", showCount(events)], ["Clocks", bound], ["Problems", problems, warnings ? `${warnings} ${warnings === 1 ? "warning" : "warnings"}` : ""]];
   $("overview").replaceChildren(...cards.map(([name, value, note]) => el("div", {}, el("dt", {}, name), el("dd", {}, `${value} `, note ? el("small", {}, note) : null))));
   $("subtitle").textContent = `${D.program || D.directory} · ${new Date(D.wall).toLocaleString("en-GB", { dateStyle: "medium", timeStyle: "medium" })}`;
 }
@@ -715,7 +734,7 @@ function fillProcesses() {
 function fillSelects() {
   for (const [kind, name] of Object.entries(D.kinds).sort((a, b) => a[1].localeCompare(b[1]))) $("kind").append(el("option", { value: kind }, name));
   for (const actor of workers()) $("worker").append(el("option", { value: actor }, actorName(actor)));
-  D.contexts.forEach((c, i) => $("context").append(el("option", { value: i }, `${c.id} (${c.sends.length} sends, ${c.groups.length} groups)`)));
+  D.contexts.forEach((c, i) => $("context").append(el("option", { value: i }, `${c.id} (${showNumber(c.sends.length, "send")}, ${showNumber(c.groups.length, "group")})`)));
   const busiest = D.contexts.reduce((best, c, i) => (c.sends.length + c.groups.length > (D.contexts[best].sends.length + D.contexts[best].groups.length) ? i : best), 0);
   $("context").value = busiest;
   $("others").checked = !workers().length;

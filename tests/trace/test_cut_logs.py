@@ -1,0 +1,199 @@
+"""Logs that end before others: those that still grow, and those that were cut or whose process was killed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.trace.test_job import CALL, RESULT, SECOND, Writer, call, two
+from tests.trace.test_waits import MS, finish, served, stack, waits_for, workers
+from zmqgrad.__main__ import main
+from zmqgrad.trace import Job
+from zmqgrad.trace.events import Tag
+from zmqgrad.trace.findings import find
+from zmqgrad.trace.labels import ends
+from zmqgrad.trace.stats import statistics
+from zmqgrad.trace.waits import find_cycles, find_waits
+
+
+def live(directory: Path) -> Job:
+    job = Job(directory)
+    job.cut_live(lambda _: True)
+    return job
+
+
+def stopped(*writers: Writer, at: int) -> None:
+    for each in writers:
+        each.rows.append((Tag.ACTOR_STOPPED, at, 1))
+
+
+def test_a_live_job_is_read_up_to_what_all_processes_have_written(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    waits_for(a, b, 1, SECOND)
+    a.message(True, 10 * SECOND, CALL, 1, 2, 1)  # b has not yet written that it served this
+    b.message(True, 9 * SECOND + 10 * MS, RESULT, 0, 3)
+    served(a, b, 9, 8 * SECOND, MS)
+    finish(a, b)
+    job = live(tmp_path)
+    assert job.cut == 9 * SECOND
+    waits = find_waits(job)
+    assert waits.now == 9 * SECOND
+    assert [w.message_id for w in waits.open] == [1]
+    assert [w.duration(waits.now) for w in waits.open] == [8 * SECOND]
+    assert len(list(job.calls())) == 2
+
+
+def test_a_process_that_is_stopped_does_not_hide_what_the_others_did(tmp_path: Path) -> None:
+    a, b, c = workers(tmp_path, 3)
+    c.message(True, SECOND, CALL, 0, 9, 1)
+    served(a, b, 1, 30 * SECOND, MS)
+    finish(a, b, c)
+    assert live(tmp_path).cut > 29 * SECOND
+
+
+def test_stacks_of_a_live_job_are_read_although_they_were_recorded_after_the_cut(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    waits_for(a, b, 1, SECOND)
+    stack(a, "with lock:")
+    b.message(True, 8 * SECOND, CALL, 0, 3, 1)
+    finish(a, b)
+    waits = find_waits(live(tmp_path))
+    assert waits.now < 8 * SECOND
+    assert waits.stacks
+
+
+def test_calls_on_their_way_in_a_live_job_are_no_finding(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    for number in range(1, 15):
+        call(a, b, number, 9 * SECOND, reply=False)
+    a.add(Tag.RENDEZVOUS, 10 * SECOND, 1, "later", 0, 0)
+    b.add(Tag.RENDEZVOUS, 10 * SECOND, 1, "later", 0, 0)
+    finish(a, b)
+    assert find(live(tmp_path)) == []
+    assert [f.title for f in find(Job(tmp_path))] == ["14 calls without a reply"]
+
+
+def test_a_wait_whose_reply_may_have_come_after_the_end_of_its_log_is_neither_open_nor_in_a_cycle(
+    tmp_path: Path,
+) -> None:
+    a, b = workers(tmp_path, 2)
+    waits_for(a, b, 1, SECOND)
+    waits_for(b, a, 2, SECOND)
+    a.add(Tag.RENDEZVOUS, 6 * SECOND, 1, "later", 0, 0)  # then the log of a was cut
+    b.message(True, 7 * SECOND, RESULT, 0, 1)
+    b.add(Tag.RENDEZVOUS, 20 * SECOND, 1, "later", 0, 0)
+    finish(a, b)
+    waits = find_waits(Job(tmp_path))
+    assert [w.message_id for w in waits.open] == [2]
+    assert find_cycles(waits) == []
+
+
+def test_a_wait_whose_reply_was_sent_long_ago_forms_no_cycle(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    waits_for(a, b, 1, SECOND)
+    waits_for(b, a, 2, SECOND)
+    b.message(True, 7 * SECOND, RESULT, 0, 1)
+    finish(a, b)
+    with_reply = find_waits(Job(tmp_path), 20 * SECOND)
+    assert find_cycles(with_reply) == []
+
+
+def test_a_cut_log_is_a_finding_and_nothing_after_its_end_is_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    a, b = workers(tmp_path, 2)
+    b.add(Tag.SEND_RECORDED, SECOND, 5, 50, 0, 7, True)  # its gradient came after the cut
+    a.add(Tag.PASS_STARTED, 2 * SECOND, 5, 9)
+    a.add(Tag.PASS_FINISHED, 3 * SECOND, 5, 9, False)
+    for number in range(1, 4):
+        a.message(True, 4 * SECOND, CALL, 1, number, 1)
+        a.message(False, 4 * SECOND + MS, RESULT, 1, number)
+    stopped(a, at=5 * SECOND)
+    finish(a, b)
+    (finding,) = find(Job(tmp_path))
+    assert (finding.kind, finding.workers, finding.evidence) == ("cut log", ("w1",), {"messages": {"w1": 6}})
+    assert "until 1.00 s of the job" in finding.detail
+    assert statistics(Job(tmp_path)).lost == 0
+    assert main(["trace", "findings", str(tmp_path)]) == 0
+    noted = capsys.readouterr().err
+    assert "note: 1 of 2 logs have no end" in noted
+    assert "w1 (until 1.00 s)" in noted
+
+
+def test_a_message_that_did_not_arrive_while_its_receiver_recorded_is_lost(tmp_path: Path) -> None:
+    a, b = workers(tmp_path, 2)
+    a.message(True, SECOND, CALL, 1, 1, 1)
+    served(a, b, 2, SECOND, MS)
+    finish(a, b)
+    assert statistics(Job(tmp_path)).lost == 0, "the log of w1 may have ended before it arrived"
+    stopped(a, b, at=9 * SECOND)
+    finish(a, b)
+    assert statistics(Job(tmp_path)).lost == 1
+    (lost,) = [m for m in Job(tmp_path).messages() if m.received is None]
+    assert ends(lost) == ("w0", "w1")
+
+
+def test_a_log_whose_header_is_damaged_is_a_finding(tmp_path: Path) -> None:
+    a, _ = two(tmp_path, 5, skew=0, clock="boot")
+    a.path.write_bytes(a.path.read_bytes()[:5] + b"?" + a.path.read_bytes()[6:])
+    found = {f.kind: f for f in find(Job(tmp_path))}
+    assert "is no trace log" in found["unreadable log"].detail
+
+
+@pytest.mark.parametrize(("failures", "found"), [(2, False), (3, True), (9, True)])
+def test_functions_that_fail_often_are_a_finding(tmp_path: Path, failures: int, found: bool) -> None:
+    a, b = workers(tmp_path, 2)
+    for i in range(10):
+        served(a, b, i + 1, SECOND + i * 10 * MS, MS)
+    for row in [r for r in b.rows if r[0] is Tag.REQUEST_FINISHED][:failures]:
+        b.rows[b.rows.index(row)] = (*row[:-1], True)
+    finish(a, b)
+    titles = [f.title for f in find(Job(tmp_path)) if f.kind == "failing calls"]
+    assert titles == ([f"m:f failed in {failures} of 10 calls"] if found else [])
+
+
+PROGRAM = """
+import os, sys, time
+from zmqgrad import rpc
+rank = int(os.environ["RANK"])
+rpc.init_rpc(f"worker{rank}")
+print("ready", flush=True)
+end = time.monotonic() + 60
+while rank == 0 and time.monotonic() < end and not os.path.exists(sys.argv[1]):
+    for future in [rpc.rpc_async("worker1", divmod, args=(i, 3)) for i in range(30)]:
+        future.wait()
+rpc.shutdown()
+"""
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    line = [sys.executable, "-m", "zmqgrad", *arguments]
+    return subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+
+
+@pytest.mark.processes
+@pytest.mark.timeout(120)
+def test_a_healthy_job_that_runs_has_neither_long_waits_nor_findings(tmp_path: Path) -> None:
+    script, traces, end = tmp_path / "busy.py", tmp_path / "trace", tmp_path / "end"
+    script.write_text(PROGRAM)
+    run = [sys.executable, "-m", "zmqgrad", "run", "--nproc-per-node", "2", "--trace", str(traces)]
+    with subprocess.Popen([*run, str(script), str(end)], stdout=subprocess.PIPE, text=True) as job:
+        try:
+            assert job.stdout is not None
+            assert "ready" in job.stdout.readline() + job.stdout.readline()
+            waits = [command("trace", "waits", str(traces)) for _ in range(2)]
+            findings = command("trace", "findings", str(traces))
+        finally:
+            end.touch()
+            job.communicate(timeout=60)
+    for each in waits:
+        assert each.returncode == 0, each.stderr
+        assert "0 open waits" in each.stdout
+        assert " -" not in each.stdout, "no negative durations"
+        assert "too late" not in each.stdout
+        assert "without a reply" not in each.stdout
+    assert "without a reply" not in findings.stdout
+    assert "have no end" not in findings.stderr

@@ -1,0 +1,176 @@
+"""What findings are computed from: how long calls run and wait, unused sends, what cut logs miss. Pure."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from array import array
+from collections import Counter, defaultdict
+from typing import TypeVar
+
+from zmqgrad.trace.events import (
+    GroupExecuted,
+    MessageReceived,
+    MessageSent,
+    PassFinished,
+    Role,
+    SendRecorded,
+    WaitBegun,
+    WaitEnded,
+)
+from zmqgrad.trace.job import Job
+from zmqgrad.trace.labels import tidy
+from zmqgrad.trace.model import Actor, Call, Stamped
+
+FLUSHED_NANOSECONDS = 100_000_000
+"""What a process may lose that is killed: a log that misses more was cut, or its worker recorded no more."""
+
+_K = TypeVar("_K")
+
+
+class NestedWaits:
+    """How long each thread waited for replies, between any two times. A thread has one wait at a time."""
+
+    def __init__(self) -> None:
+        self._begun: dict[tuple[Actor, int], int] = {}
+        self._ends: defaultdict[tuple[Actor, int], array[int]] = defaultdict(lambda: array("q"))
+        self._sums: defaultdict[tuple[Actor, int], array[int]] = defaultdict(lambda: array("q", [0]))
+
+    def add(self, stamped: Stamped) -> None:
+        """Adds the event ``stamped``."""
+        event = stamped.event
+        if stamped.actor is None or not isinstance(event, (WaitBegun, WaitEnded)):
+            return
+        key = stamped.actor, event.thread
+        if isinstance(event, WaitBegun):
+            self._begun[key] = stamped.time
+        elif key in self._begun:
+            self._ends[key].append(stamped.time)
+            self._sums[key].append(self._sums[key][-1] + stamped.time - self._begun.pop(key))
+
+    def between(self, actor: Actor, thread: int, begin: int, end: int) -> int:
+        """The nanoseconds of the waits of this thread that ended between these times."""
+        ends, sums = self._ends.get((actor, thread)), self._sums[actor, thread]
+        if ends is None:
+            return 0
+        return sums[bisect.bisect_right(ends, end)] - sums[bisect.bisect_left(ends, begin)]
+
+
+class Load:
+    """What the calls of a job ask of its workers: how long they run, by function, and wait for a thread.
+
+    Args:
+        nested: the waits of all threads; what a call waits for its own calls is no work of its worker.
+    """
+
+    def __init__(self, nested: NestedWaits) -> None:
+        self._nested = nested
+        self.limits: dict[Actor, int] = {}
+        """How many threads of the pool may work, as the worker recorded."""
+        self.busy: defaultdict[tuple[Actor, str], int] = defaultdict(int)
+        """For how long threads served requests, by function."""
+        self.running: defaultdict[str, defaultdict[Actor, array[int]]] = defaultdict(
+            lambda: defaultdict(lambda: array("q"))
+        )
+        self.queued: defaultdict[Actor, array[int]] = defaultdict(lambda: array("q"))
+        self.span: dict[Actor, tuple[int, int]] = {}
+        self.longest_run: dict[tuple[str, Actor], tuple[int, Call]] = {}
+        self.longest_queued: dict[Actor, tuple[int, Call]] = {}
+        self.slowest: dict[str, tuple[int, Call]] = {}
+        """By function, from the request to the reply."""
+        self.calls: Counter[str] = Counter()
+        self.failed: defaultdict[str, list[Call]] = defaultdict(list)
+        """By function, as are the calls that are counted."""
+
+    def add(self, call: Call) -> None:
+        """Adds ``call``, a call of the program."""
+        request, function = call.request, tidy(call.function)
+        target, received = request.target, request.received
+        self.calls[function] += 1
+        if call.has_failed:
+            self.failed[function].append(call)
+        if call.duration is not None:
+            _keep_longest(self.slowest, function or request.type, call.duration, call)
+        ran = call.running
+        if target is None or received is None or call.started is None or call.finished is None or ran is None:
+            return
+        queued = call.started - received
+        waited = self._nested.between(target, call.thread, call.started, call.started + ran)
+        self.busy[target, function] += call.finished - call.started
+        self.running[function][target].append(max(ran - waited, 0))
+        self.queued[target].append(queued)
+        first, last = self.span.get(target, (received, call.finished))
+        self.span[target] = min(first, received), max(last, call.finished)
+        _keep_longest(self.longest_run, (function, target), ran, call)
+        _keep_longest(self.longest_queued, target, queued, call)
+
+
+def _keep_longest(calls: dict[_K, tuple[int, Call]], key: _K, nanoseconds: int, call: Call) -> None:
+    if key not in calls or nanoseconds > calls[key][0]:
+        calls[key] = nanoseconds, call
+
+
+class Missed:
+    """Counts the messages of others that logs without an end miss, by worker."""
+
+    def __init__(self, job: Job) -> None:
+        # Of a rank that joined again, the last one counts.
+        workers = {(worker.job, worker.rank): worker for worker in job.workers()}
+        self.until = {
+            key: job.known_until(w.process)
+            for key, w in workers.items()
+            if not w.process.has_end and not w.process.is_live
+        }
+        self._all: Counter[tuple[str, int]] = Counter()
+        self._late: set[tuple[str, int]] = set()
+
+    @property
+    def counts(self) -> Counter[tuple[str, int]]:
+        """By the job and the rank of the worker, if it misses more than what a kill loses."""
+        return Counter({key: self._all[key] for key in self._late})
+
+    def add(self, stamped: Stamped) -> None:
+        """Adds the event ``stamped``."""
+        actor, event = stamped.actor, stamped.event
+        if not self.until or actor is None or not isinstance(event, (MessageSent, MessageReceived)):
+            return
+        key = actor.job, event.peer
+        until = self.until.get(key, math.inf)
+        if actor.role is Role.WORKER and stamped.time > until:
+            self._all[key] += 1
+            if stamped.time > until + FLUSHED_NANOSECONDS:
+                self._late.add(key)
+
+
+class Sends:
+    """The sends of all autograd contexts that got no gradient yet, and the backward passes that ended."""
+
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        self.open: dict[tuple[Actor, int], SendRecorded] = {}
+        self.ended: dict[int, tuple[int, PassFinished]] = {}
+
+    def add(self, stamped: Stamped) -> None:
+        """Adds the event ``stamped``."""
+        actor, event = stamped.actor, stamped.event
+        if actor is None:
+            return
+        if isinstance(event, SendRecorded):
+            self.open[actor, event.autograd_id] = event
+        elif isinstance(event, GroupExecuted):
+            for send in event.sends:
+                self.open.pop((actor, send), None)
+        elif isinstance(event, PassFinished):
+            self.ended[event.context] = stamped.time, event
+
+    def unused(self) -> list[tuple[Actor, SendRecorded]]:
+        """The sends that got no gradient in a context in which a backward pass has ended.
+
+        A log that stops before that does not tell, nor does one that dropped events.
+        """
+        known = self._job.known_until
+        return [
+            (actor, send)
+            for (actor, _), send in self.open.items()
+            if send.context in self.ended and self.ended[send.context][0] <= known(actor.process)
+        ]
