@@ -250,7 +250,7 @@ def test_two_workers_of_one_name_or_rank(what: str) -> None:
     if what == "rank":  # the others only learn that no worker came for the rank that is left
         assert len(refused) == 1
     assert all(("'worker'" if what == "name" else "rank 1") in text for text in refused)
-    others = sum("did not join in time" in t or "no store answered" in t for t in told)
+    others = sum("have not joined" in t or "no store answered" in t for t in told)
     assert refused
     assert len(refused) + others == 3, told
 

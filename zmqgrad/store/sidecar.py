@@ -154,7 +154,10 @@ def _serve(address: _Address) -> TCPStore:
             address.host, address.port, not address.by_agent, address.deadline
         )
         if published is None:
-            raise StoreError(f"{address.host}:{address.port} is in use by another store of zmqgrad")
+            raise StoreError(
+                f"{address.host}:{address.port} is in use by another store of zmqgrad, or two workers of "
+                f"this job have rank 0"
+            )
         try:
             if address.rival is not None:
                 published.set(address.prefix + address.rival.group, f"{_RIVAL}{store.port}")

@@ -59,6 +59,7 @@ def make_worker(
         program_fingerprint(),
         published(options.device_maps),
         torch.cuda.device_count() if options.device_maps or options.devices else -1,
+        world_size,
     )
     worker = Worker(Membership(own, world_size), mailbox, options, clock)
     install_rrefs(worker)
