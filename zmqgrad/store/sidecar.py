@@ -214,7 +214,8 @@ def _read_address(published: TorchStore, address: _Address) -> str:
         int(value.removeprefix(_RIVAL))
     except (RuntimeError, ValueError) as e:
         raise address.error(
-            "has no address of a store by rank 0, which must pass a world size if and only if the others do",
+            "has no address of a store by rank 0, which must use zmqgrad, and pass a "
+            "world size if and only if the others do",
             e,
         ) from e
     return value
