@@ -344,7 +344,7 @@ class Registry:
 
     def _did_not_join(self, world_size: int, ranks: list[int]) -> RendezvousTimeoutError:
         return RendezvousTimeoutError(
-            f"{self._own.name} did not wait longer: {_describe_missing(world_size, ranks)}, or allow more "
+            f"{self._own.name}: {_describe_missing(world_size, ranks)}, or allow more "
             f"time: init_rpc waits for RpcBackendOptions(rpc_timeout=SECONDS), 60 if not set"
         )
 
