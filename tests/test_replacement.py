@@ -153,6 +153,23 @@ print(*(w.message for w in caught if w.category is RuntimeWarning), sep="\\n")
     assert "library.workers (RRef, call)" in lines[0]
 
 
+def test_a_module_that_was_imported_before_works_and_is_restored() -> None:
+    code = """
+import torch.distributed.autograd as before_autograd
+import torch.distributed.rpc as before
+theirs = before.init_rpc, before.TensorPipeRpcBackendOptions, before.functions.async_execution
+import zmqgrad, zmqgrad.rpc
+zmqgrad.install()
+options = before.TensorPipeRpcBackendOptions(init_method="file:///tmp/never_opened")
+print(isinstance(options, zmqgrad.rpc.RpcBackendOptions), before.init_rpc is zmqgrad.rpc.init_rpc)
+print(before.functions.async_execution is zmqgrad.rpc.functions.async_execution)
+print(before_autograd.backward is zmqgrad.autograd.backward)
+zmqgrad.uninstall()
+print(theirs == (before.init_rpc, before.TensorPipeRpcBackendOptions, before.functions.async_execution))
+"""
+    assert run_python(SETUP + code).split() == ["True"] * 5
+
+
 def test_torchs_own_rpc_must_not_be_running() -> None:
     code = """
 import tempfile

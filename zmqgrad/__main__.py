@@ -9,9 +9,8 @@ import sys
 from collections.abc import Sequence
 
 from zmqgrad.cli.commands import COMMANDS, command_parser, module
+from zmqgrad.cli.parser import EXIT_USAGE
 from zmqgrad.errors import ConfigurationError
-
-EXIT_USAGE = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,6 +8,7 @@
     |   `-- RendezvousError (RuntimeError)     the workers could not find each other
     |       |-- RendezvousTimeoutError (TimeoutError)
     |       |-- DuplicateWorkerError           a worker of that name or rank already exists
+    |       |-- WorldSizeError                 the workers passed different world sizes
     |       |-- RendezvousClosedError          no further round of an elastic rendezvous begins
     |       |-- RendezvousStateError           the shared state is malformed
     |       `-- RendezvousConnectionError      the backend cannot be reached
@@ -75,6 +76,10 @@ class RendezvousTimeoutError(RendezvousError, TimeoutError):
 
 class DuplicateWorkerError(RendezvousError):
     """Another worker has this name or this rank."""
+
+
+class WorldSizeError(RendezvousError):
+    """The workers of a group passed different world sizes; the message has both, and who passed them."""
 
 
 class RendezvousClosedError(RendezvousError):

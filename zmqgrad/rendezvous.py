@@ -379,11 +379,18 @@ def _serve_or_connect(
             multi_tenant=True,
         )
     except StoreTimeoutError as e:
-        raise RendezvousTimeoutError(f"rendezvous by {where}: {e}") from e
+        raise RendezvousTimeoutError(
+            f"rendezvous by {where}: {e}. Rank 0 has not started or has ended, or it uses "
+            f"torch.distributed.rpc; or allow more time: timeout=, for init_rpc "
+            f"RpcBackendOptions(rpc_timeout=SECONDS)"
+        ) from None
     except StoreError as e:
         raise RendezvousError(f"rendezvous by {where}: {e}") from e
     except TransportError as e:
-        raise RendezvousError(f"rank 0 cannot serve the store at {host}:{port} ({where}): {e}") from e
+        raise RendezvousError(
+            f"rank 0 cannot serve the store at {host}:{port} ({where}): {e}; or two workers of this job have "
+            f"rank 0"
+        ) from e
     # The agent keeps its own keys in the same store.
     return PrefixStore("/worker", store, owned=True) if by_agent else store
 

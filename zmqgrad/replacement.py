@@ -146,6 +146,9 @@ class _Replacement:
         """Replace everything. Returns the modules outside torch that have names of torch's, with these."""
         outside = self._rebind({id(pair.theirs): pair.ours for pair in reversed(self._pairs)})
         for name, ours in self._modules.items():
+            theirs = sys.modules[name]  # a program that imported it before install() still has it
+            for pair in list(_pairs(theirs, ours)):
+                self._set_attribute(theirs, pair.name, pair.ours)
             self._set_module(name, ours)
         for name in ("rpc", "autograd"):
             self._set_attribute(torch.distributed, name, self._modules[f"torch.distributed.{name}"])
@@ -182,7 +185,7 @@ class _Replacement:
                     continue
                 if _is_of_torch(module_name):
                     self._set_attribute(module, name, ours[id(value)])
-                else:
+                elif not isinstance(value, ModuleType):  # the module itself has our names from now on
                     outside.setdefault(module_name, set()).add(name)
         return outside
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -64,6 +66,31 @@ def test_an_unknown_option_shows_the_usage_of_its_subcommand(
     error = capsys.readouterr().err
     assert error.startswith(f"usage: {program} ")
     assert f"{program}: error: unrecognized arguments: --no-such-option" in error
+
+
+def test_a_directory_for_traces_that_cannot_be_made_is_an_option_error(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, occupied = tmp_path / "x.py", tmp_path / "occupied"
+    script.write_text("")
+    occupied.write_text("")
+    assert main(["run", "--trace", str(occupied / "traces"), str(script)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"zmqgrad run: --trace {occupied / 'traces'}: ")
+
+
+@pytest.mark.slow
+def test_completion_may_be_cut_by_its_reader() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "zmqgrad", "completion", "bash"],
+            stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60, check=False,
+        )  # fmt: skip
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_an_option_that_is_not_finished(capsys: pytest.CaptureFixture[str]) -> None:

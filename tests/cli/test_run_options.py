@@ -208,6 +208,7 @@ def test_a_malformed_variable_is_named(
         (["--nproc-per-node", "tpu"], "a number, gpu, xpu, cpu or auto is expected"),
         (["--rdzv-conf", "a=1,b"], "not of the form name=value"),
         (["--rdzv-backend", "etcd-v2"], "'etcd-v2' is not supported: use zmqgrad, or etcd (version 3)"),
+        (["--rdzv-backend", "zookeeper"], "there is no backend 'zookeeper': use one of zmqgrad, c10d"),
         (["-r", "4"], "cannot read '4' as output streams"),
         (["--master-port", "-1"], "must be between 0 and 65535"),
         (["--start-method", "thread"], "invalid choice: 'thread'"),

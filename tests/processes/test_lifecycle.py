@@ -20,6 +20,7 @@ from zmqgrad.errors import (
     RendezvousError,
     RendezvousTimeoutError,
     RpcTimeoutError,
+    WorldSizeError,
 )
 from zmqgrad.rpc.membership.shutdown import LEAVE_POLL_SECONDS
 from zmqgrad.runtime.clock import MONOTONIC
@@ -250,9 +251,24 @@ def test_two_workers_of_one_name_or_rank(what: str) -> None:
     if what == "rank":  # the others only learn that no worker came for the rank that is left
         assert len(refused) == 1
     assert all(("'worker'" if what == "name" else "rank 1") in text for text in refused)
-    others = sum("did not join in time" in t or "no store answered" in t for t in told)
+    others = sum("have not joined" in t or "no store answered" in t for t in told)
     assert refused
     assert len(refused) + others == 3, told
+
+
+def another_size(rank: int) -> str:
+    """Rank 1 expects one worker more than rank 0."""
+    with pytest.raises(WorldSizeError) as caught:
+        rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2 + rank)
+    assert what_is_open()[0] == []
+    return str(caught.value)
+
+
+def test_different_world_sizes_are_refused_on_both_sides() -> None:
+    told = run_processes(another_size, 2)
+    assert told[0] == told[1]
+    assert "passed 2" in told[0]
+    assert "passed 3" in told[0]
 
 
 def one_never_comes(rank: int) -> tuple[float, str]:
@@ -270,7 +286,7 @@ def test_a_worker_that_never_joins_is_named_within_the_timeout() -> None:
     for rank, (seconds, told) in enumerate(run_processes(one_never_comes, 3)[:2]):
         assert seconds < 3.0 + AT_ONCE
         assert told.startswith(f"worker{rank}: of 3 workers")
-        assert "2" in told.partition("in time:")[2]
+        assert "2" in told.partition("have not joined: [")[2].partition("]")[0]
         assert "MASTER_ADDR" in told
 
 

@@ -28,6 +28,10 @@ REMEDIES = {
         "Give each worker a rank and a name of its own. If an earlier run is still alive, end it or use "
         "another port."
     ),
+    "WorldSizeError": (
+        "Pass the same world_size to all workers, or none to any if a launcher sets WORLD_SIZE. If another "
+        "job uses this address, choose another port."
+    ),
     "RendezvousClosedError": "The job has ended, or was shut down: start it again with another id.",
     "RendezvousStateError": "Use the same release on all nodes, and an id that no other program uses.",
     "RendezvousConnectionError": (

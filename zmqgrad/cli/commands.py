@@ -22,7 +22,7 @@ class Command(Protocol):
 COMMANDS = {
     "completion": "Print a script that completes this command's words in bash, zsh, fish or tcsh.",
     "doctor": "Check whether this host, or two hosts, can run workers, and which transports they would use.",
-    "run": "Start a script as several workers on this host.",
+    "run": "Start a script as several workers, on this host or on each of several hosts.",
     "secret": "Make a secret for a job, which its processes need between hosts.",
     "store": "Serve a key-value store, or access a running one.",
     "trace": "Show the recorded messages, calls and waits of a job.",

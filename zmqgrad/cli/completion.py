@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
+import sys
 from typing import Any
 
 from zmqgrad.cli.parser import CommandParser, describe
@@ -45,7 +47,11 @@ def execute(arguments: argparse.Namespace) -> int:
 
     parser = command_parser()
     _complete_paths(parser, shtab)
-    print(shtab.complete(parser, shell=arguments.shell))
+    text = shtab.complete(parser, shell=arguments.shell)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head`: the reader has all it wants
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is written at exit
     return 0
 
 

@@ -14,6 +14,9 @@ from zmqgrad import environment
 DEVICES = ("gpu", "xpu", "cpu", "auto")
 """What workers may be counted by."""
 
+BACKENDS = ("zmqgrad", "c10d", "etcd", "static")
+"""Names of rendezvous backends that the command accepts."""
+
 
 def add_option(
     group: argparse._ActionsContainer,
@@ -96,7 +99,10 @@ def node_range(text: str) -> tuple[int, int]:
     """The least and the greatest number of nodes: ``4``, ``1:4``."""
     least, colon, most = text.partition(":")
     low = integer(1)(least)
-    return low, integer(low)(most) if colon else low
+    high = integer(1)(most) if colon else low
+    if high < low:
+        raise ValueError(f"write MIN:MAX, not {text}: MAX must be at least {low}, not {high}")
+    return low, high
 
 
 def name_value_pairs(text: str) -> dict[str, str]:
@@ -109,9 +115,11 @@ def name_value_pairs(text: str) -> dict[str, str]:
 
 
 def backend_name(text: str) -> str:
-    """The name of a rendezvous backend; those of torchrun that do not exist here are refused."""
+    """The name of a rendezvous backend; others than :data:`BACKENDS` are refused, also on one host."""
     if text in ("etcd-v2", "zeus-adapter"):
         raise ValueError(f"{text!r} is not supported: use zmqgrad, or etcd (version 3)")
+    if text not in BACKENDS:
+        raise ValueError(f"there is no backend {text!r}: use one of {', '.join(BACKENDS)}")
     return text
 
 

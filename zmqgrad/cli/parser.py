@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NoReturn
+
+EXIT_USAGE = 2
 
 EXIT_CODES = {"0": "success", "2": "an invalid option or setting; nothing was done"}
 """The exit codes of every command."""
@@ -37,6 +39,12 @@ class CommandParser(argparse.ArgumentParser):
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}{self._hint(unknown[0])}")
         return found, unknown
+
+    def error(self, message: str) -> NoReturn:
+        """Report ``message`` last, after one line of usage: the whole usage can be longer than the screen."""
+        self.exit(
+            EXIT_USAGE, f"usage: {self.prog} ... (see {self.prog} --help)\n{self.prog}: error: {message}\n"
+        )
 
     def _hint(self, word: str) -> str:
         import difflib  # only now: most starts need none

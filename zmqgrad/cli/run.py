@@ -20,7 +20,7 @@ from zmqgrad.elastic.agent.listening import write_all
 from zmqgrad.elastic.agent.report import job_report
 from zmqgrad.elastic.agent.streams import STDERR, STDOUT, OutputConfig, window_of
 from zmqgrad.elastic.launch_config import LaunchConfig
-from zmqgrad.errors import ConfigurationError
+from zmqgrad.errors import ConfigurationError, TraceError
 
 __all__ = ["add_arguments", "execute"]
 
@@ -63,13 +63,16 @@ def tracing(directory: Path | None, config: LaunchConfig) -> dict[str, str]:
         directory: of the logs; None: that of ZMQGRAD_TRACE, if it is set.
 
     Raises:
-        TraceError: if ``directory`` cannot be used.
+        ConfigurationError: if ``directory`` cannot be used.
     """
     variables: dict[str, str] = {}
     if directory is not None:
         from zmqgrad.trace import launch_environment  # only now: most jobs need not wait for it
 
-        variables = launch_environment(directory)
+        try:
+            variables = launch_environment(directory)
+        except TraceError as error:
+            raise ConfigurationError(f"--trace {directory}: {error}") from error
     if is_distributed(config) and (variables or environment.trace_directory() is not None):
         variables[environment.TRACE_JOB] = f"{config.run_id}@{config.rdzv_endpoint}"  # the same on all nodes
         environment.export(variables)  # the agents' rendezvous is part of the job

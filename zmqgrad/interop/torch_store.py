@@ -85,7 +85,10 @@ def _listener(host: str, port: int) -> str:
     except OSError:
         server = None
     what = "another process" if server is None else server.value
-    return f"the port is in use by {what}. Choose another port, or end that process"
+    return (
+        f"the port is in use by {what}. Choose another port, or end that process; or two workers of this "
+        f"job have rank 0"
+    )
 
 
 def _connect_torch_store(host: str, port: int, deadline: Deadline) -> Any:

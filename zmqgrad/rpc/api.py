@@ -31,6 +31,7 @@ from zmqgrad.rpc.options import (
 from zmqgrad.rpc.profiling import caller_range
 from zmqgrad.rpc.rref.api import RRef, call_remote
 from zmqgrad.rpc.rref.api import RRef as PyRRef  # noqa: F401
+from zmqgrad.rpc.torch_leftovers import warn_of_leftovers
 from zmqgrad.rpc.torch_names import AllGatherStates as AllGatherStates
 from zmqgrad.rpc.torch_names import _all_gather as _all_gather
 from zmqgrad.rpc.torch_names import _barrier as _barrier
@@ -87,6 +88,7 @@ def init_rpc(
         options = RpcBackendOptions() if own else construct_rpc_backend_options(backend)
     _check_options(backend, own, options)
     options.check_devices()
+    warn_of_leftovers()
     with _lock:
         if _group is not None:
             raise RpcError(

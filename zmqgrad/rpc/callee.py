@@ -115,7 +115,7 @@ class Callee:
         if value.__class__ is DeferredResult:
             value = value.value()
         requester = self._membership.record(inbound.envelope.source)
-        serialized = serialize(value, self._contexts.for_replies(requester))
+        serialized = serialize(value, self._contexts.for_replies(requester), call.function)
         self._server.reply(inbound, Result(serialized.payload), serialized, call.function)
 
     def _created(self, created: Promise[Any], inbound: Inbound, call: Call | RemoteCall, value: Any) -> None:

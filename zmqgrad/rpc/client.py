@@ -388,7 +388,8 @@ class Client:
     def _locate(self, call: PendingCall) -> str:
         """What is known of a call that gets no reply."""
         return locate(self._hooks.tracer, call) or (
-            f"{len(self.pending)} other calls are pending here. Set {environment.TRACE} to learn where it is"
+            f"{len(self.pending)} other calls are pending here. Set {environment.TRACE}=DIR to learn "
+            f"where it is"
         )
 
     # ---- failures ---------------------------------------------------------------------------------------

@@ -154,7 +154,10 @@ def _serve(address: _Address) -> TCPStore:
             address.host, address.port, not address.by_agent, address.deadline
         )
         if published is None:
-            raise StoreError(f"{address.host}:{address.port} is in use by another store of zmqgrad")
+            raise StoreError(
+                f"{address.host}:{address.port} is in use by another store of zmqgrad, or two workers of "
+                f"this job have rank 0"
+            )
         try:
             if address.rival is not None:
                 published.set(address.prefix + address.rival.group, f"{_RIVAL}{store.port}")
@@ -211,7 +214,8 @@ def _read_address(published: TorchStore, address: _Address) -> str:
         int(value.removeprefix(_RIVAL))
     except (RuntimeError, ValueError) as e:
         raise address.error(
-            "has no address of a store by rank 0, which must pass a world size if and only if the others do",
+            "has no address of a store by rank 0, which must use zmqgrad, and pass a "
+            "world size if and only if the others do",
             e,
         ) from e
     return value

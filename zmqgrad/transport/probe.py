@@ -7,6 +7,7 @@ protocols refuse.
 
 from __future__ import annotations
 
+import logging
 import select
 import socket
 import threading
@@ -14,6 +15,9 @@ from enum import Enum
 
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
+from zmqgrad.runtime.wait_log import WaitLog
+
+logger = logging.getLogger(__name__)
 
 ZMTP_SIGNATURE = 0xFF
 """First byte of the greeting that a ZeroMQ socket sends to each new connection (RFC 23)."""
@@ -82,7 +86,7 @@ class Probe:
 
 
 def _connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, float]:
-    backoff, pause = Backoff(*_POLL_SECONDS), threading.Event()
+    backoff, pause, log = Backoff(*_POLL_SECONDS), threading.Event(), WaitLog(logger)
     while True:
         began = MONOTONIC.now()
         try:
@@ -95,4 +99,5 @@ def _connect(host: str, port: int, deadline: Deadline) -> tuple[socket.socket, f
         except (ConnectionError, TimeoutError, BlockingIOError):
             if deadline.passed():
                 raise
+        log.warning("waiting for %s:%d, where rank 0 should listen: nothing accepts connections", host, port)
         pause.wait(backoff.pause(deadline.left()))  # a refused connection leaves nothing to wait for

@@ -29,6 +29,14 @@ def test_a_traceback() -> None:
     ]
 
 
+def test_a_worker_that_failed_later_was_not_ended_by_the_launcher() -> None:
+    outcome = Outcome(1, WorkerExited(1, 3), ended=(0, 2), failed_later=(WorkerExited(2, 9),))
+    assert failure_report(outcome, lambda rank: [])[-2:] == [
+        "worker 2 failed later: exit code 9",
+        "worker 0 was ended by the launcher",
+    ]
+
+
 def test_without_a_traceback_the_last_lines() -> None:
     lines = failure_report(failed(3, 0), lambda rank: [f"line {n}" for n in range(100)])
     assert lines[2] == "    line 88"

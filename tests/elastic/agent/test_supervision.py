@@ -40,7 +40,12 @@ def test_rule_2_the_first_failure_decides(three: Supervisor) -> None:
     assert three.handle(WorkerExited(1, 7), now=5) == [SignalWorkers((0, 2), signal.SIGTERM)]
     assert three.handle(WorkerExited(2, 9), now=5.1) == []
     assert three.handle(WorkerExited(0, -signal.SIGTERM), now=5.2) == [
-        Outcome(exit_code=7, first_failure=WorkerExited(1, 7), ended=(0, 2))
+        Outcome(
+            exit_code=7,
+            first_failure=WorkerExited(1, 7),
+            ended=(0, 2),
+            failed_later=(WorkerExited(2, 9),),
+        )
     ]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +21,7 @@ from zmqgrad.errors import (
     RpcError,
     RpcTimeoutError,
     StoreTimeoutError,
+    WorldSizeError,
 )
 from zmqgrad.rpc.membership import shutdown
 from zmqgrad.rpc.membership.fixed import FixedGroup
@@ -40,6 +43,10 @@ def groups(n: int, names: str = "", store: HashStore | None = None) -> list[Grou
         mailbox = MemoryMailbox(network, name, rank)
         made.append(FixedGroup(make_worker(name, rank, n, mailbox, OPTIONS), PrefixStore("g", store)))
     return made
+
+
+def join(group: Group) -> Callable[[], None]:
+    return lambda: group.join(Deadline.after(20))
 
 
 def all_at_once(steps: list[Any]) -> list[BaseException | None]:
@@ -70,10 +77,56 @@ def test_all_join_and_leave() -> None:
 def test_the_error_names_missing_workers() -> None:
     one, *others = groups(3)
     with pytest.raises(
-        RendezvousTimeoutError, match=r"of 3 workers, these ranks did not join in time: \[1, 2\]"
+        RendezvousTimeoutError, match=r"of 3 workers, these ranks have not joined: \[1, 2\].*rpc_timeout"
     ):
         one.join(Deadline.after(0.05))
     for g in (one, *others):
+        g.close()
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_different_world_sizes_are_refused_at_once_on_both_sides(first: int) -> None:
+    store = HashStore()
+    two, three = groups(2, store=store), groups(3, store=store)
+    made = two[0], three[1]
+    raised: list[BaseException | None] = []
+    waiting = threading.Thread(target=lambda: raised.extend(all_at_once([join(made[first])])))
+    waiting.start()
+    store.wait([f"g/worker/{first}"], 10)
+    with pytest.raises(WorldSizeError) as caught:
+        made[1 - first].join(Deadline.after(20))
+    waiting.join(10)
+    assert str(raised[0]) == str(caught.value)
+    assert isinstance(raised[0], WorldSizeError)
+    text = r"rank 0 \(worker0, process .*\) passed 2.*rank 1 \(worker1, process .*\) passed 3"
+    assert re.search(text if first == 0 else r"rank 1 .* passed 3, and rank 0 .* passed 2", str(raised[0]))
+    for g in (*two, *three):
+        g.close()
+
+
+def test_a_worker_beyond_the_world_size_of_the_others_is_refused() -> None:
+    store = HashStore()
+    one, two = groups(2, store=store)
+    assert all_at_once([join(one), join(two)]) == [None, None]
+    *others, third = groups(3, store=store)
+    with pytest.raises(WorldSizeError, match=r"passed 2, and rank 2 .* passed 3"):
+        third.join(Deadline.after(20))
+    for g in (one, two, third, *others):
+        g.close()
+
+
+def test_a_wait_for_missing_workers_names_them_and_the_launchers_world_size(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("zmqgrad.runtime.wait_log.FIRST_SECONDS", 0.01)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    made = groups(3)
+    with pytest.raises(RendezvousTimeoutError):
+        made[0].join(Deadline.after(0.2))
+    (line,) = [text for text in caplog.messages if "have not joined" in text]
+    assert "these ranks have not joined: [1, 2]" in line
+    assert "WORLD_SIZE=2, but init_rpc got world_size=3" in line
+    for g in made:
         g.close()
 
 

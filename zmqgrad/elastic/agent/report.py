@@ -36,8 +36,7 @@ def failure_report(outcome: Outcome, stderr_tail: Callable[[int], Sequence[str]]
     elif (failure := outcome.first_failure) is not None:
         lines.append(f"worker {failure.rank} failed first: {_describe_exit(failure.code)}")
         lines += _quote_stderr(failure.rank, stderr_tail(failure.rank))
-        if outcome.ended:
-            lines.append(f"{_workers(outcome.ended)} ended by the launcher")
+        lines += _others(outcome)
     return lines + _abandoned(outcome)
 
 
@@ -60,9 +59,15 @@ def job_report(result: Result, stderr_tail: Callable[[int], Sequence[str]]) -> l
         f"worker {failure.rank} of node {failure.node_rank} failed first: {_describe_exit(failure.code)}"
     ]
     lines += [f"    {line}" for line in failure.lines]
-    if result.outcome.ended:
-        lines.append(f"{_workers(result.outcome.ended)} ended by the launcher")
-    return lines + _abandoned(result.outcome)
+    return lines + _others(result.outcome) + _abandoned(result.outcome)
+
+
+def _others(outcome: Outcome) -> list[str]:
+    """What became of the workers that still ran at the first failure."""
+    lines = [f"worker {each.rank} failed later: {_describe_exit(each.code)}" for each in outcome.failed_later]
+    failed = {each.rank for each in outcome.failed_later}
+    ended = [rank for rank in outcome.ended if rank not in failed]
+    return [*lines, f"{_workers(ended)} ended by the launcher"] if ended else lines
 
 
 def _abandoned(outcome: Outcome | None) -> list[str]:

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 GRACE_SECONDS = 1.0
 """Seconds between SIGTERM and SIGKILL, and between SIGKILL and abandoning a worker."""
 
+_EXIT_AFTER_SIGTERM = 128 + signal.SIGTERM
+"""Exit code of a shell, and of many programs, that SIGTERM has ended."""
+
 
 @dataclass(frozen=True)
 class WorkerExited:
@@ -69,6 +72,7 @@ class Outcome:
     Attributes:
         ended: workers that still ran when the launcher began to end the group.
         given_up: workers that survived SIGKILL.
+        failed_later: workers among ``ended`` that failed by themselves before a signal ended them.
         stopped: whether the group was requested to stop before it ended by itself.
     """
 
@@ -78,6 +82,7 @@ class Outcome:
     ended: tuple[int, ...] = ()
     given_up: tuple[int, ...] = ()
     stopped: bool = False
+    failed_later: tuple[WorkerExited, ...] = ()
 
 
 Effect = SignalWorkers | Outcome
@@ -109,6 +114,7 @@ class Supervisor:
         self._first_failure: WorkerExited | None = None
         self._interrupted_by: int | None = None
         self._ended: tuple[int, ...] = ()
+        self._failed_later: list[WorkerExited] = []
         self._stopped = False
 
     @property
@@ -135,6 +141,8 @@ class Supervisor:
         failed = event.code != 0 and self.phase is Phase.RUNNING
         if failed:
             self._first_failure = event
+        elif event.code > 0 and event.code != _EXIT_AFTER_SIGTERM and self._first_failure is not None:
+            self._failed_later.append(event)
         if not self._running:
             return [self._finish()]
         return self._terminate(signal.SIGTERM, now) if failed else []
@@ -182,6 +190,7 @@ class Supervisor:
             ended=self._ended,
             given_up=tuple(sorted(self._running)),
             stopped=self._stopped,
+            failed_later=tuple(self._failed_later),
         )
 
     def _exit_code(self) -> int:

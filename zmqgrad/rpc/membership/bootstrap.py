@@ -7,7 +7,7 @@ import secrets
 from functools import partial
 
 from zmqgrad import environment
-from zmqgrad.errors import ConfigurationError, DuplicateWorkerError
+from zmqgrad.errors import ConfigurationError, DuplicateWorkerError, WorldSizeError
 from zmqgrad.rendezvous import Group as SharedName
 from zmqgrad.rpc.membership.dynamic import DynamicGroup
 from zmqgrad.rpc.membership.fixed import FixedGroup
@@ -66,7 +66,7 @@ def join_group(
     Raises:
         ConfigurationError: if rank, world size or a device map is invalid.
         RendezvousError: if the store is used by a group of the other kind.
-        DuplicateWorkerError, RendezvousTimeoutError: as :meth:`Group.join`.
+        DuplicateWorkerError, WorldSizeError, RendezvousTimeoutError: as :meth:`Group.join`.
     """
     try:
         group = _make_group(store, name, rank, world_size, options)
@@ -76,12 +76,14 @@ def join_group(
     try:
         group.join(deadline)
     except BaseException as e:
-        if isinstance(e, DuplicateWorkerError):  # all workers are refused, and try again under new keys
+        if isinstance(
+            e, (DuplicateWorkerError, WorldSizeError)
+        ):  # all workers are refused, and try again under new keys
             _end_generation(world_size)
             if isinstance(store, FileStore):
                 store.disown()
                 close_quietly(group)
-                raise DuplicateWorkerError(
+                raise type(e)(
                     f"{e}. The workers meet by the file {store.path!r}: if another job uses it, give each "
                     f"job a file of its own; if no job does, an earlier one has left it behind: remove it"
                 ) from e

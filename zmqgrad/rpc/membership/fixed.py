@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from zmqgrad.errors import DuplicateWorkerError, StoreError
+from zmqgrad.errors import DuplicateWorkerError, StoreError, WorldSizeError
 from zmqgrad.rpc.devices import check_group
 from zmqgrad.rpc.membership.descriptors import reserve_descriptors
 from zmqgrad.rpc.membership.group import JOIN_TIMEOUT_SECONDS, Group
@@ -35,6 +35,7 @@ class FixedGroup(Group):
 
         Raises:
             DuplicateWorkerError: if another worker has this name or rank.
+            WorldSizeError: if another worker passed another world size.
             RendezvousTimeoutError: naming the ranks that did not join.
             RendezvousError: if a worker passed no world size.
             ConfigurationError: if a device map of one of them is invalid.
@@ -43,11 +44,12 @@ class FixedGroup(Group):
         reserve_descriptors(membership.world_size)
         try:
             self._registry.claim_name_and_rank()
+            self._registry.check_world_size()
             self._registry.publish()
             records = self._registry.wait_for_records(
                 membership.world_size, deadline, lambda: check_no_dynamic_group(self._shared)
             )
-        except DuplicateWorkerError:
+        except (DuplicateWorkerError, WorldSizeError):
             raise  # the claims stay, so that the others are refused, too
         except BaseException:
             self._withdraw()

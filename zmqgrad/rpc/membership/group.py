@@ -59,6 +59,7 @@ def make_worker(
         program_fingerprint(),
         published(options.device_maps),
         torch.cuda.device_count() if options.device_maps or options.devices else -1,
+        world_size,
     )
     worker = Worker(Membership(own, world_size), mailbox, options, clock)
     install_rrefs(worker)
@@ -112,8 +113,9 @@ class Group(ABC):
             if graceful:
                 self._finish(deadline)
         except StoreError as e:
+            logger.debug("%s: shutdown: %s", self.worker.name, e)
             close_quietly(self, logger.warning)
-            raise RpcTimeoutError(self._explain_lost_store()) from e
+            raise RpcTimeoutError(self._explain_lost_store()) from None  # the refused query explains nothing
         except BaseException:
             close_quietly(self, logger.warning)  # the first error is the one to report
             raise

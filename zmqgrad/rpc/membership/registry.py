@@ -2,6 +2,7 @@
 
     id/<id>        the worker that has the id; the first to write the key gets it
     name/<name>    the record of the worker that has the name; empty once the name was released
+    size           the record of the first worker of a group of fixed size, with the world size it passed
     worker/<id>    the record of a member; in a group of fixed size also why it was refused. Members of a
                    dynamic group watch these keys, so that a join costs each of them a notification, no query
     gone/<id>      why a worker is no longer a member
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from zmqgrad.environment import read_launch
 from zmqgrad.errors import (
     ConfigurationError,
     DuplicateWorkerError,
@@ -33,10 +35,12 @@ from zmqgrad.errors import (
     RendezvousTimeoutError,
     StoreError,
     StoreTimeoutError,
+    WorldSizeError,
 )
 from zmqgrad.rpc.membership.worker_info import WorkerRecord
 from zmqgrad.runtime.backoff import Backoff
 from zmqgrad.runtime.clock import Deadline
+from zmqgrad.runtime.wait_log import WaitLog
 from zmqgrad.store import PrefixStore, Store
 from zmqgrad.transport.heartbeat.failure_detector import REFUSED_SECONDS, is_reachable
 from zmqgrad.wire.ids import MAX_WORKER
@@ -59,6 +63,18 @@ _REFUSED = b"!"
 
 _MIXED = b"#"
 """The same for a worker that passed no world size."""
+
+_UNEQUAL = b"%"
+"""The same for a worker that passed another world size than the first."""
+
+_REASONS: dict[bytes, type[RendezvousError]] = {
+    _REFUSED: DuplicateWorkerError,
+    _MIXED: RendezvousError,
+    _UNEQUAL: WorldSizeError,
+}
+
+MAX_LISTED_RANKS = 16
+"""How many missing ranks a message lists."""
 
 _DYNAMIC_PREFIX = "rpc/dynamic"
 _FIXED_RECORD = re.compile(r"rpc/\d+/worker/\d+")
@@ -124,7 +140,7 @@ def _mixed(store: Store, keys: list[str], kind: str) -> RendezvousError | None:
             (raw,) = _read(store, [key], READ_TIMEOUT_SECONDS)
         except StoreTimeoutError:
             continue  # the worker has left since the keys were listed
-        if raw.startswith((_REFUSED, _MIXED)):
+        if raw[:1] in _REASONS:
             continue
         other = msgspec.json.decode(raw, type=WorkerRecord)
         if is_alive(other):
@@ -202,6 +218,29 @@ class Registry:
                 self._store.set(f"worker/{own.id}", _REFUSED + str(e).encode())
             raise
 
+    def check_world_size(self) -> None:
+        """Check that the workers before this one passed the same world size.
+
+        Otherwise a worker that waits for a rank without a worker is told the reason, too.
+
+        Raises:
+            WorldSizeError: if they did not.
+        """
+        own = self._own
+        raw = self._store.compare_set("size", "", self._encoded)
+        first = msgspec.json.decode(raw, type=WorkerRecord)
+        if first.world_size == own.world_size:
+            return
+        error = WorldSizeError(
+            f"the workers passed different world sizes: {_describe(first)} passed {first.world_size}, and "
+            f"{_describe(own)} passed {own.world_size}; pass the same world_size to all workers"
+        )
+        claimed = set(self._store.list_keys("id/")) - {f"id/{own.id}"}
+        for rank in range(first.world_size):
+            if f"id/{rank}" not in claimed:
+                self._store.compare_set(f"worker/{rank}", "", _UNEQUAL + str(error).encode())
+        raise error
+
     def claim_name(self, is_alive: IsAlive = _assume_alive) -> None:
         """Claim this worker's name, and remove its holder from the group if that is dead.
 
@@ -241,7 +280,7 @@ class Registry:
     def withdraw(self) -> None:
         """Delete everything that this worker wrote to join a group of fixed size."""
         name, rank = f"name/{self._own.name}", f"id/{self._own.id}"
-        for key in (name, rank):
+        for key in (name, rank, "size"):
             if self._store.check([key]) and self._store.get(key) == self._encoded:
                 if key == rank:
                     self.unpublish()
@@ -269,29 +308,30 @@ class Registry:
         Raises:
             RendezvousTimeoutError: naming the ranks that did not join by ``deadline``.
             DuplicateWorkerError: if one of the workers was refused.
+            WorldSizeError: if one of them passed another world size.
             RendezvousError: if one of them passed no world size.
         """
         keys = [f"worker/{rank}" for rank in range(world_size)]
         missing = [rank for rank in range(world_size) if rank != self._own.id]
-        backoff = Backoff(POLL_SECONDS, MAX_POLL_SECONDS)
+        backoff, log = Backoff(POLL_SECONDS, MAX_POLL_SECONDS), WaitLog(logger)
         while True:
             try:
                 # One query both waits and reads: between two, a worker that has all records might leave, and
                 # the store with it.
-                records = _read(self._store, keys, backoff.pause(deadline.left()))
+                pause = backoff.pause(min(deadline.left(), log.left()))
+                records = _read(self._store, keys, pause)
                 break
-            except StoreTimeoutError as e:
+            except StoreTimeoutError:
                 missing = self._absent(keys, missing)
                 if deadline.passed():
-                    raise self._did_not_join(world_size, missing) from e
+                    raise self._did_not_join(world_size, missing) from None
                 check()
-            except StoreError as e:  # rank 0, which serves the store, timed out earlier
-                raise self._did_not_join(world_size, missing) from e
+                log.warning("%s waits: %s", self._own.name, _describe_missing(world_size, missing))
+            except StoreError:  # rank 0, which serves the store, timed out earlier
+                raise self._did_not_join(world_size, missing) from None
         for raw in records:
-            if raw.startswith(_REFUSED):
-                raise DuplicateWorkerError(raw.removeprefix(_REFUSED).decode())
-            if raw.startswith(_MIXED):
-                raise RendezvousError(raw.removeprefix(_MIXED).decode())
+            if raw[:1] in _REASONS:
+                raise _REASONS[raw[:1]](raw[1:].decode())
         return [msgspec.json.decode(raw, type=WorkerRecord) for raw in records]
 
     def _absent(self, keys: list[str], before: list[int]) -> list[int]:
@@ -304,8 +344,8 @@ class Registry:
 
     def _did_not_join(self, world_size: int, ranks: list[int]) -> RendezvousTimeoutError:
         return RendezvousTimeoutError(
-            f"{self._own.name}: of {world_size} workers, these ranks did not join in time: {ranks}; start "
-            f"them with the same MASTER_ADDR, MASTER_PORT and world size, or allow more time"
+            f"{self._own.name}: {_describe_missing(world_size, ranks)}, or allow more "
+            f"time: init_rpc waits for RpcBackendOptions(rpc_timeout=SECONDS), 60 if not set"
         )
 
     def mark_joined(self) -> None:
@@ -380,6 +420,27 @@ class _RecordCallback:
     def __call__(self, key: str, old: bytes | None, new: bytes | None) -> None:
         record = None if new is None else msgspec.json.decode(new, type=WorkerRecord)
         self.callback(int(key.rpartition("/")[2]), record)
+
+
+def _describe(record: WorkerRecord) -> str:
+    return f"rank {record.id} ({record.name}, process {record.pid} of {record.host})"
+
+
+def _describe_missing(world_size: int, ranks: list[int]) -> str:
+    """Which ``ranks`` have not joined, and the likely reasons."""
+    listed, more = ranks[:MAX_LISTED_RANKS], len(ranks) - MAX_LISTED_RANKS
+    text = f"of {world_size} workers, these ranks have not joined: {listed}"
+    text += f" and {more} more" if more > 0 else ""
+    launched = read_launch()
+    if launched.world_size not in (None, world_size):
+        text += (
+            f". The launcher set {launched.world_size_from}={launched.world_size}, but init_rpc got "
+            f"world_size={world_size}: pass the launcher's, or leave it out"
+        )
+    return (
+        f"{text}. They have not started or have ended, or they use torch.distributed.rpc: start them with "
+        f"the same MASTER_ADDR, MASTER_PORT and world size"
+    )
 
 
 def _read(store: Store, keys: list[str], seconds: float) -> list[bytes]:

@@ -180,7 +180,7 @@ class ShutdownBarrier:
             try:
                 self._store.wait([keys[rank] for rank in missing], min(deadline.left(), POLL_SECONDS))
                 return
-            except StoreTimeoutError as e:
+            except StoreTimeoutError:
                 present = set(self._store.list_keys(f"{self._step}/"))
                 missing = [rank for rank, key in enumerate(keys) if key not in present]
                 if not missing:
@@ -198,7 +198,7 @@ class ShutdownBarrier:
                     raise RpcTimeoutError(
                         f"{self._worker.name}: shutdown gave up waiting for {names} {why}; "
                         f"shutdown(graceful=False) does not wait for others"
-                    ) from e
+                    ) from None
                 if next_log.passed():
                     logger.log(level, "%s: shutdown waits for %s %s", self._worker.name, names, why)
                     next_log = Deadline.after(LOG_INTERVAL_SECONDS)

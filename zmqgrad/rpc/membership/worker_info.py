@@ -37,6 +37,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
         program: fingerprint of its ``__main__``; see :func:`program_fingerprint`.
         device_maps: by the name of a callee, the callee's device for each device of this worker.
         device_count: number of its CUDA devices; -1 if not determined.
+        world_size: the number of workers that it expects; 0 in a dynamic group.
     """
 
     name: str
@@ -48,6 +49,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     program: str
     device_maps: dict[str, dict[str, str]] = {}
     device_count: int = -1
+    world_size: int = 0
 
     @property
     def info(self) -> WorkerInfo:

@@ -32,8 +32,15 @@ MAX_INLINE_PICKLE_BYTES = 64 << 10
 """Larger pickles and buffers travel in frames of their own instead of in the header."""
 
 
-def serialize(value: Any, context: SerializationContext = DEFAULT_CONTEXT) -> SerializedPayload:
+def serialize(
+    value: Any, context: SerializationContext = DEFAULT_CONTEXT, function: str = ""
+) -> SerializedPayload:
     """Serialize the result of a call, or the value of an RRef.
+
+    Args:
+        value: what to serialize.
+        context: of the peer.
+        function: ``module:qualified.name`` of what returned ``value``, for the error; empty: unknown.
 
     Raises:
         PayloadError: if ``value`` cannot be pickled.
@@ -42,7 +49,9 @@ def serialize(value: Any, context: SerializationContext = DEFAULT_CONTEXT) -> Se
         return SERIALIZED_NONE
     if type(value) is torch.Tensor:
         return _serialize_tensors((value,), context)
-    return _serialize_pickle(value, context)
+    if not function:
+        return _serialize_pickle(value, context)
+    return _serialize_pickle(value, context, lambda: {f"the result of {function.partition(':')[2]}": value})
 
 
 def serialize_call(

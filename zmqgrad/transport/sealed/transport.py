@@ -13,7 +13,7 @@ from zmqgrad.transport.base import Frame, Inbound
 from zmqgrad.transport.bulk import Reassembler
 from zmqgrad.transport.sealed.receiver import ChannelReceiver
 from zmqgrad.transport.sealed.records import AVAILABLE
-from zmqgrad.transport.sealed.sender import ChannelPool, ChannelSocket
+from zmqgrad.transport.sealed.sender import MIN_SEALED_BYTES, ChannelPool, ChannelSocket
 from zmqgrad.transport.security import ZapAuthenticator
 from zmqgrad.transport.sessions import Sessions
 from zmqgrad.wire.messages import BulkAck, BulkOpen, BulkReady, MessageType
@@ -61,12 +61,13 @@ class SealedTransport:
         self._enabled = AVAILABLE or not secured
         self.send = self._pool.send
         self.unacknowledged = self._pool.unacknowledged
-        if zap is not None and not AVAILABLE:
-            _log_unavailable()
+        self._lacks_cipher = zap is not None and not AVAILABLE
 
     def to(self, peer: int, frames: Sequence[Frame]) -> ChannelSocket | None:
         """Returns the channel for a message with ``frames`` to ``peer``; None if it must not use one."""
         if not self._enabled:
+            if self._lacks_cipher and sum(map(len, frames)) >= MIN_SEALED_BYTES:
+                _log_unavailable()
             return None
         return self._pool.to(peer, sum(map(len, frames)), self._may_wait)
 
