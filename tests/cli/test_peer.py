@@ -256,3 +256,22 @@ def test_a_nat_is_seen_from_behind_it(networks: Networks) -> None:
         found = doctor(a, "10.213.41.2:29500")
     assert "ZMQGRAD_ADVERTISE_ADDRESS=10.213.41.1 here" in found["NAT"]["advice"]
     assert found["back"]["status"] == "bad"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_chosen_interface_is_tested(networks: Networks, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = networks.add("a"), networks.add("b")
+    networks.link(a, "eth0", b, "eth0", "10.213.50.")
+    networks.link(a, "ib0", b, "ib0", "10.213.51.")
+    monkeypatch.setenv("ZMQGRAD_SECRET", SECRET)
+    with listening(b):
+        monkeypatch.setenv("ZMQGRAD_SOCKET_IFNAME", "ib")
+        found = doctor(a, "10.213.50.2:29500")
+        assert "listens at 10.213.51.1 (ib0, by ZMQGRAD_SOCKET_IFNAME=ib)" in found["interface"]["found"]
+        assert "connects to 10.213.51.1:" in found["back"]["found"]
+        monkeypatch.setenv("ZMQGRAD_SOCKET_IFNAME", "lo")
+        found = doctor(a, "10.213.50.2:29500")
+        assert found["interface"]["status"] == "bad"
+        assert "meet at 10.213.50.2" in found["interface"]["advice"]
+        assert "back" not in found
