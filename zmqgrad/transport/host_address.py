@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.transport.bind_policy import check_bind_address, is_loopback, may_bind_publicly, tcp_address
-from zmqgrad.transport.interfaces import InterfaceFilter, interface_addresses, select
+from zmqgrad.transport.interfaces import InterfaceAddress, InterfaceFilter, interface_addresses, select
 
 logger = logging.getLogger(__name__)
 
@@ -114,16 +114,20 @@ def _on_chosen_interface(
         return chosen.address, f"{chosen.interface}, by {setting}"
     if wanted.variable != environment.SOCKET_IFNAME:
         return facing, f"{reason}; no interface has {setting}"
-    listed = ", ".join(f"{name} {address}" for name, address in present) or "unknown on this system"
     if chosen is not None:  # peers would connect to their own hosts, and meet nothing or another program
+        others = _listed([each for each in present if not is_loopback(each.address)])
         raise ConfigurationError(
             f"{setting} selects {advertised or chosen.address}, which other hosts cannot reach, but workers "
-            f"meet at {host}: select another of {listed}; a job of one host can meet at 127.0.0.1"
+            f"meet at {host}: select another of {others}; a job of one host can meet at 127.0.0.1"
         )
     version = "IPv6" if ":" in facing else "IPv4"
     raise ConfigurationError(
-        f"{setting} selects no interface with an {version} address; those of this host are {listed}"
+        f"{setting} selects no interface with an {version} address; those of this host are {_listed(present)}"
     )
+
+
+def _listed(present: list[InterfaceAddress]) -> str:
+    return ", ".join(f"{name} {address}" for name, address in present) or "unknown on this system"
 
 
 def _advertised() -> str | None:
