@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,6 +17,8 @@ import torch.distributed as dist
 from tests.support.processes import free_port, run_processes
 from zmqgrad.errors import ConfigurationError, RendezvousError, StoreTimeoutError
 from zmqgrad.interop import TorchStore, as_torch_store, register_with_torch, rendezvous_handler
+from zmqgrad.interop.torch_store import open_torch_store
+from zmqgrad.runtime.clock import Deadline
 from zmqgrad.store import HashStore, TCPStore
 
 PATIENCE = 20.0
@@ -109,6 +112,24 @@ def test_a_closed_store_is_not_kept_alive() -> None:
     gc.collect()
     assert gone() is None
     assert clone() is None
+
+
+def test_an_address_where_nothing_listens_and_one_that_does_not_reply(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a refusal shows that nothing listens."""
+    for error, seen in (
+        (ConnectionRefusedError(111, "refused"), "10.0.0.1:5: nothing listens"),
+        (TimeoutError("timed out"), "10.0.0.1:5: no answer (a firewall drops packets, or the host is down)"),
+    ):
+
+        def fail(*_: object, error: OSError = error) -> None:
+            raise error
+
+        monkeypatch.setattr("zmqgrad.interop.torch_store.Probe", fail)
+        with pytest.raises(StoreTimeoutError, match=re.escape(seen)) as caught:
+            open_torch_store("10.0.0.1", 5, False, Deadline.after(PATIENCE))
+        assert "`zmqgrad doctor --peer 10.0.0.1:5`" in str(caught.value)
 
 
 def test_what_is_no_store_of_ours_is_refused() -> None:

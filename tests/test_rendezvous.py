@@ -358,6 +358,16 @@ def test_a_port_in_use_is_named() -> None:
     assert "Choose another port" in said
 
 
+def test_a_host_without_a_secret_does_not_wait_for_one_that_may_not_listen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("zmqgrad.transport.host_address.facing_address", lambda host, port: "192.0.2.7")
+    for name in ("ZMQGRAD_SECRET", "ZMQGRAD_SECRET_FILE"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(ConfigurationError, match=r"will not listen on tcp://192\.0\.2\.7:0 without a secret"):
+        next(iter(rendezvous("tcp://192.0.2.1:29500?rank=1&world_size=2", timeout=PATIENCE)))
+
+
 @pytest.mark.slow
 def test_nothing_listens() -> None:
     port = free_port()

@@ -39,6 +39,8 @@ from zmqgrad.errors import (
 )
 from zmqgrad.store import FileStore, PrefixStore, Store, TCPStore
 from zmqgrad.store.sidecar import Rival, open_sidecar
+from zmqgrad.transport.host_address import choose_address
+from zmqgrad.transport.security import load_keys
 
 DEFAULT_TIMEOUT = timedelta(minutes=30)
 
@@ -366,6 +368,8 @@ def _serve_or_connect(
             by_agent = False
             if (host, port) != (launch.master_addr, launch.master_port):
                 attempt = None
+        if rank and attempt is None and not by_agent:
+            _check_may_listen(host, port)
         if attempt is not None or (group is not None and not by_agent):
             group = group or Group("rendezvous", next(_sidecars))
             return open_sidecar(host, port, rank, world_size, timeout, str(group), attempt, group.rival)
@@ -393,6 +397,18 @@ def _serve_or_connect(
         ) from e
     # The agent keeps its own keys in the same store.
     return PrefixStore("/worker", store, owned=True) if by_agent else store
+
+
+def _check_may_listen(host: str, port: int) -> None:
+    """Refuse what would refuse rank 0 as well, so that its host's lack of a secret is no silent wait here.
+
+    Raises:
+        ConfigurationError: if this process may not listen where those that meet at ``host`` reach it.
+    """
+    try:
+        choose_address(host, port, secured=load_keys() is not None)
+    except OSError:
+        pass  # no route, or an unknown name: connecting to the store waits for it, and names it
 
 
 _BESIDE_TORCH: dict[str, Callable[[Request, timedelta | float, Group], RendezvousResult]] = {

@@ -16,7 +16,7 @@ import pytest
 from tests.support.networks import Networks, networks
 from zmqgrad.__main__ import main
 from zmqgrad.cli.checks import Check, Status
-from zmqgrad.cli.peer_checks import peer_checks
+from zmqgrad.cli.peer_checks import checked_back, peer_checks
 from zmqgrad.cli.peer_connection import Outcome, connect, outcome_of
 from zmqgrad.cli.peer_listener import GREETING, PeerListener
 from zmqgrad.errors import AddressInUseError
@@ -58,7 +58,9 @@ def test_a_listener_on_this_host(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     report = json.loads(out[out.index("{") :])
     assert report["fit"] is True
     found = {check["name"]: check for check in report["checks"]}
-    assert list(found) == ["connect", "server", "secret", "NAT", "round trip", "back", "packets", "bandwidth"]
+    assert list(found) == [
+        *("connect", "interface", "server", "secret", "NAT", "round trip", "back", "packets", "bandwidth")
+    ]
     assert {check["status"] for check in found.values()} == {"ok"}
     assert found["connect"]["interface"] == "lo"
     assert found["round trip"]["round_trip_us"] > 0
@@ -88,6 +90,22 @@ def test_a_store_that_runs() -> None:
     statuses = by_name(checks)
     assert (statuses["server"], statuses["bandwidth"]) == (Status.OK, Status.OK)
     assert "a store of zmqgrad, without encryption" in str(checks)
+    assert not checked_back(checks)
+    assert "doctor --listen" in checks[-1].advice
+
+
+def test_the_address_that_a_worker_would_choose(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The listener connects to it, if the two share a secret: else it could be told to connect anywhere."""
+    monkeypatch.setenv("ZMQGRAD_ADVERTISE_ADDRESS", "127.0.0.9")
+    for secret, reached in ((None, "127.0.0.1"), (SECRET, "127.0.0.9")):
+        monkeypatch.setenv("ZMQGRAD_SECRET", secret or "")
+        with listener(secret) as port:
+            checks = {check.name: check for check in peer_checks("127.0.0.1", port)}
+        assert "reached at 127.0.0.9" in checks["interface"].found
+        assert f"{reached}:" in checks["back"].found
+        assert f"127.0.0.1: connecting to {reached}: " in capsys.readouterr().out
 
 
 def test_a_store_with_another_secret(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +256,22 @@ def test_a_nat_is_seen_from_behind_it(networks: Networks) -> None:
         found = doctor(a, "10.213.41.2:29500")
     assert "ZMQGRAD_ADVERTISE_ADDRESS=10.213.41.1 here" in found["NAT"]["advice"]
     assert found["back"]["status"] == "bad"
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+def test_the_chosen_interface_is_tested(networks: Networks, monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = networks.add("a"), networks.add("b")
+    networks.link(a, "eth0", b, "eth0", "10.213.50.")
+    networks.link(a, "ib0", b, "ib0", "10.213.51.")
+    monkeypatch.setenv("ZMQGRAD_SECRET", SECRET)
+    with listening(b):
+        monkeypatch.setenv("ZMQGRAD_SOCKET_IFNAME", "ib")
+        found = doctor(a, "10.213.50.2:29500")
+        assert "listens at 10.213.51.1 (ib0, by ZMQGRAD_SOCKET_IFNAME=ib)" in found["interface"]["found"]
+        assert "connects to 10.213.51.1:" in found["back"]["found"]
+        monkeypatch.setenv("ZMQGRAD_SOCKET_IFNAME", "lo")
+        found = doctor(a, "10.213.50.2:29500")
+        assert found["interface"]["status"] == "bad"
+        assert "meet at 10.213.50.2" in found["interface"]["advice"]
+        assert "back" not in found

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from torch.distributed.elastic.multiprocessing.api import Std as TorchStd
 from torch.distributed.elastic.multiprocessing.api import to_map
 
+from zmqgrad.elastic.agent.job import describe_wait
 from zmqgrad.elastic.launch_config import LaunchConfig, Std, Streams
 from zmqgrad.errors import ConfigurationError
+
+
+def test_what_joining_a_round_waits_for() -> None:
+    meet = LaunchConfig(2, 4, rdzv_endpoint="h:1", rdzv_configs={"last_call_timeout": "7"}, run_id="job")
+    waits = "joining a round at h:1: waiting for 2 nodes"
+    assert describe_wait(meet) == f"{waits}, then up to 7 s for more, at most 4 (last_call_timeout)"
+    assert describe_wait(dataclasses.replace(meet, max_nodes=2)) == waits
 
 
 def test_the_default_is_one_worker_on_one_host() -> None:

@@ -246,6 +246,13 @@ def test_timeouts_are_positive() -> None:
         RendezvousTimeout(last_call=0)
 
 
+def test_a_host_whose_full_name_is_localhost_has_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without DNS: else the nodes of all hosts had the same name."""
+    monkeypatch.setattr("socket.getfqdn", lambda: "localhost.localdomain")
+    monkeypatch.setattr("socket.gethostname", lambda: "node7")
+    assert NodeDescGenerator().generate().fqdn == "node7"
+
+
 def test_descriptors_of_one_process_differ() -> None:
     generator = NodeDescGenerator()
     first, second = generator.generate(), generator.generate("10.0.0.1")

@@ -90,6 +90,23 @@ def test_the_variables_of_gloo_and_nccl_count_if_they_select_an_interface(
     assert choose_address("localhost", secured=True).listen == "127.0.0.1", "a job of this host needs none"
 
 
+def test_loopback_is_no_choice_for_a_job_of_several_hosts(
+    several: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Peers would connect to their own loopback, and report that the process has ended."""
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    assert choose_address("far", secured=True).listen == "192.0.2.10"
+    monkeypatch.setenv(environment.SOCKET_IFNAME, "lo")
+    with pytest.raises(
+        ConfigurationError, match=r"=lo selects 127\.0\.0\.1, .*meet at far: select another of eth0 192"
+    ):
+        choose_address("far", secured=True)
+    assert choose_address("127.0.0.1", secured=True).listen == "127.0.0.1"
+    assert choose_address(None, secured=True).listen == "127.0.0.1", "a file does not tell which hosts meet"
+    monkeypatch.setenv(environment.ADVERTISE_ADDRESS, "198.51.100.9")  # of a proxy on this host
+    assert tuple(choose_address("far", secured=True))[:2] == ("127.0.0.1", "198.51.100.9")
+
+
 def test_an_address_that_may_not_be_listened_at(several: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ZMQGRAD_ALLOW_INSECURE", raising=False)
     with pytest.raises(ConfigurationError, match=re.escape("will not listen on tcp://192.0.2.10:0")):

@@ -72,10 +72,12 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.listen is not None:
         return _listen(arguments.listen)
     if arguments.peer is not None:
-        from zmqgrad.cli.peer_checks import peer_checks  # loads the store
+        from zmqgrad.cli.peer_checks import checked_back, peer_checks  # loads the store
 
         host, port = _endpoint(arguments.peer, "--peer")
         checks, fit = peer_checks(host, port), f"workers of this host and {host} can work together"
+        if not checked_back(checks):
+            fit = f"this host reaches {host}; whether {host} reaches this host was not tested"
     else:
         checks, fit = all_checks(self_test=not arguments.no_self_test), "workers can run here"
     bad = [check.name for check in checks if check.status is Status.BAD]

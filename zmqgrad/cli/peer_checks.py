@@ -1,13 +1,14 @@
 """The checks of ``zmqgrad doctor --peer HOST:PORT``: can this host and that one work together?
 
 The peer is a listener of ``zmqgrad doctor --listen``, or a store or worker that runs. Only a listener
-connects back, as workers do.
+connects back, as workers do, to the address that a worker of this host would choose.
 """
 
 from __future__ import annotations
 
 import socket
 import statistics
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
@@ -28,10 +29,11 @@ from zmqgrad.cli.peer_connection import (
     read_greeting,
 )
 from zmqgrad.cli.peer_listener import MAX_BYTES, plain
-from zmqgrad.errors import StoreTimeoutError, ZmqgradError
+from zmqgrad.errors import ConfigurationError, StoreTimeoutError, ZmqgradError
 from zmqgrad.runtime.clock import MONOTONIC
 from zmqgrad.store import Store, TCPStore
-from zmqgrad.transport.bind_policy import bind_in_range
+from zmqgrad.transport.bind_policy import bind_in_range, tcp_address
+from zmqgrad.transport.host_address import HostAddress, choose_address
 from zmqgrad.transport.interfaces import interface_addresses
 from zmqgrad.transport.security import Keys, load_keys
 
@@ -66,6 +68,14 @@ _MTU_ADVICE = (
 )
 
 
+_BACK_UNTESTED = Check(
+    "back",
+    Status.NOTE,
+    "not tested: this server does not connect to this host, as workers will",
+    "run `zmqgrad doctor --listen` there, at another port while this one is in use",
+)
+
+
 def peer_checks(host: str, port: int) -> list[Check]:
     """All checks against ``host``, in the order of the report.
 
@@ -88,8 +98,14 @@ def peer_checks(host: str, port: int) -> list[Check]:
         checks += [_attempt(address, port, attempt, reached) for address, attempt in attempts]
         for address, attempt in attempts:
             if attempt.stream is not None:
-                return checks + _examine(host, address, port, attempt.stream, keys)
+                own, interface = _interface(address, port)
+                return [*checks, interface, *_examine(host, address, port, attempt.stream, keys, own)]
     return checks
+
+
+def checked_back(checks: Sequence[Check]) -> bool:
+    """Whether the peer was found to reach this host."""
+    return any(check.name == "back" and check.status is Status.OK for check in checks)
 
 
 def _resolve(host: str, port: int) -> list[str] | Check:
@@ -118,18 +134,29 @@ def _attempt(address: str, port: int, attempt: Attempt, reached: bool) -> Check:
     return Check("connect", Status.OK, f"{shown}{f', MTU {mtu}' if mtu else ''})", "", data)
 
 
-def _examine(host: str, address: str, port: int, stream: socket.socket, keys: Keys | None) -> list[Check]:
+def _interface(address: str, port: int) -> tuple[HostAddress | None, Check]:
+    """The address that a worker of this host would choose, if those meet at ``address``."""
+    try:
+        own = choose_address(address, port, secured=True)  # the check of the secret tells if there is none
+    except (ConfigurationError, OSError) as e:
+        return None, Check("interface", Status.BAD, "a worker of this host finds no address", str(e))
+    return own, Check("interface", Status.OK, f"a worker of this host listens at {own}")
+
+
+def _examine(
+    host: str, address: str, port: int, stream: socket.socket, keys: Keys | None, own: HostAddress | None
+) -> list[Check]:
     try:
         greeting = read_greeting(stream)
         if greeting.kind == "listener":
             with Peer(stream, greeting.hello, keys) as peer:
-                return _listener(peer, address, port, keys)
+                return _listener(peer, address, port, keys, own)
     except (OSError, ValueError, KeyError) as e:
         outcome = outcome_of(e) if isinstance(e, OSError) else Outcome.FAILED
         advice = _ADVICE[Outcome.RESET if outcome is Outcome.FAILED else outcome].format(host=host, port=port)
         return [Check("server", Status.BAD, f"accepts connections, and then: {e}", advice)]
     if greeting.kind == "zeromq":
-        return _zeromq(host, port, stream, greeting.mechanism, keys)
+        return [*_zeromq(host, port, stream, greeting.mechanism, keys), _BACK_UNTESTED]
     what = f"sent nothing in {SILENCE_SECONDS:.0f} s" if greeting.kind == "silent" else "is not of zmqgrad"
     advice = (
         f"torch's store is silent, and so is a port mapping without a server behind it; to test the network, "
@@ -141,7 +168,7 @@ def _examine(host: str, address: str, port: int, stream: socket.socket, keys: Ke
 # ---- a listener ------------------------------------------------------------------------------------------
 
 
-def _listener(peer: Peer, address: str, port: int, keys: Keys | None) -> list[Check]:
+def _listener(peer: Peer, address: str, port: int, keys: Keys | None, own: HostAddress | None) -> list[Check]:
     hello = peer.hello
     checks = [Check("server", Status.OK, f"zmqgrad doctor --listen on {hello['host']}")]
     checks.append(_same_secret(peer, keys))
@@ -151,7 +178,8 @@ def _listener(peer: Peer, address: str, port: int, keys: Keys | None) -> list[Ch
     times = [peer.exchange(1, 1) for _ in range(PINGS)]
     median = statistics.median(times) * 1e6
     checks.append(Check("round trip", Status.OK, f"{median:.0f} us", "", {"round_trip_us": round(median, 1)}))
-    checks.append(_back(peer))
+    if own is not None:
+        checks.append(_back(peer, own, secured=keys is not None))
     packets = _packets(address, port, keys)
     checks.append(packets)
     if packets.status is Status.OK:
@@ -188,14 +216,15 @@ def _translation(hello: dict[str, Any], address: str) -> Check:
     return Check("NAT", Status.NOTE, "; ".join(found), ", ".join(advice))
 
 
-def _back(peer: Peer) -> Check:
-    """Let the peer connect to this host, as its workers will."""
-    host = str(peer.hello["client"])
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with bind_in_range(lambda port: socket.create_server(("", port), family=family)) as listening:
+def _back(peer: Peer, own: HostAddress, secured: bool) -> Check:
+    """Let the peer connect to this host, as its workers will. Without a secret, it chooses the address."""
+    host = own.advertise if secured else str(peer.hello["client"])
+    family = socket.AF_INET6 if ":" in own.listen else socket.AF_INET
+    at = own.listen if secured else ""
+    with bind_in_range(lambda port: socket.create_server((at, port), family=family)) as listening:
         port = int(listening.getsockname()[1])
-        problem = peer.connect_back(port)
-    where = f"{f'[{host}]' if ':' in host else host}:{port}"
+        problem = peer.connect_back(host, port)
+    where = tcp_address(host, port).removeprefix("tcp://")
     if not problem:
         return Check("back", Status.OK, f"the peer connects to {where}", "", {"outcome": "connected"})
     advice = (

@@ -16,8 +16,8 @@ from zmqgrad.cli.peer_listener import GREETING, HELLO_FIELDS, TIMEOUT_SECONDS, a
 from zmqgrad.runtime.clock import MONOTONIC, Deadline
 from zmqgrad.transport.security import Keys
 
-CONNECT_SECONDS = 3.0
-"""The kernel repeats a lost packet after 1 s."""
+CONNECT_SECONDS = 3.5
+"""The kernel repeats a lost packet after 1 s, and finds after 3 s that no host has the address."""
 SILENCE_SECONDS = 3.0
 """How long a server may be silent: ZeroMQ greets in one round trip, a lost packet is resent after 1 s."""
 
@@ -219,9 +219,9 @@ class Peer:
         read_bytes(self._stream, receive)
         return MONOTONIC.now() - began
 
-    def connect_back(self, port: int) -> str:
-        """Let the listener connect to ``port`` of this host. Returns its error; empty on success."""
-        return str(self._request({"connect": port})["problem"])
+    def connect_back(self, host: str, port: int) -> str:
+        """Let the listener connect to ``port`` at ``host``. Returns its error; empty on success."""
+        return str(self._request({"connect": port, "host": host})["problem"])
 
 
 def open_peer(address: str, port: int, keys: Keys | None, max_segment: int = 0) -> Peer:

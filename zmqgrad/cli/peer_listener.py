@@ -2,8 +2,8 @@
 
 A connection begins with a line of JSON by the listener, a challenge, and one by the client, which answers it
 with the job's key. Then each line of the client names bytes to read and to write, or a port of its own host
-to connect to. Nothing else can be requested, so listening is harmless without a secret; with one, clients
-need the same.
+to connect to. Nothing else can be requested, so listening is harmless without a secret. With one, clients
+need the same, and may name the address to connect to: the one at which their workers will listen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HELLO_FIELDS = frozenset(("challenge", "secured", "host", "at", "client"))
 """What the line of the listener tells: its challenge, whether it has a secret, its name, both addresses."""
 
 TIMEOUT_SECONDS = 10.0
-CONNECT_BACK_SECONDS = 3.0
+CONNECT_BACK_SECONDS = 3.5
 MAX_BYTES = 256 << 20
 """Most bytes that one line may request in each direction."""
 
@@ -112,11 +112,14 @@ class _Handler(socketserver.BaseRequestHandler):
         stream.sendall(GREETING + json.dumps(hello).encode() + b"\n")
         proof = _line(lines)["answer"]
         accepted = hmac.compare_digest(proof, answer(self.server.keys, challenge)) or not self.server.keys
-        self.server.report(f"{client}: {'connected' if accepted else 'refused, as it has another secret'}")
+        refusal = "refused, as it has another secret" if proof else "refused, as it has no secret"
+        self.server.report(f"{client}: {'connected' if accepted else refusal}")
         _write_line(stream, {"accepted": accepted})
         while accepted and (request := _line(lines)):
             if "connect" in request:
-                problem = connect_back(client, int(request["connect"]))
+                target = str(request.get("host", client)) if self.server.keys else client
+                problem = connect_back(target, int(request["connect"]))
+                self.server.report(f"{client}: connecting to {target}: {problem or 'succeeded'}")
                 _write_line(stream, {"problem": problem})
                 continue
             read, write = int(request["read"]), int(request["write"])

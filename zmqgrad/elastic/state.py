@@ -153,6 +153,12 @@ class NodeDescGenerator:
         self._next_local_id = 0
 
     def generate(self, local_addr: str | None = None) -> NodeDesc:
-        """Returns a new descriptor. ``local_addr``: the name of this host, if its own is of no use."""
+        """Returns a new descriptor. ``local_addr``: the name of this host, if its own is of no use.
+
+        Without DNS the full name of many hosts is localhost, which tells no two of them apart.
+        """
+        name = local_addr or socket.getfqdn()
         local_id, self._next_local_id = self._next_local_id, self._next_local_id + 1
-        return NodeDesc(local_addr or socket.getfqdn(), os.getpid(), local_id)
+        if name.partition(".")[0].startswith("localhost") and not local_addr:
+            name = socket.gethostname()
+        return NodeDesc(name, os.getpid(), local_id)

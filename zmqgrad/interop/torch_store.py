@@ -18,6 +18,7 @@ from zmqgrad import environment
 from zmqgrad.errors import StoreError, StoreTimeoutError
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.future import Promise
+from zmqgrad.store.addresses import doctor_hint
 from zmqgrad.store.sidecar import MAX_TIMEOUT_SECONDS
 from zmqgrad.transport.bind_policy import is_loopback
 from zmqgrad.transport.probe import Probe, Server
@@ -106,7 +107,10 @@ def _connect_torch_store(host: str, port: int, deadline: Deadline) -> Any:
                     raise StoreError(f"{server.value} listens at {host}:{port}, not rank 0 of this group")
                 connected.wait_done(deadline.left())
     except OSError as e:
-        raise StoreTimeoutError(f"nothing listens at {host}:{port}: {e}") from e
+        seen = "no answer (a firewall drops packets, or the host is down)"
+        if isinstance(e, ConnectionRefusedError):
+            seen = "nothing listens, or a firewall rejects"
+        raise StoreTimeoutError(f"{host}:{port}: {seen}: {e}{doctor_hint(host, port)}") from e
     if not connected.done():
         raise StoreTimeoutError(f"a server at {host}:{port} accepts connections, but does not reply")
     try:

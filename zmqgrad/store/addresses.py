@@ -73,6 +73,11 @@ def _loopback_of(name: str) -> str | None:
     return str(min(found))
 
 
+def doctor_hint(host: str, port: int) -> str:
+    """Suffix for an error message about a server on another host that does not reply; otherwise empty."""
+    return "" if is_loopback(host) else f"; `zmqgrad doctor --peer {host}:{port}` tests the way to it"
+
+
 def why_unknown(host: str) -> str:
     """Suffix for an error message if the name ``host`` cannot be resolved; otherwise empty."""
     try:

@@ -20,7 +20,7 @@ from zmqgrad.errors import (
 )
 from zmqgrad.runtime.clock import Deadline
 from zmqgrad.runtime.thread_pool import Task
-from zmqgrad.store.addresses import connecting_address, why_unknown
+from zmqgrad.store.addresses import connecting_address, doctor_hint, why_unknown
 from zmqgrad.store.watch import RENEW_SECONDS, WatchRegistry, as_registration, unwatch_query, watch_query
 from zmqgrad.store.watch_cache import ChangeNotification, Registration
 from zmqgrad.store.watch_targets import Prefix, Target, topic_of
@@ -120,6 +120,7 @@ class Connection:
             return StoreTimeoutError(
                 f"{call} timed out: no store answered at {self._host}:{self._port} within {seconds:g} s: is "
                 f"the master running, and is this its address?{why_unknown(self._host)} [{error}]"
+                f"{doctor_hint(self._host, self._port)}"
             )
         if isinstance(error, AuthenticationError):
             return StoreError(

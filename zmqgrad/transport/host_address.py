@@ -13,7 +13,7 @@ from typing import NamedTuple
 from zmqgrad import environment
 from zmqgrad.errors import ConfigurationError
 from zmqgrad.transport.bind_policy import check_bind_address, is_loopback, may_bind_publicly, tcp_address
-from zmqgrad.transport.interfaces import InterfaceFilter, interface_addresses, select
+from zmqgrad.transport.interfaces import InterfaceAddress, InterfaceFilter, interface_addresses, select
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +77,12 @@ def choose_address(host: str | None, port: int = 0, *, secured: bool) -> HostAdd
     Raises:
         OSError: if ``host`` has no address, or there is no route to it.
         ConfigurationError: if listening there is not allowed, or the environment names an address that does
-            not resolve, or interfaces that this host lacks.
+            not resolve, or interfaces that this host lacks or that other hosts cannot reach.
     """
     advertised = _advertised()
     facing, reason = _facing(host, port, secured, advertised is not None)
     if not is_loopback(facing):
-        facing, reason = _on_chosen_interface(facing, reason)
+        facing, reason = _on_chosen_interface(facing, reason, host, advertised)
         check_bind_address(tcp_address(facing, 0), secured)
     return HostAddress(facing, advertised or facing, reason)
 
@@ -100,7 +100,9 @@ def _facing(host: str | None, port: int, secured: bool, advertised: bool) -> tup
     return facing, f"faces {host}"
 
 
-def _on_chosen_interface(facing: str, reason: str) -> tuple[str, str]:
+def _on_chosen_interface(
+    facing: str, reason: str, host: str | None, advertised: str | None
+) -> tuple[str, str]:
     """Applies ``ZMQGRAD_SOCKET_IFNAME``, or the variables of Gloo, TensorPipe and NCCL if they select one."""
     wanted = environment.socket_interfaces()
     if wanted is None:
@@ -108,15 +110,24 @@ def _on_chosen_interface(facing: str, reason: str) -> tuple[str, str]:
     present = interface_addresses()
     chosen = select(present, InterfaceFilter(wanted.interfaces), facing)
     setting = f"{wanted.variable}={wanted.text}"
-    if chosen is not None:
+    if chosen is not None and (host is None or not is_loopback(advertised or chosen.address)):
         return chosen.address, f"{chosen.interface}, by {setting}"
     if wanted.variable != environment.SOCKET_IFNAME:
         return facing, f"{reason}; no interface has {setting}"
-    listed = ", ".join(f"{name} {address}" for name, address in present) or "unknown on this system"
+    if chosen is not None:  # peers would connect to their own hosts, and meet nothing or another program
+        others = _listed([each for each in present if not is_loopback(each.address)])
+        raise ConfigurationError(
+            f"{setting} selects {advertised or chosen.address}, which other hosts cannot reach, but workers "
+            f"meet at {host}: select another of {others}; a job of one host can meet at 127.0.0.1"
+        )
     version = "IPv6" if ":" in facing else "IPv4"
     raise ConfigurationError(
-        f"{setting} selects no interface with an {version} address; those of this host are {listed}"
+        f"{setting} selects no interface with an {version} address; those of this host are {_listed(present)}"
     )
+
+
+def _listed(present: list[InterfaceAddress]) -> str:
+    return ", ".join(f"{name} {address}" for name, address in present) or "unknown on this system"
 
 
 def _advertised() -> str | None:

@@ -102,6 +102,48 @@ def test_a_node_joins_and_is_killed(job: Job) -> None:
     first.find_workers(1, world_size=1)
 
 
+LOSE = """
+from zmqgrad.errors import PeerLostError, RpcTimeoutError
+rank, size = os.environ["RANK"], os.environ["WORLD_SIZE"]
+if size == "2" and rank == "0":
+    def fail(*_):
+        raise {first}
+    signal.signal(signal.SIGUSR1, fail)
+    print("ready", flush=True)
+elif size == "2" and {both}:
+    raise RpcTimeoutError("w1: shutdown gave up: the store no longer replies")
+"""
+
+
+def test_a_worker_that_fails_because_a_node_was_lost_costs_no_restart(job: Job) -> None:
+    """It notices the loss before the agent does."""
+    code = LOSE.format(first="PeerLostError('w1 is gone')", both=False)
+    nodes = [job.start(code) for _ in range(2)]
+    workers = [node.find_workers(1, world_size=2) for node in nodes]
+    stays = 0 if 0 in workers[0] else 1
+    nodes[stays].find("ready")
+    nodes[1 - stays].process.kill()
+    os.kill(workers[stays][0], signal.SIGUSR1)
+    nodes[stays].find(r"worker 0 failed because it lost a peer or the store: waiting for news")
+    nodes[stays].find(r"left or was lost: restart as 1 node$")
+    nodes[stays].find_workers(1, world_size=1)
+
+
+def test_the_cause_is_reported_and_not_the_worker_that_lost_the_store(job: Job) -> None:
+    """Rank 0 has failed first, but its process takes longer to end."""
+    nodes = [job.start(LOSE.format(first="ValueError('the cause')", both=True), nodes="2") for _ in range(2)]
+    workers = [node.find_workers(1, world_size=2) for node in nodes]
+    serves = 0 if 0 in workers[0] else 1
+    nodes[serves].find("ready")
+    nodes[1 - serves].find("waiting for news")
+    os.kill(workers[serves][0], signal.SIGUSR1)
+    assert [node.wait() for node in nodes] == [1, 1]
+    for node in nodes:
+        report = node.text[node.text.rindex("failed first: exit code 1") - 30 :]
+        assert "worker 0" in report
+        assert "ValueError: the cause" in report
+
+
 def test_a_node_that_is_interrupted_leaves_at_once(job: Job) -> None:
     nodes = [job.start("") for _ in range(2)]
     for node in nodes:

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from zmqgrad.elastic.agent.consequences import STORE_EXTRA_SECONDS, hold_seconds
 from zmqgrad.elastic.agent.events import (
     AllSucceeded,
     Failure,
@@ -21,6 +22,8 @@ from zmqgrad.elastic.agent.lifecycle import (
     Effect,
     Event,
     GroupEnded,
+    Hold,
+    HoldEnded,
     Interrupted,
     Join,
     LeaseLost,
@@ -40,6 +43,11 @@ from zmqgrad.errors import RendezvousConnectionError
 
 SUCCESS = GroupEnded(Outcome(0))
 FAILED = GroupEnded(Outcome(1, WorkerExited(2, 1)), ("the reason",))
+LOST_PEER = GroupEnded(FAILED.outcome, ("Traceback", "zmqgrad.errors.PeerLostError: w0 is gone"))
+LOST_STORE = GroupEnded(
+    FAILED.outcome,
+    ("zmqgrad.errors.RpcTimeoutError: w1: shutdown gave up: the store no longer replies; w0 has ended",),
+)
 STOPPED = GroupEnded(Outcome(0, ended=(2, 3), stopped=True))
 
 
@@ -158,6 +166,57 @@ def test_rule_6_while_it_joins_and_again_while_it_leaves() -> None:
     assert lifecycle.handle(Interrupted(signal.SIGTERM)) == [Result(143, interrupted_by=signal.SIGTERM)]
 
 
+def test_rule_7_a_failure_that_follows_a_lost_node_costs_no_restart() -> None:
+    lifecycle = running(max_restarts=0)
+    assert actions(lifecycle.handle(LOST_PEER)) == [Hold(0.0)]
+    assert actions(lifecycle.handle(MembershipChanged(0, "node 0 was lost"))) == [Join(0)]
+    assert lifecycle.handle(HoldEnded()) == []
+
+
+def test_rule_7_the_first_failure_of_another_node_is_the_cause() -> None:
+    lifecycle = running(max_restarts=0)
+    assert actions(lifecycle.handle(LOST_STORE)) == [Hold(STORE_EXTRA_SECONDS)], "the peer's comes first"
+    assert actions(lifecycle.handle(remote(final=True))) == [Leave(close=True)]
+    assert lifecycle.handle(Left()) == [Result(7, FAILED.outcome, remote(True).failure)]
+
+
+@pytest.mark.parametrize("end", [HoldEnded(), RendezvousFailed(RendezvousConnectionError("no store"))])
+def test_rule_7_without_news_the_failure_counts(end: Event) -> None:
+    lifecycle = running()
+    lifecycle.handle(LOST_PEER)
+    said, report, join = lifecycle.handle(end)
+    assert said == Say("worker 2 of node 1 failed (exit code 1), restart 1 of 3")
+    assert report == ReportFailure(Failure(2, 1, 1, False, LOST_PEER.lines))
+    assert join == Join(1)
+
+
+def test_rule_7_a_node_that_is_cut_off_ends_the_job_of_no_other() -> None:
+    lifecycle = running(max_restarts=0)
+    lifecycle.handle(LOST_PEER)
+    assert lifecycle.has_lease
+    assert actions(lifecycle.handle(LeaseLost())) == [Join(0)]
+
+
+def test_rule_7_needs_other_nodes() -> None:
+    alone = Lifecycle(3, is_distributed=True)
+    alone.begin()
+    alone.handle(Joined(place([NodeInfo("node", "role", 4, 0, "10.0.0.1", 4711)], 0, 0)))
+    assert actions(alone.handle(LOST_PEER))[-1] == Join(1)
+
+
+@pytest.mark.parametrize(
+    ("last", "extra"),
+    [
+        ("ValueError: zmqgrad.errors.PeerLostError", None),
+        ("zmqgrad.errors.RemoteError: PeerLostError", None),
+        ("zmqgrad.errors.PeerLostError: w1 (worker 1) is gone", 0.0),
+        ("zmqgrad.errors.StoreTimeoutError: get timed out: no store answered at h:1", STORE_EXTRA_SECONDS),
+    ],
+)
+def test_what_is_a_consequence(last: str, extra: float | None) -> None:
+    assert hold_seconds(["Traceback (most recent call last):", last, "[0] bye"]) == extra
+
+
 @pytest.mark.parametrize("late", [MembershipChanged(0, "a node joined"), remote(True), AllSucceeded(0)])
 def test_events_of_an_earlier_round_change_nothing(late: Event) -> None:
     lifecycle = running()
@@ -182,6 +241,7 @@ events = st.one_of(
     st.builds(AllSucceeded, st.integers(0, 3)),
     st.just(RendezvousFailed(RendezvousConnectionError("the store is gone"))),
     st.just(LeaseLost()),
+    st.just(HoldEnded()),
     st.builds(Interrupted, st.sampled_from([signal.SIGINT, signal.SIGTERM])),
     st.just(Left()),
 )
@@ -220,7 +280,7 @@ def test_whatever_happens(data: st.DataObject, max_restarts: int) -> None:
             choices.append(st.just(Joined(placement(rounds, known))))
         if are_running:
             choices.append(st.just(STOPPED if stopping else SUCCESS))
-            choices.append(st.just(FAILED))
+            choices.append(st.sampled_from([FAILED, LOST_PEER, LOST_STORE]))
         event = data.draw(st.one_of(choices))
         if are_running and isinstance(event, Interrupted):
             event = GroupEnded(Outcome(130, interrupted_by=signal.SIGINT))

@@ -19,6 +19,8 @@ from zmqgrad.elastic.agent.lifecycle import (
     Effect,
     Event,
     GroupEnded,
+    Hold,
+    HoldEnded,
     Interrupted,
     Join,
     LeaseLost,
@@ -58,6 +60,7 @@ class AgentSpec:
         max_restarts: of the job, after failures of workers.
         is_distributed: whether there may be other nodes.
         verbose: also announce the rounds of a single node.
+        awaited: what joining a round waits for, if it waits for anything.
     """
 
     coordinator: Coordinator
@@ -68,6 +71,7 @@ class AgentSpec:
     max_restarts: int = 0
     is_distributed: bool = False
     verbose: bool = False
+    awaited: str = ""
 
 
 def run_agent(spec: AgentSpec, clock: Clock = MONOTONIC) -> tuple[Result, Tails]:
@@ -97,6 +101,7 @@ class _Agent:
         self._lifecycle = Lifecycle(spec.max_restarts, spec.is_distributed, spec.verbose)
         self._group: WorkerGroup | None = None
         self._place: Placement | None = None
+        self._hold_until = math.inf
         self._lease_lost = False
         self._guard: LeaseGuard | None = None
         self._tails: dict[int, list[str]] = {}
@@ -110,7 +115,7 @@ class _Agent:
             result = self._check_lease()
             self._listener.show(ready)
             # Again, since showing may have blocked: workers that the guard has killed did not fail.
-            result = result or self._check_lease() or self._step()
+            result = result or self._check_lease() or self._step() or self._check_hold()
         return result
 
     def tail(self, rank: int) -> list[str]:
@@ -118,13 +123,19 @@ class _Agent:
         return self._tails.get(rank, [])
 
     def _timeout(self) -> float | None:
-        deadline = math.inf if self._group is None else self._group.deadline
+        deadline = self._hold_until if self._group is None else self._group.deadline
         if self._needs_lease():
             deadline = min(deadline, self._clock.now() + max(0.0, self._spec.coordinator.lease_left()))
         return Deadline(deadline, self._clock).timeout()
 
     def _needs_lease(self) -> bool:
-        return self._group is not None and not self._lease_lost
+        return self._lifecycle.has_lease and not self._lease_lost
+
+    def _check_hold(self) -> Result | None:
+        if self._clock.now() < self._hold_until:
+            return None
+        self._hold_until = math.inf
+        return self._handle(HoldEnded())
 
     def _check_lease(self) -> Result | None:
         killed = self._guard is not None and self._guard.has_killed
@@ -186,6 +197,8 @@ class _Agent:
         for effect in effects:
             match effect:
                 case Join(restarts):
+                    if self._spec.awaited:
+                        self._say(self._spec.awaited)
                     coordinator.join(restarts)
                 case StartWorkers(place):
                     self._start(place)
@@ -198,17 +211,23 @@ class _Agent:
                     coordinator.report_failure(failure)
                 case ReportSuccess():
                     coordinator.report_success()
+                case Hold(extra):
+                    self._hold_until = self._clock.now() + coordinator.notice_seconds() + extra
                 case Leave(close):
                     coordinator.leave(close)
                 case Say(text):
-                    self._listener.end_line()
-                    self._spec.say(text)
+                    self._say(text)
                 case Result():
                     return effect
         return None
 
+    def _say(self, text: str) -> None:
+        self._listener.end_line()
+        self._spec.say(text)
+
     def _start(self, place: Placement) -> None:
         self._place = place
+        self._hold_until = math.inf
         self._lease_lost = False
 
         def start(rank: int) -> Worker:

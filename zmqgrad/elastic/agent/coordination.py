@@ -83,6 +83,10 @@ class Coordinator(ABC):
         """Seconds for which this node surely belongs to its round. Never blocks."""
 
     @abstractmethod
+    def notice_seconds(self) -> float:
+        """Within how many seconds the loss of a node is noticed."""
+
+    @abstractmethod
     def close(self) -> None:
         """Release threads and sockets."""
 
@@ -114,6 +118,9 @@ class SingleNode(Coordinator):
 
     def lease_left(self) -> float:
         return float("inf")
+
+    def notice_seconds(self) -> float:
+        return 0.0
 
     def close(self) -> None:
         self.events.close()

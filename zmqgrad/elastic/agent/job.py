@@ -16,6 +16,7 @@ from zmqgrad.elastic.agent.streams import OutputConfig
 from zmqgrad.elastic.agent.variables import ERROR_FILE, common_variables, worker_variables
 from zmqgrad.elastic.agent.workers import ScriptWorker, Worker
 from zmqgrad.elastic.launch_config import LaunchConfig
+from zmqgrad.elastic.settings import RendezvousTimeout
 
 StartWorker = Callable[[Placement, int, Mapping[str, str], Path], Worker]
 """(place, local rank, environment, directory of the round for its files) -> a running worker."""
@@ -69,8 +70,19 @@ def run_job(
         config.max_restarts,
         is_distributed(config),
         verbose,
+        describe_wait(config) if is_distributed(config) else "",
     )
     return run_agent(spec)
+
+
+def describe_wait(config: LaunchConfig) -> str:
+    """What joining a round waits for."""
+    least, most = config.min_nodes, config.max_nodes
+    text = f"joining a round at {config.rdzv_endpoint}: waiting for {least} node{'s' * (least > 1)}"
+    if least == most:
+        return text
+    seconds = config.rdzv_configs.get("last_call_timeout", f"{RendezvousTimeout.last_call:g}")
+    return f"{text}, then up to {seconds} s for more, at most {most} (last_call_timeout)"
 
 
 def starts_script(command: Sequence[str], output: OutputConfig) -> StartWorker:

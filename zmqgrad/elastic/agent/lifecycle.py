@@ -10,6 +10,9 @@ The rules:
 5. When the workers of this node have succeeded, the agent waits for those of the other nodes. If these fail,
    it runs its workers again.
 6. An agent that received a signal leaves the job; the others go on without it.
+7. A worker that fails because it lost a peer or the store is most likely not the first to fail: its failure
+   counts only if no other one and no lost node is reported within the time in which a node is noticed to be
+   lost.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import enum
 import signal
 from dataclasses import dataclass
 
+from zmqgrad.elastic.agent.consequences import hold_seconds
 from zmqgrad.elastic.agent.events import (
     AllSucceeded,
     CoordinatorEvent,
@@ -43,6 +47,11 @@ class GroupEnded:
 
 
 @dataclass(frozen=True)
+class HoldEnded:
+    """Event: the time of the last :class:`Hold` is over."""
+
+
+@dataclass(frozen=True)
 class LeaseLost:
     """Event: this node may not belong to its round any more."""
 
@@ -54,7 +63,7 @@ class Interrupted:
     signum: int
 
 
-Event = CoordinatorEvent | GroupEnded | LeaseLost | Interrupted
+Event = CoordinatorEvent | GroupEnded | HoldEnded | LeaseLost | Interrupted
 
 
 @dataclass(frozen=True)
@@ -91,6 +100,13 @@ class ReportSuccess:
 
 
 @dataclass(frozen=True)
+class Hold:
+    """Effect: wait until a lost node would have been noticed, and ``extra`` seconds, then send HoldEnded."""
+
+    extra: float
+
+
+@dataclass(frozen=True)
 class Leave:
     """Effect: leave the job. ``close``: it is over for all nodes."""
 
@@ -121,7 +137,7 @@ class Result:
     interrupted_by: int | None = None
 
 
-Effect = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | Leave | Say | Result
+Effect = Join | StartWorkers | StopWorkers | ReportFailure | ReportSuccess | Hold | Leave | Say | Result
 
 
 class Phase(enum.Enum):
@@ -130,6 +146,7 @@ class Phase(enum.Enum):
     JOINING = "joining"
     RUNNING = "running"
     STOPPING = "stopping"
+    HOLDING = "holding"
     SUCCEEDED = "succeeded"
     LEAVING = "leaving"
     OVER = "over"
@@ -152,6 +169,7 @@ class Lifecycle:
         self._place: Placement | None = None
         self._restarts = 0
         self._failure: Failure | None = None
+        self._held: GroupEnded | None = None
         self._outcome: Outcome | None = None
         self._result: Result | None = None
 
@@ -161,8 +179,8 @@ class Lifecycle:
 
     @property
     def has_lease(self) -> bool:
-        """Whether workers run, which need a lease."""
-        return self.phase in (Phase.RUNNING, Phase.STOPPING)
+        """Whether workers run, or a failure is held that counts in this round only. Both need a lease."""
+        return self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.HOLDING)
 
     def handle(self, event: Event) -> list[Effect]:
         """Process ``event`` and return the effects."""
@@ -181,6 +199,8 @@ class Lifecycle:
                 return self._on_rendezvous_failed(error)
             case GroupEnded():
                 return self._on_group_ended(event)
+            case HoldEnded():
+                return self._on_hold_ended()
             case LeaseLost():
                 return self._on_lease_lost()
             case Interrupted(signum):
@@ -190,7 +210,7 @@ class Lifecycle:
 
     def _is_current(self, round: int) -> bool:
         return (
-            self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.SUCCEEDED)
+            self.phase in (Phase.RUNNING, Phase.STOPPING, Phase.HOLDING, Phase.SUCCEEDED)
             and self._place is not None
             and self._place.round == round
         )
@@ -210,7 +230,7 @@ class Lifecycle:
         return [*said, StartWorkers(place)]
 
     def _on_membership(self, text: str) -> list[Effect]:
-        if self.phase is Phase.SUCCEEDED:
+        if self.phase in (Phase.HOLDING, Phase.SUCCEEDED):
             return [Say(text), *self._join()]
         if self.phase is Phase.STOPPING:
             return []
@@ -222,7 +242,7 @@ class Lifecycle:
             return []
         self._failure = failure
         said: list[Effect] = [] if self._is_final(failure) else [Say(self._describe_restart(failure))]
-        if self.phase is Phase.SUCCEEDED:
+        if self.phase in (Phase.HOLDING, Phase.SUCCEEDED):
             return [*said, *self._after_failure()]
         if self.phase is Phase.STOPPING:
             return said
@@ -240,12 +260,19 @@ class Lifecycle:
                 # The agent that served the store leaves last, so it has most likely seen all succeed.
                 said = Say(f"the workers of this node have succeeded; the other nodes are unknown: {error}")
                 return [said, *self._leave(Result(0, self._outcome), close=False)]
+            case Phase.HOLDING:
+                return self._on_hold_ended()
             case _:
                 return []  # while workers run the lease decides; while leaving, Left follows
 
     def _on_lease_lost(self) -> list[Effect]:
         if not self.has_lease:
             return []
+        if self.phase is Phase.HOLDING:
+            return [
+                Say("the other nodes were not reached in time and may go on without this one"),
+                *self._join(),
+            ]
         said = self.phase is Phase.STOPPING
         self.phase = Phase.STOPPING
         text = (
@@ -267,7 +294,7 @@ class Lifecycle:
         if self._failure is not None:
             return self._after_failure()
         if outcome.first_failure is not None:
-            return self._on_local_failure(event)
+            return self._hold(event) or self._on_local_failure(event)
         if self.phase is Phase.STOPPING and outcome.stopped:
             return self._join()
         if not self._is_distributed:
@@ -276,6 +303,22 @@ class Lifecycle:
             return self._join()
         self.phase = Phase.SUCCEEDED
         return [ReportSuccess()]
+
+    def _hold(self, event: GroupEnded) -> list[Effect]:
+        """Wait for the cause of a failure that looks like the consequence of another one, if it does."""
+        failed, extra = event.outcome.first_failure, hold_seconds(event.lines)
+        if extra is None or failed is None or self._place is None or self._place.num_nodes == 1:
+            return []
+        self.phase, self._held = Phase.HOLDING, event
+        text = (
+            f"worker {failed.rank} failed because it lost a peer or the store: waiting for news of its node"
+        )
+        return [Say(text), Hold(extra)]
+
+    def _on_hold_ended(self) -> list[Effect]:
+        if self.phase is not Phase.HOLDING or self._held is None:
+            return []
+        return self._on_local_failure(self._held)
 
     def _on_local_failure(self, event: GroupEnded) -> list[Effect]:
         failed = event.outcome.first_failure

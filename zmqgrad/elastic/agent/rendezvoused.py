@@ -101,6 +101,9 @@ class RendezvousCoordinator(Coordinator):
     def lease_left(self) -> float:
         return 0.0 if self._opened is None else self._opened.lease_left()
 
+    def notice_seconds(self) -> float:
+        return 0.0 if self._opened is None else self._opened.settings.expiry_seconds + 2 * LOOK_SECONDS
+
     def close(self) -> None:
         self._closing.set()
         self._commands.put(None)

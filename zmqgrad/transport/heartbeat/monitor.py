@@ -188,10 +188,11 @@ class HeartbeatMonitor:
             change = watched.detector.tick(now)
             silent = now - watched.detector.last_reply_at
             if self._is_unreachable(watched):
-                seen = (
-                    f"it has accepted no connection for {watched.detector.silence:.1f} s{watched.last_error}"
+                seconds = watched.detector.silence
+                seen = f"{_endpoint(watched)} has accepted no connection for {seconds:.1f} s"
+                self._lose(
+                    watched, f"its host is out of reach ({seen}{watched.last_error}; {_hint(watched)})"
                 )
-                self._lose(watched, f"its host is out of reach ({seen})")
             elif change is LivenessChange.FROZEN:
                 self._lose(watched, f"its process has not replied for {silent:.0f} s, though it exists")
             elif change is LivenessChange.SUSPECTED:
@@ -282,9 +283,13 @@ class HeartbeatMonitor:
         now = self._clock.now()
         if error == errno.ECONNREFUSED or (watched.local and error == errno.ENOENT):
             if watched.on_this_host:
-                self._lose(watched, "its process has ended")
+                refused = "" if watched.local else f", as {_endpoint(watched)} refuses connections"
+                self._lose(watched, f"its process has ended{refused}")
             elif (seconds := watched.refusals.refused(now)) >= self._timeouts.refused:
-                self._lose(watched, f"connection refused for {seconds:.1f} s")
+                self._lose(
+                    watched,
+                    f"{_endpoint(watched)} has refused connections for {seconds:.1f} s; {_hint(watched)}",
+                )
             else:
                 watched.next_due = now + RETRY_SECONDS
         elif error in _UNREACHABLE_ERRNOS:
@@ -317,6 +322,15 @@ class HeartbeatMonitor:
             callback(peer, what)
         except Exception:
             logger.exception("the callback for worker %d (%s) failed", peer, what)
+
+
+def _endpoint(watched: _Peer) -> str:
+    return watched.address.removeprefix(SCHEME).rpartition("/")[0]
+
+
+def _hint(watched: _Peer) -> str:
+    host = _endpoint(watched).rpartition(":")[0]
+    return f"if it is up, run `zmqgrad doctor --listen` there and `zmqgrad doctor --peer {host}` here"
 
 
 _UNREACHABLE_ERRNOS = frozenset((errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN))
