@@ -24,6 +24,7 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from zmqgrad.autograd.torch_internals import ERROR_NODE, error_function
@@ -57,10 +58,27 @@ def record_send(autograd_id: int, peer: int, tensors: Sequence[torch.Tensor], wh
     return Send(autograd_id, peer, tuple(map(edge_or_leaf, tensors)), what, *_line_of_program())
 
 
+_PYTHON_NODE: Any = BackwardCFunction
+
+
+class _OwningEdge(GradientEdge):
+    """An edge that keeps its graph alive by ``owner``, another node: before torch 2.13, the node of a
+    ``torch.autograd.Function`` is not kept by its Python object."""
+
+    owner: Any = None
+
+
 def edge_or_leaf(tensor: torch.Tensor) -> EdgeOrLeaf:
     """Return where the gradient of ``tensor``, which requires grad, enters the graph."""
     node = tensor.grad_fn
-    return tensor if node is None else GradientEdge(node, tensor.output_nr)
+    if node is None:
+        return tensor
+    if not isinstance(node, _PYTHON_NODE):
+        return GradientEdge(node, tensor.output_nr)
+    edge = _OwningEdge(node, tensor.output_nr)
+    with torch.enable_grad():
+        edge.owner = tensor.view_as(tensor).grad_fn
+    return edge
 
 
 def edge_of(place: EdgeOrLeaf) -> GradientEdge:
