@@ -104,7 +104,7 @@ def _ipv6_addresses() -> list[InterfaceAddress]:
     except FileNotFoundError:  # a kernel without IPv6
         return []
     found = []
-    for line in lines:
+    for line in sorted(lines, key=lambda line: int(line.split()[1], 16)):  # by the index of the interface
         digits, *_, name = line.split()
         address = ipaddress.ip_address(int(digits, 16).to_bytes(16, "big"))
         if not address.is_link_local:  # such an address is of use only with the interface of its peer
