@@ -39,6 +39,10 @@ class Hosts:
             with suppress(subprocess.CalledProcessError):  # of those that were never made
                 _run("ip", "netns", "del", name)
 
+    def command(self, name: str, *command: str) -> None:
+        """Run a command on the host in namespace ``name``."""
+        _run("ip", "netns", "exec", name, *command)
+
     def environment(self) -> dict[str, str]:
         """For :func:`enter`, and to meet at the first host."""
         return {

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from tools.faults import network as net
+from tools.faults.delay import delayed
 from tools.faults.judging import Promise
 from tools.faults.model import Effect
 from tools.faults.network import Network
@@ -268,7 +269,7 @@ FAULTS = {
             between_hosts=True, features=_FIREWALL,
         ),
         Fault(
-            "delay 200 ms", lambda scene: _network(scene).shaped(*net.DELAY), 5.0, between_hosts=True,
+            "delay 200 ms", lambda scene: delayed(_network(scene)), 5.0, between_hosts=True,
             features=("hosts", "delay"),
         ),
         Fault("loss 5%", _filter(net.LOSS), 8.0, between_hosts=True, features=("hosts", "loss")),

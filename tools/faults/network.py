@@ -11,6 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import cache
 
 from tests.support.namespaces import Hosts
+from tools.faults.delay import delayed
 
 _numbers = itertools.count()
 
@@ -73,10 +74,14 @@ def missing(feature: str) -> str:
             network.open()
             if feature in ("firewall", "loss"):
                 undo.enter_context(network.filtered(LOSS if feature == "loss" else DROP_IN))
-            if feature in ("delay", "bandwidth"):
-                undo.enter_context(network.shaped(*(DELAY if feature == "delay" else BANDWIDTH)))
+            if feature == "delay":
+                undo.enter_context(delayed(network))
+            if feature == "bandwidth":
+                undo.enter_context(network.shaped(*BANDWIDTH))
     except FileNotFoundError as e:
         return f"{e.filename} is not installed"
+    except OSError as e:
+        return str(e)
     except subprocess.CalledProcessError as e:
         return f"{e.cmd[0] if e.cmd[0] != 'ip' else e.cmd[4]}: {' '.join(e.stderr.split())}"[:200]
     return ""
@@ -102,5 +107,4 @@ DROP_OUT = ("OUTPUT", "-p", "tcp", "-j", "DROP")
 RESET_IN = ("INPUT", "-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset")
 RESET_OUT = ("OUTPUT", "-p", "tcp", "-j", "REJECT", "--reject-with", "tcp-reset")
 LOSS = ("INPUT", "-m", "statistic", "--mode", "random", "--probability", str(PROBABILITY), "-j", "DROP")
-DELAY = ("netem", "delay", "100ms")
 BANDWIDTH = ("tbf", "rate", "10mbit", "burst", "32kb", "latency", "400ms")
