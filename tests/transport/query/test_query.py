@@ -27,6 +27,7 @@ from zmqgrad.errors import (
 from zmqgrad.runtime.clock import ManualClock
 from zmqgrad.transport import local
 from zmqgrad.transport.bind_policy import is_loopback
+from zmqgrad.transport.query import dealer
 from zmqgrad.transport.query.client import QueryClient
 from zmqgrad.transport.query.server import QueryServer
 from zmqgrad.transport.security import Keys, load_keys, secure_client
@@ -421,6 +422,23 @@ def test_a_client_learns_at_once_that_it_has_another_secret(ours: Keys | None, t
     ):
         client.request(A, PATIENCE)
     assert running.service.received == []
+    running.stop()
+
+
+def test_a_secret_that_is_refused_before_the_first_message_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As under load: the connection has ended when the client sends its first ping."""
+    running = Running(keys=None)
+
+    def after_the_refusal(size: int) -> str:
+        eventually(lambda: running.server.malformed)
+        return "0" * size
+
+    monkeypatch.setattr(dealer.secrets, "token_hex", after_the_refusal)
+    with (
+        closing(QueryClient(running.server.endpoint, keys=OURS)) as client,
+        pytest.raises(AuthenticationError),
+    ):
+        client.request(A, PATIENCE)
     running.stop()
 
 

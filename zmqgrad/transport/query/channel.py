@@ -140,9 +140,11 @@ class QueryChannel:
     def _repeat(self) -> None:
         """Sends the query again: either it was lost, or it waits at the server and must be renewed."""
         if self._dealer is not None and (self._local is None or self._query.is_large):
-            if not self._dealer.connected:
+            if self._dealer.refused:
+                self._close_dealer()
+            elif not self._dealer.connected:
                 return  # it is queued in the socket, and leaves with the next connection
-            if self._query.peer_responded:
+            elif self._query.peer_responded:
                 self._query.peer_responded = False
                 self._dealer.ping()
             else:

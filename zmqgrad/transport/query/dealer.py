@@ -63,6 +63,8 @@ class DealerConnection:
 
     def __init__(self, server: ServerInfo, poll: select.poll, client: int) -> None:
         self.connected = False
+        self.refused = False
+        """Whether the server has ended the connection for good, so that nothing can be sent."""
         self.trouble = ""
         """The last problem, for error messages."""
         self._server = server
@@ -85,7 +87,10 @@ class DealerConnection:
 
     def send(self, packet: bytearray) -> None:
         """Queues ``packet``, which leaves as soon as there is a connection."""
-        self._socket.send(packet, NOBLOCK, copy=len(packet) < ZERO_COPY_BYTES)
+        try:
+            self._socket.send(packet, NOBLOCK, copy=len(packet) < ZERO_COPY_BYTES)
+        except zmq.Again:  # a handshake failed so soon; the monitor reports why
+            self.refused = True
 
     def ping(self) -> None:
         """Requests a PONG, which shows that the server responds and where its fast path is."""
